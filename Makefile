@@ -1,0 +1,49 @@
+# `make quickstart` trains a small model, `make test` checks everything; both set themselves up on a machine with only Python and make.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
+
+.PHONY: setup quickstart test test-slow lint types contracts tests bench clean
+
+setup: $(STAMP)
+
+# torch goes first and by its exact version, so that the CPU build is taken where one is offered; what follows finds it there.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+quickstart: setup
+	$(BIN)/phalanx train examples/quickstart.toml --run-dir $(RUN)
+	@echo && echo "A sample of what it has learned:" && echo
+	@$(BIN)/phalanx generate $(RUN) "def test_" --tokens 240
+	@echo && echo "Look at $(RUN)/loss.png and $(RUN)/events.jsonl, change examples/quickstart.toml, and read README.md."
+
+test: lint types contracts tests
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+contracts: setup
+	$(BIN)/lint-imports
+
+tests: setup
+	$(BIN)/python -m pytest -m "not slow"
+
+# Proofs that take minutes: run before an issue is resolved.
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
+
+# Steps per second and start-up beside a hand-written loop; needs a quiet machine.
+bench: setup
+	$(BIN)/python benchmarks/ddp.py
+
+clean:
+	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

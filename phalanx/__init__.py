@@ -1,0 +1,34 @@
+"""Phalanx trains language models across one to thousands of GPUs.
+
+    import phalanx as px
+
+    run = px.load("run.toml", ["train.steps=20"])
+    for event in px.train(run).events():  # workers in processes of their own
+        ...
+    trainer = px.trainer(run)  # or in this process, step by step
+    trainer.step()
+
+Nothing heavy is imported until it is used: `import phalanx` costs nothing, `px.trainer` loads torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from phalanx._version import __version__
+
+if TYPE_CHECKING:
+    from phalanx.api import plan, train, trainer
+    from phalanx.spec.load import load, loads
+
+__all__ = ["__version__", "load", "loads", "plan", "train", "trainer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("load", "loads"):
+        from phalanx.spec import load as module
+    elif name in ("plan", "train", "trainer"):
+        from phalanx import api as module  # type: ignore[no-redef]
+    else:
+        raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
+    return getattr(module, name)

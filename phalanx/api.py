@@ -1,0 +1,43 @@
+"""The verbs for programs: plan a run, train it in processes of its own, or step by step in this one. See `phalanx`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phalanx.launch.env import torchrun_place, visible_gpus
+from phalanx.launch.local import Job
+from phalanx.launch.prepare import prepare
+from phalanx.launch.probe import probe
+from phalanx.planning.search import choose
+from phalanx.spec.place import Place
+from phalanx.spec.plan import Plan
+from phalanx.spec.run import Run
+
+if TYPE_CHECKING:
+    from phalanx.training.trainer import Trainer
+
+
+def plan(run: Run) -> Plan:
+    """The run laid out on this machine."""
+    return choose(run, probe(visible_gpus()))
+
+
+def train(run: Run, *, run_dir: str | Path | None = None, name: str = "run", fresh: bool = False) -> Job:
+    """Start the run's workers on this machine; read `Job.events()` to follow them to the end.
+
+    As on the command line, a run that was stopped goes on where it was. The workers die with the thread that called this.
+    """
+    return Job(prepare(run, name, directory=None if run_dir is None else Path(run_dir), fresh=fresh))
+
+
+def trainer(run: Run, *, checkpoints: str | Path = "checkpoints") -> Trainer:
+    """A trainer in this process, built and ready to step: alone, or as one of torchrun's ranks."""
+    from phalanx.parallel.mesh import connect
+    from phalanx.training.trainer import Trainer
+
+    place = torchrun_place() or Place()
+    layout = choose(run, probe(visible_gpus()), place.ranks)
+    built = Trainer(run, layout, connect(place, layout.device, run.resilience.timeout), Path(checkpoints))
+    built.build()
+    return built

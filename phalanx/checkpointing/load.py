@@ -1,0 +1,21 @@
+"""State from disk into tensors that are already in place. Called by the trainer before the first step, and by generate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from phalanx.checkpointing import disk
+
+
+def load(path: Path, tensors: dict[str, Tensor], *, alone: bool) -> dict[str, Any]:
+    """Fill `tensors` by name from the checkpoint; returns the plain values saved with them.
+
+    `alone`: this process reads by itself, whether or not there are other ranks.
+    """
+    contents = disk.read_marker(path)
+    dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=alone)
+    return contents

@@ -1,0 +1,44 @@
+"""State to disk, all ranks together. Called by the trainer between steps.
+
+torch's distributed checkpoint writes the tensors: each rank its part, replicas share the work, and any later layout can
+read the result. `checkpointing/disk` makes the whole atomic.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from phalanx.checkpointing import disk
+
+
+class Ranks(Protocol):
+    """The ranks that save together."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def ranks(self) -> int: ...
+    def barrier(self) -> None: ...
+
+
+def save(checkpoints: Path, step: int, tensors: dict[str, Tensor], contents: dict[str, Any], ranks: Ranks) -> Path:
+    """Write a checkpoint of `tensors` (by name) with `contents` (plain values) beside them; returns where it is.
+
+    When it returns, on any rank, the checkpoint is complete.
+    """
+    partial = disk.folder(checkpoints, step).with_suffix(disk.PARTIAL)
+    if ranks.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    ranks.barrier()
+    writer = dcp.FileSystemWriter(partial, sync_files=False)  # commit syncs every file once
+    dcp.save(dict(tensors), storage_writer=writer, no_dist=ranks.ranks == 1)
+    if ranks.rank == 0:
+        disk.commit(partial, contents | {"step": step})
+    ranks.barrier()
+    return disk.folder(checkpoints, step)

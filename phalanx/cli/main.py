@@ -1,0 +1,59 @@
+"""The `phalanx` command: one file per verb, put together here, and the only place where errors become exit codes.
+
+0: done. 1: a run failed. 2: it could not start, nothing was begun. 75: stopped on request, saved, can be resumed.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import click
+import typer
+
+from phalanx._version import __version__
+from phalanx.cli import doctor, generate, models, schema, train
+from phalanx.cli.output import print_error
+from phalanx.spec.errors import PhalanxError
+
+app = typer.Typer(
+    name="phalanx",
+    help="Train language models across one to thousands of GPUs from one run file.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("train")(train.train)
+app.command("generate")(generate.generate)
+app.command("models")(models.models)
+app.command("doctor")(doctor.doctor)
+app.command("schema")(schema.schema)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"phalanx {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
+) -> None:
+    pass
+
+
+def main() -> None:
+    try:
+        code = app(standalone_mode=False)
+    except click.ClickException as error:  # an unknown verb or option
+        error.show()
+        code = error.exit_code
+    except click.Abort:
+        code = 130
+    except PhalanxError as error:
+        print_error(error)
+        code = error.exit_code
+    except BrokenPipeError:  # the reader of our output has gone; nothing is wrong
+        sys.stderr.close()
+        code = 0
+    sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,45 @@
+"""`phalanx models`: the presets, with what they cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rich.table import Table
+
+from phalanx.cli.output import AsJson, console, print_json
+from phalanx.spec.presets import PRESETS
+from phalanx.spec.run import TOKENIZER_VOCAB
+
+_STATE = 16  # bytes per parameter in training: weight, gradient and two Adam moments, in fp32
+
+
+def models(json: AsJson = False) -> None:
+    """List the model presets."""
+    rows = list(_rows())
+    table = Table(box=None, header_style="bold")
+    for title in ("preset", "parameters", "GFLOP/token", "training state"):
+        table.add_column(title, justify="left" if title == "preset" else "right")
+    for row in rows:
+        billions, flops = row["parameters"] / 1e9, row["flops_per_token"] / 1e9
+        table.add_row(row["name"], f"{billions:,.3f} B", f"{flops:,.2f}", f"{row['state_bytes'] / 2**30:,.1f} GiB")
+    console.print(table)
+    if json:
+        print_json({"models": rows})
+
+
+def _rows() -> list[dict[str, Any]]:
+    rows = []
+    for name, preset in PRESETS.items():
+        spec = replace(preset, vocab=preset.vocab or TOKENIZER_VOCAB["byte"])
+        count = spec.parameters()
+        rows.append(
+            {
+                "name": name,
+                "parameters": count,
+                "active": count,
+                "flops_per_token": spec.flops_per_token(spec.context),
+                "state_bytes": count * _STATE,
+            }
+        )
+    return rows

@@ -1,0 +1,61 @@
+"""`torchrun -m phalanx train RUN.toml`: the processes are there already, so each becomes the rank that torchrun made it."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import torch
+
+from phalanx.cli.output import console, print_json
+from phalanx.cli.rank import Signals, work
+from phalanx.cli.train import conclude
+from phalanx.dashboard.progress import display
+from phalanx.events.log import EventLog
+from phalanx.events.rundir import RunDir
+from phalanx.launch.env import visible_gpus
+from phalanx.launch.local import started
+from phalanx.launch.prepare import Prepared, prepare
+from phalanx.launch.probe import probe
+from phalanx.parallel.mesh import connect, disconnect
+from phalanx.spec.errors import RunError
+from phalanx.spec.load import load
+from phalanx.spec.place import Place
+
+
+def train_here(place: Place, run_file: Path, overrides: list[str], run_dir: Path | None, fresh: bool, json: bool) -> int:
+    """Rank 0 checks and prepares for all; what it finds, good or bad, the others learn from it."""
+    run = load(run_file, overrides)
+    device = run.cluster.device or ("cuda" if probe(visible_gpus()).gpus else "cpu")
+    mesh = connect(place, device, run.resilience.timeout)
+    prepared: Prepared | None = None
+    problems: tuple[str, ...] = ()
+    if mesh.rank == 0:
+        try:
+            prepared = prepare(run, run_file.stem, directory=run_dir, fresh=fresh, ranks=place.ranks)
+        except RunError as error:
+            problems = error.problems
+    problems, found = mesh.share((problems, prepared and (prepared.plan, prepared.rundir.path)))
+    if problems:
+        disconnect(mesh)
+        if mesh.rank == 0:
+            raise RunError(problems)
+        return 2
+    plan, path = found
+    torch.set_num_threads(plan.threads)
+    rundir = RunDir(path)
+    show = None
+    if prepared is not None:
+        view = display(console, run.steps, run.watch.log_every, live=False)
+        view.show(EventLog(rundir.events_file).emit(started(run, plan)))
+        show = view.show
+    try:
+        code = work(run, plan, mesh, rundir, Signals(), also=show)
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if prepared is not None:
+        summary = conclude(rundir)
+        if json:
+            print_json(summary.to_json(rundir.path))
+    return code

@@ -1,0 +1,85 @@
+"""`phalanx train`: checks everything, starts the workers, shows what happens, sums up. Under torchrun it is one of the workers."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from phalanx.cli.output import AsJson, console, print_json
+from phalanx.dashboard.curve import draw
+from phalanx.dashboard.progress import display
+from phalanx.dashboard.summary import Summary, summarize
+from phalanx.events.log import read_events
+from phalanx.events.rundir import RunDir
+from phalanx.launch.env import torchrun_place
+from phalanx.launch.local import RESUMABLE, Job
+from phalanx.launch.prepare import Prepared, prepare
+from phalanx.spec.errors import RunFailed
+from phalanx.spec.load import load
+
+
+def train(
+    run_file: Annotated[Path, typer.Argument(help="The run file.", metavar="RUN.toml")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings to change, e.g. train.steps=20 layout.data=2.")
+    ] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Directory of the run; left out: runs/NAME, numbered if taken.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew even where an unfinished run could go on.")] = False,
+    json: AsJson = False,
+) -> int:
+    """Train the model that RUN.toml describes. Stopped or killed, the same command goes on where it was."""
+    place = torchrun_place()
+    if place is not None:
+        from phalanx.cli.torchrun import train_here
+
+        return train_here(place, run_file, overrides or [], run_dir, fresh, json)
+    run = load(run_file, overrides or [])
+    prepared = prepare(run, run_file.stem, directory=run_dir, fresh=fresh)
+    job = Job(prepared)
+    try:
+        _follow(job, prepared)
+    except RunFailed as failure:
+        print(f"error: {failure}", file=sys.stderr)
+    summary = conclude(prepared.rundir)
+    if job.exit_code == RESUMABLE:
+        console.print("Stopped and saved. To go on, give the same command again.", style="yellow")
+    if json:
+        print_json(summary.to_json(prepared.rundir.path) | ({"error": [job.failure.reason]} if job.failure else {}))
+    return job.exit_code or 0
+
+
+def conclude(rundir: RunDir) -> Summary:
+    """The picture of the loss and the closing panel."""
+    events = read_events(rundir.events_file)
+    summary = summarize(events)
+    draw(events, rundir.curve)
+    summary.render(console, rundir.path)
+    return summary
+
+
+def _follow(job: Job, prepared: Prepared) -> None:
+    """Show events until the job ends. The first SIGINT or SIGTERM asks it to save and stop, the second ends it at once."""
+    asked = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if asked.is_set():
+            job.kill()
+        asked.set()
+        job.stop()
+
+    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    view = display(console, prepared.run.steps, prepared.run.watch.log_every, live=console.is_terminal)
+    console.print(f"run directory {prepared.rundir.path}{' (going on with it)' if prepared.resumes else ''}", style="dim")
+    try:
+        for event in job.events():
+            view.show(event)
+    finally:
+        view.close()
+        for number, handler in previous.items():
+            signal.signal(number, handler)

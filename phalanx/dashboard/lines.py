@@ -1,0 +1,82 @@
+"""One event as one line of text, for the displays. What a person would want to know, and no more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.text import Text
+
+from phalanx.dashboard.numbers import count, duration, number, percent, size
+from phalanx.events.records import (
+    CheckpointDamaged,
+    Evaluated,
+    Event,
+    Restored,
+    RunStarted,
+    Saved,
+    Step,
+    StepSkipped,
+    Stopped,
+    Warned,
+    WorkerFailed,
+)
+
+_DEVICES = {"cuda": "GPU", "cpu": "CPU"}
+
+
+def line(event: Event) -> Text | None:
+    """What to print about an event; None for those that only move the numbers.
+
+    Text, not markup: a path or a message may hold brackets, which rich would read as a style.
+    """
+    match event:
+        case RunStarted():
+            device = _DEVICES.get(event.device, event.device)
+            work = f"{event.accumulation} × {event.micro_batch} sequences per rank and step"
+            return Text(
+                f"training {count(event.parameters)} parameters on {event.ranks} {device} "
+                f"rank{'s' if event.ranks > 1 else ''} in {event.compute}, {work}",
+                style="bold",
+            )
+        case Restored():
+            return Text(f"restored step {event.step} from {_name(event.path)} in {duration(event.seconds)}", style="green")
+        case StepSkipped():
+            return Text(
+                f"step {event.step} skipped: loss {number(event.loss)}, gradient norm {number(event.grad_norm, 2)} "
+                f"({event.in_a_row} in a row); nothing was changed",
+                style="yellow",
+            )
+        case Evaluated():
+            return Text(f"step {event.step}  held-out loss {number(event.loss)}  {duration(event.seconds)}", style="cyan")
+        case Saved():
+            return Text(
+                f"step {event.step}  saved {_name(event.path)}  {size(event.bytes)} in {duration(event.seconds)}", style="green"
+            )
+        case CheckpointDamaged():
+            return Text(f"checkpoint {_name(event.path)} is damaged and was passed over: {event.reason}", style="yellow")
+        case Warned():
+            return Text(f"warning: {event.message}", style="yellow")
+        case WorkerFailed():
+            who = "a worker" if event.rank is None else f"rank {event.rank}"
+            return Text(f"{who} failed: {event.reason}", style="bold red")
+        case Stopped():
+            return Text(f"stopped after step {event.step}: {event.reason}", style="yellow")
+        case _:
+            return None
+
+
+def step_line(event: Step, steps: int, left: float | None) -> Text:
+    """A step in under 80 columns, padded so that lines of one run stand in columns."""
+    parts = [
+        f"step {event.step:>{len(str(steps))}}/{steps}",
+        f"loss {number(event.loss)}",
+        f"{count(event.tokens_per_second):>5} tok/s",
+        *([f"mfu {percent(event.mfu)}"] if event.mfu is not None else []),
+        f"norm {number(event.grad_norm, 2)}",
+        f"eta {duration(left)}",
+    ]
+    return Text("  ".join(parts))
+
+
+def _name(path: str) -> str:
+    return Path(path).name or path

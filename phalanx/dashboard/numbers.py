@@ -1,0 +1,82 @@
+"""Numbers as people read them: counts, speeds, sizes, durations. Every display and summary formats through here.
+
+A value that is unknown or not finite becomes a dash: a display must never be what stops a run.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeGuard
+
+UNKNOWN = "–"
+
+
+def count(value: float | None) -> str:
+    """Three digits and a letter: 12.3k, 1.24M."""
+    return _scaled(value, ("", "k", "M", "B", "T"))
+
+
+def flops(value: float | None) -> str:
+    """1.24 TFLOP/s."""
+    text = _scaled(value, (" ", " k", " M", " G", " T", " P", " E"))
+    return text if text == UNKNOWN else f"{text}FLOP/s"
+
+
+def size(value: float | None) -> str:
+    """Bytes in binary units: 3.1 GiB."""
+    if not _known(value):
+        return UNKNOWN
+    unit = 0
+    while unit < 5 and round(abs(value), 1) >= 1024:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.0f} B" if unit == 0 else f"{value:.1f} {'KMGTP'[unit - 1]}iB"
+
+
+def duration(value: float | None) -> str:
+    """0.4 s, 41 s, 2 min 05 s, 3 h 12 min, 2 d 03 h: never more than two units."""
+    if not _known(value):
+        return UNKNOWN
+    value = max(0.0, value)
+    if value < 9.95:
+        return f"{value:.1f} s"
+    seconds = round(value)
+    if seconds < 60:
+        return f"{seconds} s"
+    if seconds < 3600:
+        return f"{seconds // 60} min {seconds % 60:02d} s"
+    minutes = round(value / 60)
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    hours = round(value / 3600)
+    return f"{hours // 24} d {hours % 24:02d} h"
+
+
+def percent(value: float | None) -> str:
+    """A fraction as 41.2%; two digits below ten."""
+    if not _known(value):
+        return UNKNOWN
+    return f"{100 * value:.1f}%" if abs(value) >= 0.1 else f"{100 * value:.2f}%"
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A loss or a norm; what is not finite is shown as what it is, since that is the news."""
+    if not isinstance(value, int | float):
+        return UNKNOWN
+    return f"{value:.{digits}f}" if abs(value) < 1e4 else f"{value:.3g}"
+
+
+def _known(value: float | None) -> TypeGuard[float]:
+    # Records of another version may carry text here, such as "nan".
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _scaled(value: float | None, units: tuple[str, ...]) -> str:
+    if not _known(value):
+        return UNKNOWN
+    unit = 0
+    while unit < len(units) - 1 and abs(float(f"{value:.3g}")) >= 1000:  # 999,960 is 1.00M, not 1000k
+        value, unit = value / 1000, unit + 1
+    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    if unit == 0 and value == int(value):
+        digits = 0
+    return f"{value:.{digits}f}{units[unit]}"

@@ -1,0 +1,134 @@
+"""What a run came to, computed from its events alone: the closing panel, and the same numbers for programs.
+
+The CLI shows it when a run ends, and prints it as JSON where that is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.dashboard.curve import FILE_NAME
+from phalanx.dashboard.history import history
+from phalanx.dashboard.numbers import count, duration, number, percent
+from phalanx.events.records import Event, Finished, RunStarted, Saved, Stopped, WorkerFailed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """The state a run directory has reached, and how fast its last launch was."""
+
+    steps: int
+    """Step that has been reached."""
+    planned: int
+    """Steps of the whole run."""
+    loss: float | None
+    """Of the last step."""
+    first_loss: float | None
+    eval_loss: float | None
+    """Of the last evaluation; None: there was none."""
+    tokens: int
+    """Target tokens of all steps that count; those undone by a resumption do not."""
+    tokens_per_second: float | None
+    """Median over the last launch without its first step, which warms up."""
+    mfu: float | None
+    """Likewise; None where the device's peak is unknown."""
+    steps_skipped: int
+    seconds: float
+    """Wall time of the last launch."""
+    ranks: int
+    parameters: int
+    checkpoint: str | None
+    """The newest, as the record names it."""
+    finished: bool
+    """All steps are done."""
+    failure: str | None
+    """Why the last launch failed; None: it did not."""
+
+    def to_json(self, run_dir: Path | str) -> dict[str, Any]:
+        """For programs. Numbers that JSON lacks are strings, as in events.jsonl."""
+        plain = {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in asdict(self).items()}
+        return plain | {"run_dir": str(run_dir)}
+
+    def render(self, console: Console, run_dir: Path | str) -> None:
+        """The closing panel: the result, the speed, where to look."""
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in self._rows(Path(run_dir)):
+            table.add_row(name, Text(value))
+        title, style = self._title()
+        console.print(Panel(table, title=Text(title, style=f"bold {style}"), title_align="left", border_style=style))
+
+    def _title(self) -> tuple[str, str]:
+        if self.finished:
+            return f"finished {self.steps} steps", "green"
+        how, style = ("failed", "red") if self.failure is not None else ("stopped", "yellow")
+        return f"{how} after step {self.steps} of {self.planned}", style
+
+    def _rows(self, run_dir: Path) -> Iterable[tuple[str, str]]:
+        if self.failure is not None:
+            yield "reason", self.failure
+        if self.loss is not None:
+            held_out = f", held-out {number(self.eval_loss)}" if self.eval_loss is not None else ""
+            yield "loss", f"{number(self.first_loss)} → {number(self.loss)}{held_out}"
+            skipped = f", {self.steps_skipped} skipped" if self.steps_skipped else ""
+            yield "trained", f"{count(self.parameters)} parameters on {count(self.tokens)} tokens{skipped}"
+        if self.tokens_per_second is not None:
+            mfu = f", MFU {percent(self.mfu)}" if self.mfu is not None else ""
+            ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
+            yield "speed", f"{count(self.tokens_per_second)} tokens/s on {ranks}{mfu}, {duration(self.seconds)}"
+        yield "events", str(run_dir / "events.jsonl")
+        if (run_dir / FILE_NAME).exists():
+            yield "curve", str(run_dir / FILE_NAME)
+        if self.checkpoint is not None:
+            yield "checkpoint", self.checkpoint
+            yield "generate", f"phalanx generate {shlex.quote(str(run_dir))}"
+
+
+def summarize(events: Iterable[Event]) -> Summary:
+    """Compute the summary from all events of a run directory, in order."""
+    every = list(events)
+    known = history(every)
+    begin = max((place for place, event in enumerate(every) if isinstance(event, RunStarted)), default=0)
+    launch = every[begin:]
+    started = next((event for event in launch if isinstance(event, RunStarted)), None)
+    ends = [event for event in launch if isinstance(event, Finished | Stopped)]
+    failures = [event.reason for event in launch if isinstance(event, WorkerFailed)]
+    saved = [event.path for event in every if isinstance(event, Saved)]
+    steps = [known.steps[step] for step in sorted(known.steps)]
+    evaluations = known.evaluations
+    reached = [*known.steps, *(event.step for event in ends), *(record.step for record in known.skipped)]
+    return Summary(
+        steps=max(reached, default=0),
+        planned=started.steps if started else 0,
+        loss=steps[-1].loss if steps else None,
+        first_loss=steps[0].loss if steps else None,
+        eval_loss=evaluations[max(evaluations)].loss if evaluations else None,
+        tokens=sum(step.tokens for step in steps),
+        tokens_per_second=_middle([step.tokens_per_second for step in known.launch]),
+        mfu=_middle([step.mfu for step in known.launch]),
+        steps_skipped=len(known.skipped),
+        seconds=launch[-1].time - launch[0].time if launch else 0.0,
+        ranks=started.ranks if started else 0,
+        parameters=started.parameters if started else 0,
+        checkpoint=saved[-1] if saved else None,
+        finished=any(isinstance(event, Finished) for event in ends),
+        failure=failures[0] if failures else None,
+    )
+
+
+def _middle(values: Sequence[float | None]) -> float | None:
+    """Median of all but the first, or of the only one; None where there is nothing to tell."""
+    known = [value for value in (values[1:] or values) if isinstance(value, int | float) and math.isfinite(value)]
+    return median(known) if known else None

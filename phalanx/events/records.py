@@ -1,0 +1,194 @@
+"""What happened in a run, as typed records. One line of events.jsonl is one record; docs/run-directory.md is the contract.
+
+Training and launching emit them; the display, the summary and embedding programs read them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """Common to all records."""
+
+    kind: ClassVar[str] = "event"
+    time: float = field(default=0.0)
+    """Seconds since 1970, filled in when the record is written."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStarted(Event):
+    """A launch of the run: the first of a directory, or a resumption."""
+
+    kind: ClassVar[str] = "run_started"
+    version: str
+    ranks: int
+    device: str
+    steps: int
+    parameters: int
+    micro_batch: int
+    accumulation: int
+    layout: dict[str, Any]
+    compute: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerStarted(Event):
+    """A rank is running."""
+
+    kind: ClassVar[str] = "worker_started"
+    rank: int
+    host: str
+    pid: int
+    device: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restored(Event):
+    """State was read from a checkpoint; training goes on after `step`."""
+
+    kind: ClassVar[str] = "restored"
+    step: int
+    path: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step(Event):
+    """An optimizer step was taken."""
+
+    kind: ClassVar[str] = "step"
+    step: int
+    """Counts from 1."""
+    loss: float
+    """Mean over the target tokens of the whole global batch, in nats."""
+    tokens: int
+    """Target tokens in this step's batch."""
+    samples: int
+    """Position in the data after this step: sequences consumed since the beginning of the run."""
+    batch_digest: str
+    """Checksum of the token ids of the whole global batch, in order: equal wherever the same tokens were seen."""
+    learning_rate: float
+    grad_norm: float
+    """Before clipping."""
+    seconds: float
+    tokens_per_second: float
+    flops_per_second: float
+    mfu: float | None
+    memory: int
+    """Largest of all ranks: device bytes at peak on GPUs, resident bytes on CPUs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSkipped(Event):
+    """Loss or gradient was not finite: no rank changed anything. The data position moves on."""
+
+    kind: ClassVar[str] = "step_skipped"
+    step: int
+    samples: int
+    loss: float
+    grad_norm: float
+    in_a_row: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluated(Event):
+    """Held-out loss after `step`."""
+
+    kind: ClassVar[str] = "evaluated"
+    step: int
+    loss: float
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved(Event):
+    """A checkpoint is complete."""
+
+    kind: ClassVar[str] = "saved"
+    step: int
+    path: str
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointDamaged(Event):
+    """A checkpoint was passed over when the newest valid one was looked for."""
+
+    kind: ClassVar[str] = "checkpoint_damaged"
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Warned(Event):
+    """Something a person should know; the run goes on."""
+
+    kind: ClassVar[str] = "warned"
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerFailed(Event):
+    """The rank that failed first, and why."""
+
+    kind: ClassVar[str] = "worker_failed"
+    rank: int | None
+    reason: str
+    traceback: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stopped(Event):
+    """The run was told to stop and has saved; it can be resumed."""
+
+    kind: ClassVar[str] = "stopped"
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finished(Event):
+    """All steps are done."""
+
+    kind: ClassVar[str] = "finished"
+    step: int
+
+
+KINDS: dict[str, type[Event]] = {
+    record.kind: record
+    for record in (
+        RunStarted, WorkerStarted, Restored, Step, StepSkipped, Evaluated, Saved,
+        CheckpointDamaged, Warned, WorkerFailed, Stopped, Finished,
+    )
+}  # fmt: skip
+
+
+def encode(event: Event) -> str:
+    """One line of JSON. Numbers that JSON lacks are written as the strings "nan", "inf" and "-inf"."""
+    table = {"event": event.kind} | {key: _plain(value) for key, value in asdict(event).items()}
+    return json.dumps(table, allow_nan=False)
+
+
+def decode(line: str) -> Event | None:
+    """The record on a line, or None for a kind this version does not know."""
+    table = json.loads(line)
+    record = KINDS.get(table.pop("event", ""))
+    if record is None:
+        return None
+    known = {f.name: str(f.type) for f in fields(record)}
+    return record(**{key: _number(value) if "float" in known[key] else value for key, value in table.items() if key in known})
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, str) else value

@@ -1,0 +1,54 @@
+"""The directory of one run: what lies where, and who holds it. docs/run-directory.md is the contract for readers."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+
+class RunDir:
+    """Paths in a run directory."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.run_file = path / "run.toml"
+        self.plan_file = path / "plan.json"
+        self.events_file = path / "events.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+        self.curve = path / "loss.png"
+        self._lock: int | None = None
+
+    @property
+    def exists(self) -> bool:
+        """A run was started here before."""
+        return self.run_file.is_file()
+
+    def create(self) -> None:
+        for directory in (self.path, self.checkpoints, self.logs):
+            directory.mkdir(parents=True, exist_ok=True)
+
+    def take(self) -> bool:
+        """Hold this directory until the process ends, however it ends; False if another process holds it."""
+        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fd)
+            return False
+        self._lock = fd
+        return True
+
+    def release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def log_of(self, rank: int) -> Path:
+        """What a rank prints."""
+        return self.logs / f"rank-{rank}.log"
+
+    def error_of(self, rank: int) -> Path:
+        """Why a rank failed, written by the rank itself."""
+        return self.logs / f"rank-{rank}.error.json"

@@ -1,0 +1,37 @@
+"""The only place that reads and makes environment variables. Used by the launcher, the worker and the CLI."""
+
+from __future__ import annotations
+
+import os
+
+from phalanx.spec.place import Place
+from phalanx.spec.plan import Plan
+
+
+def torchrun_place() -> Place | None:
+    """Where torchrun has put this process; None if torchrun did not start it."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    return Place(
+        rank=int(os.environ["RANK"]), ranks=int(os.environ["WORLD_SIZE"]), local_rank=int(os.environ.get("LOCAL_RANK", "0"))
+    )
+
+
+def visible_gpus() -> str | None:
+    """The GPUs this process may use, as the person has limited them."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def for_workers(plan: Plan) -> dict[str, str]:
+    """The environment of the workers of a plan on this machine."""
+    ours = {
+        "OMP_NUM_THREADS": str(plan.threads),
+        "MKL_NUM_THREADS": str(plan.threads),
+        # All ranks are on this machine: nothing listens on, or depends on the name of, an outside interface.
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        # Asking for GPUs through the driver's library leaves CUDA untouched, so ranks can be forked afterwards.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return dict(os.environ) | ours

@@ -1,0 +1,47 @@
+"""Which rank failed first. When one dies, the others fail too, a moment later and for a reason that explains nothing."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping
+
+from phalanx.events.records import WorkerFailed
+from phalanx.events.rundir import RunDir
+
+# What a rank says when it was another that went away.
+_ECHOES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Connection refused",
+    "Socket closed",
+    "NCCL communicator was aborted",
+    "Timed out waiting",
+    "unexpected EOF",
+)
+
+
+def first_failure(rundir: RunDir, ended: Mapping[int, int]) -> WorkerFailed:
+    """The rank to look at: one that was killed or raised by itself before one that lost its peers; the earliest of those."""
+    candidates: list[tuple[bool, float, WorkerFailed]] = []
+    for rank, code in ended.items():
+        report = rundir.error_of(rank)
+        if code < 0:
+            candidates.append((False, 0.0, WorkerFailed(rank=rank, reason=_killed(-code))))
+        elif report.is_file():
+            said = json.loads(report.read_text())
+            echo = any(words in said["reason"] for words in _ECHOES)
+            candidates.append((echo, said["time"], WorkerFailed(rank=rank, reason=said["reason"], traceback=said["traceback"])))
+        elif code:
+            log = rundir.log_of(rank)
+            tail = log.read_text(errors="replace")[-4000:] if log.is_file() else ""
+            candidates.append((False, 0.0, WorkerFailed(rank=rank, reason=f"it ended with exit code {code}", traceback=tail)))
+    return min(candidates, key=lambda candidate: candidate[:2])[2]
+
+
+def _killed(number: int) -> str:
+    name = signal.Signals(number).name
+    if number == signal.SIGKILL:
+        return f"it was killed by {name}; if nobody did that, the machine ran out of memory (see dmesg)"
+    return f"it was ended by {name}"

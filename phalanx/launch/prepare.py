@@ -1,0 +1,169 @@
+"""From a run to a directory that workers can start in: plan, data, extras, space, all checked before anything is started.
+
+Called by the launcher, and by rank 0 under torchrun. Whatever is wrong is raised at once, as one RunError.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.checkpointing import disk
+from phalanx.data.dataset import open_dataset
+from phalanx.events.log import read_events
+from phalanx.events.records import Finished
+from phalanx.events.rundir import RunDir
+from phalanx.launch.env import visible_gpus
+from phalanx.launch.probe import probe
+from phalanx.planning.search import choose
+from phalanx.spec.dump import dump
+from phalanx.spec.errors import RunError
+from phalanx.spec.identity import changed
+from phalanx.spec.load import load
+from phalanx.spec.plan import Plan
+from phalanx.spec.run import Run
+
+_BYTES_PER_PARAMETER = 12  # weights and two Adam moments in fp32
+_SLACK = 16 << 20  # logs, events, the picture
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Everything a launcher needs."""
+
+    run: Run
+    plan: Plan
+    rundir: RunDir
+    resumes: bool
+    """There is a checkpoint to go on from."""
+
+
+def prepare(run: Run, name: str, *, directory: Path | None = None, fresh: bool = False, ranks: int | None = None) -> Prepared:
+    """Check the run against this machine and make its directory ready.
+
+    Without `directory`, runs/NAME is taken: an unfinished run of the same settings there goes on, a finished or different
+    one is left alone and a numbered directory beside it is used. `ranks`: how many somebody else has started already.
+    """
+    problems: list[str] = []
+    plan = fingerprint = None
+    try:
+        plan = choose(run, probe(visible_gpus()), ranks)
+    except RunError as error:
+        problems += error.problems
+    try:
+        fingerprint = open_dataset(run.data, run.train.sequence_length, run.train.seed).fingerprint
+    except RunError as error:
+        problems += error.problems
+    problems += _missing_extras(run)
+    if problems or plan is None or fingerprint is None:
+        raise RunError(problems)
+    rundir = _given(directory, run, fresh) if directory is not None else _own(Path("runs") / name, run, fresh)
+    resumes = _check_resumption(rundir, run, fingerprint)
+    _check_space(rundir.path, plan)
+    rundir.run_file.write_text(dump(run))
+    rundir.plan_file.write_text(plan.to_json())
+    return Prepared(run, plan, rundir, resumes)
+
+
+def _missing_extras(run: Run) -> list[str]:
+    asked = {"tensorboard": (run.watch.tensorboard, "watch"), "wandb": (run.watch.wandb, "wandb")}
+    return [
+        f"watch.{package} = true needs the package {package}, which is not installed: pip install 'phalanx[{extra}]', "
+        f"or set watch.{package} = false."
+        for package, (wanted, extra) in asked.items()
+        if wanted and importlib.util.find_spec(package) is None
+    ]
+
+
+def _given(directory: Path, run: Run, fresh: bool) -> RunDir:
+    """The directory the person named: it must be new, or hold this very run."""
+    if directory.exists() and not directory.is_dir():
+        raise RunError([f"--run-dir {directory} is a file: name a directory, or one that does not exist yet."])
+    rundir = RunDir(directory)
+    if rundir.exists and fresh:
+        raise RunError([f"--run-dir {directory} already holds a run and --fresh was given: name another directory."])
+    if rundir.exists and (differences := changed(load(rundir.run_file), run)):
+        raise RunError(
+            [
+                f"--run-dir {directory} holds a run with other settings ({'; '.join(differences)}): name another directory, "
+                "or undo the change to go on with that run."
+            ]
+        )
+    _make(rundir)
+    if not rundir.take():
+        raise RunError([f"--run-dir {directory} is in use by a running job: wait for it, stop it, or name another directory."])
+    return rundir
+
+
+def _own(base: Path, run: Run, fresh: bool) -> RunDir:
+    """The first of runs/NAME, runs/NAME-2, … that is free or holds this run unfinished."""
+    number = 1
+    while True:
+        rundir = RunDir(base if number == 1 else base.with_name(f"{base.name}-{number}"))
+        number += 1
+        if rundir.exists and (fresh or _ended(rundir) or _differs(rundir, run)):
+            continue
+        _make(rundir)
+        if rundir.take():
+            return rundir
+
+
+def _ended(rundir: RunDir) -> bool:
+    """The run took all its steps."""
+    return any(isinstance(event, Finished) for event in read_events(rundir.events_file))
+
+
+def _differs(rundir: RunDir, run: Run) -> bool:
+    try:
+        old = load(rundir.run_file)
+    except RunError:
+        return True  # written by another version, or torn: not ours to touch
+    return bool(changed(old, run)) or old.steps != run.steps
+
+
+def _make(rundir: RunDir) -> None:
+    try:
+        rundir.create()
+        probe_file = rundir.path / ".writable"
+        probe_file.touch()
+        probe_file.unlink()
+    except OSError as error:
+        where = os.path.abspath(error.filename or rundir.path)
+        raise RunError(
+            [f"The run directory {rundir.path} cannot be written ({error.strerror}: {where}): choose another with --run-dir."]
+        ) from None
+
+
+def _check_resumption(rundir: RunDir, run: Run, fingerprint: str) -> bool:
+    """A checkpoint of other text must not be continued: its position in the data would mean nothing."""
+    for path in disk.listed(rundir.checkpoints):
+        try:
+            saved = disk.read_marker(path)
+        except disk.DamagedCheckpoint:
+            continue
+        if saved["data"] != fingerprint:
+            raise RunError(
+                [
+                    f"The text of data.source = {run.data.source!r} has changed since {path} was saved, so the run cannot go on "
+                    "where it was: restore the files, or start afresh with --fresh or another --run-dir."
+                ]
+            )
+        return True
+    return False
+
+
+def _check_space(path: Path, plan: Plan) -> None:
+    free = shutil.disk_usage(path).free
+    # A new checkpoint is complete before an old one goes, so there must be room for one beside what is already there.
+    need = plan.parameters * _BYTES_PER_PARAMETER + _SLACK
+    if free < need:
+        raise RunError(
+            [
+                f"The disk of the run directory {path} has {free / 2**20:,.0f} MiB free and one checkpoint of "
+                f"{plan.parameters / 1e6:,.1f} M parameters takes {need / 2**20:,.0f} MiB: free some space or choose another "
+                "disk with --run-dir."
+            ]
+        )

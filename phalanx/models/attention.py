@@ -1,0 +1,95 @@
+"""Causal self-attention inside documents, and the seam through which others may compute it. Used by `models/dense`.
+
+`attend` is a plain attribute: local by default, replaced by context parallelism without the model knowing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.models.layers import rotate
+from phalanx.spec.model import ModelSpec
+
+
+class Scope:
+    """Which keys a query may see: those not after it, in its own document. Made once per forward, shared by all blocks."""
+
+    def __init__(self, documents_BS: Tensor | None):
+        self.documents = documents_BS
+        """Document of each position, or None where every sequence is one document."""
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """[B, 1, S, S], true where a query (row) may see a key (column); None: plain causal."""
+        if self.documents is None:
+            return None
+        length = self.documents.shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool, device=self.documents.device).tril()
+        return ((self.documents[:, :, None] == self.documents[:, None, :]) & causal)[:, None]
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Scope], Tensor]
+
+
+def attend_locally(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, scope: Scope) -> Tensor:
+    """All keys are on this device. A single query with a cache behind it sees all of them."""
+    grouped = q_BHSE.shape[1] != k_BKTE.shape[1]
+    if q_BHSE.shape[2] != k_BKTE.shape[2]:
+        return F.scaled_dot_product_attention(q_BHSE, k_BKTE, v_BKTE, enable_gqa=grouped)
+    mask = scope.mask
+    return F.scaled_dot_product_attention(q_BHSE, k_BKTE, v_BKTE, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+
+
+class KeyValues:
+    """What one block remembers while text is generated: the keys and values of every position so far."""
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def extend(self, keys_BKSE: Tensor, values_BKSE: Tensor) -> tuple[Tensor, Tensor]:
+        if self.keys is None or self.values is None:
+            self.keys, self.values = keys_BKSE, values_BKSE
+        else:
+            assert keys_BKSE.shape[2] == 1, "after the prompt, positions come one at a time"
+            self.keys = torch.cat((self.keys, keys_BKSE), dim=2)
+            self.values = torch.cat((self.values, values_BKSE), dim=2)
+        return self.keys, self.values
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions and optional normalised queries and keys."""
+
+    attend: Attend
+
+    def __init__(self, spec: ModelSpec):
+        super().__init__()
+        self.head = spec.head
+        self.query = nn.Linear(spec.dim, spec.heads * spec.head, bias=spec.bias)
+        self.key = nn.Linear(spec.dim, spec.kv * spec.head, bias=spec.bias)
+        self.value = nn.Linear(spec.dim, spec.kv * spec.head, bias=spec.bias)
+        self.output = nn.Linear(spec.heads * spec.head, spec.dim, bias=spec.bias)
+        self.query_norm = nn.RMSNorm(spec.head, eps=spec.norm_eps) if spec.qk_norm else nn.Identity()
+        self.key_norm = nn.RMSNorm(spec.head, eps=spec.norm_eps) if spec.qk_norm else nn.Identity()
+        self.attend = attend_locally
+
+    def forward(
+        self, x_BSD: Tensor, scope: Scope, rotation: tuple[Tensor, Tensor] | None, memory: KeyValues | None = None
+    ) -> Tensor:
+        batch, length, _ = x_BSD.shape
+        # Head counts are inferred, not stored: a rank that holds some of the heads runs the same line.
+        q, k, v = (
+            project(x_BSD).view(batch, length, -1, self.head).transpose(1, 2) for project in (self.query, self.key, self.value)
+        )
+        q, k = self.query_norm(q), self.key_norm(k)
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        if memory is not None:
+            k, v = memory.extend(k, v)
+        attended = self.attend(q, k, v, scope)
+        return self.output(attended.transpose(1, 2).reshape(batch, length, -1))

@@ -1,0 +1,78 @@
+"""Initial weights as a pure function of (seed, parameter name, element): any layout, on any device, starts from the same numbers.
+
+Values come from a counter-based generator, so a rank that owns a slice of a tensor computes that slice and nothing else.
+Called by training when a model is built; later by every sharded layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.models.dense import INITIAL, Decoder
+from phalanx.spec.model import ModelSpec
+
+_CHUNK = 1 << 20  # elements drawn at a time: bounds the 64-bit scratch memory to a few tens of MB
+
+
+def build(spec: ModelSpec) -> Decoder:
+    """The model on the meta device: names and shapes, no memory."""
+    with torch.device("meta"):
+        return Decoder(spec)
+
+
+def materialize(model: Decoder, seed: int, device: torch.device) -> Decoder:
+    """Give a model from `build` its memory on `device` and its initial values."""
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            fill(parameter, seed, name, model.spec)
+    return model
+
+
+def fill(parameter: Tensor, seed: int, name: str, spec: ModelSpec, first: int = 0) -> None:
+    """Write the initial values of the elements first, first + 1, … of the named parameter into a contiguous tensor."""
+    rule = next(rule for pattern, rule in INITIAL.items() if fnmatchcase(name, pattern))
+    if rule == "ones":
+        nn.init.ones_(parameter)
+    elif rule == "zeros":
+        nn.init.zeros_(parameter)
+    else:
+        std = spec.init_std / math.sqrt(2 * spec.layers) if rule == "residual" else spec.init_std
+        flat = parameter.view(-1)
+        for start in range(0, flat.numel(), _CHUNK):
+            part = flat[start : start + _CHUNK]
+            part.copy_(normal(seed, name, first + start, part.numel(), part.device).mul_(std))
+
+
+def normal(seed: int, name: str, first: int, count: int, device: torch.device) -> Tensor:
+    """Elements first … first + count - 1 of the named stream of standard normal numbers, in fp32.
+
+    SplitMix64 of the element's index, then Box–Muller: nothing is carried from one element to the next.
+    """
+    bits = torch.arange(first, first + count, dtype=torch.int64, device=device)
+    bits.mul_(_signed(0x9E3779B97F4A7C15)).add_(_key(seed, name))
+    for shift, multiplier in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        bits.bitwise_xor_(_shift(bits, shift)).mul_(_signed(multiplier))
+    bits.bitwise_xor_(_shift(bits, 31))
+    radius = ((bits & 0xFFFFFF).float().add_(0.5)).mul_(2.0**-24)  # 24 bits are exact in fp32; the half keeps log finite
+    angle = _shift(bits, 40).float().mul_(2.0**-24 * 2 * math.pi)
+    return radius.log_().mul_(-2).sqrt_().mul_(angle.cos_())
+
+
+def _key(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _shift(bits: Tensor, by: int) -> Tensor:
+    """Logical shift right: torch's own keeps the sign."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value

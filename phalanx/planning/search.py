@@ -1,0 +1,193 @@
+"""Lays a run out on a machine: fills in what the run file left open, and says what cannot work before anything starts.
+
+The CLI and the launcher call `choose`; workers receive the Plan it returns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from phalanx.planning.devices import find_gpu
+from phalanx.planning.memory import sequence_bytes, state_bytes
+from phalanx.spec.errors import RunError
+from phalanx.spec.layout import Layout
+from phalanx.spec.machine import Gpu, Machine
+from phalanx.spec.plan import Plan
+from phalanx.spec.run import Run
+
+Compute = Literal["fp32", "bf16"]
+
+_MOST_CPU_RANKS = 256
+_MOST_RANKS_PER_CORE = 16
+_CPU_MICRO_TOKENS = 4096  # beyond it a CPU's caches gain nothing and memory only grows
+_GPU_SHARE = 0.8  # of the memory that an estimate may fill: the rest is fragmentation, NCCL and the estimate's error
+_CPU_SHARE = 0.9
+_TORCHRUN = "--nproc-per-node"
+
+
+def choose(run: Run, machine: Machine, ranks: int | None = None) -> Plan:
+    """A plan for the run on this machine; `ranks` is how many somebody else, such as torchrun, has already started.
+
+    Raises RunError with everything that stands in the way.
+    """
+    device = run.cluster.device or ("cuda" if machine.gpus else "cpu")
+    compute = run.precision.compute or ("bf16" if device == "cuda" else "fp32")
+    assert compute == "fp32" or compute == "bf16", f"{compute} is refused when the run file is checked"
+    search = _Search(run, machine, device, compute, ranks)
+    layout = replace(run.layout, data=search.data())
+    threads = run.cluster.threads or max(1, machine.cores // layout.ranks)
+    problems = search.rank_problems(layout) + search.batch_problems(layout) + search.memory_problems(layout)
+    if problems:
+        raise RunError(problems)
+    micro_batch = search.micro_batch(layout)
+    return Plan(
+        layout=layout,
+        device=device,
+        threads=threads,
+        micro_batch=micro_batch,
+        accumulation=run.batch // layout.replicas // micro_batch,
+        compute=compute,
+        parameters=run.model.parameters(),
+        flops_per_token=run.model.flops_per_token(run.train.sequence_length),
+        peak_flops=search.peak_flops(layout.ranks, threads),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """One question to the planner; the methods are the parts of its answer."""
+
+    run: Run
+    machine: Machine
+    device: Literal["cpu", "cuda"]
+    compute: Compute
+    started: int | None
+
+    def data(self) -> int:
+        """Replicas: what was asked for, or the most that the machine has room for and the batch divides among."""
+        if self.run.layout.data is not None:
+            return self.run.layout.data
+        if self.started is not None:
+            return self.started
+        if self.device == "cuda":
+            return _largest_divisor(self.run.batch, len(self.machine.gpus))
+        if self.run.cluster.cpu_ranks is not None:
+            return self.run.cluster.cpu_ranks
+        return _largest_divisor(self.run.batch, min(self.machine.cores, self._ranks_in_memory()))
+
+    def micro_batch(self, layout: Layout) -> int:
+        if self.run.train.micro_batch is not None:
+            return self.run.train.micro_batch
+        if self.device == "cpu":
+            most = _CPU_MICRO_TOKENS // self.run.train.sequence_length
+        else:
+            room = _GPU_SHARE * self._smallest_gpu(layout.ranks).memory - state_bytes(self.run.model)
+            most = int(room // self._sequence_bytes())
+        return _largest_divisor(self.run.batch // layout.replicas, most)
+
+    def rank_problems(self, layout: Layout) -> list[str]:
+        """Ranks against the machine, and against what has been started."""
+        found, gpus, cores = [], len(self.machine.gpus), self.machine.cores
+        most = min(_MOST_CPU_RANKS, _MOST_RANKS_PER_CORE * cores)
+        if self.device == "cuda" and not gpus:
+            found.append(
+                'cluster.device = "cuda" but this machine has no GPU that nvidia-smi lists; '
+                'set cluster.device = "cpu", or run `phalanx doctor` to see why.'
+            )
+        elif self.device == "cuda" and layout.ranks > gpus:
+            found.append(
+                f"The layout has {layout.ranks} ranks but this machine has {gpus} GPU{'s' if gpus > 1 else ''}; "
+                f'{self._set(_largest_divisor(self.run.batch, gpus))}, or set cluster.device = "cpu".'
+            )
+        elif self.device == "cpu" and layout.ranks > most:
+            found.append(
+                f"The layout has {layout.ranks} CPU ranks but {cores} core{'s' if cores > 1 else ''} can carry {most} "
+                f"({_MOST_RANKS_PER_CORE} per core, {_MOST_CPU_RANKS} at most); "
+                f"{self._set(_largest_divisor(self.run.batch, most))} or less."
+            )
+        if self.started is not None and self.started != layout.ranks:
+            found.append(
+                f"torchrun started {self.started} ranks but the layout has {layout.ranks}; "
+                f"start torchrun with {_TORCHRUN}={layout.ranks}, or leave layout.data out of the run file."
+            )
+        return found
+
+    def batch_problems(self, layout: Layout) -> list[str]:
+        """The batch among the replicas, and a replica's share among its micro-batches."""
+        batch, replicas, micro = self.run.batch, layout.replicas, self.run.train.micro_batch
+        if batch % replicas:
+            larger = -(-batch // replicas) * replicas
+            return [
+                f"The global batch of {batch} sequences is not divisible by {replicas} replicas; "
+                f"{self._set(_largest_divisor(batch, replicas))}, or {self._set_batch(larger)}."
+            ]
+        share = batch // replicas
+        if micro is not None and share % micro:
+            return [
+                f"train.micro_batch = {micro} does not divide the {share} sequences that each of {replicas} "
+                f"replica{'s' if replicas > 1 else ''} has per step; set train.micro_batch = {_largest_divisor(share, micro)}."
+            ]
+        return []
+
+    def memory_problems(self, layout: Layout) -> list[str]:
+        """Whether even a micro-batch of one sequence fits. The estimate is coarse, so a GPU is filled to the brim here."""
+        need, smaller = self._rank_bytes(), "take a smaller model or a shorter train.sequence_length"
+        if self.device == "cuda":
+            if not self.machine.gpus or need <= (gpu := self._smallest_gpu(layout.ranks)).memory:
+                return []
+            return [
+                f"A rank needs about {_gib(need)} with a micro-batch of 1 sequence but the {gpu.name} "
+                f"has {_gib(gpu.memory)}; {smaller}."
+            ]
+        if layout.ranks * need <= (have := _CPU_SHARE * self.machine.memory):
+            return []
+        fewer = _largest_divisor(self.run.batch, self._ranks_in_memory())
+        remedy = f"{self._set(fewer)}, or {smaller}" if fewer < layout.ranks and fewer * need <= have else smaller
+        return [
+            f"{layout.ranks} CPU rank{'s need' if layout.ranks > 1 else ' needs'} about {_gib(layout.ranks * need)} "
+            f"with a micro-batch of 1 sequence but {_gib(have)} of {_gib(self.machine.memory)} can be used; {remedy}."
+        ]
+
+    def peak_flops(self, ranks: int, threads: int) -> float | None:
+        if self.device == "cpu":
+            # Also for bf16, though AMX and avx512_bf16 can beat it: on such CPUs MFU in bf16 flatters, even beyond 100%.
+            core = self.machine.core_flops
+            return None if core is None else core * min(self.machine.cores, ranks * threads)
+        entries = [find_gpu(gpu.name) for gpu in self.machine.gpus[:ranks]]
+        peaks = [entry.peak(self.compute) if entry else None for entry in entries]
+        known = [peak for peak in peaks if peak is not None]
+        return sum(known) if len(known) == len(peaks) else None
+
+    def _sequence_bytes(self) -> int:
+        return sequence_bytes(self.run.model, self.run.train.sequence_length, self.compute)
+
+    def _rank_bytes(self) -> int:
+        return state_bytes(self.run.model) + self._sequence_bytes()
+
+    def _ranks_in_memory(self) -> int:
+        return int(_CPU_SHARE * self.machine.memory // self._rank_bytes())
+
+    def _smallest_gpu(self, ranks: int) -> Gpu:
+        return min(self.machine.gpus[:ranks], key=lambda gpu: gpu.memory)
+
+    def _set(self, ranks: int) -> str:
+        """The remedy that changes the number of ranks, at the place that decided it."""
+        if self.run.layout.data is None and self.started is not None:
+            return f"start torchrun with {_TORCHRUN}={ranks}"
+        cpu = self.run.layout.data is None and self.device == "cpu"
+        return f"set {'cluster.cpu_ranks' if cpu else 'layout.data'} = {ranks}"
+
+    def _set_batch(self, sequences: int) -> str:
+        if self.run.train.batch is not None:
+            return f"set train.batch = {sequences}"
+        return f"set train.batch_tokens = {sequences * self.run.train.sequence_length}"
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` that is at most `most`; 1 where `most` is less."""
+    return next(n for n in range(max(1, min(number, most)), 0, -1) if number % n == 0)
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"

@@ -1,0 +1,29 @@
+"""What a machine has, as a plain value: `launch/probe` reads it off, `planning` lays a run out on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """One GPU as the driver names it."""
+
+    name: str
+    memory: int
+    """Bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """This computer."""
+
+    host: str
+    cpu: str
+    cores: int
+    """Cores this process may use."""
+    memory: int
+    """Bytes of main memory this process may use."""
+    core_flops: float | None = None
+    """Peak fp32 FLOP/s of one core from its clock and vector width; None where that cannot be told."""
+    gpus: tuple[Gpu, ...] = ()

@@ -1,0 +1,19 @@
+"""Where one process stands among the others, as a plain value: `launch/env` reads it off, `parallel/mesh` connects by it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """One rank's address in the job."""
+
+    rank: int = 0
+    ranks: int = 1
+    local_rank: int = 0
+    """Which of its machine's devices is its own."""
+    store: tuple[str, int] | None = None
+    """Host and port of the launcher's key-value store; None: alone, or torchrun has set torch's own variables."""
+    generation: int = 0
+    """Counts rebuilt process groups; each meets under keys of its own, so stale addresses are never read."""

@@ -1,0 +1,47 @@
+"""A run laid out on a machine. The planner writes it, the launcher and the trainer obey it, the display shows it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from phalanx.spec.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Every choice that the run file left open, made."""
+
+    layout: Layout
+    device: Literal["cpu", "cuda"]
+    threads: int
+    """CPU threads of each rank."""
+    micro_batch: int
+    """Sequences of one forward and backward on one rank."""
+    accumulation: int
+    """Forwards and backwards of one rank in one step."""
+    compute: Literal["fp32", "bf16"]
+    parameters: int
+    flops_per_token: float
+    peak_flops: float | None
+    """Peak FLOP/s of all ranks together in the compute precision; None: unknown device, MFU cannot be told."""
+
+    @property
+    def ranks(self) -> int:
+        return self.layout.ranks
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self) | {"ranks": self.ranks}, indent=2) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        table: dict[str, Any] = json.loads(text)
+        table["layout"] = Layout(**table["layout"])
+        return Plan(**{f.name: table[f.name] for f in fields(Plan)})
+
+    def explain(self) -> str:
+        """The plan in a sentence or two."""
+        ranks = f"{self.ranks} {'GPU' if self.device == 'cuda' else 'CPU'} rank{'s' if self.ranks > 1 else ''}"
+        work = f"{self.accumulation} × micro-batch of {self.micro_batch}"
+        return f"{self.parameters / 1e6:,.2f} M parameters on {ranks}, {work} per rank and step, {self.compute}"

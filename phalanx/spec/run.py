@@ -1,0 +1,229 @@
+"""A run, as one frozen value: what the run file says, with every default filled in. `spec/load` makes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from phalanx.spec.fields import later, within
+from phalanx.spec.layout import Layout
+from phalanx.spec.model import ModelSpec
+
+TOKENIZER_VOCAB = {"byte": 257}
+"""Tokens of each tokenizer: the run file is resolved without the data room, which is held to these numbers by a test."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Data:
+    """Where the text comes from and how it is cut into samples."""
+
+    source: Literal["stdlib", "text", "memory"] = "stdlib"
+    """"stdlib": the source code of Python's own standard library, always there; "text": the files in `paths`; "memory": `documents`."""
+    paths: tuple[str, ...] = ()
+    """Files, folders or globs for source = "text"; one file is one document. Relative to the working directory."""
+    documents: tuple[str, ...] = ()
+    """The documents themselves, for source = "memory": small tests."""
+    tokenizer: Literal["byte"] = "byte"
+    """"byte": one token per byte and one for the end of a document, 257 in all."""
+    document_mask: bool = True
+    """Attention stays inside a document and positions restart with it; false: the window is one text."""
+    eval_fraction: float = field(default=0.01, metadata=within(0.0, 0.5))
+    """Part of the tokens held out for evaluation; 0: none."""
+    shuffle: bool = True
+    """Visit the windows in an order drawn from the seed, another one each epoch; false: in file order."""
+    prefetch: int = field(default=2, metadata=within(1, 1024))
+    """Steps whose batches are prepared ahead in the background."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Train:
+    """How much is trained, in what portions."""
+
+    batch: int | None = field(default=None, metadata=within(1))
+    """Sequences in one global batch. Give this or batch_tokens."""
+    batch_tokens: int | None = field(default=None, metadata=within(1))
+    """Tokens in one global batch: a multiple of sequence_length."""
+    sequence_length: int = field(default=1024, metadata=within(2))
+    """Tokens of one sequence."""
+    steps: int | None = field(default=None, metadata=within(1))
+    """Optimizer steps to take. Give this or tokens."""
+    tokens: int | None = field(default=None, metadata=within(1))
+    """Tokens to train on, rounded up to whole steps."""
+    micro_batch: int | None = field(default=None, metadata=within(1))
+    """Sequences of one forward and backward on one rank; left out: chosen for the machine."""
+    seed: int = field(default=0, metadata=within(0, 2**63 - 1))
+    """Initial weights and the order of samples follow from it."""
+    clip: float = field(default=1.0, metadata=within(above=0.0, infinite=True))
+    """Largest global norm of the gradient; inf: never clipped."""
+    eval_every: int | None = field(default=None, metadata=within(1))
+    """Evaluate every so many steps; left out: at the end only."""
+    eval_sequences: int = field(default=32, metadata=within(1))
+    """Held-out sequences one evaluation reads."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Optimizer:
+    """How gradients become steps."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """"adamw"; or "muon" for the matrices of the blocks, with AdamW for the embedding, the head, norms and biases."""
+    learning_rate: float = field(default=3e-4, metadata=within(above=0.0))
+    """Largest learning rate, reached after the warm-up."""
+    weight_decay: float = field(default=0.1, metadata=within(0.0))
+    """Decoupled decay of matrices; norms and biases are never decayed."""
+    beta1: float = field(default=0.9, metadata=within(0.0, 0.9999999))
+    """AdamW: memory of the mean."""
+    beta2: float = field(default=0.95, metadata=within(0.0, 0.9999999))
+    """AdamW: memory of the square."""
+    eps: float = field(default=1e-8, metadata=within(above=0.0))
+    """AdamW: added to the root of the square."""
+    momentum: float = field(default=0.95, metadata=within(0.0, 0.9999999))
+    """Muon: memory of the gradient."""
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    """Learning rate after the warm-up: cosine decay; warm-up, stable, decay; linear decay; constant."""
+    warmup_steps: int = field(default=0, metadata=within(0))
+    """Steps of linear growth from zero."""
+    decay_steps: int | None = field(default=None, metadata=within(1))
+    """wsd: steps of linear decay at the end; left out: a fifth of the run."""
+    final_fraction: float = field(default=0.1, metadata=within(0.0, 1.0))
+    """Learning rate at the end, as a part of the largest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Precision:
+    """Which numbers are used where. Weights and optimizer states are kept in fp32."""
+
+    compute: Literal["fp32", "bf16", "fp16", "fp8"] | None = field(
+        default=None, metadata={"later_values": {"fp16": "fp16 with loss scaling", "fp8": "fp8"}}
+    )
+    """Forward and backward; left out: bf16 on GPUs, fp32 on CPUs."""
+    reduce: Literal["fp32", "bf16"] = "fp32"
+    """Gradients on the wire between replicas; bf16 halves the traffic."""
+    optimizer: Literal["fp32", "bf16"] = field(default="fp32", metadata=later("bf16 optimizer states"))
+    """Optimizer states."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """What is traded for memory."""
+
+    recompute: Literal["none", "full", "selective"] = field(default="none", metadata=later("recomputation"))
+    """Activations computed again in the backward instead of kept."""
+    offload: Literal["none", "cpu", "nvme"] = field(default="none", metadata=later("offload"))
+    """Where optimizer states live."""
+    compile: bool = field(default=False, metadata=later("torch.compile"))
+    """Compile each block."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """The machines. Left out: this one, with all its GPUs, or its cores where it has none."""
+
+    device: Literal["cpu", "cuda"] | None = None
+    """Train on this kind of device; left out: GPUs where there are some."""
+    cpu_ranks: int | None = field(default=None, metadata=within(1, 1024))
+    """Ranks to start on CPU when [layout] does not say; left out: as many as there are cores and the batch divides."""
+    threads: int | None = field(default=None, metadata=within(1, 4096))
+    """CPU threads of each rank; left out: cores / ranks, at least one."""
+    nodes: int = field(default=1, metadata=later("training on several machines") | within(1))
+    """Machines."""
+    launcher: Literal["local", "ray", "slurm", "kubernetes"] = field(
+        default="local", metadata=later("launching through Ray, Slurm or Kubernetes")
+    )
+    """Who starts the workers. torchrun needs no key: start `torchrun -m phalanx train …`."""
+    gpu: str | None = field(default=None, metadata=later("planning for other machines"))
+    """Catalogue name of the GPU to plan for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """What is saved, when. A run also saves when it ends and when it is told to stop."""
+
+    every: int | None = field(default=None, metadata=within(1))
+    """Save every so many steps; left out: at the end, and on SIGTERM or SIGINT."""
+    keep: int = field(default=2, metadata=within(1))
+    """Newest checkpoints to keep; older ones are removed after a newer one is complete."""
+    asynchronous: bool = field(default=False, metadata=later("asynchronous checkpoints"))
+    """Write behind training."""
+    url: str | None = field(default=None, metadata=later("checkpoints on object storage"))
+    """Where checkpoints go besides the run directory."""
+    export_hf: bool = field(default=False, metadata=later("Hugging Face export"))
+    """Export each checkpoint for transformers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resilience:
+    """What happens when something goes wrong."""
+
+    max_skipped: int = field(default=10, metadata=within(0))
+    """Steps with a non-finite loss or gradient that may follow each other; one more stops the run. Each is skipped on all ranks."""
+    timeout: float = field(default=600.0, metadata=within(above=0.0))
+    """Seconds a rank waits for the others in one collective operation."""
+    restarts: int = field(default=0, metadata=later("restarting failed workers") | within(0))
+    """Workers restarted after a crash."""
+    spares: int = field(default=0, metadata=later("spare workers") | within(0))
+    """Warm spare workers kept ready."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watch:
+    """Who is told. The run directory's events.jsonl always is."""
+
+    log_every: int = field(default=1, metadata=within(1))
+    """Print a line every so many steps where the output is not a terminal; every step is always recorded."""
+    tensorboard: bool = False
+    """Write TensorBoard files into the run directory (needs the extra `watch`)."""
+    wandb: bool = False
+    """Log to Weights & Biases (needs the extra `wandb`)."""
+    wandb_project: str = "phalanx"
+    """Project there."""
+    page: bool = field(default=False, metadata=later("the live page"))
+    """Serve a live page of the run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Everything one run file says. Tables that are left out take their defaults."""
+
+    model: ModelSpec = field(default_factory=ModelSpec)
+    """The model: a preset, or sizes."""
+    data: Data = Data()
+    """The text."""
+    train: Train = Train()
+    """Batch, length, duration, seed."""
+    optimizer: Optimizer = Optimizer()
+    """Optimizer and learning-rate schedule."""
+    precision: Precision = Precision()
+    """Number formats."""
+    memory: Memory = Memory()
+    """Recomputation, offload, compilation."""
+    layout: Layout = field(default_factory=Layout)
+    """Degrees of parallelism."""
+    cluster: Cluster = Cluster()
+    """Machines."""
+    checkpoint: Checkpoint = Checkpoint()
+    """Saving."""
+    resilience: Resilience = Resilience()
+    """Faults."""
+    watch: Watch = Watch()
+    """Display and logging."""
+
+    @property
+    def batch(self) -> int:
+        """Sequences in one global batch."""
+        if self.train.batch is not None:
+            return self.train.batch
+        assert self.train.batch_tokens is not None, "checked when the run file is loaded"
+        return self.train.batch_tokens // self.train.sequence_length
+
+    @property
+    def batch_tokens(self) -> int:
+        return self.batch * self.train.sequence_length
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        if self.train.steps is not None:
+            return self.train.steps
+        assert self.train.tokens is not None, "checked when the run file is loaded"
+        return -(-self.train.tokens // self.batch_tokens)

@@ -1,0 +1,88 @@
+"""The run file as a JSON schema, built from the dataclasses, for editors that complete and check TOML.
+The CLI writes it to a file; the tests use its reader of field docstrings."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING
+from functools import cache
+from typing import Any
+
+from phalanx.spec.keys import TABLES, Key, keys_of
+from phalanx.spec.presets import PRESETS
+from phalanx.spec.run import Run
+
+_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
+
+
+def pointer(path: str) -> str:
+    """The first line of a run file that tells Taplo, and with it VS Code's Even Better TOML, where its schema is."""
+    return f"#:schema {path}"
+
+
+def schema() -> dict[str, Any]:
+    """JSON schema (draft 2020-12) of the run file.
+
+    Everything is spelled out in place and with keywords that draft 7 has too, as TOML editors know little more.
+    """
+    tables = {table: _table(table) for table in TABLES if "." not in table}
+    names = {"type": "string", "enum": sorted(PRESETS), "description": "The preset alone."}
+    tables["model"] = {"description": tables["model"]["description"], "anyOf": [names, tables["model"]]}
+    pointer_key = {"type": "string", "description": "Where an editor finds this schema; the run does not depend on it."}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Phalanx run file",
+        "description": Run.__doc__,
+        "type": "object",
+        "properties": {"$schema": pointer_key} | tables,
+        "additionalProperties": False,
+    }
+
+
+@cache
+def documented_fields(cls: type) -> dict[str, str]:
+    """The docstring under each field of a dataclass, which Python itself throws away."""
+    import ast  # slow to import, and only schemas and tests come here
+    import inspect
+
+    (definition,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(definition, ast.ClassDef)
+    documented = {}
+    for field, below in zip(definition.body, definition.body[1:], strict=False):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                documented[name] = " ".join(text.split())
+    return documented
+
+
+def _table(table: str) -> dict[str, Any]:
+    above, _, name = table.rpartition(".")
+    described = documented_fields(TABLES[table])
+    properties = {key.name: _key(key, described[key.name]) for key in keys_of(table)}
+    properties |= {inner.rpartition(".")[2]: _table(inner) for inner in TABLES if inner.rpartition(".")[0] == table}
+    result: dict[str, Any] = {
+        "type": "object",
+        "description": documented_fields(TABLES[above] if above else Run)[name],
+        "properties": properties,
+        "additionalProperties": False,
+    }
+    required = [key.name for key in keys_of(table) if key.default is MISSING]
+    if required:
+        result["required"] = required
+    return result
+
+
+def _key(key: Key, description: str) -> dict[str, Any]:
+    one: dict[str, Any] = {"type": _TYPES[key.kind]}
+    if key.choices:
+        one["enum"] = list(key.choices)
+    if key.path == "model.preset":
+        one["enum"] = sorted(PRESETS)
+    for keyword, limit in (("minimum", "low"), ("maximum", "high"), ("exclusiveMinimum", "above")):
+        if key.metadata.get(limit) is not None:
+            one[keyword] = key.metadata[limit]
+    result: dict[str, Any] = {"anyOf": [one, {"type": "array", "items": one}]} if key.many else one
+    if key.default is not MISSING and key.default is not None:
+        result["default"] = list(key.default) if key.many else key.default
+    waiting = ", ".join(key.metadata.get("later_values", {}))
+    not_built = " (not built yet)" if "later" in key.metadata else f" ({waiting}: not built yet)" if waiting else ""
+    return result | {"description": description + not_built}

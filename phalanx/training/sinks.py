@@ -1,0 +1,77 @@
+"""Where records go besides the event log: TensorBoard and Weights & Biases, if the run file asks. Rank 0 opens them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from phalanx.events.records import Evaluated, Event, Finished, Step, Stopped
+from phalanx.spec.run import Run
+
+Sink = Callable[[Event], None]
+
+
+def sinks(run: Run, directory: Path) -> list[Sink]:
+    """The ones this run asks for."""
+    opened: list[Sink] = []
+    if run.watch.tensorboard:
+        opened.append(_tensorboard(directory))
+    if run.watch.wandb:
+        opened.append(_wandb(run, directory))
+    return opened
+
+
+def curves(event: Event) -> dict[str, float]:
+    """The numbers of a record that are worth a curve, by name."""
+    match event:
+        case Step():
+            values = {
+                "train/loss": event.loss,
+                "train/grad_norm": event.grad_norm,
+                "train/learning_rate": event.learning_rate,
+                "speed/tokens_per_second": event.tokens_per_second,
+                "speed/flops_per_second": event.flops_per_second,
+                "memory/bytes": float(event.memory),
+            }
+            return values | ({"speed/mfu": event.mfu} if event.mfu is not None else {})
+        case Evaluated():
+            return {"eval/loss": event.loss}
+        case _:
+            return {}
+
+
+def _tensorboard(directory: Path) -> Sink:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(directory / "tensorboard")
+
+    def write(event: Event) -> None:
+        for name, value in curves(event).items():
+            writer.add_scalar(name, value, event.step)  # type: ignore[attr-defined]
+        if isinstance(event, Finished | Stopped):
+            writer.close()
+
+    return write
+
+
+def _wandb(run: Run, directory: Path) -> Sink:
+    import wandb
+
+    # The directory's name is the id, so that a resumed run goes on with its curves.
+    session = wandb.init(
+        project=run.watch.wandb_project,
+        name=directory.name,
+        id=directory.name,
+        resume="allow",
+        dir=directory,
+        config=asdict(run),
+    )
+
+    def write(event: Event) -> None:
+        if values := curves(event):
+            session.log(values, step=event.step)  # type: ignore[attr-defined]
+        if isinstance(event, Finished | Stopped):
+            session.finish()
+
+    return write

@@ -1,0 +1,100 @@
+"""Summaries of imaginary runs, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from phalanx.dashboard.summary import summarize
+from phalanx.events.records import Evaluated, Finished, Restored, Saved, StepSkipped, Stopped, WorkerFailed
+
+Make = Callable[..., Any]
+
+
+def rendered(summary: Any, run_dir: Path) -> str:
+    file = io.StringIO()
+    summary.render(Console(file=file, width=80, force_terminal=False), run_dir)
+    return file.getvalue()
+
+
+def test_run_from_beginning_to_end(tmp_path: Path, step: Make, started: Make) -> None:
+    speeds = [10.0, 500.0, 400.0, 600.0]  # the first warms up
+    events = [
+        started(steps=4, ranks=2),
+        *(step(n + 1, tokens_per_second=speed, mfu=speed / 1000) for n, speed in enumerate(speeds)),
+        Evaluated(step=2, loss=9.5, tokens=1, seconds=1.0),
+        Evaluated(step=4, loss=9.1, tokens=1, seconds=1.0),
+        Saved(step=4, path="runs/a/step-4", bytes=1, seconds=1.0),
+        Finished(step=4, time=1030.0),
+    ]
+    summary = summarize(events)
+    assert (summary.steps, summary.planned, summary.finished, summary.failure) == (4, 4, True, None)
+    assert (summary.first_loss, summary.loss, summary.eval_loss) == (9.99, 9.96, 9.1)
+    assert (summary.tokens, summary.tokens_per_second, summary.mfu) == (4000, 500.0, 0.5)
+    assert (summary.seconds, summary.ranks, summary.steps_skipped) == (30.0, 2, 0)
+    (tmp_path / "loss.png").touch()
+    text = rendered(summary, tmp_path)
+    for part in (
+        "finished 4 steps",
+        "9.9900 → 9.9600, held-out 9.1000",
+        "500 tokens/s on 2 ranks, MFU 50.0%, 30 s",
+        "phalanx generate",
+    ):
+        assert part in text, part
+    assert all(len(row) <= 80 for row in text.splitlines())
+
+
+def test_resumed_run_counts_each_step_once(step: Make, started: Make) -> None:
+    events = [
+        started(),
+        *(step(n) for n in range(1, 8)),
+        StepSkipped(step=3, samples=1, loss=math.nan, grad_norm=1.0, in_a_row=1),
+        WorkerFailed(rank=0, reason="lost power"),
+        started(time=5000.0),
+        Restored(step=5, path="a", seconds=1.0, time=5001.0),
+        *(step(n, tokens_per_second=float(n), mfu=None, time=5000.0 + n) for n in range(6, 10)),
+        Stopped(step=9, reason="SIGTERM", time=5020.0),
+    ]
+    summary = summarize(events)
+    assert (summary.steps, summary.tokens, summary.steps_skipped) == (9, 9000, 1)
+    assert summary.tokens_per_second == 8.0  # of 7, 8, 9: the last launch without its first step
+    assert summary.mfu is None
+    assert (summary.seconds, summary.finished, summary.failure) == (20.0, False, None)
+    assert "stopped after step 9 of 300" in rendered(summary, Path("runs/a"))
+
+
+def test_failed_run_says_why(step: Make, started: Make) -> None:
+    text = rendered(summarize([started(), step(1), WorkerFailed(rank=1, reason="[oom] killed")]), Path("runs/a b"))
+    assert "failed after step 1 of 300" in text
+    assert "[oom] killed" in text
+
+
+def test_only_step_of_a_launch_is_its_speed(step: Make, started: Make) -> None:
+    assert summarize([started(), step(1)]).tokens_per_second == 500.0
+
+
+def test_skipped_last_step_has_been_reached(step: Make, started: Make) -> None:
+    skipped = StepSkipped(step=2, samples=1, loss=math.nan, grad_norm=1.0, in_a_row=1)
+    assert summarize([started(), step(1), skipped]).steps == 2
+
+
+@pytest.mark.parametrize("events", [[], ["started"]])
+def test_run_without_steps(events: list[str], started: Make) -> None:
+    summary = summarize([started() for _ in events])
+    assert (summary.steps, summary.loss, summary.tokens_per_second, summary.tokens) == (0, None, None, 0)
+    assert "events.jsonl" in rendered(summary, Path("runs/a"))
+
+
+def test_json_has_no_numbers_that_json_lacks(step: Make, started: Make) -> None:
+    events = [started(), step(1, loss=2.0), Evaluated(step=1, loss=math.inf, tokens=1, seconds=1.0)]
+    table = summarize(events).to_json(Path("runs/a"))
+    assert {"steps", "loss", "eval_loss", "tokens", "tokens_per_second", "mfu", "steps_skipped", "run_dir"} <= table.keys()
+    assert json.loads(json.dumps(table, allow_nan=False))["eval_loss"] == "inf"
+    assert table["run_dir"] == "runs/a"

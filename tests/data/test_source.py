@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import sysconfig
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from phalanx.data.source import Documents, Memory, fingerprint, open_documents
+from phalanx.spec.errors import RunError, RunFailed
+from phalanx.spec.run import Data
+
+
+def text(*paths: str | Path) -> Documents:
+    return open_documents(Data(source="text", paths=tuple(map(str, paths))))
+
+
+def write(root: Path, **files: str) -> Path:
+    for name, content in files.items():
+        path = root / name.replace("__", "/").replace("_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return root
+
+
+def whole(documents: Documents) -> dict[str, bytes]:
+    return {
+        name: documents.read(i, 0, length).astype(np.uint8).tobytes()
+        for i, (name, length) in enumerate(zip(documents.names, documents.lengths.tolist(), strict=True))
+    }
+
+
+def problems_of(data: Data) -> tuple[str, ...]:
+    with pytest.raises(RunError) as caught:
+        open_documents(data)
+    return caught.value.problems
+
+
+def test_the_standard_library_is_all_of_it_and_nothing_installed() -> None:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    unwanted = {"site-packages", "dist-packages", "__pycache__"}
+    expected = sorted(
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        if not unwanted & set(path.relative_to(root).parts) and path.stat().st_size
+    )
+    documents = open_documents(Data())
+    assert list(documents.names) == expected
+    assert {"os.py", "json/decoder.py"} <= set(documents.names)
+    i = list(documents.names).index("json/decoder.py")
+    content = (root / "json/decoder.py").read_bytes()
+    assert documents.lengths[i] == len(content)
+    assert documents.read(i, 100, 200).tobytes() == content[100:200]
+
+
+def test_files_folders_and_globs_are_documents_once_each_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, b_txt="bee", a_txt="ay", deep__er__c_txt="sea", deep__d_md="dee", empty_txt="", _git__blob="no text")
+    monkeypatch.chdir(tmp_path)
+    everything = {"a.txt": b"ay", "b.txt": b"bee", "deep/d.md": b"dee", "deep/er/c.txt": b"sea"}
+    assert whole(text(".")) == everything
+    assert list(text(".").names) == sorted(everything)
+    assert whole(text("**")) == everything
+    assert whole(text("b.txt", "./deep/../b.txt", "*.txt", tmp_path, "deep")) == everything
+    assert list(text("**/*.txt").names) == ["a.txt", "b.txt", "deep/er/c.txt"]
+    assert list(text("dee?").names) == ["d.md", "er/c.txt"]
+    assert list(text("b.txt", "a.txt").names) == ["a.txt", "b.txt"]
+    monkeypatch.setenv("HOME", str(tmp_path / "deep"))
+    assert list(text("~/er").names) == ["c.txt"]
+
+
+def test_a_name_with_brackets_is_a_name_before_it_is_a_pattern(tmp_path: Path) -> None:
+    (tmp_path / "notes[1].txt").write_text("one")
+    (tmp_path / "notes1.txt").write_text("other")
+    assert whole(text(tmp_path / "notes[1].txt")) == {"notes[1].txt": b"one"}
+
+
+def test_any_bytes_are_text_and_any_slice_can_be_read(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    content = rng.randbytes(100_000)
+    (tmp_path / "noise.bin").write_bytes(content)
+    documents = text(tmp_path)
+    for _ in range(200):
+        start, stop = sorted(rng.choices(range(len(content) + 1), k=2))
+        assert documents.read(0, start, stop).tobytes() == content[start:stop]
+
+
+def test_a_loop_of_links_ends(tmp_path: Path) -> None:
+    write(tmp_path, in__a_txt="text")
+    (tmp_path / "in" / "again").symlink_to(tmp_path)
+    assert whole(text(tmp_path)) == {"a.txt": b"text"}
+
+
+def test_memory_keeps_its_texts() -> None:
+    documents = open_documents(Data(source="memory", documents=("né", "", "third")))
+    assert list(whole(documents).values()) == ["né".encode(), b"third"]
+    assert documents.lengths.tolist() == [3, 5]
+
+
+def test_everything_wrong_with_the_paths_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hollow").mkdir()
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone")
+    problems = problems_of(Data(source="text", paths=("nowhere.txt", "*.nothing", "hollow", "dangling", " ")))
+    assert len(problems) == 5
+    assert f'"nowhere.txt" matches no file or folder (tried {tmp_path}/nowhere.txt)' in problems[0]
+    assert f'"*.nothing" matches no file or folder (tried {tmp_path}/*.nothing)' in problems[1]
+    assert f'"hollow" holds no files (looked through {tmp_path}/hollow)' in problems[2]
+    assert "empty path" in problems[3]
+    assert f"{tmp_path}/dangling cannot be read (No such file or directory)" in problems[4]
+    assert all("data.paths" in problem and ";" in problem for problem in problems)
+
+
+def test_a_link_into_nothing_inside_a_folder_is_not_passed_over(tmp_path: Path) -> None:
+    write(tmp_path, a_txt="text")
+    for name in "xyz":
+        (tmp_path / f"{name}.txt").symlink_to(tmp_path / "gone")
+    (problem,) = problems_of(Data(source="text", paths=(str(tmp_path),)))
+    assert f"{tmp_path}/x.txt cannot be read" in problem
+    assert "nor can 2 more" in problem
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_files_without_permission_are_named(tmp_path: Path) -> None:
+    write(tmp_path, a_txt="text").joinpath("a.txt").chmod(0)
+    (problem,) = problems_of(Data(source="text", paths=(str(tmp_path),)))
+    assert f"{tmp_path}/a.txt cannot be read (Permission denied)" in problem
+
+
+def test_permission_is_asked_for_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, a_txt="text")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    (problem,) = problems_of(Data(source="text", paths=(str(tmp_path / "a.txt"),)))
+    assert f"{tmp_path}/a.txt cannot be read (Permission denied)" in problem
+
+
+def test_a_special_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (problem,) = problems_of(Data(source="text", paths=(str(tmp_path / "pipe"),)))
+    assert "neither a file nor a folder" in problem
+
+
+def test_nothing_but_empty_files_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, a_txt="", b_txt="")
+    (problem,) = problems_of(Data(source="text", paths=(str(tmp_path),)))
+    assert f"each of the 2 files (the first is {tmp_path}/a.txt) is empty" in problem
+    (problem,) = problems_of(Data(source="text", paths=(str(tmp_path / "b.txt"),)))
+    assert f"data.paths: {tmp_path}/b.txt is empty" in problem
+
+
+def test_settings_that_contradict_the_source_are_refused() -> None:
+    assert "data.paths names nothing" in problems_of(Data(source="text"))[0]
+    assert "data.documents is empty" in problems_of(Data(source="memory"))[0]
+    assert "holds 2 empty texts" in problems_of(Data(source="memory", documents=("", "")))[0]
+    ignored = problems_of(Data(paths=("a",), documents=("b",)))
+    assert 'data.paths is set but data.source = "stdlib"' in ignored[0]
+    assert 'data.documents is set but data.source = "stdlib"' in ignored[1]
+    assert len(problems_of(Data(source="memory", paths=("a",)))) == 2
+
+
+def test_a_standard_library_without_source_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    (problem,) = problems_of(Data())
+    assert f"no Python source below {tmp_path}" in problem
+
+
+def test_a_file_that_shrinks_is_an_error_and_never_short_data(tmp_path: Path) -> None:
+    write(tmp_path, a_txt="0123456789")
+    documents = text(tmp_path)
+    assert documents.read(0, 8, 10).tobytes() == b"89"
+    os.truncate(tmp_path / "a.txt", 6)
+    assert documents.read(0, 2, 6).tobytes() == b"2345"
+    for start, stop in [(2, 10), (8, 10)]:
+        with pytest.raises(RunFailed, match=rf"{tmp_path}/a.txt has shrunk: it held 10 bytes .* holds 6 now"):
+            documents.read(0, start, stop)
+
+
+def test_a_file_that_vanishes_is_an_error_that_names_it(tmp_path: Path) -> None:
+    write(tmp_path, a_txt="0123456789")
+    documents = text(tmp_path)
+    os.remove(tmp_path / "a.txt")
+    with pytest.raises(RunFailed, match=rf"{tmp_path}/a.txt can no longer be read \(No such file"):
+        documents.read(0, 0, 5)
+
+
+def many(root: Path, count: int = 200) -> tuple[Documents, list[bytes]]:
+    contents = [f"{i}:".encode() * 50 for i in range(count)]
+    for i, content in enumerate(contents):
+        (root / f"{i:03}").write_bytes(content)
+    return text(root), contents
+
+
+def test_few_files_are_open_at_once_and_none_afterwards(tmp_path: Path) -> None:
+    before = len(os.listdir("/dev/fd"))
+    documents, contents = many(tmp_path)
+    for i, content in enumerate(contents):
+        assert documents.read(i, 3, 9).tobytes() == content[3:9]
+    assert len(os.listdir("/dev/fd")) - before <= 64
+    del documents
+    assert len(os.listdir("/dev/fd")) == before
+
+
+def test_threads_read_at_once(tmp_path: Path) -> None:
+    documents, contents = many(tmp_path)
+    wrong: list[int] = []
+
+    def reader(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(3000):
+            i = rng.randrange(len(contents))
+            if documents.read(i, 0, 20).tobytes() != contents[i][:20]:
+                wrong.append(i)
+
+    threads = [threading.Thread(target=reader, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_reads_on_while_the_parent_does(tmp_path: Path) -> None:
+    documents, contents = many(tmp_path)
+    stop = threading.Event()
+
+    def reader() -> None:
+        i = 0
+        while not stop.is_set():
+            documents.read(i % 200, 0, 10)
+            i += 1
+
+    def all_right() -> bool:
+        return all(documents.read(i, 2, 12).tobytes() == contents[i][2:12] for i in range(200))
+
+    thread = threading.Thread(target=reader)
+    thread.start()
+    try:
+        for _ in range(10):
+            child = os.fork()
+            if child == 0:
+                os._exit(0 if all_right() else 1)
+            assert all_right()
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_the_fingerprint_follows_names_and_lengths_and_not_the_place(tmp_path: Path) -> None:
+    files = {"a_txt": "one", "deep__b_txt": "two"}
+    prints = [fingerprint(text(write(tmp_path / place, **files))) for place in ("here", "there")]
+    assert prints[0] == prints[1]
+    changed = [{**files, "a_txt": "ones"}, {**files, "c_txt": "x"}, {"a_txt": "one"}, {"b_txt": "one", "deep__b_txt": "two"}]
+    prints += [fingerprint(text(write(tmp_path / str(i), **change))) for i, change in enumerate(changed)]
+    assert len(set(prints)) == 1 + len(changed)
+
+
+def test_the_fingerprint_is_the_same_in_another_process() -> None:
+    code = "from phalanx.data.source import *; print(fingerprint(Memory(['a', 'bc'])))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == fingerprint(Memory(["a", "bc"]))

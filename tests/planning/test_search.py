@@ -1,0 +1,234 @@
+"""Plans for several machines, and everything the planner refuses, raised once."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from phalanx.planning.memory import sequence_bytes, state_bytes
+from phalanx.planning.search import choose
+from phalanx.spec.errors import RunError
+from phalanx.spec.layout import Layout
+from phalanx.spec.machine import Gpu, Machine
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.run import Cluster, Precision, Run, Train
+
+GIB = 2**30
+SMALL = ModelSpec(vocab=257)
+LLAMA_8B = ModelSpec(dim=4096, layers=32, heads=32, kv_heads=8, ffn=14336, vocab=128256)
+LLAMA_1B = ModelSpec(dim=2048, layers=16, heads=32, kv_heads=8, ffn=8192, vocab=128256, tied=True)
+
+
+def laptop(cores: int = 8, memory: int = 16 * GIB, core_flops: float | None = 1e11) -> Machine:
+    return Machine(host="laptop", cpu="some", cores=cores, memory=memory, core_flops=core_flops)
+
+
+def server(gpus: int = 8, name: str = "NVIDIA H100 80GB HBM3", memory: int = 80 * GIB) -> Machine:
+    return Machine(
+        host="server", cpu="some", cores=96, memory=1024 * GIB, core_flops=1e11, gpus=(Gpu(name=name, memory=memory),) * gpus
+    )
+
+
+def small(batch: int = 32, sequence: int = 1024, micro: int | None = None, **tables: Any) -> Run:
+    train = Train(batch=batch, sequence_length=sequence, steps=10, micro_batch=micro)
+    return Run(**({"model": SMALL, "train": train} | tables))
+
+
+def problems(run: Run, machine: Machine, ranks: int | None = None) -> tuple[str, ...]:
+    with pytest.raises(RunError) as caught:
+        choose(run, machine, ranks)
+    for sentence in caught.value.problems:
+        assert re.fullmatch(r"[^\n]+; [^\n]+\.", sentence), f"no remedy in: {sentence}"
+        assert re.search(r"\d", sentence) or "cuda" in sentence, f"no value in: {sentence}"
+    return caught.value.problems
+
+
+# --- what is chosen -----------------------------------------------------------------------------------------------
+
+
+def test_laptop_uses_its_cores() -> None:
+    plan = choose(small(), laptop(8))
+    assert (plan.device, plan.compute, plan.ranks, plan.threads) == ("cpu", "fp32", 8, 1)
+    assert (plan.micro_batch, plan.accumulation) == (4, 1)  # 4096 tokens are 4 sequences
+    assert plan.parameters == SMALL.parameters()
+    assert plan.flops_per_token == SMALL.flops_per_token(1024)
+    assert plan.peak_flops == pytest.approx(8e11)
+
+
+def test_ranks_divide_the_batch_and_threads_take_the_rest() -> None:
+    plan = choose(small(batch=10), laptop(8))
+    assert (plan.ranks, plan.threads) == (5, 1)
+    plan = choose(small(batch=3), laptop(8))
+    assert (plan.ranks, plan.threads) == (3, 2)
+    assert plan.peak_flops == pytest.approx(6e11)  # 3 ranks × 2 threads of 8 cores
+
+
+def test_prime_batch_on_few_cores_is_one_rank() -> None:
+    plan = choose(small(batch=7), laptop(4))
+    assert (plan.ranks, plan.threads, plan.micro_batch, plan.accumulation) == (1, 4, 1, 7)
+
+
+def test_cpu_ranks_and_threads_as_asked() -> None:
+    plan = choose(small(cluster=Cluster(cpu_ranks=16, threads=3)), laptop(8))
+    assert (plan.ranks, plan.threads) == (16, 3)
+    assert plan.peak_flops == pytest.approx(8e11)  # never more than the machine
+
+
+def test_layout_beats_cpu_ranks() -> None:
+    assert choose(small(layout=Layout(data=2), cluster=Cluster(cpu_ranks=4)), laptop(8)).ranks == 2
+
+
+def test_cpu_ranks_shrink_to_what_memory_holds() -> None:
+    one = state_bytes(LLAMA_1B) + sequence_bytes(LLAMA_1B, 1024, "fp32")
+    plan = choose(small(model=LLAMA_1B), laptop(32, memory=int(5 * one / 0.9)))
+    assert (plan.ranks, plan.threads) == (4, 8)  # five would fit, four divide the batch
+
+
+def test_long_sequences_still_make_one_per_micro_batch() -> None:
+    assert choose(small(sequence=16384), laptop(8)).micro_batch == 1
+
+
+def test_unknown_processor_has_no_peak() -> None:
+    assert choose(small(), laptop(core_flops=None)).peak_flops is None
+
+
+def test_bf16_on_cpu_keeps_the_peak_of_fp32() -> None:
+    plan = choose(small(precision=Precision(compute="bf16")), laptop(8))
+    assert (plan.compute, plan.peak_flops) == ("bf16", pytest.approx(8e11))
+
+
+def test_server_uses_its_gpus() -> None:
+    plan = choose(small(batch=64), server(8))
+    assert (plan.device, plan.compute, plan.ranks, plan.threads) == ("cuda", "bf16", 8, 12)
+    assert (plan.micro_batch, plan.accumulation) == (8, 1)
+    assert plan.peak_flops == pytest.approx(8 * 989.4e12)
+
+
+def test_fewer_gpus_than_there_are_where_the_batch_asks_for_it() -> None:
+    plan = choose(small(batch=6), server(8))
+    assert plan.ranks == 6
+    assert plan.peak_flops == pytest.approx(6 * 989.4e12)
+
+
+def test_fp32_on_gpus_is_not_measured_against_tf32() -> None:
+    plan = choose(small(precision=Precision(compute="fp32")), server(1))
+    assert plan.peak_flops == pytest.approx(66.9e12)
+
+
+def test_unknown_gpu_has_no_peak() -> None:
+    assert choose(small(), server(2, name="NVIDIA Z999")).peak_flops is None
+
+
+def test_cpu_on_a_server_when_asked() -> None:
+    plan = choose(small(cluster=Cluster(device="cpu")), server(8))
+    assert (plan.device, plan.ranks, plan.compute) == ("cpu", 32, "fp32")
+
+
+def test_micro_batch_fills_the_gpu_but_not_more() -> None:
+    train = Train(batch=64, sequence_length=8192, steps=10)
+    plan = choose(Run(model=LLAMA_1B, train=train), server(1))
+    each, state = sequence_bytes(LLAMA_1B, 8192, "bf16"), state_bytes(LLAMA_1B)
+    assert state + plan.micro_batch * each <= 0.8 * 80 * GIB < state + 2 * plan.micro_batch * each
+    assert plan.micro_batch * plan.accumulation == 64
+
+
+def test_gpu_that_fits_only_to_the_brim_gets_one_sequence() -> None:
+    need = state_bytes(LLAMA_1B) + sequence_bytes(LLAMA_1B, 1024, "bf16")
+    assert choose(small(model=LLAMA_1B), server(1, memory=need + 1)).micro_batch == 1
+
+
+def test_micro_batch_as_asked() -> None:
+    plan = choose(small(batch=64, micro=2), server(4))
+    assert (plan.micro_batch, plan.accumulation) == (2, 8)
+
+
+def test_ranks_started_elsewhere_become_the_layout() -> None:
+    plan = choose(small(cluster=Cluster(cpu_ranks=8)), laptop(8), ranks=2)
+    assert (plan.ranks, plan.threads, plan.layout.data) == (2, 4, 2)
+    assert choose(small(), server(8), ranks=4).ranks == 4
+
+
+def test_batch_in_tokens() -> None:
+    run = small(train=Train(batch_tokens=8192, sequence_length=1024, steps=1))
+    plan = choose(run, laptop(4))
+    assert plan.ranks * plan.micro_batch * plan.accumulation == 8
+
+
+def test_memory_of_the_known_sizes() -> None:
+    assert state_bytes(LLAMA_8B) == pytest.approx(16 * 8.03e9, rel=1e-3)
+    # 32 layers × 4096 × 34 bytes and 12 bytes per logit, of 8192 tokens
+    assert sequence_bytes(LLAMA_8B, 8192, "bf16") == 8192 * (32 * 4096 * 34 + 128256 * 12)
+    assert sequence_bytes(LLAMA_8B, 8192, "fp32") == 8192 * (32 * 4096 * 68 + 128256 * 12)
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+def test_cuda_without_gpus() -> None:
+    (found,) = problems(small(cluster=Cluster(device="cuda")), laptop())
+    assert 'cluster.device = "cpu"' in found and "phalanx doctor" in found
+
+
+def test_more_ranks_than_gpus() -> None:
+    (found,) = problems(small(layout=Layout(data=8)), server(6))
+    assert "8 ranks" in found and "6 GPUs" in found
+    assert "layout.data = 4" in found and 'cluster.device = "cpu"' in found
+
+
+def test_torchrun_started_more_than_there_are_gpus() -> None:
+    (found,) = problems(small(), server(2), ranks=4)
+    assert "4 ranks" in found and "2 GPUs" in found and "--nproc-per-node=2" in found
+
+
+def test_more_ranks_than_any_cpu_should_carry() -> None:
+    (found,) = problems(small(batch=512, layout=Layout(data=512)), laptop(128, memory=1024 * GIB))
+    assert "512 CPU ranks" in found and "layout.data = 256" in found
+
+
+def test_more_ranks_than_these_cores_should_carry() -> None:
+    (found,) = problems(small(batch=64, cluster=Cluster(cpu_ranks=64)), laptop(2))
+    assert "64 CPU ranks" in found and "2 cores" in found and "cluster.cpu_ranks = 32" in found
+
+
+def test_cpu_ranks_that_do_not_divide_the_batch() -> None:
+    (found,) = problems(small(batch=8, cluster=Cluster(cpu_ranks=3)), laptop())
+    assert "8 sequences" in found and "3 replicas" in found
+    assert "cluster.cpu_ranks = 2" in found and "train.batch = 9" in found
+
+
+def test_torchrun_ranks_that_do_not_divide_a_batch_in_tokens() -> None:
+    run = small(train=Train(batch_tokens=8192, sequence_length=1024, steps=1))
+    (found,) = problems(run, laptop(), ranks=3)
+    assert "--nproc-per-node=2" in found and "train.batch_tokens = 9216" in found
+
+
+def test_torchrun_and_the_layout_disagree() -> None:
+    (found,) = problems(small(layout=Layout(data=4)), laptop(), ranks=3)
+    assert "torchrun started 3 ranks but the layout has 4" in found
+
+
+def test_micro_batch_that_does_not_divide_the_share() -> None:
+    (found,) = problems(small(batch=32, micro=3), laptop(4))
+    assert "train.micro_batch = 3" in found and "8 sequences" in found and "train.micro_batch = 2" in found
+
+
+def test_model_too_large_for_the_gpu() -> None:
+    (found,) = problems(small(model=LLAMA_8B), server(8))
+    assert "80.0 GiB" in found and "NVIDIA H100 80GB HBM3" in found and "smaller model" in found
+
+
+def test_model_too_large_for_main_memory() -> None:
+    (found,) = problems(small(model=LLAMA_8B), laptop(8, memory=16 * GIB))
+    assert "14.4 GiB of 16.0 GiB" in found and "cpu_ranks" not in found  # fewer ranks would not help
+
+
+def test_too_many_ranks_for_main_memory() -> None:
+    (found,) = problems(small(model=LLAMA_1B, layout=Layout(data=8)), laptop(8, memory=64 * GIB))
+    assert "layout.data = 2" in found and "shorter train.sequence_length" in found
+
+
+def test_all_problems_come_at_once() -> None:
+    run = small(batch=10, cluster=Cluster(device="cuda"), layout=Layout(data=4))
+    assert len(problems(run, laptop(), ranks=2)) == 3  # no GPU, torchrun disagrees, the batch does not divide

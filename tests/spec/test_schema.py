@@ -1,0 +1,87 @@
+"""The schema says what the dataclasses say, and what the loader does."""
+
+import json
+from dataclasses import MISSING, fields
+from typing import Any
+
+import pytest
+
+from phalanx.spec.keys import KEYS, TABLES
+from phalanx.spec.load import loads
+from phalanx.spec.machine import Gpu
+from phalanx.spec.presets import PRESETS
+from phalanx.spec.run import Run
+from phalanx.spec.schema import documented_fields, pointer, schema
+
+TYPES = {"boolean": bool, "integer": int, "number": float, "string": str}
+
+
+def table_of(path: str) -> dict[str, Any]:
+    node = schema()
+    for name in path.split("."):
+        node = node["properties"][name]
+        node = node["anyOf"][1] if path.startswith("model") and "anyOf" in node else node
+    return node
+
+
+@pytest.mark.parametrize("cls", [Run, *TABLES.values()], ids=lambda cls: cls.__name__)
+def test_every_field_has_a_docstring(cls: type) -> None:
+    described = documented_fields(cls)
+    assert list(described) == [field.name for field in fields(cls)]
+    assert all(described.values())
+
+
+def test_only_what_stands_under_a_field_describes_it() -> None:
+    assert documented_fields(Gpu) == {"memory": "Bytes."}
+
+
+def test_top_level() -> None:
+    top = schema()
+    assert top["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert top["additionalProperties"] is False
+    assert set(top["properties"]) == {"$schema", *(field.name for field in fields(Run))}
+    assert json.loads(json.dumps(top, allow_nan=False)) == top
+
+
+@pytest.mark.parametrize("path", TABLES)
+def test_table(path: str) -> None:
+    table = table_of(path)
+    assert table["type"] == "object"
+    assert table["description"]
+    assert table["additionalProperties"] is False
+    assert set(table["properties"]) == {field.name for field in fields(TABLES[path])}
+    assert table.get("required", []) == (["factor"] if path == "model.rope_scaling" else [])
+
+
+@pytest.mark.parametrize("path", KEYS)
+def test_key(path: str) -> None:
+    key = KEYS[path]
+    node = table_of(key.table)["properties"][key.name]
+    one = node["anyOf"][0] if key.many else node
+    if key.many:
+        assert node["anyOf"][1] == {"type": "array", "items": one}
+    assert TYPES[one["type"]] is key.kind
+    assert node["description"].startswith(documented_fields(TABLES[key.table])[key.name])
+    assert ("(not built yet)" in node["description"]) == ("later" in key.metadata)
+    assert one.get("minimum") == key.metadata.get("low")
+    assert one.get("maximum") == key.metadata.get("high")
+    assert one.get("exclusiveMinimum") == key.metadata.get("above")
+    if key.choices:
+        assert one["enum"] == list(key.choices)
+    if key.default in (None, MISSING):
+        assert "default" not in node
+    else:
+        assert node["default"] == (list(key.default) if key.many else key.default)
+
+
+def test_single_values_not_built_yet_are_named() -> None:
+    assert table_of("precision")["properties"]["compute"]["description"].endswith("(fp16, fp8: not built yet)")
+
+
+def test_a_model_is_a_preset_or_a_table() -> None:
+    preset, table = schema()["properties"]["model"]["anyOf"]
+    assert preset["enum"] == table["properties"]["preset"]["enum"] == sorted(PRESETS)
+
+
+def test_an_editors_pointer_is_part_of_a_run_file() -> None:
+    assert loads(pointer("run.schema.json") + "\n[train]\nbatch = 1\nsteps = 1\n").steps == 1
