@@ -5,7 +5,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: setup quickstart test test-slow lint types contracts tests bench clean
+.PHONY: setup quickstart test test-slow lint types contracts tests bench docs clean
 
 setup: $(STAMP)
 
@@ -44,6 +44,10 @@ test-slow: setup
 # Steps per second and start-up beside a hand-written loop; needs a quiet machine.
 bench: setup
 	$(BIN)/python benchmarks/ddp.py
+
+# The reference of the run file, from the code.
+docs: setup
+	$(BIN)/python docs/make_run_file.py
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -10,6 +10,9 @@ from phalanx.launch.local import Job
 from phalanx.launch.prepare import prepare
 from phalanx.launch.probe import probe
 from phalanx.planning.search import choose
+from phalanx.spec.check import check
+from phalanx.spec.errors import RunError
+from phalanx.spec.load import resolve
 from phalanx.spec.place import Place
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
 def plan(run: Run) -> Plan:
     """The run laid out on this machine."""
-    return choose(run, probe(visible_gpus()))
+    return choose(_checked(run), probe(visible_gpus()))
 
 
 def train(run: Run, *, run_dir: str | Path | None = None, name: str = "run", fresh: bool = False) -> Job:
@@ -28,7 +31,7 @@ def train(run: Run, *, run_dir: str | Path | None = None, name: str = "run", fre
 
     As on the command line, a run that was stopped goes on where it was. The workers die with the thread that called this.
     """
-    return Job(prepare(run, name, directory=None if run_dir is None else Path(run_dir), fresh=fresh))
+    return Job(prepare(_checked(run), name, directory=None if run_dir is None else Path(run_dir), fresh=fresh))
 
 
 def trainer(run: Run, *, checkpoints: str | Path = "checkpoints") -> Trainer:
@@ -36,8 +39,16 @@ def trainer(run: Run, *, checkpoints: str | Path = "checkpoints") -> Trainer:
     from phalanx.parallel.mesh import connect
     from phalanx.training.trainer import Trainer
 
-    place = torchrun_place() or Place()
+    run, place = _checked(run), torchrun_place() or Place()
     layout = choose(run, probe(visible_gpus()), place.ranks)
     built = Trainer(run, layout, connect(place, layout.device, run.resilience.timeout), Path(checkpoints))
     built.build()
     return built
+
+
+def _checked(run: Run) -> Run:
+    """A run made in Python has not been through the loader: what that would refuse is refused here."""
+    run = resolve(run)
+    if problems := check(run):
+        raise RunError(problems)
+    return run

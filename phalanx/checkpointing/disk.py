@@ -1,7 +1,7 @@
 """Checkpoints as directories: a name per step, a commit marker written last, the newest valid one found. Knows no tensors.
 
-A checkpoint is written into `step-N.partial` and renamed when its marker, with the size and checksum of every file, is
-on disk. So a directory without the suffix is complete, or was damaged afterwards, and then the marker tells.
+A checkpoint is written into `step-N.partial` and renamed when its marker, with the size and checksum of every file and
+of itself, is on disk. So a directory without the suffix is complete, or was damaged afterwards, and then the marker tells.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ class DamagedCheckpoint(PhalanxError):
         self.path, self.reason = path, reason
         super().__init__(f"{path} is damaged: {reason}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.path, self.reason)  # one rank tells the others; by itself, only the message would travel
+
 
 def folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step-{step:08d}"
@@ -41,12 +44,15 @@ def commit(partial: Path, contents: dict[str, Any]) -> Path:
         files[file.name] = {"bytes": file.stat().st_size, "sha256": _digest(file)}
         _sync(file)
     marker = partial / MARKER
-    marker.write_text(json.dumps(contents | {"files": files}, indent=2) + "\n")
+    whole = contents | {"files": files}
+    marker.write_text(json.dumps(whole | {"sha256": _seal(whole)}, indent=2) + "\n")
     _sync(marker)
     _sync(partial)
     final = partial.with_name(partial.name.removesuffix(PARTIAL))
     if final.exists():  # damaged, or a step that was taken again: the new one replaces it
-        final.rename(final.with_name(f"{final.name}.replaced{PARTIAL}"))
+        replaced = final.with_name(f"{final.name}.replaced{PARTIAL}")
+        shutil.rmtree(replaced, ignore_errors=True)  # from a replacement that was killed before it was tidied up
+        final.rename(replaced)
     partial.rename(final)
     _sync(final.parent)
     return final
@@ -56,12 +62,14 @@ def read_marker(path: Path) -> dict[str, Any]:
     """What was saved besides tensors; raises DamagedCheckpoint if the directory is not a whole checkpoint."""
     try:
         marker: dict[str, Any] = json.loads((path / MARKER).read_text())
-        files = marker["files"]
     except FileNotFoundError:
         raise DamagedCheckpoint(path, f"it has no {MARKER}, so its writing was never finished") from None
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError) as error:
         raise DamagedCheckpoint(path, f"its {MARKER} cannot be read ({error})") from None
-    for name, expected in files.items():
+    seal = marker.pop("sha256", None) if isinstance(marker, dict) else None
+    if seal != _seal(marker):
+        raise DamagedCheckpoint(path, f"its {MARKER} does not have the contents that were saved")
+    for name, expected in marker["files"].items():
         file = path / name
         if not file.is_file():
             raise DamagedCheckpoint(path, f"its file {name} is missing")
@@ -99,11 +107,15 @@ def newest_valid(checkpoints: Path) -> tuple[Path | None, list[DamagedCheckpoint
     return None, damaged
 
 
-def prune(checkpoints: Path, keep: int) -> None:
-    """Remove all but the newest `keep` whole checkpoints, and what interrupted saves left behind."""
+def prune(checkpoints: Path, keep: int, newest: Path) -> None:
+    """Remove all but the newest `keep` whole checkpoints, and what interrupted saves left behind.
+
+    They are counted from `newest` on, which has just been saved: where there are later ones, the run has gone back behind
+    them because their contents are damaged, which only reading them through would show.
+    """
     whole = list(_whole(checkpoints))
-    for path in whole[keep:]:
-        shutil.rmtree(path, ignore_errors=True)
+    for path in whole[whole.index(newest) :][keep:]:
+        path.rename(path.with_name(f"{path.name}.removed{PARTIAL}"))  # so that a removal cut short is finished by the next
     for path in checkpoints.glob(f"step-*{PARTIAL}"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -115,6 +127,11 @@ def _whole(checkpoints: Path) -> Iterator[Path]:
         except DamagedCheckpoint:
             continue  # left for a person to look at
         yield path
+
+
+def _seal(marker: Any) -> str:
+    """Checksum of what a marker says, however it is written."""
+    return hashlib.sha256(json.dumps(marker, sort_keys=True).encode()).hexdigest()
 
 
 def _digest(file: Path) -> str:

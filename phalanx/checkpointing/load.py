@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from phalanx.checkpointing import disk
+from phalanx.checkpointing.quiet import quiet
 
 
 def load(path: Path, tensors: dict[str, Tensor], *, alone: bool) -> dict[str, Any]:
@@ -17,5 +18,6 @@ def load(path: Path, tensors: dict[str, Tensor], *, alone: bool) -> dict[str, An
     `alone`: this process reads by itself, whether or not there are other ranks.
     """
     contents = disk.read_marker(path)
-    dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=alone)
+    with quiet():
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=alone)
     return contents

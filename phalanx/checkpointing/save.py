@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from phalanx.checkpointing import disk
+from phalanx.checkpointing.quiet import quiet
 
 
 class Ranks(Protocol):
@@ -37,7 +38,8 @@ def save(checkpoints: Path, step: int, tensors: dict[str, Tensor], contents: dic
         partial.mkdir(parents=True)
     ranks.barrier()
     writer = dcp.FileSystemWriter(partial, sync_files=False)  # commit syncs every file once
-    dcp.save(dict(tensors), storage_writer=writer, no_dist=ranks.ranks == 1)
+    with quiet():
+        dcp.save(dict(tensors), storage_writer=writer, no_dist=ranks.ranks == 1)
     if ranks.rank == 0:
         disk.commit(partial, contents | {"step": step})
     ranks.barrier()

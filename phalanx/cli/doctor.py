@@ -16,10 +16,11 @@ from phalanx.launch.probe import probe
 def doctor(
     directory: Annotated[Path, typer.Argument(help="Where runs would be written.")] = Path("."),
     json: AsJson = False,
-) -> int:
+) -> None:
     """Show what this machine has and what would stop a run; exit code 1 if something would."""
     report = examine(directory, probe(visible_gpus()))
     report.render(console)
     if json:
         print_json(report.to_json())
-    return 1 if report.problems else 0
+    if report.problems:
+        raise typer.Exit(1)

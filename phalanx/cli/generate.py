@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -29,9 +30,11 @@ def generate(
     json: AsJson = False,
 ) -> None:
     """Sample text from a trained model."""
+    prompt = os.fsencode(prompt).decode(errors="replace")  # a command line may hold bytes that are no text
     path, run_file = find(checkpoint)
     run = load(run_file)
     import torch
+    from torch.distributed.checkpoint import CheckpointException
 
     from phalanx.checkpointing.load import load as load_tensors
     from phalanx.data.tokenize import tokenizer
@@ -45,18 +48,23 @@ def generate(
         raise RunError(["--device cuda: torch sees no GPU here; leave the option out, or look at `phalanx doctor`."])
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model = build(run.model).to_empty(device=where).eval()
-    load_tensors(path, {f"model/{name}": p.detach() for name, p in model.named_parameters()}, alone=True)
+    try:
+        load_tensors(path, {f"model/{name}": p.detach() for name, p in model.named_parameters()}, alone=True)
+    except CheckpointException as error:  # a size or a name that differs
+        why, _ = next(iter(error.failures.values()))
+        raise RunError([f"{path} does not fit the model of {run_file} ({why}): undo what was changed there."]) from None
     words = tokenizer(run.data.tokenizer)
     # A model needs something to go on from: without a prompt, the end of the document before.
     start = [int(token) for token in words.encode(prompt)] or [words.end]
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    # The likeliest token is always among those that are drawn from, also for a probability of 0.
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=max(top_p, 1e-9), seed=seed)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     made: list[int] = []
     if not json:
         sys.stdout.write(prompt)
     for token in sample(model, start, tokens, words.end, sampling):
         made.append(token)
-        if not json and token != words.end:
+        if not json and token < words.end:  # the end, and what a padded vocabulary adds, are no bytes
             sys.stdout.write(decoder.decode(bytes([token])))
             sys.stdout.flush()
     if json:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 
-import click
 import typer
 
 from phalanx._version import __version__
@@ -44,16 +43,7 @@ def _options(
 
 def main() -> None:
     try:
-        code = app(standalone_mode=False)
-    except click.ClickException as error:  # an unknown verb or option
-        error.show()
-        code = error.exit_code
-    except click.Abort:
-        code = 130
+        app()  # exits by itself: 2 for a command line that typer does not understand, else what the verb says
     except PhalanxError as error:
         print_error(error)
-        code = error.exit_code
-    except BrokenPipeError:  # the reader of our output has gone; nothing is wrong
-        sys.stderr.close()
-        code = 0
-    sys.exit(code if isinstance(code, int) else 0)
+        sys.exit(error.exit_code)

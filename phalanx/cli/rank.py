@@ -58,9 +58,12 @@ def guarded(place: Place, rundir: RunDir, signals: Signals) -> int:
     except BaseException as error:
         # Written to a file of its own and renamed, so that the launcher reads it whole or not at all.
         expected = isinstance(error, PhalanxError)
+        reason = str(error) if expected else f"{type(error).__name__}: {error}"
+        if isinstance(error, torch.OutOfMemoryError):
+            reason += "\nA smaller train.micro_batch needs less memory; the batch stays the same through accumulation."
         report = {
             "time": time.time(),
-            "reason": str(error) if expected else f"{type(error).__name__}: {error}",
+            "reason": reason,
             "traceback": "" if expected else traceback.format_exc(),
         }
         partial = rundir.error_of(place.rank).with_suffix(".partial")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from pathlib import Path
 
 import torch
 
-from phalanx.cli.output import console, print_json
+from phalanx.cli.output import console, print_error, print_json
 from phalanx.cli.rank import Signals, work
 from phalanx.cli.train import conclude
 from phalanx.dashboard.progress import display
@@ -22,10 +23,18 @@ from phalanx.spec.errors import RunError
 from phalanx.spec.load import load
 from phalanx.spec.place import Place
 
+_UNTIL_ENDED = 60.0  # seconds that torchrun has to end a rank once another has ended
+
 
 def train_here(place: Place, run_file: Path, overrides: list[str], run_dir: Path | None, fresh: bool, json: bool) -> int:
     """Rank 0 checks and prepares for all; what it finds, good or bad, the others learn from it."""
-    run = load(run_file, overrides)
+    try:
+        run = load(run_file, overrides)
+    except RunError:
+        if place.rank == 0:
+            raise
+        time.sleep(_UNTIL_ENDED)  # every rank has found the same: rank 0 says it, and its end is the others'
+        return 2
     device = run.cluster.device or ("cuda" if probe(visible_gpus()).gpus else "cpu")
     mesh = connect(place, device, run.resilience.timeout)
     prepared: Prepared | None = None
@@ -37,9 +46,9 @@ def train_here(place: Place, run_file: Path, overrides: list[str], run_dir: Path
             problems = error.problems
     problems, found = mesh.share((problems, prepared and (prepared.plan, prepared.rundir.path)))
     if problems:
-        disconnect(mesh)
         if mesh.rank == 0:
-            raise RunError(problems)
+            print_error(RunError(problems))  # before the others can leave: torchrun ends all when one has ended
+        disconnect(mesh)
         return 2
     plan, path = found
     torch.set_num_threads(plan.threads)

@@ -32,13 +32,13 @@ def train(
     run_dir: Annotated[Path | None, typer.Option(help="Directory of the run; left out: runs/NAME, numbered if taken.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start anew even where an unfinished run could go on.")] = False,
     json: AsJson = False,
-) -> int:
+) -> None:
     """Train the model that RUN.toml describes. Stopped or killed, the same command goes on where it was."""
     place = torchrun_place()
     if place is not None:
         from phalanx.cli.torchrun import train_here
 
-        return train_here(place, run_file, overrides or [], run_dir, fresh, json)
+        raise typer.Exit(train_here(place, run_file, overrides or [], run_dir, fresh, json))
     run = load(run_file, overrides or [])
     prepared = prepare(run, run_file.stem, directory=run_dir, fresh=fresh)
     job = Job(prepared)
@@ -48,17 +48,22 @@ def train(
         print(f"error: {failure}", file=sys.stderr)
     summary = conclude(prepared.rundir)
     if job.exit_code == RESUMABLE:
-        console.print("Stopped and saved. To go on, give the same command again.", style="yellow")
+        again = f"with --run-dir {prepared.rundir.path} in place of --fresh" if fresh else "again"
+        console.print(f"Stopped and saved. To go on, give the same command {again}.", style="yellow", soft_wrap=True)
     if json:
         print_json(summary.to_json(prepared.rundir.path) | ({"error": [job.failure.reason]} if job.failure else {}))
-    return job.exit_code or 0
+    raise typer.Exit(job.exit_code or 0)
 
 
 def conclude(rundir: RunDir) -> Summary:
     """The picture of the loss and the closing panel."""
     events = read_events(rundir.events_file)
     summary = summarize(events)
-    draw(events, rundir.curve)
+    try:
+        draw(events, rundir.curve)
+    except OSError as error:  # a full disk; the run is what it is without the picture
+        rundir.curve.unlink(missing_ok=True)
+        console.print(f"warning: {rundir.curve} could not be drawn ({error.strerror}).", style="yellow", soft_wrap=True)
     summary.render(console, rundir.path)
     return summary
 
@@ -70,8 +75,9 @@ def _follow(job: Job, prepared: Prepared) -> None:
     def on_signal(number: int, frame: FrameType | None) -> None:
         if asked.is_set():
             job.kill()
-        asked.set()
-        job.stop()
+        else:
+            asked.set()
+            job.stop()
 
     previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     view = display(console, prepared.run.steps, prepared.run.watch.log_every, live=console.is_terminal)

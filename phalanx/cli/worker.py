@@ -19,10 +19,14 @@ from typing import NoReturn
 
 from phalanx.launch.family import die_with
 
+_STOPPING = (signal.SIGTERM, signal.SIGINT)
+
 
 def main() -> None:
     directory, control, listener, launcher = sys.argv[1], *map(int, sys.argv[2:5])
     die_with(launcher)
+    # Told to stop while it loads, this process does not die of it; and Python forgets a signal that arrives while it forks.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
     import torch._dynamo  # noqa: F401  # the first optimizer would import it, in every rank
 
     from phalanx.cli import rank
@@ -41,12 +45,13 @@ def main() -> None:
         place = Place(rank=number, ranks=ranks, local_rank=number, store=address)
         if (pid := os.fork()) == 0:
             die_with(me)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
             os.close(control)
             _redirect(rundir.log_of(number))
             _leave(rank.guarded(place, rundir, signals))
         children[pid] = number
-        _report(control, {"rank": number, "pid": pid})
     os.close(listener)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
     _watch(control, children)
 
 
@@ -60,9 +65,9 @@ def _fork_store(me: int, listener: int) -> tuple[str, int]:
         die_with(me)
         import torch.distributed as dist
 
-        store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
-        signal.pause()
-        del store
+        _store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
+        while True:
+            signal.pause()  # returns after a signal that is handled
     return host, port
 
 

@@ -67,7 +67,7 @@ class Loader(Generic[T]):
 
         # The thread knows the queues but not the loader: a loader nobody holds any more is collected and stops its thread.
         self._thread = threading.Thread(target=_serve, args=(self._requests, self._steps, make), name="loader", daemon=True)
-        self._stop = weakref.finalize(self, _withdraw, self._requests)
+        self._stop = weakref.finalize(self, _end, self._requests, self._thread)
         self._thread.start()
 
     def __iter__(self) -> Self:
@@ -87,7 +87,6 @@ class Loader(Generic[T]):
     def close(self) -> None:
         """Stop the thread, at the latest after the step it is at, and wait for it. May be called twice."""
         self._stop()
-        self._thread.join()
 
     def __enter__(self) -> Self:
         return self
@@ -110,10 +109,15 @@ def _serve(
     steps.put(RuntimeError("the loader was closed"))  # whoever still waits for a step must not wait for ever
 
 
-def _withdraw(requests: queue.SimpleQueue[int | None]) -> None:
-    """Take back what the thread has not begun, then tell it that nothing comes any more."""
+def _end(requests: queue.SimpleQueue[int | None], thread: threading.Thread) -> None:
+    """Take back what the thread has not begun, tell it that nothing comes any more, and wait for it.
+
+    At the interpreter's end too: a thread that is still inside a library then can bring the whole process down.
+    """
     try:
         while True:
             requests.get_nowait()
     except queue.Empty:
         requests.put(None)
+    if thread is not threading.current_thread():
+        thread.join()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -16,7 +15,10 @@ class EventLog:
     """The writing end. Lines of several processes never mix: each is one write to a file opened for appending."""
 
     def __init__(self, path: Path):
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        size = os.fstat(self._fd).st_size
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":
+            os.write(self._fd, b"\n")  # a crash tore the last line; ours must not be lost with it
 
     def emit(self, event: Event) -> Event:
         """Write a record with the present time; returns it as written."""
@@ -47,7 +49,7 @@ class EventReader:
         for line in block[:end].splitlines():
             try:
                 event = decode(line.decode())
-            except (ValueError, TypeError, json.JSONDecodeError):
+            except (ValueError, TypeError, AttributeError):
                 continue  # a line torn by a crash is not a record
             if event is not None:
                 yield event

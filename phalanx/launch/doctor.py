@@ -214,7 +214,7 @@ def _version(package: str) -> str | None:
 def _ask_torch() -> dict[str, Any]:
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, errors="replace", timeout=_TORCH_TIMEOUT
+            [sys.executable, "-P", "-c", _ASK_TORCH], capture_output=True, text=True, errors="replace", timeout=_TORCH_TIMEOUT
         )
     except subprocess.TimeoutExpired:
         return {"error": f"no answer within {_TORCH_TIMEOUT:.0f} s"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from phalanx.spec.place import Place
 from phalanx.spec.plan import Plan
@@ -33,5 +34,11 @@ def for_workers(plan: Plan) -> dict[str, str]:
         # Asking for GPUs through the driver's library leaves CUDA untouched, so ranks can be forked afterwards.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         "PYTHONUNBUFFERED": "1",
+        # The workers find this very package, also where it runs from a checkout that was never installed.
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])),
     }
+    if plan.device == "cpu":
+        # Activations come and go with every step. Kept by the allocator instead of handed back to the system, they cost
+        # no page faults: thousands fewer in each step, and up to a tenth of its time.
+        ours |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
     return dict(os.environ) | ours

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from collections.abc import Mapping
 
@@ -20,6 +21,7 @@ _ECHOES = (
     "Timed out waiting",
     "unexpected EOF",
 )
+_FULL = 1 << 20  # bytes left
 
 
 def first_failure(rundir: RunDir, ended: Mapping[int, int]) -> WorkerFailed:
@@ -36,7 +38,8 @@ def first_failure(rundir: RunDir, ended: Mapping[int, int]) -> WorkerFailed:
         elif code:
             log = rundir.log_of(rank)
             tail = log.read_text(errors="replace")[-4000:] if log.is_file() else ""
-            candidates.append((False, 0.0, WorkerFailed(rank=rank, reason=f"it ended with exit code {code}", traceback=tail)))
+            reason = f"it ended with exit code {code}{_disk_full(rundir)}"
+            candidates.append((False, 0.0, WorkerFailed(rank=rank, reason=reason, traceback=tail)))
     return min(candidates, key=lambda candidate: candidate[:2])[2]
 
 
@@ -45,3 +48,9 @@ def _killed(number: int) -> str:
     if number == signal.SIGKILL:
         return f"it was killed by {name}; if nobody did that, the machine ran out of memory (see dmesg)"
     return f"it was ended by {name}"
+
+
+def _disk_full(rundir: RunDir) -> str:
+    """A rank that cannot write why it failed may have failed of just that."""
+    free = shutil.disk_usage(rundir.path).free
+    return f"; the disk of {rundir.path} is full" if free < _FULL else ""

@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from phalanx._version import __version__
 from phalanx.events.log import EventLog, EventReader
@@ -33,6 +32,9 @@ from phalanx.spec.run import Run
 RESUMABLE = 75
 """Exit code of a run that was told to stop, has saved and can be resumed (EX_TEMPFAIL)."""
 
+FORCED = 130
+"""Exit code of a run that was ended at once, without saving: asked a second time, it does not wait."""
+
 _POLL = 0.1  # seconds between looks at the event log
 _LAST_WORDS = 0.3  # seconds that the other ranks get to say why they failed, once one has
 
@@ -44,8 +46,8 @@ class Job:
         self.run, self.plan, self.rundir = prepared.run, prepared.plan, prepared.rundir
         self.exit_code: int | None = None
         self.failure: WorkerFailed | None = None
-        self._pids: dict[int, int] = {}
         self._ended: dict[int, int] = {}
+        self._forced = False
         self._buffer = b""
         self._log = EventLog(self.rundir.events_file)
         self._reader = EventReader(self.rundir.events_file, offset=self.rundir.events_file.stat().st_size)
@@ -66,7 +68,8 @@ class Job:
             self._settle()
             yield from self._reader.new()
         finally:
-            self.kill()
+            self._kill()
+            self._control.close()
             self._log.close()
             self.rundir.release()
         if self.failure is not None:
@@ -77,16 +80,20 @@ class Job:
         self._tell("TERM")
 
     def kill(self) -> None:
-        """End the workers now. Does nothing if they have ended."""
+        """End the workers now, without saving."""
+        self._forced = True
+        self._kill()
+
+    def _kill(self) -> None:
         if self._process.poll() is None:
             self._process.kill()  # the ranks die with it
         self._process.wait()
-        self._control.close()
 
     def _start(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
         ours, theirs = socket.socketpair()
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        command = [sys.executable, "-m", "phalanx.cli.worker", str(self.rundir.path)]
+        # -P: a file of the working directory that is called like a module must not be taken for it.
+        command = [sys.executable, "-P", "-m", "phalanx.cli.worker", str(self.rundir.path)]
         command += [str(theirs.fileno()), str(listener.fileno()), str(os.getpid())]
         with theirs, listener, (self.rundir.logs / "launch.log").open("ab") as log:
             process = subprocess.Popen(
@@ -109,16 +116,16 @@ class Job:
     def _hear(self) -> None:
         """Take in what the workers' parent reports, without waiting."""
         while select.select([self._control], [], [], 0)[0]:
-            block = self._control.recv(65536)
+            try:
+                block = self._control.recv(65536)
+            except ConnectionError:  # their parent died with something from us unread
+                return
             if not block:
                 return
             *lines, self._buffer = (self._buffer + block).split(b"\n")
             for line in lines:
-                message: dict[str, Any] = json.loads(line)
-                if "pid" in message:
-                    self._pids[message["rank"]] = message["pid"]
-                else:
-                    self._ended[message["rank"]] = message["code"]
+                message: dict[str, int] = json.loads(line)
+                self._ended[message["rank"]] = message["code"]
 
     def _end(self) -> None:
         """One rank has failed: hear the others out for a moment, then end them all."""
@@ -127,27 +134,35 @@ class Job:
             select.select([self._control], [], [], 0.02)
             self._hear()
         self.failure = first_failure(self.rundir, self._ended)
-        self._log.emit(self.failure)
-        self.kill()
+        self._write(self.failure)
+        self._kill()
 
     def _settle(self) -> None:
         """All workers have ended, or their parent has: say how."""
-        with contextlib.suppress(OSError):
-            self._hear()
+        self._hear()
+        if self._forced:
+            self.exit_code = FORCED
+            return
         if self.failure is None and self._failed():
             self._end()
         elif self.failure is None and len(self._ended) < self.plan.ranks:
-            log = (self.rundir.logs / "launch.log").read_text(errors="replace")
-            self.failure = WorkerFailed(rank=None, reason="The workers could not be started", traceback=log[-4000:])
-            self._log.emit(self.failure)
+            log = (self.rundir.logs / "launch.log").read_text(errors="replace")[-4000:]
+            reason = f"The process that starts the workers ended with exit code {self._process.wait()}."
+            self.failure = WorkerFailed(rank=None, reason=reason, traceback=log)
+            self._write(self.failure)
         stopped = RESUMABLE in self._ended.values()
         self.exit_code = 1 if self.failure else RESUMABLE if stopped else 0
+
+    def _write(self, event: Event) -> None:
+        """Into the log if that can be: a full disk must not hide the failure that it has caused."""
+        with contextlib.suppress(OSError):
+            self._log.emit(event)
 
     def _tell(self, name: str) -> None:
         try:
             self._control.sendall(json.dumps({"signal": int(getattr(signal, f"SIG{name}"))}).encode() + b"\n")
         except OSError:
-            self._log.emit(Warned(message=f"SIG{name} could not be passed on: the workers have ended already."))
+            self._write(Warned(message=f"SIG{name} could not be passed on: the workers have ended already."))
 
 
 def started(run: Run, plan: Plan) -> RunStarted:

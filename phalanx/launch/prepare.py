@@ -60,11 +60,11 @@ def prepare(run: Run, name: str, *, directory: Path | None = None, fresh: bool =
     problems += _missing_extras(run)
     if problems or plan is None or fingerprint is None:
         raise RunError(problems)
+    _check_space(directory or Path("runs") / name, plan)
     rundir = _given(directory, run, fresh) if directory is not None else _own(Path("runs") / name, run, fresh)
     resumes = _check_resumption(rundir, run, fingerprint)
-    _check_space(rundir.path, plan)
-    rundir.run_file.write_text(dump(run))
-    rundir.plan_file.write_text(plan.to_json())
+    _write(rundir.run_file, dump(run))
+    _write(rundir.plan_file, plan.to_json())
     return Prepared(run, plan, rundir, resumes)
 
 
@@ -155,8 +155,17 @@ def _check_resumption(rundir: RunDir, run: Run, fingerprint: str) -> bool:
     return False
 
 
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: killed here, a run that goes on must not have lost its settings."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    os.replace(partial, path)
+
+
 def _check_space(path: Path, plan: Plan) -> None:
-    free = shutil.disk_usage(path).free
+    """Before anything is made: `path` or a directory above it may not be there yet."""
+    there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    free = shutil.disk_usage(there).free
     # A new checkpoint is complete before an old one goes, so there must be room for one beside what is already there.
     need = plan.parameters * _BYTES_PER_PARAMETER + _SLACK
     if free < need:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.models.layers import rotate
+from phalanx.models.layers import HeadNorm, rotate
 from phalanx.spec.model import ModelSpec
 
 
@@ -74,8 +74,8 @@ class Attention(nn.Module):
         self.key = nn.Linear(spec.dim, spec.kv * spec.head, bias=spec.bias)
         self.value = nn.Linear(spec.dim, spec.kv * spec.head, bias=spec.bias)
         self.output = nn.Linear(spec.heads * spec.head, spec.dim, bias=spec.bias)
-        self.query_norm = nn.RMSNorm(spec.head, eps=spec.norm_eps) if spec.qk_norm else nn.Identity()
-        self.key_norm = nn.RMSNorm(spec.head, eps=spec.norm_eps) if spec.qk_norm else nn.Identity()
+        self.query_norm = HeadNorm(spec.head, eps=spec.norm_eps) if spec.qk_norm else nn.Identity()
+        self.key_norm = HeadNorm(spec.head, eps=spec.norm_eps) if spec.qk_norm else nn.Identity()
         self.attend = attend_locally
 
     def forward(

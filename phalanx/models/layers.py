@@ -20,6 +20,13 @@ def norm(spec: ModelSpec, width: int) -> nn.Module:
     return nn.RMSNorm(width, eps=spec.norm_eps)
 
 
+class HeadNorm(nn.RMSNorm):
+    """RMS norm of each head. What comes here is a matrix product's result, in bf16 perhaps; like every norm it is taken in fp32."""
+
+    def forward(self, x_BHSE: Tensor) -> Tensor:
+        return super().forward(x_BHSE.to(self.weight.dtype))
+
+
 def rotary_frequencies(spec: ModelSpec, device: torch.device) -> Tensor:
     """Radians per position for each pair of a head's channels, [E/2], in fp32 whatever the model computes in."""
     exponents = torch.arange(0, spec.head, 2, dtype=torch.float32, device=device) / spec.head

@@ -2,14 +2,13 @@
 
 torch's DistributedDataParallel regroups its buckets after the first step, so a resumed run would add in another order
 than an uninterrupted one. Here buckets are fixed. And on CPU the order of every addition is a binary tree over the
-micro-batches of the global batch: 1, 2, 4 or 8 ranks give the same bits. `training/step` drives it.
+micro-batches of the global batch, halved from the top: 1, 2, 4 or 8 ranks give the same bits. `training/step` drives it.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -22,46 +21,51 @@ _BUCKET = 25 << 20
 
 
 class Gradients:
-    """Every parameter's `.grad` is a view into one of a few flat buffers; a buffer is reduced as soon as it is full."""
+    """Every parameter's gradient ends up in one of a few flat buffers; a buffer is reduced as soon as it is full."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], mesh: Mesh, *, wire: torch.dtype = torch.float32):
         self._mesh = mesh
         self._wire = wire
         # The backward reaches the last layers first, so they share the first bucket.
         groups = _group([p for p in parameters if p.requires_grad][::-1])
-        self.buckets = [_flatten(group) for group in groups]
+        self.buckets = [
+            torch.zeros(sum(p.numel() for p in group), dtype=group[0].dtype, device=group[0].device) for group in groups
+        ]
+        self._slots = [
+            _Slot(parameter, part.view_as(parameter), index)
+            for index, (group, bucket) in enumerate(zip(groups, self.buckets, strict=True))
+            for parameter, part in zip(group, bucket.split([p.numel() for p in group]), strict=True)
+        ]
         self._sizes = [len(group) for group in groups]
+        self._begun = 0
+        self._count = 0
         self._waiting = list(self._sizes)
         self._next = 0
-        self._reducing = False
-        self._halves = _Halves(mesh.device.type == "cpu")
+        self._tree = _Tree(mesh.device.type == "cpu")
         self._reduce = _reducer(mesh)
-        if mesh.ranks > 1:
-            for index, group in enumerate(groups):
-                for parameter in group:
-                    parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._arrived(index))
+        for slot in self._slots:
+            slot.parameter.register_post_accumulate_grad_hook(lambda _, slot=slot: self._arrived(slot))
 
-    def zero(self) -> None:
-        """Forget the last step."""
-        torch._foreach_zero_(self.buckets)
-        self._halves.clear()
+    def begin(self, micro_batches: int) -> None:
+        """Forget the last step; this one has so many backwards."""
+        self._count, self._begun = micro_batches, 0
+        self._tree.begin(micro_batches)
+        self._empty()
         self._waiting = list(self._sizes)
         self._next = 0
 
-    def before_backward(self, *, last: bool) -> None:
-        """Call before each micro-batch's backward; `last` lets the reductions begin as buckets fill up."""
-        self._reducing = last
-
-    def after_backward(self, *, last: bool) -> None:
+    def after_backward(self) -> None:
         """Call after each micro-batch's backward. After the last one, the sum over all ranks stands in the buckets."""
-        if not last:
-            self._halves.carry(self.buckets)
-        else:
+        for slot in self._slots:
+            slot.settle()
+        self._begun += 1
+        if self._begun == self._count:
             self.finish()
+        elif self._tree.after(self._begun - 1, self.buckets):
+            self._empty()
 
     def finish(self) -> None:
         """Reduce what is still to be reduced and wait for all of it; also how a rank that gives a step up keeps in line."""
-        self._reducing = False
         while self._next < len(self.buckets):
             self._launch()
         self._reduce.wait()
@@ -70,56 +74,96 @@ class Gradients:
         """Euclidean norm of the whole gradient, in fp32 on the device."""
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(self.buckets)))
 
-    def scale(self, factor: Tensor) -> None:
-        torch._foreach_mul_(self.buckets, factor)
+    def _empty(self) -> None:
+        for slot in self._slots:
+            slot.parameter.grad = None
 
-    def _arrived(self, index: int) -> None:
-        if not self._reducing:
-            return
-        self._waiting[index] -= 1
+    def _arrived(self, slot: _Slot) -> None:
+        slot.take()
+        if self._begun < self._count - 1:
+            return  # more is to come before this can travel
+        self._waiting[slot.bucket] -= 1
         # Ranks must reduce in the same order, whatever order their gradients arrive in.
         while self._next < len(self.buckets) and self._waiting[self._next] == 0:
             self._launch()
 
     def _launch(self) -> None:
         bucket = self.buckets[self._next]
-        self._halves.merge(bucket, self._next)
+        self._tree.merge(bucket, self._next)
         if self._mesh.ranks > 1:
             self._reduce.start(bucket, self._wire)
         self._next += 1
 
 
-class _Halves:
-    """Adds a rank's own micro-batches as a binary tree: ((0+1)+(2+3))+…, the order that more ranks would give.
+class _Slot:
+    """A parameter and its place in a bucket."""
+
+    __slots__ = ("bucket", "parameter", "place")
+
+    def __init__(self, parameter: nn.Parameter, place: Tensor, bucket: int):
+        self.parameter, self.place, self.bucket = parameter, place, bucket
+
+    def take(self) -> None:
+        """The first gradient is copied to its place, later ones are added to it there by the backward itself."""
+        if self.parameter.grad is not self.place:
+            assert self.parameter.grad is not None
+            self.place.copy_(self.parameter.grad)
+            self.parameter.grad = self.place
+
+    def settle(self) -> None:
+        """A parameter that the backward did not reach has no gradient: nothing old may stand in its place."""
+        if self.parameter.grad is None:
+            self.parameter.grad = self.place.zero_()
+
+
+class _Tree:
+    """Adds a rank's own micro-batches in the order that more ranks would: half of them, plus the other half, all the way down.
 
     Costs a copy of the gradients per level of the tree, so it is done on CPU only; elsewhere backward adds in place.
     """
 
     def __init__(self, on: bool):
         self._on = on
-        self._count = 0
-        self._saved: list[tuple[int, list[Tensor]]] = []  # (micro-batches in it, buckets), each smaller than the one before
+        self._leaves: list[_Leaf] = []
+        self._saved: list[list[Tensor]] = []
 
-    def clear(self) -> None:
-        self._count = 0
+    def begin(self, micro_batches: int) -> None:
+        self._leaves = _halve(micro_batches) if self._on else [_Leaf()] * micro_batches
         self._saved.clear()
 
-    def carry(self, buckets: list[Tensor]) -> None:
-        """A micro-batch is done and another follows: put finished pairs aside, so that the next pair starts from zero."""
-        self._count += 1
-        if not self._on or self._count % 2:
-            return
-        size = 2
-        while self._saved and self._saved[-1][0] == size:
-            torch._foreach_add_(buckets, self._saved.pop()[1])
-            size *= 2
-        self._saved.append((size, [bucket.clone() for bucket in buckets]))
-        torch._foreach_zero_(buckets)
+    def after(self, index: int, buckets: list[Tensor]) -> bool:
+        """A micro-batch is done and another follows; true if the sum so far was put aside and the next one starts afresh."""
+        for _ in range(self._leaves[index].merges):
+            torch._foreach_add_(buckets, self._saved.pop())
+        if self._leaves[index + 1].afresh:
+            self._saved.append([bucket.clone() for bucket in buckets])
+        return self._leaves[index + 1].afresh
 
     def merge(self, bucket: Tensor, index: int) -> None:
-        """Add to a bucket of the last pair all that was put aside, smallest first."""
-        for _, saved in reversed(self._saved):
+        """Add to a bucket of the last micro-batch all that was put aside, smallest first."""
+        for saved in reversed(self._saved):
             bucket.add_(saved[index])
+
+
+@dataclass(slots=True)
+class _Leaf:
+    """A micro-batch in the tree."""
+
+    afresh: bool = False
+    """It begins a sum of its own; else it is added to what stands there."""
+    merges: int = 0
+    """Sums that were put aside and are complete with it."""
+
+
+def _halve(count: int) -> list[_Leaf]:
+    """The tree over `count` micro-batches. A half of one is added in place: nothing has to be put aside for it."""
+    if count == 1:
+        return [_Leaf()]
+    left, right = _halve(count - count // 2), _halve(count // 2)
+    if len(right) > 1:
+        right[0].afresh = True
+        right[-1].merges += 1
+    return left + right
 
 
 class _Reducer:
@@ -141,52 +185,64 @@ class _Reducer:
 
 
 class _TreeReducer:
-    """Sums over 2^n CPU ranks by exchanging with the neighbour at distance 1, 2, 4, …: (0+1)+(2+3), the same bits on all.
+    """Sums over 2^n CPU ranks in n stages, each with the neighbour at distance 1, 2, 4, …: (0+1)+(2+3), the same bits on all.
 
-    A collective's ring adds in an order that depends on the number of ranks and on the place in the buffer. The
-    exchanges of one bucket follow each other, so a thread makes them while the backward goes on.
+    One collective over all ranks adds in a ring, in an order that depends on the number of ranks and on the place in the
+    buffer; over two ranks there is only one order. A pair has a group of its own for each stage, and every stage takes
+    the buckets in the same order, so pairs always meet over the same bucket.
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-        self._todo: queue.SimpleQueue[tuple[Tensor, torch.dtype] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._started = 0
-        threading.Thread(target=self._run, name="phalanx-reduce", daemon=True).start()
+        distances = [1 << stage for stage in range(mesh.ranks.bit_length() - 1)]
+        pairs = [sorted((mesh.rank, mesh.rank ^ distance)) for distance in distances]
+        self._groups = [dist.new_group(pair, use_local_synchronization=True) for pair in pairs]
+        self._climbs: list[_Climb] = []
 
     def start(self, bucket: Tensor, wire: torch.dtype) -> None:
-        self._started += 1
-        self._todo.put((bucket, wire))
+        self._climbs.append(_Climb(bucket, bucket if bucket.dtype == wire else bucket.to(wire), self._groups))
+        self._advance()  # what has finished a stage goes on, while the backward does too
 
     def wait(self) -> None:
-        errors = [self._done.get() for _ in range(self._started)]
-        self._started = 0
-        for error in errors:
-            if error is not None:
-                raise error
+        for stage in range(len(self._groups)):
+            for climb in self._climbs:
+                climb.finish(stage)
+        for climb in self._climbs:
+            climb.deliver()
+        self._climbs.clear()
 
-    def _run(self) -> None:
-        while (item := self._todo.get()) is not None:
-            try:
-                self._exchange(*item)
-                self._done.put(None)
-            except BaseException as error:
-                self._done.put(error)
+    def _advance(self) -> None:
+        ahead = len(self._groups)
+        for climb in self._climbs:
+            while climb.stage < ahead - 1 and climb.work.is_completed():
+                climb.finish(climb.stage)
+            ahead = climb.stage + 1  # the next bucket may enter a stage only after this one has
 
-    def _exchange(self, bucket: Tensor, wire: torch.dtype) -> None:
-        own = bucket if bucket.dtype == wire else bucket.to(wire)
-        other = torch.empty_like(own)
-        distance = 1
-        while distance < self._mesh.ranks:
-            peer = self._mesh.rank ^ distance
-            works = (dist.isend(own, peer), dist.irecv(other, peer))
-            for work in works:
-                assert work is not None
-                work.wait()
-            own.add_(other)
-            distance *= 2
-        if own is not bucket:
-            bucket.copy_(own)
+
+class _Climb:
+    """A bucket on its way up the tree."""
+
+    def __init__(self, bucket: Tensor, sent: Tensor, groups: list[dist.ProcessGroup]):
+        self._bucket, self._sent, self._groups = bucket, sent, groups
+        self.stage = 0
+        self.work = self._meet()
+
+    def finish(self, stage: int) -> None:
+        """Complete a stage and enter the next; does nothing if the bucket is past it."""
+        if self.stage != stage:
+            return
+        self.work.wait()
+        self.stage += 1
+        if self.stage < len(self._groups):
+            self.work = self._meet()
+
+    def deliver(self) -> None:
+        if self._sent is not self._bucket:
+            self._bucket.copy_(self._sent)
+
+    def _meet(self) -> dist.Work:
+        work = dist.all_reduce(self._sent, group=self._groups[self.stage], async_op=True)
+        assert work is not None
+        return work
 
 
 def _reducer(mesh: Mesh) -> _Reducer | _TreeReducer:
@@ -207,10 +263,3 @@ def _group(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         groups[-1].append(parameter)
         room -= size
     return groups
-
-
-def _flatten(group: list[nn.Parameter]) -> Tensor:
-    flat = torch.zeros(sum(p.numel() for p in group), dtype=group[0].dtype, device=group[0].device)
-    for parameter, part in zip(group, flat.split([p.numel() for p in group]), strict=True):
-        parameter.grad = part.view_as(parameter)
-    return flat

@@ -18,6 +18,10 @@ class RunError(PhalanxError):
         self.problems = tuple(problems)
         super().__init__("\n".join(self.problems))
 
+    def __reduce__(self) -> tuple[type[RunError], tuple[tuple[str, ...]]]:
+        """So that it survives the way from one process to another."""
+        return RunError, (self.problems,)
+
 
 class RunFailed(PhalanxError):
     """A run that started and could not go on: a worker crashed, or too many steps had to be skipped."""

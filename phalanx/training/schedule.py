@@ -13,7 +13,7 @@ def learning_rate(optimizer: Optimizer, step: int, steps: int) -> float:
         return optimizer.learning_rate * (step + 1) / optimizer.warmup_steps
     done, whole = step - optimizer.warmup_steps, max(1, steps - optimizer.warmup_steps)
     if optimizer.schedule == "wsd":
-        decay = optimizer.decay_steps if optimizer.decay_steps is not None else max(1, steps // 5)
+        decay = optimizer.decay_steps if optimizer.decay_steps is not None else max(1, min(whole, steps // 5))
         done, whole = max(0, done - (whole - decay)), decay
     progress = min(1.0, done / whole)
     match optimizer.schedule:

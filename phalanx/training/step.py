@@ -107,7 +107,7 @@ class Stepper:
     def accumulate(self, batches: Sequence[MicroBatch], stopping: Callable[[], bool]) -> Totals:
         """Gradients of the whole global batch, summed over its micro-batches and ranks, divided by the room for tokens."""
         totals = Totals(self._mesh)
-        self._gradients.zero()
+        self._gradients.begin(len(batches))
         for index, batch in enumerate(batches):
             last = index == len(batches) - 1
             if stopping():
@@ -118,9 +118,8 @@ class Stepper:
             totals.add(loss.detach(), batch)
             if last:
                 totals.start()  # the ranks' sums travel during the backward
-            self._gradients.before_backward(last=last)
             (loss / self._room).backward()
-            self._gradients.after_backward(last=last)
+            self._gradients.after_backward()
         totals.start()
         self._gradients.finish()
         totals.wait()

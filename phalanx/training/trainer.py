@@ -85,6 +85,8 @@ class Trainer:
             found = disk.newest_valid(self.checkpoints) if self.mesh.rank == 0 else None
             path, damaged = self.mesh.share(found)
             events += [CheckpointDamaged(path=str(bad.path), reason=bad.reason) for bad in damaged]
+        else:
+            disk.verify(path)
         if path is not None:
             contents = load(path, self.tensors(), alone=self.mesh.ranks == 1)
             self.progress = Progress(**contents["progress"])
@@ -129,13 +131,19 @@ class Trainer:
         contents = {"progress": asdict(self.progress), "data": self.data.fingerprint, "version": __version__}
         path = save(self.checkpoints, self.progress.step, self.tensors(), contents, self.mesh)
         if self.mesh.rank == 0:
-            disk.prune(self.checkpoints, self.run.checkpoint.keep)
+            disk.prune(self.checkpoints, self.run.checkpoint.keep, path)
         self._on_disk = self.progress.step
         size = sum(file["bytes"] for file in disk.read_marker(path)["files"].values())
         return Saved(step=self.progress.step, path=str(path), bytes=size, seconds=time.perf_counter() - started)
 
     def events(self) -> Iterator[Event]:
         """Train to the end or until told to stop, saying what happens."""
+        try:
+            yield from self._train()
+        finally:
+            self.close()
+
+    def _train(self) -> Iterator[Event]:
         while not self.finished:
             taken = self.step()
             if taken is None:
@@ -150,7 +158,6 @@ class Trainer:
                 yield self.save()
         if self._on_disk != self.progress.step:
             yield self.save()
-        self.close()
         if self.finished:
             yield Finished(step=self.progress.step)
         else:

@@ -1,0 +1,273 @@
+"""Runs that are stopped, killed or damaged, and go on: no step is lost, repeated differently, or taken on other text."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import termios
+import time
+from collections.abc import Iterator
+from fcntl import ioctl
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.events.records import CheckpointDamaged, Restored, RunStarted, Saved, Stopped, WorkerStarted
+
+STEPS = 200
+LONG = ("tiny.toml", f"train.steps={STEPS}", "train.eval_every=50", "checkpoint.every=25", "watch.log_every=50")
+
+
+def of(kind: type, events: list[Any]) -> list[Any]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+@pytest.fixture(scope="module")
+def straight(finished: Any, losses: Any) -> dict[int, tuple[int, float, str]]:
+    """Every step of a run that nothing ever stopped."""
+    workshop = finished(2).workshop
+    workshop.train(*LONG[1:], "layout.data=2", "--run-dir", "straight")
+    records = losses(workshop.events("straight"))
+    assert [step for step, _, _ in records] == list(range(1, STEPS + 1))
+    return {record[0]: record for record in records}
+
+
+@pytest.fixture(scope="module")
+def stopped(finished: Any) -> tuple[Any, Any]:
+    """The same run on two ranks, told to stop between its second and third checkpoint; and what the command said."""
+    workshop = finished(2).workshop
+    command = workshop.start("train", *LONG, "layout.data=2", "--run-dir", "stopped", "--json")
+    command.until(workshop.reached("stopped", 55), "step 55")
+    command.process.send_signal(signal.SIGTERM)
+    return workshop, command.wait()
+
+
+def agrees(straight: dict[int, Any], records: list[tuple[int, float, str]]) -> None:
+    """Every record, also of steps taken twice, is the one of the run that was never stopped; and all steps are there."""
+    assert {step for step, _, _ in records} == set(straight)
+    for step, loss, digest in records:
+        assert digest == straight[step][2], f"step {step} saw other tokens"
+        assert loss == pytest.approx(straight[step][1], rel=1e-5, abs=0), f"the loss of step {step} is not within 1e-5"
+    assert [straight[step] for step, _, _ in records] == records, "within 1e-5, but not the same bits"
+
+
+def test_sigterm_saves_and_says_how_to_go_on(stopped: Any) -> None:
+    workshop, ended = stopped
+    assert ended.code == 75, ended
+    assert ended.err == ""
+    assert "give the same command again" in ended.out
+    events = workshop.events("stopped")
+    (stop,) = of(Stopped, events)
+    assert 55 <= stop.step < STEPS and "SIGTERM" in stop.reason
+    assert events[-1] == stop
+    assert of(Saved, events)[-1].step == stop.step
+    assert (workshop.path / "stopped" / "checkpoints" / f"step-{stop.step:08d}" / "commit.json").is_file()
+    assert (ended.json["steps"], ended.json["finished"], ended.json["failure"]) == (stop.step, False, None)
+
+
+@pytest.mark.parametrize("ranks", [2, 1, 4])
+def test_goes_on_as_if_never_stopped(stopped: Any, straight: Any, losses: Any, ranks: int) -> None:
+    workshop, _ = stopped
+    run_dir = workshop.copy("stopped", f"resumed-on-{ranks}")
+    ended = workshop.train(*LONG[1:], f"layout.data={ranks}", "--run-dir", run_dir)
+    assert "going on with it" in ended.out
+    events = workshop.events(run_dir)
+    assert [event.ranks for event in of(RunStarted, events)] == [2, ranks]
+    (restored,) = of(Restored, events)
+    assert restored.step == of(Stopped, events)[0].step
+    records = losses(events)
+    assert [step for step, _, _ in records] == list(range(1, STEPS + 1)), "a step was lost or taken twice"
+    agrees(straight, records)
+    assert ended.json["steps"] == STEPS and ended.json["loss"] == straight[STEPS][1]
+
+
+def test_damaged_checkpoint_is_passed_over(stopped: Any, straight: Any, losses: Any) -> None:
+    workshop, _ = stopped
+    run_dir = workshop.copy("stopped", "damaged")
+    newest = max((workshop.path / run_dir / "checkpoints").iterdir())
+    data = max(newest.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    ended = workshop.train(*LONG[1:], "layout.data=2", "--run-dir", run_dir)
+    events = workshop.events(run_dir)
+    (damaged,) = of(CheckpointDamaged, events)
+    assert damaged.path.endswith(newest.name) and data.name in damaged.reason
+    assert [event.step for event in of(Restored, events)] == [50]
+    assert re.search(rf"{newest.name} is damaged", ended.out)
+    agrees(straight, losses(events))
+
+
+# --- other ways to stop ---------------------------------------------------------------------------------------------
+
+
+def test_control_c_on_a_terminal(workshop: Any) -> None:
+    """The terminal sends SIGINT to all its foreground processes; the run stops as on SIGTERM and the cursor comes back."""
+    master, slave = pty.openpty()
+
+    def take_terminal() -> None:
+        ioctl(0, termios.TIOCSCTTY, 0)
+
+    process = subprocess.Popen(
+        workshop.command("train", *LONG, "layout.data=2"),
+        cwd=workshop.path, env=workshop.env({"TERM": "xterm"}), stdin=slave, stdout=slave, stderr=slave,
+        start_new_session=True, preexec_fn=take_terminal,
+    )  # fmt: skip
+    os.close(slave)
+    os.set_blocking(master, False)
+    text, typed, deadline = b"", False, time.monotonic() + 240
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            text += os.read(master, 65536)
+        except BlockingIOError:
+            time.sleep(0.01)
+        except OSError:
+            break  # the other end has been closed
+        if not typed and workshop.reached("runs/tiny", 10)():
+            os.write(master, b"\x03")
+            typed = True
+    assert process.wait(timeout=60) == 75, text.decode()
+    try:
+        while block := os.read(master, 65536):
+            text += block
+    except OSError:
+        pass  # all has been read
+    os.close(master)
+    events = workshop.events()
+    (stop,) = of(Stopped, events)
+    assert 10 <= stop.step < STEPS and of(Saved, events)[-1].step == stop.step
+    shown = text.decode()
+    assert "Traceback" not in shown
+    assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l") >= 0
+    assert "give the same command again" in shown
+
+
+def test_one_rank_that_is_told_to_stop_stops_all(workshop: Any) -> None:
+    command = workshop.start("train", *LONG, "layout.data=2")
+    command.until(workshop.reached("runs/tiny", 5), "step 5")
+    (worker,) = (event for event in of(WorkerStarted, workshop.events()) if event.rank == 1)
+    os.kill(worker.pid, signal.SIGTERM)
+    ended = command.wait()
+    assert ended.code == 75, ended
+    events = workshop.events()
+    (stop,) = of(Stopped, events)
+    assert "another rank" in stop.reason and of(Saved, events)[-1].step == stop.step
+    assert not list((workshop.path / "runs/tiny/logs").glob("*.error.json"))
+
+
+@pytest.mark.parametrize("moment", ["while torch is loaded", "while it trains"])
+def test_every_process_is_told_to_stop(workshop: Any, moment: str) -> None:
+    """As service managers and batch systems do: SIGTERM to all, also to those that only look after others."""
+    command = workshop.start("train", *LONG, "layout.data=2")
+    if moment == "while it trains":
+        command.until(workshop.reached("runs/tiny", 5), "step 5")
+    else:
+        command.until(lambda: seen(workshop) >= LOADING, "the workers' parent to load torch")
+    for process in workshop.processes():
+        process.send_signal(signal.SIGTERM)
+    ended = command.wait()
+    assert ended.code == 75, ended
+    assert "Traceback" not in ended.out + ended.err
+    (stop,) = of(Stopped, workshop.events())
+    assert (stop.step == 0) == (moment == "while torch is loaded")
+    assert (workshop.path / "runs/tiny/logs/launch.log").read_text() == ""
+
+
+LOADING = {"phalanx.cli.worker", "MAPPED torch"}
+
+
+def seen(workshop: Any) -> set[str]:
+    """What the processes of a job are at, read off from outside."""
+    found = set()
+    for process in workshop.processes():
+        found |= set(process.cmdline())
+        if "phalanx.cli.worker" in process.cmdline() and any("libtorch" in file.path for file in process.memory_maps()):
+            found.add("MAPPED torch")
+    return found
+
+
+def test_told_to_stop_before_the_first_step(workshop: Any, finished: Any, losses: Any) -> None:
+    command = workshop.start("train", "tiny.toml", "--run-dir", "run")
+    command.until(lambda: seen(workshop) >= LOADING, "the workers' parent to load torch")
+    command.process.send_signal(signal.SIGTERM)
+    ended = command.wait()
+    assert ended.code == 75, ended
+    assert ended.err == ""
+    assert [event.step for event in of(Stopped, workshop.events("run"))] == [0]
+    workshop.train("--run-dir", "run")
+    assert losses(workshop.events("run")) == losses(finished(1).workshop.events(finished(1).path))
+
+
+@pytest.mark.parametrize("delay", [0.05, 0.3, 0.6])
+def test_told_to_stop_at_once(workshop: Any, delay: float) -> None:
+    """Before there is anything to save, the command just ends; a directory it has made can be used by the next."""
+    command = workshop.start("train", "tiny.toml", "--run-dir", "run")
+    time.sleep(delay)
+    command.process.send_signal(signal.SIGTERM)
+    ended = command.wait()
+    assert ended.code in (75, -signal.SIGTERM), ended
+    assert "Traceback" not in ended.out + ended.err
+    assert workshop.gone()
+
+
+def test_asked_twice_it_does_not_wait(workshop: Any) -> None:
+    slow = workshop.sabotage("import time, phalanx.training.trainer as t\nt.save = lambda *a: time.sleep(600)")
+    command = workshop.start("train", "tiny.toml", "train.steps=5000", "checkpoint.every=5000", "layout.data=2", env=slow)
+    command.until(workshop.reached("runs/tiny", 5), "step 5")
+    command.process.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    assert command.process.poll() is None, "it did not wait for the checkpoint"
+    begin = time.monotonic()
+    command.process.send_signal(signal.SIGTERM)
+    ended = command.wait()
+    assert time.monotonic() - begin < 5
+    assert ended.code == 130, ended
+    assert "Traceback" not in ended.out + ended.err
+    assert "Stopped and saved" not in ended.out
+    assert workshop.gone()
+
+
+def test_launcher_killed_then_the_same_command(workshop: Any, straight: Any, losses: Any) -> None:
+    command = workshop.start("train", *LONG, "layout.data=2")
+    command.until(workshop.reached("runs/tiny", 40), "step 40")
+    command.process.kill()
+    command.wait()
+    assert workshop.gone(within=2), "workers outlived the launcher"
+    reached = max(step for step, _, _ in losses(workshop.events()))
+    ended = workshop.train(*LONG[1:], "layout.data=2")
+    assert ended.json["run_dir"] == "runs/tiny"
+    events = workshop.events()
+    (restored,) = of(Restored, events)
+    assert restored.step == reached // 25 * 25 or restored.step == (reached // 25 - 1) * 25, "not the last checkpoint"
+    assert len(of(RunStarted, events)) == 2
+    agrees(straight, losses(events))
+    assert ended.json["tokens"] == sum(event["tokens"] for event in last_of_each_step(workshop.path / "runs/tiny"))
+
+
+def last_of_each_step(run_dir: Path) -> Iterator[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    yield from {line["step"]: line for line in lines if line["event"] == "step"}.values()
+
+
+@pytest.mark.slow
+def test_stopped_again_and_again(workshop: Any, straight: Any, losses: Any) -> None:
+    """A run that never gets far: stopped or killed after every few steps, on another number of ranks each time."""
+    launch = 0
+    while not (workshop.path / "runs/tiny").exists() or max([0, *(s for s, _, _ in losses(workshop.events()))]) < STEPS - 40:
+        before = max([0, *(step for step, _, _ in losses(workshop.events()))])
+        command = workshop.start("train", *LONG, "checkpoint.every=3", f"layout.data={(1, 2, 4)[launch % 3]}")
+        command.until(workshop.reached("runs/tiny", before + 10), f"step {before + 10}")
+        command.process.send_signal((signal.SIGTERM, signal.SIGKILL, signal.SIGINT)[launch % 3])
+        assert command.wait().code in (75, -signal.SIGKILL)
+        assert workshop.gone(within=2)
+        launch += 1
+    workshop.train(*LONG[1:], "checkpoint.every=3")
+    agrees(straight, losses(workshop.events()))
+    assert launch >= 5
+    shutil.rmtree(workshop.path / "runs")

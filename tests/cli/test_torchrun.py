@@ -1,0 +1,45 @@
+"""`torchrun -m phalanx train`: torchrun's processes become the ranks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.events.records import Finished, WorkerStarted
+
+TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2", "-m", "phalanx"]
+ENV = {"OMP_NUM_THREADS": "1"}  # torchrun says at length that it sets this, if nobody has
+
+
+def test_same_steps_as_our_own_launcher(workshop: Any, finished: Any, losses: Any) -> None:
+    ended = workshop.run("train", "tiny.toml", "--run-dir", "run", "--json", program=TORCHRUN, env=ENV)
+    assert ended.code == 0, ended
+    assert "Traceback" not in ended.err
+    summary = ended.json
+    assert (summary["steps"], summary["ranks"], summary["finished"]) == (8, 2, True)
+    events = workshop.events("run")
+    assert sorted(event.rank for event in events if isinstance(event, WorkerStarted)) == [0, 1]
+    assert isinstance(events[-1], Finished)
+    assert losses(events) == losses(finished(2).workshop.events(finished(2).path))
+    assert ended.out.count("finished 8 steps") == 1, "more than one rank prints"
+    for name in ("run.toml", "plan.json", "loss.png", "checkpoints/step-00000008"):
+        assert (workshop.path / "run" / name).exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("layout.data=4", ("torchrun started 2 ranks", "--nproc-per-node=4")),
+        ("train.stps=4", ("train.stps", "train.steps")),
+    ],
+)
+def test_error_is_told_once(workshop: Any, override: str, parts: tuple[str, ...]) -> None:
+    ended = workshop.run("train", "tiny.toml", override, program=TORCHRUN, env=ENV)
+    assert ended.code != 0
+    (problem,) = [line for line in ended.err.splitlines() if line.startswith("error: ")]
+    assert all(part in problem for part in parts)
+    assert "phalanx/cli" not in ended.err, "a traceback of ours"
+    assert not (workshop.path / "runs").exists()

@@ -1,0 +1,225 @@
+"""The event log: what is written is read, whole lines only, from however many processes; and who holds a directory."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.events import records as records_module
+from phalanx.events.log import EventLog, EventReader, read_events
+from phalanx.events.records import KINDS, Event, Finished, Step, Warned, decode, encode
+from phalanx.events.rundir import RunDir
+
+VALUES: dict[str, Any] = {
+    "int": 7,
+    "float": 0.1 + 0.2,  # needs all its digits
+    "str": 'Ünïcode, "quotes", a\ttab\nand\u2028a line separator',
+    "float | None": 0.25,
+    "int | None": 3,
+    "dict[str, Any]": {"data": 4, "schedule": "1f1b", "sequence": False},
+}
+
+
+def example(kind: type[Event]) -> Event:
+    return kind(**{field.name: VALUES[str(field.type)] for field in fields(kind)})
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_round_trip(kind: type[Event], tmp_path: Path) -> None:
+    event = example(kind)
+    line = encode(event)
+    assert "\n" not in line and line.isascii()
+    assert decode(line) == event
+    written = EventLog(tmp_path / "log").emit(event)
+    assert time.time() - 60 < written.time <= time.time(), "the time of writing"
+    assert read_events(tmp_path / "log") == [written] == [replace(event, time=written.time)]
+
+
+def test_all_kinds_are_known() -> None:
+    records = {item for item in vars(records_module).values() if isinstance(item, type) and issubclass(item, Event)}
+    assert set(KINDS.values()) == records - {Event}
+    assert all(name == kind.kind for name, kind in KINDS.items())
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_numbers_that_json_lacks(value: float) -> None:
+    event = replace(example(Step), loss=value, grad_norm=value, mfu=value)
+    read = decode(encode(event))
+    assert isinstance(read, Step)
+    assert str(read.loss) == str(read.grad_norm) == str(read.mfu) == str(value)
+    assert "NaN" not in encode(event) and "Infinity" not in encode(event), "not JSON"
+
+
+def test_none() -> None:
+    event = replace(example(Step), mfu=None)
+    assert decode(encode(event)) == event
+    assert decode(encode(replace(example(KINDS["worker_failed"]), rank=None))).rank is None  # type: ignore[union-attr]
+
+
+def test_words_that_look_like_numbers_stay_words() -> None:
+    assert decode(encode(Warned(message="inf"))) == Warned(message="inf")
+
+
+# --- lines ----------------------------------------------------------------------------------------------------------
+
+
+def test_unknown_kinds_and_keys_are_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text('{"event": "from_the_future", "time": 1.0}\n{"event": "finished", "time": 1.0, "step": 3, "new": [1]}\n')
+    assert read_events(path) == [Finished(step=3, time=1.0)]
+
+
+def test_rubbish_is_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    good = encode(Finished(step=1))
+    rubbish = [b"", b"{", b"5", b"null", b"[]", b'"text"', b"\xff\xfe", b"\0\0\0", b'{"event": []}', b'{"event": "finished"}']
+    path.write_bytes(b"\n".join([*rubbish, good.encode(), b'{"event": "step", "loss": "many"}', good.encode(), b""]))
+    assert read_events(path) == [Finished(step=1)] * 2
+
+
+def test_torn_line_waits_until_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    first, second = (encode(Finished(step=step)).encode() + b"\n" for step in (1, 2))
+    reader = EventReader(path)
+    assert list(reader.new()) == [], "no file yet"
+    path.write_bytes(first + second[:20])
+    assert [event.step for event in reader.new()] == [1]  # type: ignore[attr-defined]
+    assert list(reader.new()) == []
+    with path.open("ab") as file:
+        file.write(second[20:])
+    assert [event.step for event in reader.new()] == [2]  # type: ignore[attr-defined]
+    assert list(reader.new()) == []
+
+
+def test_reader_can_begin_at_the_end(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "log")
+    log.emit(Finished(step=1))
+    reader = EventReader(tmp_path / "log", offset=(tmp_path / "log").stat().st_size)
+    log.emit(Finished(step=2))
+    assert [event.step for event in reader.new()] == [2]  # type: ignore[attr-defined]
+
+
+def test_line_torn_by_a_crash_does_not_take_the_next_along(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    whole = encode(Finished(step=1))
+    path.write_text(f"{whole}\n{whole[:20]}")
+    EventLog(path).emit(Finished(step=2))
+    assert [event.step for event in read_events(path)] == [1, 2]  # type: ignore[attr-defined]
+
+
+def test_log_is_continued(tmp_path: Path) -> None:
+    for step in (1, 2):
+        log = EventLog(tmp_path / "log")
+        log.emit(Finished(step=step))
+        log.close()
+    assert [event.step for event in read_events(tmp_path / "log")] == [1, 2]  # type: ignore[attr-defined]
+    assert b"\n\n" not in (tmp_path / "log").read_bytes()
+
+
+APPEND = """
+import sys, time
+from pathlib import Path
+from phalanx.events.log import EventLog
+from phalanx.events.records import Warned
+writer, lines = int(sys.argv[2]), int(sys.argv[3])
+log = EventLog(Path(sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.read()
+for number in range(lines):
+    log.emit(Warned(message=f"{writer}:{number}:" + chr(97 + writer) * (writer * 977)))
+"""
+
+
+def test_appends_of_several_processes_do_not_mix(tmp_path: Path) -> None:
+    path, lines = tmp_path / "log", 300
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    writers = [subprocess.Popen([sys.executable, "-c", APPEND, path, str(n), str(lines)], **pipes) for n in range(4)]
+    for writer in writers:
+        assert writer.stdout.readline() == "ready\n"
+    for writer in writers:
+        writer.stdin.close()  # now
+    reader, seen = EventReader(path), []
+    while any(writer.poll() is None for writer in writers):
+        seen += [event.message for event in reader.new() if isinstance(event, Warned)]
+    assert [writer.returncode for writer in writers] == [0] * 4
+    for writer in writers:
+        writer.stdout.close()
+    seen += [event.message for event in reader.new() if isinstance(event, Warned)]
+    assert len(path.read_bytes().splitlines()) == len(seen) == 4 * lines
+    for number in range(4):
+        mine = [message for message in seen if message.startswith(f"{number}:")]
+        assert mine == [f"{number}:{line}:" + chr(97 + number) * (number * 977) for line in range(lines)]
+    order = [message[0] for message in seen]
+    assert sum(a != b for a, b in pairwise(order)) > 3, "they wrote one after the other, so nothing was shown"
+
+
+# --- who holds a directory ------------------------------------------------------------------------------------------
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from phalanx.events.rundir import RunDir
+rundir = RunDir(Path(sys.argv[1]))
+print(rundir.take(), flush=True)
+time.sleep(600)
+"""
+
+
+def test_directory_is_held_by_one_process_until_it_dies(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path / "run")
+    rundir.create()
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(rundir.path)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        answer = holder.stdout.readline()
+        taken = [rundir.take(), rundir.take()]  # asking does not free it
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.wait()
+    assert (answer, taken) == ("True\n", [False, False])
+    assert rundir.take(), "the dead hold it"
+
+
+def test_directory_is_given_back(tmp_path: Path) -> None:
+    first, second = RunDir(tmp_path / "run"), RunDir(tmp_path / "run")
+    first.create()
+    assert first.take() and not second.take()
+    first.release()
+    first.release()
+    assert second.take()
+    second.release()
+
+
+def test_children_do_not_hold_it(tmp_path: Path) -> None:
+    """Workers are started while the launcher holds the directory: it must be free as soon as the launcher is gone."""
+    rundir = RunDir(tmp_path / "run")
+    rundir.create()
+    assert rundir.take()
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], close_fds=False) as child:
+        rundir.release()
+        deadline = time.monotonic() + 10  # the kernel closes what a new program does not get a moment after it has begun
+        while not (free := rundir.take()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        child.kill()
+    assert free
+
+
+def test_what_lies_where(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path / "a" / "run")
+    assert not rundir.exists
+    rundir.create()
+    rundir.create()
+    assert {path.name for path in rundir.path.iterdir()} == {"checkpoints", "logs"}
+    assert not rundir.exists, "a directory without a run file holds no run"
+    rundir.run_file.touch()
+    assert rundir.exists
+    assert rundir.log_of(3) == rundir.path / "logs" / "rank-3.log"
+    assert rundir.error_of(3) == rundir.path / "logs" / "rank-3.error.json"

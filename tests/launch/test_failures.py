@@ -1,0 +1,284 @@
+"""Things that go wrong while a job runs: it ends soon, says why once, and leaves no process behind."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from phalanx.events.records import Saved, StepSkipped, WorkerFailed, WorkerStarted
+from phalanx.events.rundir import RunDir
+from phalanx.launch.failure import first_failure
+
+LONG = ("tiny.toml", "train.steps=5000", "checkpoint.every=5000", "train.eval_every=5000", "watch.log_every=1000")
+TRACEBACK = "Traceback (most recent call last)"
+
+
+def of(kind: type, events: list[Any]) -> list[Any]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+def failed(workshop: Any, ended: Any, rank: int | None, *parts: str) -> Any:
+    """The one record of the failure; what holds for all of them is checked."""
+    assert ended.code == 1, ended
+    assert workshop.gone()
+    (record,) = of(WorkerFailed, workshop.events())
+    assert record.rank == rank
+    for part in parts:
+        assert part in record.reason and part in ended.err, ended
+    assert ended.err.count("error: ") == 1 and "runs/tiny/logs" in ended.err
+    assert "Connection" not in ended.out + ended.err, "what the other ranks say about the lost one is shown"
+    return record
+
+
+# --- a rank that raises ---------------------------------------------------------------------------------------------
+
+IN_A_STEP = """
+import time
+from phalanx.training import trainer
+real = trainer.Trainer.step
+def step(self):
+    if self.mesh.rank == 1 and self.progress.step == 2:
+        raise ValueError(f"sabotage at {time.time()}")
+    return real(self)
+trainer.Trainer.step = step
+"""
+BEFORE_THEY_MEET = """
+import time
+from phalanx.cli import rank
+real = rank.connect
+def connect(place, *rest):
+    if place.rank == 1:
+        raise ValueError(f"sabotage at {time.time()}")
+    return real(place, *rest)
+rank.connect = connect
+"""
+
+
+@pytest.mark.parametrize("code", [IN_A_STEP, BEFORE_THEY_MEET], ids=["in a step", "before the ranks have met"])
+def test_rank_that_raises(workshop: Any, code: str) -> None:
+    ended = workshop.run("train", *LONG, "layout.data=4", "--json", env=workshop.sabotage(code))
+    now = time.time()
+    record = failed(workshop, ended, 1, "ValueError: sabotage at ")
+    raised = float(record.reason.rpartition(" ")[2])
+    assert now - raised < 5, f"the command went on for {now - raised:.1f} s"
+    assert (ended.out + ended.err).count(TRACEBACK) == 1, ended
+    assert TRACEBACK in record.traceback and "raise ValueError" in record.traceback
+    assert (ended.json["finished"], ended.json["failure"], ended.json["error"]) == (False, record.reason, [record.reason])
+    assert len(of(WorkerFailed, workshop.events())) == 1
+
+
+def test_text_that_shrinks(workshop: Any) -> None:
+    """An error that a person can mend has no traceback; the run goes on when it is mended."""
+    command = workshop.start("train", *LONG, "layout.data=2", "--json")
+    command.until(workshop.reached("runs/tiny", 3), "step 3")
+    text = workshop.path / "text" / "1.txt"
+    os.truncate(text, 100)
+    ended = command.wait()
+    (record,) = of(WorkerFailed, workshop.events())
+    failed(workshop, ended, record.rank, "text/1.txt", "has shrunk")
+    assert TRACEBACK not in ended.out + ended.err
+
+
+# --- processes that are killed --------------------------------------------------------------------------------------
+
+
+def test_killed_rank_and_closed_doors(workshop: Any) -> None:
+    command = workshop.start("train", *LONG, "layout.data=2", "--json")
+    command.until(workshop.reached("runs/tiny", 3), "step 3")
+    processes = workshop.processes()
+    assert len(processes) == 5, "the launcher, the parent of the workers, the store, two ranks"
+    connections = [connection for process in processes for connection in process.net_connections(kind="inet")]
+    assert any(connection.status == psutil.CONN_LISTEN for connection in connections)
+    addresses = {connection.laddr.ip.removeprefix("::ffff:") for connection in connections}  # IPv4 on an IPv6 socket
+    assert all(ipaddress.ip_address(address).is_loopback for address in addresses), f"open to other machines: {addresses}"
+    launcher = psutil.Process(command.pid)
+    assert not [file.path for file in launcher.memory_maps() if "torch" in file.path], "the launcher has loaded torch"
+    (victim,) = (event for event in of(WorkerStarted, workshop.events()) if event.rank == 1)
+    os.kill(victim.pid, signal.SIGKILL)
+    killed = time.time()
+    ended = command.wait()
+    assert time.time() - killed < 5
+    failed(workshop, ended, 1, "SIGKILL", "out of memory")
+    assert "Rank 1" in ended.err
+    assert TRACEBACK not in ended.out + ended.err
+
+
+def test_killed_parent_of_the_workers(workshop: Any) -> None:
+    command = workshop.start("train", *LONG, "layout.data=2", "--json")
+    command.until(workshop.reached("runs/tiny", 3), "step 3")
+    (parent,) = (process for process in workshop.processes() if process.ppid() == command.pid)
+    parent.kill()
+    ended = command.wait()
+    failed(workshop, ended, None, "workers", "-9")
+    assert TRACEBACK not in ended.out + ended.err
+
+
+SLOW_SAVING = """
+import pathlib, time
+from phalanx.training import trainer
+def save(*_):
+    pathlib.Path("saving").touch()
+    time.sleep(600)
+trainer.save = save
+"""
+
+
+def loading(workshop: Any) -> bool:
+    return any(
+        "phalanx.cli.worker" in process.cmdline() and any("libtorch" in file.path for file in process.memory_maps())
+        for process in workshop.processes()
+    )
+
+
+MOMENTS: dict[str, Callable[[Any], bool]] = {
+    "start-up": loading,
+    "training": lambda workshop: workshop.reached("runs/tiny", 5)(),
+    "saving": lambda workshop: (workshop.path / "saving").exists(),
+}
+
+
+def nothing_left(workshop: Any) -> None:
+    """Two seconds from now, no process of the job is alive: by the pids it wrote down, by command line, by environment."""
+    assert workshop.gone(within=2)
+    for worker in of(WorkerStarted, workshop.events()):
+        try:
+            assert "phalanx.cli.worker" not in psutil.Process(worker.pid).cmdline()
+        except psutil.NoSuchProcess:
+            pass
+    for process in psutil.process_iter(["cmdline", "cwd"]):
+        mine = process.info["cwd"] == str(workshop.path)
+        assert not (mine and any("phalanx" in word for word in process.info["cmdline"] or [])), process
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_launcher(workshop: Any, moment: str) -> None:
+    env = workshop.sabotage(SLOW_SAVING) if moment == "saving" else None
+    command = workshop.start("train", *LONG, "layout.data=2", *(["checkpoint.every=5"] if env else []), env=env)
+    command.until(lambda: MOMENTS[moment](workshop), moment)
+    assert len(workshop.processes()) > 1, "there is nothing to leave behind"
+    command.process.kill()
+    command.wait()
+    nothing_left(workshop)
+
+
+@pytest.mark.slow
+def test_killed_launcher_at_any_moment(workshop: Any) -> None:
+    """Ten random moments from the first instant to well into training and saving; each launch goes on from the last."""
+    dice = random.Random(time.time_ns())
+    for _ in range(10):
+        command = workshop.start("train", *LONG, "layout.data=2", "checkpoint.every=2")
+        time.sleep(dice.uniform(0, 8))
+        command.process.kill()
+        assert command.wait().code == -signal.SIGKILL
+        nothing_left(workshop)
+    command = workshop.start("train", *LONG, "layout.data=2", "checkpoint.every=2")
+    saved = len(of(Saved, workshop.events())) if (workshop.path / "runs/tiny/events.jsonl").exists() else 0
+    command.until(lambda: len(of(Saved, workshop.events())) > saved, "a checkpoint")
+    command.process.terminate()
+    assert command.wait().code == 75
+
+
+# --- runs that cannot go on -----------------------------------------------------------------------------------------
+
+
+def test_too_many_skipped_steps(workshop: Any) -> None:
+    overrides = ("optimizer.learning_rate=1e30", "optimizer.warmup_steps=0", "resilience.max_skipped=3", "layout.data=2")
+    ended = workshop.run("train", *LONG, *overrides, "--json")
+    (record,) = of(WorkerFailed, workshop.events())  # all ranks find the same at the same time; any may be the first
+    failed(workshop, ended, record.rank, "resilience.max_skipped = 3", "optimizer.learning_rate", "step_skipped")
+    assert TRACEBACK not in ended.out + ended.err
+    skipped = of(StepSkipped, workshop.events())
+    assert [event.in_a_row for event in skipped[-4:]] == [1, 2, 3, 4]
+    assert ended.json["steps_skipped"] == len(skipped) >= 4
+    assert ended.json["error"] == [record.reason]
+    assert ended.out.count("skipped: loss nan") + ended.out.count("skipped: loss inf") == len(skipped)
+
+
+@pytest.fixture
+def small_disk(workshop: Any) -> Iterator[Path]:
+    place = workshop.path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(place)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        pytest.skip(f"no disk can be mounted here: {error}")
+    if done.returncode:
+        pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
+    yield place
+    assert workshop.gone()
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_disk_that_fills_up(workshop: Any, small_disk: Path) -> None:
+    command = workshop.start("train", *LONG, "layout.data=2", "--run-dir", small_disk / "run", "--json")
+    command.until(workshop.reached(small_disk / "run", 3), "step 3")
+    with (small_disk / "filling").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+        while file.write(bytes(1 << 16)):
+            pass
+    ended = command.wait()
+    assert ended.code == 1, ended
+    assert "Traceback" not in ended.out
+    assert re.search("No space left|disk of .* is full", ended.err), ended
+    assert ended.json["finished"] is False and ended.json["error"]
+    (small_disk / "filling").unlink()
+    again = workshop.start("train", *LONG, "layout.data=2", "--run-dir", small_disk / "run")
+    again.until(lambda: len(of(WorkerStarted, workshop.events(small_disk / "run"))) == 4, "the next launch")
+    again.process.terminate()
+    assert again.wait().code == 75, "a log with a torn line could not be gone on with"
+
+
+# --- the launcher itself --------------------------------------------------------------------------------------------
+
+
+def test_launcher_does_not_import_torch() -> None:
+    names = "phalanx.cli.main, phalanx.cli.train, phalanx.launch.local, phalanx.launch.prepare, phalanx.api"
+    code = f"import json, sys, {names}; print(json.dumps([name.split('.')[0] for name in sys.modules]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    imported = set(json.loads(done.stdout))
+    assert "phalanx" in imported
+    assert not imported & {"torch", "matplotlib", "transformers", "tensorboard"}
+
+
+# --- who failed first -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> RunDir:
+    made = RunDir(tmp_path / "run")
+    made.create()
+    return made
+
+
+def report(rundir: RunDir, rank: int, when: float, reason: str) -> None:
+    rundir.error_of(rank).write_text(json.dumps({"time": when, "reason": reason, "traceback": f"where {rank}"}))
+
+
+def test_first_failure_is_the_cause(rundir: RunDir) -> None:
+    report(rundir, 0, 1.0, "RuntimeError: Read error [127.0.0.1]:1: Connection reset by peer")
+    report(rundir, 1, 3.0, "ValueError: later")
+    report(rundir, 2, 2.0, "ValueError: earlier")
+    found = first_failure(rundir, {0: 1, 1: 1, 2: 1, 3: 0})
+    assert (found.rank, found.reason, found.traceback) == (2, "ValueError: earlier", "where 2")
+    assert first_failure(rundir, {0: 1}).rank == 0, "better an echo than nothing"
+    assert first_failure(rundir, {0: 1, 1: 1, 3: -signal.SIGKILL}).rank == 3, "who is killed writes no report"
+    assert "SIGSEGV" in first_failure(rundir, {3: -signal.SIGSEGV}).reason
+
+
+def test_rank_that_could_not_say_why(rundir: RunDir) -> None:
+    rundir.log_of(0).write_text("last words\n")
+    found = first_failure(rundir, {0: 3})
+    assert "exit code 3" in found.reason and "last words" in found.traceback

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import ALONE, run_ranks
+
+from phalanx.parallel.mesh import Mesh, connect, disconnect, resident_bytes
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_sums_are_over_all_ranks_and_in_place(ranks: int) -> None:
+    def add(mesh: Mesh) -> tuple[list[float], bool]:
+        values = torch.tensor([1.0, 10.0 * mesh.rank], dtype=torch.float64)
+        return mesh.sum(values).tolist(), mesh.sum(values) is values
+
+    assert run_ranks(add, ranks) == [([ranks, 10.0 * sum(range(ranks))], True)] * ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_reductions_run_in_the_background_with_the_operation_asked_for(ranks: int) -> None:
+    def reduce(mesh: Mesh) -> tuple[float, float]:
+        added, largest = torch.tensor(mesh.rank + 1.0), torch.tensor(5.0 - mesh.rank)
+        for work in (mesh.start(added), mesh.start(largest, dist.ReduceOp.MAX)):
+            if work is not None:
+                work.wait()
+        return added.item(), largest.item()
+
+    assert run_ranks(reduce, ranks) == [(sum(range(1, ranks + 1)), 5.0)] * ranks
+
+
+def test_rank_0s_value_is_shared_whatever_it_is() -> None:
+    def share(mesh: Mesh) -> object:
+        mine = {"path": Path("somewhere"), "who": mesh.rank, "text": "x" * mesh.rank * 1000}
+        return mesh.share(mine if mesh.rank != 0 else mine | {"more": [1, None]})
+
+    assert run_ranks(share, 3) == [{"path": Path("somewhere"), "who": 0, "text": "", "more": [1, None]}] * 3
+    assert ALONE.share("own") == "own"
+
+
+def test_nobody_passes_a_barrier_before_all_have_come() -> None:
+    def meet(mesh: Mesh) -> tuple[float, float]:
+        time.sleep(0.15 * mesh.rank)
+        came = time.monotonic()
+        mesh.barrier()
+        return came, time.monotonic()
+
+    times = run_ranks(meet, 3)
+    assert max(came for came, _ in times) <= min(left for _, left in times)
+
+
+def test_a_later_generation_meets_anew_in_the_same_processes() -> None:
+    def meet_twice(mesh: Mesh) -> list[float]:
+        first = mesh.sum(torch.ones(1)).item()
+        disconnect(mesh)
+        # As after a failure: the places are dealt anew, and the old generation's addresses are still in the store when
+        # those that are first look there for those that come late.
+        time.sleep(0.2 * mesh.rank)
+        place = replace(mesh.place, rank=mesh.ranks - 1 - mesh.rank, generation=1)
+        again = connect(place, "cpu", 30)
+        return [first, again.sum(torch.tensor([10.0 * again.rank])).item()]
+
+    assert run_ranks(meet_twice, 3) == [[3.0, 30.0]] * 3
+
+
+def test_one_rank_needs_no_process_group() -> None:
+    mesh = connect(ALONE.place, "cpu", 1)
+    assert not dist.is_initialized()
+    assert (mesh.rank, mesh.ranks, mesh.replica, mesh.device) == (0, 1, 0, torch.device("cpu"))
+    mesh.barrier()
+    disconnect(mesh)
+
+
+def test_resident_bytes_are_what_the_kernel_says() -> None:
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    assert resident_bytes() == pytest.approx(int(status["VmRSS"].split()[0]) * 1024, rel=0.05)

@@ -1,0 +1,71 @@
+"""The documents are true: what they quote is what the code says, and their commands and programs run."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.main import app
+from phalanx.events.records import KINDS
+from phalanx.events.rundir import RunDir
+from phalanx.spec.load import load, loads
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+CONTRACT = (ROOT / "docs" / "run-directory.md").read_text()
+
+
+def test_the_reference_of_the_run_file_is_up_to_date() -> None:
+    spec = importlib.util.spec_from_file_location("make_run_file", ROOT / "docs" / "make_run_file.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (ROOT / "docs" / "run-file.md").read_text() == module.text(), "run `make docs`"
+
+
+def test_the_run_files_in_the_readme_and_the_examples_are_valid() -> None:
+    blocks = re.findall(r"```toml\n(.*?)```", README, re.S)
+    assert blocks
+    for block in blocks:
+        loads(block, name="README.md")
+    for example in (ROOT / "examples").glob("*.toml"):
+        load(example)
+
+
+def test_every_command_of_the_readme_exists() -> None:
+    verbs = {command.name for command in app.registered_commands}
+    assert set(re.findall(r"^\| `phalanx (\w+)", README, re.M)) == verbs
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"\bmake ([a-z-]+)", README + (ROOT / "CONTRIBUTING.md").read_text()):
+        assert re.search(rf"^{target}:", makefile, re.M), target
+
+
+def test_the_contract_names_every_record_and_key(tmp_path: Path) -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \|[^|]*\|(.*)\|$", CONTRACT, re.M))
+    rows.pop("event")  # the table's head
+    assert set(rows) == set(KINDS)
+    for kind, record in KINDS.items():
+        for name in (field.name for field in fields(record)):
+            assert name == "time" or f"`{name}`" in rows[kind], f"{kind}.{name}"
+    rundir = RunDir(tmp_path)
+    for path in (rundir.run_file, rundir.plan_file, rundir.events_file, rundir.curve):
+        assert f"`{path.name}`" in CONTRACT
+
+
+@pytest.mark.parametrize("link", re.findall(r"\]\(([^)#]+)\)", README))
+def test_every_link_of_the_readme_leads_somewhere(link: str) -> None:
+    assert link.startswith("https://") or (ROOT / link).exists()
+
+
+def test_the_example_program_runs(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "own_loop.py")], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step 20: loss" in done.stdout and "held-out loss" in done.stdout and "saved" in done.stdout

@@ -1,0 +1,332 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import ALONE, copied, differing, tiny_run, tiny_trainer
+from torch import Tensor
+
+import phalanx
+from phalanx.checkpointing import disk
+from phalanx.events.records import Evaluated, Event, Finished, Restored, Saved, Step, StepSkipped, Stopped
+from phalanx.spec.errors import RunFailed
+from phalanx.spec.run import Run
+from phalanx.training.step import MicroBatch
+from phalanx.training.trainer import Trainer
+
+
+def losses(events: list[Any]) -> list[tuple[int, float, float, str]]:
+    """Of each step what must not depend on how it came about."""
+    return [(e.step, e.loss, e.grad_norm, e.batch_digest) for e in events if isinstance(e, Step)]
+
+
+def uninterrupted(run: Run, directory: Path) -> tuple[list[Event], dict[str, Tensor]]:
+    trainer = tiny_trainer(ALONE, run, directory)
+    events = list(trainer.events())
+    return events, copied(trainer.tensors())
+
+
+def on_forward(trainer: Trainer, number: int, what: Callable[[Tensor], Tensor | None]) -> None:
+    """Have `what` see the logits of one forward, counted from now, and perhaps replace them."""
+    count = 0
+
+    def hook(module: torch.nn.Module, inputs: Any, logits: Tensor) -> Tensor | None:
+        nonlocal count
+        count += 1
+        return what(logits) if count == number else None
+
+    trainer.model.register_forward_hook(hook)
+
+
+def test_the_loss_falls(tmp_path: Path) -> None:
+    events, _ = uninterrupted(tiny_run("train.steps=30"), tmp_path)
+    steps = [event for event in events if isinstance(event, Step)]
+    assert steps[0].loss == pytest.approx(math.log(257), rel=0.02)  # as good as guessing
+    assert sum(step.loss for step in steps[-5:]) / 5 < 0.6 * steps[0].loss
+    evaluated = next(event for event in events if isinstance(event, Evaluated))
+    assert evaluated.loss < 0.7 * steps[0].loss
+
+
+def test_events_tell_what_happens_in_order(tmp_path: Path) -> None:
+    run = tiny_run("train.steps=5", "train.eval_every=2", "checkpoint.every=2", "checkpoint.keep=10")
+    events, _ = uninterrupted(run, tmp_path)
+    assert [(event.kind, event.step) for event in events] == [  # type: ignore[attr-defined]
+        ("step", 1),
+        ("step", 2), ("evaluated", 2), ("saved", 2),
+        ("step", 3),
+        ("step", 4), ("evaluated", 4), ("saved", 4),
+        ("step", 5), ("evaluated", 5), ("saved", 5), ("finished", 5),
+    ]  # fmt: skip
+    for event in events:
+        if isinstance(event, Saved):
+            path = Path(event.path)
+            assert path == disk.folder(tmp_path, event.step)
+            assert event.bytes == sum(file.stat().st_size for file in path.iterdir() if file.name != disk.MARKER)
+
+
+def test_what_is_due_at_the_last_step_happens_once(tmp_path: Path) -> None:
+    events, _ = uninterrupted(tiny_run("train.steps=4", "train.eval_every=2", "checkpoint.every=2"), tmp_path)
+    assert [event.step for event in events if isinstance(event, Evaluated)] == [2, 4]
+    assert [event.step for event in events if isinstance(event, Saved)] == [2, 4]
+
+
+def test_a_run_that_holds_nothing_out_is_not_evaluated(tmp_path: Path) -> None:
+    trainer = tiny_trainer(ALONE, tiny_run("data.eval_fraction=0", "train.steps=1"), tmp_path)
+    assert trainer.evaluate() is None
+    assert [type(event) for event in trainer.events()] == [Step, Saved, Finished]
+
+
+def test_a_step_says_what_it_was(tmp_path: Path) -> None:
+    run = tiny_run()
+    trainer = tiny_trainer(ALONE, run, tmp_path)
+    for number in (1, 2, 3):
+        step = trainer.step()
+        assert isinstance(step, Step)
+        assert step.step == number
+        assert step.samples == 8 * number == trainer.progress.samples
+        assert step.learning_rate == pytest.approx([0.005, 0.01, 0.01][number - 1])
+        assert 8 * 24 * 0.8 < step.tokens < 8 * 24  # all but the masked
+        assert step.tokens_per_second == pytest.approx(8 * 24 / step.seconds)
+        assert step.flops_per_second == pytest.approx(step.tokens_per_second * run.model.flops_per_token(24))
+        assert step.mfu is None
+        assert 10 << 20 < step.memory < 1 << 35
+    trainer.close()
+
+
+def test_evaluation_changes_nothing_and_means_over_the_first_held_out_sequences(tmp_path: Path) -> None:
+    trainer = tiny_trainer(ALONE, tiny_run(), tmp_path)
+    trainer.step()
+    before = copied(trainer.tensors())
+    got = trainer.evaluate()
+    assert got is not None
+    assert trainer.evaluate() == type(got)(step=1, loss=got.loss, tokens=got.tokens, seconds=pytest.approx(0, abs=60))
+    assert differing(before, trainer.tensors()) == []
+    held_out = trainer.data.eval
+    assert held_out is not None
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for index in range(5):  # one by one, without micro-batches
+            tokens, targets, positions, documents = (torch.from_numpy(array)[None] for array in held_out.sample(index))
+            logs = trainer.model(tokens, positions, documents)[0].double().log_softmax(-1)
+            for place, target in enumerate(targets[0].tolist()):
+                if target >= 0:
+                    total, count = total - logs[place, target].item(), count + 1
+    assert got.tokens == count
+    assert got.loss == pytest.approx(total / count, rel=1e-5)
+    trainer.close()
+
+
+@pytest.mark.parametrize("overrides", [(), ("optimizer.name=muon",), ("precision.compute=bf16",)], ids=str)
+def test_a_resumed_run_equals_one_that_never_stopped(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    run = tiny_run("train.steps=7", *overrides)
+    events, final = uninterrupted(run, tmp_path / "whole")
+    first = tiny_trainer(ALONE, run, tmp_path / "parts")
+    taken = [first.step() for _ in range(3)]
+    saved = first.save()
+    first.close()
+    second = tiny_trainer(ALONE, run, tmp_path / "parts")
+    (restored,) = second.restore()
+    assert isinstance(restored, Restored)
+    assert (restored.step, restored.path) == (3, saved.path)
+    assert differing(first.tensors(), second.tensors()) == []
+    assert second.progress == first.progress
+    taken += list(second.events())  # type: ignore[arg-type]
+    assert losses(taken) == losses(events)
+    assert differing(second.tensors(), final) == []
+    assert taken[-2].kind == "saved"  # type: ignore[union-attr]
+
+
+def test_restoring_halfway_goes_back(tmp_path: Path) -> None:
+    # The same trainer, in the same process: the loader's position is part of what is restored.
+    trainer = tiny_trainer(ALONE, tiny_run(), tmp_path)
+    trainer.step()
+    path = Path(trainer.save().path)
+    state = copied(trainer.tensors())
+    ahead = [trainer.step() for _ in range(3)]
+    assert differing(state, trainer.tensors()) != []
+    assert [event.kind for event in trainer.restore(path)] == ["restored"]
+    assert differing(state, trainer.tensors()) == []
+    assert losses([trainer.step() for _ in range(3)]) == losses(ahead)
+    trainer.close()
+
+
+def test_without_a_checkpoint_there_is_nothing_to_restore(tmp_path: Path) -> None:
+    trainer = tiny_trainer(ALONE, tiny_run(), tmp_path / "none")
+    before = copied(trainer.tensors())
+    assert trainer.restore() == []
+    assert differing(before, trainer.tensors()) == []
+    assert trainer.progress.step == 0
+
+
+def test_a_program_may_drive_the_loop_itself(tmp_path: Path) -> None:
+    # Through the package's own door, on whatever plan it makes for this machine.
+    run = tiny_run("layout.data=1")
+    events, final = uninterrupted(run, tmp_path / "events")
+    trainer = phalanx.trainer(run, checkpoints=tmp_path / "own")
+    taken = []
+    while not trainer.finished:
+        taken.append(trainer.step())
+    assert losses(taken) == losses(events)
+    assert differing(trainer.tensors(), final) == []
+    trainer.close()
+
+
+def poison_logits(trainer: Trainer) -> None:
+    on_forward(trainer, 2, lambda logits: logits * math.nan)
+
+
+def poison_one_gradient(trainer: Trainer) -> None:
+    """The loss is finite; one element of one gradient is not."""
+    poisoned = []
+
+    def once(gradient: Tensor) -> Tensor:
+        if poisoned:
+            return gradient
+        poisoned.append(True)
+        gradient = gradient.clone()
+        gradient.view(-1)[3] = math.inf
+        return gradient
+
+    trainer.model.blocks[1].mlp.up.weight.register_hook(once)
+
+
+def poison_loss(trainer: Trainer) -> None:
+    """Every gradient is finite; the loss is not."""
+    whole, poisoned = trainer.stepper.loss, []
+
+    def once(batch: MicroBatch) -> Tensor:
+        if poisoned:
+            return whole(batch)
+        poisoned.append(True)
+        return whole(batch) + math.inf
+
+    trainer.stepper.loss = once  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("poison", [poison_logits, poison_one_gradient, poison_loss])
+def test_a_poisoned_batch_is_skipped(poison: Callable[[Trainer], None], optimizer: str, tmp_path: Path) -> None:
+    run = tiny_run(f"optimizer.name={optimizer}")
+    clean, _ = uninterrupted(run, tmp_path / "clean")
+    trainer = tiny_trainer(ALONE, run, tmp_path / "poisoned")
+    taken = [trainer.step(), trainer.step()]
+    before = copied(trainer.tensors())
+    poison(trainer)
+    skipped = trainer.step()
+    assert isinstance(skipped, StepSkipped)
+    assert (skipped.step, skipped.samples, skipped.in_a_row) == (3, 24, 1)
+    assert math.isfinite(skipped.loss) == (poison is poison_one_gradient)
+    assert math.isfinite(skipped.grad_norm) == (poison is poison_loss)
+    assert differing(before, trainer.tensors()) == []
+    assert (trainer.progress.step, trainer.progress.samples, trainer.progress.skipped_in_a_row) == (3, 24, 1)
+    # The next step works, on the batch that comes next, and differs from the clean run's only in what step 3 changed.
+    following = trainer.step()
+    assert isinstance(following, Step)
+    expected = losses(clean)
+    assert losses(taken) == expected[:2]
+    assert following.batch_digest == expected[3][3]
+    assert following.loss != expected[3][1]
+    assert trainer.progress.skipped_in_a_row == 0
+    assert differing(before, trainer.tensors()) != []
+    trainer.close()
+
+
+def test_a_skipped_step_survives_a_resumption(tmp_path: Path) -> None:
+    run = tiny_run()
+    one = tiny_trainer(ALONE, run, tmp_path)
+    poison_logits(one)
+    assert isinstance(one.step(), StepSkipped)
+    one.save()
+    two = tiny_trainer(ALONE, run, tmp_path)
+    two.restore()
+    assert two.progress == one.progress
+    assert two.progress.skipped_in_a_row == 1
+    assert losses([two.step(), two.step()]) == losses([one.step(), one.step()])
+    one.close()
+    two.close()
+
+
+def test_too_many_skipped_in_a_row_end_the_run_with_everything_saved(tmp_path: Path) -> None:
+    trainer = tiny_trainer(ALONE, tiny_run("resilience.max_skipped=2", "train.steps=20"), tmp_path)
+    told: list[Any] = [trainer.step()]
+    before = copied(trainer.tensors())
+    trainer.model.register_forward_hook(lambda module, inputs, logits: logits * math.nan)
+    with pytest.raises(RunFailed, match=r"3 steps in a row .*max_skipped = 2; nothing was applied since step 1\."):
+        for event in trainer.events():
+            told.append(event)
+    assert [(event.kind, event.step) for event in told] == [
+        ("step", 1), ("step_skipped", 2), ("step_skipped", 3), ("step_skipped", 4), ("saved", 4),
+    ]  # fmt: skip
+    again = tiny_trainer(ALONE, tiny_run(), tmp_path)
+    again.restore()
+    assert differing(before, again.tensors()) == []
+    assert again.progress.samples == 32
+    trainer.close()
+
+
+def test_skipped_steps_apart_from_each_other_do_not_add_up(tmp_path: Path) -> None:
+    trainer = tiny_trainer(ALONE, tiny_run("resilience.max_skipped=1"), tmp_path)
+    for number in (1, 9, 17):  # of four forwards each: the first of steps 1, 3 and 5
+        on_forward(trainer, number, lambda logits: logits * math.nan)
+    kinds = [event.kind for event in trainer.events() if isinstance(event, Step | StepSkipped)]
+    assert kinds == ["step_skipped", "step", "step_skipped", "step", "step_skipped", "step"]
+
+
+@pytest.mark.parametrize("forward", [1, 2, 3])
+def test_a_stop_amid_a_step_changes_nothing_and_the_step_is_taken_again(forward: int, tmp_path: Path) -> None:
+    run = tiny_run()
+    events, final = uninterrupted(run, tmp_path / "whole")
+    one = tiny_trainer(ALONE, run, tmp_path / "stopped")
+    taken: list[Any] = [one.step(), one.step()]
+    before, progress = copied(one.tensors()), (one.progress.step, one.progress.samples)
+    on_forward(one, forward, lambda logits: one.stop("by hand"))
+    told = list(one.events())
+    assert [(event.kind, event.step) for event in told] == [("saved", 2), ("stopped", 2)]  # type: ignore[attr-defined]
+    assert isinstance(told[-1], Stopped)
+    assert told[-1].reason == "by hand"
+    assert differing(before, one.tensors()) == []
+    assert (one.progress.step, one.progress.samples) == progress
+    two = tiny_trainer(ALONE, run, tmp_path / "stopped")
+    two.restore()
+    taken += two.events()
+    assert losses(taken) == losses(events)
+    assert differing(two.tensors(), final) == []
+
+
+def test_after_a_stop_the_same_trainer_can_take_the_step_again(tmp_path: Path) -> None:
+    run = tiny_run()
+    events, _ = uninterrupted(run, tmp_path / "whole")
+    trainer = tiny_trainer(ALONE, run, tmp_path / "stopped")
+    taken = [trainer.step()]
+    on_forward(trainer, 2, lambda logits: trainer.stop("by hand"))
+    assert trainer.step() is None
+    assert trainer.step() is None  # until the stop is taken back
+    trainer._stop = None
+    taken += [trainer.step(), trainer.step()]
+    trainer.close()
+    assert losses(taken) == losses(events)[:3]
+
+
+def test_a_stop_after_the_last_micro_batch_has_begun_lets_the_step_finish(tmp_path: Path) -> None:
+    trainer = tiny_trainer(ALONE, tiny_run(), tmp_path)
+    on_forward(trainer, 4, lambda logits: trainer.stop("late"))
+    assert [(event.kind, event.step) for event in trainer.events()] == [("step", 1), ("saved", 1), ("stopped", 1)]  # type: ignore[attr-defined]
+
+
+def test_a_stopped_run_whose_state_is_on_disk_is_not_saved_twice(tmp_path: Path) -> None:
+    trainer = tiny_trainer(ALONE, tiny_run("checkpoint.every=1"), tmp_path)
+    kinds = []
+    for event in trainer.events():
+        kinds.append(event.kind)
+        if isinstance(event, Saved):
+            trainer.stop("SIGTERM")
+    assert kinds == ["step", "saved", "stopped"]
+
+
+def test_older_checkpoints_are_removed_as_newer_ones_are_made(tmp_path: Path) -> None:
+    uninterrupted(tiny_run("checkpoint.every=1", "checkpoint.keep=3"), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000005", "step-00000006"]
