@@ -16,8 +16,12 @@ from torch import Tensor, nn
 
 from phalanx.parallel.mesh import Mesh
 
-_FIRST_BUCKET = 1 << 20  # bytes; small, so that the first reduction starts early in the backward
-_BUCKET = 25 << 20
+_BUCKETS = {
+    # Bytes of the first bucket and of the others. On GPUs the first is small, so that reducing starts early in the backward.
+    "cuda": (1 << 20, 25 << 20),
+    # CPU ranks share the machine's cores: each message costs a switch between processes, and little is idle to hide it behind.
+    "cpu": (64 << 20, 64 << 20),
+}
 
 
 class Gradients:
@@ -259,7 +263,8 @@ def _group(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         size = parameter.numel() * parameter.element_size()
         if size > room or groups[-1][0].dtype != parameter.dtype:
             groups.append([])
-            room = max(size, _FIRST_BUCKET if len(groups) == 1 else _BUCKET)
+            first, later = _BUCKETS[parameter.device.type]
+            room = max(size, first if len(groups) == 1 else later)
         groups[-1].append(parameter)
         room -= size
     return groups

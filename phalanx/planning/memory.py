@@ -19,10 +19,13 @@ def state_bytes(model: ModelSpec) -> int:
 def sequence_bytes(model: ModelSpec, sequence: int, compute: str) -> int:
     """What one sequence keeps from forward to backward.
 
-    A block keeps about 34·dim bytes per token in 16-bit numbers ("Reducing Activation Recomputation in Large
-    Transformer Models", 2022, without the attention scores that fused kernels never store), twice that in fp32.
-    The logits are held three times in fp32: themselves, their softmax, its gradient. Head counts, the feed-forward's
-    width and fragmentation are ignored: good to a factor of about 1.5, which is why the search leaves a margin.
+    Per token, in bf16 under autocast: a block keeps its two norms' inputs in fp32, casts of them, queries, keys, values and what
+    attention gives, about 24·dim bytes; and the feed-forward's inner tensors, four for SwiGLU and three for GELU. The logits stand
+    in bf16 and fp32, with their softmax and both gradients: 16 bytes each. In fp32 everything is twice as large and the
+    logits are not copied. Fragmentation is ignored, which is why the search leaves a margin.
     """
-    block = 34 * model.dim * (1 if compute == "bf16" else 2)
-    return sequence * (model.layers * block + 3 * 4 * model.rows)
+    inner = 4 if model.activation == "swiglu" else 3
+    block = 24 * model.dim + 2 * inner * model.hidden
+    if compute == "bf16":
+        return sequence * (model.layers * block + 16 * model.rows)
+    return sequence * (model.layers * 2 * block + 12 * model.rows)

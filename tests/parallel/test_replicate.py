@@ -78,8 +78,7 @@ def summed(mesh: Mesh, whole: int = WHOLE, wire: torch.dtype = torch.float32) ->
 @pytest.fixture(params=["one bucket", "many buckets"])
 def buckets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "many buckets":
-        monkeypatch.setattr(replicate, "_FIRST_BUCKET", 1 << 10)
-        monkeypatch.setattr(replicate, "_BUCKET", 5 << 10)
+        monkeypatch.setitem(replicate._BUCKETS, "cpu", (1 << 10, 5 << 10))
     return str(request.param)
 
 
@@ -160,8 +159,7 @@ def test_a_rank_that_gives_a_step_up_keeps_in_line(ranks: int, after: int, bucke
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_reductions_begin_while_the_backward_still_runs(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicate, "_FIRST_BUCKET", 1 << 10)
-    monkeypatch.setattr(replicate, "_BUCKET", 5 << 10)
+    monkeypatch.setitem(replicate._BUCKETS, "cpu", (1 << 10, 5 << 10))
 
     def launched_in_time(mesh: Mesh) -> list[tuple[int, int, int]]:
         module = model()
@@ -235,8 +233,7 @@ def test_parameters_that_are_not_trained_have_no_place_in_the_buckets() -> None:
 
 
 def test_a_parameter_larger_than_a_bucket_gets_one_and_types_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicate, "_FIRST_BUCKET", 16)
-    monkeypatch.setattr(replicate, "_BUCKET", 64)
+    monkeypatch.setitem(replicate._BUCKETS, "cpu", (16, 64))
     sizes = [(3, torch.float32), (100, torch.float32), (4, torch.float32), (8, torch.float64), (8, torch.float32)]
     parameters = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size, dtype in sizes]
     gradients = Gradients(parameters, ALONE)

