@@ -56,8 +56,7 @@ def generate(
     words = tokenizer(run.data.tokenizer)
     # A model needs something to go on from: without a prompt, the end of the document before.
     start = [int(token) for token in words.encode(prompt)] or [words.end]
-    # The likeliest token is always among those that are drawn from, also for a probability of 0.
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=max(top_p, 1e-9), seed=seed)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     made: list[int] = []
     if not json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sysconfig
 from pathlib import Path
 
 from phalanx.spec.place import Place
@@ -34,9 +35,11 @@ def for_workers(plan: Plan) -> dict[str, str]:
         # Asking for GPUs through the driver's library leaves CUDA untouched, so ranks can be forked afterwards.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         "PYTHONUNBUFFERED": "1",
-        # The workers find this very package, also where it runs from a checkout that was never installed.
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])),
     }
+    home = str(Path(__file__).parents[2])
+    if home not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        # Workers find this very package, also where it runs from a checkout that was never installed.
+        ours["PYTHONPATH"] = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
     if plan.device == "cpu":
         # Activations come and go with every step. Kept by the allocator instead of handed back to the system, they cost
         # no page faults: thousands fewer in each step, and up to a tenth of its time.

@@ -57,6 +57,8 @@ def draw(logits_V: Tensor, sampling: Sampling, dice: torch.Generator) -> int:
         logits_V = logits_V.masked_fill(logits_V < smallest, -torch.inf)
     if sampling.top_p < 1:
         ordered, order = logits_V.softmax(-1).sort(descending=True)
-        before = ordered.cumsum(-1) - ordered  # the likeliest one always stays
-        logits_V = logits_V.index_fill(0, order[before >= sampling.top_p], -torch.inf)
+        before = ordered.cumsum(-1) - ordered
+        kept = before < sampling.top_p
+        kept[0] = True  # the likeliest one always stays
+        logits_V = logits_V.index_fill(0, order[~kept], -torch.inf)
     return int(torch.multinomial(logits_V.softmax(-1), 1, generator=dice))
