@@ -34,7 +34,10 @@ def text() -> str:
 
 
 def _row(key: Key, about: str) -> str:
-    takes = " ".join(f"`{choice}`" for choice in key.choices) or {bool: "true, false", int: "integer", float: "number", str: "text"}[key.kind]
+    takes = (
+        " ".join(f"`{choice}`" for choice in key.choices)
+        or {bool: "true, false", int: "integer", float: "number", str: "text"}[key.kind]
+    )
     takes = f"list of {takes}" if key.many else takes
     default = "" if key.default is None or not isinstance(key.default, bool | int | float | str) else f"`{toml(key.default)}`"
     later = key.metadata.get("later")
