@@ -11,7 +11,7 @@ import phalanx as px
 
 
 def main() -> None:
-    run = px.load(Path(__file__).parent / "quickstart.toml", ["train.steps=20", "layout.data=1"])
+    run = px.load(Path(__file__).parent / "quickstart.toml", ["train.steps=20"])
     trainer = px.trainer(run, checkpoints="runs/own-loop/checkpoints")
     trainer.restore()  # goes on from the newest checkpoint there, if there is one
     while not trainer.finished:
