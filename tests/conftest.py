@@ -6,6 +6,9 @@ Tests marked `gpu` start processes of their own, with what was hidden here.
 from __future__ import annotations
 
 import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -18,3 +21,25 @@ def gpu_environment() -> dict[str, str]:
     """The environment in which the machine's GPUs are seen."""
     environment = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
     return environment if _HIDDEN is None else environment | {"CUDA_VISIBLE_DEVICES": _HIDDEN}
+
+
+@pytest.fixture
+def mount_disk() -> Iterator[Callable[[Path, str], Path]]:
+    """Makes a real disk of a given size, such as "4m", at a path; skips where that is not permitted."""
+    mounted: list[Path] = []
+
+    def mount(place: Path, size: str) -> Path:
+        place.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except OSError as error:
+            pytest.skip(f"no disk can be mounted here: {error}")
+        if done.returncode:
+            pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
+        mounted.append(place)
+        return place
+
+    yield mount
+    for place in mounted:
+        subprocess.run(["umount", str(place)], check=True)

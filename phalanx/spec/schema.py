@@ -14,11 +14,6 @@ from phalanx.spec.run import Run
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
 
-def pointer(path: str) -> str:
-    """The first line of a run file that tells Taplo, and with it VS Code's Even Better TOML, where its schema is."""
-    return f"#:schema {path}"
-
-
 def schema() -> dict[str, Any]:
     """JSON schema (draft 2020-12) of the run file.
 

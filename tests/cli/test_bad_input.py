@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -253,18 +253,8 @@ def test_no_space(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    place = tmp_path / "small"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except OSError as error:
-        pytest.skip(f"no disk can be mounted here: {error}")
-    if done.returncode:
-        pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
+def small_disk(tmp_path: Path, mount_disk: Callable[[Path, str], Path]) -> Path:
+    return mount_disk(tmp_path / "small", "4m")
 
 
 def test_no_space_on_a_real_disk(refuse: Refuse, small_disk: Path) -> None:

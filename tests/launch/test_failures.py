@@ -211,19 +211,9 @@ def test_too_many_skipped_steps(workshop: Any) -> None:
 
 
 @pytest.fixture
-def small_disk(workshop: Any) -> Iterator[Path]:
-    place = workshop.path / "disk"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(place)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except OSError as error:
-        pytest.skip(f"no disk can be mounted here: {error}")
-    if done.returncode:
-        pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
-    yield place
+def small_disk(workshop: Any, mount_disk: Callable[[Path, str], Path]) -> Iterator[Path]:
+    yield mount_disk(workshop.path / "disk", "24m")
     assert workshop.gone()
-    subprocess.run(["umount", str(place)], check=True)
 
 
 def test_disk_that_fills_up(workshop: Any, small_disk: Path) -> None:

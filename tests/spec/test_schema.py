@@ -11,7 +11,7 @@ from phalanx.spec.load import loads
 from phalanx.spec.machine import Gpu
 from phalanx.spec.presets import PRESETS
 from phalanx.spec.run import Run
-from phalanx.spec.schema import documented_fields, pointer, schema
+from phalanx.spec.schema import documented_fields, schema
 
 TYPES = {"boolean": bool, "integer": int, "number": float, "string": str}
 
@@ -84,4 +84,4 @@ def test_a_model_is_a_preset_or_a_table() -> None:
 
 
 def test_an_editors_pointer_is_part_of_a_run_file() -> None:
-    assert loads(pointer("run.schema.json") + "\n[train]\nbatch = 1\nsteps = 1\n").steps == 1
+    assert loads("#:schema run.schema.json\n[train]\nbatch = 1\nsteps = 1\n").steps == 1
