@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING
 from pathlib import Path
 
 from phalanx.spec.dump import toml
-from phalanx.spec.keys import TABLES, Key, keys_of
-from phalanx.spec.run import Run
-from phalanx.spec.schema import documented_fields
+from phalanx.spec.keys import FREE, TABLES, Key, keys_of
+from phalanx.spec.schema import about, documented_fields
 
 HEAD = """# The run file
 
@@ -21,16 +21,79 @@ combination is an error before anything starts. Keys marked *not built yet* are 
 This file is made by `make docs`.
 """
 
+NOTES = {
+    "model": """
+
+```toml
+[model]
+from = "weights/llama3.2-1b"   # sizes and tokenizer come from the folder; sizes that differ from it are refused
+```
+
+A run that starts from a folder may still set what only concerns training: `ahead`, `ahead_weight`, `init_std`,
+`moe.bias_rate`, `moe.balance_loss`, and `context` where positions are rotary. A run file that gives all sizes itself, as the
+one in a run directory does, can be read after the folder is gone.""",
+    "model.options": """ Names are made of letters, digits, `_` and `-`; values are text, numbers, true or false.
+
+```toml
+[model]
+module = "mypackage.mymodel:MyModel"
+
+[model.options]
+window = 256
+gate = "tanh"
+```""",
+    "model.mla": " Heads then have the widths given here: `kv_heads`, `head_dim`, `qk_norm` and `bias` are left out.",
+    "model.moe": ' Experts are gated (`activation = "swiglu"`) and have no biases.',
+    "data": " One source is described here; several stand in `[data.mix.NAME]` tables instead.",
+    "data.mix.*": """ NAME is yours, of letters, digits, `_` and `-`; it names the source in
+evaluations and messages, and in overrides such as `data.mix.wiki.weight=0.3`. Weights are given for all sources or for none.
+
+```toml
+[data]
+tokenizer = "tokenizer.json"
+
+[data.mix.wiki]
+paths = ["wiki/*.jsonl.zst"]
+field = "text"
+weight = 0.7
+
+[data.mix.code]
+paths = ["code.parquet"]
+field = "content"
+weight = 0.3
+epochs = 2
+```""",
+}
+"""What a table's own docstring has no room for."""
+
 
 def text() -> str:
-    parts = [HEAD]
-    for table, cls in TABLES.items():
-        above, _, name = table.rpartition(".")
-        about = documented_fields(TABLES[above] if above else Run)[name]
-        parts.append(f"\n## `[{table}]`\n\n{about}\n\n| key | takes | default | |\n|---|---|---|---|\n")
-        described = documented_fields(cls)
-        parts += [_row(key, described[key.name]) for key in keys_of(table)]
-    return "".join(parts)
+    return HEAD + "".join(_section(table) + "".join(map(_free_section, _free_tables(table))) for table in TABLES)
+
+
+def _section(table: str) -> str:
+    described, above = documented_fields(TABLES[table]), _keys_above(table)
+    rows = "".join(_row(key, described[key.attribute]) for key in keys_of(table) if f"`{key.name}`" not in above)
+    if above:
+        rows += f"\nIt also takes the keys that describe a source in `[{table.partition('.')[0]}]`: {above}.\n"
+    shown = table.replace("*", "NAME")
+    return f"\n## `[{shown}]`\n\n{about(table)}{NOTES.get(table, '')}\n\n| key | takes | default | |\n|---|---|---|---|\n{rows}"
+
+
+def _keys_above(table: str) -> str:
+    """Keys of a named table that its top table has too, as a list in words; they are described there."""
+    if not table.endswith(".*"):
+        return ""
+    there = {key.name for key in keys_of(table.partition(".")[0])}
+    return ", ".join(f"`{key.name}`" for key in keys_of(table) if key.name in there)
+
+
+def _free_tables(table: str) -> list[str]:
+    return [free for free in FREE if free.rpartition(".")[0] == table]
+
+
+def _free_section(table: str) -> str:
+    return f"\n## `[{table}]`\n\n{about(table)}{NOTES.get(table, '')}\n"
 
 
 def _row(key: Key, about: str) -> str:
@@ -39,7 +102,8 @@ def _row(key: Key, about: str) -> str:
         or {bool: "true, false", int: "integer", float: "number", str: "text"}[key.kind]
     )
     takes = f"list of {takes}" if key.many else takes
-    default = "" if key.default is None or not isinstance(key.default, bool | int | float | str) else f"`{toml(key.default)}`"
+    plain = isinstance(key.default, bool | int | float | str)
+    default = "*required*" if key.default is MISSING else f"`{toml(key.default)}`" if plain else ""
     later = key.metadata.get("later")
     values = key.metadata.get("later_values", {})
     note = " *Not built yet.*" if later else f" *Not built yet: {', '.join(values)}.*" if values else ""

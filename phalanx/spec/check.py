@@ -3,32 +3,27 @@ starts them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
+from phalanx.spec.check_data import data_findings
+from phalanx.spec.check_model import model_findings
 from phalanx.spec.dump import toml
-from phalanx.spec.keys import KEYS
-from phalanx.spec.run import TOKENIZER_VOCAB, Run
+from phalanx.spec.finding import Finding, around, divisors, multiples
+from phalanx.spec.keys import BARE, keys_in, tables_in
+from phalanx.spec.run import Run
 from phalanx.spec.typed import Wrong, read, refusal
 from phalanx.spec.words import either
 
 
-class Finding(NamedTuple):
-    """One problem between keys."""
-
-    keys: tuple[str, ...]
-    """The keys it rests on, the likeliest mistake first: it is told at that key's line, and not at all if one is unclear."""
-    sentence: str
-
-
 def check(run: Run) -> list[str]:
     """Everything wrong with a run, one sentence each; empty when it can be planned."""
-    problems = []
+    problems = _names(run)
+    if problems:
+        return problems
     legible = True
-    for key in KEYS.values():
+    for key in (key for table in tables_in(run) for key in keys_in(run, table)):
         value = key.of(run)
-        if value is None and (key.optional or key.table == "model.rope_scaling"):
+        if value is None and key.optional:
             continue
         try:
             read(key, value)
@@ -46,12 +41,26 @@ def findings(run: Run) -> Iterator[Finding]:
     yield from _batch(run)
     yield from _duration(run)
     yield from _replicas(run)
-    yield from _attention(run)
-    yield from _positions(run)
-    yield from _vocabulary(run)
+    yield from model_findings(run)
+    yield from data_findings(run)
     yield from _layout(run)
     yield from _schedule(run)
     yield from _evaluation(run)
+
+
+def _names(run: Run) -> list[str]:
+    """Names that only a run made in Python can have: the run file could not write them."""
+    problems = []
+    for table, names in (
+        ("data.mix", [source.name for source in run.data.mix]),
+        ("model.options", [name for name, _ in run.model.options]),
+    ):
+        for name in dict.fromkeys(names):
+            if not isinstance(name, str) or not BARE.fullmatch(name):
+                problems.append(f"{name!r} is no name for an entry of {table}: use letters, digits, _ and - only.")
+            elif names.count(name) > 1:
+                problems.append(f"{table} has {names.count(name)} entries of the name {toml(name)}: rename all but one.")
+    return problems
 
 
 def _batch(run: Run) -> Iterator[Finding]:
@@ -67,7 +76,7 @@ def _batch(run: Run) -> Iterator[Finding]:
         yield Finding(
             ("train.batch_tokens", "train.sequence_length"),
             f"train.batch_tokens = {train.batch_tokens} is not a multiple of train.sequence_length = {train.sequence_length}: "
-            f"take {either(_multiples(train.batch_tokens, train.sequence_length))}.",
+            f"take {either(multiples(train.batch_tokens, train.sequence_length))}.",
         )
 
 
@@ -90,9 +99,9 @@ def _replicas(run: Run) -> Iterator[Finding]:
     replicas, micro = run.layout.replicas, run.train.micro_batch
     if batch % replicas:
         unit = 1 if key == "train.batch" else run.train.sequence_length
-        batches = either(unit * size for size in _multiples(batch, replicas))
+        batches = either(unit * size for size in multiples(batch, replicas))
         shard = run.layout.shard
-        degrees = either(_around(run.layout.data or 1, [degree // shard for degree in _divisors(batch) if degree % shard == 0]))
+        degrees = either(around(run.layout.data or 1, [degree // shard for degree in divisors(batch) if degree % shard == 0]))
         yield Finding(
             ("layout.data", key, "layout.shard", "train.sequence_length"),
             f"{key} = {batch * unit}{'' if unit == 1 else f' ({batch} sequences)'} does not divide among the {replicas} replicas "
@@ -100,8 +109,8 @@ def _replicas(run: Run) -> Iterator[Finding]:
         )
     elif micro is not None and (batch // replicas) % micro:
         share = batch // replicas
-        divisors = _divisors(share)
-        listed = either(divisors if len(divisors) <= 16 else _around(micro, divisors))
+        sizes = divisors(share)
+        listed = either(sizes if len(sizes) <= 16 else around(micro, sizes))
         per = "the global batch has" if replicas == 1 else "each replica gets of the global batch"
         yield Finding(
             ("train.micro_batch", key, "layout.data", "layout.shard", "train.sequence_length"),
@@ -109,71 +118,15 @@ def _replicas(run: Run) -> Iterator[Finding]:
         )
 
 
-def _attention(run: Run) -> Iterator[Finding]:
-    model = run.model
-    if model.heads % model.kv:
-        yield Finding(
-            ("model.kv_heads", "model.heads"),
-            f"model.kv_heads = {model.kv} does not divide model.heads = {model.heads}: "
-            f"set it to {either(_around(model.kv, _divisors(model.heads)))}.",
-        )
-    if model.head_dim is None and model.dim % model.heads:
-        yield Finding(
-            ("model.heads", "model.dim", "model.head_dim"),
-            f"model.heads = {model.heads} does not divide model.dim = {model.dim}: set model.heads to "
-            f"{either(_around(model.heads, _divisors(model.dim)))}, or give model.head_dim.",
-        )
-    elif model.positions == "rope" and model.head % 2:
-        which = f"model.head_dim = {model.head}" if model.head_dim else f"model.dim / model.heads = {model.head}"
-        yield Finding(
-            ("model.head_dim", "model.heads", "model.dim", "model.positions"),
-            f"{which} is odd, but rotary positions turn pairs of values: take {either(_multiples(model.head, 2))}.",
-        )
-
-
-def _positions(run: Run) -> Iterator[Finding]:
-    model, length = run.model, run.train.sequence_length
-    if model.positions == "learned" and model.context < length:
-        yield Finding(
-            ("train.sequence_length", "model.context", "model.positions", "model.preset"),
-            f"train.sequence_length = {length} exceeds the table of learned positions, model.context = {model.context}: "
-            f"set train.sequence_length to at most {model.context}, or enlarge model.context.",
-        )
-    scaling = model.rope_scaling
-    if scaling is None:
-        return
-    if model.positions != "rope":
-        yield Finding(
-            ("model.rope_scaling.factor", "model.positions"),
-            f"model.rope_scaling stretches rotary positions, but model.positions = {toml(model.positions)}: "
-            'remove model.rope_scaling, or set model.positions to "rope".',
-        )
-    if scaling.low_freq_factor >= scaling.high_freq_factor:
-        yield Finding(
-            ("model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor"),
-            f"model.rope_scaling.low_freq_factor = {scaling.low_freq_factor} is not below "
-            f"model.rope_scaling.high_freq_factor = {scaling.high_freq_factor}: lower the one or raise the other.",
-        )
-
-
-def _vocabulary(run: Run) -> Iterator[Finding]:
-    tokens = TOKENIZER_VOCAB[run.data.tokenizer]
-    if run.model.vocab is not None and run.model.vocab < tokens:
-        yield Finding(
-            ("model.vocab", "data.tokenizer"),
-            f"model.vocab = {run.model.vocab} has no row for some of the {tokens} tokens of data.tokenizer = "
-            f"{toml(run.data.tokenizer)}: set it to at least {tokens}, or leave it out.",
-        )
-
-
 def _layout(run: Run) -> Iterator[Finding]:
     model, layout, length = run.model, run.layout, run.train.sequence_length
     for name, heads in (("model.heads", model.heads), ("model.kv_heads", model.kv)):
-        if heads % layout.tensor and (name == "model.heads" or model.kv != model.heads):
+        separate = model.kv != model.heads and model.mla is None  # latent attention has no heads of keys of its own
+        if heads % layout.tensor and (name == "model.heads" or separate):
             yield Finding(
                 ("layout.tensor", name),
                 f"layout.tensor = {layout.tensor} does not divide {name} = {heads}: "
-                f"set it to {either(_around(layout.tensor, _divisors(heads)))}.",
+                f"set it to {either(around(layout.tensor, divisors(heads)))}.",
             )
     if layout.pipeline > model.layers:
         yield Finding(
@@ -186,7 +139,7 @@ def _layout(run: Run) -> Iterator[Finding]:
         yield Finding(
             ("layout.context", "train.sequence_length"),
             f"train.sequence_length = {length} is not a multiple of 2 × layout.context = {pieces}: "
-            f"set train.sequence_length to {either(_multiples(length, pieces))}.",
+            f"set train.sequence_length to {either(multiples(length, pieces))}.",
         )
 
 
@@ -234,20 +187,3 @@ def _steps_given(run: Run) -> int | None:
     if (run.train.steps is None) == (run.train.tokens is None):
         return None
     return run.steps if run.train.steps is not None or _batch_given(run) else None
-
-
-def _divisors(number: int) -> list[int]:
-    # The bound keeps absurd numbers from hanging a message; it hides only pairs of divisors that both exceed it.
-    small = [d for d in range(1, min(math.isqrt(number), 1 << 16) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
-
-
-def _multiples(number: int, unit: int) -> list[int]:
-    """The nearest positive multiples of the unit, below and above."""
-    below = number // unit * unit
-    return [multiple for multiple in (below, below + unit) if multiple]
-
-
-def _around(number: int, legal: list[int]) -> list[int]:
-    """The nearest legal values below and above."""
-    return [value for value in legal if value <= number][-1:] + [value for value in legal if value > number][:1]

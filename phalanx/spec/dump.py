@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.spec.keys import TABLES, keys_of
+from phalanx.spec.keys import KEYS, keys_in, tables_in
 from phalanx.spec.presets import PRESETS
 from phalanx.spec.run import Run
 
@@ -20,10 +20,10 @@ def dump(run: Run) -> str:
     """The complete run file of a run: `loads` reads it back to an equal Run."""
     blocks = ["# The resolved run: the run file with overrides applied and every default filled in.\n"]
     nameless = not _expressible(run)
-    for table in TABLES:
+    for table in tables_in(run):
         lines = [
             f"{key.name} = {toml(value)}\n"
-            for key in keys_of(table)
+            for key in keys_in(run, table)
             if (value := key.of(run)) is not None and not (nameless and key.path == "model.preset")
         ]
         if lines:
@@ -40,11 +40,7 @@ def _expressible(run: Run) -> bool:
     if preset is None:
         return False
     of_preset = Run(model=preset)
-    return all(
-        key.of(run) is not None or key.of(of_preset) is None
-        for table in ("model", "model.rope_scaling")
-        for key in keys_of(table)
-    )
+    return all(key.of(run) is not None or key.of(of_preset) is None for path, key in KEYS.items() if path.startswith("model."))
 
 
 def toml(value: Any) -> str:

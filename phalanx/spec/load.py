@@ -6,19 +6,22 @@ import os
 import re
 import tomllib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import MISSING, replace
 from pathlib import Path
 from typing import Any
 
 from phalanx.spec.check import findings
-from phalanx.spec.keys import KEYS, TABLES, keys_of
+from phalanx.spec.errors import RunError
+from phalanx.spec.keys import KEYS, OPTIONAL, TABLES, find_key, keys_of
 from phalanx.spec.lines import key_lines
-from phalanx.spec.model import ModelSpec, RopeScaling
+from phalanx.spec.model import ModelSpec
 from phalanx.spec.nearest import near
+from phalanx.spec.origin import Origin, origin, under
 from phalanx.spec.presets import PRESETS
-from phalanx.spec.run import TOKENIZER_VOCAB, Run
+from phalanx.spec.run import Data, MixedSource, Run
 from phalanx.spec.settings import Draft, Where
 from phalanx.spec.typed import Wrong, read, refusal
+from phalanx.spec.vocabulary import vocabulary
 from phalanx.spec.words import cut, either, shown
 
 
@@ -61,65 +64,140 @@ def _parse(draft: Draft, text: str) -> None:
         draft.lose_file(*_syntax(draft, text, error))
 
 
+def model_of(path: Path) -> tuple[ModelSpec, str]:
+    """The complete model and the tokenizer of a run file, whatever else is wrong with that run on this machine.
+
+    Where its own weights came from is not followed: a run directory may name itself.
+    """
+    draft = Draft(os.fspath(path))
+    try:
+        _read(draft, path.read_bytes())
+    except OSError as error:
+        draft.lose_file(draft.file, _unreadable(path, error))
+    draft.settings.pop("model.from", None)
+    run = resolve(_build(draft, _values(draft)))
+    draft.raise_problems()
+    return run.model, run.data.tokenizer
+
+
 def _finish(draft: Draft, overrides: Sequence[str]) -> Run:
     for override in overrides:
         draft.take_override(override)
     run = resolve(_build(draft, _values(draft)))
     for finding in findings(run):
-        if not any(draft.doubts(path) for path in finding.keys):
+        if not any(draft.doubts(path) for path in finding.keys) and not (finding.lapses and _resolved(draft)):
             draft.problem(draft.blame(finding.keys), finding.sentence)
     draft.raise_problems()
     return run
 
 
 def resolve(run: Run) -> Run:
-    """The run with what follows from other keys filled in: the model takes the tokenizer's vocabulary unless it has one."""
-    if run.model.vocab is not None:
-        return run
-    return replace(run, model=replace(run.model, vocab=TOKENIZER_VOCAB[run.data.tokenizer]))
+    """The run with what follows from other keys filled in: the folder's model under `model.from`, the tokenizer's vocabulary.
+
+    A run that has its vocabulary is complete; what cannot be read is left out here and told by `check`.
+    """
+    if run.model.vocab is None and run.model.from_ is not None:
+        try:
+            start = origin(run.model.from_)
+        except RunError:
+            start = None
+        if start is None:
+            return run
+        run = replace(run, model=under(run.model, start.model))
+        if start.tokenizer is not None and run.data.tokenizer == Data().tokenizer:
+            run = replace(run, data=replace(run.data, tokenizer=start.tokenizer))
+    if run.model.vocab is None:
+        try:
+            return replace(run, model=replace(run.model, vocab=vocabulary(run.data.tokenizer)))
+        except RunError:
+            return run
+    return run
 
 
 def _values(draft: Draft) -> dict[str, Any]:
     """Every setting that is right in itself."""
     values: dict[str, Any] = {}
     for path, (value, where, bare) in draft.settings.items():
+        key = find_key(path)
+        assert key is not None, path
         try:
-            values[path] = read(KEYS[path], value, bare)
+            values[path] = read(key, value, bare)
         except Wrong as wrong:
             draft.problem(where, str(wrong))
             draft.doubtful.add(path)
             continue
-        refused = refusal(KEYS[path], values[path])
+        refused = refusal(key, values[path])
         if refused is not None:
             draft.problem(where, refused)
     return values
 
 
 def _build(draft: Draft, values: dict[str, Any]) -> Run:
-    def given(table: str) -> dict[str, Any]:
-        return {key.name: values[key.path] for key in keys_of(table) if key.path in values}
+    tables: dict[str, Any] = {
+        table: TABLES[table](**_given(values, table)) for table in TABLES if "." not in table and table != "model"
+    }
+    mix = tuple(MixedSource(name=name, **_given(values, f"data.mix.{name}")) for name in draft.names("data.mix"))
+    start = _start(draft, values)
+    tables["data"] = replace(tables["data"], mix=mix)
+    if start is not None and start.tokenizer is not None and "data.tokenizer" not in values:
+        tables["data"] = replace(tables["data"], tokenizer=start.tokenizer)
+    return Run(model=_model(draft, values, _preset(draft, values) if start is None else start.model), **tables)
 
-    tables = {table: TABLES[table](**given(table)) for table in TABLES if "." not in table and table != "model"}
-    return Run(model=_model(draft, given("model"), given("model.rope_scaling")), **tables)
+
+def _resolved(draft: Draft) -> bool:
+    """Whether this is a file that `dump` wrote: it gives every size, as nobody does by hand, and needs no folder any more."""
+    return all(key.path in draft.settings for key in keys_of("model") if not key.optional)
 
 
-def _model(draft: Draft, sizes: dict[str, Any], scaling: dict[str, Any]) -> ModelSpec:
-    """The preset, if one is named, under the sizes that are given."""
-    preset = sizes.get("preset")
+def _given(values: dict[str, Any], table: str) -> dict[str, Any]:
+    return {key.attribute: values[key.path] for key in keys_of(table) if key.path in values}
+
+
+def _start(draft: Draft, values: dict[str, Any]) -> Origin | None:
+    """What the folder of `model.from` says; where that cannot be told, `findings` says why."""
+    if "model.from" not in values or _resolved(draft):
+        return None
+    try:
+        return origin(values["model.from"])
+    except RunError:
+        # One sentence says why; none about sizes that nobody could read.
+        draft.doubtful.update(
+            key.path for key in KEYS.values() if key.path.startswith("model.") and key.name not in ("from", "preset")
+        )
+        return None
+
+
+def _preset(draft: Draft, values: dict[str, Any]) -> ModelSpec:
+    preset = values.get("model.preset")
     if preset is not None and preset not in PRESETS:
         guesses = either(near(preset.lower(), PRESETS, most=3))
         remedy = f"did you mean {guesses} (`phalanx models` lists them all)?" if guesses else "`phalanx models` lists them."
         draft.problem(draft.blame(["model.preset"]), f"model.preset = {shown(preset)} is not a known model: {remedy}")
         draft.doubtful.add("model")
-    base = PRESETS.get(preset or "", ModelSpec())
-    if scaling and base.rope_scaling is not None:
-        sizes["rope_scaling"] = replace(base.rope_scaling, **scaling)
-    elif "factor" in scaling:
-        sizes["rope_scaling"] = RopeScaling(**scaling)
-    elif scaling and not draft.doubts("model.rope_scaling.factor"):
-        where = draft.blame([f"model.rope_scaling.{name}" for name in scaling])
-        draft.problem(where, "model.rope_scaling.factor is missing: set it, such as model.rope_scaling.factor = 8.")
-    return replace(base, **sizes)
+    return PRESETS.get(preset or "", ModelSpec())
+
+
+def _model(draft: Draft, values: dict[str, Any], base: ModelSpec) -> ModelSpec:
+    """The preset or the folder's model, if one is named, under the sizes that are given."""
+    sizes = _given(values, "model")
+    for table in OPTIONAL:
+        name, given = table.removeprefix("model."), _given(values, table)
+        under_it = getattr(base, name)
+        if under_it is not None:
+            sizes[name] = replace(under_it, **given)
+            continue
+        missing = [key.path for key in keys_of(table) if key.default is MISSING and key.path not in values]
+        if not missing:
+            sizes[name] = TABLES[table](**given)
+        elif given or draft.has(table):
+            where = draft.blame([f"{table}.{name}" for name in given] or missing)
+            for path in missing:
+                if not draft.doubts(path):
+                    draft.problem(where, f"{path} is missing: set it, such as {path} = 8.")
+            draft.doubtful.add("model")  # without the table, sentences about its neighbours would be wrong
+    prefix = "model.options."
+    options = {path.removeprefix(prefix): value for path, value in values.items() if path.startswith(prefix)}
+    return replace(base, **sizes, options=tuple(sorted((dict(base.options) | options).items())))
 
 
 def _unreadable(path: Path, error: OSError) -> str:

@@ -3,31 +3,93 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from phalanx.spec.fields import within
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeScaling:
-    """Llama-3's stretching of rotary frequencies to longer contexts."""
+    """Stretching of rotary frequencies to longer contexts: Llama 3's way, or YaRN as DeepSeek-V3 uses it."""
 
     factor: float = field(metadata=within(1.0))
     """How many times longer the context becomes."""
+    kind: Literal["llama3", "yarn"] = "llama3"
+    """"llama3": by wavelength; "yarn": by the number of turns inside the original context, with warmer attention."""
     low_freq_factor: float = field(default=1.0, metadata=within(above=0.0))
     """Wavelengths longer than original_context / this are stretched by the full factor."""
     high_freq_factor: float = field(default=4.0, metadata=within(above=0.0))
     """Wavelengths shorter than original_context / this are left alone."""
     original_context: int = field(default=8192, metadata=within(1))
     """The context length of the first training."""
+    beta_fast: float = field(default=32.0, metadata=within(above=0.0))
+    """yarn: frequencies that turn more often than this in the original context are left alone."""
+    beta_slow: float = field(default=1.0, metadata=within(above=0.0))
+    """yarn: frequencies that turn less often than this are stretched by the full factor."""
+    mscale: float = field(default=1.0, metadata=within(0.0))
+    """yarn: strength of the correction to the rotated part of queries and keys; together with mscale_all_dim."""
+    mscale_all_dim: float = field(default=0.0, metadata=within(0.0))
+    """yarn: strength of the correction to all attention scores; 0: none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mla:
+    """Multi-head latent attention, as in DeepSeek-V2 and V3: keys and values come from one narrow vector per token."""
+
+    kv_rank: int = field(metadata=within(1))
+    """Width of the vector that keys and values are expanded from."""
+    q_rank: int | None = field(default=None, metadata=within(1))
+    """Width that queries are narrowed to first; left out: queries come straight from the residual stream."""
+    nope_dim: int = field(default=128, metadata=within(1))
+    """Width of a head's part that is not rotated."""
+    rope_dim: int = field(default=64, metadata=within(2))
+    """Width of a head's rotated part; its key is shared by all heads."""
+    value_dim: int = field(default=128, metadata=within(1))
+    """Width of a head's values."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moe:
+    """Mixture of experts in place of the feed-forward layer: each token is sent to a few of many."""
+
+    experts: int = field(metadata=within(1))
+    """Routed experts per layer."""
+    active: int = field(metadata=within(1))
+    """Routed experts that each token is sent to."""
+    ffn: int = field(metadata=within(1))
+    """Width of one expert."""
+    shared: int = field(default=0, metadata=within(0))
+    """Experts that every token goes through, besides the routed ones; held as one of so many times the width."""
+    dense_layers: int = field(default=0, metadata=within(0))
+    """The first so many blocks keep the ordinary feed-forward layer, of width model.ffn."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """How scores become weights: softmax over all experts (Mixtral, Qwen3), or a sigmoid of each (DeepSeek-V3)."""
+    normalize: bool = True
+    """Weights of a token's chosen experts are divided by their sum."""
+    scale: float = field(default=1.0, metadata=within(above=0.0))
+    """The routed experts' sum is multiplied by it."""
+    groups: int = field(default=1, metadata=within(1))
+    """Experts are split into so many groups of equal size …"""
+    active_groups: int = field(default=1, metadata=within(1))
+    """… and a token chooses among the experts of its so many best groups."""
+    bias_rate: float = field(default=0.0, metadata=within(0.0))
+    """Balancing without a loss: after each step the bias of an overloaded expert falls and that of another rises, by up to this; 0: no bias."""
+    balance_loss: float = field(default=0.0, metadata=within(0.0))
+    """Weight of the classic balancing loss, taken over each sequence; 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """A dense decoder-only transformer: GPT-2/3, Llama 2/3 and Qwen3 are settings of it."""
+    """A decoder-only transformer: GPT-2/3, Llama 2/3, Qwen3, Mixtral and DeepSeek-V3 are settings of it."""
 
     preset: str | None = None
     """Name of a known model, such as "llama3-8b"; any other key here overrides its sizes. `phalanx models` lists them."""
+    from_: str | None = None
+    """A folder of Hugging Face weights, or a run directory or checkpoint, whose model and weights training starts from."""
+    module: str | None = None
+    """Your own model instead of the built-in decoder: "package.module:Class"; docs/own-model.md says what it must offer."""
+    options: tuple[tuple[str, str | int | float | bool], ...] = ()
+    """Whatever your own module wants to read, as plain values."""
     dim: int = field(default=256, metadata=within(1))
     """Width of the residual stream."""
     layers: int = field(default=4, metadata=within(1))
@@ -62,6 +124,14 @@ class ModelSpec:
     """Biases on every linear layer, as in GPT-2."""
     tied: bool = False
     """Use the embedding as the output head too."""
+    mla: Mla | None = None
+    """Multi-head latent attention in place of grouped-query attention."""
+    moe: Moe | None = None
+    """Mixture of experts in place of the feed-forward layer."""
+    ahead: int = field(default=0, metadata=within(0, 8))
+    """Multi-token prediction: so many further modules, each predicting one token more ahead; they serve training only."""
+    ahead_weight: float = field(default=0.3, metadata=within(0.0))
+    """Weight of their mean loss in training."""
     init_std: float = field(default=0.02, metadata=within(0.0))
     """Standard deviation of the initial weights; those that write into the residual stream get it divided by sqrt(2·layers)."""
 
@@ -80,38 +150,92 @@ class ModelSpec:
         return 4 * self.dim if self.activation == "gelu" else -(-8 * self.dim // 3 // 64) * 64
 
     @property
+    def rotated(self) -> int:
+        """Width of a head's part that rotary positions turn."""
+        return self.head if self.mla is None else self.mla.rope_dim
+
+    @property
+    def dense_layers(self) -> int:
+        """Blocks with an ordinary feed-forward layer: the first ones."""
+        return self.layers if self.moe is None else min(self.moe.dense_layers, self.layers)
+
+    def option(self, name: str, default: str | int | float | bool) -> Any:
+        """A value of [model.options], for modules of your own."""
+        return dict(self.options).get(name, default)
+
+    @property
     def rows(self) -> int:
         """Rows of the embedding, known once the tokenizer is."""
         assert self.vocab is not None, "vocab is filled in when the run file is resolved"
         return self.vocab
 
     def parameters(self) -> int:
-        """Number of trained values; equal to what the module holds (a test counts it on the meta device)."""
-        embedding = self.rows * self.dim + (self.context * self.dim if self.positions == "learned" else 0)
-        head = 0 if self.tied else self.rows * self.dim
-        return embedding + head + self.layers * self._block_parameters() + self._norm_parameters()
+        """Number of trained values; equal to what the module holds (a test counts it on the meta device).
+
+        Of a module of your own nothing is known here: counts are then those of a built-in decoder of these sizes.
+        """
+        return self._total(self.moe.experts if self.moe else 0)
+
+    def active_parameters(self) -> int:
+        """Those that work on one token: all but the routed experts it is not sent to. The embedding counts in full."""
+        return self._total(self.moe.active if self.moe else 0)
 
     def flops_per_token(self, sequence: int) -> float:
         """Forward and backward of one token: 6 per weight that multiplies, plus 12·layers·width·sequence of attention.
 
-        The head counts, the embedding look-up does not. Attention is counted in full, as if it were not causal: the
-        convention of the PaLM paper that published MFU figures follow, so that ours can be laid beside them.
+        The head counts, the embedding look-up does not; of experts, those that a token is sent to. Attention is counted in
+        full, as if it were not causal: the convention of the PaLM paper that published MFU figures follow, so that ours can
+        be laid beside them. With latent attention the width is the mean of queries' and values', as keys and values expanded.
         """
-        matrices = self.layers * self._block_matrices() + self.rows * self.dim
-        attention = 12 * self.layers * self.heads * self.head * sequence
-        return 6.0 * matrices + attention
+        dense, sparse = self._blocks()
+        matrices = (dense + sparse) * self._attention_matrices() + dense * self._dense_matrices()
+        matrices += sparse * self._expert_matrices(self.moe.active if self.moe else 0)
+        matrices += self.ahead * 2 * self.dim**2 + (1 + self.ahead) * self.rows * self.dim
+        if self.mla is None:
+            widths = 2 * self.heads * self.head
+        else:
+            widths = self.heads * (self.mla.nope_dim + self.mla.rope_dim + self.mla.value_dim)
+        return 6.0 * matrices + 6 * (dense + sparse) * widths * sequence
+
+    def _blocks(self) -> tuple[int, int]:
+        """Blocks with an ordinary feed-forward layer and blocks with experts; those that predict ahead are like the last."""
+        sparse = self.layers - self.dense_layers
+        return (self.dense_layers, sparse + self.ahead) if sparse else (self.dense_layers + self.ahead, 0)
+
+    def _total(self, experts: int) -> int:
+        """Trained values when so many routed experts of each block are counted."""
+        dense, sparse = self._blocks()
+        embedding = self.rows * self.dim + (self.context * self.dim if self.positions == "learned" else 0)
+        head = 0 if self.tied else self.rows * self.dim
+        around = self._attention_parameters() + 2 * self._norm_parameters()
+        feed_forward = self._dense_matrices()
+        if self.bias:
+            feed_forward += self.hidden * (2 if self.activation == "swiglu" else 1) + self.dim
+        blocks = dense * (around + feed_forward) + sparse * (around + self._expert_matrices(experts))
+        ahead = self.ahead * (2 * self.dim**2 + 3 * self._norm_parameters())
+        return embedding + head + blocks + self._norm_parameters() + ahead
 
     def _norm_parameters(self) -> int:
         return self.dim * (2 if self.norm == "layer" else 1)
 
-    def _block_matrices(self) -> int:
-        attention = self.dim * self.head * (2 * self.heads + 2 * self.kv)
-        return attention + self.dim * self.hidden * (3 if self.activation == "swiglu" else 2)
+    def _attention_parameters(self) -> int:
+        if self.mla is not None:
+            return self._attention_matrices() + self.mla.kv_rank + (self.mla.q_rank or 0)  # the inner norms
+        biases = self.head * (self.heads + 2 * self.kv) + self.dim if self.bias else 0  # query, key, value; output
+        return self._attention_matrices() + biases + (2 * self.head if self.qk_norm else 0)
 
-    def _block_parameters(self) -> int:
-        biases = 0
-        if self.bias:
-            biases = self.head * (self.heads + 2 * self.kv) + self.dim  # query, key, value; output
-            biases += self.hidden * (2 if self.activation == "swiglu" else 1) + self.dim
-        qk_norm = 2 * self.head if self.qk_norm else 0
-        return self._block_matrices() + 2 * self._norm_parameters() + biases + qk_norm
+    def _attention_matrices(self) -> int:
+        mla = self.mla
+        if mla is None:
+            return self.dim * self.head * (2 * self.heads + 2 * self.kv)
+        query = self.heads * (mla.nope_dim + mla.rope_dim)
+        queries = self.dim * query if mla.q_rank is None else mla.q_rank * (self.dim + query)
+        keys_values = self.dim * (mla.kv_rank + mla.rope_dim) + mla.kv_rank * self.heads * (mla.nope_dim + mla.value_dim)
+        return queries + keys_values + self.heads * mla.value_dim * self.dim
+
+    def _dense_matrices(self) -> int:
+        return self.dim * self.hidden * (3 if self.activation == "swiglu" else 2)
+
+    def _expert_matrices(self, experts: int) -> int:
+        """So many routed experts, the shared ones and the router."""
+        return self.dim * (3 * self.moe.ffn * (experts + self.moe.shared) + self.moe.experts) if self.moe else 0

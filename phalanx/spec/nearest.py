@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from phalanx.spec.keys import KEYS, TABLES, keys_of
+from phalanx.spec.keys import FREE, KEYS, NAMED, TABLES, keys_of
 from phalanx.spec.words import either
 
 # What other trainers call the same thing, where spelling alone would not lead there.
@@ -45,6 +45,19 @@ _ELSEWHERE = {
     "intermediate_size": "model.ffn",
     "vocab_size": "model.vocab",
     "max_position_embeddings": "model.context",
+    "num_experts": "model.moe.experts",
+    "num_local_experts": "model.moe.experts",
+    "n_routed_experts": "model.moe.experts",
+    "num_experts_per_tok": "model.moe.active",
+    "moe_intermediate_size": "model.moe.ffn",
+    "n_shared_experts": "model.moe.shared",
+    "kv_lora_rank": "model.mla.kv_rank",
+    "q_lora_rank": "model.mla.q_rank",
+    "init_from": "model.from",
+    "pretrained": "model.from",
+    "text_field": "data.field",
+    "text_column": "data.field",
+    "chat_template": "data.template",
     "dp": "layout.data",
     "tp": "layout.tensor",
     "pp": "layout.pipeline",
@@ -65,13 +78,28 @@ def near_keys(path: str) -> list[str]:
     """Keys that an unknown dotted key may stand for: misspelled in its table, standing in another, or named otherwise."""
     table, _, name = path.rpartition(".")
     if name in _ELSEWHERE:
-        return [_ELSEWHERE[name]]
+        here = [key.path for key in keys_of(table) if key.name == _ELSEWHERE[name].rpartition(".")[2]]
+        return here or [_ELSEWHERE[name]]
     found = [f"{table}.{match}" for match in near(name, (key.name for key in keys_of(table)))]
-    found += [key.path for key in KEYS.values() if key.name == name]
-    if not found:
-        close = near(name, {key.name for key in KEYS.values()}, cutoff=0.75)
-        found = [key.path for key in KEYS.values() if key.name in close]
-    return list(dict.fromkeys(found))[:3]
+    found += _elsewhere([name])
+    return list(dict.fromkeys(found or _elsewhere(near(name, {key.name for key in KEYS.values()}, cutoff=0.75))))[:3]
+
+
+def _elsewhere(names: list[str]) -> list[str]:
+    """Keys of these names in any table; in those that the person names only where no other has one."""
+    paths = [key.path for key in KEYS.values() if key.name in names]
+    return [path for path in paths if "*" not in path] or [_readable(path) for path in paths]
+
+
+def _readable(path: str) -> str:
+    return path.replace("*", "NAME")
+
+
+def _known_tables() -> list[str]:
+    """Every table as a person would write it, a free one behind the table it belongs to."""
+    return [
+        _readable(name) for table in TABLES for name in (table, *(free for free in FREE if free.rpartition(".")[0] == table))
+    ]
 
 
 def unknown_key(path: str) -> tuple[str, list[str]]:
@@ -83,16 +111,20 @@ def unknown_key(path: str) -> tuple[str, list[str]]:
     if guesses:
         return f"{path} is not a key of the run file: did you mean {either(guesses)}?", guesses
     if not table:
-        return f"{path} is not a key of the run file: its tables are {', '.join(TABLES)}.", []
+        return f"{path} is not a key of the run file: its tables are {', '.join(_known_tables())}.", []
     accepted = ", ".join(key.name for key in keys_of(table))
     return f"{path} is not a key of the run file: [{table}] accepts {accepted}.", []
 
 
 def unknown_table(path: str) -> tuple[str, list[str]]:
     """The sentence about an unknown table, and the tables it may stand for."""
-    siblings = [table for table in TABLES if table.rpartition(".")[0] == path.rpartition(".")[0]]
+    siblings = [table for table in (*TABLES, *FREE, *NAMED) if table.rpartition(".")[0] == path.rpartition(".")[0]]
     guesses = near(path, siblings)
-    remedy = f"did you mean [{guesses[0]}]?" if guesses else f"the tables are {', '.join(TABLES)}."
+    remedy = (
+        f"did you mean [{guesses[0]}{'.NAME' if guesses[0] in NAMED else ''}]?"
+        if guesses
+        else f"the tables are {', '.join(_known_tables())}."
+    )
     return f"[{path}] is not a table of the run file: {remedy}", guesses
 
 

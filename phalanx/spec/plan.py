@@ -10,6 +10,17 @@ from phalanx.spec.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """What a model comes to, counted from its shape or, for one's own module, from the module itself."""
+
+    parameters: int
+    active: int
+    """Those that one token goes through; fewer than all where there are experts."""
+    flops_per_token: float
+    """Forward and backward of one token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """Every choice that the run file left open, made."""
 
@@ -26,6 +37,8 @@ class Plan:
     flops_per_token: float
     peak_flops: float | None
     """Peak FLOP/s of all ranks together in the compute precision; None: unknown device, MFU cannot be told."""
+    active: int | None = None
+    """Parameters that one token goes through; None in plans of versions that knew no experts: all of them."""
 
     @property
     def ranks(self) -> int:
@@ -38,10 +51,12 @@ class Plan:
     def from_json(text: str) -> Plan:
         table: dict[str, Any] = json.loads(text)
         table["layout"] = Layout(**table["layout"])
-        return Plan(**{f.name: table[f.name] for f in fields(Plan)})
+        return Plan(**{f.name: table[f.name] for f in fields(Plan) if f.name in table})
 
     def explain(self) -> str:
         """The plan in a sentence or two."""
         ranks = f"{self.ranks} {'GPU' if self.device == 'cuda' else 'CPU'} rank{'s' if self.ranks > 1 else ''}"
         work = f"{self.accumulation} × micro-batch of {self.micro_batch}"
-        return f"{self.parameters / 1e6:,.2f} M parameters on {ranks}, {work} per rank and step, {self.compute}"
+        some = self.active is not None and self.active < self.parameters
+        active = f" ({(self.active or 0) / 1e6:,.2f} M active)" if some else ""
+        return f"{self.parameters / 1e6:,.2f} M parameters{active} on {ranks}, {work} per rank and step, {self.compute}"

@@ -14,25 +14,74 @@ TOKENIZER_VOCAB = {"byte": 257}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Data:
-    """Where the text comes from and how it is cut into samples."""
+class Source:
+    """Where text comes from."""
 
-    source: Literal["stdlib", "text", "memory"] = "stdlib"
-    """"stdlib": the source code of Python's own standard library, always there; "text": the files in `paths`; "memory": `documents`."""
+    source: Literal["stdlib", "text", "jsonl", "parquet", "hf", "chat", "tokens", "memory"] | None = None
+    """Kind of text: "text" files, a document each; "jsonl" or "parquet", a document per record; "hf": a Hugging Face dataset; "chat": conversations or instructions in JSONL; "tokens": what `phalanx tokenize` wrote; "stdlib": Python's own source code, always there; "memory": `documents`. Left out: told by the names in `paths` (.jsonl, .ndjson and .json; .parquet; a folder by its first file; "text" otherwise), or "stdlib" where there are none."""
     paths: tuple[str, ...] = ()
-    """Files, folders or globs for source = "text"; one file is one document. Relative to the working directory."""
+    """Files, folders, globs or URLs (s3://, gs://, https://, …); .gz and .zst are unpacked. Relative to the working directory."""
     documents: tuple[str, ...] = ()
     """The documents themselves, for source = "memory": small tests."""
-    tokenizer: Literal["byte"] = "byte"
-    """"byte": one token per byte and one for the end of a document, 257 in all."""
+    split: str = "train"
+    """hf: which split."""
+    config: str | None = None
+    """hf: which configuration of the dataset."""
+    streaming: bool = False
+    """hf: read it as a stream instead of downloading it first."""
+    prompt_field: str = "prompt"
+    """chat: field of the question, in records that hold no list of messages."""
+    answer_field: str = "response"
+    """chat: field of the answer, likewise."""
+    template: str | None = None
+    """chat: a Jinja file that turns messages into text, or "plain"; left out: the tokenizer's own chat template."""
+    epochs: float | None = field(default=None, metadata=within(above=0.0))
+    """Most times this text is gone through; left out: as often as the run needs."""
+    seed: int | None = field(default=None, metadata=within(0, 2**63 - 1))
+    """Order of this text; left out: train.seed."""
+    # Last, because from here on the name means this key and no longer dataclasses.field.
+    field: str | None = None
+    """Field of a JSON record, or column, that holds the text; left out: "text", and "messages" for chat. Dots reach inside: "meta.body"."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixedSource(Source):
+    """One source of a mixture: a table [data.mix.NAME]."""
+
+    name: str = field(default="", metadata={"named_by_table": True})
+    """Its name: the last part of the table's header."""
+    weight: float | None = field(default=None, metadata=within(above=0.0))
+    """Its part of the samples, relative to the other weights; left out of all: by the number of tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Data(Source):
+    """Where the text comes from and how it is cut into samples."""
+
+    mix: tuple[MixedSource, ...] = ()
+    """A mixture instead of one source: a table [data.mix.NAME] for each."""
+    tokenizer: str = "byte"
+    """"byte": one token per byte and one for the end of a document, 257 in all; or a tokenizer.json, or a folder that holds one."""
+    end_token: str | None = None
+    """The token that ends a document; left out: the tokenizer's own end of sequence."""
+    packing: Literal["stream", "best-fit"] = "stream"
+    """"stream": documents laid end to end and cut into windows; "best-fit": documents no longer than a window are kept whole, and padding fills what is left."""
     document_mask: bool = True
     """Attention stays inside a document and positions restart with it; false: the window is one text."""
     eval_fraction: float = field(default=0.01, metadata=within(0.0, 0.5))
-    """Part of the tokens held out for evaluation; 0: none."""
+    """Part of the tokens of each source held out for evaluation, at least one window; 0: none."""
     shuffle: bool = True
     """Visit the windows in an order drawn from the seed, another one each epoch; false: in file order."""
     prefetch: int = field(default=2, metadata=within(1, 1024))
     """Steps whose batches are prepared ahead in the background."""
+    max_bad_records: int = field(default=100, metadata=within(0))
+    """Records of one source that may be skipped because they cannot be read; one more stops the run before it starts."""
+    max_record_bytes: int = field(default=64 << 20, metadata=within(1, 1 << 31))
+    """Longest record that is read; a longer one is a bad record."""
+    cache: str = "~/.cache/phalanx"
+    """Where text that has to be tokenised first is kept as token files, so that the next run opens at once."""
+    processes: int | None = field(default=None, metadata=within(1, 4096))
+    """Processes that tokenise; left out: one per core."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,7 +235,7 @@ class Run:
     """Everything one run file says. Tables that are left out take their defaults."""
 
     model: ModelSpec = field(default_factory=ModelSpec)
-    """The model: a preset, or sizes."""
+    """The model: a preset, sizes, or a folder to start from."""
     data: Data = Data()
     """The text."""
     train: Train = Train()

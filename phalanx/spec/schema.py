@@ -3,11 +3,11 @@ The CLI writes it to a file; the tests use its reader of field docstrings."""
 
 from __future__ import annotations
 
-from dataclasses import MISSING
+from dataclasses import MISSING, is_dataclass
 from functools import cache
 from typing import Any
 
-from phalanx.spec.keys import TABLES, Key, keys_of
+from phalanx.spec.keys import BARE, FREE, NAMED, TABLES, Key, keys_of
 from phalanx.spec.presets import PRESETS
 from phalanx.spec.run import Run
 
@@ -35,28 +35,39 @@ def schema() -> dict[str, Any]:
 
 @cache
 def documented_fields(cls: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass, which Python itself throws away."""
+    """The docstring under each field of a dataclass, which Python itself throws away; inherited fields first, as in it."""
     import ast  # slow to import, and only schemas and tests come here
     import inspect
+    import textwrap
 
-    (definition,) = ast.parse(inspect.getsource(cls)).body
-    assert isinstance(definition, ast.ClassDef)
     documented = {}
-    for field, below in zip(definition.body, definition.body[1:], strict=False):
-        match field, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                documented[name] = " ".join(text.split())
+    for part in reversed([part for part in cls.__mro__ if is_dataclass(part)]):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, below in zip(definition.body, definition.body[1:], strict=False):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    documented[name] = " ".join(text.split())
     return documented
 
 
-def _table(table: str) -> dict[str, Any]:
+def about(table: str) -> str:
+    """What a table is for: the docstring of the field that holds it, or of its class where each has a name of its own."""
+    if table.endswith(".*"):
+        return " ".join((TABLES[table].__doc__ or "").split())
     above, _, name = table.rpartition(".")
+    return documented_fields(TABLES[above] if above else Run)[name]
+
+
+def _table(table: str) -> dict[str, Any]:
     described = documented_fields(TABLES[table])
-    properties = {key.name: _key(key, described[key.name]) for key in keys_of(table)}
-    properties |= {inner.rpartition(".")[2]: _table(inner) for inner in TABLES if inner.rpartition(".")[0] == table}
+    properties = {key.name: _key(key, described[key.attribute]) for key in keys_of(table)}
+    properties |= {_last(inner): _table(inner) for inner in TABLES if _above(inner) == table}
+    properties |= {_last(named): _named(named) for named in NAMED if _above(named) == table}
+    properties |= {_last(free): _free(free) for free in FREE if _above(free) == table}
     result: dict[str, Any] = {
         "type": "object",
-        "description": documented_fields(TABLES[above] if above else Run)[name],
+        "description": about(table),
         "properties": properties,
         "additionalProperties": False,
     }
@@ -64,6 +75,34 @@ def _table(table: str) -> dict[str, Any]:
     if required:
         result["required"] = required
     return result
+
+
+def _named(table: str) -> dict[str, Any]:
+    """A table that holds tables under names which the person chooses."""
+    return {
+        "type": "object",
+        "description": about(table),
+        "propertyNames": {"pattern": f"^{BARE.pattern}$"},
+        "additionalProperties": _table(f"{table}.*"),
+    }
+
+
+def _free(table: str) -> dict[str, Any]:
+    """A table of plain values under names which the person chooses."""
+    return {
+        "type": "object",
+        "description": about(table),
+        "propertyNames": {"pattern": f"^{BARE.pattern}$"},
+        "additionalProperties": {"type": ["string", "number", "boolean"]},
+    }
+
+
+def _above(table: str) -> str:
+    return table.rpartition(".")[0]
+
+
+def _last(table: str) -> str:
+    return table.rpartition(".")[2]
 
 
 def _key(key: Key, description: str) -> dict[str, Any]:

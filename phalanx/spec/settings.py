@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from phalanx.spec.dump import toml
 from phalanx.spec.errors import RunError
-from phalanx.spec.keys import KEYS, TABLES, keys_of
+from phalanx.spec.keys import BARE, FREE, NAMED, find_key, is_table, keys_of, pattern
 from phalanx.spec.nearest import unknown_key, unknown_table
 from phalanx.spec.typed import Wrong
 from phalanx.spec.words import cut, noun, shown
@@ -75,6 +75,14 @@ class Draft:
         tables = [self._tables[table] for path in paths if (table := path.rpartition(".")[0]) in self._tables]
         return next(iter(typed + given + tables), self.file)
 
+    def has(self, table: str) -> bool:
+        """Whether the file or the command line opens a table, be it empty."""
+        return table in self._tables
+
+    def names(self, table: str) -> list[str]:
+        """What the person called the tables in a table, in the order they came."""
+        return [path.rpartition(".")[2] for path in self._tables if path.rpartition(".")[0] == table]
+
     def take_file(self, tree: Mapping[str, Any], lines: Mapping[tuple[str, ...], int]) -> None:
         # An editor may be pointed to the schema by a key; it says nothing about the run.
         self._take(
@@ -101,15 +109,20 @@ class Draft:
             parts = (*table, name)
             path = ".".join(parts)
             here = where(parts)
-            if "." in name:
+            if ".".join(table) in (*NAMED, *FREE) and not BARE.fullmatch(name):
+                self.doubtful.add(".".join(table))
+                self.problem(
+                    here, f"{toml(name)} is no name for an entry of {'.'.join(table)}: use letters, digits, _ and - only."
+                )
+            elif "." in name:
                 self.doubtful.add(path)
                 self.problem(
                     here, f"{toml(name)} is one key with a dot in its name, which no table has: write it without quotes."
                 )
-            elif path not in TABLES and path not in KEYS:
-                self._unknown(path, here, value)
-            elif path in KEYS:
+            elif find_key(path) is not None:
                 self.settings[path] = Setting(value, here, bare)
+            elif not is_table(path):
+                self._unknown(path, here, value)
             elif isinstance(value, Mapping):
                 self._tables.setdefault(path, here)
                 self._take(value, parts, where, bare)
@@ -117,15 +130,27 @@ class Draft:
                 self.settings["model.preset"] = Setting(value, here, None)
             else:
                 self.doubtful.add(path)
-                example = keys_of(path)[0].path
-                self.problem(
-                    here, f"{path} = {shown(value)} is {noun(value)}, but {path} is a table: set its keys, such as {example}."
-                )
+                self.problem(here, _no_table(path, value))
 
     def _unknown(self, path: str, where: Where, value: Any) -> None:
+        if path.endswith(".name") and pattern(path).endswith(".*.name"):
+            self.problem(where, f"{path} = {shown(value)} is not needed: the header of its table names it, so remove it.")
+            return
         sentence, guesses = unknown_table(path) if isinstance(value, Mapping) else unknown_key(path)
         self.doubtful.update(guesses)
         self.problem(where, sentence)
+
+
+def _no_table(path: str, value: Any) -> str:
+    """The sentence about a plain value that stands where a table is wanted."""
+    given, above, name = f"{path} = {shown(value)} is {noun(value)}", *path.rpartition(".")[::2]
+    if path in NAMED:
+        return f"{given}, but {path} holds a table for each: write [{path}.NAME] and its keys below."
+    if above in NAMED and find_key(f"{path}.{name}") is not None:  # the header's last part was forgotten
+        return f"{given}, but every key of [{above}] belongs to a named table: write [{above}.NAME] above it."
+    if path in FREE:
+        return f"{given}, but {path} is a table: set its keys, such as {path}.width = 3."
+    return f"{given}, but {path} is a table: set its keys, such as {keys_of(path)[0].path}."
 
 
 def _override(text: str) -> tuple[str, Any, str | None]:

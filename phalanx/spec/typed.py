@@ -8,11 +8,18 @@ import re
 from typing import Any
 
 from phalanx.spec.dump import toml
-from phalanx.spec.keys import Key
+from phalanx.spec.keys import PLAIN, Key
 from phalanx.spec.nearest import did_you_mean
 from phalanx.spec.words import either, noun, shown
 
-_WANTED = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+_WANTED = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    PLAIN: "a plain value (a string, a number, true or false)",
+}
+_ACCEPTED: dict[type, tuple[type, ...]] = {float: (int, float), PLAIN: (bool, int, float, str)}
 _NUMBERS = {int: re.compile(r"[+-]?\d+"), float: re.compile(r"[+-]?(\d+(\.\d+)?(e[+-]?\d+)?|inf)")}
 
 
@@ -45,17 +52,21 @@ def refusal(key: Key, value: Any) -> str | None:
 
 
 def _one(key: Key, path: str, value: Any) -> Any:
-    accepted = (int, float) if key.kind is float else (key.kind,)
+    accepted = _ACCEPTED.get(key.kind, (key.kind,))
     if type(value) not in accepted:  # not isinstance: true is no integer here
         wanted = either(map(toml, key.choices)) if key.choices else _WANTED[key.kind]
         raise Wrong(f"{path} = {shown(value)} is {noun(value)}, but {wanted} is wanted{_hint(key, value)}.")
-    if key.kind is str:
+    if type(value) is str:
         _check_text(key, path, value)
         return value
-    if key.kind is bool:
+    if type(value) is bool:
         return value
     if type(value) is int and not -(2**63) <= value < 2**63:
         raise Wrong(f"{path} = {shown(value)} is out of range: an integer must fit into 64 bits.")
+    if key.kind is PLAIN:
+        if value != value:  # nothing equals it, so that no run would equal itself
+            raise Wrong(f"{path} = nan is not a number: leave it out.")
+        return value
     value = key.kind(value)
     _check_range(key, path, value)
     return value

@@ -12,9 +12,9 @@ from phalanx.spec.check import check
 from phalanx.spec.dump import dump, toml
 from phalanx.spec.keys import KEYS, TABLES, Key
 from phalanx.spec.load import loads, resolve
-from phalanx.spec.model import ModelSpec, RopeScaling
+from phalanx.spec.model import Mla, ModelSpec, Moe, RopeScaling
 from phalanx.spec.presets import PRESETS
-from phalanx.spec.run import Data, Run, Train
+from phalanx.spec.run import Data, MixedSource, Run, Train
 
 BASE = resolve(Run(train=Train(batch=8, steps=10)))
 TEXTS = [
@@ -46,6 +46,27 @@ def draw_value(draw: random.Random, key: Key) -> Any:
     return draw.randint(low, high) if key.kind is int else draw.choice([high, low + (high - low) * draw.random() + 1e-12])
 
 
+BEGUN: dict[str, Any] = {
+    "rope_scaling": RopeScaling(factor=2.0),
+    "mla": Mla(kv_rank=16),
+    "moe": Moe(experts=8, active=2, ffn=64),
+}
+"""Optional tables, as the first of their keys to be drawn finds them."""
+
+
+def put(table: Any, parts: list[str], value: Any) -> Any:
+    """A table with one key of it, or of a table in it, set."""
+    name, *inner = parts
+    attribute = "from_" if name == "from" else name
+    if not inner:
+        return replace(table, **{attribute: tuple(value) if isinstance(value, list) else value})
+    if name == "mix":
+        sources = {source.name: source for source in table.mix}
+        sources[inner[0]] = put(sources.get(inner[0], MixedSource(name=inner[0])), inner[1:], value)
+        return replace(table, mix=tuple(sources.values()))
+    return replace(table, **{name: put(getattr(table, name) or BEGUN[name], inner, value)})
+
+
 def draw_run(draw: random.Random) -> Run:
     """Keys drawn one by one; a draw that contradicts what was drawn before is not taken."""
     settings = {"train.batch": 8, "train.steps": 10}
@@ -53,15 +74,12 @@ def draw_run(draw: random.Random) -> Run:
         settings["model.preset"] = draw.choice(sorted(set(PRESETS)))
         settings["train.sequence_length"] = 64
     run = loads("", overrides=[f"{path}={toml(value)}" for path, value in settings.items()])
-    for key in draw.sample([key for key in KEYS.values() if "later" not in key.metadata and key.path != "model.preset"], 12):
-        value = draw_value(draw, key)
-        name, _, inner = key.path.partition(".")
-        table = getattr(run, name)
-        if key.table == "model.rope_scaling":
-            scaling = replace(table.rope_scaling or RopeScaling(factor=2.0), **{key.name: value})
-            candidate = replace(run, model=replace(table, rope_scaling=scaling))
-        else:
-            candidate = replace(run, **{name: replace(table, **{inner: tuple(value) if key.many else value})})
+    for key in draw.sample([key for key in KEYS.values() if "later" not in key.metadata and key.path != "model.preset"], 16):
+        candidate = put(run, key.path.replace("*", draw.choice(["wiki", "code-2"])).split("."), draw_value(draw, key))
+        run = candidate if not check(candidate) else run
+    if run.model.preset is None and draw.random() < 0.3:
+        options = tuple(sorted({"a": draw.choice(TEXTS), "b-2": draw.random(), "_": draw.choice([True, 3, math.inf])}.items()))
+        candidate = put(put(run, ["model", "module"], "a.b:C"), ["model", "options"], options)
         run = candidate if not check(candidate) else run
     return run
 
@@ -70,6 +88,11 @@ def test_many_runs_read_back() -> None:
     draw = random.Random(0)
     runs = [draw_run(draw) for _ in range(150)]
     assert len(set(runs)) == len(runs)
+    drawn = [
+        sum(bool(getattr(run.model, name)) for run in runs)
+        for name in ("from_", "module", "options", "rope_scaling", "mla", "moe")
+    ]
+    assert min(*drawn, sum(bool(run.data.mix) for run in runs)) >= 5, "some kind of table was hardly ever drawn"
     for run in runs:
         assert loads(dump(run)) == run
 
@@ -89,19 +112,27 @@ def test_infinity_reads_back() -> None:
 def test_everything_is_written_once() -> None:
     text = dump(replace(BASE, model=replace(PRESETS["llama3-405b"])))
     assert text.startswith("# The resolved run")
-    assert [line.strip("[]") for line in text.splitlines() if line.startswith("[")] == list(TABLES)
+    assert [line.strip("[]") for line in text.splitlines() if line.startswith("[")] == [
+        table for table in TABLES if table not in ("model.mla", "model.moe", "data.mix.*")
+    ]
     tree = tomllib.loads(text)
     assert tree["model"]["preset"] == "llama3-405b"
     assert tree["model"]["dim"] == 16384
-    assert tree["model"]["rope_scaling"] == {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_context": 8192,
-    }
+    assert tree["model"]["rope_scaling"]["factor"] == 8.0
+    assert set(tree["model"]["rope_scaling"]) == {key.name for key in KEYS.values() if key.table == "model.rope_scaling"}
     assert tree["optimizer"]["learning_rate"] == 3e-4
     assert "head_dim" not in tree["model"]
     assert dump(loads(text)) == text
+
+
+def test_a_mixture_is_written_in_its_order() -> None:
+    mix = (MixedSource(name="b", paths=("b.txt",), weight=1.0), MixedSource(name="a-1", source="stdlib", weight=2.0))
+    run = replace(BASE, data=Data(mix=mix), model=replace(BASE.model, module="a.b:C", options=(("x", 1), ("y", "z"))))
+    text = dump(run)
+    assert text.index("[data]\n") < text.index("[data.mix.b]\n") < text.index("[data.mix.a-1]\n") < text.index("[train]\n")
+    assert tomllib.loads(text)["model"]["options"] == {"x": 1, "y": "z"}
+    assert "name" not in tomllib.loads(text)["data"]["mix"]["b"]
+    assert loads(text) == run
 
 
 def test_a_preset_that_was_cut_down_in_python_keeps_its_sizes() -> None:

@@ -33,7 +33,7 @@ def test_keys_are_dotted_and_decide_what_is_computed() -> None:
         ("train.batch=4", "train.batch: 8 → 4"),
         ("model.vocab=300", "model.vocab: 257 → 300"),
         ("optimizer.name=muon", 'optimizer.name: "adamw" → "muon"'),
-        ("data.paths=a.txt", 'data.paths: [] → ["a.txt"]'),
+        ("data.epochs=2", "data.epochs: unset → 2.0"),
         ("precision.compute=bf16", 'precision.compute: unset → "bf16"'),
         ("data.shuffle=false", "data.shuffle: true → false"),
     ],
@@ -42,12 +42,13 @@ def test_changed(override: str, line: str) -> None:
     assert changed(run(), run(override)) == [line]
 
 
+def test_other_text_is_told_with_its_kind() -> None:
+    assert changed(run(), run("data.paths=a.txt")) == ['data.source: "stdlib" → "text"', 'data.paths: [] → ["a.txt"]']
+
+
 def test_everything_that_changed_is_told() -> None:
     assert changed(run(), run("train.seed=1", "model.rope_scaling.factor=8")) == [
         "model.rope_scaling.factor: unset → 8.0",
-        "model.rope_scaling.low_freq_factor: unset → 1.0",
-        "model.rope_scaling.high_freq_factor: unset → 4.0",
-        "model.rope_scaling.original_context: unset → 8192",
         "train.seed: 0 → 1",
     ]
 
@@ -60,6 +61,10 @@ def test_everything_that_changed_is_told() -> None:
         "train.eval_every=5",
         "train.eval_sequences=5",
         "data.prefetch=7",
+        "data.cache=elsewhere",
+        "data.processes=3",
+        "data.max_bad_records=0",
+        "data.source=stdlib",  # what leaving it out means where there are no paths
         "layout.data=2",
         "cluster.device=cpu",
         "checkpoint.every=3",
@@ -83,3 +88,33 @@ def test_two_ways_to_give_the_batch() -> None:
 def test_a_preset_is_only_a_name() -> None:
     sizes = ("model.dim=64", "model.layers=2", "model.heads=4", "model.kv_heads=2", "model.context=1024")
     assert changed(run("model=tiny-dense"), run(*sizes)) == []
+
+
+def test_experts_and_latent_attention_count() -> None:
+    experts = ("model.moe.experts=8", "model.moe.active=2", "model.moe.ffn=64")
+    assert changed(run(), run(*experts)) == [
+        "model.moe.experts: unset → 8",
+        "model.moe.active: unset → 2",
+        "model.moe.ffn: unset → 64",
+    ]
+    assert changed(run(*experts), run(*experts, "model.moe.bias_rate=0.1")) == ["model.moe.bias_rate: 0.0 → 0.1"]
+    assert changed(run("model.mla.kv_rank=8"), run("model.mla.kv_rank=9")) == ["model.mla.kv_rank: 8 → 9"]
+
+
+def test_options_of_a_module_count() -> None:
+    module = "model.module=a.b:C"
+    before, after = run(module, "model.options.x=1", "model.options.y=1"), run(module, "model.options.y=2")
+    assert changed(before, after) == ["model.options.x: 1 → unset", "model.options.y: 1 → 2"]
+
+
+def test_a_mixture_counts_with_its_order() -> None:
+    a, b = ("data.mix.a.paths=a.txt", "data.mix.a.weight=1"), ("data.mix.b.source=stdlib", "data.mix.b.weight=2")
+    assert changed(run(*a, *b), run(*a, *b)) == []
+    assert changed(run(*a, *b), run(*b, *a)) == ['data.mix: ["a", "b"] → ["b", "a"]']
+    assert changed(run(*a, *b), run(*a, *b, "data.mix.a.weight=3")) == ["data.mix.a.weight: 1.0 → 3.0"]
+    assert changed(run(), run(*b)) == [
+        'data.source: "stdlib" → unset',
+        'data.mix.b.source: unset → "stdlib"',
+        "data.mix.b.weight: unset → 2.0",
+        'data.mix: unset → ["b"]',
+    ]

@@ -26,6 +26,10 @@ x = 1
 [[many]]
 x = 2
 [deep.er]
+[data.mix.wiki]
+weight = 1
+[data.mix.my-code]
+weight = 2
 '''
     tomllib.loads(text)  # the scanner promises nothing else
     assert key_lines(text) == {
@@ -47,6 +51,12 @@ x = 2
         ("many", "x"): 16,
         ("deep",): 19,
         ("deep", "er"): 19,
+        ("data",): 20,
+        ("data", "mix"): 20,
+        ("data", "mix", "wiki"): 20,
+        ("data", "mix", "wiki", "weight"): 21,
+        ("data", "mix", "my-code"): 22,
+        ("data", "mix", "my-code", "weight"): 23,
     }
 
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import MISSING
+from dataclasses import MISSING, replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from phalanx.spec.errors import RunError
 from phalanx.spec.keys import KEYS
 from phalanx.spec.load import load, loads
+from phalanx.spec.model import Mla, Moe
 from phalanx.spec.presets import PRESETS
 from phalanx.spec.run import Optimizer, Run, Train
 
@@ -47,7 +48,13 @@ MISTAKES = {
     "unknown table": (
         GOOD + "[xyzzy]\na = 1\n",
         [],
-        [("run.toml:4: ", "[xyzzy]", "the tables are model, model.rope_scaling, data")],
+        [
+            (
+                "run.toml:4: ",
+                "[xyzzy]",
+                "the tables are model, model.options, model.rope_scaling, model.mla, model.moe, data, data.mix.NAME, ",
+            )
+        ],
     ),
     "unknown inner table": (GOOD + "[model.rope_scalin]\n", [], [("run.toml:4: ", "did you mean [model.rope_scaling]?")]),
     "key above the tables": ("steps = 3\n" + GOOD, [], [("run.toml:1: ", "steps is not a key", "train.steps")]),
@@ -198,6 +205,17 @@ MISTAKES = {
         [],
         [("run.toml:5: ", "model.rope_scaling.factor is missing")],
     ),
+    "experts without sizes": (
+        GOOD + "[model.moe]\nexperts = 8\n",
+        [],
+        [("run.toml:5: ", "model.moe.active is missing"), ("run.toml:5: ", "model.moe.ffn is missing")],
+    ),
+    "empty optional table": (GOOD + "[model.mla]\n", [], [("run.toml:4: ", "model.mla.kv_rank is missing")]),
+    "optional table of which one key is wrong": (
+        GOOD + "[model.moe]\nexperts = 'x'\nactive = 99\nffn = 8\n",
+        [],
+        [("run.toml:5: ", 'model.moe.experts = "x" is a string')],
+    ),
     # Overrides that are none.
     "override without a value": (GOOD, ["train.steps="], [("command line: train.steps=: ", "train.steps=VALUE")]),
     "override without an equals sign": (
@@ -279,8 +297,14 @@ def test_defaults() -> None:
     assert (run.batch, run.steps, run.batch_tokens) == (8, 10, 8192)
 
 
-def test_every_key_but_the_scaling_factor_has_a_default() -> None:
-    assert [path for path, key in KEYS.items() if key.default is MISSING] == ["model.rope_scaling.factor"]
+def test_only_what_makes_an_optional_table_has_no_default() -> None:
+    assert [path for path, key in KEYS.items() if key.default is MISSING] == [
+        "model.rope_scaling.factor",
+        "model.mla.kv_rank",
+        "model.moe.experts",
+        "model.moe.active",
+        "model.moe.ffn",
+    ]
 
 
 def override(*overrides: str) -> Run:
@@ -330,6 +354,15 @@ def test_sizes_override_the_preset() -> None:
 def test_a_preset_without_a_vocabulary_takes_the_tokenizers() -> None:
     assert override("model=tiny-dense").model.vocab == 257
     assert override("model=tiny-dense", "model.vocab=300").model.vocab == 300
+
+
+def test_optional_tables_over_a_preset_keep_its_other_values() -> None:
+    moe = override("model=tiny-moe", "model.moe.bias_rate=0.25").model.moe
+    assert moe is not None and moe == replace(PRESETS["tiny-moe"].moe, bias_rate=0.25)
+    latent = override("model=tiny-mla", "model.mla.value_dim=8").model.mla
+    assert latent is not None and latent == replace(PRESETS["tiny-mla"].mla, value_dim=8)
+    sizes = override("model.moe={experts=8, active=2, ffn=64}", "model.mla.kv_rank=16").model
+    assert (sizes.moe, sizes.mla) == (Moe(experts=8, active=2, ffn=64), Mla(kv_rank=16))
 
 
 def test_a_value_overridden_is_not_complained_about() -> None:

@@ -21,8 +21,13 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "mixtral-8x7b": 46_702_792_704,
+    # The published count holds the routers' biases, 256 in each of 58 blocks, which no gradient trains.
+    "deepseek-v3": 671_026_419_200 - 58 * 256,
 }
-ROUGHLY = {"gpt3-175b": 175e9, "mt-nlg-530b": 530e9}  # published in whole billions only
+ROUGHLY = {"gpt3-175b": 175e9, "mt-nlg-530b": 530e9, "palm-540b": 540.35e9}  # published rounded only
+TINY = {"tiny-dense", "tiny-moe", "tiny-mla"}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -36,7 +41,7 @@ def test_parameters_are_near_the_published_ones(name: str) -> None:
 
 
 def test_every_preset_is_compared() -> None:
-    assert set(PRESETS) == {*PUBLISHED, *ROUGHLY, "tiny-dense"}
+    assert set(PRESETS) == {*PUBLISHED, *ROUGHLY, *TINY}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -45,5 +50,29 @@ def test_preset_is_a_legal_model_under_its_own_name(name: str) -> None:
     assert check(Run(model=PRESETS[name], train=Train(batch=1, steps=1, sequence_length=1024))) == []
 
 
-def test_only_the_test_model_takes_the_tokenizers_vocabulary() -> None:
-    assert [name for name, model in PRESETS.items() if model.vocab is None] == ["tiny-dense"]
+def test_only_the_test_models_take_the_tokenizers_vocabulary() -> None:
+    assert {name for name, model in PRESETS.items() if model.vocab is None} == TINY
+
+
+def test_active_parameters_are_the_published_ones() -> None:
+    active = {name: model.active_parameters() for name, model in PRESETS.items() if name not in TINY}
+    assert active["mixtral-8x7b"] == pytest.approx(12.9e9, rel=0.005)
+    assert int(active["qwen3-30b-a3b"] / 1e8) == 33  # published as 3.3 B, not rounded
+    # DeepSeek says 37 B, and 36.7 B where it describes the weights. The tensors of its config that work on a token are
+    # 37.55 B; without the embedding, which looks a row up and multiplies nothing, 36.62 B.
+    assert active["deepseek-v3"] == 37_552_282_624
+    embedding = PRESETS["deepseek-v3"].rows * PRESETS["deepseek-v3"].dim
+    assert active["deepseek-v3"] - embedding == pytest.approx(36.7e9, rel=0.005)
+    assert round((active["deepseek-v3"] - embedding) / 1e9) == 37
+    assert {name for name, count in active.items() if count != PRESETS[name].parameters()} == {
+        "mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3",
+    }  # fmt: skip
+
+
+def test_tiny_presets_are_tiny_and_of_their_kind() -> None:
+    for name in TINY:
+        assert 64 <= PRESETS[name].dim <= 256
+    moe, latent = PRESETS["tiny-moe"], PRESETS["tiny-mla"]
+    assert moe.moe is not None and (moe.moe.experts, moe.moe.active) == (8, 2) and moe.moe.bias_rate > 0
+    assert latent.mla is not None and latent.moe is not None and latent.moe.router == "sigmoid"
+    assert latent.moe.shared and latent.moe.dense_layers and latent.moe.groups > latent.moe.active_groups

@@ -1,6 +1,7 @@
 """The schema says what the dataclasses say, and what the loader does."""
 
 import json
+import re
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -13,13 +14,14 @@ from phalanx.spec.presets import PRESETS
 from phalanx.spec.run import Run
 from phalanx.spec.schema import documented_fields, schema
 
+REQUIRED = {"model.rope_scaling": ["factor"], "model.mla": ["kv_rank"], "model.moe": ["experts", "active", "ffn"]}
 TYPES = {"boolean": bool, "integer": int, "number": float, "string": str}
 
 
 def table_of(path: str) -> dict[str, Any]:
     node = schema()
     for name in path.split("."):
-        node = node["properties"][name]
+        node = node["additionalProperties"] if name == "*" else node["properties"][name]
         node = node["anyOf"][1] if path.startswith("model") and "anyOf" in node else node
     return node
 
@@ -49,8 +51,9 @@ def test_table(path: str) -> None:
     assert table["type"] == "object"
     assert table["description"]
     assert table["additionalProperties"] is False
-    assert set(table["properties"]) == {field.name for field in fields(TABLES[path])}
-    assert table.get("required", []) == (["factor"] if path == "model.rope_scaling" else [])
+    expected = {field.name.removesuffix("_") for field in fields(TABLES[path]) if "named_by_table" not in field.metadata}
+    assert set(table["properties"]) == expected
+    assert table.get("required", []) == REQUIRED.get(path, [])
 
 
 @pytest.mark.parametrize("path", KEYS)
@@ -61,7 +64,7 @@ def test_key(path: str) -> None:
     if key.many:
         assert node["anyOf"][1] == {"type": "array", "items": one}
     assert TYPES[one["type"]] is key.kind
-    assert node["description"].startswith(documented_fields(TABLES[key.table])[key.name])
+    assert node["description"].startswith(documented_fields(TABLES[key.table])[key.attribute])
     assert ("(not built yet)" in node["description"]) == ("later" in key.metadata)
     assert one.get("minimum") == key.metadata.get("low")
     assert one.get("maximum") == key.metadata.get("high")
@@ -72,6 +75,19 @@ def test_key(path: str) -> None:
         assert "default" not in node
     else:
         assert node["default"] == (list(key.default) if key.many else key.default)
+
+
+def test_tables_that_the_person_names() -> None:
+    mix, options = (
+        table_of(path.rpartition(".")[0])["properties"][path.rpartition(".")[2]] for path in ("data.mix", "model.options")
+    )
+    for table in (mix, options):
+        assert table["type"] == "object" and table["description"]
+        assert re.search(table["propertyNames"]["pattern"], "my-source_2")
+        assert not re.search(table["propertyNames"]["pattern"], "my.source")
+    assert "weight" in mix["additionalProperties"]["properties"] and "name" not in mix["additionalProperties"]["properties"]
+    assert mix["additionalProperties"]["additionalProperties"] is False
+    assert options["additionalProperties"] == {"type": ["string", "number", "boolean"]}
 
 
 def test_single_values_not_built_yet_are_named() -> None:

@@ -1,0 +1,221 @@
+"""A ModelSpec as the config.json of the Hugging Face family that computes the same. Called by `phalanx export`.
+
+The family follows from the model; one that no family can express is refused by the key that stands in the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from phalanx.spec import hf_rope
+from phalanx.spec.errors import RunError
+from phalanx.spec.model import ModelSpec
+
+NAMES = {
+    "llama": "Llama",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-MoE",
+    "mixtral": "Mixtral",
+    "gpt2": "GPT-2",
+    "deepseek_v3": "DeepSeek-V3",
+}
+"""Families by Hugging Face's `model_type`."""
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
+
+
+def family(spec: ModelSpec) -> str:
+    """The `model_type` that computes what this model computes; RunError names each key that none can express."""
+    if spec.module is not None:
+        raise RunError(
+            [f'model.module = "{spec.module}": a model of your own has no counterpart in transformers to export to.']
+        )
+    if spec.mla is not None:
+        name = "deepseek_v3"
+    elif spec.positions == "learned" or spec.norm == "layer":
+        name = "gpt2"
+    elif spec.moe is not None:
+        name = "qwen3_moe" if spec.qk_norm else "mixtral"
+    else:
+        name = "qwen3" if spec.qk_norm else "llama"
+    problems = _gpt2_problems(spec) if name == "gpt2" else _decoder_problems(spec, name)
+    if problems:
+        raise RunError([f"{key}: Hugging Face's {NAMES[name]}, the nearest family, {why}." for key, why in problems])
+    return name
+
+
+def config(spec: ModelSpec, *, dtype: str = "float32", tokens: Mapping[str, int | None] | None = None) -> dict[str, Any]:
+    """A config.json that `AutoModelForCausalLM` loads. `dtype` as torch calls it; `tokens`: ids by key, such as eos_token_id."""
+    name = family(spec)
+    common = {
+        "architectures": [_CLASSES[name]],
+        "model_type": name,
+        "torch_dtype": dtype,  # newer ones say "dtype" but read this too
+        "vocab_size": spec.rows,
+        "tie_word_embeddings": spec.tied,
+        "initializer_range": spec.init_std,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "use_cache": True,
+    }
+    return common | dict(tokens or {}) | (_gpt2(spec) if name == "gpt2" else _decoder(spec, name))
+
+
+def _gpt2_problems(spec: ModelSpec) -> list[tuple[str, str]]:
+    wrong = []
+    if spec.norm != "layer":
+        wrong.append((f'model.norm = "{spec.norm}" with learned positions', "has layer norms"))
+    if spec.positions != "learned":
+        wrong.append((f'model.positions = "{spec.positions}" with layer norms', "has learned positions"))
+    if spec.activation != "gelu":
+        wrong.append((f'model.activation = "{spec.activation}" with layer norms', "has GELU"))
+    if not spec.bias:
+        wrong.append(("model.bias = false with layer norms", "has biases"))
+    if spec.qk_norm:
+        wrong.append(("model.qk_norm = true with layer norms", "does not normalise queries and keys"))
+    if spec.kv != spec.heads:
+        wrong.append((f"model.kv_heads = {spec.kv}", f"has as many as heads ({spec.heads})"))
+    if spec.head * spec.heads != spec.dim:
+        wrong.append((f"model.head_dim = {spec.head}", "has heads of dim / heads"))
+    if spec.moe is not None:
+        wrong.append(("model.moe", "has no experts"))
+    return wrong
+
+
+def _decoder_problems(spec: ModelSpec, name: str) -> list[tuple[str, str]]:
+    wrong = []
+    if spec.activation != "swiglu":
+        wrong.append((f'model.activation = "{spec.activation}" with rotary positions', "has SwiGLU"))
+    if spec.bias:
+        wrong.append(("model.bias = true with rotary positions", "has no biases as they are here"))
+    if spec.mla is not None:
+        if spec.qk_norm:
+            wrong.append(("model.qk_norm = true with model.mla", "does not normalise heads"))
+        if spec.norm != "rms":
+            wrong.append((f'model.norm = "{spec.norm}" with model.mla', "has RMS norms"))
+        if spec.positions != "rope":
+            wrong.append((f'model.positions = "{spec.positions}" with model.mla', "has rotary positions"))
+    return wrong + _moe_problems(spec, name)
+
+
+def _moe_problems(spec: ModelSpec, name: str) -> list[tuple[str, str]]:
+    moe, wrong = spec.moe, []
+    if moe is None:
+        return []
+    if name == "deepseek_v3":
+        if moe.router != "sigmoid":
+            wrong.append((f'model.moe.router = "{moe.router}" with model.mla', 'has a router of "sigmoid"'))
+        if moe.shared == 0:
+            wrong.append(("model.moe.shared = 0 with model.mla", "has at least one shared expert"))
+        if moe.experts // moe.groups < 2:
+            wrong.append((f"model.moe.groups = {moe.groups}", "needs two experts in a group"))
+        return wrong
+    if moe.router != "softmax":
+        wrong.append((f'model.moe.router = "{moe.router}"', 'has a router of "softmax"; "sigmoid" needs model.mla'))
+    if moe.bias_rate > 0:
+        wrong.append((f"model.moe.bias_rate = {moe.bias_rate:g}", "has no bias in its router; it needs model.mla"))
+    for key, plain in (("shared", 0), ("dense_layers", 0), ("groups", 1), ("scale", 1.0)):
+        if getattr(moe, key) != plain:
+            wrong.append((f"model.moe.{key} = {getattr(moe, key)}", f"has none but {plain}; it needs model.mla"))
+    if name == "mixtral" and not moe.normalize:
+        wrong.append(("model.moe.normalize = false", "divides weights by their sum; Qwen3-MoE need not, with model.qk_norm"))
+    return wrong
+
+
+def _gpt2(spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "n_embd": spec.dim,
+        "n_layer": spec.layers,
+        "n_head": spec.heads,
+        "n_inner": spec.hidden,
+        "n_positions": spec.context,
+        "n_ctx": spec.context,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": spec.norm_eps,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    }
+
+
+def _decoder(spec: ModelSpec, name: str) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "hidden_size": spec.dim,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv,
+        "intermediate_size": spec.hidden,
+        "max_position_embeddings": spec.context,
+        "rms_norm_eps": spec.norm_eps,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+    }
+    values |= hf_rope.write(spec)
+    if name == "deepseek_v3":
+        return values | _deepseek(spec)
+    values["head_dim"] = spec.head
+    if name != "mixtral":
+        values["attention_bias"] = False
+    if name == "llama":
+        values["mlp_bias"] = False
+    if name.startswith("qwen3"):
+        values |= {"use_sliding_window": False, "sliding_window": None}
+    if spec.moe is not None:
+        values |= _experts(spec, name)
+    return values
+
+
+def _experts(spec: ModelSpec, name: str) -> dict[str, Any]:
+    moe = spec.moe
+    assert moe is not None
+    values: dict[str, Any] = {"num_experts_per_tok": moe.active, "output_router_logits": moe.balance_loss > 0}
+    if moe.balance_loss > 0:
+        values["router_aux_loss_coef"] = moe.balance_loss
+    if name == "mixtral":
+        return values | {"num_local_experts": moe.experts, "intermediate_size": moe.ffn, "sliding_window": None}
+    return values | {
+        "num_experts": moe.experts,
+        "moe_intermediate_size": moe.ffn,
+        "norm_topk_prob": moe.normalize,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _deepseek(spec: ModelSpec) -> dict[str, Any]:
+    mla, moe = spec.mla, spec.moe
+    assert mla is not None
+    values: dict[str, Any] = {
+        "attention_bias": False,
+        "kv_lora_rank": mla.kv_rank,
+        "q_lora_rank": mla.q_rank,
+        "qk_nope_head_dim": mla.nope_dim,
+        "qk_rope_head_dim": mla.rope_dim,
+        "v_head_dim": mla.value_dim,
+        "rope_interleave": True,
+        "num_nextn_predict_layers": spec.ahead,
+        "first_k_dense_replace": spec.layers if moe is None else moe.dense_layers,
+    }
+    if moe is None:
+        return values
+    return values | {
+        "n_routed_experts": moe.experts,
+        "num_experts_per_tok": moe.active,
+        "moe_intermediate_size": moe.ffn,
+        "n_shared_experts": moe.shared,
+        "routed_scaling_factor": moe.scale,
+        "norm_topk_prob": moe.normalize,
+        "n_group": moe.groups,
+        "topk_group": moe.active_groups,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+    }

@@ -1,0 +1,146 @@
+"""What a folder of safetensors files says it holds, from its index and headers alone: no weight is read and no torch is needed.
+
+Used by `spec/hf` to tell what a folder contains, and by `checkpointing/hf`, which reads the data.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.spec.errors import RunError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SIZES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "C64": 8,
+}  # fmt: skip
+"""Bytes of one value of each format that safetensors knows."""
+_LONGEST_HEADER = 100_000_000  # the format's own limit
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor in a file."""
+
+    file: Path
+    dtype: str
+    """As safetensors writes it, such as "BF16"."""
+    shape: tuple[int, ...]
+    begin: int
+    """Its first byte in the file."""
+    end: int
+
+
+def stored(folder: Path) -> dict[str, Stored]:
+    """Every tensor of a folder by name, or RunError naming what is broken. Each file's size is compared with its header."""
+    index = folder / INDEX
+    if not index.is_file():
+        if not (folder / SINGLE).is_file():
+            raise RunError([_nothing(folder)])
+        return header(folder / SINGLE)
+    places = _places(index)
+    found: dict[str, Stored] = {}
+    problems: list[str] = []
+    for shard in sorted(set(places.values())):
+        try:
+            inside = header(folder / shard)
+        except RunError as error:
+            problems += error.problems
+            continue
+        wanted = {name for name, file in places.items() if file == shard}
+        problems += [
+            f"{index} places the tensor {name} in {shard}, which does not have it." for name in sorted(wanted - set(inside))
+        ]
+        problems += [
+            f"{folder / shard} holds the tensor {name}, which {index.name} does not place there."
+            for name in sorted(set(inside) - wanted)
+        ]
+        found |= inside
+    if problems:
+        raise RunError(problems[:10])
+    return found
+
+
+def names(folder: Path) -> set[str]:
+    """The names of a folder's tensors; empty where it holds no weights."""
+    if (folder / INDEX).is_file():
+        return set(_places(folder / INDEX))
+    return set(header(folder / SINGLE)) if (folder / SINGLE).is_file() else set()
+
+
+def header(file: Path) -> dict[str, Stored]:
+    """The tensors of one file."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            start = stream.read(8)
+            length = int.from_bytes(start, "little")
+            if len(start) < 8 or length > min(size - 8, _LONGEST_HEADER):
+                raise RunError(
+                    [
+                        f"{file} is not a safetensors file, or was cut short: its {size} bytes cannot hold the header it announces. {_AGAIN}"
+                    ]
+                )
+            text = stream.read(length)
+    except FileNotFoundError:
+        raise RunError([f"{file} is missing. {_AGAIN}"]) from None
+    except OSError as error:
+        raise RunError([f"{file} cannot be read ({error.strerror or error})."]) from None
+    try:
+        table = json.loads(text)
+        table.pop("__metadata__", None)
+        found = {name: _stored(file, entry, 8 + length) for name, entry in table.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise RunError([f"{file} has a header that is not one of safetensors. {_AGAIN}"]) from None
+    return _consistent(file, found, size)
+
+
+_AGAIN = "Copy or download the file again."
+
+
+def _stored(file: Path, entry: dict[str, Any], base: int) -> Stored:
+    begin, end = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    whole = all(isinstance(number, int) and number >= 0 for number in (begin, end, *shape))
+    if not whole or begin > end or not isinstance(entry["dtype"], str):
+        raise ValueError
+    return Stored(file, entry["dtype"], shape, base + begin, base + end)
+
+
+def _consistent(file: Path, found: dict[str, Stored], size: int) -> dict[str, Stored]:
+    for name, tensor in found.items():
+        expected = math.prod(tensor.shape) * SIZES.get(tensor.dtype, 0)
+        if tensor.dtype in SIZES and tensor.end - tensor.begin != expected:
+            raise RunError(
+                [
+                    f"{file}: the tensor {name} of shape {list(tensor.shape)} in {tensor.dtype} needs {expected} bytes, but the header gives it {tensor.end - tensor.begin}. {_AGAIN}"
+                ]
+            )
+        if tensor.end > size:
+            raise RunError([f"{file} was cut short: the tensor {name} ends at byte {tensor.end}, the file at {size}. {_AGAIN}"])
+    return found
+
+
+def _places(index: Path) -> dict[str, str]:
+    try:
+        table = json.loads(index.read_text())["weight_map"]
+        places = {str(name): str(file) for name, file in table.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise RunError([f'{index} is not the index of a sharded model: it has no readable "weight_map". {_AGAIN}']) from None
+    outside = [file for file in places.values() if os.path.basename(file) != file]
+    if outside:
+        raise RunError([f"{index} names the shard {outside[0]!r}, which is not a file of this folder."])
+    return places
+
+
+def _nothing(folder: Path) -> str:
+    if not folder.is_dir():
+        return f"{folder} is not a folder."
+    others = sorted(path.name for path in folder.glob("*.bin")) or sorted(path.name for path in folder.glob("*.safetensors"))
+    has = f" It has {others[0]}: save the model again with transformers, which writes that file." if others else ""
+    return f"{folder} holds no weights: neither {SINGLE} nor {INDEX} is there.{has}"
