@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from phalanx.cli.output import AsJson, console, print_json
+from phalanx.dashboard.numbers import count, size
 from phalanx.spec.presets import PRESETS
 from phalanx.spec.run import TOKENIZER_VOCAB
 
@@ -18,11 +19,11 @@ def models(json: AsJson = False) -> None:
     """List the model presets."""
     rows = list(_rows())
     table = Table(box=None, header_style="bold")
-    for title in ("preset", "parameters", "GFLOP/token", "training state"):
+    for title in ("preset", "parameters", "active", "GFLOP/token", "training state"):
         table.add_column(title, justify="left" if title == "preset" else "right")
     for row in rows:
-        billions, flops = row["parameters"] / 1e9, row["flops_per_token"] / 1e9
-        table.add_row(row["name"], f"{billions:,.3f} B", f"{flops:,.2f}", f"{row['state_bytes'] / 2**30:,.1f} GiB")
+        flops = f"{row['flops_per_token'] / 1e9:,.3f}"
+        table.add_row(row["name"], count(row["parameters"]), count(row["active"]), flops, size(row["state_bytes"]))
     console.print(table)
     if json:
         print_json({"models": rows})
@@ -32,14 +33,14 @@ def _rows() -> list[dict[str, Any]]:
     rows = []
     for name, preset in PRESETS.items():
         spec = replace(preset, vocab=preset.vocab or TOKENIZER_VOCAB["byte"])
-        count = spec.parameters()
+        total = spec.parameters()
         rows.append(
             {
                 "name": name,
-                "parameters": count,
-                "active": count,
+                "parameters": total,
+                "active": spec.active_parameters(),
                 "flops_per_token": spec.flops_per_token(spec.context),
-                "state_bytes": count * _STATE,
+                "state_bytes": total * _STATE,
             }
         )
     return rows

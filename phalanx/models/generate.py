@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from inspect import signature
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.models.attention import KeyValues
-from phalanx.models.dense import Decoder
+from phalanx.spec.model import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,25 +27,49 @@ class Sampling:
 
 
 @torch.inference_mode()
-def generate(model: Decoder, prompt: Sequence[int], count: int, end: int, sampling: Sampling) -> Iterator[int]:
+def generate(model: nn.Module, prompt: Sequence[int], count: int, end: int, sampling: Sampling) -> Iterator[int]:
     """Up to `count` tokens that follow the prompt; stops after the end token, or where learned positions run out."""
-    device = model.embed.weight.device
+    device = next(model.parameters()).device
     dice = torch.Generator(device=device).manual_seed(sampling.seed)
-    memory = [KeyValues() for _ in model.blocks]
-    tokens = torch.tensor([list(prompt)], device=device)
-    position = 0
+    reader = _remembering(model) if "memory" in signature(model.forward).parameters else _reading_again(model)
+    next(reader)
+    tokens = list(prompt)
     for _ in range(count):
-        length = tokens.shape[1]
-        if model.spec.positions == "learned" and position + length > model.spec.context:
+        logits = reader.send(torch.tensor([tokens], device=device))
+        if logits is None:
             return
-        positions = torch.arange(position, position + length, device=device)[None]
-        logits = model(tokens, positions, memory=memory)[0, -1].float()
-        position += length
         token = draw(logits, sampling, dice)
         yield token
         if token == end:
             return
-        tokens = torch.tensor([[token]], device=device)
+        tokens = [token]
+
+
+Reader = Generator[Tensor | None, Tensor, None]
+"""Takes the tokens that are new, [1, S], and gives the logits of what follows them, [V]; None: there is no more room."""
+
+
+def _remembering(model: nn.Module) -> Reader:
+    """Each block keeps what it knows of earlier positions; only new tokens are computed."""
+    spec = model.spec
+    assert isinstance(spec, ModelSpec)
+    memory = [KeyValues() for _ in range(spec.layers)]
+    position = 0
+    tokens = yield None
+    while spec.positions != "learned" or position + tokens.shape[1] <= spec.context:
+        positions = torch.arange(position, position + tokens.shape[1], device=tokens.device)[None]
+        position += tokens.shape[1]
+        tokens = yield model(tokens, positions, memory=memory)[0, -1].float()
+    yield None
+
+
+def _reading_again(model: nn.Module) -> Reader:
+    """A module of your own that cannot remember reads the whole text anew for each token."""
+    text = yield None
+    while True:
+        positions = torch.arange(text.shape[1], device=text.device)[None]
+        tokens = yield model(text, positions)[0, -1].float()
+        text = torch.cat((text, tokens), dim=1)
 
 
 def draw(logits_V: Tensor, sampling: Sampling, dice: torch.Generator) -> int:

@@ -8,35 +8,55 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from phalanx.models import own
 from phalanx.models.dense import INITIAL, Decoder
 from phalanx.spec.model import ModelSpec
+
+Model = TypeVar("Model", bound=nn.Module)
 
 _CHUNK = 1 << 20  # elements drawn at a time: bounds the 64-bit scratch memory to a few tens of MB
 
 
-def build(spec: ModelSpec) -> Decoder:
-    """The model on the meta device: names and shapes, no memory."""
+def build(spec: ModelSpec) -> nn.Module:
+    """The model on the meta device: names and shapes, no memory. A module of your own must pass the checks of `models/own`."""
+    if spec.module is not None:
+        return own.build(spec, spec.module)
     with torch.device("meta"):
         return Decoder(spec)
 
 
-def materialize(model: Decoder, seed: int, device: torch.device) -> Decoder:
+def materialize(model: Model, seed: int, device: torch.device) -> Model:
     """Give a model from `build` its memory on `device` and its initial values."""
     model.to_empty(device=device)
+    spec = model.spec
+    assert isinstance(spec, ModelSpec), "build gives every model its spec"
+    initial = INITIAL if spec.module is None else own.initial(model, spec.module)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            fill(parameter, seed, name, model.spec)
+            fill(parameter, seed, name, spec, initial=initial)
+    reset_buffers(model)
     return model
 
 
-def fill(parameter: Tensor, seed: int, name: str, spec: ModelSpec, first: int = 0) -> None:
+def reset_buffers(model: nn.Module) -> None:
+    """Give every buffer its value: whoever holds one says how. Needed wherever memory is given to a model from `build`."""
+    for module in model.modules():
+        if next(module.buffers(recurse=False), None) is not None:
+            module.reset_buffers()  # type: ignore[operator]  # own modules without one are refused by `build`
+
+
+def fill(
+    parameter: Tensor, seed: int, name: str, spec: ModelSpec, first: int = 0, initial: Mapping[str, str] = INITIAL
+) -> None:
     """Write the initial values of the elements first, first + 1, … of the named parameter into a contiguous tensor."""
-    rule = next(rule for pattern, rule in INITIAL.items() if fnmatchcase(name, pattern))
+    rule = next(rule for pattern, rule in initial.items() if fnmatchcase(name, pattern))
     if rule == "ones":
         nn.init.ones_(parameter)
     elif rule == "zeros":

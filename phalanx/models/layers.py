@@ -1,4 +1,4 @@
-"""The parts a block is made of besides attention: norms, rotary positions, feed-forward. Used by `models/dense`."""
+"""The parts a block is made of besides attention: norms, rotary positions, feed-forward. Used by `models/dense`, `mla` and `moe`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,14 @@ class HeadNorm(nn.RMSNorm):
 
 
 def rotary_frequencies(spec: ModelSpec, device: torch.device) -> Tensor:
-    """Radians per position for each pair of a head's channels, [E/2], in fp32 whatever the model computes in."""
-    exponents = torch.arange(0, spec.head, 2, dtype=torch.float32, device=device) / spec.head
+    """Radians per position for each pair of a head's rotated channels, [E/2], in fp32 whatever the model computes in."""
+    exponents = torch.arange(0, spec.rotated, 2, dtype=torch.float32, device=device) / spec.rotated
     frequencies = spec.rope_theta**-exponents
-    return frequencies if spec.rope_scaling is None else _stretch(frequencies, spec.rope_scaling)
+    if spec.rope_scaling is None:
+        return frequencies
+    if spec.rope_scaling.kind == "yarn":
+        return _yarn(frequencies, spec.rope_theta, spec.rope_scaling)
+    return _stretch(frequencies, spec.rope_scaling)
 
 
 def _stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
@@ -43,10 +47,36 @@ def _stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
+def _yarn(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """YaRN: the same three ranges, but blended evenly over the pairs between whole channel numbers."""
+    pairs = frequencies.numel()
+
+    def pair(turns: float) -> float:
+        """The pair, as a real number, that turns so often inside the original context."""
+        return pairs * math.log(scaling.original_context / (turns * 2 * math.pi)) / math.log(theta)
+
+    low = max(math.floor(pair(scaling.beta_fast)), 0)
+    high = min(math.ceil(pair(scaling.beta_slow)), 2 * pairs - 1)
+    width = high - low or 0.001  # as published: the step is sharp where both ends fall together
+    slowed = ((torch.arange(pairs, dtype=torch.float32, device=frequencies.device) - low) / width).clamp(0, 1)
+    return frequencies / scaling.factor * slowed + frequencies * (1 - slowed)
+
+
+def warmth(factor: float, strength: float = 1.0) -> float:
+    """YaRN's correction of the attention scores for a context that is `factor` times longer."""
+    return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
+
+
 def rotary(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines of every position, [B, 1, S, E/2] each: computed once per forward, shared by all blocks."""
     angles = positions[:, None, :, None].float() * rotary_frequencies(spec, positions.device)
-    return angles.cos(), angles.sin()
+    scaling = spec.rope_scaling
+    if scaling is None or scaling.kind != "yarn":
+        return angles.cos(), angles.sin()
+    size = warmth(scaling.factor)
+    if scaling.mscale and scaling.mscale_all_dim:  # the rest of the correction is in the scale of the scores: see `models/mla`
+        size = warmth(scaling.factor, scaling.mscale) / warmth(scaling.factor, scaling.mscale_all_dim)
+    return angles.cos() * size, angles.sin() * size
 
 
 def rotate(x_BHSE: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
@@ -59,11 +89,11 @@ def rotate(x_BHSE: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 class SwiGLU(nn.Module):
     """Gated feed-forward: down(silu(gate(x)) · up(x))."""
 
-    def __init__(self, spec: ModelSpec):
+    def __init__(self, dim: int, width: int, bias: bool):
         super().__init__()
-        self.gate = nn.Linear(spec.dim, spec.hidden, bias=spec.bias)
-        self.up = nn.Linear(spec.dim, spec.hidden, bias=spec.bias)
-        self.down = nn.Linear(spec.hidden, spec.dim, bias=spec.bias)
+        self.gate = nn.Linear(dim, width, bias=bias)
+        self.up = nn.Linear(dim, width, bias=bias)
+        self.down = nn.Linear(width, dim, bias=bias)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x_BSD)) * self.up(x_BSD))
@@ -72,10 +102,10 @@ class SwiGLU(nn.Module):
 class GELU(nn.Module):
     """GPT's feed-forward: down(gelu(up(x)))."""
 
-    def __init__(self, spec: ModelSpec):
+    def __init__(self, dim: int, width: int, bias: bool):
         super().__init__()
-        self.up = nn.Linear(spec.dim, spec.hidden, bias=spec.bias)
-        self.down = nn.Linear(spec.hidden, spec.dim, bias=spec.bias)
+        self.up = nn.Linear(dim, width, bias=bias)
+        self.down = nn.Linear(width, dim, bias=bias)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x_BSD), approximate="tanh"))

@@ -20,12 +20,35 @@ def sequence_bytes(model: ModelSpec, sequence: int, compute: str) -> int:
     """What one sequence keeps from forward to backward.
 
     Per token, in bf16 under autocast: a block keeps its two norms' inputs in fp32, casts of them, queries, keys, values and what
-    attention gives, about 24·dim bytes; and the feed-forward's inner tensors, four for SwiGLU and three for GELU. The logits stand
-    in bf16 and fp32, with their softmax and both gradients: 16 bytes each. In fp32 everything is twice as large and the
-    logits are not copied. Fragmentation is ignored, which is why the search leaves a margin.
+    attention gives, and the feed-forward's inner tensors. The logits stand in bf16 and fp32, with their softmax and both
+    gradients: 16 bytes each. In fp32 everything is twice as large and the logits are not copied. Fragmentation is ignored, which
+    is why the search leaves a margin.
     """
-    inner = 4 if model.activation == "swiglu" else 3
-    block = 24 * model.dim + 2 * inner * model.hidden
-    if compute == "bf16":
-        return sequence * (model.layers * block + 16 * model.rows)
-    return sequence * (model.layers * 2 * block + 12 * model.rows)
+    sparse = model.layers - model.dense_layers
+    blocks = (model.layers + model.ahead) * _attention_bytes(model)
+    blocks += (model.dense_layers + (0 if sparse else model.ahead)) * _dense_bytes(model)
+    blocks += (sparse + (model.ahead if sparse else 0)) * _expert_bytes(model)
+    rows = model.rows * (1 + model.ahead)
+    return sequence * (blocks + 16 * rows) if compute == "bf16" else sequence * (2 * blocks + 12 * rows)
+
+
+def _attention_bytes(model: ModelSpec) -> int:
+    """Norms, their casts and attention, about 24·dim; latent attention has its own widths, and its narrow vectors besides."""
+    mla = model.mla
+    if mla is None:
+        return 24 * model.dim
+    heads = model.heads * (2 * (mla.nope_dim + mla.rope_dim) + mla.nope_dim + 3 * mla.value_dim)
+    return 16 * model.dim + 2 * heads + 6 * (mla.kv_rank + (mla.q_rank or 0))
+
+
+def _dense_bytes(model: ModelSpec) -> int:
+    """Four inner tensors for SwiGLU, three for GELU."""
+    return 2 * (4 if model.activation == "swiglu" else 3) * model.hidden
+
+
+def _expert_bytes(model: ModelSpec) -> int:
+    """The inner tensors of the experts a token goes through, its copy on the way there and back, and the router's scores."""
+    if model.moe is None:
+        return 0
+    moe = model.moe
+    return 8 * moe.ffn * (moe.active + moe.shared) + 4 * model.dim * moe.active + 8 * moe.experts

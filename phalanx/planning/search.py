@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from phalanx.planning.devices import find_gpu
-from phalanx.planning.memory import sequence_bytes, state_bytes
+from phalanx.planning.memory import STATE_BYTES, sequence_bytes
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.machine import Gpu, Machine
-from phalanx.spec.plan import Plan
+from phalanx.spec.plan import Plan, Size
 from phalanx.spec.run import Run
 
 Compute = Literal["fp32", "bf16"]
@@ -26,15 +26,17 @@ _CPU_SHARE = 0.9
 _TORCHRUN = "--nproc-per-node"
 
 
-def choose(run: Run, machine: Machine, ranks: int | None = None) -> Plan:
+def choose(run: Run, machine: Machine, ranks: int | None = None, size: Size | None = None) -> Plan:
     """A plan for the run on this machine; `ranks` is how many somebody else, such as torchrun, has already started.
 
-    Raises RunError with everything that stands in the way.
+    `size`: of one's own module, which the shape in the run file says nothing about. Raises RunError with everything that
+    stands in the way.
     """
     device = run.cluster.device or ("cuda" if machine.gpus else "cpu")
     compute = run.precision.compute or ("bf16" if device == "cuda" else "fp32")
     assert compute == "fp32" or compute == "bf16", f"{compute} is refused when the run file is checked"
-    search = _Search(run, machine, device, compute, ranks)
+    size = size or _size(run)
+    search = _Search(run, machine, device, compute, ranks, size.parameters)
     layout = replace(run.layout, data=search.data())
     threads = run.cluster.threads or max(1, machine.cores // layout.ranks)
     problems = search.rank_problems(layout) + search.batch_problems(layout) + search.memory_problems(layout)
@@ -48,9 +50,20 @@ def choose(run: Run, machine: Machine, ranks: int | None = None) -> Plan:
         micro_batch=micro_batch,
         accumulation=run.batch // layout.replicas // micro_batch,
         compute=compute,
-        parameters=run.model.parameters(),
-        flops_per_token=run.model.flops_per_token(run.train.sequence_length),
+        parameters=size.parameters,
+        flops_per_token=size.flops_per_token,
         peak_flops=search.peak_flops(layout.ranks, threads),
+        active=size.active,
+    )
+
+
+def _size(run: Run) -> Size:
+    model = run.model
+    assert model.module is None, "an own module is measured before it is planned for"
+    return Size(
+        parameters=model.parameters(),
+        active=model.active_parameters(),
+        flops_per_token=model.flops_per_token(run.train.sequence_length),
     )
 
 
@@ -63,6 +76,7 @@ class _Search:
     device: Literal["cpu", "cuda"]
     compute: Compute
     started: int | None
+    parameters: int
 
     def data(self) -> int:
         """Replicas: what was asked for, or the most that the machine has room for and the batch divides among."""
@@ -82,7 +96,7 @@ class _Search:
         if self.device == "cpu":
             most = _CPU_MICRO_TOKENS // self.run.train.sequence_length
         else:
-            room = _GPU_SHARE * self._smallest_gpu(layout.ranks).memory - state_bytes(self.run.model)
+            room = _GPU_SHARE * self._smallest_gpu(layout.ranks).memory - self._state_bytes()
             most = int(room // self._sequence_bytes())
         return _largest_divisor(self.run.batch // layout.replicas, most)
 
@@ -159,11 +173,15 @@ class _Search:
         known = [peak for peak in peaks if peak is not None]
         return sum(known) if len(known) == len(peaks) else None
 
+    def _state_bytes(self) -> int:
+        """Of all parameters: experts that a token passes by are trained and kept like the others."""
+        return STATE_BYTES * self.parameters
+
     def _sequence_bytes(self) -> int:
         return sequence_bytes(self.run.model, self.run.train.sequence_length, self.compute)
 
     def _rank_bytes(self) -> int:
-        return state_bytes(self.run.model) + self._sequence_bytes()
+        return self._state_bytes() + self._sequence_bytes()
 
     def _ranks_in_memory(self) -> int:
         return int(_CPU_SHARE * self.machine.memory // self._rank_bytes())

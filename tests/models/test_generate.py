@@ -6,16 +6,24 @@ from dataclasses import replace
 import pytest
 import torch
 
+from phalanx.models.attention import KeyValues
 from phalanx.models.dense import Decoder
 from phalanx.models.generate import Sampling, draw, generate
 from phalanx.models.init import build, materialize
-from phalanx.spec.model import ModelSpec
+from phalanx.spec.model import Mla, ModelSpec, Moe, RopeScaling
 
 VOCAB = 37
 NEVER = -1  # no token ends the text
 DRAWS = 4000
 LLAMA = ModelSpec(vocab=VOCAB, dim=32, layers=3, heads=4, kv_heads=2, ffn=64, qk_norm=True, init_std=0.4)
 GPT = replace(LLAMA, kv_heads=None, qk_norm=False, norm="layer", activation="gelu", positions="learned", bias=True, context=64)
+MIXED = replace(LLAMA, moe=Moe(experts=6, active=2, ffn=32), ahead=1)
+LATENT = replace(
+    LLAMA, kv_heads=None, qk_norm=False,
+    mla=Mla(kv_rank=16, q_rank=12, nope_dim=8, rope_dim=4, value_dim=10),
+    moe=Moe(experts=6, active=2, ffn=32, shared=1, dense_layers=1, router="sigmoid", groups=3, active_groups=2),
+    rope_scaling=RopeScaling(kind="yarn", factor=8.0, original_context=16, mscale_all_dim=1.0),
+)  # fmt: skip
 GREEDY = Sampling(temperature=0)
 
 
@@ -27,6 +35,7 @@ def text(spec: ModelSpec, sampling: Sampling, count: int = 30, end: int = NEVER)
     return list(generate(model(spec), [5, 6, 7], count, end, sampling))
 
 
+@torch.no_grad()
 def greedy_without_memory(spec: ModelSpec, count: int) -> list[int]:
     decoder, tokens = model(spec), [5, 6, 7]
     for _ in range(count):
@@ -35,11 +44,19 @@ def greedy_without_memory(spec: ModelSpec, count: int) -> list[int]:
     return tokens[3:]
 
 
-@pytest.mark.parametrize("spec", [LLAMA, GPT], ids=["rope", "learned"])
+@pytest.mark.parametrize("spec", [LLAMA, GPT, MIXED, LATENT], ids=["rope", "learned", "experts", "latent"])
 def test_remembering_keys_and_values_changes_no_token(spec: ModelSpec) -> None:
     expected = greedy_without_memory(spec, 40)
     assert len(set(expected)) > 4  # not one token over and over, which anything would get right
     assert text(spec, GREEDY, 40) == expected
+
+
+def test_latent_attention_remembers_the_narrow_vectors_only() -> None:
+    decoder, memory = model(LATENT), [KeyValues() for _ in range(3)]
+    decoder(torch.tensor([[5, 6, 7]]), torch.arange(3)[None], memory=memory)
+    for kept in memory:
+        assert kept.keys is not None and kept.values is not None
+        assert (kept.keys.shape, kept.values.shape) == ((1, 1, 3, 16), (1, 1, 3, 4))
 
 
 def test_one_prompt_token_is_enough() -> None:

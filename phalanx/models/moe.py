@@ -1,0 +1,216 @@
+"""Mixture of experts in place of a block's feed-forward: a router sends each token to a few of many experts, and none is dropped.
+Mixtral, Qwen3-MoE and DeepSeek-V3 are settings of it. Used by `models/dense`; training reads `routers` to balance them.
+
+`MoE.dispatch` is a plain attribute: local by default, replaced by expert parallelism without the model knowing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.models.layers import SwiGLU
+from phalanx.spec.model import Moe
+
+# Shapes: T tokens (B · S), K experts chosen per token, R = T · K rows sorted by expert, E experts, F width of one, G groups.
+
+
+class Router(nn.Module):
+    """Chooses each token's experts and their weights, always in fp32: a rounding here would send a token elsewhere."""
+
+    bias: Tensor | None
+    counts: Tensor
+
+    def __init__(self, dim: int, moe: Moe):
+        super().__init__()
+        self.moe = moe
+        self.weight = nn.Parameter(torch.empty(moe.experts, dim))
+        biased = moe.bias_rate > 0 or moe.router == "sigmoid"
+        self.register_buffer("bias", torch.empty(moe.experts, dtype=torch.float32) if biased else None)
+        self.register_buffer("counts", torch.empty(moe.experts, dtype=torch.int64), persistent=False)
+        self.loss_scale = 1.0
+        """Gradient that the balancing loss receives; training sets one over the tokens of a global batch."""
+        self.reset_buffers()
+
+    def reset_buffers(self) -> None:
+        """Their values before the first step."""
+        self.counts.zero_()
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts of each token and their weights, both [T, K]."""
+        with torch.autocast(x_BSD.device.type, enabled=False):
+            logits_BSE = F.linear(x_BSD.float(), self.weight.float())
+            scores_BSE = logits_BSE.sigmoid() if self.moe.router == "sigmoid" else logits_BSE.softmax(-1)
+            scores_TE = scores_BSE.flatten(0, 1)
+            chosen_TK = self.choose(scores_TE.detach())
+            weights_TK = scores_TE.gather(1, chosen_TK)
+            if self.moe.normalize:
+                weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+            weights_TK = weights_TK * self.moe.scale
+            if torch.is_grad_enabled():
+                counts_BE = _count(chosen_TK.view(len(x_BSD), -1), self.moe.experts)
+                self.counts += counts_BE.sum(0)
+                if self.moe.balance_loss:
+                    loss = self.moe.balance_loss * balance(scores_BSE, counts_BE)
+                    weights_TK = _Attach.apply(weights_TK, loss, self.loss_scale)
+        return chosen_TK, weights_TK
+
+    def choose(self, scores_TE: Tensor) -> Tensor:
+        """The best experts by score and bias, among those of the best groups; the bias steers the choice and weighs nothing."""
+        if self.bias is not None:
+            scores_TE = scores_TE + self.bias
+        if self.moe.groups > 1:
+            scores_TGE = scores_TE.view(len(scores_TE), self.moe.groups, -1)
+            # A group is as good as its two best experts together.
+            groups_TG = scores_TGE.topk(min(2, scores_TGE.shape[-1]), dim=-1).values.sum(-1)
+            best_TG = torch.zeros_like(groups_TG, dtype=torch.bool)
+            best_TG.scatter_(1, groups_TG.topk(self.moe.active_groups, dim=-1).indices, True)
+            scores_TE = scores_TGE.masked_fill(~best_TG[:, :, None], -torch.inf).flatten(1)
+        return scores_TE.topk(self.moe.active, dim=-1).indices
+
+    @torch.no_grad()
+    def rebalance(self, counts_E: Tensor) -> None:
+        """After a step: experts that got more than the mean become harder to choose, the others easier.
+
+        By what is missing as a part of the mean, and never by more than the rate. DeepSeek-V3 moves every bias by the whole
+        rate: one rate then is too slow for a router that has collapsed or too coarse for one that has not; see docs/log.md.
+        """
+        if self.bias is not None:
+            counts_E = counts_E.to(torch.float64)  # whole numbers of any run are exact in it
+            missing_E = (counts_E.mean() - counts_E) / counts_E.mean().clamp(min=1)
+            self.bias += self.moe.bias_rate * missing_E.clamp(-1, 1).to(self.bias.dtype)
+
+
+def routers(model: nn.Module) -> list[Router]:
+    """Every router of a model, first block first."""
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
+def balance(scores_BSE: Tensor, counts_BE: Tensor) -> Tensor:
+    """The classic balancing loss of each sequence times its tokens, summed: no grouping of sequences into batches changes it.
+
+    A sequence's loss is the sum over experts of the share of tokens sent there times the mean score, 1 when all are even.
+    """
+    experts, length = scores_BSE.shape[-1], scores_BSE.shape[1]
+    shares_BE = counts_BE * experts / counts_BE.sum(-1, keepdim=True)
+    means_BE = (scores_BSE / scores_BSE.sum(-1, keepdim=True)).mean(1)
+    return (shares_BE * means_BE).sum() * length
+
+
+def _count(chosen_BN: Tensor, experts: int) -> Tensor:
+    """How often each expert was chosen, [B, E], without a table of every token."""
+    counts_BE = torch.zeros(len(chosen_BN), experts, dtype=torch.int64, device=chosen_BN.device)
+    return counts_BE.scatter_add_(1, chosen_BN, torch.ones_like(chosen_BN))
+
+
+class _Attach(torch.autograd.Function):
+    """The identity, whose backward also gives a loss its gradient: a loss deep in the model needs no way out of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.like, ctx.scale = loss.detach(), scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradients[0], torch.full_like(ctx.like, ctx.scale), None
+
+
+class Experts(nn.Module):
+    """All routed experts of a block, stacked; each is a SwiGLU."""
+
+    def __init__(self, dim: int, moe: Moe):
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(moe.experts, moe.ffn, dim))
+        self.up = nn.Parameter(torch.empty(moe.experts, moe.ffn, dim))
+        self.down = nn.Parameter(torch.empty(moe.experts, dim, moe.ffn))
+
+    def forward(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
+        """Rows sorted by expert; the first counts[0] go through the first expert, and so on."""
+        dtype = compute_dtype(x_RD)
+        x_RD, weights = x_RD.to(dtype), [weight.to(dtype) for weight in (self.gate, self.up, self.down)]
+        if not _groupable(x_RD, self.gate.shape[1]):
+            return loop_experts(x_RD, counts_E, *weights)
+        gate_EDF, up_EDF, down_EFD = (weight.transpose(1, 2) for weight in weights)
+        ends_E = counts_E.cumsum(0).to(torch.int32)
+        inner_RF = F.silu(F.grouped_mm(x_RD, gate_EDF, offs=ends_E)) * F.grouped_mm(x_RD, up_EDF, offs=ends_E)
+        return F.grouped_mm(inner_RF, down_EFD, offs=ends_E)
+
+
+def loop_experts(x_RD: Tensor, counts_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
+    """One expert after the other: what the grouped product must equal, and what stands in for it where it is not offered."""
+    parts = x_RD.split(counts_E.tolist())
+    outs = [
+        F.linear(F.silu(F.linear(part, gate)) * F.linear(part, up), down)
+        for part, gate, up, down in zip(parts, gate_EFD, up_EFD, down_EDF, strict=True)
+    ]
+    return torch.cat(outs)
+
+
+def _groupable(x_RD: Tensor, inner: int) -> bool:
+    """The grouped product wants rows of whole 16 bytes; GPUs have it for bf16, CPUs for all but fp64."""
+    offered = (torch.bfloat16,) if x_RD.device.type == "cuda" else (torch.bfloat16, torch.float16, torch.float32)
+    size = x_RD.element_size()
+    return x_RD.dtype in offered and x_RD.shape[1] * size % 16 == 0 and inner * size % 16 == 0
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """What a matrix product would compute in: autocast knows nothing of the grouped one."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+class Dispatch(Protocol):
+    """Whoever brings tokens to their experts and back."""
+
+    def __call__(self, x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor, experts: Experts, /) -> Tensor: ...
+
+
+def dispatch_locally(x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor, experts: Experts, /) -> Tensor:
+    """All experts are on this device. Every token reaches each of its experts, however many chose the same."""
+    active = chosen_TK.shape[1]
+    order_R = chosen_TK.flatten().argsort(stable=True)
+    back_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
+    counts_E = _count(chosen_TK.view(1, -1), len(experts.gate))[0]
+    y_RD = experts(_Sort.apply(x_TD, order_R, back_R, active), counts_E)
+    y_TKD = _Sort.apply(y_RD, back_R, order_R, 1).unflatten(0, (-1, active))
+    return (y_TKD * weights_TK[:, :, None]).sum(1)
+
+
+class _Sort(torch.autograd.Function):
+    """Rows in another order, each taken `copies` times. Its backward is a gather too, so that no sum depends on timing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor, copies: int) -> Tensor:
+        ctx.copies = copies
+        ctx.save_for_backward(back)
+        return x[order // copies] if copies > 1 else x[order]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        rows = gradients[0][ctx.saved_tensors[0]]
+        return rows.unflatten(0, (-1, ctx.copies)).sum(1) if ctx.copies > 1 else rows, None, None, None
+
+
+class MoE(nn.Module):
+    """Shared experts, which every token goes through, plus the routed ones it was sent to."""
+
+    dispatch: Dispatch
+
+    def __init__(self, dim: int, moe: Moe):
+        super().__init__()
+        self.router = Router(dim, moe)
+        self.experts = Experts(dim, moe)
+        self.shared = SwiGLU(dim, moe.shared * moe.ffn, bias=False) if moe.shared else None
+        self.dispatch = dispatch_locally
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        chosen_TK, weights_TK = self.router(x_BSD)
+        x_TD = x_BSD.flatten(0, 1).to(compute_dtype(x_BSD))
+        y_BSD = self.dispatch(x_TD, chosen_TK, weights_TK, self.experts).view_as(x_BSD)
+        return y_BSD if self.shared is None else y_BSD + self.shared(x_BSD)

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from phalanx.cli.models import models
+from phalanx.spec.presets import PRESETS
+
+
+def test_models_are_listed_with_what_they_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    models(json=True)
+    printed = capsys.readouterr()
+    shown = printed.out + printed.err
+    rows = {row["name"]: row for row in json.loads(printed.out.splitlines()[-1])["models"]}
+    assert rows.keys() == PRESETS.keys()
+    mixtral = rows["mixtral-8x7b"]
+    assert mixtral == {
+        "name": "mixtral-8x7b",
+        "parameters": 46_702_792_704,
+        "active": 12_879_925_248,
+        "flops_per_token": PRESETS["mixtral-8x7b"].flops_per_token(32768),
+        "state_bytes": 16 * 46_702_792_704,
+    }
+    # Six per active weight but the embedding's, 12 · layers · width · sequence of attention; norms multiply nothing.
+    matrices = mixtral["active"] - 32000 * 4096 - 65 * 4096
+    assert mixtral["flops_per_token"] == 6 * matrices + 12 * 32 * 4096 * 32768
+    line = next(line for line in shown.splitlines() if "mixtral-8x7b" in line)
+    for words in ("46.7B", "12.9B", "695.9 GiB"):
+        assert words in line.replace(" B", "B"), line
