@@ -66,46 +66,49 @@ class _Search:
         return any_file
 
 
-def stdlib_files() -> tuple[str, dict[str, int]]:
-    """Python's own source code: the folder, and the size of each file in it that is not empty."""
+def stdlib_files(table: str = "data") -> tuple[str, dict[str, int]]:
+    """Python's own source code: the folder, and the size of each file in it that is not empty. `table`: of the run file."""
     root = sysconfig.get_paths()["stdlib"]
     search = _Search(".py", _INSTALLED)
     search.take(root)
     sizes = {path: size for path, size in search.sizes.items() if size}
     if not sizes:
         raise RunError(
-            [f'data.source = "stdlib": there is no Python source below {root}; set data.source = "text" and data.paths.']
+            [
+                f'{table}.source = "stdlib": there is no Python source below {root}; set {table}.source = "text" and {table}.paths.'
+            ]
         )
     return root, sizes
 
 
-def named_files(paths: Sequence[str]) -> tuple[str, dict[str, int]]:
-    """The files that `paths` name: the folder they share, and the size of each one that is not empty."""
+def named_files(paths: Sequence[str], key: str = "data.paths") -> tuple[str, dict[str, int]]:
+    """The files that `paths` name: the folder they share, and the size of each one that is not empty. `key`: where the run
+    file names them."""
     search = _Search()
     problems = []
     for path in paths:
         if not path.strip():
-            problems.append('data.paths holds an empty path; write "." for the working directory.')
+            problems.append(f'{key} holds an empty path; write "." for the working directory.')
             continue
         tried = os.path.abspath(os.path.expanduser(path))
         # A name that exists is never a pattern, whatever brackets it holds.
         matches = [tried] if os.path.lexists(tried) else glob.glob(tried, recursive=True)
         if not matches:
             problems.append(
-                f'data.paths: "{path}" matches no file or folder (tried {tried}); '
+                f'{key}: "{path}" matches no file or folder (tried {tried}); '
                 "correct it, or start the run in the folder it is relative to."
             )
         elif not any([search.take(match) for match in matches]):  # a list: every match is to be taken
-            problems.append(f'data.paths: "{path}" holds no files (looked through {tried}); put text there or leave it out.')
+            problems.append(f'{key}: "{path}" holds no files (looked through {tried}); put text there or leave it out.')
     if search.unreadable:
         path, reason = min(search.unreadable.items())
         others = f", nor can {len(search.unreadable) - 1} more" if len(search.unreadable) > 1 else ""
-        problems.append(f"data.paths: {path} cannot be read ({reason}){others}; make it readable or leave it out.")
+        problems.append(f"{key}: {path} cannot be read ({reason}){others}; make it readable or leave it out.")
     sizes = {path: size for path, size in search.sizes.items() if size}
     if search.sizes and not sizes:
         count, first = len(search.sizes), min(search.sizes)
         which = first if count == 1 else f"each of the {count} files (the first is {first})"
-        problems.append(f"data.paths: {which} is empty; name files that hold text.")
+        problems.append(f"{key}: {which} is empty; name files that hold text.")
     if problems:
         raise RunError(problems)
     return os.path.commonpath([os.path.dirname(path) for path in sizes]), sizes

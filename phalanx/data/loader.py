@@ -5,17 +5,23 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.data.pack import Batch, Samples
+from phalanx.data.pack import Batch
 
 T = TypeVar("T")
+
+
+class Numbered(Protocol):
+    """Samples that can be asked for by their global indices."""
+
+    def batch(self, indices: npt.NDArray[np.int64]) -> Batch: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,12 +42,14 @@ class Share:
                 f"a batch of {self.batch} cannot be cut into micro-batches of {self.micro_batch} on {self.replicas} replicas"
             )
 
-    def cut(self, position: int) -> Iterator[npt.NDArray[np.int64]]:
-        """The samples of each micro-batch, in order, of the global batch that begins at `position`."""
+    def samples(self, position: int) -> npt.NDArray[np.int64]:
+        """This replica's samples of the global batch that begins at `position`."""
         each = self.batch // self.replicas
-        first = position + self.replica * each
-        for begin in range(first, first + each, self.micro_batch):
-            yield np.arange(begin, begin + self.micro_batch, dtype=np.int64)
+        return position + np.arange(self.replica * each, (self.replica + 1) * each, dtype=np.int64)
+
+    def cut(self, batch: Batch) -> list[Batch]:
+        """Micro-batches of this replica's samples, in order."""
+        return [batch.rows(first, first + self.micro_batch) for first in range(0, len(batch.samples), self.micro_batch)]
 
 
 class Loader(Generic[T]):
@@ -51,7 +59,7 @@ class Loader(Generic[T]):
     blocks on a full queue: the thread waits for requests only, and to stop it is to withdraw them.
     """
 
-    def __init__(self, samples: Samples, share: Share, *, start: int, prefetch: int, prepare: Callable[[Batch], T]):
+    def __init__(self, samples: Numbered, share: Share, *, start: int, prefetch: int, prepare: Callable[[Batch], T]):
         """`prepare` turns a batch into what the trainer wants; it runs in the thread."""
         self.position = start
         """The first sample of the step that comes next."""
@@ -63,7 +71,8 @@ class Loader(Generic[T]):
             self._requests.put(start + step * share.batch)
 
         def make(position: int) -> list[T]:
-            return [prepare(samples.batch(indices)) for indices in share.cut(position)]
+            # All micro-batches of a step are read at once: what one read costs besides its tokens is paid once.
+            return [prepare(batch) for batch in share.cut(samples.batch(share.samples(position)))]
 
         # The thread knows the queues but not the loader: a loader nobody holds any more is collected and stops its thread.
         self._thread = threading.Thread(target=_serve, args=(self._requests, self._steps, make), name="loader", daemon=True)

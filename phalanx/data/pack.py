@@ -1,35 +1,36 @@
-"""Cuts documents into windows of one length and numbers them as samples. `dataset` builds them, `loader` asks for batches."""
+"""Cuts a corpus into windows of one length and numbers them as samples. `dataset` builds them, `loader` asks for batches."""
 
 from __future__ import annotations
 
+import functools
+import zlib
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from phalanx.data.corpus import Corpus
 from phalanx.data.shuffle import Permutation, key
-from phalanx.data.source import Documents
-from phalanx.data.split import Spans
-from phalanx.spec.errors import RunError
+from phalanx.data.split import Intervals
 
 IGNORED = -100
 """The target that no loss is computed for; what cross entropy ignores by default."""
 
-Part = Literal["train", "eval"]
-_TOO_SHORT: dict[Part, tuple[str, str]] = {
-    "train": ("training", "more text"),
-    "eval": ("held-out", "a larger data.eval_fraction (0 holds out none)"),
-}
-"""What the text of each part is called, and what else makes it long enough."""
+_BLOCK, _BLOCKS = 1024, 16
+"""Of the order of samples: so many neighbours are computed at once, and so many such stretches kept."""
+
+Piece = tuple[int, int, int]
+"""A document's number, and where in the document a piece of it begins and ends."""
 
 
 class Window(NamedTuple):
-    """One sample; each array has the window's length."""
+    """One sample, each array of the window's length; or several as [sample, token]."""
 
     tokens: npt.NDArray[np.int64]
     targets: npt.NDArray[np.int64]
-    """The token that follows each; IGNORED where that begins another document, which nothing before it foretells."""
+    """The token that follows each; IGNORED where that begins another document, which nothing before it foretells, and where
+    the corpus masks it."""
     positions: npt.NDArray[np.int64]
     """Counted from the beginning of the document, or of the window where the document began before it."""
     documents: npt.NDArray[np.int32]
@@ -52,102 +53,183 @@ class Batch:
         """Whether attention has a boundary to respect; where there is none, plain causal attention is the same and faster."""
         return bool((self.documents > 0).any())
 
+    @property
+    def digest(self) -> int:
+        """Sum of the samples' checksums, each over its place in the data and its token ids: those of the parts of a batch,
+        added up, are that of the whole."""
+        rows = zip(self.tokens, self.samples.tolist(), strict=True)
+        return sum(zlib.crc32(row.tobytes(), sample & 0xFFFFFFFF) for row, sample in rows)
+
+    def rows(self, first: int, last: int) -> Batch:
+        """Samples first … last of this batch."""
+        at = slice(first, last)
+        return Batch(self.tokens[at], self.targets[at], self.positions[at], self.documents[at], self.samples[at])
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Where a sample comes from."""
+
+    source: str
+    epoch: int
+    window: int
+    pieces: tuple[Piece, ...]
+
+
+class Packing(Protocol):
+    """Windows of one length, cut out of a corpus in one way or another."""
+
+    length: int
+    count: int
+    tokens: int
+    """Tokens of the corpus that the windows are cut from."""
+    waste: float
+    """Part of all windows that is padding."""
+
+    def windows(self, numbers: npt.NDArray[np.int64]) -> Window:
+        """These windows, as [sample, token]."""
+
+    def trace(self, number: int) -> tuple[Piece, ...]:
+        """The pieces of documents that a window shows, in order."""
+
 
 class Windows:
-    """Fixed windows over all spans laid end to end, each followed by the end token.
+    """Fixed windows over all intervals laid end to end.
 
     Window k takes tokens k·length … (k+1)·length, both included: one more than its length, for the last target.
     """
 
-    def __init__(
-        self,
-        documents: Documents,
-        spans: Spans,
-        length: int,
-        *,
-        end: int,
-        document_mask: bool = True,
-        part: Part = "train",
-    ):
+    waste = 0.0
+
+    def __init__(self, corpus: Corpus, intervals: Intervals, length: int, *, document_mask: bool = True):
         self.length = length
-        self._documents = documents
-        self._spans = spans
-        self._end = end
+        self._corpus = corpus
         self._document_mask = document_mask
-        # Where each span begins in the stream, and where the stream ends.
-        self._offsets = np.concatenate([[0], np.cumsum(spans[:, 2] - spans[:, 1] + 1)]).astype(np.int64)
+        # Where each interval begins when they are laid end to end, and where the last ends.
+        self._offsets = np.concatenate([[0], np.cumsum(intervals[:, 1] - intervals[:, 0])]).astype(np.int64)
+        self._shifts = intervals[:, 0] - self._offsets[:-1]  # from there to the place in the corpus
         self.tokens = int(self._offsets[-1])
         self.count = max(0, self.tokens - 1) // length
-        if self.count == 0:
-            text, remedy = _TOO_SHORT[part]
-            raise RunError(
-                [
-                    f"The {text} text has {self.tokens} tokens, fewer than the {length + 1} that one window of "
-                    f"train.sequence_length = {length} needs; use a shorter train.sequence_length or {remedy}."
-                ]
-            )
 
-    def window(self, k: int) -> Window:
-        if not 0 <= k < self.count:
-            raise IndexError(f"window {k} of {self.count}")
-        low, high = k * self.length, (k + 1) * self.length + 1
-        first = int(np.searchsorted(self._offsets, low, side="right")) - 1
-        last = int(np.searchsorted(self._offsets, high, side="left"))
-        stream = np.full(self.length + 1, self._end, dtype=np.int64)  # what no document overwrites is an end token
-        for span in range(first, last):
-            document, start, stop = self._spans[span].tolist()
-            shift = start - int(self._offsets[span])  # from a place in the stream to one in the document
-            begin, until = max(start, low + shift), min(stop, high + shift)
-            if begin < until:
-                stream[begin - shift - low : until - shift - low] = self._documents.read(document, begin, until)
-        return self._window(stream, np.maximum(self._offsets[first:last] - low, 0))
+    def windows(self, numbers: npt.NDArray[np.int64]) -> Window:
+        if numbers.min() < 0 or numbers.max() >= self.count:
+            raise IndexError(f"windows {numbers.min()} … {numbers.max()} of {self.count}")
+        shape = len(numbers), self.length + 1
+        stream, begins = np.empty(shape, dtype=np.int64), np.zeros(shape, dtype=np.bool_)
+        trained = None
+        low = numbers * self.length
+        for row, column, start, stop in self._pieces(low, low + self.length + 1):
+            until = column + stop - start
+            stream[row, column:until] = self._corpus.read(start, stop)
+            found = self._corpus.starts(start, stop)
+            if len(found):
+                begins[row, found - (start - column)] = True
+            if column:  # an interval that does not begin with a document
+                begins[row, column] = True
+            mask = self._corpus.mask(start, stop)
+            if mask is not None:
+                trained = np.ones(shape, dtype=np.bool_) if trained is None else trained
+                trained[row, column:until] = mask
+        targets = stream[:, 1:].copy()
+        targets[begins[:, 1:] if trained is None else begins[:, 1:] | ~trained[:, 1:]] = IGNORED
+        return Window(stream[:, :-1].copy(), targets, *places(begins[:, :-1], self._document_mask))
 
-    def _window(self, stream: npt.NDArray[np.int64], begins: npt.NDArray[np.int64]) -> Window:
-        """`begins`: where in the stream each document begins; always 0 first, and the last may be the last target."""
-        tokens, targets = stream[:-1], stream[1:].copy()  # a copy: targets are masked, tokens are not
-        targets[begins[1:] - 1] = IGNORED
-        positions = np.arange(self.length, dtype=np.int64)
-        documents = np.zeros(self.length, dtype=np.int32)
-        if self._document_mask:
-            inner = begins[1:][begins[1:] < self.length]
-            documents[inner] = 1
-            np.cumsum(documents, out=documents)
-            positions -= begins[documents]
-        return Window(tokens, targets, positions, documents)
+    def window(self, number: int) -> Window:
+        return Window(*(array[0] for array in self.windows(np.array([number]))))
+
+    def trace(self, number: int) -> tuple[Piece, ...]:
+        low = np.array([number * self.length])
+        spans = [(start, stop) for _, _, start, stop in self._pieces(low, low + self.length)]
+        return tuple(piece for start, stop in spans for piece in pieces_between(self._corpus, start, stop))
+
+    def _pieces(self, low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]) -> list[tuple[int, int, int, int]]:
+        """What low … high of each row is made of: row, first column, start and stop in the corpus."""
+        first = self._offsets.searchsorted(low, "right") - 1
+        counts = self._offsets.searchsorted(high, "left") - first
+        row = np.repeat(np.arange(len(low)), counts)
+        interval = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts - first, counts)
+        begin = np.maximum(low[row], self._offsets[interval])
+        end = np.minimum(high[row], self._offsets[interval + 1])
+        shift = self._shifts[interval]
+        columns = (row, begin - low[row], begin + shift, end + shift)
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def places(begins: npt.NDArray[np.bool_], document_mask: bool) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+    """Positions and document numbers of windows in which something begins where `begins` says. [sample, token] all."""
+    along = np.arange(begins.shape[1], dtype=np.int64)
+    begins[:, 0] = False  # the first document of a window is number 0 wherever it began
+    if not document_mask or not begins.any():
+        return np.tile(along, (len(begins), 1)), np.zeros(begins.shape, dtype=np.int32)
+    last_begin = np.maximum.accumulate(np.where(begins, along, 0), axis=1)
+    return along - last_begin, np.cumsum(begins, axis=1, dtype=np.int32)
+
+
+def pieces_between(corpus: Corpus, start: int, stop: int) -> list[Piece]:
+    """Which documents start … stop of the corpus shows, and what of each."""
+    pieces = []
+    document = corpus.find(start)
+    while start < stop:
+        begin, end = corpus.bounds(document, document + 1).tolist()
+        until = min(stop, end)
+        pieces.append((document, start - begin, until - begin))
+        start, document = until, document + 1
+    return pieces
 
 
 class Samples:
-    """All samples there will ever be: windows, epoch after epoch, each epoch in an order of its own.
+    """All samples of one source there will ever be: windows, epoch after epoch, each epoch in an order of its own.
 
     A sample is a pure function of (seed, index). There is no state, so a run may begin at any index, on any number of ranks,
     and sees what a run that never stopped would have seen.
     """
 
-    def __init__(self, windows: Windows, seed: int, shuffle: bool):
-        self.windows = windows
-        self._seed = seed
+    def __init__(self, packing: Packing, seed: int, shuffle: bool, name: str = ""):
+        """`name`: what the source is called."""
+        self.packing = packing
+        self.name = name
         self._shuffle = shuffle
+        self._seed = seed
+        self._block = functools.lru_cache(_BLOCKS)(self._permuted)
 
     @property
     def count(self) -> int:
         """Samples in one epoch."""
-        return self.windows.count
+        return self.packing.count
 
     def sample(self, index: int) -> Window:
-        return self.windows.window(int(self.order(np.array([index]))[0]))
+        return Window(*(array[0] for array in self.windows(np.array([index]))))
+
+    def windows(self, indices: npt.NDArray[np.int64]) -> Window:
+        return self.packing.windows(self.order(indices))
 
     def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
-        rows = [self.windows.window(k) for k in self.order(indices).tolist()]
-        tokens, targets, positions, documents = (np.stack(column) for column in zip(*rows, strict=True))
-        return Batch(tokens, targets, positions, documents, np.array(indices, dtype=np.int64))
+        return Batch(*self.windows(indices), np.array(indices, dtype=np.int64))
+
+    def trace(self, index: int) -> Trace:
+        window = int(self.order(np.array([index]))[0])
+        return Trace(self.name, index // self.count, window, self.packing.trace(window))
 
     def order(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The window that each sample is."""
         if indices.min() < 0:
             raise IndexError(f"sample {indices.min()}; samples are counted from 0")
-        epochs, windows = np.divmod(indices, self.count)
-        if self._shuffle:
-            for epoch in np.unique(epochs).tolist():
-                now = epochs == epoch
-                windows[now] = Permutation(self.count, key("epoch", self._seed, epoch))(windows[now])
+        if not self._shuffle:
+            return indices % self.count
+        windows = np.empty(len(indices), dtype=np.int64)
+        blocks = indices // self.count * self._blocks + indices % self.count // _BLOCK
+        within = indices % self.count % _BLOCK
+        for block in set(blocks.tolist()):
+            now = blocks == block
+            windows[now] = self._block(block)[within[now]]
         return windows
+
+    @property
+    def _blocks(self) -> int:
+        return -(-self.count // _BLOCK)
+
+    def _permuted(self, block: int) -> npt.NDArray[np.int64]:
+        """A stretch of an epoch's order: indices asked for together are neighbours, and a stretch costs little more than one."""
+        epoch, first = divmod(block, self._blocks)
+        permutation = Permutation(self.count, key("epoch", self._seed, epoch))
+        return permutation(np.arange(first * _BLOCK, min((first + 1) * _BLOCK, self.count)))

@@ -5,60 +5,61 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from corpora import END, Masked, some_documents
 
+from phalanx.data.corpus import Corpus
 from phalanx.data.pack import IGNORED, Samples, Windows
 from phalanx.data.source import Memory
-from phalanx.data.split import Spans, split
-from phalanx.spec.errors import RunError
-
-END = 256
-
-
-def spans_of(*texts: str) -> Spans:
-    return split(Memory(texts).lengths, 0.0, 0)[0]
+from phalanx.data.split import Intervals, split
 
 
 def windows_of(*texts: str, length: int, document_mask: bool = True) -> Windows:
-    return Windows(Memory(texts), spans_of(*texts), length, end=END, document_mask=document_mask)
+    corpus = Memory(texts)
+    return Windows(corpus, split(corpus.blocks(), 0.0, 0)[0], length, document_mask=document_mask)
 
 
-def corpus(rng: random.Random, count: int, longest: int) -> list[str]:
-    return ["".join(rng.choices("abcdef", k=rng.randint(1, longest))) for _ in range(count)]
-
-
-def reference(texts: list[str], spans: Spans, length: int, document_mask: bool) -> list[tuple[list[int], ...]]:
-    """Every window, from the whole stream written out as a list of (token, document)."""
-    stream = [
-        (token, document) for document, start, stop in spans.tolist() for token in [*texts[document].encode()[start:stop], END]
-    ]
+def reference(corpus: Masked, intervals: Intervals, length: int, document_mask: bool) -> list[tuple[list[int], ...]]:
+    """Every window, from the whole stream written out as a list of (token, what it belongs to, whether it is a target)."""
+    stream = []
+    for interval, (start, stop) in enumerate(intervals.tolist()):
+        for i in range(start, stop):
+            document = sum(int(begin) <= i for begin in corpus._begins)
+            stream.append((int(corpus.ids[i]), (interval, document), corpus.trained is None or bool(corpus.trained[i])))
     windows = []
     for begin in range(0, len(stream) - length, length):
         cut = stream[begin : begin + length + 1]
-        targets = [b if d == c else IGNORED for (_, c), (b, d) in pairwise(cut)]
+        targets = [b if d == c and trained else IGNORED for (_, c, _), (b, d, trained) in pairwise(cut)]
         positions, ids = [0], [0]
-        for (_, before), (_, now) in pairwise(cut[:length]):
+        for (_, before, _), (_, now, _) in pairwise(cut[:length]):
             new = document_mask and before != now
             positions.append(0 if new else positions[-1] + 1)
             ids.append(ids[-1] + new)
-        windows.append(([token for token, _ in cut[:length]], targets, positions, ids))
+        windows.append(([token for token, _, _ in cut[:length]], targets, positions, ids))
     return windows
 
 
 @pytest.mark.parametrize("document_mask", [True, False])
 def test_every_window_is_its_slice_of_the_stream(document_mask: bool) -> None:
     rng = random.Random(0)
+    cases = 0
     for seed in range(60):
-        texts = corpus(rng, rng.randint(1, 30), rng.choice([1, 3, 10, 80]))
-        documents = Memory(texts)
-        for spans in split(documents.lengths, rng.choice([0.0, 0.3, 0.5]), seed):
-            for length in (1, 2, 3, 7, 16):
-                expected = reference(texts, spans, length, document_mask)
+        documents = some_documents(rng, rng.randint(1, 20), rng.choice([1, 3, 10, 40]))
+        tokens = sum(len(ids) + 1 for ids in documents)
+        corpus = Masked(documents, rng.choice([None, rng.choices([True, False], k=tokens)]))
+        for intervals in split(corpus.blocks(), rng.choice([0.0, 0.3, 0.5]), seed):
+            for length in (1, 2, 7, 16):
+                expected = reference(corpus, intervals, length, document_mask)
+                windows = Windows(corpus, intervals, length, document_mask=document_mask)
+                assert windows.count == len(expected)
+                assert windows.tokens == int((intervals[:, 1] - intervals[:, 0]).sum())
                 if not expected:
                     continue
-                windows = Windows(documents, spans, length, end=END, document_mask=document_mask)
-                assert windows.count == len(expected)
-                for k, arrays in enumerate(expected):
-                    assert tuple(array.tolist() for array in windows.window(k)) == arrays
+                asked = rng.choices(range(windows.count), k=windows.count)  # in any order, some of them twice
+                found = windows.windows(np.array(asked))
+                for row, k in enumerate(asked):
+                    assert tuple(array[row].tolist() for array in found) == expected[k]
+                cases += 1
+    assert cases > 200
 
 
 def test_a_window_by_hand() -> None:
@@ -80,6 +81,14 @@ def test_a_window_that_ends_with_a_document_does_not_foretell_the_next() -> None
     assert windows.window(1).targets.tolist() == [*b"efg", END]
 
 
+def test_what_stands_before_a_gap_does_not_foretell_what_stands_behind() -> None:
+    corpus = Memory(["abcdefgh"])
+    window = Windows(corpus, np.array([[0, 3], [5, 8]]), 5).window(0)
+    assert bytes(window.tokens.tolist()) == b"abcfg"
+    assert window.targets.tolist() == [*b"bc", IGNORED, *b"gh"]
+    assert window.positions.tolist() == [0, 1, 2, 0, 1]
+
+
 def test_boundaries_are_seen_only_where_attention_must_respect_them() -> None:
     first_has, second_has_not = [np.array([0]), np.array([1])]
     texts = ("a", "bcdefghijklm")
@@ -98,24 +107,24 @@ def test_windows_outside_are_refused() -> None:
         Samples(windows, 0, shuffle=True).sample(-1)
 
 
-def test_too_little_text_is_told_with_numbers_and_a_remedy() -> None:
-    assert windows_of("abcd", length=4).count == 1
-    with pytest.raises(RunError, match=r"training text has 5 tokens, fewer than the 6 .* = 5 needs; .* or more text\."):
-        windows_of("abcd", length=5)
-    with pytest.raises(RunError, match=r"held-out text has 5 tokens.* data\.eval_fraction"):
-        Windows(Memory(["abcd"]), spans_of("abcd"), 9, end=END, part="eval")
-    with pytest.raises(RunError, match="has 0 tokens"):
-        Windows(Memory(["a"]), np.empty((0, 3), dtype=np.int64), 9, end=END)
-
-
 def test_each_epoch_visits_every_window_once_in_an_order_of_its_own() -> None:
     samples = Samples(windows_of("x" * 700, length=7), 3, shuffle=True)
     n = samples.count
     orders = [samples.order(np.arange(epoch * n, (epoch + 1) * n)).tolist() for epoch in range(5)]
     assert all(sorted(order) == list(range(n)) for order in orders)
     assert len(set(map(tuple, orders))) == 5
-    other_seed = Samples(samples.windows, 4, shuffle=True)
+    other_seed = Samples(samples.packing, 4, shuffle=True)
     assert other_seed.order(np.arange(n)).tolist() != orders[0]
+
+
+def test_the_order_of_an_epoch_of_many_windows_is_a_permutation_whatever_is_asked_together() -> None:
+    samples = Samples(windows_of("x" * 5000, length=2), 3, shuffle=True)
+    n = samples.count
+    whole = samples.order(np.arange(n))
+    assert sorted(whole.tolist()) == list(range(n))
+    asked = np.random.default_rng(0).permutation(n)[:500]
+    assert np.array_equal(samples.order(asked), whole[asked])
+    assert samples.order(asked[:1] + 7 * n).tolist() == Samples(samples.packing, 3, True).order(asked[:1] + 7 * n).tolist()
 
 
 def test_without_shuffling_the_order_is_the_files() -> None:
@@ -124,7 +133,8 @@ def test_without_shuffling_the_order_is_the_files() -> None:
 
 
 def test_a_batch_stacks_its_samples_even_across_epochs() -> None:
-    texts = corpus(random.Random(2), 40, 30)
+    rng = random.Random(2)
+    texts = ["".join(rng.choices("abcdef", k=rng.randint(1, 30))) for _ in range(40)]
     samples = Samples(windows_of(*texts, length=9), 5, shuffle=True)
     indices = np.array([0, samples.count - 1, samples.count, 7 * samples.count + 3, 10**9, 10**15])
     batch = samples.batch(indices)
@@ -134,3 +144,25 @@ def test_a_batch_stacks_its_samples_even_across_epochs() -> None:
         sample = samples.sample(index)
         for stacked, array in zip((batch.tokens, batch.targets, batch.positions, batch.documents), sample, strict=True):
             assert stacked[row].tolist() == array.tolist()
+
+
+def text_of(corpus: Corpus, pieces: tuple[tuple[int, int, int], ...]) -> list[int]:
+    """The ids that pieces of documents name."""
+    found: list[int] = []
+    for document, start, stop in pieces:
+        begin, end = corpus.bounds(document, document + 1).tolist()
+        assert 0 <= start < stop <= end - begin
+        found += corpus.read(begin + start, begin + stop).tolist()
+    return found
+
+
+def test_a_trace_names_the_documents_of_a_sample() -> None:
+    rng = random.Random(4)
+    corpus = Masked(some_documents(rng, 30, 25))
+    windows = Windows(corpus, split(corpus.blocks(), 0.4, 1)[0], 11)
+    samples = Samples(windows, 1, shuffle=True, name="some")
+    for index in range(3 * samples.count):
+        trace = samples.trace(index)
+        assert (trace.source, trace.epoch) == ("some", index // samples.count)
+        assert text_of(corpus, trace.pieces) == samples.sample(index).tokens.tolist()
+        assert len({document for document, _, _ in trace.pieces}) <= samples.sample(index).documents[-1] + 1

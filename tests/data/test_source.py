@@ -6,18 +6,28 @@ import subprocess
 import sys
 import sysconfig
 import threading
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from phalanx.data.source import Documents, Memory, fingerprint, open_documents
+from phalanx.data import source as source_module
+from phalanx.data.dataset import open_dataset
+from phalanx.data.files import named_files, stdlib_files
+from phalanx.data.source import END, Memory, TextFiles
 from phalanx.spec.errors import RunError, RunFailed
-from phalanx.spec.run import Data
+from phalanx.spec.run import Data, MixedSource
 
 
-def text(*paths: str | Path) -> Documents:
-    return open_documents(Data(source="text", paths=tuple(map(str, paths))))
+def text(*paths: str | Path) -> TextFiles:
+    return TextFiles(*named_files(tuple(map(str, paths))))
+
+
+def piece(corpus: TextFiles, document: int, start: int, stop: int) -> bytes:
+    """Bytes of a document."""
+    begin = int(corpus.bounds(document, document)[0])
+    return corpus.read(begin + start, begin + stop).astype(np.uint8).tobytes()
 
 
 def write(root: Path, **files: str) -> Path:
@@ -28,16 +38,18 @@ def write(root: Path, **files: str) -> Path:
     return root
 
 
-def whole(documents: Documents) -> dict[str, bytes]:
+def whole(corpus: TextFiles) -> dict[str, bytes]:
+    bounds = corpus.bounds(0, corpus.documents).tolist()
+    assert all(corpus.read(stop - 1, stop).tolist() == [END] for stop in bounds[1:])
     return {
-        name: documents.read(i, 0, length).astype(np.uint8).tobytes()
-        for i, (name, length) in enumerate(zip(documents.names, documents.lengths.tolist(), strict=True))
+        name: corpus.read(start, stop - 1).astype(np.uint8).tobytes()
+        for name, start, stop in zip(corpus.names, bounds[:-1], bounds[1:], strict=True)
     }
 
 
 def problems_of(data: Data) -> tuple[str, ...]:
     with pytest.raises(RunError) as caught:
-        open_documents(data)
+        open_dataset(data, 2, 0)
     return caught.value.problems
 
 
@@ -49,13 +61,14 @@ def test_the_standard_library_is_all_of_it_and_nothing_installed() -> None:
         for path in root.rglob("*.py")
         if not unwanted & set(path.relative_to(root).parts) and path.stat().st_size
     )
-    documents = open_documents(Data())
+    documents = TextFiles(*stdlib_files())
     assert list(documents.names) == expected
     assert {"os.py", "json/decoder.py"} <= set(documents.names)
     i = list(documents.names).index("json/decoder.py")
     content = (root / "json/decoder.py").read_bytes()
-    assert documents.lengths[i] == len(content)
-    assert documents.read(i, 100, 200).tobytes() == content[100:200]
+    start, stop = documents.bounds(i, i + 1).tolist()
+    assert stop - start == len(content) + 1
+    assert piece(documents, i, 100, 200) == content[100:200]
 
 
 def test_files_folders_and_globs_are_documents_once_each_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +99,7 @@ def test_any_bytes_are_text_and_any_slice_can_be_read(tmp_path: Path) -> None:
     documents = text(tmp_path)
     for _ in range(200):
         start, stop = sorted(rng.choices(range(len(content) + 1), k=2))
-        assert documents.read(0, start, stop).tobytes() == content[start:stop]
+        assert piece(documents, 0, start, stop) == content[start:stop]
 
 
 def test_a_loop_of_links_ends(tmp_path: Path) -> None:
@@ -96,9 +109,25 @@ def test_a_loop_of_links_ends(tmp_path: Path) -> None:
 
 
 def test_memory_keeps_its_texts() -> None:
-    documents = open_documents(Data(source="memory", documents=("né", "", "third")))
-    assert list(whole(documents).values()) == ["né".encode(), b"third"]
-    assert documents.lengths.tolist() == [3, 5]
+    corpus = Memory(("né", "", "third"))
+    assert corpus.read(0, corpus.tokens).tolist() == [*"né".encode(), END, *b"third", END]
+    assert corpus.bounds(0, 2).tolist() == [0, 4, 10]
+    assert [corpus.find(i) for i in (0, 3, 4, 9)] == [0, 0, 1, 1]
+    assert corpus.starts(0, 4).tolist() == [0]
+    assert corpus.starts(1, 5).tolist() == [4]
+
+
+def test_a_corpus_of_files_is_one_stream_with_an_end_behind_each(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    texts = [rng.randbytes(rng.randint(1, 9)) for _ in range(30)]
+    for i, content in enumerate(texts):
+        (tmp_path / f"{i:02}").write_bytes(content)
+    corpus = text(tmp_path)
+    stream = [token for content in texts for token in (*content, END)]
+    assert corpus.tokens == len(stream)
+    for _ in range(300):
+        start, stop = sorted(rng.choices(range(len(stream) + 1), k=2))
+        assert corpus.read(start, stop).tolist() == stream[start:stop]
 
 
 def test_everything_wrong_with_the_paths_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,14 +181,22 @@ def test_nothing_but_empty_files_is_refused(tmp_path: Path) -> None:
     assert f"data.paths: {tmp_path}/b.txt is empty" in problem
 
 
-def test_settings_that_contradict_the_source_are_refused() -> None:
+def test_a_source_without_text_is_refused() -> None:
     assert "data.paths names nothing" in problems_of(Data(source="text"))[0]
-    assert "data.documents is empty" in problems_of(Data(source="memory"))[0]
-    assert "holds 2 empty texts" in problems_of(Data(source="memory", documents=("", "")))[0]
-    ignored = problems_of(Data(paths=("a",), documents=("b",)))
-    assert 'data.paths is set but data.source = "stdlib"' in ignored[0]
-    assert 'data.documents is set but data.source = "stdlib"' in ignored[1]
-    assert len(problems_of(Data(source="memory", paths=("a",)))) == 2
+    assert "data.documents holds no text" in problems_of(Data(source="memory"))[0]
+    assert "data.documents holds no text" in problems_of(Data(source="memory", documents=("", "")))[0]
+
+
+def test_problems_of_a_mixture_name_the_source_and_come_together(tmp_path: Path) -> None:
+    mix = (
+        MixedSource(name="wiki", source="text", paths=(str(tmp_path / "nowhere"),)),
+        MixedSource(name="web", source="memory"),
+        MixedSource(name="fine", source="memory", documents=("text that is long enough" * 100,)),
+    )
+    problems = problems_of(Data(mix=mix))
+    assert len(problems) == 2
+    assert problems[0].startswith(f'data.mix.wiki.paths: "{tmp_path}/nowhere" matches no file')
+    assert problems[1].startswith('data.mix.web.source = "memory" but data.mix.web.documents')
 
 
 def test_a_standard_library_without_source_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,12 +208,12 @@ def test_a_standard_library_without_source_is_refused(tmp_path: Path, monkeypatc
 def test_a_file_that_shrinks_is_an_error_and_never_short_data(tmp_path: Path) -> None:
     write(tmp_path, a_txt="0123456789")
     documents = text(tmp_path)
-    assert documents.read(0, 8, 10).tobytes() == b"89"
+    assert piece(documents, 0, 8, 10) == b"89"
     os.truncate(tmp_path / "a.txt", 6)
-    assert documents.read(0, 2, 6).tobytes() == b"2345"
+    assert piece(documents, 0, 2, 6) == b"2345"
     for start, stop in [(2, 10), (8, 10)]:
         with pytest.raises(RunFailed, match=rf"{tmp_path}/a.txt has shrunk: it held 10 bytes .* holds 6 now"):
-            documents.read(0, start, stop)
+            piece(documents, 0, start, stop)
 
 
 def test_a_file_that_vanishes_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -184,10 +221,10 @@ def test_a_file_that_vanishes_is_an_error_that_names_it(tmp_path: Path) -> None:
     documents = text(tmp_path)
     os.remove(tmp_path / "a.txt")
     with pytest.raises(RunFailed, match=rf"{tmp_path}/a.txt can no longer be read \(No such file"):
-        documents.read(0, 0, 5)
+        piece(documents, 0, 0, 5)
 
 
-def many(root: Path, count: int = 200) -> tuple[Documents, list[bytes]]:
+def many(root: Path, count: int = 200) -> tuple[TextFiles, list[bytes]]:
     contents = [f"{i}:".encode() * 50 for i in range(count)]
     for i, content in enumerate(contents):
         (root / f"{i:03}").write_bytes(content)
@@ -198,7 +235,7 @@ def test_few_files_are_open_at_once_and_none_afterwards(tmp_path: Path) -> None:
     before = len(os.listdir("/dev/fd"))
     documents, contents = many(tmp_path)
     for i, content in enumerate(contents):
-        assert documents.read(i, 3, 9).tobytes() == content[3:9]
+        assert piece(documents, i, 3, 9) == content[3:9]
     assert len(os.listdir("/dev/fd")) - before <= 64
     del documents
     assert len(os.listdir("/dev/fd")) == before
@@ -212,7 +249,7 @@ def test_threads_read_at_once(tmp_path: Path) -> None:
         rng = random.Random(seed)
         for _ in range(3000):
             i = rng.randrange(len(contents))
-            if documents.read(i, 0, 20).tobytes() != contents[i][:20]:
+            if piece(documents, i, 0, 20) != contents[i][:20]:
                 wrong.append(i)
 
     threads = [threading.Thread(target=reader, args=(seed,)) for seed in range(3)]
@@ -231,11 +268,11 @@ def test_a_forked_child_reads_on_while_the_parent_does(tmp_path: Path) -> None:
     def reader() -> None:
         i = 0
         while not stop.is_set():
-            documents.read(i % 200, 0, 10)
+            piece(documents, i % 200, 0, 10)
             i += 1
 
     def all_right() -> bool:
-        return all(documents.read(i, 2, 12).tobytes() == contents[i][2:12] for i in range(200))
+        return all(piece(documents, i, 2, 12) == contents[i][2:12] for i in range(200))
 
     thread = threading.Thread(target=reader)
     thread.start()
@@ -251,16 +288,44 @@ def test_a_forked_child_reads_on_while_the_parent_does(tmp_path: Path) -> None:
         thread.join()
 
 
-def test_the_fingerprint_follows_names_and_lengths_and_not_the_place(tmp_path: Path) -> None:
+def test_the_fingerprint_follows_names_and_texts_and_not_the_place(tmp_path: Path) -> None:
     files = {"a_txt": "one", "deep__b_txt": "two"}
-    prints = [fingerprint(text(write(tmp_path / place, **files))) for place in ("here", "there")]
+    prints = [text(write(tmp_path / place, **files)).fingerprint for place in ("here", "there")]
     assert prints[0] == prints[1]
-    changed = [{**files, "a_txt": "ones"}, {**files, "c_txt": "x"}, {"a_txt": "one"}, {"b_txt": "one", "deep__b_txt": "two"}]
-    prints += [fingerprint(text(write(tmp_path / str(i), **change))) for i, change in enumerate(changed)]
+    changed = [
+        {**files, "a_txt": "ones"},
+        {**files, "a_txt": "ono"},  # of the same length
+        {**files, "c_txt": "x"},
+        {"a_txt": "one"},
+        {"b_txt": "one", "deep__b_txt": "two"},
+        {"a_txt": "onetwo"},
+    ]
+    prints += [text(write(tmp_path / str(i), **change)).fingerprint for i, change in enumerate(changed)]
     assert len(set(prints)) == 1 + len(changed)
 
 
+def test_the_fingerprint_of_a_large_corpus_looks_at_pieces_from_its_beginning_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_module, "_HASHED_WHOLE", 400)
+    monkeypatch.setattr(source_module, "_SAMPLES", 10)
+    content = random.Random(0).randbytes(100_000)
+    (tmp_path / "a").write_bytes(content)
+    corpus = text(tmp_path)
+    asked: list[tuple[int, int]] = []
+    plain = TextFiles.read
+    monkeypatch.setattr(TextFiles, "read", lambda self, start, stop: asked.append((start, stop)) or plain(self, start, stop))
+    before = corpus.fingerprint
+    assert sum(stop - start for start, stop in asked) == 400
+    assert (asked[0][0], asked[-1][1]) == (0, 100_001)
+    assert max(b[0] - a[1] for a, b in pairwise(asked)) < 12_000
+    for at in (0, asked[5][0] + 20, 99_999):
+        (tmp_path / "a").write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        assert text(tmp_path).fingerprint != before
+
+
 def test_the_fingerprint_is_the_same_in_another_process() -> None:
-    code = "from phalanx.data.source import *; print(fingerprint(Memory(['a', 'bc'])))"
+    code = "from phalanx.data.source import *; print(Memory(['a', 'bc']).fingerprint)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == fingerprint(Memory(["a", "bc"]))
+    assert out.stdout.strip() == Memory(["a", "bc"]).fingerprint
+    assert len({Memory(texts).fingerprint for texts in (["a", "bc"], ["ab", "c"], ["abc"], ["bc", "a"])}) == 4

@@ -1,69 +1,84 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
-from phalanx.data.split import Spans, split
+from phalanx.data.split import Intervals, split
 
 
-def tokens_of(spans: Spans) -> list[tuple[int, int]]:
-    return [(document, i) for document, start, stop in spans.tolist() for i in range(start, stop)]
+def blocks(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+def tokens_of(intervals: Intervals) -> list[int]:
+    return [i for start, stop in intervals.tolist() for i in range(start, stop)]
+
+
+def documents_of(intervals: Intervals, each: int) -> set[int]:
+    return {i // each for i in tokens_of(intervals)}
 
 
 def test_every_token_is_on_one_side_and_the_fraction_is_met() -> None:
     rng = random.Random(0)
-    for seed in range(100):
+    for seed in range(200):
         lengths = np.array([rng.randint(1, 40) for _ in range(rng.randint(1, 30))])
         fraction = rng.choice([0.01, 0.1, 0.25, 0.5])
-        train, held_out = map(tokens_of, split(lengths, fraction, seed))
-        everything = [(d, i) for d, length in enumerate(lengths) for i in range(length)]
-        assert sorted(train + held_out) == everything
-        assert train == sorted(train)
-        assert held_out == sorted(held_out)
-        assert len(held_out) == max(1, round(fraction * len(everything)))
+        parts = split(blocks(lengths), fraction, seed)
+        train, held_out = map(tokens_of, parts)
+        assert sorted(train + held_out) == list(range(lengths.sum()))
+        assert len(held_out) == max(1, round(fraction * lengths.sum()))
+        for part in parts:
+            assert all(start < stop for start, stop in part.tolist())
+            assert all(one[1] < other[0] for one, other in pairwise(part.tolist()))  # in order, and none touch
 
 
 def test_at_most_one_document_is_on_both_sides_with_its_tail_held_out() -> None:
     for seed in range(50):
-        train, held_out = split(np.full(20, 7), 0.3, seed)
-        shared = set(train[:, 0].tolist()) & set(held_out[:, 0].tolist())
+        train, held_out = split(blocks(np.full(20, 7)), 0.3, seed)
+        shared = documents_of(train, 7) & documents_of(held_out, 7)
         assert len(shared) <= 1
         for document in shared:
-            ((_, start, cut),) = train[train[:, 0] == document].tolist()
-            assert start == 0
-            assert held_out[held_out[:, 0] == document].tolist() == [[document, cut, 7]]
+            inside = [i for i in tokens_of(held_out) if i // 7 == document]
+            assert inside == list(range(inside[0], 7 * document + 7))
 
 
 def test_a_single_document_is_cut() -> None:
-    train, held_out = split(np.array([1000]), 0.01, 3)
-    assert train.tolist() == [[0, 0, 990]]
-    assert held_out.tolist() == [[0, 990, 1000]]
+    train, held_out = split(blocks([1000]), 0.01, 3)
+    assert train.tolist() == [[0, 990]]
+    assert held_out.tolist() == [[990, 1000]]
+
+
+def test_no_text_is_divided_into_nothing() -> None:
+    for part in split(blocks([]), 0.1, 0):
+        assert part.shape == (0, 2)
 
 
 def test_fraction_zero_holds_out_nothing() -> None:
-    train, held_out = split(np.array([3, 4]), 0.0, 0)
-    assert train.tolist() == [[0, 0, 3], [1, 0, 4]]
-    assert held_out.shape == (0, 3)
+    train, held_out = split(blocks([3, 4]), 0.0, 0)
+    assert train.tolist() == [[0, 7]]
+    assert held_out.shape == (0, 2)
 
 
 def test_the_draw_follows_the_seed_alone_and_favours_no_document() -> None:
-    lengths = np.full(20, 5)
+    lengths = blocks(np.full(20, 5))
     assert split(lengths, 0.1, 7)[1].tolist() == split(lengths, 0.1, 7)[1].tolist()
     drawn = np.zeros(20)
     for seed in range(2000):
-        drawn[split(lengths, 0.1, seed)[1][:, 0]] += 1
+        drawn[list(documents_of(split(lengths, 0.1, seed)[1], 5))] += 1
     assert drawn.sum() == 4000
     assert drawn == pytest.approx(200, abs=70)  # five standard deviations
 
 
 def test_more_documents_hardly_change_what_the_old_ones_are_for() -> None:
-    before = set(split(np.full(1000, 5), 0.1, 0)[1][:, 0].tolist())
-    after = set(split(np.full(1100, 5), 0.1, 0)[1][:, 0].tolist())
+    before = documents_of(split(blocks(np.full(1000, 5)), 0.1, 0)[1], 5)
+    after = documents_of(split(blocks(np.full(1100, 5)), 0.1, 0)[1], 5)
     assert len(before - after) <= 20
 
 
 def test_the_draw_never_changes_between_versions() -> None:
     # A resumed run must not train on what it held out before.
-    assert split(np.full(10, 10), 0.25, 0)[1].tolist() == [[1, 0, 10], [2, 0, 10], [4, 5, 10]]
+    assert split(blocks(np.full(10, 10)), 0.25, 0)[1].tolist() == [[10, 30], [45, 50]]

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from small_tokenizers import CHATML, MARKED, save_bpe, save_unigram
+
+from phalanx.data.chat import MESSAGES, NO_ANSWER, REFUSED, UNCLEAR, Chat, encode, template_of
+from phalanx.data.records import MISSING, NOT_UTF8, Bad
+from phalanx.data.template import PLAIN, Rendered, Template
+from phalanx.data.tokenize import Tokenizer, tokenizer
+from phalanx.spec.errors import RunError
+from phalanx.spec.run import Source
+
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is asked?"},
+    {"role": "assistant", "content": "This is answered."},
+    {"role": "user", "content": "naïve – 語?"},
+    {"role": "assistant", "content": "déjà vu 🜁!"},
+]
+QWEN3 = (
+    "{%- set ns = namespace(last=0) %}{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"
+    "{%- for m in messages %}{%- if m.role == 'assistant' and loop.index0 > ns.last %}"
+    "{{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' + m.content + '<|im_end|>\\n' }}"
+    "{%- else %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+"""The way Qwen3's writes earlier answers: without the thinking that the last one has."""
+
+
+def chat(template: str, **special: str) -> Chat:
+    return Chat(Template(template, "The template", special), "messages", "prompt", "response")
+
+
+def answers(rendered: Rendered | Bad) -> list[str]:
+    assert isinstance(rendered, Rendered), rendered
+    return [rendered.text[a:b] for a, b in rendered.answers]
+
+
+def reference(folder: Path) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("save", [save_bpe, save_unigram])
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_ids_are_those_of_transformers(save: Callable[..., Path], template: str, tmp_path: Path) -> None:
+    theirs = reference(save(tmp_path, template=template))
+    words = tokenizer(str(tmp_path))
+    assert words.chat_template is not None
+    rendered = chat(words.chat_template).render({"messages": TURNS})
+    assert isinstance(rendered, Rendered)
+    assert rendered.text == theirs.apply_chat_template(TURNS, tokenize=False)
+    ids, mask = encode(rendered, words)
+    expected = theirs.apply_chat_template(TURNS, return_dict=True)["input_ids"]
+    assert ids.tolist() == expected
+    assert len(mask) == len(ids)
+
+
+@pytest.mark.parametrize("save", [save_bpe, save_unigram])
+def test_marked_answers_are_those_of_transformers(save: Callable[..., Path], tmp_path: Path) -> None:
+    theirs = reference(save(tmp_path, template=MARKED))
+    words = tokenizer(str(tmp_path))
+    rendered = chat(MARKED).render({"messages": TURNS})
+    assert isinstance(rendered, Rendered)
+    ids, mask = encode(rendered, words)
+    expected = theirs.apply_chat_template(TURNS, return_dict=True, return_assistant_tokens_mask=True)
+    assert ids.tolist() == expected["input_ids"]
+    assert mask.astype(int).tolist() == expected["assistant_masks"]
+    assert 0 < mask.sum() < len(mask)
+
+
+def test_without_marks_the_answer_is_what_follows_the_prompt(tmp_path: Path) -> None:
+    rendered = chat(CHATML).render({"messages": TURNS})
+    assert answers(rendered) == ["This is answered.<|im_end|>\n", "déjà vu 🜁!<|im_end|>\n"]
+    words = tokenizer(str(save_bpe(tmp_path)))
+    assert isinstance(rendered, Rendered)
+    ids, mask = encode(rendered, words)
+    assert words.decode(ids[mask]) == "This is answered.\ndéjà vu 🜁!\n"
+    assert words.decode(ids[~mask]) == "system\nBe brief.\nuser\nWhat is asked?\nassistant\nuser\nnaïve – 語?\nassistant\n"
+
+
+def test_a_template_that_writes_earlier_answers_otherwise(tmp_path: Path) -> None:
+    rendered = chat(QWEN3).render({"messages": TURNS})
+    assert answers(rendered) == ["This is answered.<|im_end|>\n", "<think>\n\n</think>\n\ndéjà vu 🜁!<|im_end|>\n"]
+
+
+def test_the_plain_template() -> None:
+    rendered = chat(PLAIN).render({"prompt": "What? ", "response": "That.", "system": "Be brief."})
+    assert isinstance(rendered, Rendered)
+    assert rendered.text == "System: Be brief.\n\nUser: What?\n\nAssistant: That.\n\n"
+    assert answers(rendered) == [" That.\n\n"]
+    ids, mask = encode(rendered, tokenizer("byte"))
+    assert bytes(ids[mask].astype(np.uint8)) == b" That.\n\n"
+
+
+def test_content_in_parts_and_extra_keys_reach_the_template() -> None:
+    parts = [{"type": "text", "text": "This is "}, {"type": "text", "text": "answered."}]
+    turns = [{"role": "user", "content": "Who?", "name": "me"}, {"role": "assistant", "content": parts}]
+    template = CHATML.replace("message.role + ", "message.role + (message.name or '') + ")
+    rendered = chat(template).render({"messages": turns})
+    assert answers(rendered) == ["This is answered.<|im_end|>\n"]
+    assert isinstance(rendered, Rendered) and rendered.text.startswith("<|im_start|>userme\nWho?")
+
+
+def test_helpers_of_transformers_are_there() -> None:
+    template = (
+        "{{ bos_token }}{{ {'ä': '<'} | tojson }}{{ strftime_now('%d %b %Y') }}"
+        "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.content + eos_token }}{% endfor %}"
+    )
+    rendered = chat(template, bos_token="<s>", eos_token="</s>").render({"messages": TURNS[:3]})
+    assert isinstance(rendered, Rendered)
+    assert rendered.text == '<s>{"ä": "<"}26 Jul 2024What is asked?</s>This is answered.</s>'
+    assert answers(rendered) == ["This is answered.</s>"]
+
+
+BAD_RECORDS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "no fields": ({"text": "a"}, MISSING, 'neither "messages" nor "prompt" and "response"; its fields are: text'),
+    "messages no list": ({"messages": "hi"}, MESSAGES, "no list"),
+    "no messages": ({"messages": []}, MESSAGES, "no list"),
+    "message no object": ({"messages": ["hi"]}, MESSAGES, "message 0"),
+    "no role": ({"messages": [{"content": "hi"}]}, MESSAGES, "message 0"),
+    "content a number": ({"messages": [{"role": "user", "content": 3}]}, MESSAGES, "content of message 0"),
+    "a picture": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, MESSAGES, "content of message 0"),
+    "only questions": ({"messages": TURNS[:2]}, NO_ANSWER, "assistant"),
+    "empty answer": ({"prompt": "a", "response": ""}, NO_ANSWER, "assistant"),
+    "answer null": ({"prompt": "a", "response": None}, MESSAGES, "content of message 1"),
+    "half a character": ({"prompt": "a", "response": "\ud83d"}, NOT_UTF8, "half a character"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_RECORDS)
+def test_a_bad_record_is_told_apart(name: str) -> None:
+    record, reason, detail = BAD_RECORDS[name]
+    bad = chat(CHATML).render(record)
+    assert isinstance(bad, Bad)
+    assert bad.reason == reason and detail in bad.detail
+
+
+def test_what_the_template_refuses_is_said_in_its_words() -> None:
+    template = CHATML.replace(
+        "{{ '<|im_start|>' + message",
+        "{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}{{ '<|im_start|>' + message",
+        1,
+    )
+    bad = chat(template).render({"messages": [{"role": "tool", "content": "x"}, *TURNS]})
+    assert bad == Bad(REFUSED, "no tools here")
+    assert isinstance(chat(template).render({"messages": TURNS}), Rendered)
+
+
+def test_an_answer_that_the_template_hides_or_moves_is_no_record() -> None:
+    hides = CHATML.replace("message.content", "(message.content if message.content != 'hidden' else '')")
+    bad = chat(hides).render({"prompt": "a", "response": "hidden"})
+    assert isinstance(bad, Bad) and bad.reason == UNCLEAR
+    moves = "{{ messages | length }}" + CHATML
+    bad = chat(moves).render({"messages": TURNS})
+    assert isinstance(bad, Bad) and bad.reason == UNCLEAR and "generation tag" in bad.detail
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "does not show what the assistant says"),
+        ("{% for m in messages %}\n{% if %}{% endfor %}", "line 2, is no valid Jinja"),
+        ("{% generation %}{% endgeneration %}" + CHATML, "not around what the assistant says"),
+        ("{% generation %}" + CHATML, "is no valid Jinja"),
+    ],
+)
+def test_a_template_that_cannot_teach_is_refused_at_once(template: str, said: str) -> None:
+    with pytest.raises(RunError, match=said):
+        chat(template)
+
+
+def test_templates_cannot_reach_out() -> None:
+    escape = "{% for m in messages %}{{ m.content }}{% endfor %}{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    bad = chat(escape).render({"messages": TURNS})
+    assert isinstance(bad, Bad) and bad.reason == REFUSED
+
+
+def test_where_a_template_comes_from(tmp_path: Path) -> None:
+    words: Tokenizer = tokenizer("byte")
+    with pytest.raises(RunError, match=r'data.tokenizer = "byte" brings no chat template; set data.template'):
+        template_of(Source(source="chat"), words)
+    assert template_of(Source(template="plain"), words)[1] == PLAIN
+    (tmp_path / "own.jinja").write_text(CHATML)
+    assert template_of(Source(template=str(tmp_path / "own.jinja")), words)[1] == CHATML
+    with pytest.raises(RunError, match=r"gone\.jinja.*No such file"):
+        template_of(Source(template=str(tmp_path / "gone.jinja")), words)
+    (tmp_path / "binary.jinja").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RunError, match=r"binary\.jinja"):
+        template_of(Source(template=str(tmp_path / "binary.jinja")), words)
+    assert json.dumps(template_of(Source(), tokenizer(str(save_bpe(tmp_path, template=MARKED))))[1]) == json.dumps(MARKED)

@@ -1,0 +1,134 @@
+"""Inspecting a corpus: every number against a plain count over the same documents."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from phalanx.data import inspect as module
+from phalanx.data.bestfit import BestFit
+from phalanx.data.inspect import Lengths, Wish, inspect, padding
+from phalanx.data.source import Memory, TextFiles
+from phalanx.data.tokenfile import TokenFiles
+from phalanx.data.tokenize import ByteTokenizer
+from phalanx.data.tokenwriter import write_token_files
+
+WORDS = ByteTokenizer()
+
+
+def texts(count: int = 300, seed: int = 0) -> list[str]:
+    dice = np.random.default_rng(seed)
+    return ["".join(chr(97 + int(c)) for c in dice.integers(26, size=int(n))) for n in dice.integers(1, 90, size=count)]
+
+
+def expected_lengths(lengths: list[int]) -> dict[str, float]:
+    ordered = sorted(lengths)
+
+    def at(part: float) -> int:
+        return ordered[max(0, -(-int(part * 100) * len(ordered) // 100) - 1)]
+
+    return {
+        "min": ordered[0],
+        "median": at(0.5),
+        "mean": pytest.approx(statistics.mean(ordered)),
+        "p90": at(0.9),
+        "p99": at(0.99),
+        "max": ordered[-1],
+    }
+
+
+def test_counts_and_lengths() -> None:
+    documents = texts()
+    found = inspect(Memory(documents), WORDS, Wish())
+    lengths = [len(text) for text in documents]
+    assert (found.documents, found.tokens, found.bytes) == (300, sum(lengths) + 300, sum(lengths))
+    assert not found.bytes_estimated and found.masked_tokens is None and found.padding is None
+    assert found.lengths == expected_lengths(lengths)
+    assert sum(times for _, _, times in found.histogram) == 300
+    for low, high, times in found.histogram:
+        assert times == sum(low <= length <= high for length in lengths)
+
+
+@pytest.mark.parametrize("portion", [50, 1000])
+def test_portions_do_not_matter(monkeypatch: pytest.MonkeyPatch, portion: int) -> None:
+    """Portions smaller than a document, of a few, and of all."""
+    documents = [*texts(50), *texts(20), "x" * 700, "y" * 700]
+    whole = inspect(Memory(documents), WORDS, Wish())
+    monkeypatch.setattr(module, "_PORTION", portion)
+    told: list[tuple[int, int]] = []
+    assert inspect(Memory(documents), WORDS, Wish(), lambda done, total: told.append((done, total))) == whole
+    assert len(told) > 1 and told[-1][0] == told[-1][1] == whole.tokens
+
+
+def test_very_long_documents_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SHORT", 40)
+    documents = texts()
+    lengths = Lengths(counts=np.zeros(40, dtype=np.int64))
+    lengths.add(np.array([len(text) for text in documents]))
+    assert len(lengths.long) > 50
+    assert lengths.table() == expected_lengths([len(text) for text in documents])
+
+
+def test_duplicates() -> None:
+    documents = ["aa", "b", "aa", "c", "b", "b", "ab", "a", "a" * 50, "a" * 51]
+    found = inspect(Memory(documents), WORDS, Wish())
+    extra = sum(times - 1 for times in Counter(documents).values())
+    assert (found.duplicates, found.duplicates_of) == (extra, len(documents))
+    assert found.duplicate_share == extra / len(documents)
+
+
+def test_duplicates_of_files_whatever_is_read_together(tmp_path: Path) -> None:
+    for number, text in enumerate(["same", "other", "same"]):
+        (tmp_path / f"{number}.txt").write_text(text)
+    corpus = TextFiles(str(tmp_path), {str(path): path.stat().st_size for path in tmp_path.iterdir()})
+    assert inspect(corpus, WORDS, Wish()).duplicates == 1
+
+
+def test_duplicates_of_a_large_corpus_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = [f"text {i % 3000}" for i in range(4000)]
+    monkeypatch.setattr(module, "_MOST", 1000)
+    found = inspect(Memory(documents), WORDS, Wish())
+    assert 600 < found.duplicates_of < 1400
+    assert found.duplicate_share == pytest.approx(0.25, abs=0.06)
+
+
+@pytest.mark.parametrize("length", [8, 33, 100])
+def test_padding_is_that_of_best_fit(tmp_path: Path, length: int) -> None:
+    corpus = Memory(texts())
+    packed = BestFit(corpus, np.array([[0, corpus.tokens]]), length, end=WORDS.end, document_mask=True, cache=tmp_path)
+    assert padding(corpus, length) == pytest.approx(packed.waste)
+    assert inspect(corpus, WORDS, Wish(sequence_length=length)).padding == pytest.approx(packed.waste)
+
+
+def test_samples_follow_the_seed() -> None:
+    documents = texts()
+    corpus = Memory(documents)
+
+    def shown(**values: Any) -> list[dict[str, Any]]:
+        return inspect(corpus, WORDS, Wish(**values)).sample
+
+    assert shown() == shown() and shown(seed=1) != shown(seed=2)
+    assert len(shown(samples=5)) == 5 and shown(samples=0) == []
+    for sample in shown(samples=5, characters=7):
+        text = documents[sample["document"]]
+        assert (sample["text"], sample["tokens"]) == (text[:7], len(text))
+    assert len(shown(samples=1000)) == 300
+
+
+def test_token_files_with_masks_and_without_a_tokenizer(tmp_path: Path) -> None:
+    write_token_files(tmp_path, WORDS, [[1, 2, 3], [4, 5]], [[False, True, True], [False, False]])
+    found = inspect(TokenFiles(tmp_path), None, Wish())
+    assert found.masked_tokens == 1 + 3  # a document's end is trained on if its last token is
+    assert found.bytes is None
+    assert found.sample[0] == {"document": 0, "tokens": 3, "text": None, "ids": [1, 2, 3, 256]}
+
+
+def test_an_empty_corpus() -> None:
+    found = inspect(Memory([]), WORDS, Wish(sequence_length=8))
+    assert (found.documents, found.tokens, found.lengths, found.histogram, found.sample) == (0, 0, {}, [], [])
+    assert found.duplicate_share == 0.0 and found.padding == 0.0

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import gzip
+import io
+import itertools
+import json
+import random
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from phalanx.data.records import JsonLines, lines, next_line, text_in
+from phalanx.data.storage import Unpacked
+
+
+def test_lines_are_those_of_splitting() -> None:
+    dice = random.Random(0)
+    for _ in range(200):
+        content = b"\n".join(b"x" * dice.choice([0, 1, 5, 30]) for _ in range(dice.randint(0, 20)))
+        whole = content.split(b"\n")
+        if whole[-1] == b"":
+            whole.pop()
+        found = list(lines(io.BytesIO(content), limit=10))
+        assert [line for _, line in found] == [line if len(line) <= 10 else None for line in whole]
+        for (offset, _), line in zip(found, whole, strict=True):
+            assert content[offset : offset + len(line)] == line
+
+
+def test_every_line_belongs_to_exactly_one_range(tmp_path: Path) -> None:
+    dice = random.Random(1)
+    path = tmp_path / "a.jsonl"
+    for _ in range(60):
+        records = [{"n": n, "pad": "x" * dice.choice([0, 3, 200])} for n in range(dice.randint(1, 30))]
+        path.write_text("\n".join(map(json.dumps, records)) + dice.choice(["", "\n", "\n\n"]))
+        size, cut = path.stat().st_size, dice.randint(1, 120)
+        edges = [*range(0, size, cut), size]
+        found = []
+        for start, stop in itertools.pairwise(edges):
+            reader = JsonLines(str(path), 1 << 20, start, stop)
+            for position, record in reader:
+                assert isinstance(record, dict)
+                found.append(record)
+                assert reader.place(position).endswith(f", line {record['n'] + 1}")
+        assert found == records
+
+
+def test_a_range_inside_a_long_line_is_left_without_reading_on(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"x" * 5000 + b"\nlast\n")
+    with path.open("rb") as file:
+        assert next_line(file, 100, 200) == 200
+        assert file.tell() <= 200
+        assert next_line(file, 4000, 5003) == 5001
+        assert next_line(file, 5001, 5006) == 5001
+        assert next_line(file, 5002, 5006) == 5006
+
+
+@pytest.mark.parametrize("packing", ["", ".gz", ".zst"])
+def test_a_huge_line_is_skipped_in_little_memory(packing: str, tmp_path: Path) -> None:
+    path = tmp_path / f"huge.jsonl{packing}"
+    size = 1 << 30
+    if packing == "":
+        with path.open("wb") as file:
+            file.write(b'{"text": "a"}\n')
+            file.truncate(size)  # zeros that take no room on disk
+            file.seek(0, 2)
+            file.write(b'\n{"text": "b"}\n')
+    else:
+        size = 1 << 27
+        content = b'{"text": "a"}\n' + b"x" * size + b'\n{"text": "b"}\n'
+        if packing == ".gz":
+            path.write_bytes(gzip.compress(content, 1))
+        else:
+            import zstandard
+
+            path.write_bytes(zstandard.compress(content))
+        del content
+    tracemalloc.start()
+    try:
+        found = [record for _, record in JsonLines(str(path), 1 << 20)]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert [record if isinstance(record, dict) else record.reason for record in found] == [
+        {"text": "a"},
+        "too long",
+        {"text": "b"},
+    ]
+    assert peak < 48 << 20, f"{peak >> 20} MiB"
+
+
+def test_a_whole_name_comes_before_dots_that_reach_inside() -> None:
+    assert text_in({"a.b": "whole", "a": {"b": "inside"}}, "a.b", 100) == "whole"
+    assert text_in({"a": {"b": "inside"}}, "a.b", 100) == "inside"
+
+
+def test_packed_names_are_known_however_they_are_written(tmp_path: Path) -> None:
+    (tmp_path / "A.TXT.GZ").write_bytes(gzip.compress(b"one") + gzip.compress(b"two"))
+    unpacked = Unpacked(str(tmp_path / "A.TXT.GZ"))
+    assert b"".join(iter(lambda: unpacked.read(100), b"")) == b"onetwo"
+    unpacked.close()
