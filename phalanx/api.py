@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from phalanx.launch.env import torchrun_place, visible_gpus
 from phalanx.launch.local import Job
-from phalanx.launch.prepare import prepare
+from phalanx.launch.measure import measure
+from phalanx.launch.prepare import Request, prepare
 from phalanx.launch.probe import probe
 from phalanx.planning.search import choose
 from phalanx.spec.check import check
@@ -23,26 +24,38 @@ if TYPE_CHECKING:
 
 def plan(run: Run) -> Plan:
     """The run laid out on this machine."""
-    return choose(_checked(run), probe(visible_gpus()))
+    run = _checked(run)
+    return choose(run, probe(visible_gpus()), size=measure(run))
 
 
-def train(run: Run, *, run_dir: str | Path | None = None, name: str = "run", fresh: bool = False) -> Job:
+def train(
+    run: Run,
+    *,
+    run_dir: str | Path | None = None,
+    name: str = "run",
+    fresh: bool = False,
+    accept_changed_data: bool = False,
+) -> Job:
     """Start the run's workers on this machine; read `Job.events()` to follow them to the end.
 
-    As on the command line, a run that was stopped goes on where it was. The workers die with the thread that called this.
+    As on the command line, a run that was stopped goes on where it was, unless its text has changed since and that is not
+    accepted. The workers die with the thread that called this.
     """
-    return Job(prepare(_checked(run), name, directory=None if run_dir is None else Path(run_dir), fresh=fresh))
+    directory = None if run_dir is None else Path(run_dir)
+    request = Request(directory=directory, fresh=fresh, accept_changed_data=accept_changed_data)
+    return Job(prepare(_checked(run), name, request))
 
 
 def trainer(run: Run, *, checkpoints: str | Path = "checkpoints") -> Trainer:
-    """A trainer in this process, built and ready to step: alone, or as one of torchrun's ranks."""
+    """A trainer in this process, built, with the weights it starts from, ready to step: alone, or as one of torchrun's ranks."""
     from phalanx.parallel.mesh import connect
     from phalanx.training.trainer import Trainer
 
     run, place = _checked(run), torchrun_place() or Place()
-    layout = choose(run, probe(visible_gpus()), place.ranks)
+    layout = choose(run, probe(visible_gpus()), place.ranks, measure(run))
     built = Trainer(run, layout, connect(place, layout.device, run.resilience.timeout), Path(checkpoints))
     built.build()
+    built.begin()
     return built
 
 

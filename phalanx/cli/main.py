@@ -10,7 +10,7 @@ import sys
 import typer
 
 from phalanx._version import __version__
-from phalanx.cli import doctor, generate, models, schema, train
+from phalanx.cli import data, doctor, eval, export, generate, import_, models, schema, tokenize, train
 from phalanx.cli.output import print_error
 from phalanx.spec.errors import PhalanxError
 
@@ -23,6 +23,11 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("generate")(generate.generate)
+app.command("eval")(eval.eval)
+app.add_typer(data.app, name="data")
+app.command("import")(import_.import_)
+app.command("export")(export.export)
+app.command("tokenize")(tokenize.tokenize)
 app.command("models")(models.models)
 app.command("doctor")(doctor.doctor)
 app.command("schema")(schema.schema)

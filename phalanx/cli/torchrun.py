@@ -12,21 +12,24 @@ from phalanx.cli.output import console, print_error, print_json
 from phalanx.cli.rank import Signals, work
 from phalanx.cli.train import conclude
 from phalanx.dashboard.progress import display
+from phalanx.dashboard.reading import tokenizing
 from phalanx.events.log import EventLog
+from phalanx.events.records import Warned
 from phalanx.events.rundir import RunDir
 from phalanx.launch.env import visible_gpus
 from phalanx.launch.local import started
-from phalanx.launch.prepare import Prepared, prepare
+from phalanx.launch.prepare import Prepared, Request, prepare
 from phalanx.launch.probe import probe
 from phalanx.parallel.mesh import connect, disconnect
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import load
 from phalanx.spec.place import Place
 
+_UNTIL_PREPARED = 7 * 86400.0  # seconds that the others wait for rank 0, which may have a large corpus to tokenise
 _UNTIL_ENDED = 60.0  # seconds that torchrun has to end a rank once another has ended
 
 
-def train_here(place: Place, run_file: Path, overrides: list[str], run_dir: Path | None, fresh: bool, json: bool) -> int:
+def train_here(place: Place, run_file: Path, overrides: list[str], request: Request, json: bool) -> int:
     """Rank 0 checks and prepares for all; what it finds, good or bad, the others learn from it."""
     try:
         run = load(run_file, overrides)
@@ -37,14 +40,16 @@ def train_here(place: Place, run_file: Path, overrides: list[str], run_dir: Path
         return 2
     device = run.cluster.device or ("cuda" if probe(visible_gpus()).gpus else "cpu")
     mesh = connect(place, device, run.resilience.timeout)
+    share = mesh.patient(_UNTIL_PREPARED)
     prepared: Prepared | None = None
     problems: tuple[str, ...] = ()
     if mesh.rank == 0:
         try:
-            prepared = prepare(run, run_file.stem, directory=run_dir, fresh=fresh, ranks=place.ranks)
+            with tokenizing(console) as progress:
+                prepared = prepare(run, run_file.stem, request, ranks=place.ranks, progress=progress)
         except RunError as error:
             problems = error.problems
-    problems, found = mesh.share((problems, prepared and (prepared.plan, prepared.rundir.path)))
+    problems, found = share((problems, prepared and (prepared.plan, prepared.rundir.path)))
     if problems:
         if mesh.rank == 0:
             print_error(RunError(problems))  # before the others can leave: torchrun ends all when one has ended
@@ -56,7 +61,10 @@ def train_here(place: Place, run_file: Path, overrides: list[str], run_dir: Path
     show = None
     if prepared is not None:
         view = display(console, run.steps, run.watch.log_every, live=False)
-        view.show(EventLog(rundir.events_file).emit(started(run, plan)))
+        log = EventLog(rundir.events_file)
+        for event in (started(run, plan), *(Warned(message=notice) for notice in prepared.notices)):
+            view.show(log.emit(event))
+        log.close()
         show = view.show
     try:
         code = work(run, plan, mesh, rundir, Signals(), also=show)

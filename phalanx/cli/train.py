@@ -14,12 +14,13 @@ import typer
 from phalanx.cli.output import AsJson, console, print_json
 from phalanx.dashboard.curve import draw
 from phalanx.dashboard.progress import display
+from phalanx.dashboard.reading import tokenizing
 from phalanx.dashboard.summary import Summary, summarize
 from phalanx.events.log import read_events
 from phalanx.events.rundir import RunDir
 from phalanx.launch.env import torchrun_place
 from phalanx.launch.local import RESUMABLE, Job
-from phalanx.launch.prepare import Prepared, prepare
+from phalanx.launch.prepare import Prepared, Request, prepare
 from phalanx.spec.errors import RunFailed
 from phalanx.spec.load import load
 
@@ -31,16 +32,21 @@ def train(
     ] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Directory of the run; left out: runs/NAME, numbered if taken.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start anew even where an unfinished run could go on.")] = False,
+    accept_changed_data: Annotated[
+        bool, typer.Option("--accept-changed-data", help="Go on with a run although its text has changed since it was saved.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Train the model that RUN.toml describes. Stopped or killed, the same command goes on where it was."""
     place = torchrun_place()
+    request = Request(directory=run_dir, fresh=fresh, accept_changed_data=accept_changed_data)
     if place is not None:
         from phalanx.cli.torchrun import train_here
 
-        raise typer.Exit(train_here(place, run_file, overrides or [], run_dir, fresh, json))
+        raise typer.Exit(train_here(place, run_file, overrides or [], request, json))
     run = load(run_file, overrides or [])
-    prepared = prepare(run, run_file.stem, directory=run_dir, fresh=fresh)
+    with tokenizing(console) as progress:
+        prepared = prepare(run, run_file.stem, request, progress=progress)
     job = Job(prepared)
     try:
         _follow(job, prepared)

@@ -18,6 +18,7 @@ from phalanx.events.records import (
     StepSkipped,
     Stopped,
     Warned,
+    WeightsLoaded,
     WorkerFailed,
 )
 
@@ -40,6 +41,8 @@ def line(event: Event) -> Text | None:
             )
         case Restored():
             return Text(f"restored step {event.step} from {_name(event.path)} in {duration(event.seconds)}", style="green")
+        case WeightsLoaded():
+            return Text(f"begins with the weights of {event.path}, read in {duration(event.seconds)}", style="green")
         case StepSkipped():
             return Text(
                 f"step {event.step} skipped: loss {number(event.loss)}, gradient norm {number(event.grad_norm, 2)} "
@@ -47,7 +50,10 @@ def line(event: Event) -> Text | None:
                 style="yellow",
             )
         case Evaluated():
-            return Text(f"step {event.step}  held-out loss {number(event.loss)}  {duration(event.seconds)}", style="cyan")
+            return Text(
+                f"step {event.step}  held-out loss {number(event.loss)}  {duration(event.seconds)}{_by_source(event)}",
+                style="cyan",
+            )
         case Saved():
             return Text(
                 f"step {event.step}  saved {_name(event.path)}  {size(event.bytes)} in {duration(event.seconds)}", style="green"
@@ -72,10 +78,23 @@ def step_line(event: Step, steps: int, left: float | None) -> Text:
         f"loss {number(event.loss)}",
         f"{count(event.tokens_per_second):>5} tok/s",
         *([f"mfu {percent(event.mfu)}"] if event.mfu is not None else []),
-        f"norm {number(event.grad_norm, 2)}",
+        # There is room for one of them, and a person who trains experts watches their balance.
+        f"norm {number(event.grad_norm, 2)}" if event.expert_load is None else f"load {number(event.expert_load, 2)}",
         f"eta {duration(left)}",
     ]
     return Text("  ".join(parts))
+
+
+def _by_source(event: Evaluated) -> str:
+    """A line for each source, where there are several."""
+    if len(event.sources) < 2:
+        return ""
+    wide = max(len(name) for name in event.sources)
+    rows = [
+        f"\n    {name:<{wide}}  loss {number(of['loss'])}  perplexity {number(of['perplexity'], 2)}"
+        for name, of in event.sources.items()
+    ]
+    return "".join(rows)
 
 
 def _name(path: str) -> str:

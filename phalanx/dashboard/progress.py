@@ -106,6 +106,7 @@ class LiveDisplay(Display):
             ("norm", number(last.grad_norm, 2), ""),
             ("rate", f"{last.learning_rate:.2e}", ""),
             ("memory", size(last.memory), ""),
+            *([("experts", f"{number(last.expert_load, 2)} × mean", "")] if last.expert_load is not None else []),
         ]
         table = Table.grid(expand=True, padding=(0, 1))
         for _ in range(3):

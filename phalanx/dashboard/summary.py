@@ -21,7 +21,7 @@ from rich.text import Text
 from phalanx.dashboard.curve import FILE_NAME
 from phalanx.dashboard.history import history
 from phalanx.dashboard.numbers import count, duration, number, percent
-from phalanx.events.records import Event, Finished, RunStarted, Saved, Stopped, WorkerFailed
+from phalanx.events.records import Event, Finished, RunStarted, Saved, Stopped, WorkerFailed, plain
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +37,10 @@ class Summary:
     first_loss: float | None
     eval_loss: float | None
     """Of the last evaluation; None: there was none."""
+    eval_sources: dict[str, dict[str, float]]
+    """The same evaluation by source: loss, perplexity and tokens of each."""
+    expert_load: float | None
+    """Load of the fullest expert over the mean, in the worst layer, averaged over the last steps; None: there are no experts."""
     tokens: int
     """Target tokens of all steps that count; those undone by a resumption do not."""
     tokens_per_second: float | None
@@ -57,8 +61,7 @@ class Summary:
 
     def to_json(self, run_dir: Path | str) -> dict[str, Any]:
         """For programs. Numbers that JSON lacks are strings, as in events.jsonl."""
-        plain = {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in asdict(self).items()}
-        return plain | {"run_dir": str(run_dir)}
+        return {key: plain(value) for key, value in asdict(self).items()} | {"run_dir": str(run_dir)}
 
     def render(self, console: Console, run_dir: Path | str) -> None:
         """The closing panel: the result, the speed, where to look."""
@@ -82,8 +85,12 @@ class Summary:
         if self.loss is not None:
             held_out = f", held-out {number(self.eval_loss)}" if self.eval_loss is not None else ""
             yield "loss", f"{number(self.first_loss)} → {number(self.loss)}{held_out}"
+            if len(self.eval_sources) > 1:
+                yield "held-out", ", ".join(f"{name} {number(of['loss'])}" for name, of in self.eval_sources.items())
             skipped = f", {self.steps_skipped} skipped" if self.steps_skipped else ""
             yield "trained", f"{count(self.parameters)} parameters on {count(self.tokens)} tokens{skipped}"
+        if self.expert_load is not None:
+            yield "experts", f"the fullest takes {number(self.expert_load, 2)} × the mean load"
         if self.tokens_per_second is not None:
             mfu = f", MFU {percent(self.mfu)}" if self.mfu is not None else ""
             ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
@@ -115,6 +122,8 @@ def summarize(events: Iterable[Event]) -> Summary:
         loss=steps[-1].loss if steps else None,
         first_loss=steps[0].loss if steps else None,
         eval_loss=evaluations[max(evaluations)].loss if evaluations else None,
+        eval_sources=evaluations[max(evaluations)].sources if evaluations else {},
+        expert_load=steps[-1].expert_load if steps else None,
         tokens=sum(step.tokens for step in steps),
         tokens_per_second=_middle([step.tokens_per_second for step in known.launch]),
         mfu=_middle([step.mfu for step in known.launch]),

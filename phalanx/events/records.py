@@ -58,6 +58,15 @@ class Restored(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsLoaded(Event):
+    """The run begins from given weights, those of model.from, instead of drawn ones."""
+
+    kind: ClassVar[str] = "weights_loaded"
+    path: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Step(Event):
     """An optimizer step was taken."""
 
@@ -81,6 +90,9 @@ class Step(Event):
     mfu: float | None
     memory: int
     """Largest of all ranks: device bytes at peak on GPUs, resident bytes on CPUs."""
+    expert_load: float | None = None
+    """Mixture of experts: load of the fullest expert over the mean, in the layer where that is worst, over the last 20 steps
+    of this launch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,8 +114,13 @@ class Evaluated(Event):
     kind: ClassVar[str] = "evaluated"
     step: int
     loss: float
+    """Mean over the held-out target tokens that were read, of all sources together."""
     tokens: int
     seconds: float
+    perplexity: float | None = None
+    """exp(loss)."""
+    sources: dict[str, dict[str, float]] = field(default_factory=dict)
+    """The same by source: {name: {"loss", "perplexity", "tokens"}}."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +181,7 @@ class Finished(Event):
 KINDS: dict[str, type[Event]] = {
     record.kind: record
     for record in (
-        RunStarted, WorkerStarted, Restored, Step, StepSkipped, Evaluated, Saved,
+        RunStarted, WorkerStarted, Restored, WeightsLoaded, Step, StepSkipped, Evaluated, Saved,
         CheckpointDamaged, Warned, WorkerFailed, Stopped, Finished,
     )
 }  # fmt: skip
@@ -172,7 +189,7 @@ KINDS: dict[str, type[Event]] = {
 
 def encode(event: Event) -> str:
     """One line of JSON. Numbers that JSON lacks are written as the strings "nan", "inf" and "-inf"."""
-    table = {"event": event.kind} | {key: _plain(value) for key, value in asdict(event).items()}
+    table = {"event": event.kind} | {key: plain(value) for key, value in asdict(event).items()}
     return json.dumps(table, allow_nan=False)
 
 
@@ -186,9 +203,14 @@ def decode(line: str) -> Event | None:
     return record(**{key: _number(value) if "float" in known[key] else value for key, value in table.items() if key in known})
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value as JSON can write it, tables included."""
+    if isinstance(value, dict):
+        return {key: plain(inner) for key, inner in value.items()}
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _number(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _number(inner) for key, inner in value.items()}
     return float(value) if isinstance(value, str) else value

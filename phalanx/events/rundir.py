@@ -18,6 +18,7 @@ class RunDir:
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.curve = path / "loss.png"
+        self.tokenizer = path / "tokenizer"
         self._lock: int | None = None
 
     @property

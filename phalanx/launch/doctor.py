@@ -33,8 +33,8 @@ from phalanx.launch.probe import driver_problem, gpu_links
 from phalanx.planning.devices import find_gpu
 from phalanx.spec.machine import Machine
 
-_NEEDED = ("torch", "numpy", "rich", "typer", "matplotlib")
-_EXTRAS = ("tensorboard", "wandb", "transformers", "ray")
+_NEEDED = ("torch", "numpy", "rich", "typer", "matplotlib", "tokenizers", "safetensors", "fsspec", "jinja2")
+_EXTRAS = ("tensorboard", "wandb", "pyarrow", "zstandard", "datasets", "transformers", "lm_eval", "ray")
 _GIB = 2**30
 _TEST_BYTES = 64 * 2**20
 _FILES = 1024

@@ -24,6 +24,14 @@ def visible_gpus() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+def for_python() -> dict[str, str]:
+    """The environment in which another Python finds this very package, also in a checkout that was never installed."""
+    home = str(Path(__file__).parents[2])
+    if home in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        return dict(os.environ)
+    return dict(os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))}
+
+
 def for_workers(plan: Plan) -> dict[str, str]:
     """The environment of the workers of a plan on this machine."""
     ours = {
@@ -36,12 +44,18 @@ def for_workers(plan: Plan) -> dict[str, str]:
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    home = str(Path(__file__).parents[2])
-    if home not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        # Workers find this very package, also where it runs from a checkout that was never installed.
-        ours["PYTHONPATH"] = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
     if plan.device == "cpu":
         # Activations come and go with every step. Kept by the allocator instead of handed back to the system, they cost
         # no page faults: thousands fewer in each step, and up to a tenth of its time.
         ours |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
-    return dict(os.environ) | ours
+    return for_python() | ours
+
+
+def one_thread() -> None:
+    """Libraries that this process loads from now on use one thread each."""
+    os.environ |= {
+        "RAYON_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+        "ARROW_IO_THREADS": "1",
+    }

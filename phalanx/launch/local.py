@@ -54,6 +54,8 @@ class Job:
         for stale in self.rundir.logs.glob("rank-*.error.json"):
             stale.unlink()
         self._log.emit(started(self.run, self.plan))
+        for notice in prepared.notices:
+            self._log.emit(Warned(message=notice))
         self._control, self._process = self._start()
 
     def events(self) -> Iterator[Event]:

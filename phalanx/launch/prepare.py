@@ -8,26 +8,43 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.checkpointing import disk
-from phalanx.data.dataset import open_dataset
+from phalanx.data.dataset import Dataset, open_dataset
+from phalanx.data.ingest import Report
 from phalanx.events.log import read_events
 from phalanx.events.records import Finished
 from phalanx.events.rundir import RunDir
 from phalanx.launch.env import visible_gpus
+from phalanx.launch.measure import measure
+from phalanx.launch.notices import data_notices, sources, too_little_data
 from phalanx.launch.probe import probe
 from phalanx.planning.search import choose
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.identity import changed
 from phalanx.spec.load import load
+from phalanx.spec.origin import origin_folder
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 
 _BYTES_PER_PARAMETER = 12  # weights and two Adam moments in fp32
 _SLACK = 16 << 20  # logs, events, the picture
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What a person asks for beside the run itself."""
+
+    directory: Path | None = None
+    """Where; left out: runs/NAME, numbered if taken."""
+    fresh: bool = False
+    """Start anew even where an unfinished run could go on."""
+    accept_changed_data: bool = False
+    """Go on although the text is no longer the one that the checkpoint was trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,33 +56,72 @@ class Prepared:
     rundir: RunDir
     resumes: bool
     """There is a checkpoint to go on from."""
+    notices: tuple[str, ...] = ()
+    """What a person should know before the first step."""
 
 
-def prepare(run: Run, name: str, *, directory: Path | None = None, fresh: bool = False, ranks: int | None = None) -> Prepared:
-    """Check the run against this machine and make its directory ready.
+def prepare(
+    run: Run, name: str, request: Request | None = None, *, ranks: int | None = None, progress: Report | None = None
+) -> Prepared:
+    """Check the run against this machine and make its directory ready; text that has to be tokenised first, is.
 
-    Without `directory`, runs/NAME is taken: an unfinished run of the same settings there goes on, a finished or different
+    Without a directory, runs/NAME is taken: an unfinished run of the same settings there goes on, a finished or different
     one is left alone and a numbered directory beside it is used. `ranks`: how many somebody else has started already.
     """
-    problems: list[str] = []
-    plan = fingerprint = None
+    request = request or Request()
+    problems = _missing_extras(run)
+    plan = data = None
     try:
-        plan = choose(run, probe(visible_gpus()), ranks)
+        plan = choose(run, probe(visible_gpus()), ranks, measure(run))
     except RunError as error:
         problems += error.problems
     try:
-        fingerprint = open_dataset(run.data, run.train.sequence_length, run.train.seed).fingerprint
+        if not problems:  # what takes long is not begun for a run that cannot be
+            data = open_dataset(run.data, run.train.sequence_length, run.train.seed, progress)
+            problems += too_little_data(run, data)
     except RunError as error:
         problems += error.problems
-    problems += _missing_extras(run)
-    if problems or plan is None or fingerprint is None:
+    if problems or plan is None or data is None:
         raise RunError(problems)
-    _check_space(directory or Path("runs") / name, plan)
-    rundir = _given(directory, run, fresh) if directory is not None else _own(Path("runs") / name, run, fresh)
-    resumes = _check_resumption(rundir, run, fingerprint)
+    base, own = request.directory or Path("runs") / name, request.directory is None
+    _check_space(base, plan)
+    rundir = _own(base, run, request.fresh) if own else _given(base, run, request.fresh)
+    try:
+        return _fill(rundir, run, plan, data, request.accept_changed_data)
+    except BaseException:
+        rundir.release()  # a program that is told no may ask again
+        raise
+
+
+def _fill(rundir: RunDir, run: Run, plan: Plan, data: Dataset, accept_changed_data: bool) -> Prepared:
+    """What workers read, into a directory that is held."""
+    resumes, changes = _check_resumption(rundir, run, data, accept_changed_data)
+    if not resumes and run.model.from_ is not None:
+        _check_weights(run.model.from_)
     _write(rundir.run_file, dump(run))
     _write(rundir.plan_file, plan.to_json())
-    return Prepared(run, plan, rundir, resumes)
+    _keep(data.tokenizer.files, rundir.tokenizer)
+    return Prepared(run, plan, rundir, resumes, (*changes, *data_notices(data)))
+
+
+def _check_weights(given: str) -> None:
+    """Only for a run that begins: one that goes on has its weights in its checkpoint."""
+    if not origin_folder(given).is_dir():
+        raise RunError(
+            [
+                f'model.from = "{given}" is not there any more: name a folder of Hugging Face weights, a run directory or a '
+                f"checkpoint, taken from {Path.cwd()}."
+            ]
+        )
+
+
+def _keep(files: Sequence[Path], folder: Path) -> None:
+    """The tokenizer's files beside the checkpoints, which mean nothing without them."""
+    for file in files:
+        folder.mkdir(exist_ok=True)
+        partial = folder / f"{file.name}.partial"
+        shutil.copyfile(file, partial)
+        os.replace(partial, folder / file.name)
 
 
 def _missing_extras(run: Run) -> list[str]:
@@ -137,22 +193,28 @@ def _make(rundir: RunDir) -> None:
         ) from None
 
 
-def _check_resumption(rundir: RunDir, run: Run, fingerprint: str) -> bool:
-    """A checkpoint of other text must not be continued: its position in the data would mean nothing."""
+def _check_resumption(rundir: RunDir, run: Run, data: Dataset, accepted: bool) -> tuple[bool, list[str]]:
+    """Whether there is a checkpoint, and what is to be said of it.
+
+    One of other text must not be continued unasked: its position in the data means something else now.
+    """
     for path in disk.listed(rundir.checkpoints):
         try:
             saved = disk.read_marker(path)
         except disk.DamagedCheckpoint:
             continue
-        if saved["data"] != fingerprint:
-            raise RunError(
-                [
-                    f"The text of data.source = {run.data.source!r} has changed since {path} was saved, so the run cannot go on "
-                    "where it was: restore the files, or start afresh with --fresh or another --run-dir."
-                ]
-            )
-        return True
-    return False
+        if saved["data"] == data.fingerprint:
+            return True, []
+        text = f"The text of {sources(run)} has changed since {path} was saved"
+        if accepted:
+            return True, [f"{text}: as asked, the run goes on at the same position of the new text."]
+        raise RunError(
+            [
+                f"{text}, so the run cannot go on where it was: restore the files, go on all the same with "
+                "--accept-changed-data, or start afresh with --fresh or another --run-dir."
+            ]
+        )
+    return False, []
 
 
 def _write(path: Path, text: str) -> None:

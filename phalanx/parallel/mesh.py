@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -51,6 +52,23 @@ class Mesh:
         box = [value]
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
+
+    def patient(self, seconds: float) -> Callable[[Any], Any]:
+        """`share` for a value that may take rank 0 so long. All ranks call this at once, and what it returns, once, in the end.
+
+        The others wait in a group of its own: in the common one, which must notice a lost rank soon, they would give up.
+        """
+        if self.ranks == 1:
+            return lambda value: value
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+
+        def share(value: Any) -> Any:
+            box = [value]
+            dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
+            dist.destroy_process_group(group)
+            return box[0]
+
+        return share
 
     def barrier(self) -> None:
         """Wait for all ranks; through gloo, so that a GPU run needs no kernel for it."""

@@ -13,13 +13,16 @@ from torch import Tensor, nn
 
 from phalanx.spec.run import Optimizer as OptimizerSpec
 
+_LAYERS = ("blocks.", "ahead.")  # not the embedding and not the head, which are matrices too
+
 
 class Optimizer:
     """The optimizer of one rank's parameters."""
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], spec: OptimizerSpec):
         self._named = list(named)
-        by_muon = {name for name, p in self._named if spec.name == "muon" and p.ndim == 2 and name.startswith("blocks.")}
+        # Experts are stacked in three dimensions, of which Muon knows nothing: they go to AdamW with the rest.
+        by_muon = {name for name, p in self._named if spec.name == "muon" and p.ndim == 2 and name.startswith(_LAYERS)}
         decayed = [p for name, p in self._named if name not in by_muon and p.ndim >= 2]
         plain = [p for name, p in self._named if name not in by_muon and p.ndim < 2]
         groups = [{"params": decayed, "weight_decay": spec.weight_decay}, {"params": plain, "weight_decay": 0.0}]

@@ -34,9 +34,11 @@ def curves(event: Event) -> dict[str, float]:
                 "speed/flops_per_second": event.flops_per_second,
                 "memory/bytes": float(event.memory),
             }
-            return values | ({"speed/mfu": event.mfu} if event.mfu is not None else {})
+            some = {"speed/mfu": event.mfu, "train/expert_load": event.expert_load}
+            return values | {name: value for name, value in some.items() if value is not None}
         case Evaluated():
-            return {"eval/loss": event.loss}
+            each = {f"eval/{name}/loss": source["loss"] for name, source in event.sources.items()}
+            return {"eval/loss": event.loss} | (each if len(each) > 1 else {})
         case _:
             return {}
 

@@ -6,7 +6,7 @@ stand on every rank when the update is made or refused.
 
 from __future__ import annotations
 
-import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,13 +16,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.data.pack import Batch
+from phalanx.models.moe import Router, routers
+from phalanx.parallel.expert import Loads, imbalance
 from phalanx.parallel.mesh import Mesh, resident_bytes
 from phalanx.parallel.replicate import Gradients
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
-from phalanx.training.loss import summed_loss
+from phalanx.training.loss import objective, summed_loss
 from phalanx.training.optimizer import Optimizer
 from phalanx.transforms.precision import computing
+
+_RECENT = 20
+"""Steps over which the load of experts is reported: that of one small batch is mostly chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +60,7 @@ class MicroBatch:
             positions=tensor(batch.positions),
             documents=tensor(batch.documents) if masked else None,
             counted=int((batch.targets >= 0).sum()),
-            digest=sum(
-                zlib.crc32(row.tobytes(), int(sample) & 0xFFFFFFFF)
-                for row, sample in zip(batch.tokens, batch.samples, strict=True)
-            ),
+            digest=batch.digest,
         )
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -86,6 +88,8 @@ class Outcome:
     stopped: bool
     """Some rank was told to stop before the step was complete: nothing was changed, the step is to be taken again."""
     memory: int
+    expert_load: float | None = None
+    """Load of the fullest expert over the mean, in the worst layer; None where there are no experts."""
 
 
 class Stepper:
@@ -93,32 +97,47 @@ class Stepper:
 
     def __init__(self, run: Run, plan: Plan, mesh: Mesh, model: nn.Module, gradients: Gradients):
         self._mesh, self._model, self._gradients = mesh, model, gradients
-        self._compute, self._clip = plan.compute, run.train.clip
+        self._compute, self._clip, self._ahead_weight = plan.compute, run.train.clip, run.model.ahead_weight
         # Losses are divided by the tokens a batch has room for, a constant; masked ones are corrected for in the update,
         # when their number in the whole global batch is known. So no rank waits for a count before its backward.
         self._room = float(run.batch_tokens)
+        self._routers: list[Router] = routers(model)
+        self._loads = Loads([router.counts for router in self._routers])
+        self._recent: deque[Tensor] = deque(maxlen=_RECENT)
+        for router in self._routers:
+            router.loss_scale = 1.0 / self._room  # what the loss is divided by, the balancing loss is too
 
     def loss(self, batch: MicroBatch) -> Tensor:
-        """Sum of one micro-batch's losses."""
+        """Sum of one micro-batch's losses, of the next token alone: what is reported."""
+        return summed_loss(self._forward(batch)[0], batch.targets)
+
+    def losses(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """That sum, and the one to go backward from, in which tokens further ahead count too where the model predicts them."""
+        logits, *ahead = self._forward(batch)
+        loss = summed_loss(logits, batch.targets)
+        return loss, objective(loss, ahead, batch.targets, batch.documents, self._ahead_weight)
+
+    def _forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
         with computing(self._compute, self._mesh.device):
             logits = self._model(batch.tokens, batch.positions, batch.documents)
-        return summed_loss(logits, batch.targets)
+        return logits if isinstance(logits, tuple) else (logits,)
 
     def accumulate(self, batches: Sequence[MicroBatch], stopping: Callable[[], bool]) -> Totals:
         """Gradients of the whole global batch, summed over its micro-batches and ranks, divided by the room for tokens."""
-        totals = Totals(self._mesh)
+        totals = Totals(self._mesh, self._loads)
         self._gradients.begin(len(batches))
+        self._loads.reset()
         for index, batch in enumerate(batches):
             last = index == len(batches) - 1
             if stopping():
                 totals.stop()
                 break
             batch = batch.to(self._mesh.device)
-            loss = self.loss(batch)
+            loss, whole = self.losses(batch)
             totals.add(loss.detach(), batch)
             if last:
                 totals.start()  # the ranks' sums travel during the backward
-            (loss / self._room).backward()
+            (whole / self._room).backward()
             self._gradients.after_backward()
         totals.start()
         self._gradients.finish()
@@ -138,7 +157,15 @@ class Stepper:
             # Dividing by this takes the mean over the tokens that counted and clips to the norm, both at once.
             divisor = counted / self._room * (norm / self._clip).clamp(min=1.0)
             optimizer.step(learning_rate, divisor, (~good).float())
-        values = torch.stack((loss, totals.tokens, totals.digest, norm.double(), good.double())).tolist()
+        loads = totals.loads
+        if loads and not stopped:
+            self._recent.append(torch.cat(loads))
+        load = [imbalance(self._loads.split(torch.stack(tuple(self._recent)).sum(0)))] if self._recent else []
+        values = torch.stack((loss, totals.tokens, totals.digest, norm.double(), good.double(), *load)).tolist()
+        if values[4] and not stopped:
+            # Every rank has the same counts, so every copy of a router moves alike.
+            for router, counts in zip(self._routers, loads, strict=True):
+                router.rebalance(counts)
         return Outcome(
             loss=values[0],
             tokens=int(values[1]),
@@ -147,16 +174,17 @@ class Stepper:
             good=bool(values[4]),
             stopped=stopped,
             memory=totals.memory,
+            expert_load=values[5] if load else None,
         )
 
 
 class Totals:
-    """Loss and tokens of the global batch, whether any rank was told to stop, and the largest memory of all ranks."""
+    """Loss, tokens and experts' loads of the global batch, whether any rank was told to stop, and the ranks' largest memory."""
 
-    def __init__(self, mesh: Mesh):
-        self._mesh = mesh
-        # fp64: the order in which ranks and micro-batches are added does not show, and sums of checksums are exact.
-        self._sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)
+    def __init__(self, mesh: Mesh, loads: Loads | None = None):
+        self._mesh, self._loads = mesh, loads or Loads()
+        # fp64: the order in which ranks and micro-batches are added does not show, and sums of checksums and counts are exact.
+        self._sums = torch.zeros(3 + self._loads.size, dtype=torch.float64, device=mesh.device)
         self._flags = torch.zeros(2, dtype=torch.float64)
         self._works: list[dist.Work | None] | None = None
 
@@ -171,6 +199,11 @@ class Totals:
     @property
     def digest(self) -> Tensor:
         return self._sums[2]
+
+    @property
+    def loads(self) -> list[Tensor]:
+        """Tokens of each expert, layer by layer."""
+        return self._loads.split(self._sums[3:])
 
     @property
     def stopped(self) -> bool:
@@ -192,6 +225,7 @@ class Totals:
         """Begin to sum over the ranks; once per step, before the gradients, in the same order on every rank."""
         if self._works is None:
             on_gpu = self._mesh.device.type == "cuda"
+            self._loads.put(self._sums[3:])
             self._flags[1] = torch.cuda.max_memory_allocated() if on_gpu else resident_bytes()
             self._works = [self._mesh.start(self._sums), self._mesh.start(self._flags, dist.ReduceOp.MAX)]
 

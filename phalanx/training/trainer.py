@@ -6,6 +6,7 @@ anew on another mesh, in the same process, and carry on.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -21,12 +22,24 @@ from phalanx.checkpointing.load import load
 from phalanx.checkpointing.save import save
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.data.loader import Loader, Share
-from phalanx.data.pack import Batch
-from phalanx.events.records import CheckpointDamaged, Evaluated, Event, Finished, Restored, Saved, Step, StepSkipped, Stopped
+from phalanx.data.pack import Batch, Samples
+from phalanx.events.records import (
+    CheckpointDamaged,
+    Evaluated,
+    Event,
+    Finished,
+    Restored,
+    Saved,
+    Step,
+    StepSkipped,
+    Stopped,
+    WeightsLoaded,
+)
 from phalanx.models.init import build, materialize
 from phalanx.parallel.apply import apply
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.errors import RunFailed
+from phalanx.spec.origin import origin_folder
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.training.optimizer import Optimizer
@@ -55,6 +68,7 @@ class Trainer:
         self._loader: Loader[MicroBatch] | None = None
         self._stop: str | None = None
         self._on_disk: int | None = None  # step of the checkpoint that equals the present state
+        self._begun = False
 
     def build(self) -> None:
         """Model, gradients and optimizer at step 0, on this rank's device."""
@@ -62,6 +76,18 @@ class Trainer:
         self.gradients = apply(self.model, self.run, self.mesh)
         self.optimizer = Optimizer(self.model.named_parameters(), self.run.optimizer)
         self.stepper = Stepper(self.run, self.plan, self.mesh, self.model, self.gradients)
+
+    def begin(self) -> list[Event]:
+        """Take the weights that the run is to start from, where model.from names some; once, and before any step."""
+        given = self.run.model.from_
+        if given is None or self._begun or self.progress.step:
+            return []
+        from phalanx.training import initial  # readers of files that most runs never see
+
+        started = time.perf_counter()
+        initial.load(self.model, origin_folder(given))
+        self._begun = True
+        return [WeightsLoaded(path=given, seconds=time.perf_counter() - started)]
 
     def stop(self, reason: str) -> None:
         """Ask all ranks to stop before the next step is applied. Safe to call from a signal handler."""
@@ -74,10 +100,12 @@ class Trainer:
     def tensors(self) -> dict[str, Tensor]:
         """The live state by name: what is saved, and where it is restored to."""
         model = {f"model/{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
+        kept = self.model.state_dict().keys()  # not among them: buffers that a model declares to be of the moment
+        model |= {f"model/{name}": buffer for name, buffer in self.model.named_buffers() if name in kept}
         return model | {f"optimizer/{name}": state for name, state in self.optimizer.state().items()}
 
     def restore(self, path: Path | None = None) -> list[Event]:
-        """Go on from `path`, or from the newest valid checkpoint if there is one; tells what was found."""
+        """Go on from `path`, or from the newest valid checkpoint; without one, begin. Tells what was found."""
         events: list[Event] = []
         started = time.perf_counter()
         if path is None:
@@ -93,6 +121,8 @@ class Trainer:
             self._on_disk = self.progress.step
             self._close_loader()
             events.append(Restored(step=self.progress.step, path=str(path), seconds=time.perf_counter() - started))
+        else:
+            events += self.begin()
         return events
 
     def step(self) -> Step | StepSkipped | None:
@@ -111,19 +141,34 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> Evaluated | None:
-        """Mean loss over the first held-out sequences; None if nothing is held out."""
-        if self.data.eval is None:
+        """Mean loss over the first held-out sequences of each source; None if nothing is held out."""
+        held_out = self.data.eval
+        if not held_out:
             return None
         started = time.perf_counter()
-        micro, count = self.plan.micro_batch, min(self.run.train.eval_sequences, self.data.eval.count)
-        totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        self.model.eval()  # one's own model may behave otherwise in training
+        totals = self.mesh.sum(torch.stack([self._held_out(samples) for samples in held_out.values()]))
+        self.model.train()
+        sources = {name: _measured(*row) for name, row in zip(held_out, totals.tolist(), strict=True)}
+        whole = _measured(*totals.sum(0).tolist())
+        return Evaluated(
+            step=self.progress.step,
+            loss=whole["loss"],
+            tokens=int(whole["tokens"]),
+            seconds=time.perf_counter() - started,
+            perplexity=whole["perplexity"],
+            sources=sources,
+        )
+
+    def _held_out(self, samples: Samples) -> Tensor:
+        """This rank's part of the loss and the target tokens of one source."""
+        micro, count = self.plan.micro_batch, min(self.run.train.eval_sequences, samples.count)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         # Whole micro-batches go round the ranks: the numbers added are the same however many there are.
         for first in range(self.mesh.replica * micro, count, micro * self.plan.layout.replicas):
-            batch = self._prepare(self.data.eval.batch(np.arange(first, min(first + micro, count)))).to(self.mesh.device)
-            totals += torch.stack((self.stepper.loss(batch).double(), torch.tensor(batch.counted).to(totals)))
-        loss, tokens = self.mesh.sum(totals).tolist()
-        seconds = time.perf_counter() - started
-        return Evaluated(step=self.progress.step, loss=loss / max(tokens, 1), tokens=int(tokens), seconds=seconds)
+            batch = self._prepare(samples.batch(np.arange(first, min(first + micro, count)))).to(self.mesh.device)
+            sums += torch.stack((self.stepper.loss(batch).double(), torch.tensor(batch.counted).to(sums)))
+        return sums
 
     def save(self) -> Saved:
         """Write a checkpoint of this moment; all ranks call it together."""
@@ -218,7 +263,14 @@ class Trainer:
             flops_per_second=flops,
             mfu=flops / self.plan.peak_flops if self.plan.peak_flops else None,
             memory=outcome.memory,
+            expert_load=outcome.expert_load,
         )
+
+
+def _measured(loss: float, tokens: float) -> dict[str, float]:
+    """What an evaluation says about sums of loss and tokens."""
+    mean = loss / max(tokens, 1)
+    return {"loss": mean, "perplexity": math.inf if mean > 700 else math.exp(mean), "tokens": int(tokens)}
 
 
 def _some(event: Evaluated | None) -> Iterator[Event]:

@@ -22,6 +22,7 @@ from phalanx.events.records import (
     StepSkipped,
     Stopped,
     Warned,
+    WeightsLoaded,
     WorkerFailed,
     WorkerStarted,
 )
@@ -35,6 +36,7 @@ OTHERS: list[tuple[Event, str]] = [
         "step 7 skipped: loss nan, gradient norm inf (2 in",
     ),
     (Evaluated(step=5, loss=2.4, tokens=100, seconds=1.4), "step 5  held-out loss 2.4000  1.4 s"),
+    (WeightsLoaded(path="models/[llama]", seconds=2.5), "begins with the weights of models/[llama], read in 2.5 s"),
     (Saved(step=5, path="runs/a/step-5", bytes=40_000_000, seconds=0.2), "step 5  saved step-5  38.1 MiB in 0.2 s"),
     (
         CheckpointDamaged(path="a/step-6", reason="[red]3[/red] bytes of 5"),
@@ -160,3 +162,17 @@ def test_time_left_counts_what_happens_between_steps(step: Make, started: Make) 
 )
 def test_sparkline(values: list[float], bars: str) -> None:
     assert sparkline(values) == bars
+
+
+def test_sources_and_experts_are_shown_where_there_are_some(step: Make, started: Make) -> None:
+    shown, lines = plain(steps=300, log_every=1)
+    shown.show(step(120, expert_load=1.2345, tokens_per_second=12_345.0))
+    assert "load 1.23" in lines()[0] and len(lines()[0]) <= 80
+    each = {"wiki": {"loss": 2.0, "perplexity": 7.389, "tokens": 10}, "code": {"loss": 1.0, "perplexity": 2.718, "tokens": 10}}
+    shown.show(Evaluated(step=120, loss=1.5, tokens=20, seconds=1.0, perplexity=4.48, sources=each))
+    assert lines()[1:] == [
+        "step 120  held-out loss 1.5000  1.0 s",
+        "    wiki  loss 2.0000  perplexity 7.39",
+        "    code  loss 1.0000  perplexity 2.72",
+    ]
+    assert "step 120  held-out loss" not in "".join(lines()[2:])

@@ -98,3 +98,15 @@ def test_json_has_no_numbers_that_json_lacks(step: Make, started: Make) -> None:
     assert {"steps", "loss", "eval_loss", "tokens", "tokens_per_second", "mfu", "steps_skipped", "run_dir"} <= table.keys()
     assert json.loads(json.dumps(table, allow_nan=False))["eval_loss"] == "inf"
     assert table["run_dir"] == "runs/a"
+
+
+def test_sources_and_experts_are_summed_up(tmp_path: Path, step: Make, started: Make) -> None:
+    each = {"wiki": {"loss": 2.0, "perplexity": 7.4, "tokens": 1}, "code": {"loss": 1.0, "perplexity": math.inf, "tokens": 1}}
+    steps = [step(n, expert_load=3.0 if n <= 10 else 1.25) for n in range(1, 31)]
+    summary = summarize([started(), *steps, Evaluated(step=30, loss=1.5, tokens=2, seconds=1.0, sources=each)])
+    assert summary.expert_load == 1.25, "what counts is where the run has come to"
+    text = rendered(summary, tmp_path)
+    assert "wiki 2.0000, code 1.0000" in text and "1.25 × the mean load" in text
+    table = json.loads(json.dumps(summary.to_json(tmp_path), allow_nan=False))
+    assert table["eval_sources"]["code"] == {"loss": 1.0, "perplexity": "inf", "tokens": 1}
+    assert summarize([started(), step(1)]).expert_load is None

@@ -26,6 +26,7 @@ VALUES: dict[str, Any] = {
     "str": 'Ünïcode, "quotes", a\ttab\nand\u2028a line separator',
     "float | None": 0.25,
     "int | None": 3,
+    "dict[str, dict[str, float]]": {"wiki": {"loss": 0.1 + 0.2, "perplexity": math.inf}},
     "dict[str, Any]": {"data": 4, "schedule": "1f1b", "sequence": False},
 }
 

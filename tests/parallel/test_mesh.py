@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import ranks as helpers
 import torch
 import torch.distributed as dist
 from ranks import ALONE, run_ranks
@@ -78,3 +79,19 @@ def test_one_rank_needs_no_process_group() -> None:
 def test_resident_bytes_are_what_the_kernel_says() -> None:
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     assert resident_bytes() == pytest.approx(int(status["VmRSS"].split()[0]) * 1024, rel=0.05)
+
+
+def test_patience_outlasts_the_timeout_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 prepares for longer than the ranks wait for each other in a collective."""
+
+    def prepare(mesh: Mesh) -> tuple[str, float]:
+        share = mesh.patient(60.0)
+        if mesh.rank == 0:
+            time.sleep(3.0)
+        found = share("a plan" if mesh.rank == 0 else None)
+        return found, mesh.sum(torch.ones(1)).item()
+
+    connected = helpers.connect
+    monkeypatch.setattr(helpers, "connect", lambda place, device, timeout: connected(place, device, 1.0))
+    assert run_ranks(prepare, 2) == [("a plan", 2.0)] * 2
+    assert ALONE.patient(1.0)("alone") == "alone"

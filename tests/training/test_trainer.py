@@ -1,20 +1,25 @@
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranks import ALONE, copied, differing, tiny_run, tiny_trainer
+from ranks import ALONE, TINY, copied, differing, tiny_run, tiny_trainer
 from torch import Tensor
 
 import phalanx
 from phalanx.checkpointing import disk
 from phalanx.events.records import Evaluated, Event, Finished, Restored, Saved, Step, StepSkipped, Stopped
+from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunFailed
+from phalanx.spec.load import loads
 from phalanx.spec.run import Run
+from phalanx.training.sinks import curves
 from phalanx.training.step import MicroBatch
 from phalanx.training.trainer import Trainer
 
@@ -74,6 +79,22 @@ def test_what_is_due_at_the_last_step_happens_once(tmp_path: Path) -> None:
     assert [event.step for event in events if isinstance(event, Saved)] == [2, 4]
 
 
+def test_every_source_of_a_mixture_is_evaluated_by_itself(tmp_path: Path) -> None:
+    easy, hard = json.dumps(["ab" * 400]), json.dumps([str(n * n * 7919) for n in range(300)])
+    mix = [f"data.mix.{name}.{key}={value}" for name in ("easy", "hard") for key, value in (("source", "memory"),)]
+    mix += [f"data.mix.easy.documents={easy}", f"data.mix.hard.documents={hard}"]
+    text = TINY.replace('source = "memory"', "").replace("documents =", "# documents =")
+    run = loads(text, overrides=[*mix, "train.steps=25", "train.eval_sequences=4"])
+    trainer = tiny_trainer(ALONE, run, tmp_path)
+    evaluated = next(event for event in trainer.events() if isinstance(event, Evaluated))
+    assert list(evaluated.sources) == ["easy", "hard"]
+    assert evaluated.sources["easy"]["loss"] < 0.7 * evaluated.sources["hard"]["loss"]
+    total = sum(of["loss"] * of["tokens"] for of in evaluated.sources.values())
+    assert evaluated.tokens == sum(of["tokens"] for of in evaluated.sources.values())
+    assert evaluated.loss == pytest.approx(total / evaluated.tokens)
+    assert curves(evaluated)["eval/easy/loss"] == evaluated.sources["easy"]["loss"]
+
+
 def test_a_run_that_holds_nothing_out_is_not_evaluated(tmp_path: Path) -> None:
     trainer = tiny_trainer(ALONE, tiny_run("data.eval_fraction=0", "train.steps=1"), tmp_path)
     assert trainer.evaluate() is None
@@ -103,10 +124,9 @@ def test_evaluation_changes_nothing_and_means_over_the_first_held_out_sequences(
     before = copied(trainer.tensors())
     got = trainer.evaluate()
     assert got is not None
-    assert trainer.evaluate() == type(got)(step=1, loss=got.loss, tokens=got.tokens, seconds=pytest.approx(0, abs=60))
+    assert trainer.evaluate() == replace(got, seconds=pytest.approx(0, abs=60))
     assert differing(before, trainer.tensors()) == []
-    held_out = trainer.data.eval
-    assert held_out is not None
+    (held_out,) = trainer.data.eval.values()
     total, count = 0.0, 0
     with torch.no_grad():
         for index in range(5):  # one by one, without micro-batches
@@ -117,6 +137,8 @@ def test_evaluation_changes_nothing_and_means_over_the_first_held_out_sequences(
                     total, count = total - logs[place, target].item(), count + 1
     assert got.tokens == count
     assert got.loss == pytest.approx(total / count, rel=1e-5)
+    assert got.perplexity == pytest.approx(math.exp(got.loss))
+    assert got.sources == {"memory": {"loss": got.loss, "perplexity": got.perplexity, "tokens": count}}
     trainer.close()
 
 
@@ -162,6 +184,33 @@ def test_without_a_checkpoint_there_is_nothing_to_restore(tmp_path: Path) -> Non
     assert trainer.progress.step == 0
 
 
+def test_a_run_begins_with_given_weights_and_goes_on_with_its_own(tmp_path: Path) -> None:
+    """model.from: the weights of another run, whose optimizer and position in the data are not taken over."""
+    first = tiny_trainer(ALONE, tiny_run("train.steps=3"), tmp_path / "first" / "checkpoints")
+    list(first.events())
+    (tmp_path / "first" / "run.toml").write_text(dump(first.run))
+    run = tiny_run("train.steps=2")
+    run = replace(run, model=replace(run.model, from_=str(tmp_path / "first")))
+    second = tiny_trainer(ALONE, run, tmp_path / "second")
+    assert differing(weights(first), weights(second)) != []
+    (loaded,) = second.restore()
+    assert (loaded.kind, loaded.path) == ("weights_loaded", str(tmp_path / "first"))  # type: ignore[attr-defined]
+    assert differing(weights(first), weights(second)) == []
+    assert second.progress.step == second.progress.samples == 0
+    assert not any(state.any() for state in second.optimizer.state().values())
+    assert second.restore() == []  # once is enough, and would undo what is learned from now on
+    second.step()
+    second.save()
+    third = tiny_trainer(ALONE, run, tmp_path / "second")
+    assert [event.kind for event in third.restore()] == ["restored"]
+    assert differing(third.tensors(), second.tensors()) == []
+    second.close()
+
+
+def weights(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in copied(trainer.tensors()).items() if name.startswith("model/")}
+
+
 def test_a_program_may_drive_the_loop_itself(tmp_path: Path) -> None:
     # Through the package's own door, on whatever plan it makes for this machine.
     run = tiny_run("layout.data=1")
@@ -196,15 +245,16 @@ def poison_one_gradient(trainer: Trainer) -> None:
 
 def poison_loss(trainer: Trainer) -> None:
     """Every gradient is finite; the loss is not."""
-    whole, poisoned = trainer.stepper.loss, []
+    whole, poisoned = trainer.stepper.losses, []
 
-    def once(batch: MicroBatch) -> Tensor:
+    def once(batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        loss, backward_from = whole(batch)
         if poisoned:
-            return whole(batch)
+            return loss, backward_from
         poisoned.append(True)
-        return whole(batch) + math.inf
+        return loss + math.inf, backward_from
 
-    trainer.stepper.loss = once  # type: ignore[method-assign]
+    trainer.stepper.losses = once  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

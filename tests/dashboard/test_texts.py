@@ -1,0 +1,83 @@
+"""How samples and corpora are shown: masks and boundaries are visible, and no text is taken for markup."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from phalanx.dashboard.texts import looking_through, show_inspected, show_sample
+from phalanx.data.inspect import Wish, inspect
+from phalanx.data.preview import Sample, Shown, Stretch
+from phalanx.data.source import Memory
+from phalanx.data.tokenize import ByteTokenizer
+
+
+def screen(**values: Any) -> Console:
+    return Console(file=io.StringIO(), width=80, highlight=False, **values)
+
+
+def printed(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def sample(*stretches: Stretch, padding: int = 0) -> Sample:
+    piece = Shown(document=7, start=3, stop=20, first=0, stretches=stretches)
+    return Sample(sample=9, source="web", epoch=1, window=4, documents=(piece,), trained=10, masked=7, padding=padding)
+
+
+def test_masks_are_brackets_in_a_file_and_dim_on_a_terminal() -> None:
+    stretches = (Stretch("read ", False), Stretch("[bold]learnt[/bold]", True))
+    file, terminal = screen(), screen(force_terminal=True, color_system="truecolor")
+    for console in (file, terminal):
+        show_sample(console, sample(*stretches), 0)
+    assert "⟦read ⟧[bold]learnt[/bold]\n" in printed(file)
+    assert "⟦" not in printed(terminal) and "\x1b[2;3mread \x1b[0m[bold]learnt[/bold]" in printed(terminal)
+
+
+def test_heads_and_counts() -> None:
+    console = screen()
+    show_sample(console, sample(Stretch("x", True), padding=5), 0)
+    text = printed(console)
+    for part in (
+        "sample 9 · web · epoch 1 · window 4",
+        "10 targets trained on, 7 masked, 5 padding",
+        "document 7 · tokens 3–20 · from place 0",
+        "5 tokens of padding",
+    ):
+        assert part in text
+
+
+def test_width_cuts_documents() -> None:
+    console = screen()
+    show_sample(console, sample(Stretch("abc", False), Stretch("defgh", True), Stretch("ijk", False)), 5)
+    assert "⟦abc⟧de …\n" in printed(console)
+
+
+def test_control_characters_are_shown_not_sent() -> None:
+    console = screen()
+    show_sample(console, sample(Stretch("a\x1b[2Jb\x07\r\x00c\n\td", True)), 0)
+    assert "a␛[2Jb␇␍␀c\n" in printed(console)
+
+
+def test_a_corpus() -> None:
+    console = screen()
+    found = inspect(Memory(["[red]one[/red]", "two", "two"]), ByteTokenizer(), Wish(sequence_length=16))
+    with looking_through(console, "web") as progress:
+        assert progress is None, "no bar where nobody watches"
+    about = {"tokenizer": "byte", "vocab": 257, "end": 256, "dtype": "uint16", "skipped": {"broken JSON": 3}}
+    show_inspected(console, "web", found, about)
+    text = printed(console)
+    for part in (
+        "3 documents, 23 tokens, 20 B of text",
+        "min 3, median 3, mean 6.7, p90 14, p99 14, max 14",
+        "exact duplicates: 1 documents (33.3%)",
+        "padding under best-fit packing into 16 tokens: 37.5%",
+        "skipped 3 records: broken JSON",
+        "[red]one[/red]",
+    ):
+        assert part in text, text
+    bars = [line for line in text.splitlines() if "█" in line]
+    assert [line.split()[0] for line in bars] == ["2–3", "8–15"]

@@ -1,0 +1,138 @@
+"""What is checked, said and laid down before anything is started."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ranks import ALONE, tiny_run, tiny_trainer
+
+from phalanx.launch.notices import data_notices, too_little_data
+from phalanx.launch.prepare import Prepared, Request, prepare
+from phalanx.spec.errors import RunError
+from phalanx.spec.load import loads
+from phalanx.spec.run import Run
+
+TEXT = """
+[model]
+dim = 32
+heads = 2
+layers = 1
+[data]
+paths = ["text"]
+eval_fraction = 0.1
+[train]
+batch = 8
+sequence_length = 32
+steps = 4
+[cluster]
+device = "cpu"
+cpu_ranks = 1
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "one.txt").write_text("rank and file " * 500)
+    yield tmp_path
+
+
+def prepared(run: Run, request: Request | None = None) -> Prepared:
+    """Prepared, and the directory given back."""
+    found = prepare(run, "any", request)
+    found.rundir.release()
+    return found
+
+
+def refused(run: Run, request: Request | None = None) -> str:
+    with pytest.raises(RunError) as caught:
+        prepare(run, "any", request)
+    (sentence,) = caught.value.problems
+    return sentence
+
+
+def test_changed_text_is_refused_unless_it_is_accepted(folder: Path) -> None:
+    run = loads(TEXT)
+    first = prepared(run)
+    assert (first.resumes, first.notices) == (False, ())
+    trainer = tiny_trainer(ALONE, replace(run, train=replace(run.train, micro_batch=8)), first.rundir.checkpoints)
+    list(trainer.events())
+    assert prepared(run).resumes
+    (folder / "text" / "two.txt").write_text("another text " * 500)
+    sentence = refused(run)
+    for part in ('data.source = "text"', "step-00000004", "--accept-changed-data", "--fresh", "--run-dir"):
+        assert part in sentence
+    again = prepared(run, Request(accept_changed_data=True))
+    assert again.resumes and again.rundir.path == first.rundir.path
+    assert len(again.notices) == 1 and "has changed since" in again.notices[0]
+    assert not prepared(run, Request(fresh=True)).resumes
+
+
+@pytest.mark.parametrize(("epochs", "enough"), [(1.0, False), (1000.0, True)])
+def test_a_run_longer_than_its_epochs_is_refused(epochs: float, enough: bool, folder: Path) -> None:
+    run = loads(TEXT, overrides=[f"data.epochs={epochs}", "train.steps=60"])
+    if enough:
+        prepared(run)
+        return
+    sentence = refused(run)
+    windows = (7000 - 700) // 32  # nine tenths of the text
+    for part in ("data.epochs = 1", "60 steps of 8 need 480", f"at most {windows // 8},"):
+        assert part in sentence, sentence
+    assert not (folder / "runs").exists()
+
+
+def test_a_mixture_that_runs_out_names_its_sources(folder: Path) -> None:
+    text = TEXT.replace('paths = ["text"]', "")
+    mix = [f"data.mix.{name}.{key}" for name in "ab" for key in ('paths=["text"]', "epochs=0.5")]
+    sentence = refused(loads(text, overrides=[*mix, "train.steps=60"]))
+    for part in ("data.mix.a.epochs = 0.5 and data.mix.b.epochs = 0.5", "[data.mix.a], [data.mix.b]", "need 480"):
+        assert part in sentence, sentence
+
+
+def test_records_left_out_and_padding_are_said(folder: Path) -> None:
+    lines = [json.dumps({"text": "words and " * (5 + n % 7)}) for n in range(200)]
+    (folder / "records.jsonl").write_text(
+        "\n".join([*lines, "{broken", json.dumps({"body": "elsewhere"}), "[also broken"]) + "\n"
+    )
+    run = loads(
+        TEXT.replace('paths = ["text"]', 'paths = ["records.jsonl"]\npacking = "best-fit"\ncache = "cache"\nprocesses = 1'),
+        overrides=["train.sequence_length=128"],
+    )
+    skipped, packing = prepared(run).notices
+    assert skipped.startswith("3 records of jsonl were left out: ")
+    assert packing.startswith("Packing fills ") and " % of the windows" in packing
+
+
+def test_text_that_is_read_as_it_lies_gives_no_notice(tmp_path: Path) -> None:
+    trainer = tiny_trainer(ALONE, tiny_run(), tmp_path)
+    assert data_notices(trainer.data) == []
+    assert too_little_data(trainer.run, trainer.data) == []
+
+
+def test_the_tokenizer_is_kept_with_the_run(folder: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    made = Tokenizer(models.WordLevel({"<end>": 0, "rank": 1, "and": 2, "file": 3, "?": 4}, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    (folder / "words").mkdir()
+    made.save(str(folder / "words" / "tokenizer.json"))
+    settings = ["data.tokenizer=words", "data.end_token=<end>", "data.cache=cache", "data.processes=1"]
+    found = prepared(loads(TEXT, overrides=settings))
+    kept = found.rundir.tokenizer / "tokenizer.json"
+    assert kept.read_bytes() == (folder / "words" / "tokenizer.json").read_bytes()
+    assert [path.name for path in found.rundir.tokenizer.iterdir() if path.suffix == ".partial"] == []
+    assert not prepared(loads(TEXT), Request(fresh=True)).rundir.tokenizer.exists(), "the byte tokenizer has no files"
+
+
+def test_weights_to_begin_with_must_be_there_and_only_then(folder: Path) -> None:
+    run = loads(TEXT)
+    gone = replace(run, model=replace(run.model, from_="gone"))
+    sentence = refused(gone)
+    assert 'model.from = "gone"' in sentence and str(folder) in sentence
+    (folder / "gone").mkdir()
+    prepared(gone)
