@@ -40,7 +40,12 @@ def test_the_run_files_in_the_readme_and_the_examples_are_valid() -> None:
 
 def test_every_command_of_the_readme_exists() -> None:
     verbs = {command.name for command in app.registered_commands}
-    assert set(re.findall(r"^\| `phalanx (\w+)", README, re.M)) == verbs
+    for group in app.registered_groups:
+        assert group.typer_instance is not None
+        verbs |= {f"{group.name} {command.name}" for command in group.typer_instance.registered_commands}
+    groups = {group.name for group in app.registered_groups}
+    rows = re.findall(r"^\| `phalanx (\w+)(?: ([a-z]+))?", README, re.M)
+    assert {f"{verb} {inner}" if verb in groups else verb for verb, inner in rows} == verbs
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"\bmake ([a-z-]+)", README + (ROOT / "CONTRIBUTING.md").read_text()):
         assert re.search(rf"^{target}:", makefile, re.M), target

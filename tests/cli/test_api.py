@@ -13,7 +13,7 @@ import pytest
 
 import phalanx as px
 from phalanx.events.records import Finished, Saved, Step
-from phalanx.launch.prepare import prepare
+from phalanx.launch.prepare import Request, prepare
 from phalanx.spec.errors import RunError, RunFailed
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import Run, Train
@@ -67,7 +67,7 @@ def test_runs_made_in_python_are_checked() -> None:
 
 def can_go_on(run: Run) -> bool:
     """Whether a launch could go on in the directory "job"; one that is held, by this process or another, is refused."""
-    prepared = prepare(run, "any", directory=Path("job"))
+    prepared = prepare(run, "any", Request(directory=Path("job")))
     prepared.rundir.release()
     return prepared.resumes
 

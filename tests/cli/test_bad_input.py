@@ -122,6 +122,18 @@ KEYS = {
     "more ranks than cores carry": (["train.batch=200000", "layout.data=100000"], ("100000", "layout.data")),
     "more ranks than are allowed": (["cluster.cpu_ranks=2000"], ("cluster.cpu_ranks = 2000", "1024")),
     "model too big": (["model.dim=131072", "model.layers=100"], ("GiB", "take a smaller model")),
+    "unknown key of a mixture": (["data.mix.wiki.wieght=1"], ("data.mix.wiki.wieght", "data.mix.wiki.weight")),
+    "source beside a mixture": (["data.mix.code.source=stdlib"], ("data.paths", "[data.mix.code]")),
+    "missing tokenizer": (["data.tokenizer=gone.json"], ("data.tokenizer", "gone.json", "does not exist")),
+    "folder without a tokenizer": (["data.tokenizer=text"], ("data.tokenizer", "tokenizer.json")),
+    "text for a tokenizer": (["data.tokenizer=text/0.txt"], ("data.tokenizer", "not JSON")),
+    "missing weights": (["model.from=gone"], ("model.from", '"gone"', "does not exist")),
+    "folder without weights": (["model.from=text"], ("model.from", '"text"', "config.json")),
+    "preset and weights": (["model.from=text", "model.preset=tiny-dense"], ("model.from", "model.preset", "remove one")),
+    "class without a module": (["model.module=MyModel"], ("model.module", "package.module:Class")),
+    "options of no module": (["model.options.width=3"], ("model.options.width", "model.module")),
+    "more experts than there are": (["model.moe={experts=2, active=3, ffn=8}"], ("model.moe.active = 3", "at most 2")),
+    "experts without a width": (["model.moe={experts=2, active=1}"], ("model.moe.ffn is missing",)),
     "two mistakes": (["train.steps=-1", "model.vocab=100"], ("train.steps = -1", "model.vocab = 100")),
 }  # fmt: skip
 
@@ -189,6 +201,10 @@ def short_file(folder: Path) -> None:
     (folder / "short.txt").write_text("too short")
 
 
+def one_window(folder: Path) -> None:
+    (folder / "one.txt").write_text("x" * 60)  # a window needs 33 tokens, and the held-out one as many
+
+
 def empty_folder(folder: Path) -> None:
     (folder / "nothing").mkdir()
 
@@ -210,11 +226,12 @@ TEXTS: dict[str, tuple[Callable[[Path], None] | None, list[str], tuple[str, ...]
     "shorter than a window": (short_file, ["data.paths=short.txt"], ("train.sequence_length = 32",)),
     "link to nothing": (broken_link, ["data.paths=link.txt"], ("data.paths", "link.txt")),
     "neither file nor folder": (pipe, ["data.paths=pipe"], ("data.paths", "pipe")),
+    "field of plain text": (None, ["data.source=text", "data.field=body"], ("data.field", '"jsonl"')),
     "no paths": (None, ["data.paths=[]"], ("data.paths",)),
     "paths that nobody reads": (None, ["data.source=stdlib"], ("data.paths", "stdlib")),
     "no documents": (None, ["data.source=memory", "data.paths=[]"], ("data.documents",)),
     "empty documents": (None, ["data.source=memory", "data.paths=[]", 'data.documents=["", ""]'], ("data.documents",)),
-    "nothing left to hold out": (short_file, ["data.paths=text/1.txt", "data.eval_fraction=0.001"], ("data.eval_fraction",)),
+    "nothing left to hold out": (one_window, ["data.paths=one.txt", "data.eval_fraction=0.001"], ("data.eval_fraction",)),
 }
 
 

@@ -1,0 +1,221 @@
+"""Models in and out: a Hugging Face folder to a run directory with one checkpoint, and a checkpoint to such a folder.
+
+`phalanx import` and `phalanx export` call it. Both check everything first, then stream: one block of one tensor is in memory at
+a time. Both write beside their goal and rename at the end, so that nothing half-written carries its name.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint import CheckpointException
+
+from phalanx._version import __version__
+from phalanx.checkpointing import stream
+from phalanx.checkpointing.find import find
+from phalanx.checkpointing.hf import Folder, Writer
+from phalanx.evaluation import bytelevel
+from phalanx.evaluation.model import run_for, run_of
+from phalanx.models import layout, names
+from phalanx.models.layout import Entry
+from phalanx.spec import hf, hf_write
+from phalanx.spec.dump import dump
+from phalanx.spec.errors import RunError, RunFailed
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.run import TOKENIZER_VOCAB, Run
+
+TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Formats of weights, as a run file calls them."""
+_WORDS = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+          "vocab.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json"}  # fmt: skip
+"""What goes along with the weights, where it is there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Converted:
+    """What was written."""
+
+    path: Path
+    family: str
+    """Hugging Face's `model_type`."""
+    parameters: int
+    bytes: int
+    files: int
+    """Of weights."""
+    dtype: str
+    notes: tuple[str, ...]
+    """What a person should know: a tokenizer that was not there, modules left out."""
+
+
+def import_folder(folder: Path, out: Path) -> Converted:
+    """Write the folder's model as a run directory with one checkpoint, in the format its weights have."""
+    if not folder.is_dir():
+        raise RunError([f"{folder} is not a folder: name one with config.json and weights in safetensors."])
+    spec = hf.model_spec(folder)
+    files = Folder(folder)
+    table = names.match(files, spec, hf.interleaved(hf.read_config(folder)))
+    notes = _notes_of_import(folder, spec)
+    words = [folder / name for name in sorted(_WORDS) if (folder / name).is_file()]
+    own = (folder / "tokenizer.json").is_file()
+    run = run_for(spec, str(folder) if own else "byte")
+    if own:
+        run = replace(run, data=replace(run.data, tokenizer=str(out.absolute() / "tokenizer")))
+    contents = {"progress": {"step": 0, "samples": 0, "skipped_in_a_row": 0}, "data": None, "version": __version__}
+    with _whole(out) as unfinished:
+        if words:
+            (unfinished / "tokenizer").mkdir()
+        for word in words:
+            shutil.copyfile(word, unfinished / "tokenizer" / word.name)
+        (unfinished / "run.toml").write_text(dump(run))
+        stream.write(unfinished / "checkpoints", 0, [_streamed(entry, files) for entry in table], contents)
+    read = {piece.theirs for entry in table for piece in entry.pieces}
+    formats = sorted({_word(files.dtype(name)) for name in read})
+    return Converted(
+        path=out, family=hf_write.family(spec), parameters=spec.parameters(), dtype="+".join(formats), notes=notes,
+        files=len({files.tensors[name].file for name in read}),
+        bytes=sum(files.tensors[name].end - files.tensors[name].begin for name in read),
+    )  # fmt: skip
+
+
+def _streamed(entry: Entry, files: Folder) -> stream.Streamed:
+    dtype = files.dtype(entry.pieces[0].theirs)
+    chunks = [
+        stream.Chunk(offsets=block.offsets, sizes=block.sizes, read=partial(layout.read, block, files.rows))
+        for block in layout.blocks(entry, dtype.itemsize)
+    ]
+    return stream.Streamed(name=f"model/{entry.name}", shape=entry.shape, dtype=dtype, chunks=chunks)
+
+
+def _notes_of_import(folder: Path, spec: ModelSpec) -> tuple[str, ...]:
+    if (folder / "tokenizer.json").is_file():
+        return ()
+    least = TOKENIZER_VOCAB["byte"]
+    if spec.rows < least:
+        raise RunError(
+            [
+                f"{folder} has no tokenizer.json, and {spec.rows} tokens are too few for the byte tokenizer ({least}): add the file."
+            ]
+        )
+    return (f'{folder} has no tokenizer.json: the run file says "byte", whose ids mean something else to this model.',)
+
+
+def export_checkpoint(path: Path, out: Path, dtype: str | None = None, shard_size: int = 5_000_000_000) -> Converted:
+    """Write a checkpoint's model as a folder that transformers loads. `dtype`: of the weights; None: as they are stored."""
+    checkpoint, run_file = find(path)
+    run = run_of(run_file)
+    spec = run.model
+    family = hf_write.family(spec)
+    saved = stream.Saved(checkpoint)
+    table = names.table(spec)
+    _fits(saved, table, run_file)
+    formats = {entry.name: _format(saved, entry, dtype) for entry in table}
+    tensors = {piece.theirs: (piece.shape, formats[entry.name]) for entry in table for piece in entry.pieces}
+    copies = names.copies(spec)
+    tensors |= {copy: tensors[original] for copy, original in copies.items()}
+    written = _word(formats["embed.weight"])
+    words, special, notes = _words(run, run_file)
+    if spec.ahead and family != "deepseek_v3":
+        notes.append(f"{hf_write.NAMES[family]} has no multi-token prediction: the {spec.ahead} modules of it are left out.")
+    with _whole(out) as unfinished:
+        for name, text in words.items():
+            (unfinished / name).write_bytes(text)
+        config = hf_write.config(spec, dtype=str(TORCH[written]).removeprefix("torch."), tokens=special)
+        (unfinished / hf.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        writer = Writer(unfinished, tensors, shard_size)
+        for entry in table:
+            _export(entry, saved, writer, [copy for copy, original in copies.items() if original == entry.pieces[0].theirs])
+    return Converted(
+        path=out, family=family, parameters=spec.parameters(), bytes=writer.bytes, files=writer.files, dtype=written,
+        notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _export(entry: Entry, saved: stream.Saved, writer: Writer, copies: list[str]) -> None:
+    """Read one of our tensors, part by part where it was stored so, and put each where theirs are."""
+    name = f"model/{entry.name}"
+    parts = saved.parts(name)
+    if entry.pieces[0].expert is not None:
+        for first, last in parts:
+            part = saved.read(name, first, last)
+            for piece in entry.pieces[first:last]:
+                assert piece.expert is not None
+                writer.write(piece.theirs, layout.theirs(piece, part[piece.expert - first]))
+        return
+    (piece,) = entry.pieces
+    together = piece.pairs[0] if piece.pairs else 1
+    if piece.turned or any(first % together for first, _ in parts):  # then a part of ours is none of theirs
+        parts = [(0, entry.shape[0])]
+    for first, last in parts:
+        rows = layout.theirs(piece, saved.read(name, first, last))
+        for theirs in (piece.theirs, *copies):
+            writer.write(theirs, rows, piece.rows[0] + first, None if piece.columns is None else piece.columns[0])
+
+
+def _fits(saved: stream.Saved, table: tuple[Entry, ...], run_file: Path) -> None:
+    problems = []
+    for entry in table:
+        found = saved.shape(f"model/{entry.name}")
+        if found != entry.shape:
+            has = "lacks it" if found is None else f"has {list(found)}"
+            problems.append(f"{run_file} describes {entry.name} of shape {list(entry.shape)}; {saved.path} {has}.")
+    if problems:
+        raise RunError([*problems[:10], "Undo what was changed in the run file."])
+
+
+def _format(saved: stream.Saved, entry: Entry, dtype: str | None) -> torch.dtype:
+    stored = saved.dtype(f"model/{entry.name}")
+    return stored if dtype is None or entry.exact else TORCH[dtype]
+
+
+def _words(run: Run, run_file: Path) -> tuple[dict[str, bytes], dict[str, int | None], list[str]]:
+    """The tokenizer's files by name, the ids of its special tokens as config.json has them, and what is to be said of them."""
+    from phalanx.data.tokenize import tokenizer
+
+    if run.data.tokenizer == "byte":
+        if run.model.rows < TOKENIZER_VOCAB["byte"]:
+            return {}, {}, ["The model has fewer tokens than the byte tokenizer: none is exported."]
+        # A document begins where the one before has ended.
+        return bytelevel.files(run.model.context), {"bos_token_id": bytelevel.END, "eos_token_id": bytelevel.END}, []
+    words = tokenizer(run.data.tokenizer, run.data.end_token)
+    ids = {text: number for number, text in words.marks.items()}
+    special: dict[str, int | None] = {f"{key}_id": ids.get(words.special.get(key, "")) for key in ("bos_token", "pad_token")}
+    kept = run_file.parent / "tokenizer"
+    found = {file.name: file for file in words.files} | {file.name: file for file in kept.glob("*") if file.name in _WORDS}
+    return {name: file.read_bytes() for name, file in found.items()}, special | {"eos_token_id": words.end}, []
+
+
+@contextmanager
+def _whole(out: Path) -> Iterator[Path]:
+    """A directory to write into that takes the name `out` when all went well, and else leaves nothing."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RunError([f"{out} is already there: name a new directory, or an empty one."])
+    unfinished = out.with_name(f"{out.name}.partial")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)  # from an attempt that was killed
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        if out.exists():
+            out.rmdir()
+        unfinished.rename(out)
+    except (OSError, CheckpointException) as error:
+        raise RunFailed(f"{out} could not be written: {_reason(error)}.") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):
+        first, _ = next(iter(error.failures.values()))
+        return _reason(first)
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+
+
+def _word(dtype: torch.dtype) -> str:
+    return next(word for word, known in TORCH.items() if known is dtype)

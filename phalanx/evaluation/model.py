@@ -1,0 +1,116 @@
+"""A trained model, ready to be asked: from a run directory, a checkpoint or a Hugging Face folder. Generate, eval and the
+harness adapter open theirs here."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
+
+from phalanx.checkpointing.find import find
+from phalanx.checkpointing.hf import Folder
+from phalanx.checkpointing.load import load as load_tensors
+from phalanx.data.tokenize import Tokenizer, tokenizer
+from phalanx.models import layout, names
+from phalanx.models.init import build, reset_buffers
+from phalanx.spec import hf
+from phalanx.spec.check import check
+from phalanx.spec.errors import RunError
+from phalanx.spec.load import loads
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.run import Data, Run, Train
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A model with what is needed to talk to it."""
+
+    model: nn.Module
+    """On its device, in evaluation mode."""
+    tokenizer: Tokenizer
+    run: Run
+    """What it was trained by; of a Hugging Face folder only `model` and `data.tokenizer` mean something."""
+    path: Path
+    """The checkpoint that a run directory stood for, or what was named."""
+
+
+def open_model(path: Path, device: str | torch.device | None = None) -> Opened:
+    """The model at `path`, on `device`; None: the GPU if there is one."""
+    where = choose_device(device)
+    if hf.is_folder(path):
+        return _open_folder(path, where)
+    checkpoint, run_file = find(path)
+    run = run_of(run_file)
+    words = tokenizer(run.data.tokenizer, run.data.end_token)
+    model = _empty(run, where)
+    try:
+        load_tensors(checkpoint, {f"model/{name}": tensor for name, tensor in _state(model).items()}, alone=True)
+    except CheckpointException as error:  # a size or a name that differs
+        why, _ = next(iter(error.failures.values()))
+        raise RunError([f"{checkpoint} does not fit the model of {run_file} ({why}): undo what was changed there."]) from None
+    return Opened(model, words, run, checkpoint)
+
+
+def run_of(run_file: Path) -> Run:
+    """The run that a run directory's file describes, whether or not what it was started from still lies where it did.
+
+    The sizes are all in the file, so `model.from` is not asked again; the tokenizer kept beside it goes before the one it names.
+    """
+    try:
+        text = re.sub(r"(?m)^from = .*\n", "", run_file.read_text())
+    except OSError as error:
+        raise RunError([f"{run_file} cannot be read ({error.strerror})."]) from None
+    kept = run_file.parent / "tokenizer"
+    here = [f"data.tokenizer={kept}"] if (kept / "tokenizer.json").is_file() else []
+    return loads(text, name=str(run_file), overrides=here)
+
+
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """A device by name, or RunError where there is none; None: the GPU if there is one."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind = str(device).partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise RunError([f"--device {device}: choose cpu or cuda."])
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise RunError(["--device cuda: torch sees no GPU here; leave the option out, or look at `phalanx doctor`."])
+    return torch.device(device)
+
+
+def run_for(spec: ModelSpec, words: str) -> Run:
+    """A run around a model that no run has made; a RunError says what does not fit together in it.
+
+    A run file says how long it trains. Nobody has asked for that here, so those numbers stand for themselves.
+    """
+    train = Train(batch=8, steps=1000, sequence_length=max(2, min(1024, spec.context)))
+    run = Run(model=spec, data=Data(tokenizer=words), train=train)
+    problems = check(run)
+    if problems:
+        raise RunError(problems)
+    return run
+
+
+def _open_folder(path: Path, where: torch.device) -> Opened:
+    spec = hf.model_spec(path)
+    files = Folder(path)
+    table = names.match(files, spec, hf.interleaved(hf.read_config(path)))
+    run = run_for(spec, str(path))
+    words = tokenizer(str(path))
+    model = _empty(run, where)
+    layout.fill(_state(model), table, files.rows)
+    return Opened(model, words, run, path)
+
+
+def _empty(run: Run, where: torch.device) -> nn.Module:
+    model = build(run.model).to_empty(device=where).eval()
+    reset_buffers(model)
+    return model
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and the buffers that are saved with them, to be filled in place."""
+    return {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}

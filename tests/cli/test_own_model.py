@@ -1,0 +1,96 @@
+"""The example of one's own model, as the documentation tells people to use it."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.events.records import Restored
+from phalanx.spec.load import load
+from phalanx.spec.model import ModelSpec
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SHORT = (
+    "train.sequence_length=32",
+    "train.batch=8",
+    "model.dim=32",
+    "model.layers=2",
+    "checkpoint.every=3",
+    "train.eval_every=3",
+)
+
+
+def test_it_trains_resumes_on_other_ranks_and_generates(workshop: Any, losses: Any) -> None:
+    shutil.copytree(EXAMPLES, workshop.path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    whole = workshop.run("train", "examples/own_model.toml", *SHORT, "train.steps=6", "--run-dir", "whole", "--json")
+    assert whole.code == 0 and whole.err == "", whole
+    expected = losses(workshop.events("whole"))
+    assert expected[-1][1] < expected[0][1]
+    workshop.copy("whole", "parts")
+    shutil.rmtree(workshop.path / "parts" / "checkpoints" / "step-00000006")
+    more = workshop.run("train", "examples/own_model.toml", *SHORT, "train.steps=6", "--run-dir", "parts", "layout.data=1")
+    assert more.code == 0, more
+    events = workshop.events("parts")
+    assert [event.step for event in events if isinstance(event, Restored)] == [3]
+    assert losses(events)[-3:] == expected[3:], "one rank goes on exactly as two would have"
+    made = [workshop.run("generate", "whole", "def ", "--tokens", 5, "--temperature", 0, "--json") for _ in range(2)]
+    assert made[0].code == 0, made[0]
+    assert made[0].json["tokens"] == 5 and made[0].json["text"] == made[1].json["text"]
+
+
+def test_a_module_that_cannot_be_built_ends_the_command_at_once(workshop: Any) -> None:
+    (workshop.path / "mine.py").write_text("import torch\n\nraise OSError('no weights today')\n")
+    ended = workshop.run("train", "tiny.toml", "model.module=mine:Model", "--json")
+    assert ended.code == 2, ended
+    (sentence,) = ended.json["error"]
+    assert "no weights today" in sentence and "mine.py, line 3" in sentence
+    assert "Traceback" not in ended.err
+    assert not (workshop.path / "runs").exists()
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("own_model", EXAMPLES / "own_model.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_its_scan_is_the_recurrence(example: ModuleType) -> None:
+    torch.manual_seed(0)
+    keep, given = torch.rand(2, 13, 3), torch.randn(2, 13, 3)
+    state, states = torch.zeros(2, 3), []
+    for place in range(13):
+        state = keep[:, place] * state + given[:, place]
+        states.append(state)
+    assert torch.allclose(example.scan(keep, given), torch.stack(states, dim=1), atol=1e-6)
+
+
+def test_it_sees_neither_the_future_nor_other_documents(example: ModuleType) -> None:
+    torch.manual_seed(0)
+    model = example.Recurrent(ModelSpec(dim=16, layers=2, vocab=20))
+    tokens = torch.randint(20, (1, 12))
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
+    logits = model(tokens, positions)
+    later = tokens.clone()
+    later[0, 9:] = (later[0, 9:] + 1) % 20
+    assert torch.equal(model(later, positions)[0, :9], logits[0, :9])
+    first = tokens.clone()
+    first[0, :5] = (first[0, :5] + 1) % 20
+    assert torch.equal(model(first, positions)[0, 5:], logits[0, 5:])
+    assert not torch.equal(model(first, positions)[0, :5], logits[0, :5])
+    alone = model(tokens[:, 5:], positions[:, 5:])
+    assert torch.allclose(alone, logits[:, 5:], atol=1e-6)
+
+
+def test_its_run_file_is_a_run_file() -> None:
+    run = load(EXAMPLES / "own_model.toml")
+    assert run.model.module == "examples.own_model:Recurrent"
+    assert dict(run.model.options) == {"memory": 2.0}
