@@ -23,6 +23,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Formats of weights, as safetensors writes them."""
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
 _MOST_PROBLEMS = 10
+_AGAIN = "config.json and the weights must describe one model: save or download the folder again."
 
 
 class Folder:
@@ -35,6 +36,10 @@ class Folder:
     @property
     def names(self) -> Collection[str]:
         return self.tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """None: there is no such tensor."""
+        return self.tensors[name].shape if name in self.tensors else None
 
     def dtype(self, name: str) -> torch.dtype:
         return DTYPES[self.tensors[name].dtype]
@@ -68,7 +73,8 @@ class Folder:
                 problems.append(f"{self.path}: tensors that belong together differ in format: {found}.")
         if problems:
             more = len(problems) - _MOST_PROBLEMS
-            raise RunError(problems[:_MOST_PROBLEMS] + ([f"… and {more} more like these."] if more > 0 else []))
+            rest = [f"… and {more} more like these."] if more > 0 else []
+            raise RunError([*problems[:_MOST_PROBLEMS], *rest, _AGAIN])
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
         """Rows of a tensor seen as a matrix: all dimensions but the last are rows, and of a vector each value."""

@@ -166,7 +166,7 @@ def _given(opened: Opened, asked: _Asked) -> Iterator[tuple[str, int, Iterator[B
     """All of the source that the command line names."""
     from phalanx.data.dataset import open_corpus
     from phalanx.evaluation.instruments import usual_batch
-    from phalanx.evaluation.loss import whole
+    from phalanx.evaluation.loss import documents, held_out, whole
     from phalanx.spec.sources import kind
 
     run, batch, length = opened.run, asked.batch or usual_batch(opened), _length(opened.run, asked)
@@ -177,6 +177,11 @@ def _given(opened: Opened, asked: _Asked) -> Iterator[tuple[str, int, Iterator[B
         corpus, skipped = open_corpus(data, data, opened.tokenizer, "data", progress)
     for reason, times in skipped.items():
         console.print(f"skipped {times} records: {reason}", style="yellow")
+    if data.packing == "best-fit" or kind(data) == "chat":  # an answer cut off from its question would measure nothing
+        samples = documents(corpus, length, opened.tokenizer, data)
+        count = min(samples.count, asked.sequences or samples.count)
+        yield kind(data), -(-count // batch), held_out(samples, count, batch)
+        return
     windows = -(-(corpus.tokens - 1) // length)
     total = -(-min(windows, asked.sequences or windows) // batch)
     yield kind(data), total, whole(corpus, length, batch, document_mask=data.document_mask, sequences=asked.sequences)

@@ -42,11 +42,13 @@ def generate(
     made: list[int] = []
     if not json:
         sys.stdout.write(prompt)
-    for token in sample(opened.model, start, tokens, words.end, sampling):
+    for token in sample(opened.model, start, tokens, -1, sampling):
         made.append(token)
         if not json and token != words.end:
             sys.stdout.write(text.push(token))
             sys.stdout.flush()
+        if token in opened.stops:
+            break
     if json:
         print_json({"prompt": prompt, "text": words.decode(made), "tokens": len(made), "checkpoint": str(opened.path)})
     else:

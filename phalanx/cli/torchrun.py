@@ -21,7 +21,7 @@ from phalanx.launch.local import started
 from phalanx.launch.prepare import Prepared, Request, prepare
 from phalanx.launch.probe import probe
 from phalanx.parallel.mesh import connect, disconnect
-from phalanx.spec.errors import RunError
+from phalanx.spec.errors import PhalanxError, RunError
 from phalanx.spec.load import load
 from phalanx.spec.place import Place
 
@@ -68,6 +68,9 @@ def train_here(place: Place, run_file: Path, overrides: list[str], request: Requ
         show = view.show
     try:
         code = work(run, plan, mesh, rundir, Signals(), also=show)
+    except PhalanxError as error:
+        print_error(error)  # a sentence says it all
+        code = 1
     except Exception:
         traceback.print_exc()
         code = 1

@@ -7,6 +7,7 @@ out once, by counts instead of one by one, and for a large corpus kept as a file
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import os
 import shutil
@@ -21,6 +22,7 @@ import numpy.typing as npt
 from phalanx.data.corpus import Corpus
 from phalanx.data.pack import IGNORED, Piece, Window, pieces_between, places
 from phalanx.data.split import Intervals
+from phalanx.data.stored import Stored
 from phalanx.spec.errors import RunError
 
 _KEPT = 1 << 16
@@ -28,6 +30,8 @@ _KEPT = 1 << 16
 _CHUNK = 1 << 20
 _VERSION = 1
 _I8 = npt.NDArray[np.int64]
+_Numbers = npt.NDArray[np.integer[Any]] | Stored
+"""In memory, or of a large corpus on disk."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,16 +42,16 @@ class Plan:
     Each array has one number more than it needs, so that none is empty: an empty file cannot be mapped.
     """
 
-    full_starts: _I8
+    full_starts: _Numbers
     """Of each document that fills windows: where in the corpus it begins."""
-    full_firsts: _I8
+    full_firsts: _Numbers
     """And the first window it fills; at last the number of all such windows."""
-    piece_starts: _I8
+    piece_starts: _Numbers
     """Of each piece in the packed windows, window after window: where in the corpus it begins."""
-    piece_lengths: npt.NDArray[np.int32]
-    piece_firsts: _I8
+    piece_lengths: _Numbers
+    piece_firsts: _Numbers
     """Of each packed window: its first piece; at last the number of pieces."""
-    slots: _I8
+    slots: _Numbers
     """[1]: places of all windows that hold a token."""
 
 
@@ -102,7 +106,7 @@ class BestFit:
         """Where each piece of a window begins in the corpus, and its length."""
         plan = self._plan
         if number < self._full:
-            document = int(plan.full_firsts.searchsorted(number, "right")) - 1
+            document = bisect.bisect_right(plan.full_firsts, number) - 1
             return [(int(plan.full_starts[document]) + (number - int(plan.full_firsts[document])) * self.length, self.length)]
         first, last = plan.piece_firsts[number - self._full : number - self._full + 2].tolist()
         return list(zip(plan.piece_starts[first:last].tolist(), plan.piece_lengths[first:last].tolist(), strict=True))
@@ -208,7 +212,7 @@ def _plan(corpus: Corpus, intervals: Intervals, length: int, cache: Path) -> Pla
     try:
         if not folder.is_dir():
             _store(make_plan(corpus, intervals, length), folder)
-        return Plan(**{field.name: np.load(folder / f"{field.name}.npy", mmap_mode="r") for field in fields(Plan)})
+        return Plan(**{field.name: Stored(folder / f"{field.name}.npy") for field in fields(Plan)})
     except (OSError, ValueError) as error:
         raise RunError(
             [

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from phalanx.data.records import Bad, checked, missing_extra
-from phalanx.data.storage import is_url, open_binary, packed
+from phalanx.data.storage import is_url, open_binary, packed, reachable
 from phalanx.spec.errors import RunError
 
 _ROWS = 512
@@ -32,7 +32,7 @@ def _open(path: str) -> Iterator[Any]:
         raise RunError([f"{path}: Parquet packs its columns itself and is not read out of another packing; unpack it first."])
     try:
         if is_url(path):
-            with open_binary(path) as file:
+            with reachable(path, passing=(pa.ArrowException,)), open_binary(path) as file:
                 yield library.ParquetFile(file)
         else:
             with library.ParquetFile(path) as opened:

@@ -75,8 +75,12 @@ class HfTokenizer:
 
     def encode_spans(self, text: str) -> Spans:
         encoding = self._library.encode(text, add_special_tokens=False)
-        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-        return np.array(encoding.ids, dtype=np.int32), offsets[:, 0], offsets[:, 1]
+        starts, stops = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+        # Byte-level tokenizers may cut spaces off their spans, which leaves none of a token that is nothing but spaces, at
+        # the place where it ends: it begins where the one before it ends.
+        nothing = np.flatnonzero(starts[1:] == stops[1:]) + 1
+        starts[nothing] = stops[nothing - 1]
+        return np.array(encoding.ids, dtype=np.int32), starts, stops
 
     def decode(self, ids: npt.ArrayLike) -> str:
         tokens = np.asarray(ids, dtype=np.int64).ravel()

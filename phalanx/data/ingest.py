@@ -19,10 +19,10 @@ from pathlib import Path
 from phalanx.data.pieces import Piece, Plan, make_plan
 from phalanx.data.piecework import DONE, Advance, Result
 from phalanx.data.pool import Pool
-from phalanx.data.records import EMPTY
+from phalanx.data.records import EMPTY, MISSING
 from phalanx.data.tokenfile import META, TokenMeta
 from phalanx.data.tokenize import Tokenizer
-from phalanx.data.tokenwriter import replace_text, write_meta
+from phalanx.data.tokenwriter import replace_text, unfinished, write_meta
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Data, Source
 
@@ -58,6 +58,7 @@ def prepared(source: Source, data: Data, tokenizer: Tokenizer, progress: Report 
     plan = make_plan(source, data, tokenizer)
     folder = Path(data.cache).expanduser() / f"tokens-{plan.key}"
     if not (folder / META).exists():
+        _check_apart(plan, folder.parent, source, "data.cache: ")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with locked(folder, wait=True):
@@ -75,6 +76,7 @@ def tokenize_into(
 ) -> TokenMeta:
     """Token files of a source in a folder of the caller's; goes on where the same was begun, refuses where it was another."""
     plan = make_plan(source, data, words)
+    _check_apart(plan, folder, source)
     try:
         _check_place(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -97,10 +99,21 @@ def tokenize_into(
         raise RunError([f"{error.filename or folder} cannot be written ({error.strerror}); name another folder."]) from None
 
 
+def _check_apart(plan: Plan, folder: Path, source: Source, key: str = "") -> None:
+    """Token files among the text would be taken for text the next time, unless their names are of no kind or hidden."""
+    if plan.recipe.kind == "parquet":
+        return
+    for path in source.paths:
+        top, place = Path(path).expanduser().resolve(), folder.resolve()
+        if top.is_dir() and place.is_relative_to(top) and not any(p.startswith(".") for p in place.relative_to(top).parts):
+            raise RunError([f"{key}{folder} lies in {path}, which is to be read; name a folder outside of it."])
+
+
 def _check_place(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise RunError([f"{folder} is a file; name a folder for the token files."])
-    inside = [path.name for path in folder.iterdir() if path.name != LOCK] if folder.exists() else []
+    begun = {LOCK, unfinished(PLAN)}  # all that a start leaves which is killed, or finds no room, at once
+    inside = [path.name for path in folder.iterdir() if path.name not in begun] if folder.exists() else []
     if inside and PLAN not in inside:
         raise RunError([f"{folder} is not empty and holds no token files of ours ({min(inside)}): name another folder."])
 
@@ -178,7 +191,9 @@ class _Tally:
         where = self._plan.recipe.name
         if not self.skipped:
             raise RunError([f"{self._plan.paths_key}: there is no record in {where}; name files that hold some."])
-        raise RunError([f"{self._plan.paths_key}: no record of {where} can be used: {_told(self.skipped, self._examples)}."])
+        remedy = "set data.field (--field) to the one that holds the text" if MISSING in self.skipped else "correct them"
+        told = f"no record of {where} can be used: {_told(self.skipped, self._examples)}"
+        raise RunError([f"{self._plan.paths_key}: {told}; {remedy}, or name other files."])
 
     def progress(self, under_way: Advance) -> Progress:
         return Progress(

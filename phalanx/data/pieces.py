@@ -17,7 +17,7 @@ from phalanx.data.columns import row_groups
 from phalanx.data.files import stdlib_files
 from phalanx.data.listing import Found, files_of, key_of
 from phalanx.data.records import Bad
-from phalanx.data.storage import packed
+from phalanx.data.storage import is_web, packed
 from phalanx.data.template import Template
 from phalanx.data.tokenfile import VERSION
 from phalanx.data.tokenize import Tokenizer
@@ -191,7 +191,7 @@ def _of_lines(files: Sequence[Found], size: int) -> Iterator[Piece]:
     """Byte ranges, whose lines are those that begin in it; a packed file can only be read from its beginning."""
     number = 0
     for file in files:
-        whole = file.size is None or packed(file.path) or file.path.startswith(("http://", "https://"))
+        whole = file.size is None or packed(file.path) or is_web(file.path)
         ends = [None] if whole else [*range(size, file.size or 0, size), file.size]
         begin = 0
         for end in ends:

@@ -40,12 +40,15 @@ class _Worker:
         self.connection = Connection(ours.detach())
         self.piece: Piece | None = None
         self.advance = Advance(bytes=0, tokens=0, documents=0)
-        self.connection.send(hello)
+        self._send(hello)
 
     def begin(self, piece: Piece) -> None:
         self.piece = piece
+        self._send(piece)
+
+    def _send(self, what: object) -> None:
         try:
-            self.connection.send(piece)
+            self.connection.send(what)
         except OSError:
             raise self.died() from None
 

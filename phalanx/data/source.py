@@ -69,17 +69,13 @@ class TextFiles(Indexed):
     def _bytes(self, document: int, start: int, stop: int) -> npt.NDArray[np.uint8]:
         path = self._root + self.names[document]
         ids = np.empty(stop - start, dtype=np.uint8)
-        filled = 0
         try:
             file = self._open(path)
-            while filled < len(ids):  # one call may give less than it was asked for
-                got = os.preadv(file.fd, [ids.data[filled:]], start + filled)
-                if got == 0:
-                    raise RunFailed(
-                        f"{path} has shrunk: it held {self._size(document)} bytes when the run started "
-                        f"and holds {os.fstat(file.fd).st_size} now; put the former text back and resume."
-                    )
-                filled += got
+            if not file.fill(ids.data, start):
+                raise RunFailed(
+                    f"{path} has shrunk: it held {self._size(document)} bytes when the run started "
+                    f"and holds {os.fstat(file.fd).st_size} now; put the former text back and resume."
+                )
         except OSError as error:
             raise RunFailed(
                 f"{path} can no longer be read ({error.strerror}): it held {self._size(document)} bytes "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import io
+import tempfile
 import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO, Protocol, cast
@@ -24,6 +25,10 @@ class Stream(Protocol):
 
 def is_url(path: str) -> bool:
     return "://" in path
+
+
+def is_web(path: str) -> bool:
+    return path.startswith(("http://", "https://"))
 
 
 def packed(path: str) -> bool:
@@ -49,12 +54,14 @@ def filesystem(url: str) -> tuple[Any, str]:
 
 
 @contextlib.contextmanager
-def reachable(path: str, what: str = "") -> Iterator[None]:
-    """What storage raises, however it calls it, becomes a RunError that names the file."""
+def reachable(path: str, what: str = "", passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """What storage raises, however it calls it, becomes a RunError that names the file; `passing`: what the caller tells."""
     before = f"{what}: " if what else ""
     try:
         yield
     except (RunError, MemoryError):
+        raise
+    except passing:
         raise
     except FileNotFoundError:
         raise RunError([f"{before}{path} is not there; correct the name, or put it back."]) from None
@@ -67,8 +74,29 @@ def open_binary(path: str) -> BinaryIO:
     with reachable(path):
         if is_url(path):
             system, inner = filesystem(path)
-            return cast(BinaryIO, system.open(inner, "rb"))
+            file = cast(BinaryIO, system.open(inner, "rb"))
+            return file if not is_web(path) or _anywhere(file) else _fetched(system, inner)
         return open(path, "rb")
+
+
+def _anywhere(file: BinaryIO) -> bool:
+    """Whether a file of a web server can be read from any place on. One may know no ranges, which fsspec notices only when
+    it is asked for one."""
+    try:
+        file.seek(-1, io.SEEK_END)
+        file.read(1)
+        file.seek(0)
+    except (ValueError, OSError):  # told by what follows, where the server is at fault otherwise
+        file.close()
+        return False
+    return True
+
+
+def _fetched(system: Any, inner: str) -> BinaryIO:
+    """A copy that is gone when it is closed."""
+    with tempfile.NamedTemporaryFile() as copy:
+        system.get_file(inner, copy.name)
+        return open(copy.name, "rb")
 
 
 class Unpacked:

@@ -99,6 +99,16 @@ class OpenFile:
     def __init__(self, path: str):
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
+    def fill(self, view: memoryview, offset: int) -> bool:
+        """Fill `view` with what stands from `offset` on; False: the file ends before."""
+        filled = 0
+        while filled < len(view):  # one call may give less than it was asked for
+            got = os.preadv(self.fd, [view[filled:]], offset + filled)
+            if got == 0:
+                return False
+            filled += got
+        return True
+
     def __del__(self) -> None:
         if self.fd >= 0:  # opening may have failed
             os.close(self.fd)
@@ -196,17 +206,12 @@ class TokenFiles:
     def _slice(self, part: int, suffix: str, dtype: np.dtype[Any], start: int, stop: int) -> npt.NDArray[Any]:
         path = f"{self._paths[part]}.{suffix}"
         values = np.empty(stop - start, dtype=dtype)
-        view = values.view(np.uint8).data
-        offset, filled = start * dtype.itemsize, 0
         try:
-            file = self._open(path)
-            while filled < len(view):  # one call may give less than it was asked for
-                got = os.preadv(file.fd, [view[filled:]], offset + filled)
-                if got == 0:
-                    raise RunFailed(f"{path} has shrunk since the run started: put the former file back and resume.")
-                filled += got
+            whole = self._open(path).fill(values.view(np.uint8).data, start * dtype.itemsize)
         except OSError as error:
             raise RunFailed(f"{path} can no longer be read ({error.strerror}): make it readable again and resume.") from error
+        if not whole:
+            raise RunFailed(f"{path} has shrunk since the run started: put the former file back and resume.")
         return values
 
     def _check_sizes(self) -> None:

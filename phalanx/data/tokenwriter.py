@@ -171,9 +171,14 @@ def write_token_files(
     return write_meta(folder, words, parts, masked=masks is not None, skipped={})
 
 
+def unfinished(name: str) -> str:
+    """What a file is called until it is whole."""
+    return name + _TEMPORARY
+
+
 def replace_text(path: Path, text: str) -> None:
     """All of the text under this name, or what was there before."""
-    temporary = path.with_name(path.name + _TEMPORARY)
+    temporary = path.with_name(unfinished(path.name))
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

@@ -41,6 +41,7 @@ def files(context: int) -> dict[str, bytes]:
         "bos_token": _END_TEXT,
         "eos_token": _END_TEXT,
         "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,  # the end's name in a text is text, as it is here
     }
     return {
         name: json.dumps(table, indent=2).encode()

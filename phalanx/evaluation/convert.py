@@ -7,6 +7,7 @@ a time. Both write beside their goal and rename at the end, so that nothing half
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,14 +23,14 @@ from phalanx.checkpointing import stream
 from phalanx.checkpointing.find import find
 from phalanx.checkpointing.hf import Folder, Writer
 from phalanx.evaluation import bytelevel
-from phalanx.evaluation.model import run_for, run_of
+from phalanx.evaluation.model import run_for, run_of, words_of
 from phalanx.models import layout, names
 from phalanx.models.layout import Entry
 from phalanx.spec import hf, hf_write
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError, RunFailed
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.run import TOKENIZER_VOCAB, Run
+from phalanx.spec.run import TOKENIZER_VOCAB, Data, Run
 
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Formats of weights, as a run file calls them."""
@@ -64,7 +65,7 @@ def import_folder(folder: Path, out: Path) -> Converted:
     notes = _notes_of_import(folder, spec)
     words = [folder / name for name in sorted(_WORDS) if (folder / name).is_file()]
     own = (folder / "tokenizer.json").is_file()
-    run = run_for(spec, str(folder) if own else "byte")
+    run = run_for(spec, words_of(folder)[1] if own else Data(tokenizer="byte"), folder)
     if own:
         run = replace(run, data=replace(run.data, tokenizer=str(out.absolute() / "tokenizer")))
     contents = {"progress": {"step": 0, "samples": 0, "skipped_in_a_row": 0}, "data": None, "version": __version__}
@@ -96,6 +97,10 @@ def _streamed(entry: Entry, files: Folder) -> stream.Streamed:
 def _notes_of_import(folder: Path, spec: ModelSpec) -> tuple[str, ...]:
     if (folder / "tokenizer.json").is_file():
         return ()
+    if os.path.lexists(folder / "tokenizer.json"):
+        raise RunError(
+            [f"{folder / 'tokenizer.json'} is no file: it is a folder, or a link that leads nowhere. Copy it again."]
+        )
     least = TOKENIZER_VOCAB["byte"]
     if spec.rows < least:
         raise RunError(
@@ -194,7 +199,7 @@ def _words(run: Run, run_file: Path) -> tuple[dict[str, bytes], dict[str, int | 
 @contextmanager
 def _whole(out: Path) -> Iterator[Path]:
     """A directory to write into that takes the name `out` when all went well, and else leaves nothing."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise RunError([f"{out} is already there: name a new directory, or an empty one."])
     unfinished = out.with_name(f"{out.name}.partial")
     try:
@@ -214,7 +219,9 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         first, _ = next(iter(error.failures.values()))
         return _reason(first)
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
 
 
 def _word(dtype: torch.dtype) -> str:

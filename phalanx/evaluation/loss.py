@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.data.bestfit import BestFit
 from phalanx.data.corpus import Corpus
 from phalanx.data.pack import IGNORED, Batch, Samples, Windows
 from phalanx.data.tokenize import Tokenizer
+from phalanx.spec.run import Data
 from phalanx.transforms.precision import computing
 
 
@@ -102,6 +105,14 @@ def whole(corpus: Corpus, length: int, batch: int, *, document_mask: bool, seque
         if count:
             windows = Windows(corpus, np.array([[first, corpus.tokens]]), size, document_mask=document_mask)
             yield from held_out(Samples(windows, seed=0, shuffle=False), count, batch)
+
+
+def documents(corpus: Corpus, length: int, tokenizer: Tokenizer, data: Data) -> Samples:
+    """All of a corpus with its documents whole where they fit a window, as best-fit packing trains on them."""
+    everything = np.array([[0, corpus.tokens]])
+    cache = Path(data.cache).expanduser()
+    packing = BestFit(corpus, everything, length, end=tokenizer.end, document_mask=data.document_mask, cache=cache)
+    return Samples(packing, seed=0, shuffle=False)
 
 
 def text_bytes(batch: Batch, tokenizer: Tokenizer) -> int:

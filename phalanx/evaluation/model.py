@@ -3,6 +3,7 @@ harness adapter open theirs here."""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ class Opened:
     """What it was trained by; of a Hugging Face folder only `model` and `data.tokenizer` mean something."""
     path: Path
     """The checkpoint that a run directory stood for, or what was named."""
+    stops: frozenset[int]
+    """Tokens that end a generated text: those of generation_config.json where one came along, as in transformers, or the end token."""
 
 
 def open_model(path: Path, device: str | torch.device | None = None) -> Opened:
@@ -52,7 +55,7 @@ def open_model(path: Path, device: str | torch.device | None = None) -> Opened:
     except CheckpointException as error:  # a size or a name that differs
         why, _ = next(iter(error.failures.values()))
         raise RunError([f"{checkpoint} does not fit the model of {run_file} ({why}): undo what was changed there."]) from None
-    return Opened(model, words, run, checkpoint)
+    return Opened(model, words, run, checkpoint, _stops(run_file.parent / "tokenizer", words))
 
 
 def run_of(run_file: Path) -> Run:
@@ -81,28 +84,59 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     return torch.device(device)
 
 
-def run_for(spec: ModelSpec, words: str) -> Run:
-    """A run around a model that no run has made; a RunError says what does not fit together in it.
+def run_for(spec: ModelSpec, data: Data, folder: Path) -> Run:
+    """A run around a model that no run has made but `folder` describes; a RunError says what does not fit together in it.
 
     A run file says how long it trains. Nobody has asked for that here, so those numbers stand for themselves.
     """
     train = Train(batch=8, steps=1000, sequence_length=max(2, min(1024, spec.context)))
-    run = Run(model=spec, data=Data(tokenizer=words), train=train)
+    run = Run(model=spec, data=data, train=train)
     problems = check(run)
     if problems:
-        raise RunError(problems)
+        raise RunError([f"{folder} does not describe a model that can be used: {problem}" for problem in problems])
     return run
+
+
+def words_of(folder: Path) -> tuple[Tokenizer, Data]:
+    """The tokenizer of a Hugging Face folder, and the keys of a run file that name it."""
+    name, own = str(folder), hf.read_config(folder).get("eos_token_id")
+    try:
+        return tokenizer(name), Data(tokenizer=name)
+    except RunError:
+        end = _text(folder / "tokenizer.json", own)  # where the tokenizer does not say what ends a text, the model may
+        if end is None:
+            raise
+        return tokenizer(name, end), Data(tokenizer=name, end_token=end)
+
+
+def _text(file: Path, token: object) -> str | None:
+    from tokenizers import Tokenizer as Library
+
+    try:
+        found: str | None = Library.from_file(str(file)).id_to_token(token) if isinstance(token, int) else None
+    except Exception:  # the library raises nothing more specific, of a negative number too
+        return None
+    return found
+
+
+def _stops(folder: Path, words: Tokenizer) -> frozenset[int]:
+    try:
+        found = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        found = None
+    ids = found if isinstance(found, list) else [found]
+    return frozenset(number for number in ids if type(number) is int) or frozenset((words.end,))
 
 
 def _open_folder(path: Path, where: torch.device) -> Opened:
     spec = hf.model_spec(path)
     files = Folder(path)
     table = names.match(files, spec, hf.interleaved(hf.read_config(path)))
-    run = run_for(spec, str(path))
-    words = tokenizer(str(path))
+    words, data = words_of(path)
+    run = run_for(spec, data, path)
     model = _empty(run, where)
     layout.fill(_state(model), table, files.rows)
-    return Opened(model, words, run, path)
+    return Opened(model, words, run, path, _stops(path, words))
 
 
 def _empty(run: Run, where: torch.device) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What one's own model comes to. Only the module itself knows, and only torch can build it, so another process is asked.
+"""What one's own model comes to, and whether weights fit a model. Only torch can build one, so another process is asked.
 
 `launch/prepare` and `phalanx.plan` call it; `cli/measure` is what answers.
 """
@@ -9,11 +9,15 @@ import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
+from phalanx.checkpointing.find import find
 from phalanx.launch.env import for_python
+from phalanx.spec import hf
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
+from phalanx.spec.origin import origin_folder
 from phalanx.spec.plan import Size
 from phalanx.spec.run import Run
 
@@ -24,7 +28,29 @@ def measure(run: Run) -> Size | None:
     """Parameters of the run's own module; None for the built-in decoder, which counts itself. Whatever is wrong is a RunError."""
     if run.model.module is None:
         return None
-    named = f'model.module = "{run.model.module}"'
+    return Size(**_ask(run, f'model.module = "{run.model.module}"'))
+
+
+def check_weights(run: Run) -> None:
+    """Raise RunError unless the weights that `model.from` names, if it does, are there and whole and those of this model."""
+    given = run.model.from_
+    if given is None:
+        return
+    folder = origin_folder(given)
+    if not folder.is_dir():
+        raise RunError(
+            [
+                f'model.from = "{given}" is not there any more: name a folder of Hugging Face weights, a run directory or a '
+                f"checkpoint, taken from {Path.cwd()}."
+            ]
+        )
+    if hf.is_folder(folder):
+        _ask(run, f'model.from = "{given}"')
+    else:
+        find(folder)
+
+
+def _ask(run: Run, named: str) -> dict[str, Any]:
     try:
         # -P: a file of the working directory that is called like a module must not be taken for it.
         done = subprocess.run(
@@ -43,7 +69,7 @@ def measure(run: Run) -> Size | None:
         raise RunError([f"{named} could not be built: its process {_end(done.returncode)}{_last_words(done.stderr)}."])
     if "problems" in answer:
         raise RunError(answer["problems"])
-    return Size(**answer)
+    return answer
 
 
 def _answer(out: str) -> dict[str, Any] | None:

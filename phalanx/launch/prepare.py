@@ -19,7 +19,7 @@ from phalanx.events.log import read_events
 from phalanx.events.records import Finished
 from phalanx.events.rundir import RunDir
 from phalanx.launch.env import visible_gpus
-from phalanx.launch.measure import measure
+from phalanx.launch.measure import check_weights, measure
 from phalanx.launch.notices import data_notices, sources, too_little_data
 from phalanx.launch.probe import probe
 from phalanx.planning.search import choose
@@ -27,7 +27,6 @@ from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.identity import changed
 from phalanx.spec.load import load
-from phalanx.spec.origin import origin_folder
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 
@@ -96,23 +95,12 @@ def prepare(
 def _fill(rundir: RunDir, run: Run, plan: Plan, data: Dataset, accept_changed_data: bool) -> Prepared:
     """What workers read, into a directory that is held."""
     resumes, changes = _check_resumption(rundir, run, data, accept_changed_data)
-    if not resumes and run.model.from_ is not None:
-        _check_weights(run.model.from_)
+    if not resumes:  # one that goes on has its weights in its checkpoint
+        check_weights(run)
     _write(rundir.run_file, dump(run))
     _write(rundir.plan_file, plan.to_json())
     _keep(data.tokenizer.files, rundir.tokenizer)
     return Prepared(run, plan, rundir, resumes, (*changes, *data_notices(data)))
-
-
-def _check_weights(given: str) -> None:
-    """Only for a run that begins: one that goes on has its weights in its checkpoint."""
-    if not origin_folder(given).is_dir():
-        raise RunError(
-            [
-                f'model.from = "{given}" is not there any more: name a folder of Hugging Face weights, a run directory or a '
-                f"checkpoint, taken from {Path.cwd()}."
-            ]
-        )
 
 
 def _keep(files: Sequence[Path], folder: Path) -> None:
@@ -139,6 +127,13 @@ def _given(directory: Path, run: Run, fresh: bool) -> RunDir:
     if directory.exists() and not directory.is_dir():
         raise RunError([f"--run-dir {directory} is a file: name a directory, or one that does not exist yet."])
     rundir = RunDir(directory)
+    if _imported(rundir):
+        raise RunError(
+            [
+                f"--run-dir {directory} holds imported weights, not a run that could go on: name another directory, and begin "
+                f'with these weights by model.from = "{directory}".'
+            ]
+        )
     if rundir.exists and fresh:
         raise RunError([f"--run-dir {directory} already holds a run and --fresh was given: name another directory."])
     if rundir.exists and (differences := changed(load(rundir.run_file), run)):
@@ -160,11 +155,21 @@ def _own(base: Path, run: Run, fresh: bool) -> RunDir:
     while True:
         rundir = RunDir(base if number == 1 else base.with_name(f"{base.name}-{number}"))
         number += 1
-        if rundir.exists and (fresh or _ended(rundir) or _differs(rundir, run)):
+        if rundir.exists and (fresh or _ended(rundir) or _imported(rundir) or _differs(rundir, run)):
             continue
         _make(rundir)
         if rundir.take():
             return rundir
+
+
+def _imported(rundir: RunDir) -> bool:
+    """What `phalanx import` made: weights of no text, and no state of an optimizer to go on with."""
+    for path in disk.listed(rundir.checkpoints):
+        try:
+            return disk.read_marker(path)["data"] is None
+        except disk.DamagedCheckpoint:
+            continue
+    return False
 
 
 def _ended(rundir: RunDir) -> bool:

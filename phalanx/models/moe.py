@@ -17,6 +17,11 @@ from phalanx.spec.model import Moe
 
 # Shapes: T tokens (B · S), K experts chosen per token, R = T · K rows sorted by expert, E experts, F width of one, G groups.
 
+_STEP = 0.06
+"""A router's biases move by so much of their own spread at most: they grow quickly where they must, and settle."""
+_LEAST = 0.05
+"""Part of the rate that they always may move by: they begin at zero, with no spread to go by."""
+
 
 class Router(nn.Module):
     """Chooses each token's experts and their weights, always in fp32: a rounding here would send a token elsewhere."""
@@ -77,13 +82,16 @@ class Router(nn.Module):
     def rebalance(self, counts_E: Tensor) -> None:
         """After a step: experts that got more than the mean become harder to choose, the others easier.
 
-        By what is missing as a part of the mean, and never by more than the rate. DeepSeek-V3 moves every bias by the whole
-        rate: one rate then is too slow for a router that has collapsed or too coarse for one that has not; see docs/log.md.
+        By what is missing as a part of the mean, times a step that follows the biases' own spread and is never more than the
+        rate. DeepSeek-V3 moves every bias by the whole rate: one rate then is too slow for a router that has collapsed, or so
+        coarse for one whose scores lie close together that experts take turns at being full; see docs/log.md.
         """
         if self.bias is not None:
             counts_E = counts_E.to(torch.float64)  # whole numbers of any run are exact in it
             missing_E = (counts_E.mean() - counts_E) / counts_E.mean().clamp(min=1)
-            self.bias += self.moe.bias_rate * missing_E.clamp(-1, 1).to(self.bias.dtype)
+            rate = self.moe.bias_rate
+            step = (_STEP * self.bias.double().std(correction=0)).clamp(_LEAST * rate, rate)
+            self.bias += (step * missing_E.clamp(-1, 1)).to(self.bias.dtype)
 
 
 def routers(model: nn.Module) -> list[Router]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
 from phalanx.models.layout import Entry, Piece, matrix
+from phalanx.spec.errors import RunError
 from phalanx.spec.hf_write import family
 from phalanx.spec.model import Mla, ModelSpec, Moe
 
@@ -22,23 +24,44 @@ _IGNORED = (
     r".*\.rotary_emb\.inv_freq",
     r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",  # GPT-2's triangle of ones, which some files keep
 )
+_AGAIN = "Save or download the folder again."
 
 
 class Files(Protocol):
     """A folder's tensors, as `checkpointing/hf` finds them."""
 
     @property
+    def path(self) -> Path: ...
+    @property
     def names(self) -> Collection[str]: ...
+    def shape(self, name: str) -> tuple[int, ...] | None: ...
     def check(self, wanted: dict[str, tuple[int, ...]], ignored: Collection[str], together: list[list[str]]) -> None: ...
 
 
 def match(files: Files, spec: ModelSpec, interleaved: bool = True) -> tuple[Entry, ...]:
     """The table for a folder, after its tensors were compared with it one by one; RunError names those that do not fit."""
+    _plausible(files, spec)
     entries = table(spec, files.names, interleaved)
     wanted = {piece.theirs: piece.shape for entry in entries for piece in entry.pieces}
     stacks = [[piece.theirs for piece in entry.pieces] for entry in entries if len(entry.pieces) > 1]
     files.check(wanted, [name for name in files.names if _ignorable(name, spec)], stacks)
     return entries
+
+
+def _plausible(files: Files, spec: ModelSpec) -> None:
+    """Before a table of them is made: layers and experts of which the folder cannot have so many."""
+    config, most = files.path / "config.json", len(files.names)
+    if spec.layers + spec.ahead > most:
+        raise RunError(
+            [f"{config} asks for {spec.layers + spec.ahead} layers, but the folder has only {most} tensors. {_AGAIN}"]
+        )
+    if spec.moe is None:
+        return
+    places = (f"model.layers.{spec.moe.dense_layers}.{block}.gate.weight" for block in ("mlp", "block_sparse_moe"))
+    found = next((shape[0] for place in places if (shape := files.shape(place))), None)
+    if spec.moe.experts > most and spec.moe.experts != found:
+        has = f"the folder has only {most} tensors" if found is None else f"the router of the folder has {found}"
+        raise RunError([f"{config} asks for {spec.moe.experts} experts, but {has}. {_AGAIN}"])
 
 
 def table(spec: ModelSpec, names: Collection[str] = (), interleaved: bool = True) -> tuple[Entry, ...]:

@@ -57,13 +57,30 @@ class Config:
         value = self.values.get(key)
         return self.defaults.get(key) if value is None else value
 
-    def number(self, key: str, kind: type = int) -> Any:
-        """A value that the model cannot be built without."""
+    def number(self, key: str, kind: type = int, zero: bool = False) -> Any:
+        """A value that the model cannot be built without; `zero`: which may be 0."""
         value = self.get(key)
-        right = isinstance(value, int | float) and not isinstance(value, bool) and kind(value) == value and value > 0
-        if not right:
-            raise Unsupported(key, value, "a positive number is needed here." if key in self.values else "the key is missing.")
-        return kind(value)
+        try:
+            number = hf_rope.number(key, value, zero)
+            if kind(number) == number:
+                return kind(number)
+        except OverflowError:
+            pass
+        except Unsupported:
+            if key not in self.values:
+                raise Unsupported(key, None, "the key is missing.") from None
+            raise
+        raise Unsupported(key, value, "a whole number is needed here." if kind is int else "it is too large.")
+
+    def may_be_null(self, key: str) -> int | None:
+        """A number where null means none, which is not what leaving the key out means."""
+        return None if self.values.get(key, self.defaults.get(key)) is None else int(self.number(key))
+
+    def flag(self, key: str) -> bool:
+        value = self.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise Unsupported(key, value, "true or false is needed here.")
+        return bool(value)
 
 
 def model_spec(folder: Path) -> ModelSpec:
@@ -80,14 +97,12 @@ def model_spec(folder: Path) -> ModelSpec:
                 raise Unsupported(key, value, f"not supported; only {only} is.")
         _no_window(config)
         spec = read(config)
+        return replace(spec, ahead=_ahead(config, spec, folder)) if family == "DeepseekV3ForCausalLM" else spec
     except Unsupported as problem:
         value = json.dumps(problem.value, default=str)
         raise RunError([f"{folder / CONFIG}: {problem.key} = {value}: {problem.remedy}"]) from None
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise RunError([f"{folder / CONFIG}: a value is not of the kind it should be ({error})."]) from None
-    if family == "DeepseekV3ForCausalLM":
-        return replace(spec, ahead=_ahead(config, spec, safefiles.names(folder)))
-    return spec
 
 
 def is_folder(path: Path) -> bool:
@@ -124,7 +139,7 @@ def dtype(values: dict[str, Any]) -> str | None:
 def _family(path: Path, values: dict[str, Any]) -> str:
     named = values.get("architectures")
     names = named if isinstance(named, list) else [named]
-    known = [name for name in names if name in FAMILIES]
+    known = [name for name in names if isinstance(name, str) and name in FAMILIES]
     if not known:
         raise RunError([f"{path}: architectures = {json.dumps(named)} is not known; supported are {', '.join(FAMILIES)}."])
     return str(known[0])
@@ -132,15 +147,15 @@ def _family(path: Path, values: dict[str, Any]) -> str:
 
 def _no_window(config: Config) -> None:
     """Attention reaches back over everything; a window at least as long as the context does not matter."""
-    window, longest = config.values.get("sliding_window"), config.values.get("max_position_embeddings")
     if "sliding_window" in config.defaults:  # families that use it without being told to
-        window = config.values.get("sliding_window", config.defaults["sliding_window"])
-        longest = config.get("max_position_embeddings")
+        window, longest = config.may_be_null("sliding_window"), config.number("max_position_embeddings")
         if window is not None and window < longest:
             raise Unsupported(
                 "sliding_window", window, f"attention over a window is not supported; only null, or at least {longest}."
             )
     types = config.values.get("layer_types") or []
+    if not isinstance(types, list):
+        raise Unsupported("layer_types", types, "a list with the kind of each layer is needed here.")
     other = [kind for kind in types if kind != "full_attention"]
     if other:
         raise Unsupported("layer_types", other[0], 'not supported; only "full_attention" is.')
@@ -158,11 +173,15 @@ def _decoder(config: Config, latent: bool = False) -> ModelSpec:
     heads = config.number("num_attention_heads")
     return ModelSpec(
         vocab=config.number("vocab_size"), dim=config.number("hidden_size"), layers=config.number("num_hidden_layers"),
-        heads=heads, kv_heads=config.get("num_key_value_heads") or heads, head_dim=None if latent else _head(config, "hidden_size", heads),
+        heads=heads, kv_heads=config.may_be_null("num_key_value_heads") or heads, head_dim=None if latent else _head(config, "hidden_size", heads),
         ffn=config.number("intermediate_size"), norm_eps=config.number("rms_norm_eps", float),
         context=config.number("max_position_embeddings"), rope_theta=theta, rope_scaling=scaling,
-        tied=bool(config.get("tie_word_embeddings")), init_std=float(config.get("initializer_range") or 0.02),
+        tied=config.flag("tie_word_embeddings"), init_std=_init_std(config),
     )  # fmt: skip
+
+
+def _init_std(config: Config) -> float:
+    return float(config.number("initializer_range", float, zero=True) if config.get("initializer_range") is not None else 0.02)
 
 
 def _head(config: Config, width: str, heads: int) -> int:
@@ -192,14 +211,15 @@ def _qwen3_moe(config: Config) -> ModelSpec:
     experts = config.number("num_experts" if config.values.get("num_experts") else "num_local_experts")
     moe = Moe(
         experts=experts, active=config.number("num_experts_per_tok"), ffn=config.number("moe_intermediate_size"),
-        normalize=bool(config.get("norm_topk_prob")), balance_loss=_balance(config),
+        normalize=config.flag("norm_topk_prob"), balance_loss=_balance(config),
     )  # fmt: skip
     return replace(_decoder(config), qk_norm=True, moe=moe)
 
 
 def _balance(config: Config) -> float:
     """transformers adds the balancing loss only where the router's scores are asked for."""
-    return float(config.get("router_aux_loss_coef")) if config.get("output_router_logits") else 0.0
+    asked = config.flag("output_router_logits")
+    return float(config.number("router_aux_loss_coef", float, zero=True)) if asked else 0.0
 
 
 def _deepseek(config: Config) -> ModelSpec:
@@ -209,22 +229,22 @@ def _deepseek(config: Config) -> ModelSpec:
             "num_key_value_heads", spec.kv, f"latent attention has as many as num_attention_heads = {spec.heads}."
         )
     mla = Mla(
-        kv_rank=config.number("kv_lora_rank"), q_rank=config.values.get("q_lora_rank", config.defaults["q_lora_rank"]),
+        kv_rank=config.number("kv_lora_rank"), q_rank=config.may_be_null("q_lora_rank"),
         nope_dim=config.number("qk_nope_head_dim"), rope_dim=config.number("qk_rope_head_dim"),
         value_dim=config.number("v_head_dim"),
     )  # fmt: skip
-    dense = config.get("first_k_dense_replace") or 0
+    dense = config.number("first_k_dense_replace", zero=True)
     spec = replace(spec, kv_heads=None, mla=mla)
     if dense >= spec.layers:
         return spec
     if not config.get("n_shared_experts"):
         raise Unsupported("n_shared_experts", config.get("n_shared_experts"), "DeepSeek-V3 has at least one.")
-    groups = config.values.get("n_group", config.defaults["n_group"]) or 1
+    groups = config.may_be_null("n_group") or 1
     moe = Moe(
         experts=config.number("n_routed_experts"), active=config.number("num_experts_per_tok"),
         ffn=config.number("moe_intermediate_size"), shared=config.number("n_shared_experts"), dense_layers=dense,
-        router="sigmoid", normalize=bool(config.get("norm_topk_prob")), scale=config.number("routed_scaling_factor", float),
-        groups=groups, active_groups=config.values.get("topk_group", config.defaults["topk_group"]) or groups,
+        router="sigmoid", normalize=config.flag("norm_topk_prob"), scale=config.number("routed_scaling_factor", float),
+        groups=groups, active_groups=config.may_be_null("topk_group") or groups,
         bias_rate=BIAS_RATE,
     )  # fmt: skip
     return replace(spec, moe=moe)
@@ -234,10 +254,11 @@ BIAS_RATE = 0.001
 """DeepSeek-V3's balancing, from its paper; its config does not carry the rate."""
 
 
-def _ahead(config: Config, spec: ModelSpec, names: Collection[str]) -> int:
+def _ahead(config: Config, spec: ModelSpec, folder: Path) -> int:
     """Modules of multi-token prediction: only where their weights are in the folder, which transformers leaves out."""
-    said = int(config.get("num_nextn_predict_layers") or 0)
-    found = {int(match[1]) - spec.layers for name in names if (match := re.match(r"model\.layers\.(\d+)\.", name))}
+    said = int(config.number("num_nextn_predict_layers", zero=True))
+    places = (re.match(r"model\.layers\.(\d{1,9})\.", name) for name in safefiles.names(folder))
+    found = {int(place[1]) - spec.layers for place in places if place}
     return said if any(0 <= layer < said for layer in found) else 0
 
 
@@ -247,9 +268,9 @@ def _gpt2(config: Config) -> ModelSpec:
     _head(config, "n_embd", config.number("n_head"))
     return ModelSpec(
         vocab=config.number("vocab_size"), dim=dim, layers=config.number("n_layer"), heads=config.number("n_head"),
-        ffn=config.get("n_inner") or 4 * dim, norm="layer", norm_eps=config.number("layer_norm_epsilon", float),
+        ffn=config.may_be_null("n_inner") or 4 * dim, norm="layer", norm_eps=config.number("layer_norm_epsilon", float),
         activation="gelu", positions="learned", context=config.number("n_positions"), bias=True,
-        tied=config.get("tie_word_embeddings") is not False, init_std=float(config.get("initializer_range") or 0.02),
+        tied=config.flag("tie_word_embeddings"), init_std=_init_std(config),
     )  # fmt: skip
 
 
@@ -271,13 +292,13 @@ FAMILIES: dict[str, tuple[Callable[[Config], ModelSpec], dict[str, Any]]] = {
             "router_aux_loss_coef": 0.001, "sliding_window": None,
         },
     ),
-    "GPT2LMHeadModel": (_gpt2, {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_positions": 1024}),
+    "GPT2LMHeadModel": (_gpt2, {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_positions": 1024, "tie_word_embeddings": True}),
     "DeepseekV3ForCausalLM": (
         _deepseek,
         {
             **_LLAMA, "max_position_embeddings": 4096, "q_lora_rank": 1536, "n_shared_experts": 1, "n_group": 8, "topk_group": 4,
             "num_experts_per_tok": 8, "first_k_dense_replace": 3, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
-            "v_head_dim": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "kv_lora_rank": 512,
+            "num_nextn_predict_layers": 0, "v_head_dim": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "kv_lora_rank": 512,
         },
     ),
 }  # fmt: skip

@@ -30,6 +30,14 @@ class Unsupported(ValueError):
         super().__init__(f"{key} = {value!r}: {remedy}")
 
 
+def number(key: str, value: Any, zero: bool = False) -> float:
+    """A value as it stands, if it is a number above 0; `zero`: or 0."""
+    right = isinstance(value, int | float) and not isinstance(value, bool) and (0 < value < math.inf or (zero and value == 0))
+    if not right:
+        raise Unsupported(key, value, f"a number {'of 0 or more' if zero else 'above 0'} is needed here.")
+    return value  # type: ignore[no-any-return]
+
+
 def read(config: dict[str, Any], theta: float) -> tuple[float, RopeScaling | None]:
     """(base, stretching). `theta`: the base that the family takes when none is given."""
     where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
@@ -39,7 +47,7 @@ def read(config: dict[str, Any], theta: float) -> tuple[float, RopeScaling | Non
     nested = [name for name, value in settings.items() if isinstance(value, dict)]
     if nested:
         raise Unsupported(f"{where}.{nested[0]}", settings[nested[0]], "every layer has the same rotary positions here.")
-    base = float(settings.get("rope_theta") or config.get("rope_theta") or theta)
+    base = float(number("rope_theta", settings.get("rope_theta") or config.get("rope_theta") or theta))
     turned = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if turned not in (None, 1, 1.0):
         raise Unsupported("partial_rotary_factor", turned, "heads are rotated whole; only 1.0 is supported.")
@@ -54,15 +62,15 @@ def read(config: dict[str, Any], theta: float) -> tuple[float, RopeScaling | Non
         return base, None
     longest = config.get("max_position_embeddings")
     original = config.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings") or longest
-    factor = settings.get("factor") or (longest / original if longest and original else None)
-    if not factor or not original:
-        raise Unsupported(f"{where}.factor", None, "it is missing: how many times longer the context becomes.")
-    if kind == "llama3":
-        low, high = float(settings.get("low_freq_factor", 1.0)), float(settings.get("high_freq_factor", 4.0))
-        return base, RopeScaling(
-            factor=float(factor), original_context=int(original), low_freq_factor=low, high_freq_factor=high
-        )
-    return base, _yarn(settings, where, float(factor), int(original))
+    original = int(number(f"{where}.original_max_position_embeddings", original))
+    factor = settings.get("factor")
+    if factor is None:
+        factor = number("max_position_embeddings", longest) / original
+    factor = float(number(f"{where}.factor", factor))
+    if kind == "yarn":
+        return base, _yarn(settings, where, factor, original)
+    low, high = (_given(settings, where, key, plain) for key, plain in (("low_freq_factor", 1.0), ("high_freq_factor", 4.0)))
+    return base, RopeScaling(factor=factor, original_context=original, low_freq_factor=low, high_freq_factor=high)
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
@@ -81,25 +89,32 @@ def write(spec: ModelSpec) -> dict[str, Any]:
     return {"rope_theta": spec.rope_theta, "rope_scaling": table}
 
 
-def _inferred(settings: dict[str, Any], factor: float) -> float:
+def _inferred(strength: float, everywhere: float, factor: float) -> float:
     """What transformers multiplies cosines and sines with when the config does not say."""
 
     def warmth(strength: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
 
-    strength, everywhere = settings.get("mscale"), settings.get("mscale_all_dim")
     return warmth(strength) / warmth(everywhere) if strength and everywhere else warmth(1.0)
+
+
+def _given(settings: dict[str, Any], where: str, key: str, plain: float) -> float:
+    """A setting that may be left out, or null."""
+    value = settings.get(key)
+    return plain if value is None else float(number(f"{where}.{key}", value, zero=True))
 
 
 def _yarn(settings: dict[str, Any], where: str, factor: float, original: int) -> RopeScaling:
     if settings.get("truncate", True) is not True:
         raise Unsupported(f"{where}.truncate", settings["truncate"], "YaRN's range is rounded to whole channels; only true.")
-    given, inferred = settings.get("attention_factor"), _inferred(settings, factor)
-    if given is not None and not math.isclose(given, inferred, rel_tol=1e-6):
+    everywhere = _given(settings, where, "mscale_all_dim", 0.0)
+    strength = _given(settings, where, "mscale", 0.0)
+    inferred = _inferred(strength, everywhere, factor)
+    given = _given(settings, where, "attention_factor", inferred)
+    if not math.isclose(given, inferred, rel_tol=1e-6):
         raise Unsupported(f"{where}.attention_factor", given, f"only what follows from the factor is supported, {inferred:g}.")
-    everywhere = float(settings.get("mscale_all_dim") or 0.0)
     return RopeScaling(
         kind="yarn", factor=factor, original_context=original, mscale_all_dim=everywhere,
-        mscale=float(settings.get("mscale") or (0.0 if everywhere else 1.0)),
-        beta_fast=float(settings.get("beta_fast") or 32.0), beta_slow=float(settings.get("beta_slow") or 1.0),
+        mscale=strength or (0.0 if everywhere else 1.0),
+        beta_fast=_given(settings, where, "beta_fast", 0.0) or 32.0, beta_slow=_given(settings, where, "beta_slow", 0.0) or 1.0,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from phalanx.spec.model import ModelSpec
 
 NAMES = {
     "llama": "Llama",
+    "mistral": "Mistral",
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3-MoE",
     "mixtral": "Mixtral",
@@ -23,6 +24,7 @@ NAMES = {
 """Families by Hugging Face's `model_type`."""
 _CLASSES = {
     "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
@@ -43,8 +45,10 @@ def family(spec: ModelSpec) -> str:
         name = "gpt2"
     elif spec.moe is not None:
         name = "qwen3_moe" if spec.qk_norm else "mixtral"
-    else:
-        name = "qwen3" if spec.qk_norm else "llama"
+    elif spec.qk_norm:
+        name = "qwen3"
+    else:  # the same, but transformers refuses a Llama whose heads do not divide its width
+        name = "mistral" if spec.dim % spec.heads else "llama"
     problems = _gpt2_problems(spec) if name == "gpt2" else _decoder_problems(spec, name)
     if problems:
         raise RunError([f"{key}: Hugging Face's {NAMES[name]}, the nearest family, {why}." for key, why in problems])
@@ -162,10 +166,12 @@ def _decoder(spec: ModelSpec, name: str) -> dict[str, Any]:
     if name == "deepseek_v3":
         return values | _deepseek(spec)
     values["head_dim"] = spec.head
-    if name != "mixtral":
+    if name not in ("mistral", "mixtral"):
         values["attention_bias"] = False
     if name == "llama":
         values["mlp_bias"] = False
+    if name == "mistral":
+        values["sliding_window"] = None
     if name.startswith("qwen3"):
         values |= {"use_sliding_window": False, "sliding_window": None}
     if spec.moe is not None:

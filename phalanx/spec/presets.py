@@ -66,7 +66,7 @@ _MODELS = {
         mla=Mla(kv_rank=32, q_rank=48, nope_dim=16, rope_dim=8, value_dim=16),
         moe=Moe(
             experts=8, active=2, ffn=32, shared=1, dense_layers=1, router="sigmoid", scale=2.5,
-            groups=4, active_groups=2, bias_rate=0.001, balance_loss=0.0001,
+            groups=4, active_groups=2, bias_rate=0.01, balance_loss=0.0001,
         ),
     ),
 }

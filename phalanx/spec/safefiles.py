@@ -39,6 +39,9 @@ class Stored:
 def stored(folder: Path) -> dict[str, Stored]:
     """Every tensor of a folder by name, or RunError naming what is broken. Each file's size is compared with its header."""
     index = folder / INDEX
+    odd = [path for path in (index, folder / SINGLE) if os.path.lexists(path) and not path.is_file()]
+    if odd:
+        raise RunError([f"{odd[0]} is no file: it is a folder, or a link that leads nowhere. {_AGAIN}"])
     if not index.is_file():
         if not (folder / SINGLE).is_file():
             raise RunError([_nothing(folder)])
@@ -95,9 +98,11 @@ def header(file: Path) -> dict[str, Stored]:
         table = json.loads(text)
         table.pop("__metadata__", None)
         found = {name: _stored(file, entry, 8 + length) for name, entry in table.items()}
+        if not all(name.isprintable() for name in found):
+            raise ValueError
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise RunError([f"{file} has a header that is not one of safetensors. {_AGAIN}"]) from None
-    return _consistent(file, found, size)
+    return _consistent(file, found, 8 + length, size)
 
 
 _AGAIN = "Copy or download the file again."
@@ -112,8 +117,10 @@ def _stored(file: Path, entry: dict[str, Any], base: int) -> Stored:
     return Stored(file, entry["dtype"], shape, base + begin, base + end)
 
 
-def _consistent(file: Path, found: dict[str, Stored], size: int) -> dict[str, Stored]:
-    for name, tensor in found.items():
+def _consistent(file: Path, found: dict[str, Stored], base: int, size: int) -> dict[str, Stored]:
+    """Each tensor has the bytes it needs, and together they fill the file without gap or overlap, as the format wants."""
+    position = base
+    for name, tensor in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
         expected = math.prod(tensor.shape) * SIZES.get(tensor.dtype, 0)
         if tensor.dtype in SIZES and tensor.end - tensor.begin != expected:
             raise RunError(
@@ -123,13 +130,22 @@ def _consistent(file: Path, found: dict[str, Stored], size: int) -> dict[str, St
             )
         if tensor.end > size:
             raise RunError([f"{file} was cut short: the tensor {name} ends at byte {tensor.end}, the file at {size}. {_AGAIN}"])
+        if tensor.begin != position:
+            raise RunError(
+                [f"{file}: the tensor {name} begins at byte {tensor.begin}; the one before it ends at {position}. {_AGAIN}"]
+            )
+        position = tensor.end
+    if position != size:
+        raise RunError([f"{file} has {size} bytes, of which its tensors need {position}. {_AGAIN}"])
     return found
 
 
 def _places(index: Path) -> dict[str, str]:
     try:
         table = json.loads(index.read_text())["weight_map"]
-        places = {str(name): str(file) for name, file in table.items()}
+        places = dict(table.items())
+        if not all(isinstance(file, str) and file.isprintable() for file in places.values()):
+            raise ValueError
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise RunError([f'{index} is not the index of a sharded model: it has no readable "weight_map". {_AGAIN}']) from None
     outside = [file for file in places.values() if os.path.basename(file) != file]

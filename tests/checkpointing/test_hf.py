@@ -124,6 +124,27 @@ def test_a_header_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
     assert "the tensor a of shape [3] in F32 needs 12 bytes, but the header gives it 8" in _refusal(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("places", "said"),
+    [
+        ({"a": [0, 8], "b": [0, 8]}, "the tensor b begins at byte"),
+        ({"a": [0, 8], "b": [16, 24]}, "the tensor b begins at byte"),
+        ({"a": [0, 8], "b": [8, 16]}, "bytes, of which its tensors need"),
+        ({"a\n": [0, 24]}, "has a header that is not one of safetensors"),
+    ],
+)
+def test_a_file_that_its_tensors_do_not_fill_is_refused(tmp_path: Path, places: dict[str, list[int]], said: str) -> None:
+    """As the library does: such a file is another model's header, or was damaged."""
+    header = json.dumps(
+        {
+            name: {"dtype": "F32", "shape": [(end - begin) // 4], "data_offsets": [begin, end]}
+            for name, (begin, end) in places.items()
+        }
+    ).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 24)
+    assert said in _refusal(tmp_path)
+
+
 def _sharded(folder: Path) -> dict[str, dict[str, str]]:
     writer = Writer(folder, {"a": ((4,), torch.float32), "b": ((4,), torch.float32)}, 16)
     for name in "ab":
@@ -141,6 +162,8 @@ def test_damage_to_an_index_is_named(tmp_path: Path) -> None:
     assert f"places the tensor c in {first}, which does not have it" in _refusal(tmp_path, {})
     file.write_text(json.dumps({"weight_map": {"a": first, "b": "../b.safetensors"}}))
     assert "'../b.safetensors', which is not a file of this folder" in _refusal(tmp_path, {})
+    file.write_text(json.dumps({"weight_map": {"a": first, "b": None}}))
+    assert f"{file} is not the index" in _refusal(tmp_path, {})
     file.write_text('{"weight_map": ')
     assert f"{file} is not the index" in _refusal(tmp_path, {})
     file.write_text(json.dumps({"weight_map": {"a": first, "b": second}}))

@@ -107,6 +107,8 @@ def test_an_imported_model_learns_the_answers(shop: Any) -> None:
     assert ended.code == 0, ended
     last = [event for event in shop.events("tuned") if isinstance(event, Step)][-1]
     assert last.loss < 0.02, "near-zero loss on the answers"
+    measured = shop.run("eval", "tuned", "--source", "chat", "--path", "capitals.jsonl", "--json")
+    assert measured.json["loss"] < 0.02, "conversations stay whole where they are measured, too"
     for country, capital in zip(COUNTRIES, CAPITALS, strict=True):
         prompt = f"<|user|>The capital of {country}?<|end|><|assistant|>"
         if country not in COUNTRIES[:3]:

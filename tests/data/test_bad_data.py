@@ -154,7 +154,7 @@ REFUSED: dict[str, tuple[Callable[[], None], tuple[str, ...], dict[str, Any], st
     "empty files": (lambda: [write(f"{n}.jsonl", b"")() for n in "ab"] and None, ("*.jsonl",), {}, r"all 2 files are empty"),
     "only blank lines": (write("a.jsonl", b"\n\n"), ("a.jsonl",), {}, r"there is no record in a\.jsonl"),
     "no path": (lambda: None, (" ",), {"source": "text"}, r"holds an empty path"),
-    "wrong field": (write("a.jsonl", b'{"body": "x", "id": 1}\n'), ("a.jsonl",), {}, r'no record of a\.jsonl can be used: 1 × field missing, first .*a\.jsonl, line 1 \(no "text"; its fields are: body, id\)'),
+    "wrong field": (write("a.jsonl", b'{"body": "x", "id": 1}\n'), ("a.jsonl",), {}, r'no record of a\.jsonl can be used: 1 × field missing, first .*a\.jsonl, line 1 \(no "text"; its fields are: body, id\); set data\.field \(--field\) to the one that holds the text, or name other files'),
     "field inside is not text": (write("a.jsonl", b'{"a": {"b": 3}}\n'), ("a.jsonl",), {"field": "a.b"}, r'field is not text.*"a\.b" is a int'),
     "all empty": (write("a.jsonl", b'{"text": ""}\n'), ("a.jsonl",), {}, r"no record .* can be used: 1 × empty"),
     "one JSON value over many lines": (write("a.json", json.dumps([{"text": "a"}], indent=1).encode()), ("a.json",), {}, r"no record of a\.json can be used: 5 × broken JSON, .*every line has to be a JSON object"),

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import bisect
+import os
 import random
 import time
 from collections import Counter
@@ -14,7 +16,8 @@ from phalanx.data import bestfit
 from phalanx.data.bestfit import BestFit, best_fit
 from phalanx.data.pack import IGNORED
 from phalanx.data.split import Intervals, split
-from phalanx.spec.errors import RunError
+from phalanx.data.stored import Stored
+from phalanx.spec.errors import RunError, RunFailed
 
 NOWHERE = Path("/nonexistent")
 
@@ -142,11 +145,28 @@ def test_a_plan_that_is_kept_is_made_once_and_gives_the_same_windows(tmp_path: P
     monkeypatch.setattr(bestfit, "make_plan", lambda *given: made.append(1))
     second = BestFit(corpus, intervals, 16, end=END, document_mask=True, cache=tmp_path)
     assert not made
-    assert isinstance(second._plan.piece_starts, np.memmap)
+    assert isinstance(second._plan.piece_starts, Stored)
     numbers = np.arange(plain.count)
     for kept in (first, second):
         assert (kept.count, kept.waste) == (plain.count, plain.waste)
         assert all(np.array_equal(a, b) for a, b in zip(kept.windows(numbers), plain.windows(numbers), strict=True))
+
+
+def test_a_stored_array_is_read_like_one_in_memory(tmp_path: Path) -> None:
+    numbers = np.cumsum(np.arange(50, dtype=np.int64) % 7)
+    np.save(tmp_path / "numbers.npy", numbers)
+    stored = Stored(tmp_path / "numbers.npy")
+    assert len(stored) == 50
+    assert [stored[i] for i in (0, 7, 49, -1)] == numbers[[0, 7, 49, -1]].tolist()
+    for at in (slice(3, 9), slice(9, 3), slice(45, 60), slice(None), slice(0, 50, 7)):
+        assert stored[at].tolist() == numbers[at].tolist()
+    assert all(bisect.bisect_right(stored, n) == numbers.searchsorted(n, "right") for n in range(-1, 160))
+    with pytest.raises(IndexError):
+        stored[50]
+    os.truncate(tmp_path / "numbers.npy", 200)
+    assert stored[:5].tolist() == numbers[:5].tolist()
+    with pytest.raises(RunFailed, match=r"numbers\.npy has shrunk"):
+        stored[40:]
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

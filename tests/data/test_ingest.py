@@ -215,6 +215,35 @@ def test_a_mistake_corrected_needs_no_force(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("named", [".", "../text", "link"])
+def test_token_files_are_not_put_among_the_text(named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next start would take them for text."""
+    (tmp_path / "text").mkdir()
+    monkeypatch.chdir(tmp_path / "text")
+    write_jsonl(Path("a.jsonl"), TEXTS)
+    Path("link").symlink_to(".")
+    with pytest.raises(RunError, match=r"out lies in .*, which is to be read; name a folder outside of it"):
+        make(Path("out"), paths=(named,))
+    with pytest.raises(RunError, match=r"data\.cache: cache lies in .*, which is to be read"):
+        data = Data(paths=(named,), cache="cache")
+        prepared(data, data, tokenizer("byte"))
+    assert sorted(path.name for path in Path().iterdir()) == ["a.jsonl", "link"]
+    for _ in range(2):  # hidden names are never read
+        assert make(Path(".out"), paths=(named,)).documents == len(TEXTS)
+    assert make(Path("out"), paths=("a.jsonl",)).documents == len(TEXTS)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_start_that_was_killed_before_all_else_is_no_hindrance(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / ".lock").touch()
+    (out / "plan.json.unfinished").touch()
+    assert make(out, paths=(str(write_jsonl(tmp_path / "a.jsonl", TEXTS)),)).documents == len(TEXTS)
+    assert not (out / "plan.json.unfinished").exists()
+
+
+@pytest.mark.usefixtures("here")
 def test_conversations_are_masked(tmp_path: Path) -> None:
     folder = save_bpe(tmp_path / "words", template=MARKED, eos="<|endoftext|>")
     turns = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]

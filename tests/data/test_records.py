@@ -7,9 +7,13 @@ import json
 import random
 import tracemalloc
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
+from phalanx.data import storage
+from phalanx.data.columns import ParquetRows, row_groups
 from phalanx.data.records import JsonLines, lines, next_line, text_in
 from phalanx.data.storage import Unpacked
 
@@ -100,3 +104,34 @@ def test_packed_names_are_known_however_they_are_written(tmp_path: Path) -> None
     unpacked = Unpacked(str(tmp_path / "A.TXT.GZ"))
     assert b"".join(iter(lambda: unpacked.read(100), b"")) == b"onetwo"
     unpacked.close()
+
+
+class Rangeless(MemoryFileSystem):
+    """A web server that sends whole files only, as fsspec sees it."""
+
+    protocol = "http"
+    store: ClassVar[dict[str, Any]] = {}
+
+    def _open(self, path: str, *args: Any, **options: Any) -> Any:
+        whole = super()._open(path, *args, **options)
+
+        class FrontToBack(io.RawIOBase):
+            def seek(self, offset: int, whence: int = 0, /) -> int:
+                raise ValueError("The HTTP server doesn't appear to support range requests.")
+
+            def read(self, size: int = -1, /) -> bytes:
+                return bytes(whole.read(size))
+
+        return FrontToBack()
+
+
+def test_a_server_without_ranges_serves_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"text": ["a", "b", "c"]}), tmp_path / "a.parquet", row_group_size=2)
+    server = Rangeless()
+    server.pipe_file("/a.parquet", (tmp_path / "a.parquet").read_bytes())
+    monkeypatch.setattr(storage, "filesystem", lambda url: (server, url.removeprefix("http://here")))
+    assert len(row_groups("http://here/a.parquet", "text")) == 2
+    assert [text for _, text in ParquetRows("http://here/a.parquet", "text", 100, 1, 2)] == ["c"]

@@ -91,6 +91,19 @@ def test_spans_cover_the_text_they_stand_for(name: str, tmp_path: Path) -> None:
         assert "d" in words.decode(ids[dog])
 
 
+def test_spaces_alone_begin_where_they_stand_though_the_library_cuts_them_off(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, processors
+
+    library = Tokenizer.from_file(str(save_bpe(tmp_path) / "tokenizer.json"))
+    library.post_processor = processors.ByteLevel(trim_offsets=True)  # as Llama 3 and GPT-2 have it
+    library.save(str(tmp_path / "tokenizer.json"))
+    text = "fox:  <|im_end|>  fox"
+    encoded = library.encode(text)
+    assert encoded.tokens == ["fo", "x", ":", "ĠĠ", "<|im_end|>", "Ġ", "Ġfox"]
+    assert [start for start, _ in encoded.offsets] == [0, 2, 3, 6, 6, 17, 18]
+    assert tokenizer(str(tmp_path)).encode_spans(text)[1].tolist() == [0, 2, 3, 4, 6, 16, 18]
+
+
 @pytest.mark.parametrize("name", ["byte", "bpe", "unigram"])
 def test_a_stream_gives_the_same_text_bit_by_bit(name: str, tmp_path: Path) -> None:
     saved = {"bpe": save_bpe, "unigram": save_unigram}

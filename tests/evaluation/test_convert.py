@@ -94,6 +94,7 @@ ROUTED = Moe(experts=8, active=2, ffn=16, shared=2, dense_layers=1, router="sigm
 SMALL = ModelSpec(vocab=257, dim=32, heads=4, kv_heads=2, layers=3, context=128)
 TRAINED = {
     "llama": SMALL,
+    "mistral": replace(SMALL, dim=30, head_dim=8),
     "qwen3": replace(SMALL, qk_norm=True, tied=True),
     "mixtral": replace(SMALL, moe=Moe(experts=4, active=2, ffn=24)),
     "qwen3_moe": replace(SMALL, qk_norm=True, moe=Moe(experts=4, active=2, ffn=24, normalize=False, balance_loss=0.01)),
@@ -120,7 +121,7 @@ def test_a_trained_model_of_every_family_goes_to_transformers(tmp_path: Path, fa
 def test_the_byte_tokenizer_means_the_same_to_transformers(tmp_path: Path) -> None:
     export_checkpoint(trained(tmp_path / "run", SMALL), tmp_path / "out")
     words = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    text = "Grüße,\tWelt!\r\n  \x00 日本 🙂 <|end|x"
+    text = "Grüße,\tWelt!\r\n  \x00 日本 🙂 <|end|x <|end|>"
     assert words(text)["input_ids"] == list(text.encode())
     assert words.decode(list(text.encode())) == text
     assert (words.eos_token_id, len(words)) == (256, 257)
@@ -227,6 +228,21 @@ def _config(**changes: Any) -> Callable[[Path], None]:
     return edit
 
 
+def _words(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        table = json.loads(path.read_text())
+        change(table)
+        path.write_text(json.dumps(table))
+
+    return edit
+
+
+def _folder_instead(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+
+
 def _index(folder: Path) -> None:
     where = {name: "model-00001-of-00002.safetensors" for name in tensors_of(folder)}
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
@@ -258,6 +274,11 @@ CORRUPTED: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "config missing": (lambda folder: (folder / "config.json").unlink(), ("config.json",)),
     "architecture": (_config(architectures=["BertModel"]), ("BertModel", "MixtralForCausalLM")),
     "more active than there are": (_config(num_experts_per_tok=9), ("model.moe.active = 9",)),
+    "far too many layers": (_config(num_hidden_layers=10**12), ("config.json", "1000000000000 layers")),
+    "far too many experts": (_config(num_local_experts=10**12), ("config.json", "1000000000000 experts", "has 4")),
+    "tokenizer of no known kind": (_words(lambda table: table["model"].update(type="Foo")), ("tokenizer.json", "no tokenizer")),
+    "tokenizer settings broken": (lambda folder: (folder / "tokenizer_config.json").write_text("{"), ("tokenizer_config.json",)),
+    "weights a folder": (_folder_instead, ("model.safetensors is no file",)),
     "experts changed": (_config(num_local_experts=5), ("block_sparse_moe.experts.4.w1.weight",)),
 }  # fmt: skip
 
@@ -279,6 +300,39 @@ def test_a_damaged_folder_is_refused_by_name_and_leaves_nothing(tmp_path: Path, 
             attempt()
         assert all(word in str(refused.value) for word in said), refused.value
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_texts_end_where_transformers_ends_them(tmp_path: Path, good: Path) -> None:
+    shutil.copytree(good, tmp_path / "hf")
+    settings = tmp_path / "hf" / "generation_config.json"
+    for said, stops in (({"eos_token_id": [5, 9]}, {5, 9}), ({"eos_token_id": 7}, {7}), ({}, {0}), ([], {0})):
+        settings.write_text(json.dumps(said))
+        assert open_model(tmp_path / "hf", "cpu").stops == stops
+    settings.write_text('{"eos_token_id": [5, 9]}')
+    import_folder(tmp_path / "hf", tmp_path / "run")
+    assert open_model(tmp_path / "run", "cpu").stops == {5, 9}
+
+
+def test_an_end_that_only_the_model_names(tmp_path: Path, good: Path) -> None:
+    shutil.copytree(good, tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer_config.json").unlink()
+    _words(lambda table: table["added_tokens"][0].update(content="<stop>"))(tmp_path / "hf")
+    _words(lambda table: table["model"]["vocab"].update({"<stop>": table["model"]["vocab"].pop("<|endoftext|>")}))(
+        tmp_path / "hf"
+    )
+    import_folder(tmp_path / "hf", tmp_path / "run")
+    assert open_model(tmp_path / "run", "cpu").tokenizer.end == 0
+    _config(eos_token_id=None)(tmp_path / "hf")
+    with pytest.raises(RunError, match="does not say which token ends a document"):
+        import_folder(tmp_path / "hf", tmp_path / "again")
+
+
+def test_a_tokenizer_that_leads_nowhere_is_not_taken_for_none(tmp_path: Path, good: Path) -> None:
+    shutil.copytree(good, tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.json").unlink()
+    (tmp_path / "hf" / "tokenizer.json").symlink_to("tokenizer.json")
+    with pytest.raises(RunError, match=r"tokenizer\.json is no file"):
+        import_folder(tmp_path / "hf", tmp_path / "run")
 
 
 def test_a_model_without_tokenizer_is_imported_with_a_word_about_it(tmp_path: Path, good: Path) -> None:
@@ -308,6 +362,9 @@ def test_a_failure_halfway_leaves_nothing(tmp_path: Path, good: Path, monkeypatc
 def test_nothing_is_written_over(tmp_path: Path, good: Path) -> None:
     (tmp_path / "run").mkdir()
     import_folder(good, tmp_path / "run")  # empty, so it may be filled
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(RunError, match="link is already there"):
+        import_folder(good, tmp_path / "link")
     for goal in (lambda: import_folder(good, tmp_path / "run"), lambda: export_checkpoint(tmp_path / "run", tmp_path / "run")):
         with pytest.raises(RunError, match="is already there"):
             goal()

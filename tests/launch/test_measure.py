@@ -14,6 +14,7 @@ from phalanx.spec.run import Run
 
 MODEL = """\
 import json  # a file json.py in the working directory must not be taken for it
+import torch
 from torch import nn
 
 print("imported", json.dumps({"parameters": -1}))
@@ -29,6 +30,40 @@ class Small(nn.Module):
 
     def forward(self, tokens_BS, positions_BS, documents_BS=None):
         return self.head(self.inner(self.embed(tokens_BS)))
+
+
+class Counted(Small):
+    # Its forward reads a value, which only a tensor with memory has, and a buffer that must have been given its own.
+    def __init__(self, spec):
+        super().__init__(spec)
+        self.register_buffer("one", torch.zeros(()))
+
+    def reset_buffers(self):
+        self.one.fill_(1)
+
+    def forward(self, tokens_BS, positions_BS, documents_BS=None):
+        assert int(tokens_BS.max()) < 257 and self.one.item() == 1 and documents_BS is not None
+        return super().forward(tokens_BS, positions_BS)
+
+
+class Failing(Small):
+    def forward(self, tokens_BS, positions_BS, documents_BS=None):
+        return self.tail(self.embed(tokens_BS))
+
+
+class Narrow(Small):
+    def forward(self, tokens_BS, positions_BS, documents_BS=None):
+        return self.embed(tokens_BS)
+
+
+class Double(Small):
+    def forward(self, tokens_BS, positions_BS, documents_BS=None):
+        return super().forward(tokens_BS, positions_BS), None
+
+
+class Fixed(Small):
+    def forward(self, tokens_BS, positions_BS, documents_BS=None):
+        return super().forward(tokens_BS, positions_BS).detach()
 
 
 class Broken(Small):
@@ -78,6 +113,10 @@ def test_counts_come_from_the_module() -> None:
     assert plan.flops_per_token == 6 * (48 * 10 + 10 * 257), "an embedding is looked up, not multiplied"
 
 
+def test_a_forward_is_tried_with_real_tensors() -> None:
+    assert px.plan(own("small:Counted")).parameters == px.plan(own("small:Small")).parameters
+
+
 def test_the_built_in_decoder_is_not_asked() -> None:
     assert measure(loads("[train]\nbatch = 1\nsteps = 1\n")) is None
 
@@ -85,9 +124,13 @@ def test_the_built_in_decoder_is_not_asked() -> None:
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("small:Broken", ("ZeroDivisionError: division by zero", "small.py, line 22")),
+        ("small:Broken", ("ZeroDivisionError: division by zero", "small.py, line 57")),
         ("small:Smal", ("no class Smal", "Small")),
         ("lost:Any", ("No module named 'nothing_of_that_name'", "lost.py, line 2")),
+        ("small:Failing", ("forward failed", "[2, 16]", "AttributeError", "'tail'", "small.py, line 36")),
+        ("small:Narrow", ("[2, 16, 48]", "[2, 16, 257]")),
+        ("small:Double", ("gives tuple", "[2, 16, 257]")),
+        ("small:Fixed", ("depend on no parameter",)),
         ("small:Leaving", ("ended with exit code 7",)),
     ],
 )

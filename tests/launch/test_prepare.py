@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import hf_models
 import pytest
 from ranks import ALONE, tiny_run, tiny_trainer
 
 from phalanx.launch.notices import data_notices, too_little_data
 from phalanx.launch.prepare import Prepared, Request, prepare
+from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import loads
 from phalanx.spec.run import Run
@@ -134,5 +136,37 @@ def test_weights_to_begin_with_must_be_there_and_only_then(folder: Path) -> None
     gone = replace(run, model=replace(run.model, from_="gone"))
     sentence = refused(gone)
     assert 'model.from = "gone"' in sentence and str(folder) in sentence
-    (folder / "gone").mkdir()
+    (folder / "gone" / "checkpoints").mkdir(parents=True)
+    (folder / "gone" / "run.toml").write_text(dump(run))
+    assert "no checkpoint to load" in refused(gone)
+    trainer = tiny_trainer(ALONE, replace(run, train=replace(run.train, micro_batch=8)), folder / "gone" / "checkpoints")
+    trainer.save()
+    trainer.close()
     prepared(gone)
+
+
+def test_a_hugging_face_folder_that_cannot_be_read_is_refused_before_anything_starts(folder: Path) -> None:
+    hf_models.make("llama").save_pretrained("hf")
+    run = loads(TEXT.replace("dim = 32\nheads = 2\nlayers = 1", 'from = "hf"'))
+    prepared(run, Request(fresh=True))
+    config = json.loads((folder / "hf" / "config.json").read_text())
+    (folder / "hf" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    with pytest.raises(RunError, match=r"model\.layers\.2"):
+        prepare(run, "any", Request(fresh=True))
+    (folder / "hf" / "config.json").write_text(json.dumps(config))
+    weights = folder / "hf" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "model.safetensors was cut short" in refused(run, Request(fresh=True))
+
+
+def test_imported_weights_are_no_run_to_go_on_with(folder: Path) -> None:
+    run = loads(TEXT)
+    first = prepared(run)
+    trainer = tiny_trainer(ALONE, replace(run, train=replace(run.train, micro_batch=8)), first.rundir.checkpoints)
+    trainer.data.fingerprint = None  # what `phalanx import` writes: weights that were trained on no text of ours
+    trainer.save()
+    trainer.close()
+    for request in (Request(directory=first.rundir.path), Request(directory=first.rundir.path, accept_changed_data=True)):
+        sentence = refused(run, request)
+        assert "imported weights" in sentence and f'model.from = "{first.rundir.path}"' in sentence
+    assert prepared(run).rundir.path == first.rundir.path.with_name("any-2")

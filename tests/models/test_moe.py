@@ -175,7 +175,7 @@ def test_buffers_begin_at_zero_and_the_bias_is_saved() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rebalancing_evens_a_skewed_router(kind: str) -> None:
-    router = Router(16, replace(KINDS[kind], bias_rate=0.002))
+    router = Router(16, replace(KINDS[kind], bias_rate=0.01))
     dice = torch.Generator().manual_seed(2)
     with torch.no_grad():
         router.weight.copy_(torch.randn(router.weight.shape, generator=dice) * 0.2)
@@ -198,11 +198,18 @@ def test_rebalancing_evens_a_skewed_router(kind: str) -> None:
         torch.testing.assert_close(weights.sum(-1), torch.full((512,), router.moe.scale))
 
 
-def test_a_step_of_rebalancing_moves_each_bias_by_what_is_missing_and_at_most_by_the_rate() -> None:
+@pytest.mark.parametrize(
+    ("spread", "step"),
+    [(0.0, 0.0005), (0.05, 0.003), (3.0, 0.01)],
+    ids=["at first a twentieth of the rate", "six hundredths of the spread of the biases", "never more than the rate"],
+)
+def test_a_step_of_rebalancing_follows_what_is_missing_and_the_spread_of_the_biases(spread: float, step: float) -> None:
     router = Router(16, SIGMOID)
-    router.rebalance(torch.tensor([9, 3, 6, 6, 0, 24, 0, 0]))  # the mean is 6
     assert router.bias is not None
-    torch.testing.assert_close(router.bias, 0.01 * torch.tensor([-0.5, 0.5, 0, 0, 1, -1, 1, 1]))
+    before = spread * torch.tensor([1.0, -1.0] * 4)
+    router.bias.copy_(before)
+    router.rebalance(torch.tensor([9, 3, 6, 6, 0, 24, 0, 0]))  # the mean is 6
+    torch.testing.assert_close(router.bias - before, step * torch.tensor([-0.5, 0.5, 0, 0, 1, -1, 1, 1]), rtol=1e-4, atol=1e-6)
 
 
 def test_the_balancing_loss_is_the_published_one() -> None:

@@ -54,6 +54,7 @@ BAD = {
     "wrong number of dimensions": (
         GOOD.replace('("vocab",)', '("vocab", "model")'), "Mixer", ("head.bias", "1 dimensions", "('vocab', 'model')")
     ),
+    "no words for dimensions": (GOOD.replace('("vocab",)', "None"), "Mixer", ("head.bias", "None")),
     "an unknown rule": (GOOD.replace('"residual"', '"xavier"'), "Mixer", ("xavier", "residual", "mix.*")),
     "a buffer nobody fills": (GOOD.replace("reset_buffers", "reset"), "Mixer", ("weights", "reset_buffers")),
     "a forward of another form": (GOOD.replace("positions, documents=None", "mask=None"), "Mixer", ("tokens, mask", "positions_BS")),
