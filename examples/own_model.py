@@ -50,9 +50,9 @@ class Recurrent(nn.Module):
 
     def __init__(self, spec):  # a phalanx ModelSpec: the [model] table of the run file
         super().__init__()
-        options = dict(spec.options)  # [model.options]: whatever this model alone wants to know
+        memory = spec.option("memory", 2.0)  # [model.options]: whatever this model alone wants to know
         self.embed = nn.Embedding(spec.rows, spec.dim)
-        self.blocks = nn.ModuleList(Block(spec.dim, options.get("memory", 2.0)) for _ in range(spec.layers))
+        self.blocks = nn.ModuleList(Block(spec.dim, memory) for _ in range(spec.layers))
         self.norm = nn.RMSNorm(spec.dim)
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor, documents_BS: Tensor | None = None) -> Tensor:

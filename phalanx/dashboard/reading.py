@@ -8,12 +8,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from phalanx.dashboard.numbers import count, percent, size
-from phalanx.data.ingest import Progress as Reached
+
+if TYPE_CHECKING:
+    from phalanx.data.ingest import Progress as Reached  # readers of formats that most commands never see
 
 _LINE = 5.0  # seconds between lines where there is no bar
 

@@ -11,10 +11,10 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from phalanx.checkpointing import disk
 from phalanx.data.dataset import Dataset, open_dataset
-from phalanx.data.ingest import Report
 from phalanx.events.log import read_events
 from phalanx.events.records import Finished
 from phalanx.events.rundir import RunDir
@@ -29,6 +29,9 @@ from phalanx.spec.identity import changed
 from phalanx.spec.load import load
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
+
+if TYPE_CHECKING:
+    from phalanx.data.ingest import Report
 
 _BYTES_PER_PARAMETER = 12  # weights and two Adam moments in fp32
 _SLACK = 16 << 20  # logs, events, the picture

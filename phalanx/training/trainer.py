@@ -173,7 +173,9 @@ class Trainer:
     def save(self) -> Saved:
         """Write a checkpoint of this moment; all ranks call it together."""
         started = time.perf_counter()
-        contents = {"progress": asdict(self.progress), "data": self.data.fingerprint, "version": __version__}
+        # One rank writes it down, so one rank looks at the text.
+        data = self.data.fingerprint if self.mesh.rank == 0 else None
+        contents = {"progress": asdict(self.progress), "data": data, "version": __version__}
         path = save(self.checkpoints, self.progress.step, self.tensors(), contents, self.mesh)
         if self.mesh.rank == 0:
             disk.prune(self.checkpoints, self.run.checkpoint.keep, path)

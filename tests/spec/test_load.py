@@ -1,15 +1,14 @@
 """The run file read: defaults, overrides, and one table of mistakes with what their messages must say."""
 
 import math
-import re
 from dataclasses import MISSING, replace
-from pathlib import Path
 
 import pytest
+from sentences import assert_one_sentence
 
 from phalanx.spec.errors import RunError
 from phalanx.spec.keys import KEYS
-from phalanx.spec.load import load, loads
+from phalanx.spec.load import loads
 from phalanx.spec.model import Mla, Moe
 from phalanx.spec.presets import PRESETS
 from phalanx.spec.run import Optimizer, Run, Train
@@ -266,12 +265,6 @@ def problems_of(text: str, overrides: list[str]) -> tuple[str, ...]:
     return caught.value.problems
 
 
-def assert_one_sentence(problem: str) -> None:
-    assert "\n" not in problem
-    assert problem[-1] in ".?"
-    assert not re.search(r"[.?!] +[A-Z]", problem), "a second sentence"
-
-
 @pytest.mark.parametrize(("text", "overrides", "expected"), MISTAKES.values(), ids=MISTAKES)
 def test_mistake(text: str, overrides: list[str], expected: list[tuple[str, ...]]) -> None:
     problems = problems_of(text, overrides)
@@ -371,45 +364,3 @@ def test_a_value_overridden_is_not_complained_about() -> None:
 
 def test_an_editors_schema_key_is_ignored() -> None:
     assert loads('"$schema" = "run.schema.json"\n' + GOOD) == loads(GOOD)
-
-
-def test_load_reads_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "run.toml"
-    path.write_bytes(b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode())
-    assert load(path, ["train.seed=3"]) == loads(GOOD + "seed = 3\n")
-    assert load(str(path)) == loads(GOOD)
-
-
-def file_problems(path: Path, *overrides: str) -> tuple[str, ...]:
-    with pytest.raises(RunError) as caught:
-        load(path, overrides)
-    for problem in caught.value.problems:
-        assert_one_sentence(problem)
-    return caught.value.problems
-
-
-def test_missing_file(tmp_path: Path) -> None:
-    missing = tmp_path / "absent" / "run.toml"
-    assert file_problems(missing)[0].startswith(f"{missing}: there is no such file: check the path")
-    (tmp_path / "run.toml").write_text(GOOD)
-    near, override = file_problems(tmp_path / "run.tml", "train.stps=1")
-    assert near.endswith(f"did you mean {tmp_path / 'run.toml'}?")
-    assert override.startswith("command line: train.stps=1: ")
-
-
-def test_folder_for_a_file(tmp_path: Path) -> None:
-    assert file_problems(tmp_path) == (f"{tmp_path}: this is a folder, but a run file is wanted: name the TOML file to run.",)
-    (tmp_path / "run.toml").write_text(GOOD)
-    assert file_problems(tmp_path)[0].endswith(f"did you mean {tmp_path / 'run.toml'}?")
-
-
-def test_a_file_below_a_file(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    (problem,) = file_problems(tmp_path / "file" / "run.toml")
-    assert "cannot be read (Not a directory)" in problem
-
-
-def test_not_utf8(tmp_path: Path) -> None:
-    path = tmp_path / "run.toml"
-    path.write_bytes(b"[train]\nsteps = 3 # \xe9t\xe9\n")
-    assert file_problems(path) == (f"{path}:2: byte 0xe9 is not UTF-8: save the run file in that encoding.",)
