@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from phalanx.models.dense import Decoder
 from phalanx.spec.load import load
 
 
-def main(run_file: str, steps: int) -> None:
+def main(run_file: str) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -28,7 +29,7 @@ def main(run_file: str, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     data = torch.randint(run.model.rows, (64, micro, length + 1))
     positions = torch.arange(length).expand(micro, length)
-    for step in range(steps):
+    for step in count():
         tokens = data[step % len(data)]
         optimizer.zero_grad()
         logits = replica(tokens[:, :-1], positions)
@@ -42,4 +43,4 @@ def main(run_file: str, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1])

@@ -104,9 +104,7 @@ def _row(key: Key, about: str) -> str:
     takes = f"list of {takes}" if key.many else takes
     plain = isinstance(key.default, bool | int | float | str)
     default = "*required*" if key.default is MISSING else f"`{toml(key.default)}`" if plain else ""
-    later = key.metadata.get("later")
-    values = key.metadata.get("later_values", {})
-    note = " *Not built yet.*" if later else f" *Not built yet: {', '.join(values)}.*" if values else ""
+    note = " *Not built yet.*" if key.metadata.get("later") else ""
     return f"| `{key.name}` | {takes} | {default} | {about}{note} |\n"
 
 

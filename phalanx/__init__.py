@@ -7,6 +7,7 @@
         ...
     trainer = px.trainer(run)  # or in this process, step by step
     trainer.step()
+    assert px.verify(run).passed  # the run's layout, proven equal to one device on CPU ranks
 
 Nothing heavy is imported until it is used: `import phalanx` costs nothing, `px.trainer` loads torch.
 """
@@ -18,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 from phalanx._version import __version__
 
 if TYPE_CHECKING:
-    from phalanx.api import plan, train, trainer
+    from phalanx.api import plan, train, trainer, verify
     from phalanx.spec.load import load, loads
 
-__all__ = ["__version__", "load", "loads", "plan", "train", "trainer"]
+__all__ = ["__version__", "load", "loads", "plan", "train", "trainer", "verify"]
 
 
 def __getattr__(name: str) -> Any:
     if name in ("load", "loads"):
         from phalanx.spec import load as module
-    elif name in ("plan", "train", "trainer"):
+    elif name in ("plan", "train", "trainer", "verify"):
         from phalanx import api as module  # type: ignore[no-redef]
     else:
         raise AttributeError(f"module 'phalanx' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The verbs for programs: plan a run, train it in processes of its own, or step by step in this one. See `phalanx`."""
+"""The verbs for programs: plan a run, train it in processes of its own or step by step in this one, prove its layout. See `phalanx`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from phalanx.spec.run import Run
 
 if TYPE_CHECKING:
     from phalanx.training.trainer import Trainer
+    from phalanx.verification.parity import Report
 
 
 def plan(run: Run) -> Plan:
@@ -53,10 +54,21 @@ def trainer(run: Run, *, checkpoints: str | Path = "checkpoints") -> Trainer:
 
     run, place = _checked(run), torchrun_place() or Place()
     layout = choose(run, probe(visible_gpus()), place.ranks, measure(run))
-    built = Trainer(run, layout, connect(place, layout.device, run.resilience.timeout), Path(checkpoints))
+    built = Trainer(run, layout, connect(place, layout.device, run.resilience.timeout, layout.layout), Path(checkpoints))
     built.build()
     built.begin()
     return built
+
+
+def verify(run: Run, *, steps: int = 8, ranks: int | None = None, account: bool = False) -> Report:
+    """Prove that the run's layout computes what one device does, with a small model of its family on CPU ranks of this machine.
+
+    `ranks`: at most so many, 8 if left out; `account`: also what each rank sends and keeps. Anything that differs, raises or hangs
+    on a rank is in the report. Ranks are forks of this process: call it before torch has started threads or a GPU.
+    """
+    from phalanx.verification.parity import verify as prove
+
+    return prove(_checked(run), steps=steps, ranks=ranks, account=account)
 
 
 def _checked(run: Run) -> Run:

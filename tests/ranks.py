@@ -18,8 +18,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,8 +29,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import logger as dcp_logger
 
+from phalanx.checkpointing.pieces import Piece
 from phalanx.launch.family import die_with
 from phalanx.parallel.mesh import Mesh, connect, disconnect
+from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
 from phalanx.spec.place import Place
 from phalanx.spec.plan import Plan
@@ -53,8 +55,10 @@ class RankTraceback(Exception):
         return "\n" + str(self.args[0])
 
 
-def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60.0) -> list[Any]:
-    """`function(mesh, *args)` on that many connected CPU ranks; what each returned, by rank.
+def run_ranks(
+    function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60.0, layout: Layout | None = None
+) -> list[Any]:
+    """`function(mesh, *args)` on that many connected CPU ranks; what each returned, by rank. Without a layout all are replicas.
 
     What the first failing rank raised is raised here, at once: the others, which wait for it, are killed.
     """
@@ -66,7 +70,7 @@ def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: flo
             for rank in range(ranks):
                 reading, writing = os.pipe()
                 place = Place(rank=rank, ranks=ranks, local_rank=rank, store=(host, port))
-                workers.append(_Worker(rank, _fork(_work, place, function, args, writing, timeout), reading))
+                workers.append(_Worker(rank, _fork(_work, (place, layout), function, args, writing, timeout), reading))
                 os.close(writing)  # now, so that no later rank holds it: its end is how a rank's end is noticed
             return _collect(workers, time.monotonic() + timeout)
         finally:
@@ -113,12 +117,14 @@ def _serve_store(host: str, port: int, listener: int) -> NoReturn:
     raise AssertionError
 
 
-def _work(place: Place, function: Callable[..., Any], args: Sequence[Any], pipe: int, timeout: float) -> NoReturn:
+def _work(
+    seat: tuple[Place, Layout | None], function: Callable[..., Any], args: Sequence[Any], pipe: int, timeout: float
+) -> NoReturn:
     # Into what pytest shows of a failed test: where each rank was waiting.
     faulthandler.dump_traceback_later(0.9 * timeout, file=sys.__stderr__)
     try:
         torch.set_num_threads(1)
-        mesh = connect(place, "cpu", 30)
+        mesh = connect(seat[0], "cpu", 30, seat[1])
         result = function(mesh, *args)
         disconnect(mesh)
         message = pickle.dumps(result)
@@ -213,14 +219,14 @@ def tiny_run(*overrides: str) -> Run:
 
 
 def tiny_trainer(mesh: Mesh, run: Run, checkpoints: Path) -> Trainer:
-    """Built and at step 0, on as many replicas as the mesh has ranks."""
+    """Built and at step 0, laid out as the mesh is."""
     assert run.train.micro_batch is not None
     plan = Plan(
-        layout=replace(run.layout, data=mesh.ranks),
+        layout=mesh.layout,
         device="cpu",
         threads=1,
         micro_batch=run.train.micro_batch,
-        accumulation=run.batch // mesh.ranks // run.train.micro_batch,
+        accumulation=run.batch // mesh.layout.replicas // run.train.micro_batch,
         compute="bf16" if run.precision.compute == "bf16" else "fp32",
         parameters=run.model.parameters(),
         flops_per_token=run.model.flops_per_token(run.train.sequence_length),
@@ -231,11 +237,18 @@ def tiny_trainer(mesh: Mesh, run: Run, checkpoints: Path) -> Trainer:
     return trainer
 
 
-def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+def copied(tensors: Mapping[str, Tensor | Piece]) -> dict[str, Tensor]:
+    return {name: _tensor(found).detach().clone() for name, found in tensors.items()}
 
 
-def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+def _tensor(found: Tensor | Piece) -> Tensor:
+    if isinstance(found, Tensor):
+        return found
+    return found.tensor if isinstance(found.tensor, Tensor) else found.tensor.read()
+
+
+def differing(one: Mapping[str, Tensor | Piece], other: Mapping[str, Tensor | Piece]) -> list[str]:
     """Names whose tensors differ in any bit, or that only one of the two has."""
-    both = one.keys() & other.keys()
-    return sorted((one.keys() ^ other.keys()) | {name for name in both if not torch.equal(one[name], other[name])})
+    first, second = copied(one), copied(other)
+    both = first.keys() & second.keys()
+    return sorted((first.keys() ^ second.keys()) | {name for name in both if not torch.equal(first[name], second[name])})

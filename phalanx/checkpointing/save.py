@@ -7,6 +7,7 @@ read the result. `checkpointing/disk` makes the whole atomic.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from phalanx.checkpointing import disk
+from phalanx.checkpointing.pieces import Piece, SavePieces, pieces
 from phalanx.checkpointing.quiet import quiet
 
 
@@ -27,8 +29,10 @@ class Ranks(Protocol):
     def barrier(self) -> None: ...
 
 
-def save(checkpoints: Path, step: int, tensors: dict[str, Tensor], contents: dict[str, Any], ranks: Ranks) -> Path:
-    """Write a checkpoint of `tensors` (by name) with `contents` (plain values) beside them; returns where it is.
+def save(
+    checkpoints: Path, step: int, tensors: Mapping[str, Tensor | Piece], contents: dict[str, Any], ranks: Ranks
+) -> Path:
+    """Write a checkpoint of `tensors` (by name, whole or in parts) with `contents` (plain values) beside them; returns where it is.
 
     When it returns, on any rank, the checkpoint is complete.
     """
@@ -37,9 +41,10 @@ def save(checkpoints: Path, step: int, tensors: dict[str, Tensor], contents: dic
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     ranks.barrier()
-    writer = dcp.FileSystemWriter(partial, sync_files=False)  # commit syncs every file once
+    # Commit syncs every file once. Nothing is copied ahead: one tensor at a time is asked for, and may live elsewhere.
+    writer = dcp.FileSystemWriter(partial, sync_files=False, per_thread_copy_ahead=0)
     with quiet():
-        dcp.save(dict(tensors), storage_writer=writer, no_dist=ranks.ranks == 1)
+        dcp.save({}, storage_writer=writer, planner=SavePieces(pieces(tensors)), no_dist=ranks.ranks == 1)
     if ranks.rank == 0:
         disk.commit(partial, contents | {"step": step})
     ranks.barrier()

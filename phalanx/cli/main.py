@@ -1,6 +1,6 @@
 """The `phalanx` command: one file per verb, put together here, and the only place where errors become exit codes.
 
-0: done. 1: a run failed. 2: it could not start, nothing was begun. 75: stopped on request, saved, can be resumed.
+0: done. 1: a run failed, or a proof did. 2: it could not start, nothing was begun. 75: stopped on request, saved, can be resumed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 import typer
 
 from phalanx._version import __version__
-from phalanx.cli import data, doctor, eval, export, generate, import_, models, schema, tokenize, train
+from phalanx.cli import data, doctor, eval, export, generate, import_, models, schedule, schema, tokenize, train, verify
 from phalanx.cli.output import print_error
 from phalanx.spec.errors import PhalanxError
 
@@ -22,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train")(train.train)
+app.command("verify")(verify.verify)
 app.command("generate")(generate.generate)
 app.command("eval")(eval.eval)
 app.add_typer(data.app, name="data")
@@ -29,6 +30,7 @@ app.command("import")(import_.import_)
 app.command("export")(export.export)
 app.command("tokenize")(tokenize.tokenize)
 app.command("models")(models.models)
+app.command("schedule")(schedule.schedule)
 app.command("doctor")(doctor.doctor)
 app.command("schema")(schema.schema)
 

@@ -53,7 +53,7 @@ def guarded(place: Place, rundir: RunDir, signals: Signals) -> int:
     try:
         run, plan = load(rundir.run_file), Plan.from_json(rundir.plan_file.read_text())
         torch.set_num_threads(plan.threads)
-        mesh = connect(place, plan.device, run.resilience.timeout)
+        mesh = connect(place, plan.device, run.resilience.timeout, plan.layout)
         return work(run, plan, mesh, rundir, signals)
     except BaseException as error:
         # Written to a file of its own and renamed, so that the launcher reads it whole or not at all.
@@ -83,6 +83,7 @@ def work(
     trainer = Trainer(run, plan, mesh, rundir.checkpoints, data)
     signals.pass_to(trainer.stop)
     trainer.build()
+    log.emit(trainer.placement())
     listeners = [log.emit, *sinks(run, rundir.path), *([also] if also else [])] if mesh.rank == 0 else []
 
     def tell(event: Event) -> None:
@@ -94,6 +95,8 @@ def work(
     last: Event | None = None
     for last in trainer.events():
         tell(last)
+        if (account := trainer.account()) is not None:
+            log.emit(account)
     disconnect(mesh)
     log.close()
     return RESUMABLE if isinstance(last, Stopped) else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -56,6 +57,7 @@ def train_here(place: Place, run_file: Path, overrides: list[str], request: Requ
         disconnect(mesh)
         return 2
     plan, path = found
+    mesh = replace(mesh, layout=plan.layout)
     torch.set_num_threads(plan.threads)
     rundir = RunDir(path)
     show = None

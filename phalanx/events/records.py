@@ -48,6 +48,36 @@ class WorkerStarted(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ModelPlaced(Event):
+    """What a rank holds of the model and what was really done to it, read off the placed tensors and modules."""
+
+    kind: ClassVar[str] = "model_placed"
+    rank: int
+    applied: dict[str, str]
+    """By technique, in words."""
+    parameters: int
+    """Bytes on this rank."""
+    gradients: int
+    optimizer: int
+    """Bytes of states and master weights in the memory of device and host."""
+    files: int = 0
+    """Bytes of those in files."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepAccounted(Event):
+    """What one step of this launch cost a rank in messages and memory."""
+
+    kind: ClassVar[str] = "step_accounted"
+    step: int
+    rank: int
+    sent: dict[str, dict[str, int]]
+    """Bytes that the rank sent, by technique and collective."""
+    memory: dict[str, int]
+    """Bytes at the step's peak: "parameters", "gradients", "optimizer", "activations"."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Restored(Event):
     """State was read from a checkpoint; training goes on after `step`."""
 
@@ -181,7 +211,7 @@ class Finished(Event):
 KINDS: dict[str, type[Event]] = {
     record.kind: record
     for record in (
-        RunStarted, WorkerStarted, Restored, WeightsLoaded, Step, StepSkipped, Evaluated, Saved,
+        RunStarted, WorkerStarted, ModelPlaced, StepAccounted, Restored, WeightsLoaded, Step, StepSkipped, Evaluated, Saved,
         CheckpointDamaged, Warned, WorkerFailed, Stopped, Finished,
     )
 }  # fmt: skip

@@ -51,6 +51,11 @@ def for_workers(plan: Plan) -> dict[str, str]:
     return for_python() | ours
 
 
+def only_this_machine() -> None:
+    """Ranks that this process becomes or starts meet on this machine's own interface, and use no GPU."""
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+
+
 def one_thread() -> None:
     """Libraries that this process loads from now on use one thread each."""
     os.environ |= {

@@ -6,7 +6,6 @@ and `models/mla`.
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -23,15 +22,16 @@ class Scope:
     def __init__(self, documents_BS: Tensor | None):
         self.documents = documents_BS
         """Document of each position, or None where every sequence is one document."""
+        self._mask: Tensor | None = None  # made at its first use; compilers do not see through a cached_property
 
-    @cached_property
+    @property
     def mask(self) -> Tensor | None:
         """[B, 1, S, S], true where a query (row) may see a key (column); None: plain causal."""
-        if self.documents is None:
-            return None
-        length = self.documents.shape[1]
-        causal = torch.ones(length, length, dtype=torch.bool, device=self.documents.device).tril()
-        return ((self.documents[:, :, None] == self.documents[:, None, :]) & causal)[:, None]
+        if self.documents is not None and self._mask is None:
+            length = self.documents.shape[1]
+            causal = torch.ones(length, length, dtype=torch.bool, device=self.documents.device).tril()
+            self._mask = ((self.documents[:, :, None] == self.documents[:, None, :]) & causal)[:, None]
+        return self._mask
 
 
 class Attend(Protocol):

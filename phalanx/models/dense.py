@@ -7,6 +7,9 @@ INITIAL says what its values start as.
 
 from __future__ import annotations
 
+from copy import copy
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -89,35 +92,69 @@ def _feed_forward(spec: ModelSpec, index: int) -> nn.Module:
     return kind(spec.dim, spec.hidden, spec.bias)
 
 
+class Project(Protocol):
+    """Whoever turns the last states into logits, or into whatever its own loss reads instead of them."""
+
+    def __call__(self, x_BSD: Tensor, weight_VD: Tensor, /) -> Any: ...
+
+
 class Decoder(nn.Module):
-    """Tokens in, logits out. Positions and document boundaries are inputs, never guessed."""
+    """Tokens in, logits out. Positions and document boundaries are inputs, never guessed.
+
+    `project` is a plain attribute like `attend`: a matrix product by default, replaced where logits are shared or never whole.
+    """
+
+    project: Project
 
     def __init__(self, spec: ModelSpec):
         super().__init__()
         self.spec = spec
+        self.begins = self.ends = True
         self.embed = nn.Embedding(spec.rows, spec.dim)
         self.places = nn.Embedding(spec.context, spec.dim) if spec.positions == "learned" else None
-        self.blocks = nn.ModuleList(Block(spec, index) for index in range(spec.layers))
+        self.blocks = nn.ModuleDict({str(index): Block(spec, index) for index in range(spec.layers)})
         self.norm = norm(spec, spec.dim)
         self.head = None if spec.tied else nn.Linear(spec.dim, spec.rows, bias=False)
         self.ahead = nn.ModuleList(Ahead(spec, Block(spec, spec.layers - 1)) for _ in range(spec.ahead))
+        self.project = linear
+
+    def part(self, first: int, stop: int) -> Decoder:
+        """Blocks first … stop - 1 as a model of their own, of the same modules under the same names.
+
+        It begins with the embedding if it holds the first block, and ends with norm and head if it holds the last. What one
+        part returns the next takes for tokens.
+        """
+        part = copy(self)
+        part._modules = dict(self._modules)
+        part.begins, part.ends = first == 0, stop == len(self.blocks)
+        part.blocks = nn.ModuleDict({str(index): self.blocks[str(index)] for index in range(first, stop)})
+        if not part.begins:
+            part.places = None
+            if self.head is not None or not part.ends:  # tied, the embedding is the head too
+                del part.embed
+        if not part.ends:
+            del part.norm, part.head, part.ahead
+        return part
 
     def forward(
         self, tokens_BS: Tensor, positions_BS: Tensor, documents_BS: Tensor | None = None, memory: list[KeyValues] | None = None
-    ) -> Tensor | tuple[Tensor, ...]:
+    ) -> Any:
         """Logits [B, S, V]. `documents_BS` keeps attention inside each document; None: one document per sequence.
 
         A model that predicts several tokens returns, in training and with gradients, those of each depth beside them.
         """
-        x_BSD = self.embed(tokens_BS)
+        x_BSD = self.embed(tokens_BS) if self.begins else tokens_BS
         rotation = None
-        if self.places is not None:
-            x_BSD = x_BSD + self.places(positions_BS)
-        else:
+        if self.spec.positions != "learned":
             rotation = rotary(self.spec, positions_BS)
+        elif self.places is not None:
+            x_BSD = x_BSD + self.places(positions_BS)
         scope = Scope(documents_BS)
-        for index, block in enumerate(self.blocks):
+        for index, block in enumerate(self.blocks.values()):
             x_BSD = block(x_BSD, scope, rotation, None if memory is None else memory[index])
+        return self._finish(x_BSD, tokens_BS, scope, rotation) if self.ends else x_BSD
+
+    def _finish(self, x_BSD: Tensor, tokens_BS: Tensor, scope: Scope, rotation: tuple[Tensor, Tensor] | None) -> Any:
         logits_BSV = self._logits(self.norm(x_BSD))
         if not (len(self.ahead) and self.training and torch.is_grad_enabled()):
             return logits_BSV
@@ -127,5 +164,5 @@ class Decoder(nn.Module):
             further.append(self._logits(normed_BSD))
         return (logits_BSV, *further)
 
-    def _logits(self, x_BSD: Tensor) -> Tensor:
-        return linear(x_BSD, self.embed.weight) if self.head is None else self.head(x_BSD)
+    def _logits(self, x_BSD: Tensor) -> Any:
+        return self.project(x_BSD, self.embed.weight if self.head is None else self.head.weight)

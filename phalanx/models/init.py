@@ -1,14 +1,15 @@
 """Initial weights as a pure function of (seed, parameter name, element): any layout, on any device, starts from the same numbers.
 
 Values come from a counter-based generator, so a rank that owns a slice of a tensor computes that slice and nothing else.
-Called by training when a model is built; later by every sharded layout.
+Called by training when a model is built, whole or in parts.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
@@ -37,12 +38,19 @@ def materialize(model: Model, seed: int, device: torch.device) -> Model:
     model.to_empty(device=device)
     spec = model.spec
     assert isinstance(spec, ModelSpec), "build gives every model its spec"
-    initial = INITIAL if spec.module is None else own.initial(model, spec.module)
+    initial = table(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             fill(parameter, seed, name, spec, initial=initial)
     reset_buffers(model)
     return model
+
+
+def table(model: nn.Module) -> Mapping[str, str]:
+    """What each parameter's values start as: name pattern to rule."""
+    spec = model.spec
+    assert isinstance(spec, ModelSpec), "build gives every model its spec"
+    return INITIAL if spec.module is None else own.initial(model, spec.module)
 
 
 def reset_buffers(model: nn.Module) -> None:
@@ -52,29 +60,56 @@ def reset_buffers(model: nn.Module) -> None:
             module.reset_buffers()  # type: ignore[operator]  # own modules without one are refused by `build`
 
 
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A part of a tensor: the shape of the whole, and where the part begins in it."""
+
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
 def fill(
-    parameter: Tensor, seed: int, name: str, spec: ModelSpec, first: int = 0, initial: Mapping[str, str] = INITIAL
+    parameter: Tensor, seed: int, name: str, spec: ModelSpec, box: Box | None = None, initial: Mapping[str, str] = INITIAL
 ) -> None:
-    """Write the initial values of the elements first, first + 1, … of the named parameter into a contiguous tensor."""
+    """Write the initial values of the named parameter into a contiguous tensor; `box`: of the part that the tensor is."""
     rule = next(rule for pattern, rule in initial.items() if fnmatchcase(name, pattern))
     if rule == "ones":
         nn.init.ones_(parameter)
     elif rule == "zeros":
         nn.init.zeros_(parameter)
-    else:
+    elif parameter.numel():
         std = spec.init_std / math.sqrt(2 * spec.layers) if rule == "residual" else spec.init_std
-        flat = parameter.view(-1)
-        for start in range(0, flat.numel(), _CHUNK):
-            part = flat[start : start + _CHUNK]
-            part.copy_(normal(seed, name, first + start, part.numel(), part.device).mul_(std))
+        box = box or Box(tuple(parameter.shape), (0,) * parameter.ndim)
+        rows = parameter.view(len(parameter), -1)
+        inner = _places(parameter.shape[1:], box.whole[1:], box.offset[1:], parameter.device)
+        stride = math.prod(box.whole[1:])
+        # Whole rows at a time, and pieces of rows that are longer than a chunk.
+        height, width = max(1, _CHUNK // rows.shape[1]), min(_CHUNK, rows.shape[1])
+        for top in range(0, len(rows), height):
+            outer = torch.arange(top, min(top + height, len(rows)), device=parameter.device).add_(box.offset[0]).mul_(stride)
+            for left in range(0, rows.shape[1], width):
+                places = outer[:, None] + inner[None, left : left + width]
+                rows[top : top + height, left : left + width] = _drawn(seed, name, places).mul_(std)
+
+
+def _places(shape: Sequence[int], whole: Sequence[int], offset: Sequence[int], device: torch.device) -> Tensor:
+    """Index in the flattened whole of every element of a box, in order."""
+    places = torch.zeros((), dtype=torch.int64, device=device)
+    for length, size, first in zip(shape, whole, offset, strict=True):
+        places = places[..., None] * size + torch.arange(first, first + length, device=device)
+    return places.reshape(-1)
 
 
 def normal(seed: int, name: str, first: int, count: int, device: torch.device) -> Tensor:
-    """Elements first … first + count - 1 of the named stream of standard normal numbers, in fp32.
+    """Elements first … first + count - 1 of the named stream of standard normal numbers, in fp32."""
+    return _drawn(seed, name, torch.arange(first, first + count, dtype=torch.int64, device=device))
+
+
+def _drawn(seed: int, name: str, bits: Tensor) -> Tensor:
+    """The elements of the named stream at the given places, which it overwrites.
 
     SplitMix64 of the element's index, then Box–Muller: nothing is carried from one element to the next.
     """
-    bits = torch.arange(first, first + count, dtype=torch.int64, device=device)
     bits.mul_(_signed(0x9E3779B97F4A7C15)).add_(_key(seed, name))
     for shift, multiplier in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         bits.bitwise_xor_(_shift(bits, shift)).mul_(_signed(multiplier))

@@ -8,7 +8,7 @@ read is one run of bytes, however the two sides are laid out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -110,15 +110,26 @@ def theirs(piece: Piece, ours: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def fill(tensors: dict[str, Tensor], table: tuple[Entry, ...], rows: Rows) -> None:
-    """Write their values into tensors of ours that are already in place, whatever their device and format, box by box."""
+def fill(
+    tensors: dict[str, Tensor], table: tuple[Entry, ...], rows: Rows, offsets: Mapping[str, tuple[int, ...]] | None = None
+) -> None:
+    """Write their values into tensors of ours that are already in place, whatever their device and format, box by box.
+
+    `offsets`: where ours begin in the whole, for those that are a part of it; what lies outside is not read.
+    """
     for entry in table:
         target = tensors[entry.name]
+        first = (offsets or {}).get(entry.name, (0,) * target.ndim)
         for block in blocks(entry, 4):
-            region = target
-            for dimension, (offset, size) in enumerate(zip(block.offsets, block.sizes, strict=True)):
-                region = region.narrow(dimension, offset, size)
-            region.copy_(read(block, rows))
+            meets = [
+                (max(begin, own), min(begin + size, own + length))
+                for begin, size, own, length in zip(block.offsets, block.sizes, first, target.shape, strict=True)
+            ]
+            if any(begin >= end for begin, end in meets):
+                continue
+            ours = tuple(slice(begin - own, end - own) for (begin, end), own in zip(meets, first, strict=True))
+            theirs = tuple(slice(begin - at, end - at) for (begin, end), at in zip(meets, block.offsets, strict=True))
+            target[ours] = read(block, rows)[theirs].to(target.dtype)
 
 
 def _order(pairs: tuple[int, int], count: int) -> Tensor:

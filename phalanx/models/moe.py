@@ -1,11 +1,13 @@
 """Mixture of experts in place of a block's feed-forward: a router sends each token to a few of many experts, and none is dropped.
 Mixtral, Qwen3-MoE and DeepSeek-V3 are settings of it. Used by `models/dense`; training reads `routers` to balance them.
 
-`MoE.dispatch` is a plain attribute: local by default, replaced by expert parallelism without the model knowing.
+`MoE.dispatch` is a plain attribute: local by default; expert parallelism gives it experts that lie elsewhere, without the model
+knowing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +38,10 @@ class Router(nn.Module):
         biased = moe.bias_rate > 0 or moe.router == "sigmoid"
         self.register_buffer("bias", torch.empty(moe.experts, dtype=torch.float32) if biased else None)
         self.register_buffer("counts", torch.empty(moe.experts, dtype=torch.int64), persistent=False)
+        self.counting = True
+        """False while a forward is repeated for its backward: its tokens have been counted."""
+        self.together: Callable[[Tensor], Tensor] = lambda counts_BE: counts_BE
+        """Sums what was counted over whoever else holds tokens of the same sequences; nobody by default."""
         self.loss_scale = 1.0
         """Gradient that the balancing loss receives; training sets one over the tokens of a global batch."""
         self.reset_buffers()
@@ -59,9 +65,10 @@ class Router(nn.Module):
             weights_TK = weights_TK * self.moe.scale
             if torch.is_grad_enabled():
                 counts_BE = _count(chosen_TK.view(len(x_BSD), -1), self.moe.experts)
-                self.counts += counts_BE.sum(0)
+                if self.counting:
+                    self.counts += counts_BE.sum(0)
                 if self.moe.balance_loss:
-                    loss = self.moe.balance_loss * balance(scores_BSE, counts_BE)
+                    loss = self.moe.balance_loss * balance(scores_BSE, self.together(counts_BE))
                     weights_TK = _Attach.apply(weights_TK, loss, self.loss_scale)
         return chosen_TK, weights_TK
 
@@ -94,20 +101,25 @@ class Router(nn.Module):
             self.bias += (step * missing_E.clamp(-1, 1)).to(self.bias.dtype)
 
 
-def routers(model: nn.Module) -> list[Router]:
-    """Every router of a model, first block first."""
-    return [module for module in model.modules() if isinstance(module, Router)]
+def routers(model: nn.Module) -> dict[str, Router]:
+    """Every router of a model by name, first block first."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Router)}
+
+
+def router_sizes(model: nn.Module) -> dict[str, int]:
+    """How many experts each router has."""
+    return {name: router.moe.experts for name, router in routers(model).items()}
 
 
 def balance(scores_BSE: Tensor, counts_BE: Tensor) -> Tensor:
     """The classic balancing loss of each sequence times its tokens, summed: no grouping of sequences into batches changes it.
 
     A sequence's loss is the sum over experts of the share of tokens sent there times the mean score, 1 when all are even.
+    The counts are those of whole sequences; of the scores, a part of a sequence gives its part of the loss.
     """
-    experts, length = scores_BSE.shape[-1], scores_BSE.shape[1]
-    shares_BE = counts_BE * experts / counts_BE.sum(-1, keepdim=True)
-    means_BE = (scores_BSE / scores_BSE.sum(-1, keepdim=True)).mean(1)
-    return (shares_BE * means_BE).sum() * length
+    shares_BE = counts_BE * scores_BSE.shape[-1] / counts_BE.sum(-1, keepdim=True)
+    sums_BE = (scores_BSE / scores_BSE.sum(-1, keepdim=True)).sum(1)
+    return (shares_BE * sums_BE).sum()
 
 
 def _count(chosen_BN: Tensor, experts: int) -> Tensor:
@@ -138,16 +150,35 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(moe.experts, moe.ffn, dim))
         self.down = nn.Parameter(torch.empty(moe.experts, dim, moe.ffn))
 
+    @property
+    def count(self) -> int:
+        return len(self.gate)
+
     def forward(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
         """Rows sorted by expert; the first counts[0] go through the first expert, and so on."""
         dtype = compute_dtype(x_RD)
         x_RD, weights = x_RD.to(dtype), [weight.to(dtype) for weight in (self.gate, self.up, self.down)]
         if not _groupable(x_RD, self.gate.shape[1]):
             return loop_experts(x_RD, counts_E, *weights)
+        if x_RD.device.type == "cuda":
+            weights = [_Visited.apply(weight, counts_E) for weight in weights]
         gate_EDF, up_EDF, down_EFD = (weight.transpose(1, 2) for weight in weights)
         ends_E = counts_E.cumsum(0).to(torch.int32)
         inner_RF = F.silu(F.grouped_mm(x_RD, gate_EDF, offs=ends_E)) * F.grouped_mm(x_RD, up_EDF, offs=ends_E)
         return F.grouped_mm(inner_RF, down_EFD, offs=ends_E)
+
+
+class _Visited(torch.autograd.Function):
+    """The identity, whose backward gives experts that nobody came to a gradient of zero: some GPUs leave theirs unwritten."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(counts)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].masked_fill((ctx.saved_tensors[0] == 0)[:, None, None], 0), None
 
 
 def loop_experts(x_RD: Tensor, counts_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
@@ -161,10 +192,11 @@ def loop_experts(x_RD: Tensor, counts_E: Tensor, gate_EFD: Tensor, up_EFD: Tenso
 
 
 def _groupable(x_RD: Tensor, inner: int) -> bool:
-    """The grouped product wants rows of whole 16 bytes; GPUs have it for bf16, CPUs for all but fp64."""
+    """The grouped product wants rows of whole 16 bytes, and some; GPUs have it for bf16, CPUs for all but fp64."""
     offered = (torch.bfloat16,) if x_RD.device.type == "cuda" else (torch.bfloat16, torch.float16, torch.float32)
     size = x_RD.element_size()
-    return x_RD.dtype in offered and x_RD.shape[1] * size % 16 == 0 and inner * size % 16 == 0
+    whole = x_RD.shape[1] * size % 16 == 0 and inner * size % 16 == 0
+    return x_RD.dtype in offered and whole and len(x_RD) > 0 and inner > 0
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -173,18 +205,26 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
+class Called(Protocol):
+    """Experts as a dispatch sees them: here, or made to look so."""
+
+    @property
+    def count(self) -> int: ...
+    def __call__(self, x_RD: Tensor, counts_E: Tensor, /) -> Tensor: ...
+
+
 class Dispatch(Protocol):
     """Whoever brings tokens to their experts and back."""
 
-    def __call__(self, x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor, experts: Experts, /) -> Tensor: ...
+    def __call__(self, x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor, experts: Called, /) -> Tensor: ...
 
 
-def dispatch_locally(x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor, experts: Experts, /) -> Tensor:
+def dispatch_locally(x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor, experts: Called, /) -> Tensor:
     """All experts are on this device. Every token reaches each of its experts, however many chose the same."""
     active = chosen_TK.shape[1]
     order_R = chosen_TK.flatten().argsort(stable=True)
     back_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
-    counts_E = _count(chosen_TK.view(1, -1), len(experts.gate))[0]
+    counts_E = _count(chosen_TK.view(1, -1), experts.count)[0]
     y_RD = experts(_Sort.apply(x_TD, order_R, back_R, active), counts_E)
     y_TKD = _Sort.apply(y_RD, back_R, order_R, 1).unflatten(0, (-1, active))
     return (y_TKD * weights_TK[:, :, None]).sum(1)

@@ -1,20 +1,128 @@
 """Places a model on the ranks: every technique of the layout, in the one order in which they compose. Called by training.
 
-The order, outermost last: tensor, context, expert, pipeline, shard, replicate. Only the last is built; the run file's
-loader refuses the others by name, so nothing here ever falls back silently.
+A model comes here without memory. What cuts parameters comes first, what wraps modules next, and only then does each rank get
+the memory of its own part. Nothing falls back: what a layout cannot have is refused when the run file is checked.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from phalanx.parallel import context, expert, fully, tensor, vocabulary, zero
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.replicate import Gradients
+from phalanx.parallel.pipeline import tied_group
+from phalanx.parallel.placed import Engine, Loss, Placed
+from phalanx.parallel.placement import Held, Spot
+from phalanx.parallel.replicate import Replicated
+from phalanx.parallel.sharding import Sharding
+from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
+from phalanx.spec.schedule import Schedule
+from phalanx.transforms import activations, compile, fp8, recompute
+
+TIED = "embed.weight"
+"""What first and last stage both hold where the embedding is the head too."""
 
 
-def apply(model: nn.Module, run: Run, mesh: Mesh) -> Gradients:
-    """Make `model` one rank's part of the job; returns the gradients that its backward fills and the ranks share."""
-    wire = torch.bfloat16 if run.precision.reduce == "bf16" else torch.float32
-    return Gradients(model.parameters(), mesh, wire=wire)
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What the model's own room knows about it."""
+
+    axes: Mapping[str, tuple[str, ...]]
+    """Parameter-name pattern to the names of its dimensions."""
+    fill: Callable[[str, Tensor, Spot], None]
+    """Writes the initial values of a parameter's box into a tensor."""
+    reset_buffers: Callable[[nn.Module], None]
+    loss: Loss
+    """Sum of the losses from whole logits."""
+    schedule: Schedule | None = None
+    """Of a pipeline."""
+
+
+def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Recipe) -> Placed:
+    """Make `parts`, this rank's stages of the model, one rank's share of the job."""
+    layout, applied = plan.layout, {}
+    spots = {name: Spot.all(parameter) for part in parts for name, parameter in part.named_parameters()}
+    if layout.tensor > 1:
+        spots = tensor.split(parts, spots, recipe.axes, mesh, sequence=layout.sequence)
+        applied["tensor"] = tensor.applied(parts, spots)
+    spots = expert.split(parts, spots, recipe.axes, mesh)
+    applied["expert"] = expert.applied(parts, spots, recipe.axes)
+    if layout.context > 1:
+        applied["context"] = context.swap(parts, mesh, layout.context_method)
+    columns = mesh.group("tensor", use="tensor") if layout.tensor > 1 else None
+    loss = vocabulary.swap(parts, columns, chunk=run.memory.loss_chunk, sequence=layout.sequence, loss=recipe.loss)
+    applied["loss"] = vocabulary.applied(parts, loss)
+    applied |= transform(parts, run, plan, mesh)
+    engine = _engine(parts, _tied(parts, spots), run, plan, mesh, recipe)
+    applied["data"] = engine.applied()
+    placed = Placed(parts, mesh, engine, loss, apart=run.optimizer.local_steps > 1)
+    if recipe.schedule is not None:
+        applied["pipeline"] = _stages(parts, mesh, recipe.schedule)
+        if run.model.tied and (ends := tied_group(mesh, recipe.schedule)) is not None:
+            placed.tied[TIED] = ends
+    placed.applied = {technique: said for technique, said in applied.items() if said is not None}
+    return placed
+
+
+def transform(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh) -> dict[str, str | None]:
+    """What makes one device's part cheaper; the last wraps the others."""
+    memory, applied = run.memory, {}
+    if plan.compute == "fp8":
+        applied["fp8"] = fp8.apply(parts, run.precision.fp8_scaling, mesh.device)
+    if memory.recompute != "none":
+        applied["recompute"] = recompute.apply(parts, memory.recompute, memory.recompute_every)
+    if memory.activations == "cpu":
+        applied["activations"] = activations.apply(parts, mesh.device)
+    if memory.compile:
+        applied["compile"] = compile.apply(parts)
+    return applied
+
+
+def _engine(parts: list[nn.Module], spots: dict[str, Spot], run: Run, plan: Plan, mesh: Mesh, recipe: Recipe) -> Engine:
+    """Who sums gradients and owns what the optimizer changes; parameters get their memory here."""
+    axes, wire = sample_axes(run), torch.bfloat16 if run.precision.reduce == "bf16" else torch.float32
+    if plan.layout.shard == 1:
+        return Replicated(materialize(parts, spots, recipe, mesh.device), mesh, axes, wire=wire)
+    splits = recipe.schedule is not None and recipe.schedule.splits
+    how = Sharding(zero=plan.layout.zero, axes=axes, compute=plan.compute, wire=wire, keep=splits)
+    if plan.layout.zero == 3:
+        return fully.FullySharded(parts, spots, mesh, recipe, how)
+    return zero.shard(parts, spots, mesh, recipe, how)
+
+
+def materialize(parts: list[nn.Module], spots: dict[str, Spot], recipe: Recipe, device: torch.device) -> list[Held]:
+    """Give cut parameters their memory and their initial values; the optimizer is to work on them as they are."""
+    held = {}
+    for part in parts:
+        part.to_empty(device=device)
+        recipe.reset_buffers(part)
+    for part in parts:  # only now: stages may share a module
+        for name, parameter in part.named_parameters():
+            if name not in held:
+                recipe.fill(name, parameter.data, spots[name])
+                held[name] = Held(name, parameter, spots[name])
+    return list(held.values())
+
+
+def sample_axes(run: Run) -> tuple[str, ...]:
+    """Mesh axes whose ranks see other samples, or other parts of them, and sum their gradients in every step."""
+    return ("data", "shard", "context") if run.optimizer.local_steps == 1 else ("shard", "context")
+
+
+def _tied(parts: list[nn.Module], spots: dict[str, Spot]) -> dict[str, Spot]:
+    """The last stage's copy of a tied embedding mirrors the first's, and is not counted again."""
+    mirrors = TIED in spots and not any(getattr(part, "begins", True) for part in parts)
+    return spots | {TIED: replace(spots[TIED], counted=False)} if mirrors else spots
+
+
+def _stages(parts: list[nn.Module], mesh: Mesh, schedule: Schedule) -> str:
+    """Which blocks this rank has, by the parts themselves."""
+    held = ["+".join(part.get_submodule("blocks")._modules) for part in parts]
+    numbers = schedule.stages_of(mesh.at("pipeline"))
+    stages = ", ".join(f"stage {number}: blocks {blocks}" for number, blocks in zip(numbers, held, strict=True))
+    return f"{schedule.name}, {schedule.stages} stages on {schedule.ranks} ranks; {stages}"

@@ -1,18 +1,32 @@
-"""The ranks of a job and how they meet. Training asks it for this rank's place, its device and small sums over all ranks."""
+"""The ranks of a job and how they meet: this rank's coordinates in the layout, its groups, its device, small sums over all ranks.
+
+Ranks are numbered pipeline × data × shard × context × tensor, tensor innermost, so that the chattiest groups are neighbours
+and stay inside a machine. Experts see the same ranks of a stage as expert_replicate × expert_shard × expert × expert_tensor.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
+from phalanx.parallel.group import Group
+from phalanx.spec.layout import Layout
 from phalanx.spec.place import Place
+
+AXES = ("pipeline", "data", "shard", "context", "tensor")
+EXPERT_AXES = ("pipeline", "expert_replicate", "expert_shard", "expert", "expert_tensor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +35,9 @@ class Mesh:
 
     place: Place
     device: torch.device
+    layout: Layout = field(default_factory=Layout)
+    _groups: dict[tuple[str, tuple[str, ...]], Group] = field(default_factory=dict, repr=False)
+    _made: Counter[tuple[int, ...]] = field(default_factory=Counter, repr=False)
 
     @property
     def rank(self) -> int:
@@ -32,8 +49,51 @@ class Mesh:
 
     @property
     def replica(self) -> int:
-        """Which share of the batch is this rank's."""
-        return self.place.rank
+        """Which share of the batch is this rank's: a number below `layout.replicas`."""
+        return self.at("data") * self.layout.shard + self.at("shard")
+
+    @property
+    def first_of_replica(self) -> bool:
+        """One rank of each replica, in the first stage: it alone says what all ranks of the replica know."""
+        return not (self.at("pipeline") or self.at("context") or self.at("tensor"))
+
+    def size(self, axis: str) -> int:
+        """Ranks along an axis of the layout or of the experts' view."""
+        return _sizes(self.layout, _view((axis,)))[axis]
+
+    def at(self, axis: str) -> int:
+        """This rank's coordinate along an axis."""
+        return _coordinates(self.rank, _sizes(self.layout, _view((axis,))))[axis]
+
+    def group(self, *axes: str, use: str) -> Group:
+        """The ranks that differ from this one along the given axes only, in rank order. All of them ask for it at the same time.
+
+        `use` names the technique: groups of the same ranks are apart for each, so that their messages never mix and the
+        account of what was sent can tell them apart.
+        """
+        key = (use, axes)
+        if key not in self._groups:
+            sizes = _sizes(self.layout, _view(axes))
+            mine = _coordinates(self.rank, sizes)
+            others = [name for name in sizes if name not in axes]
+            ranks = tuple(
+                rank
+                for rank in range(self.layout.ranks)
+                if all(_coordinates(rank, sizes)[name] == mine[name] for name in others)
+            )
+            self._groups[key] = self.group_of(ranks, use=use)
+        return self._groups[key]
+
+    def group_of(self, ranks: tuple[int, ...], *, use: str) -> Group:
+        """A group of ranks given by number, this one among them; every member calls it at the same time."""
+        handle = None
+        if len(ranks) == self.ranks > 1 and use in ("step", "data"):
+            handle = dist.group.WORLD  # what all ranks do in one order anyway needs no connections of its own
+        elif len(ranks) > 1:
+            self._made[ranks] += 1
+            with _named(f"{ranks} {self._made[ranks]}"):
+                handle = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=use)
+        return Group(ranks=ranks, index=ranks.index(self.rank), use=use, handle=handle)
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over all ranks, in place."""
@@ -52,6 +112,14 @@ class Mesh:
         box = [value]
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
+
+    def collect(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank, on every rank; for small plain values."""
+        if self.ranks == 1:
+            return [value]
+        found: list[Any] = [None] * self.ranks
+        dist.all_gather_object(found, value)
+        return found
 
     def patient(self, seconds: float) -> Callable[[Any], Any]:
         """`share` for a value that may take rank 0 so long. All ranks call this at once, and what it returns, once, in the end.
@@ -75,8 +143,46 @@ class Mesh:
         self.sum(torch.zeros(1))
 
 
-def connect(place: Place, device: str, timeout: float) -> Mesh:
-    """Join the other ranks of this generation and take this rank's device."""
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """The next group meets under this name. torch would name it by how many groups a rank has made, and ranks of other stages, or
+    with other parameters, may have made more: then its members would wait for each other under different names, for ever."""
+    named = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda ranks: hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = named
+
+
+def _view(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The numbering of ranks that knows all of these axes."""
+    return AXES if all(axis in AXES for axis in axes) else EXPERT_AXES
+
+
+def _sizes(layout: Layout, view: tuple[str, ...]) -> dict[str, int]:
+    if view is AXES:
+        return {axis: getattr(layout, axis) or 1 for axis in AXES}
+    return {
+        "pipeline": layout.pipeline,
+        "expert_replicate": layout.expert_data // layout.expert_shard,
+        "expert_shard": layout.expert_shard,
+        "expert": layout.expert,
+        "expert_tensor": layout.expert_tensor,
+    }
+
+
+def _coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:
+    """A rank's place along every axis, the last axis running fastest."""
+    found, below = {}, math.prod(sizes.values())
+    for axis, size in sizes.items():
+        below //= size
+        found[axis], rank = divmod(rank, below)
+    return found
+
+
+def connect(place: Place, device: str, timeout: float, layout: Layout | None = None) -> Mesh:
+    """Join the other ranks of this generation and take this rank's device. Without a layout every rank is a replica."""
     own = torch.device("cuda", place.local_rank) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
         torch.cuda.set_device(own)
@@ -91,7 +197,9 @@ def connect(place: Place, device: str, timeout: float) -> Mesh:
             server = dist.TCPStore(host, port, is_master=False, timeout=wait)
             store = dist.PrefixStore(f"generation-{place.generation}", server)
             dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.ranks, timeout=wait)
-    return Mesh(place, own)
+    layout = replace(layout, data=layout.data or 1) if layout else Layout(data=place.ranks)
+    assert layout.ranks == place.ranks, f"{layout} has {layout.ranks} ranks, {place.ranks} were started"
+    return Mesh(place, own, layout)
 
 
 def disconnect(mesh: Mesh) -> None:

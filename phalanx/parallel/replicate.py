@@ -7,14 +7,16 @@ micro-batches of the global batch, halved from the top: 1, 2, 4 or 8 ranks give 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.placement import Held
 
 _BUCKETS = {
     # Bytes of the first bucket and of the others. On GPUs the first is small, so that reducing starts early in the backward.
@@ -24,42 +26,58 @@ _BUCKETS = {
 }
 
 
-class Gradients:
+class Replicated:
     """Every parameter's gradient ends up in one of a few flat buffers; a buffer is reduced as soon as it is full."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], mesh: Mesh, *, wire: torch.dtype = torch.float32):
-        self._mesh = mesh
+    def __init__(self, held: Sequence[Held], mesh: Mesh, axes: Sequence[str], *, wire: torch.dtype = torch.float32):
+        """`axes`: those whose ranks see other samples. Experts have axes of their own."""
+        self.held = list(held)
         self._wire = wire
+        groups = {False: mesh.group(*axes, use="data")}
+        if any(one.spot.expert for one in held):
+            groups[True] = mesh.group("expert_replicate", "expert_shard", use="experts' data")
+        reducers = {expert: _reducer(group, mesh) for expert, group in groups.items()}
         # The backward reaches the last layers first, so they share the first bucket.
-        groups = _group([p for p in parameters if p.requires_grad][::-1])
-        self.buckets = [
-            torch.zeros(sum(p.numel() for p in group), dtype=group[0].dtype, device=group[0].device) for group in groups
-        ]
+        bundles = _bundle([one for one in held if one.value.requires_grad][::-1])
+        self.buckets = [_buffer(bundle) for bundle in bundles]
+        self._reducers = [reducers[bundle[0].spot.expert] for bundle in bundles]
         self._slots = [
-            _Slot(parameter, part.view_as(parameter), index)
-            for index, (group, bucket) in enumerate(zip(groups, self.buckets, strict=True))
-            for parameter, part in zip(group, bucket.split([p.numel() for p in group]), strict=True)
+            _Slot(one, part.view_as(one.value), index)
+            for index, (bundle, bucket) in enumerate(zip(bundles, self.buckets, strict=True))
+            for one, part in zip(bundle, bucket.split([one.value.numel() for one in bundle]), strict=True)
         ]
-        self._sizes = [len(group) for group in groups]
+        self._sizes = [len(bundle) for bundle in bundles]
         self._begun = 0
         self._count = 0
         self._waiting = list(self._sizes)
         self._next = 0
         self._tree = _Tree(mesh.device.type == "cpu")
-        self._reduce = _reducer(mesh)
         for slot in self._slots:
             slot.parameter.register_post_accumulate_grad_hook(lambda _, slot=slot: self._arrived(slot))
 
-    def begin(self, micro_batches: int) -> None:
-        """Forget the last step; this one has so many backwards."""
-        self._count, self._begun = micro_batches, 0
-        self._tree.begin(micro_batches)
+    def applied(self) -> str:
+        """What was done, read off the buckets."""
+        ranks = max(reducer.size for reducer in self._reducers) if self._reducers else 1
+        numbers = sum(bucket.numel() for bucket in self.buckets)
+        return f"{len(self.buckets)} buckets of {numbers:,} gradients in all, summed over {ranks} ranks"
+
+    def bytes(self) -> dict[str, int]:
+        """What this rank really keeps."""
+        values = sum(one.value.numel() * one.value.element_size() for one in self.held)
+        return {"parameters": values, "gradients": sum(bucket.numel() * bucket.element_size() for bucket in self.buckets)}
+
+    def begin(self, micro_batches: int, pipelined: bool = False) -> None:
+        """Forget the last step; this one has so many backwards. Those of a pipeline add in place, and all is summed at the end."""
+        self._count, self._begun = 0 if pipelined else micro_batches, 0
+        self._tree.begin(1 if pipelined else micro_batches)
         self._empty()
         self._waiting = list(self._sizes)
         self._next = 0
 
-    def after_backward(self) -> None:
+    def after_backward(self, part: int | None = None) -> None:
         """Call after each micro-batch's backward. After the last one, the sum over all ranks stands in the buckets."""
+        if not self._count:
+            return  # a pipeline's stages come in any order
         for slot in self._slots:
             slot.settle()
         self._begun += 1
@@ -70,13 +88,15 @@ class Gradients:
 
     def finish(self) -> None:
         """Reduce what is still to be reduced and wait for all of it; also how a rank that gives a step up keeps in line."""
+        for slot in self._slots:
+            slot.settle()
         while self._next < len(self.buckets):
             self._launch()
-        self._reduce.wait()
+        for reducer in dict.fromkeys(self._reducers):
+            reducer.wait()
 
-    def norm(self) -> Tensor:
-        """Euclidean norm of the whole gradient, in fp32 on the device."""
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(self.buckets)))
+    def updated(self) -> None:
+        """The parameters themselves are what the optimizer changes: nothing is to be passed on."""
 
     def _empty(self) -> None:
         for slot in self._slots:
@@ -84,7 +104,7 @@ class Gradients:
 
     def _arrived(self, slot: _Slot) -> None:
         slot.take()
-        if self._begun < self._count - 1:
+        if self._begun < self._count - 1 or not self._count:
             return  # more is to come before this can travel
         self._waiting[slot.bucket] -= 1
         # Ranks must reduce in the same order, whatever order their gradients arrive in.
@@ -94,8 +114,7 @@ class Gradients:
     def _launch(self) -> None:
         bucket = self.buckets[self._next]
         self._tree.merge(bucket, self._next)
-        if self._mesh.ranks > 1:
-            self._reduce.start(bucket, self._wire)
+        self._reducers[self._next].start(bucket, self._wire)
         self._next += 1
 
 
@@ -104,8 +123,9 @@ class _Slot:
 
     __slots__ = ("bucket", "parameter", "place")
 
-    def __init__(self, parameter: nn.Parameter, place: Tensor, bucket: int):
-        self.parameter, self.place, self.bucket = parameter, place, bucket
+    def __init__(self, held: Held, place: Tensor, bucket: int):
+        self.parameter, self.place, self.bucket = held.value, place, bucket
+        held.gradient = place
 
     def take(self) -> None:
         """The first gradient is copied to its place, later ones are added to it there by the backward itself."""
@@ -118,6 +138,8 @@ class _Slot:
         """A parameter that the backward did not reach has no gradient: nothing old may stand in its place."""
         if self.parameter.grad is None:
             self.parameter.grad = self.place.zero_()
+        else:
+            self.take()  # a backward in two halves, as pipelines have, does not announce its gradients
 
 
 class _Tree:
@@ -173,12 +195,14 @@ def _halve(count: int) -> list[_Leaf]:
 class _Reducer:
     """Sums each bucket over the ranks with one collective, in the background."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: Group) -> None:
+        self._group, self.size = group, group.size
         self._pending: list[tuple[dist.Work, Tensor, Tensor]] = []
 
     def start(self, bucket: Tensor, wire: torch.dtype) -> None:
         sent = bucket if bucket.dtype == wire else bucket.to(wire)
-        self._pending.append((dist.all_reduce(sent, async_op=True), sent, bucket))
+        if (work := self._group.start(sent)) is not None:
+            self._pending.append((work, sent, bucket))
 
     def wait(self) -> None:
         for work, sent, bucket in self._pending:
@@ -196,10 +220,11 @@ class _TreeReducer:
     the buckets in the same order, so pairs always meet over the same bucket.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        distances = [1 << stage for stage in range(mesh.ranks.bit_length() - 1)]
-        pairs = [sorted((mesh.rank, mesh.rank ^ distance)) for distance in distances]
-        self._groups = [dist.new_group(pair, use_local_synchronization=True) for pair in pairs]
+    def __init__(self, group: Group, mesh: Mesh) -> None:
+        self.size = group.size
+        distances = [1 << stage for stage in range(group.size.bit_length() - 1)]
+        pairs = [sorted((group.index, group.index ^ distance)) for distance in distances]
+        self._groups = [mesh.group_of((group.ranks[a], group.ranks[b]), use=group.use) for a, b in pairs]
         self._climbs: list[_Climb] = []
 
     def start(self, bucket: Tensor, wire: torch.dtype) -> None:
@@ -225,7 +250,7 @@ class _TreeReducer:
 class _Climb:
     """A bucket on its way up the tree."""
 
-    def __init__(self, bucket: Tensor, sent: Tensor, groups: list[dist.ProcessGroup]):
+    def __init__(self, bucket: Tensor, sent: Tensor, groups: list[Group]):
         self._bucket, self._sent, self._groups = bucket, sent, groups
         self.stage = 0
         self.work = self._meet()
@@ -244,27 +269,36 @@ class _Climb:
             self._bucket.copy_(self._sent)
 
     def _meet(self) -> dist.Work:
-        work = dist.all_reduce(self._sent, group=self._groups[self.stage], async_op=True)
+        work = self._groups[self.stage].start(self._sent)
         assert work is not None
         return work
 
 
-def _reducer(mesh: Mesh) -> _Reducer | _TreeReducer:
-    power_of_two = mesh.ranks & (mesh.ranks - 1) == 0
-    if mesh.device.type == "cpu" and mesh.ranks > 2 and power_of_two:
-        return _TreeReducer(mesh)
-    return _Reducer()  # two terms have one order
+def _reducer(group: Group, mesh: Mesh) -> _Reducer | _TreeReducer:
+    power_of_two = group.size & (group.size - 1) == 0
+    if mesh.device.type == "cpu" and group.size > 2 and power_of_two:
+        return _TreeReducer(group, mesh)
+    return _Reducer(group)  # two terms have one order
 
 
-def _group(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    groups: list[list[nn.Parameter]] = []
+def _bundle(held: list[Held]) -> list[list[Held]]:
+    bundles: list[list[Held]] = []
     room = 0
-    for parameter in parameters:
-        size = parameter.numel() * parameter.element_size()
-        if size > room or groups[-1][0].dtype != parameter.dtype:
-            groups.append([])
-            first, later = _BUCKETS[parameter.device.type]
-            room = max(size, first if len(groups) == 1 else later)
-        groups[-1].append(parameter)
+    for one in held:
+        size = one.value.numel() * one.value.element_size()
+        if size > room or _kind(bundles[-1][0]) != _kind(one):
+            bundles.append([])
+            first, later = _BUCKETS[one.value.device.type]
+            room = max(size, first if len(bundles) == 1 else later)
+        bundles[-1].append(one)
         room -= size
-    return groups
+    return bundles
+
+
+def _kind(held: Held) -> tuple[torch.dtype, bool]:
+    return held.value.dtype, held.spot.expert
+
+
+def _buffer(bundle: list[Held]) -> Tensor:
+    first = bundle[0].value
+    return torch.zeros(sum(one.value.numel() for one in bundle), dtype=first.dtype, device=first.device)

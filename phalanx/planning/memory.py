@@ -5,6 +5,9 @@ The search calls it to pick a micro-batch, and to refuse what cannot fit before 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 
 STATE_BYTES = 16
@@ -14,6 +17,46 @@ STATE_BYTES = 16
 def state_bytes(model: ModelSpec) -> int:
     """Weights, gradients and optimizer states of one replica."""
     return STATE_BYTES * model.parameters()
+
+
+def parameter_bytes(layout: Layout, compute: str, offload: str = "none") -> float:
+    """Device bytes of each parameter of a rank's part of the model: value, gradient and Adam's states, by the formulas of ZeRO.
+
+    In low precision ZeRO-1 and 2 keep a whole copy in two bytes, with two for the gradient, and share the fp32 master.
+    """
+    n, low = layout.shard, compute != "fp32"
+    states = 0 if offload != "none" else 8
+    if n == 1:
+        return 8 + states
+    if layout.zero == 3:
+        return (8 + states) / n
+    master = 4 if low and offload == "none" else 0
+    value = gradient = 2 if low else 4
+    return value + gradient / (n if layout.zero == 2 else 1) + (master + states) / n
+
+
+def rank_state_bytes(model: ModelSpec, parameters: int, layout: Layout, compute: str, offload: str = "none") -> int:
+    """Weights, gradients and optimizer states of one rank: tensor and pipeline ranks hold parts, experts are dealt in their own way."""
+    experts = 0 if model.module is not None else expert_parameters(model)
+    dense = (parameters - experts) / (layout.tensor * layout.pipeline)
+    own = experts / (layout.expert * layout.expert_tensor * layout.pipeline)
+    for_experts = replace(layout, shard=layout.expert_shard)
+    return int(dense * parameter_bytes(layout, compute, offload) + own * parameter_bytes(for_experts, compute, offload))
+
+
+def expert_parameters(model: ModelSpec) -> int:
+    """Parameters of all routed experts."""
+    moe = model.moe
+    if moe is None:
+        return 0
+    sparse = model.layers - model.dense_layers
+    return (sparse + (model.ahead if sparse else 0)) * moe.experts * 3 * moe.ffn * model.dim
+
+
+def sequence_share(layout: Layout, recompute: str) -> float:
+    """Part of a sequence's activations that a rank keeps. A pipeline's rank has fewer layers but as many more sequences under way."""
+    kept = {"none": 1.0, "selective": 0.5, "full": 0.25}[recompute]
+    return kept / (layout.context * layout.tensor)
 
 
 def sequence_bytes(model: ModelSpec, sequence: int, compute: str) -> int:

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from phalanx.planning.devices import find_gpu
-from phalanx.planning.memory import STATE_BYTES, sequence_bytes
+from phalanx.planning.memory import rank_state_bytes, sequence_bytes, sequence_share
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.machine import Gpu, Machine
 from phalanx.spec.plan import Plan, Size
 from phalanx.spec.run import Run
 
-Compute = Literal["fp32", "bf16"]
+Compute = Literal["fp32", "bf16", "fp16", "fp8"]
 
 _MOST_CPU_RANKS = 256
 _MOST_RANKS_PER_CORE = 16
@@ -34,7 +34,6 @@ def choose(run: Run, machine: Machine, ranks: int | None = None, size: Size | No
     """
     device = run.cluster.device or ("cuda" if machine.gpus else "cpu")
     compute = run.precision.compute or ("bf16" if device == "cuda" else "fp32")
-    assert compute == "fp32" or compute == "bf16", f"{compute} is refused when the run file is checked"
     size = size or _size(run)
     search = _Search(run, machine, device, compute, ranks, size.parameters)
     layout = replace(run.layout, data=search.data())
@@ -80,15 +79,16 @@ class _Search:
 
     def data(self) -> int:
         """Replicas: what was asked for, or the most that the machine has room for and the batch divides among."""
-        if self.run.layout.data is not None:
-            return self.run.layout.data
+        layout = self.run.layout
+        if layout.data is not None:
+            return layout.data
+        others = replace(layout, data=1).ranks  # ranks of one replica
         if self.started is not None:
-            return self.started
-        if self.device == "cuda":
-            return _largest_divisor(self.run.batch, len(self.machine.gpus))
-        if self.run.cluster.cpu_ranks is not None:
-            return self.run.cluster.cpu_ranks
-        return _largest_divisor(self.run.batch, min(self.machine.cores, self._ranks_in_memory()))
+            return max(1, self.started // others)
+        if self.device == "cpu" and self.run.cluster.cpu_ranks is not None:
+            return max(1, self.run.cluster.cpu_ranks // others)
+        room = len(self.machine.gpus) if self.device == "cuda" else min(self.machine.cores, self._ranks_in_memory())
+        return _largest_divisor(self.run.batch // layout.shard, room // others)
 
     def micro_batch(self, layout: Layout) -> int:
         if self.run.train.micro_batch is not None:
@@ -96,9 +96,12 @@ class _Search:
         if self.device == "cpu":
             most = _CPU_MICRO_TOKENS // self.run.train.sequence_length
         else:
-            room = _GPU_SHARE * self._smallest_gpu(layout.ranks).memory - self._state_bytes()
-            most = int(room // self._sequence_bytes())
-        return _largest_divisor(self.run.batch // layout.replicas, most)
+            room = _GPU_SHARE * self._smallest_gpu(layout.ranks).memory - self._state_bytes(layout)
+            most = int(room // self._sequence_bytes(layout))
+        share = self.run.batch // layout.replicas
+        if layout.pipeline > 1:  # enough of them to keep all stages busy
+            most = min(most, share // (2 * layout.pipeline))
+        return _largest_divisor(share, most)
 
     def rank_problems(self, layout: Layout) -> list[str]:
         """Ranks against the machine, and against what has been started."""
@@ -146,7 +149,7 @@ class _Search:
 
     def memory_problems(self, layout: Layout) -> list[str]:
         """Whether even a micro-batch of one sequence fits. The estimate is coarse, so a GPU is filled to the brim here."""
-        need, smaller = self._rank_bytes(), "take a smaller model or a shorter train.sequence_length"
+        need, smaller = self._rank_bytes(layout), "take a smaller model or a shorter train.sequence_length"
         if self.device == "cuda":
             if not self.machine.gpus or need <= (gpu := self._smallest_gpu(layout.ranks)).memory:
                 return []
@@ -173,18 +176,21 @@ class _Search:
         known = [peak for peak in peaks if peak is not None]
         return sum(known) if len(known) == len(peaks) else None
 
-    def _state_bytes(self) -> int:
+    def _state_bytes(self, layout: Layout) -> int:
         """Of all parameters: experts that a token passes by are trained and kept like the others."""
-        return STATE_BYTES * self.parameters
+        run = self.run
+        offload = "none" if self.device == "cpu" and run.memory.offload == "cpu" else run.memory.offload
+        return rank_state_bytes(run.model, self.parameters, layout, self.compute, offload)
 
-    def _sequence_bytes(self) -> int:
-        return sequence_bytes(self.run.model, self.run.train.sequence_length, self.compute)
+    def _sequence_bytes(self, layout: Layout) -> int:
+        whole = sequence_bytes(self.run.model, self.run.train.sequence_length, self.compute)
+        return int(whole * sequence_share(layout, self.run.memory.recompute))
 
-    def _rank_bytes(self) -> int:
-        return self._state_bytes() + self._sequence_bytes()
+    def _rank_bytes(self, layout: Layout) -> int:
+        return self._state_bytes(layout) + self._sequence_bytes(layout)
 
     def _ranks_in_memory(self) -> int:
-        return int(_CPU_SHARE * self.machine.memory // self._rank_bytes())
+        return int(_CPU_SHARE * self.machine.memory // self._rank_bytes(self.run.layout))
 
     def _smallest_gpu(self, ranks: int) -> Gpu:
         return min(self.machine.gpus[:ranks], key=lambda gpu: gpu.memory)

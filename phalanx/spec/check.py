@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from phalanx.spec.check_data import data_findings
+from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.check_model import model_findings
 from phalanx.spec.dump import toml
 from phalanx.spec.finding import Finding, around, divisors, multiples
@@ -43,7 +44,7 @@ def findings(run: Run) -> Iterator[Finding]:
     yield from _replicas(run)
     yield from model_findings(run)
     yield from data_findings(run)
-    yield from _layout(run)
+    yield from layout_findings(run)
     yield from _schedule(run)
     yield from _evaluation(run)
 
@@ -115,31 +116,6 @@ def _replicas(run: Run) -> Iterator[Finding]:
         yield Finding(
             ("train.micro_batch", key, "layout.data", "layout.shard", "train.sequence_length"),
             f"train.micro_batch = {micro} does not divide the {share} sequences that {per}: set it to {listed}, or leave it out.",
-        )
-
-
-def _layout(run: Run) -> Iterator[Finding]:
-    model, layout, length = run.model, run.layout, run.train.sequence_length
-    for name, heads in (("model.heads", model.heads), ("model.kv_heads", model.kv)):
-        separate = model.kv != model.heads and model.mla is None  # latent attention has no heads of keys of its own
-        if heads % layout.tensor and (name == "model.heads" or separate):
-            yield Finding(
-                ("layout.tensor", name),
-                f"layout.tensor = {layout.tensor} does not divide {name} = {heads}: "
-                f"set it to {either(around(layout.tensor, divisors(heads)))}.",
-            )
-    if layout.pipeline > model.layers:
-        yield Finding(
-            ("layout.pipeline", "model.layers"),
-            f"layout.pipeline = {layout.pipeline} leaves stages without a layer, as model.layers = {model.layers}: "
-            f"set it to at most {model.layers}.",
-        )
-    pieces = 2 * layout.context  # each rank takes one piece from either end, which evens out causal attention
-    if layout.context > 1 and length % pieces:
-        yield Finding(
-            ("layout.context", "train.sequence_length"),
-            f"train.sequence_length = {length} is not a multiple of 2 × layout.context = {pieces}: "
-            f"set train.sequence_length to {either(multiples(length, pieces))}.",
         )
 
 

@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from typing import Literal
 
-from phalanx.spec.fields import later, within
+from phalanx.spec.fields import within
+
+Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
     """Degrees of parallelism, outermost first; left out, the layout is chosen for the machine."""
 
-    pipeline: int = field(default=1, metadata=later("pipeline parallelism") | within(1))
-    """Stages that the layers are cut into."""
+    pipeline: int = field(default=1, metadata=within(1))
+    """Ranks that the layers are dealt to, in stages."""
     data: int | None = field(default=None, metadata=within(1))
     """Replicas of the model, each with its share of the batch; left out: whatever fills the machine."""
-    shard: int = field(default=1, metadata=later("sharded data parallelism") | within(1))
-    """Ranks that share the state of one replica."""
-    context: int = field(default=1, metadata=later("context parallelism") | within(1))
+    shard: int = field(default=1, metadata=within(1))
+    """Ranks that share the state of one replica, each with its own share of the batch."""
+    context: int = field(default=1, metadata=within(1))
     """Ranks that share one sequence."""
-    tensor: int = field(default=1, metadata=later("tensor parallelism") | within(1))
+    tensor: int = field(default=1, metadata=within(1))
     """Ranks that share each matrix."""
-    zero: int = field(default=3, metadata=later("sharded data parallelism") | within(1, 3))
+    zero: int = field(default=3, metadata=within(1, 3))
     """What `shard` spreads: 1 optimizer state, 2 gradients too, 3 parameters too."""
-    sequence: bool = field(default=False, metadata=later("sequence parallelism"))
-    """Shard norms and residuals over the tensor group."""
-    schedule: str = field(default="1f1b", metadata=later("pipeline parallelism"))
-    """Order of the pipeline's micro-batches."""
-    expert: int = field(default=1, metadata=later("expert parallelism") | within(1))
+    sequence: bool = False
+    """Norms and residuals are shared over the tensor group, by sequence."""
+    context_method: Literal["ring", "gather", "ulysses"] = "ring"
+    """How `context` ranks attend to each other's keys: passed round a ring, gathered, or traded for heads."""
+    schedule: Schedule = "1f1b"
+    """Order of the pipeline's micro-batches; `phalanx schedule NAME` shows one."""
+    schedule_file: str | None = None
+    """A schedule of your own instead, as `phalanx schedule NAME --csv FILE` writes it."""
+    stages: int | None = field(default=None, metadata=within(1))
+    """Stages of each pipeline rank; left out: 1 for gpipe and 1f1b, 2 for the others."""
+    expert: int = field(default=1, metadata=within(1))
     """Ranks that share the experts: another view of the same ranks."""
-    expert_tensor: int = field(default=1, metadata=later("expert parallelism") | within(1))
+    expert_tensor: int = field(default=1, metadata=within(1))
     """Ranks that share each expert's matrices."""
 
     @property
@@ -38,5 +48,20 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """How many ranks see different samples at the same time."""
+        """How many groups of ranks see different samples at the same time."""
         return (self.data or 1) * self.shard
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Pipeline stages on each rank."""
+        return self.stages or (1 if self.schedule in ("gpipe", "1f1b") else 2)
+
+    @property
+    def expert_data(self) -> int:
+        """Ranks of one pipeline stage that hold the same experts."""
+        return self.ranks // self.pipeline // (self.expert * self.expert_tensor)
+
+    @property
+    def expert_shard(self) -> int:
+        """How many of those share the experts' state, as `shard` shares that of everything else."""
+        return math.gcd(self.shard, self.expert_data)

@@ -32,7 +32,7 @@ class Plan:
     """Sequences of one forward and backward on one rank."""
     accumulation: int
     """Forwards and backwards of one rank in one step."""
-    compute: Literal["fp32", "bf16"]
+    compute: Literal["fp32", "bf16", "fp16", "fp8"]
     parameters: int
     flops_per_token: float
     peak_flops: float | None

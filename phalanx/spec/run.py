@@ -136,32 +136,50 @@ class Optimizer:
     """wsd: steps of linear decay at the end; left out: a fifth of the run."""
     final_fraction: float = field(default=0.1, metadata=within(0.0, 1.0))
     """Learning rate at the end, as a part of the largest."""
+    local_steps: int = field(default=1, metadata=within(1))
+    """Steps that each replica (layout.data) takes by itself before replicas meet, as DiLoCo does over slow links; 1: they meet in every step."""
+    outer_learning_rate: float = field(default=0.7, metadata=within(above=0.0))
+    """local_steps > 1: step of the outer optimizer, which takes the replicas' mean movement for a gradient."""
+    outer_momentum: float = field(default=0.9, metadata=within(0.0, 0.9999999))
+    """local_steps > 1: its Nesterov momentum."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
     """Which numbers are used where. Weights and optimizer states are kept in fp32."""
 
-    compute: Literal["fp32", "bf16", "fp16", "fp8"] | None = field(
-        default=None, metadata={"later_values": {"fp16": "fp16 with loss scaling", "fp8": "fp8"}}
-    )
-    """Forward and backward; left out: bf16 on GPUs, fp32 on CPUs."""
+    compute: Literal["fp32", "bf16", "fp16", "fp8"] | None = None
+    """Forward and backward; left out: bf16 on GPUs, fp32 on CPUs. fp16 scales the loss; fp8 is for the matrices of the blocks, with bf16 around them."""
+    fp8_scaling: Literal["tensor", "row"] = "tensor"
+    """fp8: one scale for a whole tensor, or one for each row."""
+    loss_scale: float = field(default=65536.0, metadata=within(above=0.0))
+    """fp16: what the loss is multiplied by at first; halved after a step that overflows, doubled after many that do not."""
     reduce: Literal["fp32", "bf16"] = "fp32"
     """Gradients on the wire between replicas; bf16 halves the traffic."""
-    optimizer: Literal["fp32", "bf16"] = field(default="fp32", metadata=later("bf16 optimizer states"))
-    """Optimizer states."""
+    optimizer: Literal["fp32", "bf16"] = "fp32"
+    """Optimizer states: Adam's two moments and Muon's momentum."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
     """What is traded for memory."""
 
-    recompute: Literal["none", "full", "selective"] = field(default="none", metadata=later("recomputation"))
-    """Activations computed again in the backward instead of kept."""
-    offload: Literal["none", "cpu", "nvme"] = field(default="none", metadata=later("offload"))
-    """Where optimizer states live."""
-    compile: bool = field(default=False, metadata=later("torch.compile"))
-    """Compile each block."""
+    recompute: Literal["none", "full", "selective"] = "none"
+    """Activations computed again in the backward instead of kept: those of whole blocks, or all but the results of matrix products and attention."""
+    recompute_every: int = field(default=1, metadata=within(1))
+    """Recompute every so manieth block only."""
+    offload: Literal["none", "cpu", "nvme"] = "none"
+    """Where optimizer states and master weights live: on the device, in this machine's memory, or in files."""
+    offload_path: str | None = None
+    """nvme: a folder on a fast local disk; left out: offload/ in the run directory."""
+    offload_buffer: int = field(default=256, metadata=within(1))
+    """nvme: MiB of memory that each rank reads into ahead and writes back from."""
+    activations: Literal["device", "cpu"] = "device"
+    """Where activations wait for the backward."""
+    loss_chunk: int | None = field(default=None, metadata=within(1))
+    """Tokens whose logits exist at the same time; left out: all of a micro-batch. Large vocabularies save gigabytes with 1024."""
+    compile: bool = False
+    """Compile each block with torch.compile."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

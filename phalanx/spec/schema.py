@@ -117,6 +117,5 @@ def _key(key: Key, description: str) -> dict[str, Any]:
     result: dict[str, Any] = {"anyOf": [one, {"type": "array", "items": one}]} if key.many else one
     if key.default is not MISSING and key.default is not None:
         result["default"] = list(key.default) if key.many else key.default
-    waiting = ", ".join(key.metadata.get("later_values", {}))
-    not_built = " (not built yet)" if "later" in key.metadata else f" ({waiting}: not built yet)" if waiting else ""
+    not_built = " (not built yet)" if "later" in key.metadata else ""
     return result | {"description": description + not_built}

@@ -44,10 +44,6 @@ def refusal(key: Key, value: Any) -> str | None:
     if capability is not None and value != key.default:
         remedy = "remove it" if key.default is None else f"remove it or set it to {toml(key.default)}"
         return f"{key.path} = {shown(value)} asks for {capability}, which is not built yet: {remedy}."
-    waiting: dict[str, str] = key.metadata.get("later_values", {})
-    if value in waiting:
-        built = either(toml(choice) for choice in key.choices if choice not in waiting)
-        return f"{key.path} = {shown(value)} asks for {waiting[value]}, which is not built yet: remove it or set it to {built}."
     return None
 
 

@@ -3,53 +3,66 @@ model was built and before the first step."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx.checkpointing.find import find
 from phalanx.checkpointing.hf import Folder
 from phalanx.checkpointing.load import load as load_tensors
+from phalanx.checkpointing.pieces import Piece
 from phalanx.checkpointing.stream import Saved
 from phalanx.models import layout, names
 from phalanx.spec import hf
 from phalanx.spec.errors import RunError
 
 
-def load(model: nn.Module, folder: Path) -> None:
-    """Fill a model that is already on its device, tensor by tensor, casting where formats differ.
+def load(tensors: Mapping[str, Piece], shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    """Fill this rank's tensors, whole ones or parts, in place, casting where formats differ; `shapes`: of the whole model.
 
     What serves training only and is not in the folder keeps its initial values: modules of multi-token prediction, a router's
     bias. Anything else that does not fit is refused by name before a value is changed.
     """
-    state = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     if hf.is_folder(folder):
         spec = hf.model_spec(folder)
         files = Folder(folder)
         table = names.match(files, spec, hf.interleaved(hf.read_config(folder)))
-        _fit(folder, state, {entry.name: entry.shape for entry in table})
-        layout.fill(state, tuple(entry for entry in table if entry.name in state), files.rows)
+        _fit(folder, shapes, {entry.name: entry.shape for entry in table})
+        ours = tuple(entry for entry in table if entry.name in tensors)
+        offsets = {name: piece.offset for name, piece in tensors.items()}
+        values = {entry.name: _read(tensors[entry.name]) for entry in ours}
+        layout.fill(values, ours, files.rows, offsets)
+        for name, value in values.items():
+            _write(tensors[name], value)
         return
     checkpoint, _ = find(folder)
     saved = Saved(checkpoint)
-    shapes = {name: shape for name in state if (shape := saved.shape(f"model/{name}")) is not None}
-    _fit(checkpoint, state, shapes)
-    load_tensors(checkpoint, {f"model/{name}": state[name] for name in shapes}, alone=True)
+    found = {name: shape for name in shapes if (shape := saved.shape(f"model/{name}")) is not None}
+    _fit(checkpoint, shapes, found)
+    load_tensors(checkpoint, {f"model/{name}": tensors[name] for name in tensors if name in found}, alone=True)
 
 
-def _fit(folder: Path, state: dict[str, Tensor], found: dict[str, tuple[int, ...]]) -> None:
+def _read(piece: Piece) -> Tensor:
+    return piece.tensor if isinstance(piece.tensor, Tensor) else piece.tensor.read()
+
+
+def _write(piece: Piece, value: Tensor) -> None:
+    if not isinstance(piece.tensor, Tensor):
+        piece.tensor.write(value)
+
+
+def _fit(folder: Path, shapes: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
     problems = []
-    for name, tensor in state.items():
+    for name, shape in shapes.items():
         if name not in found and not _optional(name):
+            problems.append(f"model.from = {folder} lacks {name}, which the model of this run has, of shape {list(shape)}.")
+        elif name in found and found[name] != shape:
             problems.append(
-                f"model.from = {folder} lacks {name}, which the model of this run has, of shape {list(tensor.shape)}."
-            )
-        elif name in found and found[name] != tuple(tensor.shape):
-            problems.append(
-                f"model.from = {folder} has {name} of shape {list(found[name])}; the model of this run has {list(tensor.shape)}: "
+                f"model.from = {folder} has {name} of shape {list(found[name])}; the model of this run has {list(shape)}: "
                 "take back the sizes that were changed in [model]."
             )
-    extra = [name for name in found if name not in state and not _optional(name)]
+    extra = [name for name in found if name not in shapes and not _optional(name)]
     problems += [f"model.from = {folder} has {name}, which the model of this run lacks." for name in extra]
     if problems:
         raise RunError(problems[:10])

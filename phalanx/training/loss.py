@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,14 +18,26 @@ def summed_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
     return F.cross_entropy(logits_BSV.flatten(0, 1).float(), targets_BS.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def objective(loss: Tensor, ahead: Sequence[Tensor], targets_BS: Tensor, documents_BS: Tensor | None, weight: float) -> Tensor:
+class Targets(Protocol):
+    """The parts of a micro-batch that losses read."""
+
+    @property
+    def targets(self) -> Tensor: ...
+    @property
+    def documents(self) -> Tensor | None: ...
+
+
+def objective(
+    loss: Tensor, ahead: Sequence[Any], batch: Targets, weight: float, measure: Callable[[Any, Tensor], Tensor] = summed_loss
+) -> Tensor:
     """What training makes small: the loss, plus `weight` times the mean of the losses of the tokens further `ahead`.
 
-    `ahead` holds logits, the first for the token after the next; all losses are sums over the same batch.
+    `ahead` holds logits, or what `measure` takes for them, the first for the token after the next; all losses are sums over the
+    same batch.
     """
     if not ahead:
         return loss
     further = [
-        summed_loss(logits, ahead_targets(targets_BS, documents_BS, depth)) for depth, logits in enumerate(ahead, start=1)
+        measure(logits, ahead_targets(batch.targets, batch.documents, depth)) for depth, logits in enumerate(ahead, start=1)
     ]
     return loss + weight * torch.stack(further).mean()

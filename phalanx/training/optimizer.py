@@ -1,83 +1,109 @@
 """AdamW, or Muon for the matrices with AdamW for the rest, behind one step that can be refused. Driven by `training/step`.
 
-The arithmetic is torch.optim's own. Added here: which parameter goes where, states that exist from the start and are
-known by parameter name, and clipping, normalising and skipping folded into the step, so that gradients are read once.
+The arithmetic is torch.optim's own. Added here: which parameter goes where, states that exist from the start, are known by
+parameter name and lie where the run file says, and clipping, normalising and skipping folded into the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.placement import Held
+from phalanx.spec.errors import RunError
+from phalanx.spec.run import Memory, Precision
 from phalanx.spec.run import Optimizer as OptimizerSpec
+from phalanx.training.adamw import AdamW, Bytes, Move, State
+from phalanx.training.muon import Muon
+from phalanx.training.offload import Offloaded, to_file, to_host
 
 _LAYERS = ("blocks.", "ahead.")  # not the embedding and not the head, which are matrices too
+_PRECISION, _MEMORY = Precision(), Memory()
 
 
 class Optimizer:
     """The optimizer of one rank's parameters."""
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], spec: OptimizerSpec):
-        self._named = list(named)
-        # Experts are stacked in three dimensions, of which Muon knows nothing: they go to AdamW with the rest.
-        by_muon = {name for name, p in self._named if spec.name == "muon" and p.ndim == 2 and name.startswith(_LAYERS)}
-        decayed = [p for name, p in self._named if name not in by_muon and p.ndim >= 2]
-        plain = [p for name, p in self._named if name not in by_muon and p.ndim < 2]
-        groups = [{"params": decayed, "weight_decay": spec.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=spec.learning_rate,
-            betas=(spec.beta1, spec.beta2),
-            eps=spec.eps,
-            fused=True,
-        )
-        self._muon: torch.optim.Muon | None = None
-        if by_muon:
-            self._muon = torch.optim.Muon(
-                [p for name, p in self._named if name in by_muon],
-                lr=spec.learning_rate,
-                weight_decay=spec.weight_decay,
-                momentum=spec.momentum,
-                adjust_lr_fn="match_rms_adamw",  # one learning rate serves both
-            )
-        self._prime()
+    def __init__(
+        self,
+        held: Sequence[Held],
+        spec: OptimizerSpec,
+        *,
+        precision: Precision = _PRECISION,
+        memory: Memory = _MEMORY,
+        mesh: Mesh | None = None,
+        folder: Path | None = None,
+    ):
+        """`folder`: for states in files, where the run file names none. Ranks of one job make theirs at the same time."""
+        if refused := refusal(spec, memory):
+            raise RunError([refused])
+        self._held, self._spec = list(held), spec
+        assert all(one.value.dtype == torch.float32 for one in held), "held values are master weights"
+        kept = torch.bfloat16 if precision.optimizer == "bf16" else torch.float32
+        by_muon = [one for one in held if spec.name == "muon" and _is_muons(one)]
+        names = {one.name for one in by_muon}
+        self._muon = Muon(by_muon, spec, mesh, kept) if by_muon else None
+        rest = [one for one in held if one.name not in names]
+        self._adamw: AdamW | Offloaded
+        if memory.offload == "cpu":
+            self._adamw = to_host(rest, spec, kept)
+        elif memory.offload == "nvme":
+            place = Path(memory.offload_path).expanduser() if memory.offload_path else folder
+            assert place is not None and mesh is not None, "states in files need a folder and a rank"
+            self._adamw = to_file(rest, spec, kept, memory, mesh, place)
+        else:
+            self._adamw = AdamW(rest, spec, kept)
 
     def step(self, learning_rate: float, divisor: Tensor, bad: Tensor) -> None:
         """Step with every gradient divided by `divisor`; if `bad` is 1, change nothing at all.
 
-        Both are fp32 scalars on the device: AdamW's fused kernel divides and refuses by itself, without asking the host.
+        Both are fp32 scalars on the device: there AdamW's fused kernel divides and refuses by itself, without asking the host.
         """
-        for group in self._groups():
-            group["lr"] = learning_rate
-        self._adamw.grad_scale, self._adamw.found_inf = divisor, bad  # type: ignore[attr-defined]
-        self._adamw.step()
-        if self._muon is not None and not bad.item():
-            for group in self._muon.param_groups:
-                torch._foreach_div_([p.grad for p in group["params"]], divisor)
-            self._muon.step()
+        move = Move(self._spec, learning_rate, divisor, bad)
+        self._adamw.step(move)
+        if self._muon is not None:
+            self._muon.step(move)
 
-    def state(self) -> dict[str, Tensor]:
-        """Every state tensor by "parameter name/state name". They are the live ones: writing into them restores."""
-        tensors: dict[str, Tensor] = {}
-        for name, parameter in self._named:
-            for key, value in self._owner(parameter).state[parameter].items():
-                tensors[f"{name}/{key}"] = value
-        return tensors
+    def adopt(self) -> None:
+        """Values were changed by somebody else, from a checkpoint or by the outer optimizer: master weights elsewhere follow."""
+        if isinstance(self._adamw, Offloaded):
+            self._adamw.adopt()
 
-    def _groups(self) -> list[dict]:
-        return self._adamw.param_groups + (self._muon.param_groups if self._muon else [])
+    def state(self) -> dict[str, State]:
+        """Every state by "parameter name/state name". They are the live ones: writing into them restores."""
+        found = self._adamw.state() | (self._muon.state() if self._muon else {})
+        place = {one.name: number for number, one in enumerate(self._held)}
+        return dict(sorted(found.items(), key=lambda pair: place[pair[0].rpartition("/")[0]]))
 
-    def _owner(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
-        return self._muon if self._muon is not None and parameter in self._muon.state else self._adamw
+    def bytes(self) -> Bytes:
+        """Where the states lie, in bytes; single numbers are not counted."""
+        return self._adamw.bytes() + (self._muon.bytes() if self._muon else Bytes())
 
-    def _prime(self) -> None:
-        """Create the states that torch would create at the first step, so that a checkpoint always finds them."""
-        for group in self._adamw.param_groups:
-            for p in group["params"]:
-                step = torch.zeros((), dtype=torch.float32, device=p.device)
-                self._adamw.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-        for group in self._muon.param_groups if self._muon else []:
-            for p in group["params"]:
-                self._muon.state[p] = {"momentum_buffer": torch.zeros_like(p)}  # type: ignore[union-attr]
+    @property
+    def applied(self) -> str:
+        """What was made, read off the tensors and files."""
+        return f"AdamW: {self._adamw.applied}" + (f"; Muon: {self._muon.applied}" if self._muon else "")
+
+    def close(self) -> None:
+        """Let go of files. The states are gone with them."""
+        if isinstance(self._adamw, Offloaded):
+            self._adamw.close()
+
+
+def refusal(spec: OptimizerSpec, memory: Memory) -> str | None:
+    """Why these settings cannot be had together, in one sentence; None where they can."""
+    if spec.name == "muon" and memory.offload != "none":
+        return (
+            f'optimizer.name = "muon" and memory.offload = "{memory.offload}" do not go together: Newton–Schulz iterations '
+            'belong on the device; take optimizer.name = "adamw", or memory.offload = "none".'
+        )
+    return None
+
+
+def _is_muons(one: Held) -> bool:
+    """Decided on the whole parameter, never on a rank's part. Experts are stacked in three dimensions, of which Muon knows nothing."""
+    return len(one.spot.whole) == 2 and one.name.startswith(_LAYERS)

@@ -6,56 +6,56 @@ anew on another mesh, in the same process, and carry on.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
+from torch import nn
 
 from phalanx._version import __version__
 from phalanx.checkpointing import disk
 from phalanx.checkpointing.load import load
+from phalanx.checkpointing.pieces import Piece
 from phalanx.checkpointing.save import save
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.data.loader import Loader, Share
-from phalanx.data.pack import Batch, Samples
+from phalanx.data.pack import Batch
 from phalanx.events.records import (
     CheckpointDamaged,
     Evaluated,
     Event,
     Finished,
+    ModelPlaced,
     Restored,
     Saved,
     Step,
+    StepAccounted,
     StepSkipped,
     Stopped,
     WeightsLoaded,
 )
-from phalanx.models.init import build, materialize
+from phalanx.models.init import build
+from phalanx.models.moe import router_sizes
 from phalanx.parallel.apply import apply
+from phalanx.parallel.context import places
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.pipeline import Pipeline
 from phalanx.spec.errors import RunFailed
 from phalanx.spec.origin import origin_folder
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
+from phalanx.training.accounting import Accounting
+from phalanx.training.held_out import evaluate
 from phalanx.training.optimizer import Optimizer
+from phalanx.training.outer import Outer
+from phalanx.training.recipe import recipe
+from phalanx.training.report import Progress, report, too_many_skipped
 from phalanx.training.schedule import learning_rate
-from phalanx.training.step import MicroBatch, Outcome, Stepper
-
-
-@dataclass(slots=True)
-class Progress:
-    """How far the run has come: with the tensors, everything that a checkpoint holds."""
-
-    step: int = 0
-    """Optimizer steps taken or skipped."""
-    samples: int = 0
-    """Position in the data: sequences consumed."""
-    skipped_in_a_row: int = 0
+from phalanx.training.stages import schedule, stages
+from phalanx.training.state import pieces, placement
+from phalanx.training.step import MicroBatch, Stepper
 
 
 class Trainer:
@@ -69,13 +69,31 @@ class Trainer:
         self._stop: str | None = None
         self._on_disk: int | None = None  # step of the checkpoint that equals the present state
         self._begun = False
+        self._places: np.ndarray | None = None
 
     def build(self) -> None:
         """Model, gradients and optimizer at step 0, on this rank's device."""
-        self.model = materialize(build(self.run.model), self.run.train.seed, self.mesh.device)
-        self.gradients = apply(self.model, self.run, self.mesh)
-        self.optimizer = Optimizer(self.model.named_parameters(), self.run.optimizer)
-        self.stepper = Stepper(self.run, self.plan, self.mesh, self.model, self.gradients)
+        model = build(self.run.model)
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        loads = router_sizes(model)
+        order = schedule(self.plan.layout, self.plan.accumulation)
+        parts = stages(model, self.run, self.plan, self.mesh, order)
+        self.placed = apply(parts, self.run, self.plan, self.mesh, recipe(model, self.run.train.seed, order))
+        self.optimizer = Optimizer(
+            self.placed.held,
+            self.run.optimizer,
+            precision=self.run.precision,
+            memory=self.run.memory,
+            mesh=self.mesh,
+            folder=self.checkpoints.parent / "offload",
+        )
+        self.outer = Outer(self.placed.held, self.run.optimizer, self.mesh) if self.run.optimizer.local_steps > 1 else None
+        pipeline = None if order is None else Pipeline(self.placed.parts, order, self.mesh)
+        self.stepper = Stepper(self.run, self.plan, self.placed, loads, pipeline)
+        self._accounting = Accounting(self.mesh, self.placement, self.tensors, on=not self.run.memory.compile)
+        if self.mesh.size("context") > 1:
+            layout, length = self.plan.layout, self.run.train.sequence_length
+            self._places = places(length, layout.context, self.mesh.at("context"), layout.context_method)
 
     def begin(self) -> list[Event]:
         """Take the weights that the run is to start from, where model.from names some; once, and before any step."""
@@ -85,7 +103,11 @@ class Trainer:
         from phalanx.training import initial  # readers of files that most runs never see
 
         started = time.perf_counter()
-        initial.load(self.model, origin_folder(given))
+        tensors = {name.partition("/")[2]: piece for name, piece in self.tensors().items() if name.startswith("model/")}
+        initial.load(tensors, self._shapes, origin_folder(given))
+        if self.outer is not None:
+            self.outer.adopt()
+        self._adopt()
         self._begun = True
         return [WeightsLoaded(path=given, seconds=time.perf_counter() - started)]
 
@@ -94,15 +116,30 @@ class Trainer:
         self._stop = reason
 
     @property
+    def model(self) -> nn.Module:
+        """This rank's part of the model; the first of them, where a pipeline gives it several."""
+        return self.placed.parts[0]
+
+    @property
     def finished(self) -> bool:
         return self.progress.step >= self.run.steps
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The live state by name: what is saved, and where it is restored to."""
-        model = {f"model/{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
-        kept = self.model.state_dict().keys()  # not among them: buffers that a model declares to be of the moment
-        model |= {f"model/{name}": buffer for name, buffer in self.model.named_buffers() if name in kept}
-        return model | {f"optimizer/{name}": state for name, state in self.optimizer.state().items()}
+    def tensors(self) -> dict[str, Piece]:
+        """The live state by name, this rank's parts of it: what is saved, and where it is restored to."""
+        return pieces(self.placed, self.optimizer, self.outer)
+
+    def placement(self) -> ModelPlaced:
+        """What this rank really holds, and what was done to it."""
+        return placement(self.placed, self.optimizer, self.outer)
+
+    def account(self) -> StepAccounted | None:
+        """What a step cost this rank: once in each launch, after the step that was counted."""
+        return self._accounting.take()
+
+    def _adopt(self) -> None:
+        """The values were written by somebody else than the optimizer: whoever keeps copies takes them over."""
+        self.placed.engine.updated()
+        self.optimizer.adopt()
 
     def restore(self, path: Path | None = None) -> list[Event]:
         """Go on from `path`, or from the newest valid checkpoint; without one, begin. Tells what was found."""
@@ -118,6 +155,8 @@ class Trainer:
         if path is not None:
             contents = load(path, self.tensors(), alone=self.mesh.ranks == 1)
             self.progress = Progress(**contents["progress"])
+            self.stepper.scale.restore(self.progress.loss_scale)
+            self._adopt()
             self._on_disk = self.progress.step
             self._close_loader()
             events.append(Restored(step=self.progress.step, path=str(path), seconds=time.perf_counter() - started))
@@ -129,46 +168,24 @@ class Trainer:
         """Take one step; None if a rank was told to stop, and then nothing has changed."""
         started = time.perf_counter()
         rate = learning_rate(self.run.optimizer, self.progress.step, self.run.steps)
-        outcome = self.stepper.step(next(self._batches()), self.optimizer, rate, lambda: self._stop is not None)
+        batches = next(self._batches())
+        outcome = self._accounting.around(
+            self.progress.step + 1,
+            lambda: self.stepper.step(batches, self.optimizer, rate, lambda: self._stop is not None),
+        )
         if outcome.stopped:
             self._close_loader()  # the batch that was drawn for this step will be drawn again
             self._stop = self._stop or "another rank was told to stop"
             return None
-        self.progress.step += 1
-        self.progress.samples += self.run.batch
-        self.progress.skipped_in_a_row = 0 if outcome.good else self.progress.skipped_in_a_row + 1
-        return self._report(outcome, rate, time.perf_counter() - started)
+        self.progress.advance(self.run.batch, outcome.good, self.stepper.scale)
+        if self.outer is not None and self.outer.due(self.progress.step):
+            self.outer.step()
+            self._adopt()
+        return report(self.progress, outcome, rate, time.perf_counter() - started, (self.run, self.plan))
 
-    @torch.no_grad()
     def evaluate(self) -> Evaluated | None:
         """Mean loss over the first held-out sequences of each source; None if nothing is held out."""
-        held_out = self.data.eval
-        if not held_out:
-            return None
-        started = time.perf_counter()
-        self.model.eval()  # one's own model may behave otherwise in training
-        totals = self.mesh.sum(torch.stack([self._held_out(samples) for samples in held_out.values()]))
-        self.model.train()
-        sources = {name: _measured(*row) for name, row in zip(held_out, totals.tolist(), strict=True)}
-        whole = _measured(*totals.sum(0).tolist())
-        return Evaluated(
-            step=self.progress.step,
-            loss=whole["loss"],
-            tokens=int(whole["tokens"]),
-            seconds=time.perf_counter() - started,
-            perplexity=whole["perplexity"],
-            sources=sources,
-        )
-
-    def _held_out(self, samples: Samples) -> Tensor:
-        """This rank's part of the loss and the target tokens of one source."""
-        micro, count = self.plan.micro_batch, min(self.run.train.eval_sequences, samples.count)
-        sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        # Whole micro-batches go round the ranks: the numbers added are the same however many there are.
-        for first in range(self.mesh.replica * micro, count, micro * self.plan.layout.replicas):
-            batch = self._prepare(samples.batch(np.arange(first, min(first + micro, count)))).to(self.mesh.device)
-            sums += torch.stack((self.stepper.loss(batch).double(), torch.tensor(batch.counted).to(sums)))
-        return sums
+        return evaluate(self.data.eval, self.stepper, self._prepare, self.run, self.plan, self.progress.step)
 
     def save(self) -> Saved:
         """Write a checkpoint of this moment; all ranks call it together."""
@@ -198,7 +215,7 @@ class Trainer:
             yield taken
             if self.progress.skipped_in_a_row > self.run.resilience.max_skipped:
                 yield self.save()
-                raise RunFailed(_too_many_skipped(self.progress, self.run))
+                raise RunFailed(too_many_skipped(self.progress, self.run))
             if self._due(self.run.train.eval_every) or self.finished:
                 yield from _some(self.evaluate())
             if self._due(self.run.checkpoint.every):
@@ -217,7 +234,7 @@ class Trainer:
         return every is not None and self.progress.step % every == 0
 
     def _prepare(self, batch: Batch) -> MicroBatch:
-        return MicroBatch.prepare(batch, self.mesh.device, self.run.data.document_mask)
+        return MicroBatch.prepare(batch, self.mesh.device, self.run.data.document_mask, self._places)
 
     def _batches(self) -> Loader[MicroBatch]:
         if self._loader is None:
@@ -241,50 +258,7 @@ class Trainer:
             self._loader.close()
             self._loader = None
 
-    def _report(self, outcome: Outcome, rate: float, seconds: float) -> Step | StepSkipped:
-        if not outcome.good:
-            return StepSkipped(
-                step=self.progress.step,
-                samples=self.progress.samples,
-                loss=outcome.loss,
-                grad_norm=outcome.grad_norm,
-                in_a_row=self.progress.skipped_in_a_row,
-            )
-        speed = self.run.batch_tokens / seconds
-        flops = speed * self.plan.flops_per_token
-        return Step(
-            step=self.progress.step,
-            loss=outcome.loss,
-            tokens=outcome.tokens,
-            samples=self.progress.samples,
-            batch_digest=outcome.digest,
-            learning_rate=rate,
-            grad_norm=outcome.grad_norm,
-            seconds=seconds,
-            tokens_per_second=speed,
-            flops_per_second=flops,
-            mfu=flops / self.plan.peak_flops if self.plan.peak_flops else None,
-            memory=outcome.memory,
-            expert_load=outcome.expert_load,
-        )
-
-
-def _measured(loss: float, tokens: float) -> dict[str, float]:
-    """What an evaluation says about sums of loss and tokens."""
-    mean = loss / max(tokens, 1)
-    return {"loss": mean, "perplexity": math.inf if mean > 700 else math.exp(mean), "tokens": int(tokens)}
-
 
 def _some(event: Evaluated | None) -> Iterator[Event]:
     if event is not None:
         yield event
-
-
-def _too_many_skipped(progress: Progress, run: Run) -> str:
-    return (
-        f"{progress.skipped_in_a_row} steps in a row had a loss or gradient that is not finite, more than "
-        f"resilience.max_skipped = {run.resilience.max_skipped}; nothing was applied since step "
-        f"{progress.step - progress.skipped_in_a_row}. Look at the step_skipped records in events.jsonl: if the loss itself "
-        f"is not finite, lower optimizer.learning_rate ({run.optimizer.learning_rate:g}) or lengthen optimizer.warmup_steps "
-        f"({run.optimizer.warmup_steps}); if only the gradient is, lower train.clip ({run.train.clip:g})."
-    )

@@ -57,7 +57,7 @@ def test_depth_d_knows_the_tokens_up_to_d_ahead_and_no_further() -> None:
 def test_a_depth_is_the_published_formula() -> None:
     decoder = model(replace(SPEC, ahead=1))
     states: list[Tensor] = []
-    decoder.blocks[-1].register_forward_hook(lambda *a: states.append(a[-1]))
+    list(decoder.blocks.values())[-1].register_forward_hook(lambda *a: states.append(a[-1]))
     _, further = decoder(TOKENS, PLACES)
     module = decoder.ahead[0]
 
@@ -68,7 +68,7 @@ def test_a_depth_is_the_published_formula() -> None:
     joined = torch.cat((rms(following), rms(states[0][:, :-1])), dim=-1) @ module.join.weight.T
     # The block is an ordinary one: a decoder of that one block, whose embedding is `joined`, gives the same.
     lone = model(replace(SPEC, layers=1, ahead=0))
-    lone.blocks[0].load_state_dict(module.block.state_dict())
+    lone.blocks["0"].load_state_dict(module.block.state_dict())
     lone.head.load_state_dict(decoder.head.state_dict())
     lone.embed = torch.nn.Embedding.from_pretrained(joined[0].detach())
     torch.testing.assert_close(further[:, :-1], lone(torch.arange(11)[None], PLACES[:, :11]), atol=1e-5, rtol=1e-5)

@@ -194,7 +194,7 @@ def test_attention_can_be_replaced_from_outside() -> None:
         seen.append((tuple(q.shape), tuple(k.shape), scope.documents))
         return torch.zeros_like(q)
 
-    for block in model.blocks:
+    for block in model.blocks.values():
         block.attention.attend = attend
     tokens, positions = torch.zeros(1, 6, dtype=torch.long), torch.arange(6)[None]
     model(tokens, positions)

@@ -147,7 +147,7 @@ def test_router_chooses_and_weighs_as_deepseek_does() -> None:
     model = Decoder(spec)
     model.load_state_dict({name: ours(name, state) for name in model.state_dict()})
     x = torch.randn(2, 50, 48, generator=dice)
-    for index, router in enumerate(routers(model), start=1):
+    for index, router in enumerate(routers(model).values(), start=1):
         _, weights, experts = theirs.model.layers[index].mlp.gate(x)
         chosen, weighed = router(x)
         assert torch.equal(chosen.sort().values, experts.sort().values)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from phalanx.models import init
-from phalanx.models.init import build, fill, materialize, normal
+from phalanx.models.init import Box, build, fill, materialize, normal
 from phalanx.spec.model import ModelSpec
 
 CPU = torch.device("cpu")
@@ -100,8 +100,19 @@ def test_a_parameter_drawn_in_pieces_is_the_one_drawn_at_once(monkeypatch: pytes
     fill(pieces, 5, "embed.weight", SPEC)
     assert torch.equal(pieces, whole)
     rows = torch.empty(30, 13)  # what a rank that owns rows 40 to 69 would do
-    fill(rows, 5, "embed.weight", SPEC, first=40 * 13)
+    fill(rows, 5, "embed.weight", SPEC, Box(whole=(100, 13), offset=(40, 0)))
     assert torch.equal(rows, whole[40:70])
+    inner = torch.empty(17, 4)
+    fill(inner, 5, "embed.weight", SPEC, Box(whole=(100, 13), offset=(80, 7)))
+    assert torch.equal(inner, whole[80:97, 7:11])
+
+
+def test_a_box_of_three_dimensions_has_the_numbers_of_the_whole() -> None:
+    whole, box, nothing = torch.empty(6, 5, 8), torch.empty(2, 3, 4), torch.empty(0, 5, 8)
+    fill(whole, 5, "blocks.0.mlp.experts.up", SPEC)
+    fill(box, 5, "blocks.0.mlp.experts.up", SPEC, Box(whole=(6, 5, 8), offset=(3, 1, 4)))
+    assert torch.equal(box, whole[3:5, 1:4, 4:8])
+    fill(nothing, 5, "blocks.0.mlp.experts.up", SPEC, Box(whole=(6, 5, 8), offset=(6, 0, 0)))  # a rank that got none
 
 
 def test_sizes_follow_the_spec_and_what_writes_into_the_residual_is_smaller_with_depth() -> None:

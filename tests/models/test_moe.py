@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from phalanx.models.init import build, materialize
-from phalanx.models.moe import Experts, MoE, Router, balance, dispatch_locally, loop_experts, routers
+from phalanx.models.moe import Experts, MoE, Router, _Visited, balance, dispatch_locally, loop_experts, routers
 from phalanx.spec.model import ModelSpec, Moe
 
 CPU = torch.device("cpu")
@@ -63,6 +63,27 @@ def test_the_grouped_product_equals_the_loop(counts: list[int], dtype: torch.dty
         torch.testing.assert_close(one, other, **exact)
     for weight in found[0][2:]:
         assert all((weight[e] == 0).all() for e, count in enumerate(counts) if count == 0)  # nobody came, nothing to learn
+
+
+@pytest.mark.parametrize(("count", "ffn"), [(0, 24), (30, 0)], ids=["no rows", "no width"])
+def test_experts_without_rows_or_width_give_zeros_and_learn_zeros(count: int, ffn: int) -> None:
+    experts = lively(replace(PLAIN, ffn=ffn)).experts
+    x = rows(count).requires_grad_()
+    y = experts(x, torch.tensor([count, 0, 0, 0, 0, 0]))
+    assert y.shape == (count, 16) and not y.any()
+    y.sum().backward()
+    for found in (x, *experts.parameters()):  # not None: whoever waits for a gradient would wait for ever
+        assert found.grad is not None and found.grad.shape == found.shape and not found.grad.any()
+
+
+def test_what_a_gpu_leaves_unwritten_for_experts_without_rows_is_no_gradient() -> None:
+    weight = torch.ones(3, 2, 2, requires_grad=True)
+    y = _Visited.apply(weight, torch.tensor([2, 0, 1]))
+    assert torch.equal(y, weight)
+    unwritten = torch.ones(3, 2, 2)
+    unwritten[1] = torch.nan
+    y.backward(unwritten)
+    assert weight.grad is not None and weight.grad[:, 0, 0].tolist() == [1, 0, 1]
 
 
 def test_it_is_the_grouped_product_that_was_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,10 +144,27 @@ def test_dispatch_can_be_replaced_from_outside() -> None:
         seen.append((tuple(x.shape), tuple(chosen.shape), tuple(weights.shape), experts))
         return torch.zeros_like(x)
 
-    for block in model.blocks:  # type: ignore[union-attr]
+    for block in model.blocks.values():  # type: ignore[union-attr]
         block.mlp.dispatch = dispatch  # type: ignore[union-attr]
     model(torch.zeros(2, 6, dtype=torch.int64), torch.arange(6).expand(2, 6))
-    assert seen == [((12, 16), (12, 2), (12, 2), block.mlp.experts) for block in model.blocks]  # type: ignore[union-attr]
+    assert seen == [((12, 16), (12, 2), (12, 2), block.mlp.experts) for block in model.blocks.values()]  # type: ignore[union-attr]
+
+
+def test_dispatch_needs_only_something_that_is_called_like_experts() -> None:
+    layer, x = lively(SIGMOID), rows(20)[None]
+    asked: list[list[int]] = []
+
+    class Elsewhere:
+        count = 8
+
+        def __call__(self, x_RD: Tensor, counts_E: Tensor, /) -> Tensor:
+            asked.append(counts_E.tolist())
+            return layer.experts(x_RD, counts_E)
+
+    chosen, weights = layer.router(x)
+    y = dispatch_locally(x[0], chosen, weights, Elsewhere())
+    assert torch.equal(y, dispatch_locally(x[0], chosen, weights, layer.experts))
+    assert asked == [torch.bincount(chosen.flatten(), minlength=8).tolist()]
 
 
 def test_groups_limit_the_choice() -> None:
@@ -165,12 +203,12 @@ def test_tokens_are_counted_in_training_only() -> None:
 def test_buffers_begin_at_zero_and_the_bias_is_saved() -> None:
     model = materialize(build(replace(SPEC, moe=SIGMOID, layers=2)), 1, CPU)
     assert len(routers(model)) == 2
-    for router in routers(model):
+    for router in routers(model).values():
         assert router.bias is not None and router.bias.dtype == torch.float32
         assert router.bias.tolist() == [0.0] * 8 and router.counts.tolist() == [0] * 8
     saved = {name for name in model.state_dict() if name not in dict(model.named_parameters())}
     assert saved == {"blocks.0.mlp.router.bias", "blocks.1.mlp.router.bias"}
-    assert routers(build(SPEC))[0].bias is None  # softmax without bias_rate, as Mixtral's
+    assert next(iter(routers(build(SPEC)).values())).bias is None  # softmax without bias_rate, as Mixtral's
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -224,7 +262,7 @@ def test_the_balancing_loss_is_the_published_one() -> None:
 
 def gradients(moe: Moe, batches: list[Tensor], loss_scale: float) -> dict[str, Tensor]:
     model = materialize(build(replace(SPEC, moe=moe, init_std=0.3)), 3, CPU)
-    for router in routers(model):
+    for router in routers(model).values():
         router.loss_scale = loss_scale
     for tokens in batches:
         (model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens)).sum() * 0).backward()

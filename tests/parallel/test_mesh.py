@@ -92,6 +92,6 @@ def test_patience_outlasts_the_timeout_of_the_ranks(monkeypatch: pytest.MonkeyPa
         return found, mesh.sum(torch.ones(1)).item()
 
     connected = helpers.connect
-    monkeypatch.setattr(helpers, "connect", lambda place, device, timeout: connected(place, device, 1.0))
+    monkeypatch.setattr(helpers, "connect", lambda place, device, timeout, layout: connected(place, device, 1.0))
     assert run_ranks(prepare, 2) == [("a plan", 2.0)] * 2
     assert ALONE.patient(1.0)("alone") == "alone"

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from phalanx.models.init import build, materialize
 from phalanx.parallel import replicate
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.replicate import Gradients
+from phalanx.parallel.placed import Placed
+from phalanx.parallel.placement import Held, Spot
+from phalanx.parallel.replicate import Replicated
 from phalanx.spec.model import ModelSpec
 
 SPEC = ModelSpec(vocab=40, dim=16, layers=3, heads=2, ffn=32, init_std=0.1)
@@ -49,12 +51,21 @@ def error(got: dict[str, Tensor], numbers: Iterable[int]) -> float:
     return max(((got[name].double() - want[name]).norm() / want[name].norm()).item() for name in want)
 
 
-def accumulate(module: nn.Module, gradients: Gradients, numbers: Iterable[int]) -> None:
+def accumulate(module: nn.Module, gradients: Replicated, numbers: Iterable[int]) -> None:
     numbers = list(numbers)
     gradients.begin(len(numbers))
     for number in numbers:
         loss(module, number).backward()
         gradients.after_backward()
+
+
+def engine(parameters: Iterable[nn.Parameter], mesh: Mesh, wire: torch.dtype = torch.float32) -> Replicated:
+    held = [Held(str(number), parameter, Spot.all(parameter)) for number, parameter in enumerate(parameters)]
+    return Replicated(held, mesh, ("data", "shard", "context"), wire=wire)
+
+
+def norm_of(gradients: Replicated, mesh: Mesh) -> Tensor:
+    return Placed([], mesh, gradients, lambda logits, targets: logits).norm()
 
 
 def share(mesh: Mesh, whole: int = WHOLE) -> range:
@@ -69,10 +80,10 @@ def by_name(module: nn.Module) -> dict[str, Tensor]:
 def summed(mesh: Mesh, whole: int = WHOLE, wire: torch.dtype = torch.float32) -> tuple[list[Tensor], dict[str, Tensor], float]:
     """Buckets, gradients by name and norm after one step over the whole batch; the second of two, so that the first shows if it stays."""
     module = model()
-    gradients = Gradients(module.parameters(), mesh, wire=wire)
+    gradients = engine(module.parameters(), mesh, wire=wire)
     accumulate(module, gradients, [number + 50 for number in share(mesh, whole)])
     accumulate(module, gradients, share(mesh, whole))
-    return [bucket.clone() for bucket in gradients.buckets], by_name(module), gradients.norm().item()
+    return [bucket.clone() for bucket in gradients.buckets], by_name(module), norm_of(gradients, mesh).item()
 
 
 @pytest.fixture(params=["one bucket", "many buckets"])
@@ -140,7 +151,7 @@ def test_bf16_on_the_wire_costs_precision_but_all_ranks_agree(ranks: int, bucket
 def test_a_rank_that_gives_a_step_up_keeps_in_line(ranks: int, after: int, buckets: str) -> None:
     def give_up_once(mesh: Mesh) -> dict[str, Tensor]:
         module = model()
-        gradients = Gradients(module.parameters(), mesh)
+        gradients = engine(module.parameters(), mesh)
         numbers = share(mesh, 2 * mesh.ranks)
         if mesh.rank == 1:
             gradients.begin(len(numbers))
@@ -163,16 +174,17 @@ def test_reductions_begin_while_the_backward_still_runs(ranks: int, monkeypatch:
 
     def launched_in_time(mesh: Mesh) -> list[tuple[int, int, int]]:
         module = model()
-        gradients = Gradients(module.parameters(), mesh)
+        gradients = engine(module.parameters(), mesh)
         started = 0
-        start = gradients._reduce.start
+        reducer = gradients._reducers[0]
+        start = reducer.start
 
         def counting(bucket: Tensor, wire: torch.dtype) -> None:
             nonlocal started
             started += 1
             start(bucket, wire)
 
-        monkeypatch.setattr(gradients._reduce, "start", counting)
+        monkeypatch.setattr(reducer, "start", counting)
         counts = []
         for _ in range(2):
             started = 0
@@ -192,13 +204,13 @@ def test_reductions_begin_while_the_backward_still_runs(ranks: int, monkeypatch:
 
 def test_the_optimizer_and_the_buckets_see_the_same_gradients() -> None:
     module = model()
-    gradients = Gradients(module.parameters(), ALONE)
+    gradients = engine(module.parameters(), ALONE)
     accumulate(module, gradients, [0, 1, 2])
     assert sum(bucket.numel() for bucket in gradients.buckets) == SPEC.parameters()
-    norm = gradients.norm().item()
+    norm = norm_of(gradients, ALONE).item()
     for bucket in gradients.buckets:
         bucket.mul_(0.25)
-    assert gradients.norm().item() == pytest.approx(norm / 4)
+    assert norm_of(gradients, ALONE).item() == pytest.approx(norm / 4)
     for name, tensor in by_name(module).items():
         assert torch.allclose(tensor.double() * 4, expected(range(3))[name], rtol=1e-4, atol=1e-7)
 
@@ -208,7 +220,7 @@ def test_a_parameter_that_some_micro_batches_do_not_reach_gets_the_rest(ranks: i
     def some(mesh: Mesh) -> list[tuple[float, float]]:
         torch.manual_seed(0)
         often, rarely = nn.Parameter(torch.ones(300)), nn.Parameter(torch.ones(300))
-        gradients = Gradients([often, rarely], mesh)
+        gradients = engine([often, rarely], mesh)
         seen = []
         for reached in ({0, 1, 2, 3, 4, 5, 6, 7}, {3}, set(), {0, 6, 7}):  # the micro-batches that use `rarely`
             gradients.begin(len(share(mesh)))
@@ -226,7 +238,7 @@ def test_a_parameter_that_some_micro_batches_do_not_reach_gets_the_rest(ranks: i
 def test_parameters_that_are_not_trained_have_no_place_in_the_buckets() -> None:
     module = model()
     module.get_submodule("embed").requires_grad_(False)
-    gradients = Gradients(module.parameters(), ALONE)
+    gradients = engine(module.parameters(), ALONE)
     accumulate(module, gradients, [0])
     assert sum(bucket.numel() for bucket in gradients.buckets) == SPEC.parameters() - 40 * 16
     assert module.get_parameter("embed.weight").grad is None
@@ -236,7 +248,7 @@ def test_a_parameter_larger_than_a_bucket_gets_one_and_types_are_not_mixed(monke
     monkeypatch.setitem(replicate._BUCKETS, "cpu", (16, 64))
     sizes = [(3, torch.float32), (100, torch.float32), (4, torch.float32), (8, torch.float64), (8, torch.float32)]
     parameters = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size, dtype in sizes]
-    gradients = Gradients(parameters, ALONE)
+    gradients = engine(parameters, ALONE)
     assert {bucket.dtype for bucket in gradients.buckets} == {torch.float32, torch.float64}
     gradients.begin(1)
     sum((number + 1.0) * p.sum() for number, p in enumerate(parameters)).backward()  # type: ignore[union-attr]

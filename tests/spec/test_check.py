@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from phalanx.spec.keys import find_key, is_table
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
 from phalanx.spec.model import Mla, ModelSpec, Moe, RopeScaling
-from phalanx.spec.run import Data, MixedSource, Optimizer, Run, Train
+from phalanx.spec.run import Cluster, Data, MixedSource, Optimizer, Run, Train
 
 BASE = Run(train=Train(batch=8, steps=10, sequence_length=64))
 
@@ -24,7 +25,7 @@ def model(**keys: object) -> Run:
     return replace(BASE, model=ModelSpec(**keys))
 
 
-def layout(run: Run = BASE, **keys: int) -> Run:
+def layout(run: Run = BASE, **keys: Any) -> Run:
     return replace(run, layout=Layout(**keys))
 
 
@@ -109,7 +110,33 @@ CONFLICTS = {
         ["train.eval_every = 5", "data.eval_fraction = 0", "data.eval_fraction = 0.01"],
     ),
     "tensor and heads": (layout(tensor=3), ["layout.tensor = 3", "model.heads = 4", "2 or 4"]),
-    "tensor and key heads": (layout(model(kv_heads=2), tensor=4), ["layout.tensor = 4", "model.kv_heads = 2", "set it to 2"]),
+    "tensor and ffn": (layout(model(ffn=5), tensor=4), ["layout.tensor = 4", "model.ffn = 5", "at most 3"]),
+    "zero without shards": (layout(zero=2, data=4), ["layout.zero = 2", "layout.shard = 1", "layout.shard = 4 and layout.data = 1"]),
+    "sequence without tensor": (layout(sequence=True), ["layout.sequence = true", "layout.tensor = 1"]),
+    "ulysses and heads": (
+        layout(context=8, context_method="ulysses"),
+        ['layout.context_method = "ulysses"', "4 heads", "layout.context = 8", "set layout.context to 4", '"ring"'],
+    ),
+    "schedule without pipeline": (layout(schedule="zbv"), ['layout.schedule = "zbv"', "layout.pipeline = 1"]),
+    "stages and schedule": (layout(pipeline=2, stages=2), ["layout.stages = 2", '"1f1b"', "interleaved-1f1b"]),
+    "stages without layers": (
+        layout(pipeline=3, schedule="zbv"),
+        ["layout.pipeline = 3 with 2 stages each", "model.layers = 4", "at most 2"],
+    ),
+    "ahead and pipeline": (
+        layout(model(ahead=1), pipeline=2),
+        ["layout.pipeline = 2", "model.ahead = 1", "layout.pipeline = 1 or model.ahead = 0"],
+    ),
+    "experts of a dense model": (layout(expert=2), ["layout.expert = 2", "has none", "[model.moe]"]),
+    "uneven experts": (layout(moe(), expert=3), ["layout.expert = 3", "model.moe.experts = 8", "2 or 4"]),
+    "experts and ranks": (
+        layout(moe(), data=2, expert=4),
+        ["layout.expert × layout.expert_tensor = 4", "2 ranks", "layout.expert to 2"],
+    ),
+    "local steps alone": (
+        layout(replace(BASE, optimizer=replace(BASE.optimizer, local_steps=4)), data=1),
+        ["optimizer.local_steps = 4", "layout.data = 1"],
+    ),
     "yarn upside down": (
         model(rope_scaling=RopeScaling(factor=8.0, kind="yarn", beta_fast=1.0, low_freq_factor=9.0)),
         ["beta_fast = 1.0", "beta_slow = 1.0", "raise the one or lower the other"],
@@ -244,13 +271,13 @@ def test_check_finds_everything_at_once() -> None:
 
 def test_check_reads_values_of_runs_made_in_python() -> None:
     run = Run(
-        model=ModelSpec(heads=0), train=Train(batch=8, steps="ten"), optimizer=Optimizer(name="sgd"), layout=Layout(tensor=2)
+        model=ModelSpec(heads=0), train=Train(batch=8, steps="ten"), optimizer=Optimizer(name="sgd"), cluster=Cluster(nodes=2)
     )  # type: ignore[arg-type]
-    heads, steps, name, tensor = check(run)
+    heads, steps, name, nodes = check(run)
     assert heads == "model.heads = 0 is out of range: it must be at least 1."
     assert steps.startswith('train.steps = "ten" is a string')
     assert name.startswith('optimizer.name = "sgd" is unknown')
-    assert tensor.startswith("layout.tensor = 2 asks for tensor parallelism")
+    assert nodes.startswith("cluster.nodes = 2 asks for training on several machines")
     (missing,) = check(replace(BASE, train=replace(BASE.train, seed=None)))  # type: ignore[arg-type]
     assert missing.startswith("train.seed = None is a Python NoneType")
 
@@ -295,7 +322,7 @@ def test_a_missing_key_is_told_at_its_table() -> None:
 def test_what_rests_on_another_mistake_is_not_told() -> None:
     assert places("[train]\nbatch = 8\nsteps = 'x'\n") == ["run.toml:3"]
     assert places("[trian]\nbatch = 8\nsteps = 9\n") == ["run.toml:1"]
-    assert places("[train]\nbatch = 8\nsteps = 5\n[model]\nheads = 'x'\ndim = 3\n[layout]\ntensor = 2\n") == [
+    assert places("[train]\nbatch = 8\nsteps = 5\n[model]\nheads = 'x'\ndim = 3\n[cluster]\nnodes = 2\n") == [
         "run.toml:5",
         "run.toml:8",
     ]

@@ -166,14 +166,9 @@ MISTAKES = {
     "negative size": (GOOD, ["model.dim=-64"], [("model.dim = -64", "at least 1")]),
     # What is not built yet.
     "later degree": (
-        GOOD + "[layout]\ntensor = 2\n",
+        GOOD + "[cluster]\nnodes = 2\n",
         [],
-        [("run.toml:5: layout.tensor = 2 asks for tensor parallelism, which is not built yet: remove it or set it to 1.",)],
-    ),
-    "later value": (
-        GOOD,
-        ["precision.compute=fp8"],
-        [('precision.compute = "fp8" asks for fp8, which is not built yet', 'remove it or set it to "fp32" or "bf16"')],
+        [("run.toml:5: cluster.nodes = 2 asks for training on several machines, which is not built yet: remove it or set it to 1.",)],
     ),
     "later without a default": (
         GOOD,
@@ -181,11 +176,11 @@ MISTAKES = {
         [('cluster.gpu = "b200" asks for planning', "not built yet: remove it.")],
     ),
     "later beside a conflict": (
-        GOOD + "[layout]\ntensor = 3\n",
+        GOOD + "[layout]\ntensor = 3\n[cluster]\nnodes = 2\n",
         [],
         [
-            ("run.toml:5: ", "tensor parallelism"),
             ("run.toml:5: ", "layout.tensor = 3 does not divide model.heads = 4", "set it to 2 or 4"),
+            ("run.toml:7: ", "several machines"),
         ],
     ),
     # Presets.

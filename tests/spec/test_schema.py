@@ -90,10 +90,6 @@ def test_tables_that_the_person_names() -> None:
     assert options["additionalProperties"] == {"type": ["string", "number", "boolean"]}
 
 
-def test_single_values_not_built_yet_are_named() -> None:
-    assert table_of("precision")["properties"]["compute"]["description"].endswith("(fp16, fp8: not built yet)")
-
-
 def test_a_model_is_a_preset_or_a_table() -> None:
     preset, table = schema()["properties"]["model"]["anyOf"]
     assert preset["enum"] == table["properties"]["preset"]["enum"] == sorted(PRESETS)

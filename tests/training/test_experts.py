@@ -34,7 +34,7 @@ def moe_trainer(mesh: Mesh, directory: Path, *overrides: str) -> Trainer:
 
 
 def biases(trainer: Trainer) -> list[Tensor]:
-    return [router.bias.clone() for router in routers(trainer.model) if router.bias is not None]
+    return [router.bias.clone() for router in routers(trainer.model).values() if router.bias is not None]
 
 
 def train(mesh: Mesh, directory: Path, *overrides: str) -> tuple[list[Any], dict[str, Tensor]]:
@@ -88,11 +88,11 @@ def test_biases_follow_the_loads_of_the_whole_batch(tmp_path: Path) -> None:
     """Counted here by watching what the routers choose."""
     trainer = moe_trainer(ALONE, tmp_path)
     chosen: dict[int, list[Tensor]] = {}
-    for layer, router in enumerate(routers(trainer.model)):
+    for layer, router in enumerate(routers(trainer.model).values()):
         router.register_forward_hook(lambda module, inputs, out, layer=layer: chosen.setdefault(layer, []).append(out[0]))
     whole: list[Tensor] = []  # of both steps: the load is told over several
     for _ in range(2):
-        before, alone = biases(trainer), [deepcopy(router) for router in routers(trainer.model)]
+        before, alone = biases(trainer), [deepcopy(router) for router in routers(trainer.model).values()]
         chosen.clear()
         step = trainer.step()
         assert isinstance(step, Step)
@@ -105,13 +105,15 @@ def test_biases_follow_the_loads_of_the_whole_batch(tmp_path: Path) -> None:
             router.rebalance(count)
             assert router.bias is not None and torch.equal(new, router.bias)
     trainer.evaluate()  # reads batches too, but teaches the routers nothing
-    assert not any(router.counts.sum() > 2 * 8 * 24 for router in routers(trainer.model))
+    assert not any(router.counts.sum() > 2 * 8 * 24 for router in routers(trainer.model).values())
     trainer.close()
 
 
 def test_the_balancing_loss_is_scaled_as_the_loss_is(tmp_path: Path) -> None:
     trainer = moe_trainer(ALONE, tmp_path)
-    assert [router.loss_scale for router in routers(trainer.model)] == [1 / (8 * 24)] * 2
+    trainer.step()
+    trainer.close()
+    assert [router.loss_scale for router in routers(trainer.model).values()] == [1 / (8 * 24)] * 2
 
 
 def test_a_dense_model_has_no_load(tmp_path: Path) -> None:
@@ -122,16 +124,19 @@ def test_a_dense_model_has_no_load(tmp_path: Path) -> None:
 
 
 def test_loads_travel_as_one_row() -> None:
-    counts = [torch.tensor([1, 3]), torch.tensor([2, 2, 5])]
-    all_layers = Loads(counts)
+    counts = {"one": torch.tensor([1, 3]), "three": torch.tensor([2, 2, 5])}
+    sizes = {"one": 2, "two": 4, "three": 3}  # another stage has the second layer
+    all_layers = Loads(sizes, counts)
     row = torch.zeros(all_layers.size, dtype=torch.float64)
     all_layers.put(row)
-    assert row.tolist() == [1, 3, 2, 2, 5]
-    assert [part.tolist() for part in all_layers.split(2 * row)] == [[2, 6], [4, 4, 10]]
-    assert imbalance(all_layers.split(row)).item() == pytest.approx(5 / 3)
+    assert row.tolist() == [1, 3, 0, 0, 0, 0, 2, 2, 5]
+    row[2:6] = 1
+    split = all_layers.split(2 * row)
+    assert {name: part.tolist() for name, part in split.items()} == {"one": [2, 6], "two": [2] * 4, "three": [4, 4, 10]}
+    assert imbalance(all_layers.split(row).values()).item() == pytest.approx(5 / 3)
     all_layers.reset()
-    assert [int(count.sum()) for count in counts] == [0, 0]
-    assert Loads().split(row[:0]) == []
+    assert [int(count.sum()) for count in counts.values()] == [0, 0]
+    assert Loads({}, {}).split(row[:0]) == {}
 
 
 def test_tokens_further_ahead_weigh_in_the_gradient_and_not_in_the_report(tmp_path: Path) -> None:

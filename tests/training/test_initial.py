@@ -11,6 +11,7 @@ import torch
 from hf_models import logits, save, tokens
 from torch import nn
 
+from phalanx.checkpointing.pieces import Piece
 from phalanx.evaluation.convert import import_folder
 from phalanx.models.init import build, materialize
 from phalanx.spec import hf
@@ -21,6 +22,12 @@ from phalanx.training import initial
 
 def model(spec: ModelSpec) -> nn.Module:
     return materialize(build(spec), 0, torch.device("cpu")).eval()
+
+
+def start(ours: nn.Module, folder: Path) -> None:
+    state = ours.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    initial.load({name: Piece.of(tensor) for name, tensor in state.items()}, shapes, folder)
 
 
 def answer(of: nn.Module) -> torch.Tensor:
@@ -36,14 +43,14 @@ def test_a_model_is_filled_from_a_folder_and_from_its_import(tmp_path: Path, nam
     import_folder(tmp_path / "hf", tmp_path / "run")
     for path in (tmp_path / "hf", tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-00000000"):
         ours = model(spec)
-        initial.load(ours, path)
+        start(ours, path)
         torch.testing.assert_close(answer(ours), logits(theirs, tokens()), atol=1e-4, rtol=0)
 
 
 def test_formats_are_cast(tmp_path: Path) -> None:
     save(tmp_path / "hf", "llama")
     ours = model(hf.model_spec(tmp_path / "hf")).to(torch.bfloat16)
-    initial.load(ours, tmp_path / "hf")
+    start(ours, tmp_path / "hf")
     assert {parameter.dtype for parameter in ours.parameters()} == {torch.bfloat16}
 
 
@@ -56,7 +63,7 @@ def test_what_serves_training_only_keeps_its_initial_values(tmp_path: Path) -> N
     fresh = model(spec).state_dict()
     for path in (tmp_path / "hf", tmp_path / "run"):
         ours = model(spec)
-        initial.load(ours, path)
+        start(ours, path)
         for name, tensor in ours.state_dict().items():
             own = name.startswith("ahead.") or name.endswith("router.bias")
             assert torch.equal(tensor, fresh[name]) == (own or tensor.numel() == 0), name
@@ -69,20 +76,20 @@ def test_another_size_is_refused_before_a_value_changes(tmp_path: Path) -> None:
     before = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
     for path in (tmp_path / "hf", tmp_path / "run"):
         with pytest.raises(RunError) as refused:
-            initial.load(ours, path)
+            start(ours, path)
         assert "blocks.0.mlp.gate.weight of shape [80, 48]" in refused.value.problems[0]
         assert "[96, 48]" in refused.value.problems[0]
     assert all(torch.equal(tensor, before[name]) for name, tensor in ours.state_dict().items())
     deeper = model(replace(hf.model_spec(tmp_path / "hf"), layers=4))
     with pytest.raises(RunError, match=r"lacks blocks\.3\.attention_norm\.weight"):
-        initial.load(deeper, tmp_path / "run")
+        start(deeper, tmp_path / "run")
 
 
 def test_the_loss_of_an_imported_model_is_its_own(tmp_path: Path) -> None:
     # A model that was filled wrongly would still run: its text must be as probable to both.
     theirs = save(tmp_path / "hf", "qwen3")
     ours = model(hf.model_spec(tmp_path / "hf"))
-    initial.load(ours, tmp_path / "hf")
+    start(ours, tmp_path / "hf")
     ids = tokens()
     with torch.no_grad():
         expected = theirs(input_ids=ids, labels=ids).loss.item()

@@ -1,208 +1,238 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 from ranks import copied, differing
-from torch import Tensor, nn
+from torch import nn
+from training.holding import ADAMW, MODEL, MUON, NO, ONE, YES, everything, give_gradients, holding, values
 
-from phalanx.models.init import build, materialize
-from phalanx.spec.model import ModelSpec
+from phalanx.parallel.placement import Held, Spot
+from phalanx.spec.errors import RunError
+from phalanx.spec.run import Memory, Precision
 from phalanx.spec.run import Optimizer as OptimizerSpec
 from phalanx.training.optimizer import Optimizer
+from phalanx.training.portions import portions
 
-ADAMW = OptimizerSpec(learning_rate=0.01, weight_decay=0.2, beta1=0.85, beta2=0.97, eps=1e-7)
-MUON = replace(ADAMW, name="muon", momentum=0.9)
-MODEL = ModelSpec(vocab=20, dim=12, layers=2, heads=2, ffn=20, norm="layer", bias=True)
-ONE, NO = torch.tensor(1.0), torch.tensor(0.0)
-YES = torch.tensor(1.0)
-
-Named = dict[str, nn.Parameter]
+BF16 = Precision(optimizer="bf16")
 
 
-def parameters(seed: int = 0) -> Named:
-    model = materialize(build(MODEL), seed, torch.device("cpu"))
-    dice = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in model.parameters():  # biases too: what is zero shows no decay
-            p.copy_(0.3 * torch.randn(p.shape, generator=dice))
-    return dict(model.named_parameters())
-
-
-def set_gradients(named: Named, step: int, scale: float = 1.0) -> None:
-    dice = torch.Generator().manual_seed(1000 + step)
-    for p in named.values():
-        p.grad = scale * torch.randn(p.shape, generator=dice)
-
-
-def test_adamw_clipped_by_the_divisor_equals_torchs_own() -> None:
-    ours, theirs = parameters(), parameters()
-    optimizer = Optimizer(ours.items(), ADAMW)
-    reference = torch.optim.AdamW(
+def torchs(held: list[Held], **options: bool) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
         [
-            {"params": [p for p in theirs.values() if p.ndim == 2], "weight_decay": 0.2},
-            {"params": [p for p in theirs.values() if p.ndim == 1], "weight_decay": 0.0},
+            {"params": [one.value for one in held if one.value.ndim == 2], "weight_decay": 0.2},
+            {"params": [one.value for one in held if one.value.ndim == 1], "weight_decay": 0.0},
         ],
         betas=(0.85, 0.97),
         eps=1e-7,
-        foreach=False,
-        fused=False,
+        **options,
     )
+
+
+def test_adamw_clipped_by_the_divisor_equals_torchs_own() -> None:
+    ours, theirs = holding(), holding()
+    optimizer, reference = Optimizer(ours, ADAMW), torchs(theirs, foreach=False, fused=False)
     clipped = 0
     for step in range(20):
         rate, scale, mean_over = 0.01 / (1 + step), 0.02 if step % 3 else 1.0, 0.5 + step / 20
-        set_gradients(ours, step, scale)
-        set_gradients(theirs, step, scale)
+        give_gradients(ours, step, scale)
+        give_gradients(theirs, step, scale)
         # Ours: one division takes the mean and clips. Theirs: the mean first, then torch's own clipping.
-        norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in ours.values() if p.grad is not None])) / mean_over
+        norm = (
+            torch.linalg.vector_norm(torch.cat([one.gradient.flatten() for one in ours if one.gradient is not None]))
+            / mean_over
+        )
         optimizer.step(rate, mean_over * (norm / 3.0).clamp(min=1.0), NO)
-        for p in theirs.values():
-            assert p.grad is not None
-            p.grad /= mean_over
-        clipped += bool(nn.utils.clip_grad_norm_(theirs.values(), 3.0) > 3.0)
+        for one in theirs:
+            assert one.gradient is not None
+            one.value.grad = one.gradient / mean_over
+        clipped += bool(nn.utils.clip_grad_norm_([one.value for one in theirs], 3.0) > 3.0)
         for group in reference.param_groups:
             group["lr"] = rate
         reference.step()
     assert 0 < clipped < 20  # both kinds of steps were compared
-    for name, p in ours.items():
-        torch.testing.assert_close(p, theirs[name], atol=1e-6, rtol=1e-6)
-        state = reference.state[theirs[name]]
+    found = everything(ours, optimizer.state())
+    for one in theirs:
+        torch.testing.assert_close(found[one.name], one.value.detach(), atol=1e-6, rtol=1e-6)
         for key in ("step", "exp_avg", "exp_avg_sq"):
-            torch.testing.assert_close(optimizer.state()[f"{name}/{key}"], state[key], atol=1e-7, rtol=1e-5)
+            torch.testing.assert_close(found[f"{one.name}/{key}"], reference.state[one.value][key], atol=1e-7, rtol=1e-5)
+
+
+def test_every_bit_is_that_of_torchs_fused_adamw() -> None:
+    ours, theirs = holding(), holding()
+    optimizer, reference = Optimizer(ours, ADAMW), torchs(theirs, fused=True)
+    reference.grad_scale, reference.found_inf = torch.tensor(1.7), NO  # type: ignore[attr-defined]
+    for step in range(10):
+        give_gradients(ours, step)
+        give_gradients(theirs, step)
+        optimizer.step(1e-3, torch.tensor(1.7), NO)
+        for one in theirs:
+            one.value.grad = one.gradient
+        reference.step()
+    expected = values(theirs) | {
+        f"{one.name}/{key}": state for one in theirs for key, state in reference.state[one.value].items()
+    }
+    assert differing(everything(ours, optimizer.state()), expected) == []
 
 
 def test_only_matrices_decay() -> None:
-    named = parameters()
-    before = copied(named)  # type: ignore[arg-type]
-    for p in named.values():
-        p.grad = torch.zeros_like(p)
-    Optimizer(named.items(), ADAMW).step(0.01, ONE, NO)
-    for name, p in named.items():
-        factor = 1 - 0.01 * 0.2 if p.ndim == 2 else 1.0
-        torch.testing.assert_close(p.detach(), before[name] * factor, atol=1e-7, rtol=1e-6)
+    held = holding()
+    before = copied(values(held))
+    for one in held:
+        one.gradient = torch.zeros_like(one.value)
+    Optimizer(held, ADAMW).step(0.01, ONE, NO)
+    for one in held:
+        factor = 1 - 0.01 * 0.2 if one.value.ndim == 2 else 1.0
+        torch.testing.assert_close(one.value.detach(), before[one.name] * factor, atol=1e-7, rtol=1e-6)
 
 
+@pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("spec", [ADAMW, MUON], ids=["adamw", "muon"])
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 1.0])
-def test_a_refused_step_changes_nothing_at_all(spec: OptimizerSpec, poison: float) -> None:
-    named = parameters()
-    optimizer = Optimizer(named.items(), spec)
+def test_a_refused_step_changes_nothing_at_all(spec: OptimizerSpec, poison: float, precision: Precision) -> None:
+    held = holding()
+    optimizer = Optimizer(held, spec, precision=precision)
     for step in range(3):
-        set_gradients(named, step)
+        give_gradients(held, step)
         optimizer.step(0.01, ONE, NO)
-    before = copied(dict(named) | optimizer.state())
-    set_gradients(named, 3)
-    for p in named.values():
-        assert p.grad is not None
-        p.grad[0] *= poison
+    before = everything(held, optimizer.state())
+    give_gradients(held, 3)
+    for one in held:
+        assert one.gradient is not None
+        one.gradient[0] *= poison
     optimizer.step(0.01, torch.tensor(poison), YES)
-    assert differing(before, dict(named) | optimizer.state()) == []
+    assert differing(before, everything(held, optimizer.state())) == []
     # The step after it is the one that would have been taken, had there been none between.
-    other = parameters()
-    without = Optimizer(other.items(), spec)
+    other = holding()
+    without = Optimizer(other, spec, precision=precision)
     for step in (0, 1, 2, 4):
-        set_gradients(other, step)
+        give_gradients(other, step)
         without.step(0.01, ONE, NO)
-    set_gradients(named, 4)
+    give_gradients(held, 4)
     optimizer.step(0.01, ONE, NO)
-    assert differing(dict(named) | optimizer.state(), dict(other) | without.state()) == []
-
-
-def muon_update(gradient: Tensor, momentum_buffer: Tensor, momentum: float) -> tuple[Tensor, Tensor]:
-    """Nesterov momentum, then five Newton–Schulz iterations towards the nearest orthogonal matrix (Jordan et al., 2024).
-
-    Each line of an iteration is computed exactly and rounded to bf16 once, as a matrix product in bf16 is meant to be.
-    """
-    momentum_buffer = momentum * momentum_buffer + (1 - momentum) * gradient
-    nesterov = (1 - momentum) * gradient + momentum * momentum_buffer
-    a, b, c = 3.4445, -4.7750, 2.0315
-    x = nesterov.bfloat16()
-    tall = x.shape[0] > x.shape[1]
-    x = x.T if tall else x
-    x = (x / x.norm().clamp(min=1e-7)).double()
-    for _ in range(5):
-        gram = (x @ x.T).bfloat16().double()
-        polynomial = (b * gram + c * (gram @ gram)).bfloat16().double()
-        x = (a * x + polynomial @ x).bfloat16().double()
-    return (x.T if tall else x), momentum_buffer
-
-
-def test_muon_equals_the_papers_update() -> None:
-    named = parameters()
-    optimizer = Optimizer(named.items(), MUON)
-    matrices = {name: p.detach().clone() for name, p in named.items() if p.ndim == 2 and name.startswith("blocks.")}
-    assert any(p.shape[0] > p.shape[1] for p in matrices.values())
-    assert any(p.shape[0] < p.shape[1] for p in matrices.values())
-    memory = {name: torch.zeros_like(p) for name, p in matrices.items()}
-    divisor = torch.tensor(2.5)
-    for step in range(8):
-        set_gradients(named, step)
-        rate = 0.02 / (1 + step)
-        for name, p in matrices.items():
-            gradient = named[name].grad
-            assert gradient is not None
-            update, memory[name] = muon_update(gradient / divisor, memory[name], 0.9)
-            # The root of the mean square is that of AdamW's updates, so that both go by one learning rate.
-            p *= 1 - rate * 0.2
-            p -= rate * 0.2 * math.sqrt(max(p.shape)) * update.float()
-        optimizer.step(rate, divisor, NO)
-    for name, p in matrices.items():
-        moved = (p - parameters()[name].detach()).norm()
-        # Where a product falls between two bf16 numbers it may be rounded to either: eight bits, so not all digits agree.
-        assert (named[name].detach() - p).norm() < 0.01 * moved, name
-        torch.testing.assert_close(optimizer.state()[f"{name}/momentum_buffer"], memory[name], atol=1e-6, rtol=1e-5)
-
-
-def test_muon_moves_along_an_almost_orthogonal_matrix() -> None:
-    # Independent of any iteration: all singular values of the step are near one, whatever those of the gradient.
-    named = parameters()
-    name = "blocks.0.mlp.up.weight"
-    before = named[name].detach().clone()
-    set_gradients(named, 0)
-    Optimizer(named.items(), replace(MUON, weight_decay=0.0)).step(0.1, ONE, NO)
-    step = (before - named[name].detach()) / (0.1 * 0.2 * math.sqrt(20))
-    gradient = named[name].grad
-    assert gradient is not None
-    assert torch.linalg.svdvals(gradient).max() / torch.linalg.svdvals(gradient).min() > 2
-    values = torch.linalg.svdvals(step)
-    assert values.min() > 0.6
-    assert values.max() < 1.3
-    left, _, right = torch.linalg.svd(gradient, full_matrices=False)
-    assert ((left.T @ step @ right.T).diagonal() > 0.6).all()  # the gradient's own singular vectors
-
-
-def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest() -> None:
-    muon = {name.partition("/")[0] for name in Optimizer(parameters().items(), MUON).state() if "momentum" in name}
-    adamw = {name.partition("/")[0] for name in Optimizer(parameters().items(), MUON).state() if "exp_avg" in name}
-    assert muon == {f"blocks.{i}.{part}.weight" for i in range(2) for part in (
-        "attention.query", "attention.key", "attention.value", "attention.output", "mlp.gate", "mlp.up", "mlp.down",
-    )}  # fmt: skip
-    assert adamw == parameters().keys() - muon
-    # What AdamW keeps takes the very step it takes without Muon.
-    with_muon, without = parameters(), parameters()
-    for named, spec in ((with_muon, MUON), (without, ADAMW)):
-        set_gradients(named, 0)
-        Optimizer(named.items(), spec).step(0.01, ONE, NO)
-    assert {name for name in with_muon if torch.equal(with_muon[name], without[name])} == adamw
+    assert differing(everything(held, optimizer.state()), everything(other, without.state())) == []
 
 
 @pytest.mark.parametrize("spec", [ADAMW, MUON], ids=["adamw", "muon"])
 def test_states_exist_before_the_first_step_and_writing_into_them_restores(spec: OptimizerSpec) -> None:
-    one = parameters()
-    first = Optimizer(one.items(), spec)
+    one = holding()
+    first = Optimizer(one, spec)
     names = list(first.state())
     for step in range(3):
-        set_gradients(one, step)
+        give_gradients(one, step)
         first.step(0.01, ONE, NO)
     assert list(first.state()) == names
-    two = parameters(seed=1)
-    second = Optimizer(two.items(), spec)
+    two = holding(seed=1)
+    second = Optimizer(two, spec)
     with torch.no_grad():
-        for name, tensor in (dict(two) | second.state()).items():
-            tensor.copy_((dict(one) | first.state())[name])
-    for named, optimizer in ((one, first), (two, second)):
-        set_gradients(named, 3)
+        for name, tensor in (values(two) | second.state()).items():
+            assert isinstance(tensor, torch.Tensor)
+            tensor.copy_(everything(one, first.state())[name])
+    for held, optimizer in ((one, first), (two, second)):
+        give_gradients(held, 3)
         optimizer.step(0.01, ONE, NO)
-    assert differing(dict(one) | first.state(), dict(two) | second.state()) == []
+    assert differing(everything(one, first.state()), everything(two, second.state())) == []
+
+
+def test_gradients_in_bf16_step_as_the_same_numbers_in_fp32_do() -> None:
+    wide, narrow = big(), big()
+    one, two = Optimizer(wide, ADAMW), Optimizer(narrow, ADAMW)
+    for step in range(4):
+        give_gradients(narrow, step, dtype=torch.bfloat16)
+        for a, b in zip(wide, narrow, strict=True):
+            assert b.gradient is not None
+            a.gradient = b.gradient.float()
+        one.step(0.01, torch.tensor(1.3), NO)
+        two.step(0.01, torch.tensor(1.3), NO)
+    assert differing(everything(wide, one.state()), everything(narrow, two.state())) == []
+
+
+def big() -> list[Held]:
+    """Larger than a portion, and cut at odd places: tensors of lengths that no vector divides."""
+    dice = torch.Generator().manual_seed(5)
+    shapes = {"a": (37,), "b": (701, 503), "c": (3,), "d": (4, 5, 7), "e": (0, 12), "f": (1021,)}
+    found = []
+    for name, shape in shapes.items():
+        value = nn.Parameter(torch.randn(shape, generator=dice))
+        found.append(Held(name, value, Spot.all(value)))
+    return found
+
+
+def test_portions_hold_everything_once_and_are_cut_where_vectors_end() -> None:
+    lengths = [5, 0, 1000, 64, 63, 4096, 1]
+    for limit, multiple in ((64, 64), (256, 64), (2048, 2048), (5000, 2048), (1 << 20, 64)):
+        cut = portions(lengths, limit, multiple)
+        covered: dict[int, list[int]] = {index: [] for index in range(len(lengths))}
+        for portion in cut:
+            assert portion.size <= max(limit, multiple)
+            assert portion.size % multiple == 0
+            taken = [range(part.at, part.at + part.length) for part in portion.slices]
+            assert all(a.stop <= b.start for a, b in pairwise(taken))
+            assert not taken or taken[-1].stop <= portion.size
+            for part in portion.slices:
+                assert part.first % 64 == part.at % 64 == 0
+                covered[part.index] += range(part.first, part.first + part.length)
+        assert covered == {index: list(range(length)) for index, length in enumerate(lengths)}
+
+
+def test_moments_in_bf16_are_half_as_large_and_follow_those_in_fp32() -> None:
+    """A least-squares problem of a hundred steps, in which nothing but the moments' format differs."""
+    dice = torch.Generator().manual_seed(2)
+    inputs = torch.randn(256, 24, generator=dice)
+    targets = inputs @ torch.randn(24, 8, generator=dice)
+    losses: dict[str, list[float]] = {}
+    for name, precision in (("fp32", Precision()), ("bf16", BF16)):
+        weight = nn.Parameter(torch.zeros(24, 8))
+        held = [Held("weight", weight, Spot.all(weight))]
+        optimizer = Optimizer(held, OptimizerSpec(weight_decay=0.0), precision=precision)
+        assert optimizer.bytes().device == 24 * 8 * 2 * (4 if name == "fp32" else 2)
+        assert {state.dtype for key, state in optimizer.state().items() if "exp" in key} == {
+            getattr(torch, f"{'float32' if name == 'fp32' else 'bfloat16'}")
+        }
+        assert name.replace("fp", "float").replace("bf", "bfloat") in optimizer.applied
+        losses[name] = []
+        for _ in range(100):
+            loss = (inputs @ weight - targets).square().mean()
+            losses[name].append(loss.item())
+            held[0].gradient = torch.autograd.grad(loss, weight)[0]
+            optimizer.step(0.05, ONE, NO)
+    assert losses["fp32"][-1] < 0.1 * losses["fp32"][0]
+    assert losses["bf16"] != losses["fp32"]
+    # bf16 has eight bits: moments are off by 2^-9 at most, and more where their memory is longer than that.
+    assert all(abs(a - b) <= 0.02 * losses["fp32"][0] for a, b in zip(losses["bf16"], losses["fp32"], strict=True))
+
+
+def test_one_step_with_moments_in_bf16_is_an_fp32_step_whose_moments_are_then_rounded() -> None:
+    wide, narrow = holding(), holding()
+    one, two = Optimizer(wide, ADAMW), Optimizer(narrow, ADAMW, precision=BF16)
+    for step in range(3):
+        for held, optimizer in ((wide, one), (narrow, two)):
+            give_gradients(held, step)
+            optimizer.step(0.01, ONE, NO)
+        for name, state in one.state().items():  # the reference rounds after each step too
+            assert isinstance(state, torch.Tensor)
+            if "exp" in name:
+                state.copy_(state.bfloat16())
+    found, expected = everything(narrow, two.state()), everything(wide, one.state())
+    assert differing({name: state.float() for name, state in found.items()}, expected) == []
+
+
+def test_a_parameter_without_gradient_stays_and_an_empty_part_counts_its_steps() -> None:
+    held = big()
+    optimizer = Optimizer(held, ADAMW)
+    give_gradients(held, 0)
+    held[1].gradient = held[4].gradient = None
+    before = everything(held, optimizer.state())
+    optimizer.step(0.01, ONE, NO)
+    changed = differing(before, everything(held, optimizer.state()))
+    assert not any(name.startswith("b") for name in changed)
+    assert {"a", "c", "d", "f", "e/step"} <= set(changed)
+
+
+def test_muon_with_states_off_the_device_is_refused_by_name() -> None:
+    with pytest.raises(RunError) as caught:
+        Optimizer(holding(spec=MODEL), MUON, memory=Memory(offload="cpu"))
+    assert "optimizer.name" in str(caught.value)
+    assert "memory.offload" in str(caught.value)

@@ -240,15 +240,15 @@ def poison_one_gradient(trainer: Trainer) -> None:
         gradient.view(-1)[3] = math.inf
         return gradient
 
-    trainer.model.blocks[1].mlp.up.weight.register_hook(once)
+    trainer.model.blocks["1"].mlp.up.weight.register_hook(once)
 
 
 def poison_loss(trainer: Trainer) -> None:
     """Every gradient is finite; the loss is not."""
     whole, poisoned = trainer.stepper.losses, []
 
-    def once(batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        loss, backward_from = whole(batch)
+    def once(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        loss, backward_from = whole(output, batch)
         if poisoned:
             return loss, backward_from
         poisoned.append(True)

@@ -6,10 +6,11 @@ import pytest
 import torch
 from ranks import ALONE, tiny_run, tiny_trainer
 from torch import nn
+from transforms.small import KINDS, learned, made
 
 from phalanx.models.init import build, materialize
 from phalanx.spec.model import ModelSpec
-from phalanx.transforms.precision import computing
+from phalanx.transforms.precision import LossScale, computing
 
 CPU = torch.device("cpu")
 SPEC = ModelSpec(vocab=40, dim=16, layers=2, heads=2, ffn=32, qk_norm=True)
@@ -33,11 +34,12 @@ def outputs(compute: str) -> tuple[dict[str, torch.dtype], torch.Tensor, nn.Modu
     return types, logits, model
 
 
-def test_bf16_multiplies_matrices_in_bf16_and_keeps_weights_and_gradients_in_fp32() -> None:
-    types, logits, model = outputs("bf16")
-    assert set(types.values()) == {torch.bfloat16}
-    assert len(types) == 2 * 7 + 1
-    assert logits.dtype == torch.bfloat16
+@pytest.mark.parametrize(("compute", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp8", torch.bfloat16)])
+def test_matrices_multiply_in_16_bits_and_weights_and_gradients_stay_in_fp32(compute: str, dtype: torch.dtype) -> None:
+    types, logits, model = outputs(compute)
+    assert set(types.values()) == {dtype}
+    assert len(types) == 2 * 7
+    assert logits.dtype == dtype
     for p in model.parameters():
         assert p.dtype == torch.float32
         assert p.grad is not None
@@ -71,4 +73,54 @@ def test_the_trainer_computes_in_what_the_plan_says(compute: str, tmp_path: Path
     trainer.step()
     trainer.close()
     assert seen == {torch.bfloat16 if compute == "bf16" else torch.float32}
-    assert {tensor.dtype for tensor in trainer.tensors().values()} == {torch.float32}
+    assert {piece.tensor.dtype for piece in trainer.tensors().values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fp16_reaches_every_gradient_of_every_kind_of_model(kind: str) -> None:
+    """Attention, grouped products, norms and their backwards in fp16, on documents and whole windows."""
+    exact, low = learned(made(KINDS[kind])), learned(made(KINDS[kind]), "fp16")
+    assert all(torch.isfinite(gradient).all() for gradient in low.values())
+    assert abs(low["loss"] / exact["loss"] - 1) < 1e-3
+
+
+def test_a_loss_scale_halves_at_once_and_doubles_slowly() -> None:
+    scale = LossScale.of("fp16", 1024.0, growth_after=3)
+    values = []
+    for good in (True, True, False, True, True, True, True, True, False, False):
+        scale.update(good)
+        values.append(scale.value)
+    assert values == [1024, 1024, 512, 512, 512, 1024, 1024, 1024, 512, 256]
+
+
+def test_a_loss_scale_keeps_within_what_fp16_can_use() -> None:
+    scale = LossScale.of("fp16", 2.0**23, growth_after=1)
+    for _ in range(5):
+        scale.update(True)
+    assert scale.value == 2.0**24
+    for _ in range(60):
+        scale.update(False)
+    assert scale.value == 2.0**-14
+
+
+def test_a_loss_scale_goes_on_from_a_checkpoint() -> None:
+    scale, fresh = LossScale.of("fp16", 65536.0, growth_after=4), LossScale.of("fp16", 65536.0, growth_after=4)
+    for good in (False, True, True, True):
+        scale.update(good)
+    fresh.restore(scale.state())
+    assert fresh == scale
+    fresh.update(True)
+    assert fresh.value == 65536.0
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp8"])
+def test_other_formats_need_no_scale(compute: str) -> None:
+    scale = LossScale.of(compute, 65536.0, growth_after=1)
+    for good in (True, False, True):
+        scale.update(good)
+    assert scale.value == 1.0
+    scale.restore({"value": 4096.0, "good_steps": 3.0})  # of a run that was fp16 before
+    assert scale.value == 1.0
+    half = LossScale.of("fp16", 65536.0)
+    half.restore(scale.state())
+    assert half.value == 65536.0

@@ -1,0 +1,26 @@
+"""Whole tensors from every rank's boxes, by name: for proofs and for what needs a whole matrix. Not for the path of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.placement import Spot
+
+
+def wholes(boxes: Mapping[str, tuple[Tensor, Spot]], mesh: Mesh) -> dict[str, Tensor]:
+    """Every tensor that any rank has a box of, whole, in fp32 or its own format, on the CPU of all ranks; they call it together.
+
+    Boxes that several ranks hold are taken from the first; an element that none holds would be NaN.
+    """
+    mine = {name: (tensor.detach().cpu(), spot) for name, (tensor, spot) in boxes.items()}
+    found: dict[str, Tensor] = {}
+    for theirs in reversed(mesh.collect(mine)):
+        for name, (tensor, spot) in theirs.items():
+            if name not in found:
+                found[name] = torch.full(spot.whole, torch.nan, dtype=tensor.dtype)
+            spot.of(found[name]).copy_(tensor)
+    return found

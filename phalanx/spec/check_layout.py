@@ -1,0 +1,273 @@
+"""Problems between the degrees of [layout] and what they divide, and techniques that do not go together. Called by `spec/check`.
+
+Every refusal names the keys, the reason and the nearest legal values, so that nothing has to be guessed and nothing falls back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.spec.dump import toml
+from phalanx.spec.finding import Finding, around, divisors, multiples
+from phalanx.spec.run import Run
+from phalanx.spec.words import either
+
+SPLIT_BACKWARD = ("interleaved-zero-bubble", "zbv", "dualpipev")
+"""Schedules that take the gradients of weights apart from those of inputs."""
+_ONE_STAGE = ("gpipe", "1f1b")
+_TWO_STAGES = ("zbv", "dualpipev")
+
+
+def layout_findings(run: Run) -> Iterator[Finding]:
+    yield from _data(run)
+    yield from _tensor(run)
+    yield from _sequence(run)
+    yield from _context(run)
+    yield from _pipeline(run)
+    yield from _stages(run)
+    yield from _expert(run)
+    yield from _own_module(run)
+    yield from _memory(run)
+    yield from _local_steps(run)
+
+
+def _data(run: Run) -> Iterator[Finding]:
+    layout = run.layout
+    if layout.shard == 1 and layout.zero != 3:
+        replicas = layout.data or 1
+        remedy = (
+            f"set layout.shard = {replicas} and layout.data = 1" if replicas > 1 else "set layout.shard to a number of ranks"
+        )
+        yield Finding(
+            ("layout.zero", "layout.shard", "layout.data"),
+            f"layout.zero = {layout.zero} has nothing to spread, as layout.shard = 1: {remedy}, or remove layout.zero.",
+        )
+
+
+def _tensor(run: Run) -> Iterator[Finding]:
+    model, tensor = run.model, run.layout.tensor
+    if tensor == 1 or model.module is not None:
+        return
+    if model.heads % tensor:
+        # Fewer key/value heads than ranks are no problem: each rank then computes those that its own queries read.
+        yield Finding(
+            ("layout.tensor", "model.heads"),
+            f"layout.tensor = {tensor} does not divide model.heads = {model.heads}: "
+            f"set it to {either(around(tensor, divisors(model.heads)))}.",
+        )
+    shared = model.moe.shared * model.moe.ffn if model.moe is not None and model.moe.shared else None
+    for name, size in (("model.ffn", model.hidden), ("model.vocab", model.vocab), ("model.moe.ffn", shared)):
+        if size is not None and _leaves_none(size, tensor):
+            yield Finding(
+                ("layout.tensor", name),
+                f"layout.tensor = {tensor} leaves a rank without any of {name} = {size}: "
+                f"set it to at most {_most_parts(size, tensor)}.",
+            )
+
+
+def _sequence(run: Run) -> Iterator[Finding]:
+    layout, length = run.layout, run.train.sequence_length
+    if layout.sequence and layout.tensor == 1:
+        yield Finding(
+            ("layout.sequence", "layout.tensor"),
+            "layout.sequence = true shares norms and residuals over the tensor group, but layout.tensor = 1: set layout.tensor to 2 "
+            "or more, or remove layout.sequence.",
+        )
+    experts = run.model.moe is not None and run.model.module is None
+    unit = layout.tensor * layout.context
+    if layout.tensor > 1 and (layout.sequence or experts) and length % unit and not length % layout.context:
+        why = "layout.sequence = true" if layout.sequence else "a mixture of experts"
+        each = "layout.tensor" if layout.context == 1 else "layout.context × layout.tensor"
+        yield Finding(
+            ("layout.tensor", "train.sequence_length", "layout.sequence", "layout.context"),
+            f"train.sequence_length = {length} is not a multiple of {each} = {unit}, as {why} wants: "
+            f"set train.sequence_length to {either(multiples(length, unit))}.",
+        )
+
+
+def _context(run: Run) -> Iterator[Finding]:
+    model, layout, length = run.model, run.layout, run.train.sequence_length
+    if layout.context == 1:
+        return
+    turns = layout.context_method != "ulysses"
+    # Each rank takes one piece from either end, which evens out causal attention.
+    pieces, said = (2 * layout.context, "2 × layout.context") if turns else (layout.context, "layout.context")
+    if length % pieces:
+        yield Finding(
+            ("layout.context", "train.sequence_length"),
+            f"train.sequence_length = {length} is not a multiple of {said} = {pieces}: "
+            f"set train.sequence_length to {either(multiples(length, pieces))}.",
+        )
+    heads = model.heads // layout.tensor
+    if not turns and model.heads % layout.tensor == 0 and heads % layout.context:
+        yield Finding(
+            ("layout.context", "layout.context_method", "model.heads", "layout.tensor"),
+            f'layout.context_method = "ulysses" deals the {heads} heads of a rank (model.heads / layout.tensor) to layout.context = '
+            f"{layout.context} ranks, which does not divide them: set layout.context to {either(around(layout.context, divisors(heads)))}, "
+            'or layout.context_method to "ring".',
+        )
+    if model.ahead:
+        yield Finding(
+            ("layout.context", "model.ahead"),
+            f"layout.context = {layout.context} cuts sequences apart, but model.ahead = {model.ahead} predicts tokens across the cuts: "
+            "set layout.context = 1 or model.ahead = 0.",
+        )
+
+
+def _pipeline(run: Run) -> Iterator[Finding]:
+    model, layout = run.model, run.layout
+    if layout.pipeline == 1:
+        for key, value, default in (
+            ("schedule", layout.schedule, "1f1b"),
+            ("schedule_file", layout.schedule_file, None),
+            ("stages", layout.stages, None),
+        ):
+            if value != default:
+                yield Finding(
+                    (f"layout.{key}", "layout.pipeline"),
+                    f"layout.{key} = {toml(value)} belongs to a pipeline, but layout.pipeline = 1: set layout.pipeline to 2 or more, "
+                    f"or remove layout.{key}.",
+                )
+        return
+    stages = layout.pipeline * layout.stages_per_rank
+    if stages > model.layers:
+        most = model.layers // layout.stages_per_rank
+        wide = f"set layout.pipeline to at most {most}" if most > 1 else "take fewer stages or more layers"
+        each = "" if layout.stages_per_rank == 1 else f" with {layout.stages_per_rank} stages each"
+        yield Finding(
+            ("layout.pipeline", "model.layers", "layout.schedule", "layout.stages"),
+            f"layout.pipeline = {layout.pipeline}{each} leaves stages without a layer, as model.layers = {model.layers}: {wide}.",
+        )
+    if model.ahead:
+        yield Finding(
+            ("layout.pipeline", "model.ahead"),
+            f"layout.pipeline = {layout.pipeline} puts embedding and head on different ranks, but model.ahead = {model.ahead} needs both "
+            "at the end: set layout.pipeline = 1 or model.ahead = 0.",
+        )
+
+
+def _stages(run: Run) -> Iterator[Finding]:
+    layout = run.layout
+    if layout.pipeline == 1 or layout.stages is None or layout.schedule_file is not None:
+        return
+    wanted = 1 if layout.schedule in _ONE_STAGE else 2 if layout.schedule in _TWO_STAGES else None
+    if wanted is not None and layout.stages != wanted:
+        others = 'use "interleaved-1f1b"' if wanted == 1 else 'use "interleaved-zero-bubble"'
+        yield Finding(
+            ("layout.stages", "layout.schedule"),
+            f"layout.stages = {layout.stages} does not go with layout.schedule = {toml(layout.schedule)}, which has {wanted} on each rank: "
+            f"remove layout.stages, or {others}.",
+        )
+
+
+def _expert(run: Run) -> Iterator[Finding]:
+    moe, layout = run.model.moe, run.layout
+    degrees = {"layout.expert": layout.expert, "layout.expert_tensor": layout.expert_tensor}
+    asked = {key: degree for key, degree in degrees.items() if degree > 1}
+    if not asked:
+        return
+    key, degree = next(iter(asked.items()))
+    if moe is None:
+        yield Finding(
+            (key, "model.moe.experts"),
+            f"{key} = {degree} shares experts, but the model has none: remove it, or give the model some with [model.moe].",
+        )
+        return
+    if moe.experts % layout.expert:
+        yield Finding(
+            ("layout.expert", "model.moe.experts"),
+            f"layout.expert = {layout.expert} does not divide model.moe.experts = {moe.experts}: "
+            f"set it to {either(around(layout.expert, divisors(moe.experts)))}.",
+        )
+    if _leaves_none(moe.ffn, layout.expert_tensor):
+        yield Finding(
+            ("layout.expert_tensor", "model.moe.ffn"),
+            f"layout.expert_tensor = {layout.expert_tensor} leaves a rank without any of model.moe.ffn = {moe.ffn}: "
+            f"set it to at most {_most_parts(moe.ffn, layout.expert_tensor)}.",
+        )
+    together = layout.expert * layout.expert_tensor
+    ranks = layout.replicas * layout.context * layout.tensor
+    if layout.data is not None and ranks % together:
+        legal = [size for size in divisors(ranks) if size % layout.expert_tensor == 0]
+        sizes = around(together, legal)
+        remedy = f"set layout.expert to {either(size // layout.expert_tensor for size in sizes)}" if sizes else "set both to 1"
+        yield Finding(
+            ("layout.expert", "layout.expert_tensor", "layout.data", "layout.shard", "layout.context", "layout.tensor"),
+            f"layout.expert × layout.expert_tensor = {together} does not divide the {ranks} ranks of a pipeline stage "
+            f"(data × shard × context × tensor): {remedy}.",
+        )
+
+
+def _own_module(run: Run) -> Iterator[Finding]:
+    if run.model.module is None:
+        return
+    for key, degree, why in (
+        ("layout.pipeline", run.layout.pipeline, "how to cut it into stages is not known"),
+        ("layout.context", run.layout.context, "how it attends is not known"),
+        ("layout.expert", run.layout.expert, "where its experts are is not known"),
+    ):
+        if degree > 1:
+            yield Finding(
+                (key, "model.module"), f"{key} = {degree} cannot be had with a model.module of one's own: {why}. Set {key} = 1."
+            )
+    if run.layout.sequence:
+        yield Finding(
+            ("layout.sequence", "model.module"),
+            "layout.sequence = true cannot be had with a model.module of one's own, which may look across positions anywhere: "
+            "remove it.",
+        )
+    if run.memory.loss_chunk is not None:
+        yield Finding(
+            ("memory.loss_chunk", "model.module"),
+            f"memory.loss_chunk = {run.memory.loss_chunk} cannot be had with a model.module of one's own, which makes its logits itself: "
+            "remove it.",
+        )
+
+
+def _memory(run: Run) -> Iterator[Finding]:
+    memory, layout = run.memory, run.layout
+    if memory.recompute == "selective" and layout.pipeline > 1 and layout.schedule in SPLIT_BACKWARD:
+        yield Finding(
+            ("memory.recompute", "layout.schedule"),
+            f'memory.recompute = "selective" does not go with layout.schedule = {toml(layout.schedule)}, whose backward goes through a '
+            'block twice: set memory.recompute = "full" or "none", or layout.schedule = "interleaved-1f1b".',
+        )
+    if memory.recompute == "none" and memory.recompute_every > 1:
+        yield Finding(
+            ("memory.recompute_every", "memory.recompute"),
+            f'memory.recompute_every = {memory.recompute_every} has nothing to choose from, as memory.recompute = "none": '
+            'set memory.recompute = "full", or remove it.',
+        )
+    if memory.offload_path is not None and memory.offload != "nvme":
+        yield Finding(
+            ("memory.offload_path", "memory.offload"),
+            f'memory.offload_path = {toml(memory.offload_path)} belongs to memory.offload = "nvme", but that is '
+            f"{toml(memory.offload)}: remove it, or set memory.offload.",
+        )
+
+
+def _local_steps(run: Run) -> Iterator[Finding]:
+    steps, layout = run.optimizer.local_steps, run.layout
+    if steps == 1:
+        return
+    if layout.data == 1:
+        yield Finding(
+            ("optimizer.local_steps", "layout.data"),
+            f"optimizer.local_steps = {steps} lets replicas go their own way, but layout.data = 1: set layout.data to 2 or more, or "
+            "remove optimizer.local_steps.",
+        )
+    if layout.expert * layout.expert_tensor > 1:
+        yield Finding(
+            ("optimizer.local_steps", "layout.expert", "layout.expert_tensor"),
+            f"optimizer.local_steps = {steps} keeps replicas apart, but layout.expert = {layout.expert} (× expert_tensor = "
+            f"{layout.expert_tensor}) shares experts between them: set one of them to 1.",
+        )
+
+
+def _leaves_none(size: int, parts: int) -> bool:
+    """Whether equal parts, the last ones shorter, leave somebody without any."""
+    return parts > 1 and -(-size // parts) * (parts - 1) >= size
+
+
+def _most_parts(size: int, parts: int) -> int:
+    return next(count for count in range(min(parts, size), 0, -1) if not _leaves_none(size, count))

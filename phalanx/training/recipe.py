@@ -1,0 +1,27 @@
+"""What placing a model needs to know from its own room: names of dimensions, initial values, the loss. The trainer hands it to
+`parallel/apply`, which knows no model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.models.init import Box, fill, reset_buffers, table
+from phalanx.models.own import axes
+from phalanx.parallel.apply import Recipe
+from phalanx.parallel.placement import Spot
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.schedule import Schedule
+from phalanx.training.loss import summed_loss
+
+
+def recipe(model: nn.Module, seed: int, schedule: Schedule | None = None) -> Recipe:
+    """For a whole model as `models/init` builds it, and the schedule of its pipeline."""
+    spec, initial = model.spec, table(model)
+    assert isinstance(spec, ModelSpec), "build gives every model its spec"
+
+    @torch.no_grad()
+    def write(name: str, tensor: Tensor, spot: Spot) -> None:
+        fill(tensor, seed, name, spec, Box(spot.whole, spot.offset), initial)
+
+    return Recipe(axes=axes(spec.module), fill=write, reset_buffers=reset_buffers, loss=summed_loss, schedule=schedule)

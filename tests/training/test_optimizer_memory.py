@@ -1,0 +1,82 @@
+"""How much memory a process with its states in files really takes: measured from outside, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+import torch
+from torch import nn
+from phalanx.checkpointing.load import load
+from phalanx.checkpointing.pieces import Piece
+from phalanx.checkpointing.save import save
+from phalanx.parallel.mesh import Mesh, resident_bytes
+from phalanx.parallel.placement import Held, Spot
+from phalanx.spec.place import Place
+from phalanx.spec.run import Memory, Optimizer as Spec
+from phalanx.training.optimizer import Optimizer
+
+offload, tensors, buffer, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+torch.set_num_threads(1)
+mesh = Mesh(Place(), torch.device("cpu"))
+
+def most():
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines["VmHWM"].split()[0]) * 1024
+
+def held(count, shape=(1024, 1024)):
+    found = []
+    for number in range(count):
+        value = nn.Parameter(torch.full(shape, 0.01))
+        found.append(Held(f"p{number}", value, Spot.all(value), torch.full(shape, 1e-3)))
+    return found
+
+def live(where, count):
+    some = held(count)
+    memory = Memory(offload=offload, offload_buffer=buffer)
+    optimizer = Optimizer(some, Spec(), memory=memory, mesh=mesh, folder=where)
+    for _ in range(3):
+        optimizer.step(1e-3, torch.tensor(1.0), torch.tensor(0.0))
+    pieces = {name: Piece(state, state.shape, (0,) * len(state.shape), state.shape) for name, state in optimizer.state().items()}
+    load(save(where / "checkpoints", 3, pieces, {}, mesh), pieces, alone=True)
+    optimizer.step(1e-3, torch.tensor(1.0), torch.tensor(0.0))
+    files = optimizer.bytes().files
+    optimizer.close()
+    return {"files": files, "sum": sum(one.value.double().sum().item() for one in some)}
+
+live(folder / "first", 1)  # what every process needs once
+Path("/proc/self/clear_refs").write_text("5")
+before = resident_bytes()
+found = live(folder / "second", tensors)
+print(json.dumps(found | {"grown": most() - before}))
+"""
+
+MODEL = 4 << 20  # bytes of one tensor of the model
+
+
+def measured(offload: str, tensors: int, buffer: int, folder: Path) -> dict[str, float]:
+    command = [sys.executable, "-c", PROGRAM, offload, str(tensors), str(buffer), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("tensors", [16, pytest.param(36, marks=pytest.mark.slow)])
+def test_a_process_with_states_in_files_takes_model_gradients_and_buffer(tensors: int, tmp_path: Path) -> None:
+    buffer, slack = 8, 32 << 20  # of which torch's allocator keeps most
+    away = measured("nvme", tensors, buffer, tmp_path / "nvme")
+    model = tensors * MODEL
+    assert away["files"] >= 3 * model
+    # Saving and loading have one state at a time in memory, and what torch makes of it.
+    assert away["grown"] < 2 * model + (buffer << 20) + slack
+    # The same measurement sees states that are in memory, and the same numbers come out.
+    here = measured("none", tensors, buffer, tmp_path / "none")
+    assert here["grown"] > 4 * model
+    assert here["sum"] == away["sum"]

@@ -1,0 +1,95 @@
+"""Small decoders of every kind, changed by one-device techniques before they get their memory, as placing does it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.models.init import build, materialize
+from phalanx.models.moe import routers
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.presets import PRESETS
+from phalanx.transforms.precision import LossScale, computing
+
+CPU = torch.device("cpu")
+KINDS = {
+    "dense": replace(PRESETS["tiny-dense"], vocab=257),
+    "moe": replace(PRESETS["tiny-moe"], vocab=257),
+    "mla": replace(PRESETS["tiny-mla"], vocab=257, ahead=1),
+    "gpt": ModelSpec(
+        vocab=257, dim=64, layers=2, heads=4, norm="layer", activation="gelu", positions="learned", bias=True, context=64
+    ),
+}
+Change = Callable[[list[nn.Module]], object]
+
+
+def made(spec: ModelSpec, *changes: Change) -> nn.Module:
+    """A model with its initial weights; each change is made while it has no memory yet."""
+    model = build(spec)
+    for change in changes:
+        change([model])
+    return materialize(model, 0, CPU)
+
+
+def batch(length: int = 48, rows: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, positions, and the documents that they belong to: two in each row."""
+    dice = torch.Generator().manual_seed(1)
+    documents = (torch.arange(length) > length // 3).long().expand(rows, length)
+    return torch.randint(0, 257, (rows, length), generator=dice), torch.arange(length).expand(rows, length), documents
+
+
+def loss(model: nn.Module, compute: str = "fp32", length: int = 48, rows: int = 2) -> Tensor:
+    tokens, positions, documents = batch(length, rows)
+    with computing(compute, CPU):
+        logits = model(tokens, positions, documents)
+    several = logits if isinstance(logits, tuple) else (logits,)
+    return torch.stack([F.cross_entropy(one.flatten(0, 1).float(), tokens.flatten()) for one in several]).sum()
+
+
+def learned(model: nn.Module, compute: str = "fp32") -> dict[str, Tensor]:
+    """Loss, every gradient and every router's counts after two backwards."""
+    model.zero_grad()
+    for _ in range(2):
+        value = loss(model, compute)
+        value.backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert len(found) == len(list(model.parameters()))
+    return {"loss": value.detach()} | found | {f"{name} counts": router.counts for name, router in routers(model).items()}
+
+
+def trained(model: nn.Module, compute: str, steps: int) -> float:
+    """Mean loss of the last twenty steps on words in random order, which no model can know by heart. fp16's loss is scaled."""
+    dice = random.Random(0)
+    words = [b"to be or not ", b"that is ", b"the question ", b"whether ", b"tis nobler in the mind ", b"to suffer "]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
+    scale, losses = LossScale.of(compute, 1024.0), []
+    for _ in range(steps):
+        rows = torch.tensor([list(b"".join(dice.choices(words, k=40)))[:65] for _ in range(4)])
+        with computing(compute, CPU):
+            logits = model(rows[:, :-1], torch.arange(64).expand(4, 64))
+        value = F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
+        optimizer.zero_grad()
+        (value * scale.value).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= scale.value
+        optimizer.step()
+        losses.append(value.item())
+    return sum(losses[-20:]) / 20
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """Names whose tensors differ in any bit."""
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Largest relative difference of two tensors of the same name."""
+    assert one.keys() == other.keys()
+    return max(((one[n].float() - other[n].float()).norm() / other[n].float().norm().clamp(min=1e-30)).item() for n in other)

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transforms.small import CPU, KINDS, batch, differing, learned, loss, made
+
+from phalanx.models.init import build
+from phalanx.spec.errors import RunError, RunFailed
+from phalanx.spec.model import ModelSpec
+from phalanx.transforms import recompute
+from phalanx.transforms.measure import flops, kept
+
+DEEP = ModelSpec(vocab=257, dim=64, layers=16, heads=4, kv_heads=2, context=256)
+TOKENS, POSITIONS, _ = batch(256, 1)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_and_counts_are_the_same_bits(kind: str, mode: str, compute: str) -> None:
+    plain = learned(made(KINDS[kind]), compute)
+    again = learned(made(KINDS[kind], lambda parts: recompute.apply(parts, mode, 1)), compute)  # type: ignore[arg-type]
+    assert differing(plain, again) == []
+    counts = [value for name, value in again.items() if name.endswith("counts")]
+    assert all(count.sum() == 2 * 2 * 2 * 48 for count in counts)  # backwards × rows × experts of each token × tokens
+    assert bool(counts) == (kind in ("moe", "mla"))
+
+
+def test_memory_and_compute_of_sixteen_layers() -> None:
+    bytes_kept, work = {}, {}
+    for mode in ("none", "full", "selective"):
+        model = made(DEEP, *([] if mode == "none" else [lambda parts, mode=mode: recompute.apply(parts, mode, 1)]))
+        _, bytes_kept[mode] = kept(lambda model=model: model(TOKENS, POSITIONS))
+        work[mode] = flops(lambda model=model: model(TOKENS, POSITIONS).logsumexp(-1).sum().backward())
+    assert bytes_kept["none"] >= 4 * bytes_kept["full"]
+    assert bytes_kept["full"] < bytes_kept["selective"] < bytes_kept["none"]
+    assert 1.25 <= work["full"] / work["none"] <= 1.40
+    assert work["selective"] == work["none"]  # it repeats no matrix product and no attention
+
+
+def test_what_is_kept_is_freed_by_the_backward() -> None:
+    model = made(DEEP, lambda parts: recompute.apply(parts, "selective", 1))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    _, left = kept(lambda: model(TOKENS, POSITIONS).logsumexp(-1).sum().backward())
+    assert left == 0
+
+
+def test_every_so_manieth_block_of_the_whole_model() -> None:
+    whole = build(DEEP)
+    sentence = recompute.apply([whole.part(3, 9)], "full", 4)  # type: ignore[operator]
+    changed = [name for name, block in whole.blocks.named_children() if "forward" in vars(block)]  # type: ignore[union-attr]
+    assert changed == ["4", "8"]
+    assert sentence == "full: blocks.4 and blocks.8 computed again in the backward"
+    assert recompute.apply([build(DEEP).part(1, 3)], "full", 4) == "full: no block of this rank"  # type: ignore[operator]
+
+
+def test_a_block_ahead_counts_behind_the_last() -> None:
+    model = build(KINDS["mla"])  # three blocks and one ahead
+    assert "blocks.0 and ahead.0.block" in recompute.apply([model], "full", 3)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_a_backward_in_two_passes(mode: str) -> None:
+    """Inputs first, weights later, as pipelines without bubbles do."""
+    plain = learned_in_two_passes(made(KINDS["moe"]))
+    again = learned_in_two_passes(made(KINDS["moe"], lambda parts: recompute.apply(parts, mode, 1)))  # type: ignore[arg-type]
+    assert differing(plain, again) == []
+
+
+def learned_in_two_passes(model: nn.Module) -> dict[str, Tensor]:
+    stage = model.part(1, 2)  # type: ignore[operator]
+    x = torch.randn(2, 48, 64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    _, positions, documents = batch()
+    value = stage(x, positions, documents).logsumexp(-1).sum()
+    (x_grad,) = torch.autograd.grad(value, x, retain_graph=True)
+    names, weights = zip(*((name, p) for name, p in stage.named_parameters()), strict=True)
+    gradients = torch.autograd.grad(value, weights)
+    counts = {"counts": stage.blocks["1"].mlp.router.counts}
+    return {"x": x_grad} | dict(zip(names, gradients, strict=True)) | counts
+
+
+def test_evaluation_forgets_nothing_and_repeats_nothing() -> None:
+    model = made(KINDS["dense"], lambda parts: recompute.apply(parts, "full", 1))
+    with torch.no_grad():
+        assert flops(lambda: loss(model)) == flops(lambda: loss(made(KINDS["dense"])))
+
+
+def test_dropout_of_an_own_block_is_repeated() -> None:
+    def gradient(again: bool) -> Tensor:
+        torch.manual_seed(0)
+        model = Own(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)))
+        if again:
+            recompute.apply([model], "full", 1)
+        model(torch.ones(4, 8, requires_grad=True)).sum().backward()
+        return model.blocks[0][0].weight.grad
+
+    assert torch.equal(gradient(True), gradient(False))
+
+
+def test_a_result_changed_in_place_is_noticed() -> None:
+    model = Own(nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)))
+    recompute.apply([model], "selective", 1)
+    with pytest.raises(RunFailed, match="in place"):
+        model(torch.ones(4, 8, requires_grad=True)).sum().backward()
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(RunError, match="works block by block, but Linear has no attribute blocks"):
+        recompute.apply([nn.Linear(2, 2)], "full", 1)
+
+
+class Own(nn.Module):
+    """A model of a stranger's, of one block."""
+
+    def __init__(self, block: nn.Module):
+        super().__init__()
+        self.blocks = nn.ModuleList([block])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](x)
+
+
+def test_kept_counts_what_waits_and_nothing_else() -> None:
+    weight = torch.ones(64, 64, requires_grad=True)
+    x = torch.ones(16, 64, device=CPU)
+    _, size = kept(lambda: (x @ weight).exp())
+    assert size == 16 * 64 * 4  # the result of exp, which is its own gradient; not the product, not the weight

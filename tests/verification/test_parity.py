@@ -1,0 +1,105 @@
+"""Proofs of real layouts, through one pool: what passes, what is told, and that silence is not taken for proof."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from ranks import tiny_run
+
+from phalanx.parallel.placement import Spot
+from phalanx.spec.layout import Layout
+from phalanx.verification import parity
+from phalanx.verification.case import make
+from phalanx.verification.layouts import MODELS
+from phalanx.verification.parity import Report, prove, verify
+from phalanx.verification.pool import Pool
+from phalanx.verification.sides import Found, Reference
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(4) as made:
+        yield made
+
+
+def told(report: Report) -> str:
+    return f"{report.failure} {[check for check in report.checks if not check.passed]}"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_replicas_equal_one_device(model: str, pool: Pool) -> None:
+    run = replace(tiny_run("train.sequence_length=48"), model=MODELS[model], layout=Layout(data=4))
+    report = verify(run, steps=4, pool=pool)
+    assert report.passed, told(report)
+    assert [check.name for check in report.checks] == [
+        "placement", "batches", "loss", "gradients", "gradient norm", "parameters",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides", [("precision.compute=bf16",), ("precision.reduce=bf16",)], ids=["compute", "wire"])
+def test_coarse_numbers_pass_in_their_own_range(overrides: tuple[str, ...], pool: Pool) -> None:
+    report = verify(tiny_run("layout.data=2", *overrides), steps=4, pool=pool)
+    assert report.passed, told(report)
+    assert report.case.coarsest == "bf16"
+    assert {check.name: check.accepted for check in report.checks}["gradients"] == 7e-2
+
+
+def test_a_batch_that_is_cut_otherwise_is_still_the_same_batch(pool: Pool) -> None:
+    report = verify(tiny_run("layout.data=2", "train.batch=6", "train.micro_batch=1"), steps=3, pool=pool)
+    assert report.passed, told(report)
+
+
+def test_the_report_for_programs_is_plain(pool: Pool) -> None:
+    report = verify(tiny_run("layout.data=2"), steps=2, account=True, pool=pool)
+    table = json.loads(json.dumps(report.to_json()))
+    assert table["passed"] is True and table["ranks"] == 2 and table["steps"] == 2 and table["precision"] == "fp32"
+    assert table["layout"]["data"] == 2 and table["failure"] is None
+    assert all(check.keys() >= {"name", "largest", "accepted", "tensor", "step", "passed"} for check in table["checks"])
+    assert len(table["accounts"]) == 2
+
+
+def test_state_and_traffic_of_replicas_are_what_theory_says(pool: Pool) -> None:
+    report = verify(tiny_run("layout.data=4"), steps=2, account=True, pool=pool)
+    parameters = report.case.run.model.parameters()
+    assert report.theory is not None and report.theory.per_parameter == "16"
+    for account in report.accounts:
+        state = sum(size for kind, size in account.memory.items() if kind != "activations")
+        assert state == pytest.approx(16 * parameters, rel=0.03)
+        assert account.memory["activations"] > 0
+        assert account.sent["data"]["all-reduce"] == pytest.approx(2 * 4 * parameters, rel=0.03)  # a tree of two stages
+    assert report.theory.sent["data"] == pytest.approx(2 * 3 / 4 * 4 * parameters)
+    assert "2 times" in report.theory.said[0] and "1.5 times" in report.theory.said[0]
+
+
+def test_one_process_that_fails_is_told_as_such(pool: Pool) -> None:
+    case = make(tiny_run("layout.data=2"), steps=2)
+    broken = replace(case, alone=replace(case.alone, model=replace(case.alone.model, vocab=10)))
+    report = prove(broken, pool=pool)
+    assert not report.passed and report.failure is not None
+    assert report.failure.rank is None and report.failure.trace
+
+
+def placement(layout: Layout, *found: Found) -> dict[str, float]:
+    case = make(tiny_run("layout.data=2"))
+    case = replace(case, plan=replace(case.plan, layout=layout))
+    rows = parity._placement(case, list(found), Reference(None, {"w": (4, 2), "v": (3,)}))  # type: ignore[arg-type]
+    return {row.tensor: row.difference for row in rows if row.difference}
+
+
+def test_elements_that_no_rank_holds_are_missed() -> None:
+    top, rest = Spot((4, 2), (0, 0), (1, 2)), Spot((3,), (0,), (3,))
+    assert placement(Layout(data=2), Found(spots={"w": top, "v": rest}), Found(spots={"v": rest})) == {"w": 6.0}
+
+
+def test_a_technique_that_did_nothing_is_missed() -> None:
+    whole = {"w": Spot((4, 2), (0, 0), (4, 2)), "v": Spot((3,), (0,), (3,))}
+    layout = Layout(pipeline=2, shard=2, context=2, tensor=2, expert=2)
+    idle = placement(layout, Found(spots=whole))
+    assert sorted(idle) == [
+        f"layout.{axis} = 2 was not applied" for axis in ("context", "expert", "pipeline", "shard", "tensor")
+    ]
+    busy = [Found(spots={name: whole[name]}, split={"shard", "tensor", "expert"}, attends_elsewhere=True) for name in whole]
+    assert placement(layout, *busy) == {}

@@ -1,0 +1,105 @@
+"""Ranks that stay: cases one after the other, and what is told of one that goes wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from phalanx.parallel.mesh import Mesh
+from phalanx.spec.layout import Layout
+from phalanx.verification.pool import Pool, RankFailed
+
+TWO = Layout(data=2)
+
+
+def summed(mesh: Mesh, number: int) -> tuple[int, int, float]:
+    return os.getpid(), mesh.rank, mesh.sum(torch.tensor([float(number + mesh.rank)])).item()
+
+
+def pid(mesh: Mesh) -> tuple[int, int]:
+    return os.getpid(), mesh.ranks
+
+
+def raising(mesh: Mesh, rank: int) -> None:
+    if mesh.rank == rank:
+        raise ValueError(f"planted on rank {rank}")
+    mesh.barrier()  # waits for one that never comes
+
+
+def dying(mesh: Mesh) -> None:
+    if mesh.rank == 1:
+        os.kill(os.getpid(), signal.SIGABRT)
+    mesh.barrier()
+
+
+def stuck_here(mesh: Mesh) -> None:
+    if mesh.rank == 0:
+        time.sleep(60)
+    mesh.barrier()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(4) as made:
+        yield made
+
+
+def test_ranks_stay_from_case_to_case_and_meet_anew(pool: Pool) -> None:
+    first = pool.run(summed, TWO, 1)
+    second = pool.run(summed, Layout(data=2, tensor=2), 10)
+    assert [rank for _, rank, _ in second] == [0, 1, 2, 3]
+    assert {total for _, _, total in first} == {1.0 + 2.0}
+    assert {total for _, _, total in second} == {10.0 + 11.0 + 12.0 + 13.0}
+    assert [process for process, _, _ in first] == [process for process, _, _ in second[:2]]
+    assert pool.alone(pid) == (first[0][0], 1)
+
+
+def test_a_rank_that_raises_is_named_and_the_next_case_gets_new_ranks(pool: Pool) -> None:
+    before = pool.alone(pid)[0]
+    started = time.monotonic()
+    with pytest.raises(RankFailed) as failed:
+        pool.run(raising, Layout(data=4), 2)
+    assert time.monotonic() - started < 20  # the others are not waited for
+    assert failed.value.rank == 2
+    assert failed.value.error == "ValueError: planted on rank 2"
+    assert any("in raising" in line for line in failed.value.trace)
+    assert not os.path.exists(f"/proc/{before}")
+    assert {total for _, _, total in pool.run(summed, TWO, 1)} == {3.0}
+
+
+def test_a_rank_that_dies_is_told_by_its_signal(pool: Pool) -> None:
+    with pytest.raises(RankFailed) as failed:
+        pool.run(dying, TWO)
+    assert failed.value.rank == 1
+    assert failed.value.error == "was ended by SIGABRT"
+
+
+def test_what_goes_wrong_in_one_process_is_nobody_elses(pool: Pool) -> None:
+    with pytest.raises(RankFailed) as failed:
+        pool.alone(raising, 0)
+    assert failed.value.rank is None
+    assert str(failed.value) == "one process: ValueError: planted on rank 0"
+
+
+def test_ranks_that_hang_are_told_with_the_place_they_stand_at() -> None:
+    with Pool(2, timeout=3.0) as pool:
+        with pytest.raises(RankFailed) as failed:
+            pool.run(stuck_here, TWO)
+        assert failed.value.rank == 0
+        assert failed.value.error == "has not ended within 3 s (nor have ranks 1)"
+        assert any("in stuck_here" in line for line in failed.value.trace)
+        assert len(pool.run(summed, TWO, 0)) == 2
+
+
+def test_nothing_is_left_behind() -> None:
+    with Pool(2) as pool:
+        processes = [process for process, _, _ in pool.run(summed, TWO, 0)]
+        folder = pool.folder
+        assert folder.is_dir()
+    assert not folder.exists()
+    assert not any(os.path.exists(f"/proc/{process}") for process in processes)
