@@ -112,7 +112,7 @@ def alone(kind: str, replicas: int, compute: str = "fp32") -> Trained:
         trained.norms.append(torch.cat([gradient.flatten() for gradient in gradients.values()]).norm().item())
         with torch.no_grad():
             for name, parameter in named.items():
-                parameter -= RATE * gradients[name]
+                parameter.sub_(RATE * gradients[name])
     trained.final = {name: p.detach().clone() for name, p in named.items()}
     trained.after = evaluate(model, compute)
     return trained
@@ -134,7 +134,7 @@ def descend(engine: Engine) -> None:
     with torch.no_grad():
         for one in engine.held:
             assert one.gradient is not None
-            one.value -= RATE * one.gradient.to(one.value.dtype)
+            one.value.sub_(RATE * one.gradient.to(one.value.dtype))
     engine.updated()
 
 
@@ -211,4 +211,4 @@ def prove(layout: Layout, kind: str, zeros: tuple[int, ...] = (1, 2, 3), **more:
         for zero in zeros:
             agree(train(mesh, kind, zero, **more), want)
 
-    run_ranks(on_ranks, layout.ranks, layout=layout)
+    run_ranks(on_ranks, layout.ranks, layout=layout, timeout=150)

@@ -14,11 +14,14 @@ import pytest
 from phalanx.cli.main import app
 from phalanx.events.records import KINDS
 from phalanx.events.rundir import RunDir
+from phalanx.spec.errors import RunError
 from phalanx.spec.load import load, loads
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 CONTRACT = (ROOT / "docs" / "run-directory.md").read_text()
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+COMMAND = re.compile(r"^(?:    )?(?:\$ )?phalanx (?:train|verify) (examples/\S+\.toml)(.*)$", re.M)
 
 
 def test_the_reference_of_the_run_file_is_up_to_date() -> None:
@@ -66,6 +69,24 @@ def test_the_contract_names_every_record_and_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize("link", re.findall(r"\]\(([^)#]+)\)", README))
 def test_every_link_of_the_readme_leads_somewhere(link: str) -> None:
     assert link.startswith("https://") or (ROOT / link).exists()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert link.startswith("https://") or (page.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+def test_the_settings_of_every_command_are_legal_unless_the_page_says_otherwise(page: Path) -> None:
+    text = page.read_text()
+    for found in COMMAND.finditer(text):
+        settings = re.findall(r"(?<=\s)[a-z][a-z_.]*=\S+", found[2].partition("#")[0])
+        if text[found.end() :].lstrip().startswith("error: "):
+            with pytest.raises(RunError):
+                load(ROOT / found[1], settings)
+        else:
+            load(ROOT / found[1], settings)
 
 
 def test_the_example_program_runs(tmp_path: Path) -> None:

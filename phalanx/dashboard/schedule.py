@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -89,14 +88,14 @@ def draw(schedule: Schedule, timeline: Timeline, path: Path) -> None:
 
 def _draw_rank(axes: Axes, rank: int, row: Sequence[Timed], numbered: bool) -> None:
     stages = sorted({timed.stage for timed in row})
-    for timed in row:
-        later = stages.index(timed.stage) / len(stages)
-        colour = _lighter(COLOURS[timed.kind], 0.55 * later)
-        width = timed.stop - timed.start
-        axes.barh(rank, width, left=timed.start, height=0.86, color=colour, edgecolor="white", linewidth=0.6)
-        if numbered and math.isfinite(width):
-            middle = (timed.start + timed.stop) / 2
-            axes.text(middle, rank, str(timed.micro_batch), ha="center", va="center", fontsize=7, color=_INK)
+    # One call for all bars of a colour: a call for each takes half a minute where there are thousands.
+    for kind, stage in dict.fromkeys((timed.kind, timed.stage) for timed in row):
+        bars = [(timed.start, timed.stop - timed.start) for timed in row if (timed.kind, timed.stage) == (kind, stage)]
+        colour = _lighter(COLOURS[kind], 0.55 * stages.index(stage) / len(stages))
+        axes.broken_barh(bars, (rank - 0.43, 0.86), facecolor=colour, edgecolor="white", linewidth=0.6)
+    for timed in row if numbered else ():
+        middle = (timed.start + timed.stop) / 2
+        axes.text(middle, rank, str(timed.micro_batch), ha="center", va="center", fontsize=7, color=_INK)
 
 
 def _lighter(colour: str, part: float) -> tuple[float, float, float]:

@@ -50,7 +50,7 @@ def show_report(console: Console, report: Mapping[str, Any]) -> None:
         console.print("passed", style="bold green")
     else:
         first = report["first"]
-        where = f": {first['name']} first differ{'' if first['name'].endswith('s') and first['name'] != 'loss' else 's'} at {escape(_where(first))}" if first else ""
+        where = f": look at {first['name']} first ({escape(_where(first))})" if first else ""
         console.print(f"NOT PASSED{where}", style="bold red", soft_wrap=True)
 
 
@@ -99,29 +99,30 @@ def _where(check: Mapping[str, Any]) -> str:
 
 
 def show_accounts(console: Console, report: Mapping[str, Any]) -> None:
-    """What one step costs each rank, beside theory."""
-    theory = report["theory"]
-    sent = Table(title="bytes sent in one step, by rank")
-    memory = Table(title=f"memory by rank; theory of the state: {theory['per_parameter']} bytes per parameter")
-    for title in ("technique", "collective", *(f"rank {rank}" for rank in range(len(report["accounts"]))), "theory"):
-        sent.add_column(title)
-    for title in ("kind", *(f"rank {rank}" for rank in range(len(report["accounts"]))), "theory"):
-        memory.add_column(title)
-    kinds = dict.fromkeys(
-        (use, name) for account in report["accounts"] for use, names in account["sent"].items() for name in names
-    )
+    """What one step costs, beside theory. A column per rank would not fit a terminal: the dearest rank is told, and how far below
+    it the others go. JSON has every rank."""
+    theory, accounts = report["theory"], report["accounts"]
+    sent = Table(title="bytes sent in one step")
+    memory = Table(title=f"memory; theory of the state: {theory['per_parameter']} bytes per parameter")
+    for table, titles in ((sent, ("technique", "collective")), (memory, ("kind",))):
+        for title in (*titles, "largest", "rank", "smallest", "theory"):
+            table.add_column(title)
+    kinds = dict.fromkeys((use, name) for account in accounts for use, names in account["sent"].items() for name in names)
     last = {use: name for use, name in kinds}  # theory is of a technique: it stands in its last line
     for use, name in kinds:
-        cells = [size(account["sent"].get(use, {}).get(name, 0)) for account in report["accounts"]]
+        cells = _range([account["sent"].get(use, {}).get(name, 0) for account in accounts])
         sent.add_row(use, name, *cells, size(theory["sent"].get(use)) if last[use] == name else "")
-    for kind in report["accounts"][0]["memory"]:
-        cells = [size(account["memory"][kind]) for account in report["accounts"]]
-        memory.add_row(kind, *cells, size(theory["memory"].get(kind)))
-    states = [
-        sum(bytes_ for kind, bytes_ in account["memory"].items() if kind != "activations") for account in report["accounts"]
-    ]
-    memory.add_row("state together", *(size(value) for value in states), size(sum(theory["memory"].values())), style="bold")
+    for kind in accounts[0]["memory"]:
+        memory.add_row(kind, *_range([account["memory"][kind] for account in accounts]), size(theory["memory"].get(kind)))
+    states = [sum(bytes_ for kind, bytes_ in account["memory"].items() if kind != "activations") for account in accounts]
+    memory.add_row("state together", *_range(states), size(sum(theory["memory"].values())), style="bold")
     console.print(sent)
     for sentence in theory["said"]:
         console.print(escape(sentence), style="dim", soft_wrap=True)
     console.print(memory)
+
+
+def _range(values: Sequence[int]) -> tuple[str, str, str]:
+    """The largest, on which rank, and the smallest; "all" where nothing of it would show."""
+    largest, smallest = size(max(values)), size(min(values))
+    return largest, "all" if largest == smallest else str(values.index(max(values))), smallest

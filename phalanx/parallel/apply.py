@@ -19,6 +19,7 @@ from phalanx.parallel.placed import Engine, Loss, Placed
 from phalanx.parallel.placement import Held, Spot
 from phalanx.parallel.replicate import Replicated
 from phalanx.parallel.sharding import Sharding
+from phalanx.spec.errors import RunError
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.spec.schedule import Schedule
@@ -45,7 +46,8 @@ class Recipe:
 
 def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Recipe) -> Placed:
     """Make `parts`, this rank's stages of the model, one rank's share of the job."""
-    layout, applied = plan.layout, {}
+    layout = plan.layout
+    applied: dict[str, str | None] = {}
     spots = {name: Spot.all(parameter) for part in parts for name, parameter in part.named_parameters()}
     if layout.tensor > 1:
         spots = tensor.split(parts, spots, recipe.axes, mesh, sequence=layout.sequence)
@@ -62,24 +64,29 @@ def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Reci
     applied["data"] = engine.applied()
     placed = Placed(parts, mesh, engine, loss, apart=run.optimizer.local_steps > 1)
     if recipe.schedule is not None:
-        applied["pipeline"] = _stages(parts, mesh, recipe.schedule)
+        whole = recipe.schedule.splits and run.memory.recompute == "selective"
+        said = "; backwards are whole, as selective recomputation keeps its results for one" if whole else ""
+        applied["pipeline"] = _stages(parts, mesh, recipe.schedule) + said
         if run.model.tied and (ends := tied_group(mesh, recipe.schedule)) is not None:
             placed.tied[TIED] = ends
-    placed.applied = {technique: said for technique, said in applied.items() if said is not None}
+    placed.applied = {technique: words for technique, words in applied.items() if words is not None}
     return placed
 
 
 def transform(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh) -> dict[str, str | None]:
     """What makes one device's part cheaper; the last wraps the others."""
-    memory, applied = run.memory, {}
+    memory = run.memory
+    applied: dict[str, str | None] = {}
     if plan.compute == "fp8":
+        if reason := fp8.available(mesh.device):
+            raise RunError([f'precision.compute = "fp8" cannot be had: {reason}; set precision.compute = "bf16".'])
         applied["fp8"] = fp8.apply(parts, run.precision.fp8_scaling, mesh.device)
+    if memory.compile:
+        applied["compile"] = compile.apply(parts)
     if memory.recompute != "none":
         applied["recompute"] = recompute.apply(parts, memory.recompute, memory.recompute_every)
     if memory.activations == "cpu":
         applied["activations"] = activations.apply(parts, mesh.device)
-    if memory.compile:
-        applied["compile"] = compile.apply(parts)
     return applied
 
 

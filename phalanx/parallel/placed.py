@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.parallel.group import Group
-from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.mesh import AXES, Mesh
 from phalanx.parallel.placement import Held, Spot
 
 
@@ -64,8 +64,8 @@ class Placed:
     _partial: dict[tuple[str, ...], Group] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        axes = ("pipeline", "shard", "context", "tensor") if self.apart else ("pipeline", "data", "shard", "context", "tensor")
-        self.together = self.mesh.group(*axes, use="step")
+        together = tuple(axis for axis in AXES if axis != "data" or not self.apart)
+        self.together = self.mesh.group(*together, use="step")
         for one in self.held:  # groups are made when all ranks make them
             axes = one.spot.partial
             if axes and axes not in self._partial:

@@ -3,6 +3,7 @@ rank by rank: what belongs to the first rank of all of them, then what belongs t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -60,13 +61,13 @@ class _Slot:
     """Views of the parameter: rows of whole parts, and the last one that is not."""
 
     @classmethod
-    def of(cls, one: Whole, group: Group, offset: int, low: bool) -> _Slot:
+    def of(cls, one: Whole, group: Group, offset: int) -> _Slot:
         spot, room = own_box(one.spot, group.index, group.size)
         flat = one.parameter.detach().view(-1)
         first = min(group.index * room, len(flat))
-        separate = low or one.parameter.dtype != torch.float32
         # In fp32 the master weights are the parameter's own memory.
-        own = torch.empty(spot.shape, device=flat.device) if separate else _cut(flat, first, spot)
+        low = flat.dtype != torch.float32
+        own = torch.empty(spot.shape, dtype=torch.float32, device=flat.device) if low else _cut(flat, first, spot)
         held = Held(one.name, nn.Parameter(own, requires_grad=False), spot)
         full = len(flat) // max(room, 1)
         targets = [flat[: full * room].view(full, room), flat[full * room :]]
@@ -106,7 +107,7 @@ class Bucket:
         self.slots: list[_Slot] = []
         self.width = 0
         for one in bundle:
-            self.slots.append(_Slot.of(one, group, self.width, bundle[0].parameter.dtype != torch.float32))
+            self.slots.append(_Slot.of(one, group, self.width))
             self.width += self.slots[-1].room
         if self.width == 0:  # another technique has left nothing of it here
             self.alone = True
@@ -188,10 +189,8 @@ class Bucket:
 
 
 def _cut(flat: Tensor, first: int, spot: Spot) -> Tensor:
-    size = 1
-    for length in spot.shape:
-        size *= length
-    return flat[first : first + size].view(spot.shape)
+    """The box that begins there in a flat tensor."""
+    return flat[first : first + math.prod(spot.shape)].view(spot.shape)
 
 
 def bundled(wholes: Sequence[Whole], wire: torch.dtype) -> list[list[Whole]]:

@@ -52,6 +52,13 @@ def split(
                     _shrink(module, leaf, spots[name])
         _install(table, spots, group, sequence, done)
         done.update(part.modules())
+    if not any("tensor" in spot.split for spot in spots.values()):
+        raise RunError(
+            [
+                f"layout.tensor = {group.size} has nothing to cut in this model: its AXES table names no dimension "
+                f"{', '.join(CUT)} of a layer that ranks can share. Name them there (docs/own-model.md), or set layout.tensor = 1."
+            ]
+        )
     return spots
 
 

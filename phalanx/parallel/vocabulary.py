@@ -85,7 +85,10 @@ class Project:
     chunked: bool
 
     def __call__(self, x_BSD: Tensor, weight_VD: Tensor, /) -> Any:
-        x_BSD = x_BSD if self.enter is None else self.enter.enter(x_BSD)
+        if self.enter is not None:
+            x_BSD = self.enter.enter(x_BSD)
+            # It leaves the model as it is: FSDP2, which hangs its backward on what leaves, wants no view of something inside.
+            x_BSD = x_BSD.clone() if self.chunked else x_BSD
         # Converted now, as the loss is taken where no format is asked for any more.
         return Projected(computed(x_BSD), computed(weight_VD)) if self.chunked else F.linear(x_BSD, weight_VD)
 
@@ -141,11 +144,13 @@ def applied(parts: list[nn.Module], loss: Loss) -> str | None:
     if not isinstance(loss, VocabularyLoss) or not ends:
         return None
     told = []
-    if loss.share.group is not None:
+    group = loss.share.group
+    own = loss.rows if group is None else share_of(loss.rows, group.index, group.size)[1]
+    if own != loss.rows and any(p.ndim == 2 and p.shape[0] == own for part in ends for p in part.parameters()):
         told.append(f"this rank's logits begin at column {loss.share.first} of {loss.rows}")
     if all(isinstance(project := getattr(part, "project", None), Project) and project.chunked for part in ends):
         told.append(f"logits of {loss.chunk} tokens at a time")
-    return "; ".join(told)
+    return "; ".join(told) or None
 
 
 class _Parallel(torch.autograd.Function):

@@ -30,7 +30,7 @@ def parameter_bytes(layout: Layout, compute: str, offload: str = "none") -> floa
         return 8 + states
     if layout.zero == 3:
         return (8 + states) / n
-    master = 4 if low and offload == "none" else 0
+    master = 4 if low else 0  # offloaded, it has a twin elsewhere; what ranks gather from still lies on the device
     value = gradient = 2 if low else 4
     return value + gradient / (n if layout.zero == 2 else 1) + (master + states) / n
 

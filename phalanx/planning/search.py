@@ -10,11 +10,13 @@ from typing import Literal
 
 from phalanx.planning.devices import find_gpu
 from phalanx.planning.memory import rank_state_bytes, sequence_bytes, sequence_share
+from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.machine import Gpu, Machine
 from phalanx.spec.plan import Plan, Size
 from phalanx.spec.run import Run
+from phalanx.spec.schedule_choice import schedule
 
 Compute = Literal["fp32", "bf16", "fp16", "fp8"]
 
@@ -42,6 +44,8 @@ def choose(run: Run, machine: Machine, ranks: int | None = None, size: Size | No
     if problems:
         raise RunError(problems)
     micro_batch = search.micro_batch(layout)
+    if problems := search.layout_problems(layout, run.batch // layout.replicas // micro_batch):
+        raise RunError(problems)
     return Plan(
         layout=layout,
         device=device,
@@ -127,6 +131,34 @@ class _Search:
             found.append(
                 f"torchrun started {self.started} ranks but the layout has {layout.ranks}; "
                 f"start torchrun with {_TORCHRUN}={layout.ranks}, or leave layout.data out of the run file."
+            )
+        return found
+
+    def layout_problems(self, layout: Layout, micro_batches: int) -> list[str]:
+        """What only shows once the number of ranks, the device and the micro-batches are known."""
+        found = []
+        if self.run.layout.data is None:  # where it is given, the run file's own check has said so
+            found += [finding.sentence for finding in layout_findings(replace(self.run, layout=layout))]
+        found += self._schedule_problems(layout, micro_batches)
+        gpus = [find_gpu(gpu.name) for gpu in self.machine.gpus[: layout.ranks]] if self.device == "cuda" else []
+        if self.compute == "fp8" and (lacking := [gpu.key for gpu in gpus if gpu is not None and gpu.peak("fp8") is None]):
+            found.append(
+                f'precision.compute = "fp8" needs GPUs that multiply in it, but this machine has {lacking[0]}: '
+                'set precision.compute = "bf16".'
+            )
+        return found
+
+    def _schedule_problems(self, layout: Layout, micro_batches: int) -> list[str]:
+        try:
+            order = schedule(layout, micro_batches)
+        except RunError as error:
+            return list(error.problems)
+        if order is None:
+            return []
+        found = order.problems()
+        if order.stages > self.run.model.layers:
+            found.append(
+                f"The pipeline schedule has {order.stages} stages but model.layers = {self.run.model.layers}: take a schedule with fewer."
             )
         return found
 

@@ -12,8 +12,6 @@ from phalanx.spec.finding import Finding, around, divisors, multiples
 from phalanx.spec.run import Run
 from phalanx.spec.words import either
 
-SPLIT_BACKWARD = ("interleaved-zero-bubble", "zbv", "dualpipev")
-"""Schedules that take the gradients of weights apart from those of inputs."""
 _ONE_STAGE = ("gpipe", "1f1b")
 _TWO_STAGES = ("zbv", "dualpipev")
 
@@ -225,18 +223,29 @@ def _own_module(run: Run) -> Iterator[Finding]:
 
 
 def _memory(run: Run) -> Iterator[Finding]:
-    memory, layout = run.memory, run.layout
-    if memory.recompute == "selective" and layout.pipeline > 1 and layout.schedule in SPLIT_BACKWARD:
-        yield Finding(
-            ("memory.recompute", "layout.schedule"),
-            f'memory.recompute = "selective" does not go with layout.schedule = {toml(layout.schedule)}, whose backward goes through a '
-            'block twice: set memory.recompute = "full" or "none", or layout.schedule = "interleaved-1f1b".',
-        )
+    memory = run.memory
+    for other, on, why in (
+        ("memory.compile", memory.compile, "compiled blocks keep what they choose themselves"),
+        ("memory.activations", memory.activations == "cpu", "the results that it keeps would stay on the device"),
+    ):
+        if memory.recompute == "selective" and on:
+            value = toml(getattr(memory, other.partition(".")[2]))
+            yield Finding(
+                ("memory.recompute", other),
+                f'memory.recompute = "selective" does not go with {other} = {value}: {why}. Set memory.recompute = "full" or "none", '
+                f"or remove {other}.",
+            )
     if memory.recompute == "none" and memory.recompute_every > 1:
         yield Finding(
             ("memory.recompute_every", "memory.recompute"),
             f'memory.recompute_every = {memory.recompute_every} has nothing to choose from, as memory.recompute = "none": '
             'set memory.recompute = "full", or remove it.',
+        )
+    if memory.offload != "none" and run.optimizer.name == "muon":
+        yield Finding(
+            ("memory.offload", "optimizer.name"),
+            f'memory.offload = {toml(memory.offload)} does not go with optimizer.name = "muon", whose iterations belong on the device: '
+            'set optimizer.name = "adamw", or memory.offload = "none".',
         )
     if memory.offload_path is not None and memory.offload != "nvme":
         yield Finding(

@@ -37,6 +37,8 @@ class Layout:
     """A schedule of your own instead, as `phalanx schedule NAME --csv FILE` writes it."""
     stages: int | None = field(default=None, metadata=within(1))
     """Stages of each pipeline rank; left out: 1 for gpipe and 1f1b, 2 for the others."""
+    cut: Literal["counted", "measured"] = "counted"
+    """How stages get their blocks, so that none keeps the others waiting: by the operations of blocks, embedding and head, or by what these take on this device, timed at each start."""
     expert: int = field(default=1, metadata=within(1))
     """Ranks that share the experts: another view of the same ranks."""
     expert_tensor: int = field(default=1, metadata=within(1))

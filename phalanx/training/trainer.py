@@ -46,6 +46,7 @@ from phalanx.spec.errors import RunFailed
 from phalanx.spec.origin import origin_folder
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
+from phalanx.spec.schedule_choice import schedule
 from phalanx.training.accounting import Accounting
 from phalanx.training.held_out import evaluate
 from phalanx.training.optimizer import Optimizer
@@ -53,7 +54,7 @@ from phalanx.training.outer import Outer
 from phalanx.training.recipe import recipe
 from phalanx.training.report import Progress, report, too_many_skipped
 from phalanx.training.schedule import learning_rate
-from phalanx.training.stages import schedule, stages
+from phalanx.training.stages import stages
 from phalanx.training.state import pieces, placement
 from phalanx.training.step import MicroBatch, Stepper
 
@@ -88,7 +89,11 @@ class Trainer:
             folder=self.checkpoints.parent / "offload",
         )
         self.outer = Outer(self.placed.held, self.run.optimizer, self.mesh) if self.run.optimizer.local_steps > 1 else None
-        pipeline = None if order is None else Pipeline(self.placed.parts, order, self.mesh)
+        pipeline = (
+            None
+            if order is None
+            else Pipeline(self.placed.parts, order, self.mesh, halves=self.run.memory.recompute != "selective")
+        )
         self.stepper = Stepper(self.run, self.plan, self.placed, loads, pipeline)
         self._accounting = Accounting(self.mesh, self.placement, self.tensors, on=not self.run.memory.compile)
         if self.mesh.size("context") > 1:
@@ -228,7 +233,10 @@ class Trainer:
             yield Stopped(step=self.progress.step, reason=self._stop or "asked to stop")
 
     def close(self) -> None:
+        """Let go of threads and files; states in files are gone with them."""
         self._close_loader()
+        if hasattr(self, "optimizer"):
+            self.optimizer.close()
 
     def _due(self, every: int | None) -> bool:
         return every is not None and self.progress.step % every == 0

@@ -174,6 +174,7 @@ class _Packer:
     def _stays(self, tensor: Tensor) -> bool:
         return (
             not tensor.is_floating_point()
+            or (self._load.stream is not None and not tensor.is_cuda)  # there already: a recomputation's own bookkeeping
             or tensor.numel() * tensor.element_size() < self._smallest
             or tensor.untyped_storage().data_ptr() in self._shared
             or type(tensor) not in (Tensor, torch.nn.Buffer)  # parameters, and subclasses that know better

@@ -51,7 +51,8 @@ class Compiler:
         import torch._dynamo
         import torch._functorch.config
 
-        self._backend, self._notice = backend, notice
+        self._notice = notice
+        self._backend = self._forgiving(torch._dynamo.lookup_backend(backend))
         self._settings = torch._dynamo.config, torch._functorch.config
         self.refused: str | None = None
         """torch's first reason not to compile something; it runs as it was."""
@@ -77,12 +78,27 @@ class Compiler:
 
         return attempt
 
+    def _forgiving(self, backend: Callable[..., Any]) -> Callable[..., Any]:
+        """A backend that hands back, uncompiled, what it cannot compile."""
+
+        def attempt(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+            try:
+                return backend(graph, inputs)
+            except Exception as error:  # compilers call compilers: anything may come out of them
+                self._say(error)
+                return graph.forward
+
+        return attempt
+
     def _heard(self, record: logging.LogRecord) -> bool:
+        """Whether a line of torch's log is to be written: not what is said here in shorter words."""
         if not record.getMessage().startswith("WON'T CONVERT"):
             return True
-        if self.refused is None:
-            error = record.exc_info[1] if record.exc_info else None
-            reason = " ".join(str(error or record.getMessage()).split())
-            self.refused = reason if len(reason) < _REASON else f"{reason[:_REASON]} …"
-            self._notice(f"memory.compile: torch refuses a piece of a block, which runs uncompiled: {self.refused}")
+        self._say(record.exc_info[1] if record.exc_info else record.getMessage())
         return False
+
+    def _say(self, reason: object) -> None:
+        if self.refused is None:
+            words = " ".join(str(reason).split())
+            self.refused = words if len(words) < _REASON else f"{words[:_REASON]} …"
+            self._notice(f"memory.compile: torch refuses a piece of a block, which runs uncompiled: {self.refused}")

@@ -93,7 +93,7 @@ def theory(run: Run, plan: Plan) -> Theory:
         "gradients": each * gradient / (n if zero >= 2 else 1),
         "optimizer": each * state / (n if zero else 1),
     }
-    said = ()
+    said: tuple[str, ...] = ()
     if (n := (layout.data or 1) * layout.context) > 2 and layout.shard == 1 and n & (n - 1) == 0:
         said = (
             f"On CPU {n} replicas add their gradients in a binary tree, for equal bits: it sends {n.bit_length() - 1} times the "

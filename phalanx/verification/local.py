@@ -113,7 +113,7 @@ class _Balance:
 
 def _together(now: list[Moment]) -> tuple[float, str]:
     """Mean loss, and tokens and checksum, of the replicas' parts of a batch: as the whole batch would report them."""
-    parts = [(moment.loss or 0.0, *moment.batch.split()) for moment in now]
-    tokens = sum(int(count) for _, count, _ in parts)
-    loss = sum(mean * int(count) for mean, count, _ in parts) / tokens
-    return loss, f"{tokens} {sum(int(digest, 16) for _, _, digest in parts):x}"
+    counts = [int(moment.batch.split()[0]) for moment in now]
+    digests = [int(moment.batch.split()[1], 16) for moment in now]
+    loss = sum((moment.loss or 0.0) * count for moment, count in zip(now, counts, strict=True)) / sum(counts)
+    return loss, f"{sum(counts)} {sum(digests):x}"

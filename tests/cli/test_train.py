@@ -19,7 +19,17 @@ from typing import Any
 import pytest
 
 from phalanx._version import __version__
-from phalanx.events.records import Evaluated, Finished, Restored, RunStarted, Saved, Step, WorkerStarted
+from phalanx.events.records import (
+    Evaluated,
+    Finished,
+    ModelPlaced,
+    Restored,
+    RunStarted,
+    Saved,
+    Step,
+    StepAccounted,
+    WorkerStarted,
+)
 from phalanx.spec.load import load
 from phalanx.spec.plan import Plan
 from phalanx.spec.presets import PRESETS
@@ -73,7 +83,13 @@ def test_events(finished: Any, ranks: int) -> None:
     assert [event.step for event in events if isinstance(event, Evaluated)] == [4, 8]
     assert [event.step for event in events if isinstance(event, Saved)] == [4, 8]
     assert isinstance(events[-1], Finished) and events[-1].step == 8
-    assert [event.time for event in events] == sorted(event.time for event in events)
+    told = [event.time for event in events if not isinstance(event, WorkerStarted | ModelPlaced | StepAccounted)]
+    assert told == sorted(told)  # ranks write side by side, but one of them tells the run's story
+    placed = [event for event in events if isinstance(event, ModelPlaced)]
+    assert sorted(event.rank for event in placed) == list(range(ranks))
+    assert all(f"summed over {ranks} ranks" in event.applied["data"] for event in placed)
+    counted = [event for event in events if isinstance(event, StepAccounted)]
+    assert sorted(event.rank for event in counted) == list(range(ranks)) and {event.step for event in counted} == {2}
     # What readers in other languages rely on: one JSON object on each line, its kind under "event".
     lines = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
     assert len(lines) == len(events) and all(isinstance(line["event"], str) and line["time"] > 0 for line in lines)

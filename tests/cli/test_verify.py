@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from phalanx.cli.main import app
 from phalanx.parallel.placed import Placed
 
-BIN = Path(sys.executable).parent
+PHALANX = [sys.executable, "-m", "phalanx"]
 RUN = """
 [model]
 dim = 32
@@ -45,7 +45,7 @@ def run_file(tmp_path: Path) -> Path:
 
 def test_the_command_passes_and_says_what_it_compared(run_file: Path) -> None:
     command = [
-        str(BIN / "phalanx"),
+        *PHALANX,
         "verify",
         str(run_file),
         "layout.data=1",
@@ -111,9 +111,7 @@ def test_a_rank_that_raises_is_shown_with_its_last_lines(run_file: Path, monkeyp
     ],
 )
 def test_bad_input_ends_with_two(arguments: list[str], words: str, run_file: Path) -> None:
-    done = subprocess.run(
-        [str(BIN / "phalanx"), "verify", str(run_file), *arguments], capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([*PHALANX, "verify", str(run_file), *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert words in done.stderr
 

@@ -121,7 +121,7 @@ def test_whoever_takes_a_forward_over_asks_how_to_multiply() -> None:
 
 def test_training_reaches_nearly_the_same_loss() -> None:
     exact = trained(made(KINDS["dense"]), "fp32", 80)
-    assert exact < 2.5  # from 5.5
+    assert exact < 1.8  # from 5.5; no model can do better than the logarithm of 4, 1.39
     for name, changes in {
         "bf16": [],
         "fp16": [],

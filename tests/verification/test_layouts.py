@@ -45,9 +45,9 @@ def test_the_models_are_odd_and_right() -> None:
 
 
 def test_a_sweep_reports_each_layout_in_turn() -> None:
-    reports = list(sweep(tiny_run(), ranks=2, steps=1, count=4))
-    assert [report.passed for report in reports] == [True] * 4, [told(report) for report in reports]
-    assert len({report.case.layout for report in reports}) == 4
+    reports = list(sweep(tiny_run(), ranks=2, steps=1, count=3))
+    assert [report.passed for report in reports] == [True] * 3, [told(report) for report in reports]
+    assert len({(report.case.run.model, report.case.layout) for report in reports}) == 3
 
 
 @pytest.mark.slow
