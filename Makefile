@@ -41,9 +41,10 @@ tests: setup
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
 
-# Steps per second and start-up beside a hand-written loop; needs a quiet machine.
+# Steps per second and start-up beside hand-written loops; needs a quiet machine.
 bench: setup
 	$(BIN)/python benchmarks/ddp.py
+	$(BIN)/python benchmarks/parallel.py
 
 # The reference of the run file, from the code.
 docs: setup

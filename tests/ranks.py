@@ -227,7 +227,7 @@ def tiny_trainer(mesh: Mesh, run: Run, checkpoints: Path) -> Trainer:
         threads=1,
         micro_batch=run.train.micro_batch,
         accumulation=run.batch // mesh.layout.replicas // run.train.micro_batch,
-        compute="bf16" if run.precision.compute == "bf16" else "fp32",
+        compute=run.precision.compute or "fp32",
         parameters=run.model.parameters(),
         flops_per_token=run.model.flops_per_token(run.train.sequence_length),
         peak_flops=None,

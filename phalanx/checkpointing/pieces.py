@@ -24,7 +24,9 @@ class Elsewhere(Protocol):
 
     dtype: torch.dtype
 
-    def read(self) -> Tensor: ...
+    def read(self, into: Tensor | None = None) -> Tensor:
+        """Its values, in memory of its own or in that of `into`, of the same shape and in one piece."""
+
     def write(self, values: Tensor, /) -> None: ...
 
 
@@ -72,14 +74,15 @@ class SavePieces(dcp.DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """Asked for when the tensor before has been written. torch keeps all that it is given until the file is complete: what is
         not in memory as it is to be written passes through the same memory, one after the other."""
-        found = self._pieces[write_item.index.fqn].tensor
-        tensor = found.detach() if isinstance(found, Tensor) else found.read()
-        if isinstance(found, Tensor) and tensor.is_cpu and tensor.untyped_storage().nbytes() == tensor.nbytes:
-            return tensor
+        piece = self._pieces[write_item.index.fqn]
+        found = piece.tensor
+        if isinstance(found, Tensor) and found.is_cpu and found.untyped_storage().nbytes() == found.nbytes:
+            return found.detach()
         if self._passage is None:
             size = max(math.prod(piece.shape) * piece.tensor.dtype.itemsize for piece in self._pieces.values())
             self._passage = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        return torch.frombuffer(self._passage, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape).copy_(tensor)
+        passage = torch.frombuffer(self._passage, dtype=found.dtype, count=math.prod(piece.shape)).view(piece.shape)
+        return passage.copy_(found.detach()) if isinstance(found, Tensor) else found.read(passage)
 
 
 def _write_item(name: str, piece: Piece) -> WriteItem:

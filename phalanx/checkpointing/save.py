@@ -29,9 +29,7 @@ class Ranks(Protocol):
     def barrier(self) -> None: ...
 
 
-def save(
-    checkpoints: Path, step: int, tensors: Mapping[str, Tensor | Piece], contents: dict[str, Any], ranks: Ranks
-) -> Path:
+def save(checkpoints: Path, step: int, tensors: Mapping[str, Tensor | Piece], contents: dict[str, Any], ranks: Ranks) -> Path:
     """Write a checkpoint of `tensors` (by name, whole or in parts) with `contents` (plain values) beside them; returns where it is.
 
     When it returns, on any rank, the checkpoint is complete.

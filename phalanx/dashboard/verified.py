@@ -70,7 +70,7 @@ def show_line(console: Console, number: int, report: Mapping[str, Any]) -> None:
         what = f"{who}: {escape(failure['error'])}"
     else:
         failed = [check for check in report["checks"] if not check["passed"]]
-        shown = failed or [check for check in report["checks"] if check["accepted"]]
+        shown = failed or [check for check in report["checks"] if check["accepted"] != 0]
         what = ", ".join(
             f"{check['name']} {check['largest']:.1e}" + (f" ({_where(check)})" if failed else "") for check in shown
         )
@@ -82,11 +82,14 @@ def _checks(checks: Sequence[Mapping[str, Any]]) -> Table:
     for title in ("check", "largest relative\ndifference", "where", "accepted", "verdict"):
         table.add_column(title, overflow="fold")
     for check in checks:
-        exact = not check["accepted"]
+        exact = check["accepted"] == 0
         largest = "none" if not check["largest"] else f"{check['largest']:g}" if exact else f"{check['largest']:.1e}"
         verdict = "[green]passed[/]" if check["passed"] else "[bold red]differs[/]"
+        if not check["judged"]:
+            verdict = "[yellow]not judged[/]"
+        accepted = "none" if exact else "any" if not check["judged"] else f"{check['accepted']:.0e}"
         where = escape(_where(check)) if check["largest"] else ""
-        table.add_row(check["name"], largest, where, "none" if exact else f"{check['accepted']:.0e}", verdict)
+        table.add_row(check["name"], largest, where, accepted, verdict)
     return table
 
 

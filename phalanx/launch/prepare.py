@@ -97,7 +97,7 @@ def prepare(
 
 def _fill(rundir: RunDir, run: Run, plan: Plan, data: Dataset, accept_changed_data: bool) -> Prepared:
     """What workers read, into a directory that is held."""
-    resumes, changes = _check_resumption(rundir, run, data, accept_changed_data)
+    resumes, changes = _check_resumption(rundir, run, plan, data, accept_changed_data)
     if not resumes:  # one that goes on has its weights in its checkpoint
         check_weights(run)
     _write(rundir.run_file, dump(run))
@@ -201,7 +201,7 @@ def _make(rundir: RunDir) -> None:
         ) from None
 
 
-def _check_resumption(rundir: RunDir, run: Run, data: Dataset, accepted: bool) -> tuple[bool, list[str]]:
+def _check_resumption(rundir: RunDir, run: Run, plan: Plan, data: Dataset, accepted: bool) -> tuple[bool, list[str]]:
     """Whether there is a checkpoint, and what is to be said of it.
 
     One of other text must not be continued unasked: its position in the data means something else now.
@@ -211,6 +211,15 @@ def _check_resumption(rundir: RunDir, run: Run, data: Dataset, accepted: bool) -
             saved = disk.read_marker(path)
         except disk.DamagedCheckpoint:
             continue
+        replicas = saved.get("replicas", plan.layout.data)
+        if replicas != plan.layout.data:
+            raise RunError(
+                [
+                    f"{path} holds {replicas} replicas, each with a state of its own (optimizer.local_steps = "
+                    f"{run.optimizer.local_steps}), so it does not go on with layout.data = {plan.layout.data}: set "
+                    f"layout.data = {replicas}, or start afresh with --fresh or another --run-dir."
+                ]
+            )
         if saved["data"] == data.fingerprint:
             return True, []
         text = f"The text of {sources(run)} has changed since {path} was saved"

@@ -6,6 +6,7 @@ Every refusal names the keys, the reason and the nearest legal values, so that n
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from phalanx.spec.dump import toml
 from phalanx.spec.finding import Finding, around, divisors, multiples
@@ -23,6 +24,7 @@ def layout_findings(run: Run) -> Iterator[Finding]:
     yield from _context(run)
     yield from _pipeline(run)
     yield from _stages(run)
+    yield from _schedule_file(run)
     yield from _expert(run)
     yield from _own_module(run)
     yield from _memory(run)
@@ -127,7 +129,8 @@ def _pipeline(run: Run) -> Iterator[Finding]:
                     f"or remove layout.{key}.",
                 )
         return
-    stages = layout.pipeline * layout.stages_per_rank
+    # How many stages a file of one's own has is known when it is read.
+    stages = layout.pipeline * (layout.stages_per_rank if layout.schedule_file is None else 1)
     if stages > model.layers:
         most = model.layers // layout.stages_per_rank
         wide = f"set layout.pipeline to at most {most}" if most > 1 else "take fewer stages or more layers"
@@ -158,6 +161,26 @@ def _stages(run: Run) -> Iterator[Finding]:
         )
 
 
+def _schedule_file(run: Run) -> Iterator[Finding]:
+    """What stands in it is looked at when the micro-batches are known."""
+    layout = run.layout
+    if layout.pipeline == 1 or layout.schedule_file is None:
+        return
+    for key, value, default in (("schedule", layout.schedule, "1f1b"), ("stages", layout.stages, None)):
+        if value != default:
+            yield Finding(
+                (f"layout.{key}", "layout.schedule_file"),
+                f"layout.{key} = {toml(value)} and layout.schedule_file = {toml(layout.schedule_file)} both say how the pipeline is "
+                "scheduled: remove one of them.",
+            )
+    if not Path(layout.schedule_file).is_file():
+        yield Finding(
+            ("layout.schedule_file",),
+            f"layout.schedule_file = {toml(layout.schedule_file)} is not a file: write one with `phalanx schedule NAME --csv FILE`, or "
+            "remove it and name a layout.schedule.",
+        )
+
+
 def _expert(run: Run) -> Iterator[Finding]:
     moe, layout = run.model.moe, run.layout
     degrees = {"layout.expert": layout.expert, "layout.expert_tensor": layout.expert_tensor}
@@ -165,12 +188,20 @@ def _expert(run: Run) -> Iterator[Finding]:
     if not asked:
         return
     key, degree = next(iter(asked.items()))
+    if run.model.module is not None:
+        return  # told there
     if moe is None:
         yield Finding(
             (key, "model.moe.experts"),
             f"{key} = {degree} shares experts, but the model has none: remove it, or give the model some with [model.moe].",
         )
         return
+    if run.model.dense_layers == run.model.layers:
+        yield Finding(
+            (key, "model.moe.dense_layers", "model.layers"),
+            f"{key} = {degree} shares experts, but no block has any, as model.moe.dense_layers = {moe.dense_layers} and model.layers = "
+            f"{run.model.layers}: remove it, or set model.moe.dense_layers to at most {run.model.layers - 1}.",
+        )
     if moe.experts % layout.expert:
         yield Finding(
             ("layout.expert", "model.moe.experts"),
@@ -203,10 +234,12 @@ def _own_module(run: Run) -> Iterator[Finding]:
         ("layout.pipeline", run.layout.pipeline, "how to cut it into stages is not known"),
         ("layout.context", run.layout.context, "how it attends is not known"),
         ("layout.expert", run.layout.expert, "where its experts are is not known"),
+        ("layout.expert_tensor", run.layout.expert_tensor, "where its experts are is not known"),
     ):
         if degree > 1:
             yield Finding(
-                (key, "model.module"), f"{key} = {degree} cannot be had with a model.module of one's own: {why}. Set {key} = 1."
+                (key, "model.module"),
+                f"{key} = {degree} cannot be had with a model.module of one's own, as {why}: set {key} = 1.",
             )
     if run.layout.sequence:
         yield Finding(

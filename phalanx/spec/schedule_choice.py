@@ -26,4 +26,12 @@ def schedule(layout: Layout, micro_batches: int) -> Schedule | None:
                 "set layout.pipeline to that number, or name another file."
             ]
         )
+    if micro_batches > found.micro_batches:
+        raise RunError(
+            [
+                f'layout.schedule_file = "{layout.schedule_file}" is for {found.micro_batches} micro-batches, but a step has {micro_batches} '
+                "(train.batch / layout.data / layout.shard / train.micro_batch): raise train.micro_batch, or write a file for as many with "
+                "`phalanx schedule --csv`."
+            ]
+        )
     return resized(found, micro_batches)

@@ -20,7 +20,7 @@ from phalanx.spec.run import Memory
 from phalanx.spec.run import Optimizer as OptimizerSpec
 from phalanx.training.adamw import MOMENTS, Bytes, Move, State, Terms, decay, flat, fused, moving
 from phalanx.training.portions import Portion, portions
-from phalanx.training.scratch import Buffer, ScratchFile, problem
+from phalanx.training.scratch import Buffer, ScratchFile, problem, trim
 from phalanx.training.stores import ALIGNED, InFile, InMemory, Store, width
 
 _PORTION = 1 << 22  # numbers that are copied at a time where all are in memory
@@ -45,6 +45,7 @@ class Offloaded:
         for number, portion in enumerate(self._portions):
             values = [part.of(flat(self._held[part.index].value)) for part in portion.slices]
             self._store.put(number, "master", values)
+        trim()  # what drawing these values took, or reading them from a checkpoint
 
     def step(self, move: Move) -> None:
         divisor, bad = torch.stack((move.divisor, move.bad)).cpu()  # the host works on them, so it has to know

@@ -98,8 +98,8 @@ class _Row:
     state: Elsewhere
     dtype: torch.dtype
 
-    def read(self) -> Tensor:
-        return self.state.read().unsqueeze(0)
+    def read(self, into: Tensor | None = None) -> Tensor:
+        return self.state.read(None if into is None else into.squeeze(0)).unsqueeze(0)
 
     def write(self, values: Tensor, /) -> None:
         self.state.write(values.squeeze(0))

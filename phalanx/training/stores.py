@@ -219,9 +219,10 @@ class Stored:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def read(self) -> Tensor:
+    def read(self, into: Tensor | None = None) -> Tensor:
         # Not from torch's allocator, which does not always give memory back that was let go.
-        whole = Buffer(math.prod(self.shape) * self.dtype.itemsize, pin=False).bytes.view(self.dtype).view(self.shape)
+        size = math.prod(self.shape) * self.dtype.itemsize
+        whole = Buffer(size, pin=False).bytes.view(self.dtype).view(self.shape) if into is None else into
         for number, part in self.parts:
             part.of(whole.view(-1)).copy_(self.store.read(number, self.kind, part))
         return whole

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -197,7 +198,9 @@ class Trainer:
         started = time.perf_counter()
         # One rank writes it down, so one rank looks at the text.
         data = self.data.fingerprint if self.mesh.rank == 0 else None
-        contents = {"progress": asdict(self.progress), "data": data, "version": __version__}
+        contents: dict[str, Any] = {"progress": asdict(self.progress), "data": data, "version": __version__}
+        if self.outer is not None:
+            contents["replicas"] = self.mesh.size("data")  # each has a state of its own: it is resumed with as many
         path = save(self.checkpoints, self.progress.step, self.tensors(), contents, self.mesh)
         if self.mesh.rank == 0:
             disk.prune(self.checkpoints, self.run.checkpoint.keep, path)

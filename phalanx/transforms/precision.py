@@ -55,10 +55,12 @@ class LossScale:
             self.value, self.good_steps = min(self.value * 2, _LARGEST), 0
 
     def state(self) -> dict[str, float]:
-        """For a checkpoint."""
+        """For a checkpoint; nothing where there is no scale."""
+        if self.growth_after is None:
+            return {}
         return {"value": self.value, "good_steps": float(self.good_steps)}
 
     def restore(self, state: Mapping[str, float]) -> None:
         """Go on from a checkpoint. One written in another number format has nothing to say to this one."""
-        if self.growth_after is not None and state.get("value", 1.0) != 1.0:
+        if self.growth_after is not None and "value" in state:
             self.value, self.good_steps = float(state["value"]), int(state["good_steps"])

@@ -121,7 +121,8 @@ def _sent(run: Run, plan: Plan, each: float) -> dict[str, float]:
         found["context"] = model.layers / layout.pipeline * times * tokens * _context(run, number)
     if layout.pipeline > 1:  # the mean rank; the residual stream is in fp32 whatever is computed in
         boundaries = layout.pipeline * layout.stages_per_rank - 1
-        found["pipeline"] = 2 * boundaries / layout.pipeline * times * tokens * model.dim * 4
+        slices = layout.tensor if layout.sequence else 1  # a tensor rank then sends its slice of the sequence
+        found["pipeline"] = 2 * boundaries / layout.pipeline * times * tokens / slices * model.dim * 4
     if model.moe is not None and layout.expert > 1:  # there and back, forward and backward
         rows = (model.layers - model.dense_layers) / layout.pipeline * times * tokens / layout.tensor * model.moe.active
         found["expert"] = 4 * _most(layout.expert) * rows * model.dim * number

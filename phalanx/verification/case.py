@@ -23,6 +23,9 @@ MOST_RANKS = 8
 EPS = 1e-4
 """Adam divides by the root of a square: at its usual 1e-8 a gradient of nearly nothing becomes a full step in a direction that
 rounding chose. Gradients that agree to 6e-7 then give parameters 4.5e-4 apart after 3 steps; with 1e-4 they stay 2e-6 apart."""
+COARSE_EPS = 1e-2
+"""The same for numbers of 16 bits and fewer, whose gradients agree to 1e-2 at best: biases, which begin at zero, would be one step
+apart after the first."""
 _RATE = 1e-3
 """The learning rate of proofs: a step moves parameters by far more than is accepted, so that a wrong one shows, and by so little
 that what rounding does to one step is not blown up in the next."""
@@ -53,12 +56,12 @@ class Case:
     @property
     def coarsest(self) -> str:
         """What decides how close two computations can come: the coarsest numbers that take part. A key of `compare.RANGES`."""
-        precision, compute = self.run.precision, self.plan.compute
-        if compute == "fp32" and "bf16" in (precision.reduce, precision.optimizer):
-            compute = "bf16"
-        if self.run.model.moe is not None and compute in ("bf16", "fp16"):
-            return "experts"
-        return "muon" if compute == "fp32" and self.run.optimizer.name == "muon" else compute
+        precision, numbers = self.run.precision, str(self.plan.compute)
+        if numbers == "fp32" and "bf16" in (precision.reduce, precision.optimizer):
+            numbers = "bf16"
+        if numbers == "fp32" and self.run.optimizer.name == "muon":
+            numbers = "muon"
+        return "experts" if self.run.model.moe is not None and numbers != "fp32" else numbers
 
 
 def make(run: Run, *, ranks: int | None = None, steps: int = 8) -> Case:
@@ -96,12 +99,12 @@ def _sizes(run: Run, said: list[str]) -> Run:
     tiny = model.module is not None or model.parameters() <= TINY
     unit = 2 * layout.context * layout.tensor  # a piece from either end of each context rank's share, cut for each tensor rank
     stages = layout.pipeline * layout.stages_per_rank if layout.pipeline > 1 else 2
-    micro = min(run.train.micro_batch or 2, 2)
+    micro = run.train.micro_batch or (1 if run.batch % (2 * stages * layout.replicas) else 2)
+    given = replace(run, model=replace(model, from_=None), train=replace(run.train, micro_batch=micro))
+    if tiny and run.batch_tokens <= _TOKENS and not check(given):
+        return given
+    micro = min(micro, 2)
     smallest = layout.replicas * micro * stages
-    if tiny and run.batch_tokens <= _TOKENS and run.batch % smallest == 0 and run.train.sequence_length % unit == 0:
-        return replace(
-            run, model=replace(model, from_=None), train=replace(run.train, micro_batch=run.train.micro_batch or micro)
-        )
     length = -(-min(_LENGTH, run.train.sequence_length) // unit) * unit
     if not tiny:
         small = shrink(model, layout, length)
@@ -134,10 +137,12 @@ def documents(seed: int, count: int = 300) -> tuple[str, ...]:
 
 
 def _optimizer(run: Run, said: list[str]) -> Optimizer:
-    given = run.optimizer
+    given, precision = run.optimizer, run.precision
+    coarse = precision.compute not in (None, "fp32") or "bf16" in (precision.reduce, precision.optimizer)
+    eps = max(COARSE_EPS if coarse else EPS, given.eps)
     said.append(
-        f"The learning rate is {_RATE:g} from the first step on. optimizer.eps is {max(EPS, given.eps):g} in place of {given.eps:g}: "
+        f"The learning rate is {_RATE:g} from the first step on. optimizer.eps is {eps:g} in place of {given.eps:g}: "
         "with less, Adam turns rounding errors of tiny gradients into steps."
     )
-    changed = replace(given, eps=max(EPS, given.eps), learning_rate=_RATE, warmup_steps=0)
+    changed = replace(given, eps=eps, learning_rate=_RATE, warmup_steps=0)
     return replace(changed, schedule="constant", decay_steps=None)

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 FLOOR = 1e-2
 """Part of the largest element of all tensors that no tensor is measured by less than: some gradients are zero but for rounding,
 such as that of a key's bias, which no softmax sees. A wrong gradient shows down to 1e-6 of the largest one."""
+
+UNJUDGED = math.inf
+"""In place of a range where none would mean anything: the difference is told, and whatever it is proves nothing."""
 
 KINDS = ("placement", "batches", "loss", "gradients", "gradient norm", "parameters")
 """The checks in the order in which things happen in a step: what fails first explains what follows."""
@@ -49,9 +52,14 @@ RANGES = {
     ),
     # Muon makes matrices orthogonal in bf16, whatever else is in fp32: the gradients of the first step are exact, later ones are not.
     "muon": Range(1e-4, 1e-2, 1e-2, "Newton–Schulz iterations in bf16; measured over 8 steps: gradients 1e-3, parameters 2e-3"),
-    # A token between two experts goes to either when its scores are rounded otherwise, and then is missing in one's gradient.
+    # A token between two experts goes to either when its scores are rounded otherwise, and then is missing in one's gradient, by
+    # more than what is left (1.06 was measured, and 0.8 on one device with other micro-batches): no range would tell that from a mistake.
     "experts": Range(
-        1e-3, 7e-1, 1e-1, "coarse numbers may send a token to another expert, whose gradient then differs by all of it"
+        1e-2,
+        UNJUDGED,
+        1e-1,
+        "coarse numbers may send a token to another expert, whose gradient then differs by all of it: gradients are told, not judged. "
+        'Prove the layout itself with precision.compute = "fp32" and AdamW',
     ),
 }
 
@@ -80,8 +88,15 @@ class Check:
     rank: int | None = None
 
     @property
+    def judged(self) -> bool:
+        return self.accepted < UNJUDGED
+
+    @property
     def passed(self) -> bool:
         return self.largest <= self.accepted  # false for what is not a number
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"accepted": self.accepted if self.judged else None, "judged": self.judged, "passed": self.passed}
 
 
 def difference(found: Tensor, expected: Tensor, scale: float) -> float:

@@ -1,12 +1,18 @@
-"""Replicas that step by themselves and meet now and then, one after the other in one process: the plain reading of local SGD that
-`verification/sides` holds the ranks against. It shares the trainer's steps with them and nothing of how they meet."""
+"""Replicas that step by themselves and meet now and then, side by side in one process: the plain reading of local SGD that
+`verification/sides` holds the ranks against. It shares the trainer's steps with them and nothing of how they meet.
+
+Each has a thread, because a step that overflows in one is skipped by all, which none can know before the others got as far.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Barrier, BrokenBarrierError
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +20,12 @@ from torch import Tensor
 from phalanx.data.loader import Loader, Share
 from phalanx.models.moe import Router, routers
 from phalanx.parallel.mesh import Mesh
-from phalanx.training.step import MicroBatch
+from phalanx.training.step import MicroBatch, Outcome
 from phalanx.training.trainer import Trainer
 from phalanx.verification.case import Case
 from phalanx.verification.watch import Moment, copied, moments
+
+_PATIENCE = 100.0  # seconds that a replica waits for the others
 
 
 def replicas(mesh: Mesh, case: Case) -> Iterator[list[Moment]]:
@@ -25,19 +33,20 @@ def replicas(mesh: Mesh, case: Case) -> Iterator[list[Moment]]:
     trainers = [_Replica(mesh, case, number) for number in range(case.layout.data or 1)]
     for trainer in trainers:
         trainer.build()
-    outer, balance = _Outer(trainers, case), _Balance(trainers)
+    outer, balance, agreement = _Outer(trainers, case), _Balance(trainers), _Agreement(trainers)
     watched = [moments(trainer, case.steps) for trainer in trainers]
     taken: list[list[Moment]] = [[] for _ in trainers]
-    for step in range(case.steps + 1):
-        now = [next(of_one) for of_one in watched]
-        balance.settle()
-        if step and step % case.run.optimizer.local_steps == 0:
-            outer.meet()
-        loss, batch = _together(now) if step else (None, "")
-        for moment, kept in zip(now, taken, strict=True):
-            moment.gradients, moment.parameters = copied(moment.gradients), copied(moment.parameters)
-            moment.loss, moment.batch = loss, batch
-            kept.append(moment)
+    with ThreadPoolExecutor(len(trainers)) as threads:
+        for step in range(case.steps + 1):
+            now = list(threads.map(agreement.watch, watched))
+            balance.settle()
+            if step and step % case.run.optimizer.local_steps == 0:
+                outer.meet()
+            loss, batch = agreement.together(now) if step else (None, "")
+            for moment, kept in zip(now, taken, strict=True):
+                moment.gradients, moment.parameters = copied(moment.gradients), copied(moment.parameters)
+                moment.loss, moment.batch = loss, batch
+                kept.append(moment)
     for trainer in trainers:
         trainer.close()
     yield from taken
@@ -111,9 +120,41 @@ class _Balance:
         self._counts.clear()
 
 
-def _together(now: list[Moment]) -> tuple[float, str]:
-    """Mean loss, and tokens and checksum, of the replicas' parts of a batch: as the whole batch would report them."""
-    counts = [int(moment.batch.split()[0]) for moment in now]
-    digests = [int(moment.batch.split()[1], 16) for moment in now]
-    loss = sum((moment.loss or 0.0) * count for moment, count in zip(now, counts, strict=True)) / sum(counts)
-    return loss, f"{sum(counts)} {sum(digests):x}"
+class _Agreement:
+    """What replicas tell each other in every step: whether it is to be skipped, and what they saw."""
+
+    def __init__(self, trainers: list[_Replica]):
+        self._barrier = Barrier(len(trainers), timeout=_PATIENCE)
+        self._good = [True] * len(trainers)
+        self._seen: list[Outcome | None] = [None] * len(trainers)
+        for number, trainer in enumerate(trainers):
+            trainer.stepper._agreed = partial(self._agreed, number)  # type: ignore[method-assign]
+            trainer.stepper.step = partial(self._see, number, trainer.stepper.step)  # type: ignore[method-assign]
+
+    def watch(self, watched: Iterator[Moment]) -> Moment:
+        """The next moment of one replica; one that raises lets the others go."""
+        try:
+            return next(watched)
+        except BrokenBarrierError:
+            raise
+        except BaseException:
+            self._barrier.abort()
+            raise
+
+    def _agreed(self, number: int, good: Tensor) -> Tensor:
+        self._good[number] = bool(good)
+        self._barrier.wait()
+        together = all(self._good)
+        self._barrier.wait()  # nobody says the next before everybody has read this
+        return torch.tensor(together)
+
+    def _see(self, number: int, step: Any, *args: Any) -> Outcome:
+        self._seen[number] = outcome = step(*args)
+        return outcome
+
+    def together(self, now: list[Moment]) -> tuple[float, str]:
+        """Mean loss, and tokens and checksum, of the replicas' parts of a batch: as the whole batch would report them."""
+        seen = [outcome for outcome in self._seen if outcome is not None]
+        tokens = sum(outcome.tokens for outcome in seen)
+        loss = sum(outcome.loss * outcome.tokens for outcome in seen) / tokens
+        return loss, "" if now[0].skipped else f"{tokens} {sum(int(outcome.digest, 16) for outcome in seen):x}"

@@ -72,8 +72,8 @@ class Report:
             "steps": case.steps,
             "precision": case.plan.compute,
             "because": self.because,
-            "checks": [asdict(check) | {"passed": check.passed} for check in self.checks],
-            "first": asdict(self.first) if self.first else None,
+            "checks": [check.to_json() for check in self.checks],
+            "first": self.first.to_json() if self.first else None,
             "said": list(case.said),
             "failure": asdict(self.failure) if self.failure else None,
         }

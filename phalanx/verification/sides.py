@@ -72,6 +72,9 @@ def compare(mesh: Mesh, case: Case, reference: Reference, account: bool) -> Foun
         if not their.skipped:  # gradients that overflowed are refused as a whole: which of them did is chance
             found.rows += _tensors("gradients", ours.step, (ours.gradients, their.gradients), mesh.rank)
         found.spots = {name: spot for name, (_, spot) in ours.parameters.items()}
+    if all(their.skipped for their in theirs[1:]):  # nothing was updated on either side, which is no proof of anything
+        said = f"every step overflowed, with precision.loss_scale = {case.run.precision.loss_scale:g}: lower it"
+        found.rows.append(Row("loss", 1, said, mesh.rank, float("inf")))
     found.split = {axis for one in trainer.placed.held for axis in one.spot.split}
     attends = [module.attend for part in trainer.placed.parts for module in part.modules() if hasattr(module, "attend")]
     found.attends_elsewhere = bool(attends) and all(_reaches_out(attend) for attend in attends)

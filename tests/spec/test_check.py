@@ -111,7 +111,10 @@ CONFLICTS = {
     ),
     "tensor and heads": (layout(tensor=3), ["layout.tensor = 3", "model.heads = 4", "2 or 4"]),
     "tensor and ffn": (layout(model(ffn=5), tensor=4), ["layout.tensor = 4", "model.ffn = 5", "at most 3"]),
-    "zero without shards": (layout(zero=2, data=4), ["layout.zero = 2", "layout.shard = 1", "layout.shard = 4 and layout.data = 1"]),
+    "zero without shards": (
+        layout(zero=2, data=4),
+        ["layout.zero = 2", "layout.shard = 1", "layout.shard = 4 and layout.data = 1"],
+    ),
     "sequence without tensor": (layout(sequence=True), ["layout.sequence = true", "layout.tensor = 1"]),
     "ulysses and heads": (
         layout(context=8, context_method="ulysses"),
@@ -210,6 +213,26 @@ CONFLICTS = {
     ),
     "tokenizer that is not there": (data(tokenizer="gone"), ['data.tokenizer = "gone" does not exist', "tokenizer.json"]),
     "pipeline": (layout(pipeline=5), ["layout.pipeline = 5", "model.layers = 4", "at most 4"]),
+    "schedule beside a file": (
+        layout(pipeline=2, schedule="zbv", schedule_file=__file__),
+        ['layout.schedule = "zbv" and layout.schedule_file', "remove one of them"],
+    ),
+    "stages beside a file": (
+        layout(pipeline=2, stages=3, schedule_file=__file__),
+        ["layout.stages = 3 and layout.schedule_file", "remove one of them"],
+    ),
+    "experts that no block has": (
+        layout(moe(dense_layers=4), data=2, expert_tensor=2),
+        ["layout.expert_tensor = 2", "model.moe.dense_layers = 4", "model.layers = 4", "at most 3"],
+    ),
+    "experts of one's own module": (
+        layout(moe(model(module="mypackage.my_model:Mine")), data=2, expert_tensor=2),
+        ["layout.expert_tensor = 2", "model.module", "set layout.expert_tensor = 1"],
+    ),
+    "schedule that is not there": (
+        layout(pipeline=2, schedule_file="gone.csv"),
+        ['layout.schedule_file = "gone.csv" is not a file', "--csv", "layout.schedule."],
+    ),
     "context": (layout(context=3), ["train.sequence_length = 64", "2 × layout.context = 6", "60 or 66"]),
 }
 

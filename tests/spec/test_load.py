@@ -168,7 +168,11 @@ MISTAKES = {
     "later degree": (
         GOOD + "[cluster]\nnodes = 2\n",
         [],
-        [("run.toml:5: cluster.nodes = 2 asks for training on several machines, which is not built yet: remove it or set it to 1.",)],
+        [
+            (
+                "run.toml:5: cluster.nodes = 2 asks for training on several machines, which is not built yet: remove it or set it to 1.",
+            )
+        ],
     ),
     "later without a default": (
         GOOD,

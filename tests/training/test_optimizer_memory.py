@@ -31,6 +31,9 @@ def most():
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines["VmHWM"].split()[0]) * 1024
 
+def forget():
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+
 def held(count, shape=(1024, 1024)):
     found = []
     for number in range(count):
@@ -44,18 +47,23 @@ def live(where, count):
     optimizer = Optimizer(some, Spec(), memory=memory, mesh=mesh, folder=where)
     for _ in range(3):
         optimizer.step(1e-3, torch.tensor(1.0), torch.tensor(0.0))
+    stepped = most()
     pieces = {name: Piece(state, state.shape, (0,) * len(state.shape), state.shape) for name, state in optimizer.state().items()}
     load(save(where / "checkpoints", 3, pieces, {}, mesh), pieces, alone=True)
+    optimizer.adopt()
+    reached = most()
+    forget()
     optimizer.step(1e-3, torch.tensor(1.0), torch.tensor(0.0))
     files = optimizer.bytes().files
     optimizer.close()
-    return {"files": files, "sum": sum(one.value.double().sum().item() for one in some)}
+    peaks = {"stepped": stepped, "saved and loaded": reached, "resumed": most()}
+    return peaks, {"files": files, "sum": sum(one.value.double().sum().item() for one in some)}
 
 live(folder / "first", 1)  # what every process needs once
-Path("/proc/self/clear_refs").write_text("5")
+forget()
 before = resident_bytes()
-found = live(folder / "second", tensors)
-print(json.dumps(found | {"grown": most() - before}))
+peaks, found = live(folder / "second", tensors)
+print(json.dumps(found | {what: peak - before for what, peak in peaks.items()}))
 """
 
 MODEL = 4 << 20  # bytes of one tensor of the model
@@ -70,13 +78,16 @@ def measured(offload: str, tensors: int, buffer: int, folder: Path) -> dict[str,
 
 @pytest.mark.parametrize("tensors", [16, pytest.param(36, marks=pytest.mark.slow)])
 def test_a_process_with_states_in_files_takes_model_gradients_and_buffer(tensors: int, tmp_path: Path) -> None:
-    buffer, slack = 8, 32 << 20  # of which torch's allocator keeps most
+    buffer, slack = 8, 2 << 20
     away = measured("nvme", tensors, buffer, tmp_path / "nvme")
     model = tensors * MODEL
     assert away["files"] >= 3 * model
-    # Saving and loading have one state at a time in memory, and what torch makes of it.
-    assert away["grown"] < 2 * model + (buffer << 20) + slack
+    held = 2 * model + (buffer << 20)  # values and gradients
+    assert away["stepped"] < held + slack
+    # Saving has one state at a time in memory. Loading has it five times: what torch reads, makes of it and keeps of the last.
+    assert away["saved and loaded"] < held + 5 * MODEL + slack
+    assert away["resumed"] < held + slack
     # The same measurement sees states that are in memory, and the same numbers come out.
     here = measured("none", tensors, buffer, tmp_path / "none")
-    assert here["grown"] > 4 * model
+    assert here["stepped"] > 4 * model - slack
     assert here["sum"] == away["sum"]

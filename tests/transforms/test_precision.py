@@ -113,6 +113,13 @@ def test_a_loss_scale_goes_on_from_a_checkpoint() -> None:
     assert fresh.value == 65536.0
 
 
+def test_a_loss_scale_that_has_come_down_to_one_stays_there() -> None:
+    scale, fresh = LossScale.of("fp16", 2.0), LossScale.of("fp16", 2.0)
+    scale.update(False)
+    fresh.restore(scale.state())
+    assert fresh.value == scale.value == 1.0
+
+
 @pytest.mark.parametrize("compute", ["fp32", "bf16", "fp8"])
 def test_other_formats_need_no_scale(compute: str) -> None:
     scale = LossScale.of(compute, 65536.0, growth_after=1)

@@ -54,6 +54,20 @@ def test_a_batch_that_is_cut_otherwise_is_still_the_same_batch(pool: Pool) -> No
     assert report.passed, told(report)
 
 
+def test_a_step_that_overflows_in_one_local_replica_is_skipped_by_all(pool: Pool) -> None:
+    scale = "precision.loss_scale=1048576.0"  # both overflow in the first step, one of them in the second
+    run = tiny_run("layout.data=2", "optimizer.local_steps=2", "precision.compute=fp16", scale)
+    report = verify(run, steps=4, pool=pool)
+    assert report.passed, told(report)
+    assert {check.name: check.step for check in report.checks}["gradients"] in (3, 4)  # the first that were taken
+
+
+def test_steps_that_were_all_skipped_are_no_proof(pool: Pool) -> None:
+    report = verify(tiny_run("layout.data=2", "precision.compute=fp16", "precision.loss_scale=1e9"), steps=2, pool=pool)
+    assert not report.passed and report.first is not None
+    assert "every step overflowed" in report.first.tensor and "precision.loss_scale = 1e+09" in report.first.tensor
+
+
 def test_the_report_for_programs_is_plain(pool: Pool) -> None:
     report = verify(tiny_run("layout.data=2"), steps=2, account=True, pool=pool)
     table = json.loads(json.dumps(report.to_json()))
@@ -74,6 +88,13 @@ def test_state_and_traffic_of_replicas_are_what_theory_says(pool: Pool) -> None:
         assert account.sent["data"]["all-reduce"] == pytest.approx(2 * 4 * parameters, rel=0.03)  # a tree of two stages
     assert report.theory.sent["data"] == pytest.approx(2 * 3 / 4 * 4 * parameters)
     assert "2 times" in report.theory.said[0] and "1.5 times" in report.theory.said[0]
+
+
+def test_with_sequence_a_pipeline_sends_slices(pool: Pool) -> None:
+    run = tiny_run("layout.data=1", "layout.pipeline=2", "layout.tensor=2", "layout.sequence=true")
+    report = verify(run, steps=1, account=True, pool=pool)
+    sent = [account.sent["pipeline"]["send"] for account in report.accounts]
+    assert report.theory is not None and report.theory.sent["pipeline"] == pytest.approx(sum(sent) / len(sent))
 
 
 def test_programs_ask_for_a_proof_too() -> None:

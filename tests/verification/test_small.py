@@ -11,6 +11,7 @@ from phalanx.models.init import build
 from phalanx.spec.check import check
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
+from phalanx.spec.model import Moe
 from phalanx.spec.presets import PRESETS
 from phalanx.spec.run import Run, Train
 from phalanx.verification.case import make
@@ -96,6 +97,36 @@ def test_a_tiny_run_is_taken_as_it_is_but_for_the_optimizer() -> None:
     assert case.run.optimizer.eps == 1e-4 and any("optimizer.eps" in sentence for sentence in case.said)
     assert case.run.steps == 3
     assert case.alone.layout.ranks == 1 and case.alone_plan.accumulation == 2 * case.plan.accumulation
+
+
+@pytest.mark.parametrize(("batch", "times"), [(2, 1), (6, 3), (10, 5)])
+def test_a_small_batch_is_proven_as_it_is_whatever_its_micro_batches(batch: int, times: int) -> None:
+    case = make(tiny_run("layout.data=2", "train.micro_batch=1", f"train.batch={batch}", "train.sequence_length=21"))
+    assert (case.run.batch, case.run.train.sequence_length, case.plan.accumulation) == (batch, 21, times)
+    assert not any("Batches" in sentence for sentence in case.said)
+
+
+@pytest.mark.parametrize("override", ["precision.compute=bf16", "precision.reduce=bf16", "precision.optimizer=bf16"])
+def test_coarse_numbers_get_a_coarser_eps(override: str) -> None:
+    case = make(tiny_run("layout.data=2", override))
+    assert case.run.optimizer.eps == 1e-2 and any("0.01 in place of" in sentence for sentence in case.said)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "experts", "coarsest"),
+    [
+        ((), True, "fp32"),
+        (("optimizer.name=muon",), False, "muon"),
+        (("optimizer.name=muon",), True, "experts"),
+        (("precision.compute=fp8",), False, "fp8"),
+        (("precision.compute=fp8",), True, "experts"),
+        (("precision.reduce=bf16",), True, "experts"),
+    ],
+)
+def test_coarse_numbers_may_send_tokens_to_other_experts(overrides: tuple[str, ...], experts: bool, coarsest: str) -> None:
+    run = tiny_run("layout.data=2", *overrides)
+    run = replace(run, model=replace(run.model, moe=Moe(experts=4, active=2, ffn=8))) if experts else run
+    assert make(run).coarsest == coarsest
 
 
 def test_a_large_run_becomes_small_and_says_so() -> None:
