@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,7 @@ def prepare(
         raise RunError(problems)
     base, own = request.directory or Path("runs") / name, request.directory is None
     _check_space(base, plan)
+    _check_offload(run, plan)
     rundir = _own(base, run, request.fresh) if own else _given(base, run, request.fresh)
     try:
         return _fill(rundir, run, plan, data, request.accept_changed_data)
@@ -239,6 +241,31 @@ def _write(path: Path, text: str) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(text)
     os.replace(partial, path)
+
+
+def _check_offload(run: Run, plan: Plan) -> None:
+    """A folder of one's own for optimizer states must take them; without one they lie in the run directory."""
+    if run.memory.offload != "nvme" or run.memory.offload_path is None:
+        return
+    folder, said = Path(run.memory.offload_path).expanduser(), f'memory.offload_path = "{run.memory.offload_path}"'
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise RunError(
+            [f"{said} cannot be written ({error.strerror}): name a folder on a fast local disk, or leave it out."]
+        ) from None
+    layout = plan.layout
+    copies = layout.ranks // (layout.pipeline * layout.shard * layout.tensor)  # replicas keep states of their own
+    need, free = plan.parameters * _BYTES_PER_PARAMETER * copies, shutil.disk_usage(folder).free
+    if free < need:
+        raise RunError(
+            [
+                f"{said} has {free / 2**20:,.0f} MiB free, but the optimizer states and master weights of {plan.parameters / 1e6:,.1f} M "
+                f"parameters take {need / 2**20:,.0f} MiB there: free some space or name another folder."
+            ]
+        )
 
 
 def _check_space(path: Path, plan: Plan) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -170,3 +171,19 @@ def test_imported_weights_are_no_run_to_go_on_with(folder: Path) -> None:
         sentence = refused(run, request)
         assert "imported weights" in sentence and f'model.from = "{first.rundir.path}"' in sentence
     assert prepared(run).rundir.path == first.rundir.path.with_name("any-2")
+
+
+def test_a_folder_for_optimizer_states_must_take_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offloaded(path: object) -> Run:
+        return loads(TEXT, overrides=("memory.offload=nvme", f"memory.offload_path={path}"))
+
+    assert refused(offloaded(folder / "text" / "one.txt")) == (
+        f'memory.offload_path = "{folder}/text/one.txt" cannot be written (File exists): name a folder on a fast local disk, or leave '
+        "it out."
+    )
+    assert "/proc/nowhere" in refused(offloaded("/proc/nowhere"))
+    prepared(offloaded(folder / "states"))
+    usage = shutil.disk_usage(folder)
+    monkeypatch.setattr("phalanx.launch.prepare._check_space", lambda path, plan: None)
+    monkeypatch.setattr("phalanx.launch.prepare.shutil.disk_usage", lambda path: usage._replace(free=100))
+    assert "has 0 MiB free, but the optimizer states and master weights" in refused(offloaded(folder / "states"))
