@@ -134,6 +134,12 @@ KEYS = {
     "options of no module": (["model.options.width=3"], ("model.options.width", "model.module")),
     "more experts than there are": (["model.moe={experts=2, active=3, ffn=8}"], ("model.moe.active = 3", "at most 2")),
     "experts without a width": (["model.moe={experts=2, active=1}"], ("model.moe.ffn is missing",)),
+    "heads that ranks cannot share": (["layout.tensor=5"], ("layout.tensor = 5", "model.heads", "set it to")),
+    "more stages than layers": (["layout.pipeline=9"], ("layout.pipeline = 9", "model.layers")),
+    "a schedule of no pipeline": (["layout.schedule=zbv"], ('layout.schedule = "zbv"', "layout.pipeline = 1")),
+    "experts of a dense model": (["layout.data=2", "layout.expert=2"], ("layout.expert = 2", "[model.moe]")),
+    "slices without ranks": (["layout.sequence=true"], ("layout.sequence = true", "layout.tensor = 1")),
+    "states of Muon elsewhere": (["memory.offload=cpu", "optimizer.name=muon"], ("memory.offload", "optimizer.name", "adamw")),
     "two mistakes": (["train.steps=-1", "model.vocab=100"], ("train.steps = -1", "model.vocab = 100")),
 }  # fmt: skip
 
@@ -147,9 +153,7 @@ def test_key(refuse: Refuse, case: str) -> None:
 @pytest.mark.parametrize(
     "override",
     [
-        "layout.tensor=2", "layout.pipeline=2", "layout.shard=2", "layout.context=2", "layout.expert=2", "layout.sequence=true",
-        "precision.compute=fp8", "precision.compute=fp16", "precision.optimizer=bf16", "memory.recompute=full",
-        "memory.offload=cpu", "memory.compile=true", "cluster.launcher=ray", "cluster.nodes=2", "cluster.gpu=h100",
+        "cluster.launcher=ray", "cluster.nodes=2", "cluster.gpu=h100",
         "checkpoint.asynchronous=true", "checkpoint.url=s3://bucket", "checkpoint.export_hf=true", "resilience.restarts=1",
         "resilience.spares=1", "watch.page=true",
     ],

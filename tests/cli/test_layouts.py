@@ -200,6 +200,7 @@ trainer.Trainer.step, stores.InFile._write = noted, half
 """
 
 
+@pytest.mark.slow
 def test_a_rank_killed_while_its_states_are_half_written_costs_nothing(workshop: Any, losses: Any) -> None:
     given = (*SHAPE, "checkpoint.every=4", "train.steps=14", "layout.data=1", "layout.tensor=2", *NVME)
     workshop.train(*given, "--run-dir", "undisturbed")

@@ -55,6 +55,7 @@ def test_two_ranks_train_as_one() -> None:
     prove(Layout(data=1, shard=2), "odd")
 
 
+@pytest.mark.slow
 def test_eight_ranks_with_a_hole_in_every_group() -> None:
     prove(Layout(data=2, shard=2, tensor=2), "odd", (2, 3))
 

@@ -76,7 +76,8 @@ def measured(offload: str, tensors: int, buffer: int, folder: Path) -> dict[str,
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("tensors", [16, pytest.param(36, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tensors", [16, 36])
 def test_a_process_with_states_in_files_takes_model_gradients_and_buffer(tensors: int, tmp_path: Path) -> None:
     buffer, slack = 8, 2 << 20
     away = measured("nvme", tensors, buffer, tmp_path / "nvme")

@@ -98,6 +98,7 @@ def from_too_high(mesh: Mesh, run: Run, folder: Path) -> list[tuple[str, float, 
     return found
 
 
+@pytest.mark.slow
 def test_a_scale_that_is_far_too_high_comes_down_on_all_ranks_alike(tmp_path: Path) -> None:
     """No step is harmed by it: where the scale fits at last, losses fall."""
     run = tiny_run(*UNTIED, "precision.loss_scale=16777216", "train.steps=12")

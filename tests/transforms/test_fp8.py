@@ -119,6 +119,7 @@ def test_whoever_takes_a_forward_over_asks_how_to_multiply() -> None:
     assert torch.equal(module(x), linear(x, module.weight, module.bias, scaling="row"))
 
 
+@pytest.mark.slow
 def test_training_reaches_nearly_the_same_loss() -> None:
     exact = trained(made(KINDS["dense"]), "fp32", 80)
     assert exact < 1.8  # from 5.5; no model can do better than the logarithm of 4, 1.39
