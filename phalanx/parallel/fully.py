@@ -236,11 +236,13 @@ def _experts_placement(ranks: int) -> Callable[[nn.Parameter], Shard]:
 def _device_mesh(shards: Group, replicas: Group, mesh: Mesh) -> DeviceMesh:
     assert shards.handle is not None, "a single rank has nobody to share with"
     kind = mesh.device.type
+    # torch keeps what it found out about tensors on a mesh, for meshes of the same ranks and names: in a process that connects anew
+    # it would hand out tensors on the old one, whose groups are gone.
+    names = (f"replicate {mesh.place.generation}", f"shard {mesh.place.generation}")
     if replicas.handle is None:
-        return DeviceMesh.from_group(shards.handle, kind, mesh_dim_names=("shard",))
+        return DeviceMesh.from_group(shards.handle, kind, mesh_dim_names=names[1:])
     # Ranks are numbered by coordinates, so going along one axis adds the same everywhere.
     plane = [[across + along - mesh.rank for along in shards.ranks] for across in replicas.ranks]
-    names = ("replicate", "shard")
     return DeviceMesh.from_group([replicas.handle, shards.handle], kind, torch.tensor(plane), mesh_dim_names=names)
 
 

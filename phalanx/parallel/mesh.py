@@ -91,7 +91,8 @@ class Mesh:
             handle = dist.group.WORLD  # what all ranks do in one order anyway needs no connections of its own
         elif len(ranks) > 1:
             self._made[ranks] += 1
-            with _named(f"{ranks} {self._made[ranks]}"):
+            # The generation too: a group of an earlier one takes its name out of torch's register when it is collected, at any time.
+            with _named(f"{self.place.generation} {ranks} {self._made[ranks]}"):
                 handle = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=use)
         return Group(ranks=ranks, index=ranks.index(self.rank), use=use, handle=handle)
 
