@@ -17,7 +17,6 @@ import socket
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,12 +24,10 @@ from typing import Any, NoReturn
 
 import torch
 import torch._dynamo  # the first optimizer would import it, in every rank
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import logger as dcp_logger
 
 from phalanx.checkpointing.pieces import Piece
-from phalanx.launch.family import die_with
 from phalanx.parallel.mesh import Mesh, connect, disconnect
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
@@ -38,6 +35,7 @@ from phalanx.spec.place import Place
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.training.trainer import Trainer
+from phalanx.verification.pool import fork, serve_store
 
 # A process that has run OpenMP in parallel leaves its forks a pool of threads that are not there. Modules are collected
 # before any test runs, so from here on no test of the session has one.
@@ -64,13 +62,13 @@ def run_ranks(
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         host, port = listener.getsockname()
-        store = _fork(_serve_store, host, port, listener.fileno())
+        store = fork(serve_store, host, port, listener.fileno())
         workers: list[_Worker] = []
         try:
             for rank in range(ranks):
                 reading, writing = os.pipe()
                 place = Place(rank=rank, ranks=ranks, local_rank=rank, store=(host, port))
-                workers.append(_Worker(rank, _fork(_work, (place, layout), function, args, writing, timeout), reading))
+                workers.append(_Worker(rank, fork(_work, (place, layout), function, args, writing, timeout), reading))
                 os.close(writing)  # now, so that no later rank holds it: its end is how a rank's end is noticed
             return _collect(workers, time.monotonic() + timeout)
         finally:
@@ -96,25 +94,6 @@ class _Raised:
     error: BaseException
     trace: str
     when: float
-
-
-def _fork(function: Callable[..., NoReturn], *args: Any) -> int:
-    parent = os.getpid()
-    with warnings.catch_warnings():
-        # Python 3.12 warns of forking beside threads; those here belong to numpy or wait for work, and hold no lock.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid == 0:
-        die_with(parent)
-        function(*args)
-    return pid
-
-
-def _serve_store(host: str, port: int, listener: int) -> NoReturn:
-    store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener))
-    while store:
-        signal.pause()
-    raise AssertionError
 
 
 def _work(

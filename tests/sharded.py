@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from gathering import wholes
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -16,7 +17,6 @@ from phalanx.models.init import build, materialize
 from phalanx.parallel import expert
 from phalanx.parallel.apply import Recipe
 from phalanx.parallel.fully import FullySharded
-from phalanx.parallel.gather import wholes
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.placed import Placed
 from phalanx.parallel.placement import Spot

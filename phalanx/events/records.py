@@ -75,6 +75,8 @@ class StepAccounted(Event):
     """Bytes that the rank sent, by technique and collective."""
     memory: dict[str, int]
     """Bytes at the step's peak: "parameters", "gradients", "optimizer", "activations"."""
+    flops: dict[str, int] = field(default_factory=dict)
+    """Floating-point operations of matrix products and attention: "all", and of those "repeated" by recomputation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,9 +25,6 @@ from phalanx.spec.run import Run
 from phalanx.spec.schedule import Schedule
 from phalanx.transforms import activations, compile, fp8, recompute
 
-TIED = "embed.weight"
-"""What first and last stage both hold where the embedding is the head too."""
-
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -42,6 +39,8 @@ class Recipe:
     """Sum of the losses from whole logits."""
     schedule: Schedule | None = None
     """Of a pipeline."""
+    tied: str | None = None
+    """The parameter that first and last stage both hold, where the embedding is the head too."""
 
 
 def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Recipe) -> Placed:
@@ -60,15 +59,15 @@ def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Reci
     loss = vocabulary.swap(parts, columns, chunk=run.memory.loss_chunk, sequence=layout.sequence, loss=recipe.loss)
     applied["loss"] = vocabulary.applied(parts, loss)
     applied |= transform(parts, run, plan, mesh)
-    engine = _engine(parts, _tied(parts, spots), run, plan, mesh, recipe)
+    engine = _engine(parts, _mirrored(parts, spots, recipe.tied), run, plan, mesh, recipe)
     applied["data"] = engine.applied()
     placed = Placed(parts, mesh, engine, loss, apart=run.optimizer.local_steps > 1)
     if recipe.schedule is not None:
         whole = recipe.schedule.splits and run.memory.recompute == "selective"
         said = "; backwards are whole, as selective recomputation keeps its results for one" if whole else ""
         applied["pipeline"] = _stages(parts, mesh, recipe.schedule) + said
-        if run.model.tied and (ends := tied_group(mesh, recipe.schedule)) is not None:
-            placed.tied[TIED] = ends
+        if recipe.tied is not None and (ends := tied_group(mesh, recipe.schedule)) is not None:
+            placed.tied[recipe.tied] = ends
     placed.applied = {technique: words for technique, words in applied.items() if words is not None}
     return placed
 
@@ -121,10 +120,11 @@ def sample_axes(run: Run) -> tuple[str, ...]:
     return ("data", "shard", "context") if run.optimizer.local_steps == 1 else ("shard", "context")
 
 
-def _tied(parts: list[nn.Module], spots: dict[str, Spot]) -> dict[str, Spot]:
+def _mirrored(parts: list[nn.Module], spots: dict[str, Spot], tied: str | None) -> dict[str, Spot]:
     """The last stage's copy of a tied embedding mirrors the first's, and is not counted again."""
-    mirrors = TIED in spots and not any(getattr(part, "begins", True) for part in parts)
-    return spots | {TIED: replace(spots[TIED], counted=False)} if mirrors else spots
+    if tied not in spots or any(getattr(part, "begins", True) for part in parts):
+        return spots
+    return spots | {tied: replace(spots[tied], counted=False)}
 
 
 def _stages(parts: list[nn.Module], mesh: Mesh, schedule: Schedule) -> str:

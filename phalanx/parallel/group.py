@@ -13,7 +13,7 @@ backward is the fitting other one. Every technique of this room is built from th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ from torch import Tensor
 # torch 2.13 has new names for these two, and warns of the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Move = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -93,98 +95,44 @@ class Group:
     # The same inside a model.
 
     def copy(self, x: Tensor) -> Tensor:
-        return x if self.size == 1 else _Copy.apply(x, self)
+        return self._there_and_back(x, lambda x: x.view_as(x), self._summed)
 
     def reduce(self, x: Tensor) -> Tensor:
-        return x if self.size == 1 else _Reduce.apply(x, self)
+        return self._there_and_back(x, self._summed, lambda gradient: gradient)
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
-        return x if self.size == 1 else _Gather.apply(x, self, dim)
+        return self._there_and_back(x, lambda x: self.gathered(x, dim), lambda gradient: self.scattered(gradient, dim))
 
     def scatter(self, x: Tensor, dim: int) -> Tensor:
-        return x if self.size == 1 else _Scatter.apply(x, self, dim)
+        return self._there_and_back(x, lambda x: self.scattered(x, dim), lambda gradient: self.gathered(gradient, dim))
 
     def part(self, x: Tensor, dim: int) -> Tensor:
-        return x if self.size == 1 else _Part.apply(x, self, dim)
+        return self._there_and_back(x, lambda x: self.own(x, dim).clone(), lambda gradient: self.gathered(gradient, dim))
 
     def join(self, x: Tensor, dim: int) -> Tensor:
-        return x if self.size == 1 else _Join.apply(x, self, dim)
+        return self._there_and_back(x, lambda x: self.gathered(x, dim), lambda gradient: self.own(gradient, dim).clone())
 
     def exchange(self, x: Tensor, given: Sequence[int], taken: Sequence[int]) -> Tensor:
-        return x if self.size == 1 else _Exchange.apply(x, self, tuple(given), tuple(taken))
+        return self._there_and_back(
+            x, lambda x: self.exchanged(x, given, taken), lambda gradient: self.exchanged(gradient, taken, given)
+        )
+
+    def _there_and_back(self, x: Tensor, there: Move, back: Move) -> Tensor:
+        return x if self.size == 1 else _ThereAndBack.apply(x, there, back)
+
+    def _summed(self, x: Tensor) -> Tensor:
+        """Not in place: what it is given belongs to autograd."""
+        return self.sum(x.contiguous().clone())
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.sum(gradients[0].contiguous().clone()), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return group.sum(x.contiguous().clone())
+class _ThereAndBack(torch.autograd.Function):
+    """What goes forward with the values, and what goes backward with their gradients."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return group.gathered(x, dim)
+    def forward(ctx: Any, x: Tensor, there: Move, back: Move) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.group.scattered(gradients[0], ctx.dim), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return group.scattered(x, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.group.gathered(gradients[0], ctx.dim), None, None
-
-
-class _Part(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return group.own(x, dim).clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.group.gathered(gradients[0], ctx.dim), None, None
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return group.gathered(x, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.group.own(gradients[0], ctx.dim).clone(), None, None
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, given: tuple[int, ...], taken: tuple[int, ...]) -> Tensor:
-        ctx.group, ctx.given, ctx.taken = group, given, taken
-        return group.exchanged(x, given, taken)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.group.exchanged(gradients[0], ctx.taken, ctx.given), None, None, None
+        return ctx.back(gradients[0]), None, None

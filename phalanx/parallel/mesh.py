@@ -10,10 +10,11 @@ import hashlib
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import torch
@@ -75,12 +76,8 @@ class Mesh:
         if key not in self._groups:
             sizes = _sizes(self.layout, _view(axes))
             mine = _coordinates(self.rank, sizes)
-            others = [name for name in sizes if name not in axes]
-            ranks = tuple(
-                rank
-                for rank in range(self.layout.ranks)
-                if all(_coordinates(rank, sizes)[name] == mine[name] for name in others)
-            )
+            ranges = [range(size) if axis in axes else (mine[axis],) for axis, size in sizes.items()]
+            ranks = tuple(_rank(place, sizes) for place in product(*ranges))
             self._groups[key] = self.group_of(ranks, use=use)
         return self._groups[key]
 
@@ -180,6 +177,14 @@ def _coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:
         below //= size
         found[axis], rank = divmod(rank, below)
     return found
+
+
+def _rank(coordinates: Sequence[int], sizes: dict[str, int]) -> int:
+    """The rank at these places, in the order of the axes."""
+    rank = 0
+    for place, size in zip(coordinates, sizes.values(), strict=True):
+        rank = rank * size + place
+    return rank
 
 
 def connect(place: Place, device: str, timeout: float, layout: Layout | None = None) -> Mesh:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
@@ -229,10 +228,6 @@ def tied_group(mesh: Mesh, schedule: Schedule) -> Group | None:
     """
     ranks = mesh.group("pipeline", use="pipeline").ranks
     ends = {schedule.rank_of(0), schedule.rank_of(schedule.stages - 1)}
-    if len(ends) == 1:
-        return None
-    if mesh.at("pipeline") not in ends:
-        # torch numbers a rank's groups to tell those of the same ranks apart: all must have made as many.
-        dist.new_group([mesh.rank], use_local_synchronization=True)
+    if len(ends) == 1 or mesh.at("pipeline") not in ends:
         return None
     return mesh.group_of(tuple(ranks[index] for index in sorted(ends)), use="tied")

@@ -62,7 +62,7 @@ class Held:
     """A plain tensor on the device, never a DTensor; it may share its memory with the model's parameter."""
     spot: Spot
     gradient: Tensor | None = field(default=None)
-    """Of the same shape, complete after `Gradients.finish`; perhaps in a lower precision."""
+    """Of the same shape, complete after `Placed.finish`; perhaps in a lower precision."""
 
 
 def replace_parameter(module: nn.Module, name: str, shape: tuple[int, ...]) -> None:

@@ -4,16 +4,13 @@ run wants stages cut by measured time; without measuring, `spec/stages` counts o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from statistics import median
 
 import torch
 from torch import Tensor
 
 from phalanx.parallel.mesh import Mesh
-from phalanx.spec.stages import Costs, cut, flop_costs
-
-__all__ = ["Costs", "cut", "flop_costs", "measure_costs", "measured"]
 
 _REPEATS = 5
 
@@ -25,11 +22,6 @@ def measure_costs(kinds: Mapping[str, Callable[[], Tensor]], mesh: Mesh) -> dict
     """
     found = {name: seconds(forward, mesh.device) for name, forward in kinds.items()} if mesh.rank == 0 else None
     return mesh.share(found)
-
-
-def measured(seconds: Mapping[str, float], blocks: Sequence[str]) -> Costs:
-    """The costs of a model whose blocks are of these kinds, in order; its ends are "first" and "last"."""
-    return Costs(first=seconds["first"], blocks=tuple(seconds[kind] for kind in blocks), last=seconds["last"])
 
 
 def seconds(forward: Callable[[], Tensor], device: torch.device) -> float:

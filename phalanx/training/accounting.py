@@ -12,7 +12,8 @@ from torch import Tensor
 from phalanx.checkpointing.pieces import Piece
 from phalanx.events.records import ModelPlaced, StepAccounted
 from phalanx.parallel.account import Account, Live
-from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.placed import Placed
+from phalanx.transforms.measure import counted
 
 Result = TypeVar("Result")
 
@@ -22,9 +23,9 @@ _COUNTED = 2
 class Accounting:
     """Counts one step, once."""
 
-    def __init__(self, mesh: Mesh, held: Callable[[], ModelPlaced], state: Callable[[], dict[str, Piece]], *, on: bool):
+    def __init__(self, placed: Placed, held: Callable[[], ModelPlaced], state: Callable[[], dict[str, Piece]], *, on: bool):
         """`on`: not where blocks are compiled, which a look at every operation would stop."""
-        self._mesh, self._held, self._state, self._on = mesh, held, state, on
+        self._placed, self._mesh, self._held, self._state, self._on = placed, placed.mesh, held, state, on
         self._taken = 0
         self._found: StepAccounted | None = None
 
@@ -36,6 +37,7 @@ class Accounting:
         with ExitStack() as stack:
             account = stack.enter_context(Account())
             live = stack.enter_context(Live(_tensors(self._state()), self._mesh.device))
+            counter = stack.enter_context(counted(self._placed.parts))
             result = work()
         held = self._held()
         self._found = StepAccounted(
@@ -48,6 +50,7 @@ class Accounting:
                 "optimizer": held.optimizer,
                 "activations": live.peak,
             },
+            flops={"all": counter.flops, "repeated": counter.repeated},
         )
         return result
 

@@ -24,4 +24,11 @@ def recipe(model: nn.Module, seed: int, schedule: Schedule | None = None) -> Rec
     def write(name: str, tensor: Tensor, spot: Spot) -> None:
         fill(tensor, seed, name, spec, Box(spot.whole, spot.offset), initial)
 
-    return Recipe(axes=axes(spec.module), fill=write, reset_buffers=reset_buffers, loss=summed_loss, schedule=schedule)
+    return Recipe(
+        axes=axes(spec.module),
+        fill=write,
+        reset_buffers=reset_buffers,
+        loss=summed_loss,
+        schedule=schedule,
+        tied="embed.weight" if spec.tied and spec.module is None else None,
+    )

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from phalanx.models.init import build, materialize
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.stages import Costs, cut, flop_costs, measure_costs
+from phalanx.parallel.stages import measure_costs
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.spec.schedule import Schedule
+from phalanx.spec.stages import Costs, cut, flop_costs
 from phalanx.training.loss import summed_loss
 from phalanx.transforms.precision import computing
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,15 +20,13 @@ from phalanx.data.pack import Batch
 from phalanx.models.moe import routers
 from phalanx.parallel.expert import Loads, imbalance
 from phalanx.parallel.mesh import resident_bytes
+from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.placed import Placed
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.training.loss import objective
 from phalanx.training.optimizer import Optimizer
 from phalanx.transforms.precision import LossScale, computing
-
-if TYPE_CHECKING:
-    from phalanx.parallel.pipeline import Pipeline
 
 _RECENT = 20
 """Steps over which the load of experts is reported: that of one small batch is mostly chance."""

@@ -96,7 +96,7 @@ class Trainer:
             else Pipeline(self.placed.parts, order, self.mesh, halves=self.run.memory.recompute != "selective")
         )
         self.stepper = Stepper(self.run, self.plan, self.placed, loads, pipeline)
-        self._accounting = Accounting(self.mesh, self.placement, self.tensors, on=not self.run.memory.compile)
+        self._accounting = Accounting(self.placed, self.placement, self.tensors, on=not self.run.memory.compile)
         if self.mesh.size("context") > 1:
             layout, length = self.plan.layout, self.run.train.sequence_length
             self._places = places(length, layout.context, self.mesh.at("context"), layout.context_method)

@@ -1,74 +1,70 @@
-"""What a piece of work keeps in memory and how much it computes: how recomputation and offload are held to their word. Read by
-tests and by accounts of a step; never on its path."""
+"""How much a piece of work computes, and how much of that a second time: what recomputation costs. The account of a step reads it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
-
-Result = TypeVar("Result")
+from torch.utils.flop_counter import flop_registry
 
 
-def kept(work: Callable[[], Result]) -> tuple[Result, int]:
-    """What `work` returns, and the bytes of all memory made in it that is still held after it.
-
-    After a forward, with its result in hand, that is what waits for the backward. On any device, and by whoever it is held.
-    """
-    with _Watch() as watch:
-        result = work()
-    return result, watch.alive()
-
-
-def flops(work: Callable[[], Any]) -> int:
-    """Floating-point operations of all matrix products and attention in `work`, backwards and repeated forwards too."""
-    with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
-        work()
-    return counter.get_total_flops()
-
-
-def _attention(q_BHSE: Sequence[int], k_BKTE: Sequence[int], v_BKTE: Sequence[int], *rest: Any, **settings: Any) -> int:
-    batch, heads, length, width = q_BHSE
-    return 2 * batch * heads * length * k_BKTE[2] * (width + v_BKTE[3])
-
-
-def _attention_backward(gradient: Sequence[int], *rest: Any, **settings: Any) -> int:
-    return 5 * _attention(*rest) // 2  # the scores again, and two products for each of the two
-
-
-_CPU_ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-}
-"""What torch's counter leaves out. Like it, counted as if every query saw every key."""
-
-
-class _Watch(TorchDispatchMode):
-    """Sees every tensor made, and knows its memory without holding it."""
+class Work(TorchDispatchMode):
+    """While it is entered, counts the floating-point operations of matrix products and attention, backwards too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._sizes: dict[StorageWeakRef, int] = {}
+        self.flops = 0
+        self.repeated = 0
+        """Those of forwards that are repeated for their backward."""
+        self.again = 0
+        """How many repeated forwards are under way; whoever repeats them says so."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._note((args, kwargs), made=False)
         out = func(*args, **(kwargs or {}))
-        self._note(out, made=True)
+        if (formula := _FORMULAS.get(func.overloadpacket)) is not None:
+            count = formula(*args, **(kwargs or {}), out_val=out)
+            self.flops += count
+            self.repeated += count if self.again else 0
         return out
 
-    def _note(self, tree: Any, made: bool) -> None:
-        """What an operation is given before any has made it, such as a parameter, was there before the work and counts nothing."""
-        for leaf in tree_leaves(tree):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                # While a weak reference lives its number is not given to another, so that each memory is counted once.
-                self._sizes.setdefault(StorageWeakRef(storage), storage.nbytes() if made else 0)
 
-    def alive(self) -> int:
-        return sum(size for reference, size in self._sizes.items() if not reference.expired())
+@contextmanager
+def counted(parts: Sequence[nn.Module]) -> Iterator[Work]:
+    """Count what is computed, and what blocks that recompute compute again."""
+    blocks = [module for part in parts for module in part.modules() if hasattr(module, "work")]
+    work = Work()
+    for block in blocks:
+        block.work = work  # type: ignore[assignment]  # see `transforms/recompute`
+    try:
+        with work:
+            yield work
+    finally:
+        for block in blocks:
+            block.work = None  # type: ignore[assignment]
+
+
+def _attention(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *rest: Any, **settings: Any) -> int:
+    batch, heads, length, width = q_BHSE.shape
+    return 2 * batch * heads * length * k_BKTE.shape[2] * (width + v_BKTE.shape[3])
+
+
+def _attention_backward(gradient: Tensor, *rest: Any, **settings: Any) -> int:
+    return 5 * _attention(*rest) // 2  # the scores again, and two products for each of the two
+
+
+def _grouped(a: Tensor, b: Tensor, *rest: Any, **settings: Any) -> int:
+    """Rows go through one matrix each; or, for weights, every row of one meets its own of the other."""
+    return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    # What torch's own table leaves out. Like it, attention is counted as if every query saw every key.
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    torch.ops.aten._grouped_mm: _grouped,
+}

@@ -60,12 +60,13 @@ def _number(name: str, parts: Sequence[nn.Module]) -> int:
 
 def _repeated(block: nn.Module, mode: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     counters = [module for module in block.modules() if hasattr(module, "counting")]
+    block.work = None  # type: ignore[assignment]  # whoever counts operations, while somebody does: see `transforms/measure`
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         if mode == "full":
-            return nullcontext(), _Again(counters)
+            return nullcontext(), _Again(block, counters)
         keep = _Keep()
-        return keep, _Again(counters, _Replay(keep.results))
+        return keep, _Again(block, counters, _Replay(keep.results))
 
     def around(forward: Callable[..., Any]) -> Callable[..., Any]:
         def repeated(*args: Any, **kwargs: Any) -> Any:
@@ -79,12 +80,15 @@ def _repeated(block: nn.Module, mode: str) -> Callable[[Callable[..., Any]], Cal
 
 
 class _Again:
-    """Around a repeated forward: routers have counted its tokens already."""
+    """Around a repeated forward: routers have counted its tokens already, and who counts operations is told."""
 
-    def __init__(self, counters: Sequence[nn.Module], inner: AbstractContextManager[Any] | None = None):
+    def __init__(self, block: nn.Module, counters: Sequence[nn.Module], inner: AbstractContextManager[Any] | None = None):
+        self._work: Any = block.work
         self._counters, self._inner = counters, inner
 
     def __enter__(self) -> None:
+        if self._work is not None:
+            self._work.again += 1
         for module in self._counters:
             module.counting = False  # type: ignore[assignment]
         if self._inner is not None:
@@ -95,6 +99,8 @@ class _Again:
             self._inner.__exit__(*error)
         for module in self._counters:
             module.counting = True  # type: ignore[assignment]
+        if self._work is not None:
+            self._work.again -= 1
 
 
 class _Keep(TorchDispatchMode):

@@ -131,12 +131,12 @@ class Pool:
         torch.set_num_threads(1)  # a process that has run OpenMP in parallel leaves its forks threads that are not there
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self._address = listener.getsockname()
-            self._store = _fork(_serve_store, *self._address, listener.fileno())
+            self._store = fork(serve_store, *self._address, listener.fileno())
         for rank in range(self.ranks):
             tasks, give = os.pipe()
             take, results = os.pipe()
             log = self.folder / f"rank-{rank}.log"
-            pid = _fork(_serve, tasks, results, log)
+            pid = fork(_serve, tasks, results, log)
             os.close(tasks)
             os.close(results)  # now, so that no later rank holds it: its end is how a rank's end is noticed
             self._workers.append(_Worker(rank, pid, give, take, log))
@@ -195,7 +195,8 @@ class Pool:
         return [results[worker.rank] for worker in workers]
 
 
-def _fork(function: Callable[..., NoReturn], *args: Any) -> int:
+def fork(function: Callable[..., NoReturn], *args: Any) -> int:
+    """A process that does this and ends, with this one at the latest; its number."""
     parent = os.getpid()
     with warnings.catch_warnings():
         # Python 3.12 warns of forking beside threads; those here belong to numpy or wait for work, and hold no lock.
@@ -211,7 +212,8 @@ def _fork(function: Callable[..., NoReturn], *args: Any) -> int:
     return pid
 
 
-def _serve_store(host: str, port: int, listener: int) -> NoReturn:
+def serve_store(host: str, port: int, listener: int) -> NoReturn:
+    """The store where ranks meet, on a socket that is bound already."""
     store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener))
     while store:
         signal.pause()

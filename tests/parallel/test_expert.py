@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from gathering import wholes
 from ranks import ALONE, run_ranks, tiny_run, tiny_trainer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +23,6 @@ from phalanx.parallel.apply import Recipe
 from phalanx.parallel.apply import materialize as fill
 from phalanx.parallel.dispatch import Dispatch
 from phalanx.parallel.expert import Loads
-from phalanx.parallel.gather import wholes
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.placed import Placed
 from phalanx.parallel.placement import Held, Spot

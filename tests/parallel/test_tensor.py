@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from gathering import wholes
 from ranks import ALONE, run_ranks
 from torch import Tensor, nn
 
@@ -17,7 +18,6 @@ from phalanx.models.init import Box, build, fill, reset_buffers
 from phalanx.models.layers import rotary
 from phalanx.models.moe import routers
 from phalanx.parallel import tensor, vocabulary
-from phalanx.parallel.gather import wholes
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.placed import Placed

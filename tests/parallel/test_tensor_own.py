@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import pytest
 import torch
 import torch.nn.functional as F
+from gathering import wholes
 from ranks import ALONE, run_ranks
 from torch import Tensor, nn
 
 from phalanx.models.init import Box, fill
 from phalanx.parallel import tensor, vocabulary
-from phalanx.parallel.gather import wholes
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.placed import Placed
 from phalanx.parallel.placement import Held, Spot

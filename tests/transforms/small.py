@@ -6,16 +6,23 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from phalanx.models.init import build, materialize
 from phalanx.models.moe import routers
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.presets import PRESETS
+from phalanx.transforms.measure import Work, counted
 from phalanx.transforms.precision import LossScale, computing
+
+Result = TypeVar("Result")
 
 CPU = torch.device("cpu")
 KINDS = {
@@ -98,3 +105,45 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """Largest relative difference of two tensors of the same name."""
     assert one.keys() == other.keys()
     return max(((one[n].float() - other[n].float()).norm() / other[n].float().norm().clamp(min=1e-30)).item() for n in other)
+
+
+def flops(work: Callable[[], Any], parts: list[nn.Module] | None = None) -> Work:
+    """What `work` computes."""
+    with counted(parts or []) as found:
+        work()
+    return found
+
+
+def kept(work: Callable[[], Result]) -> tuple[Result, int]:
+    """What `work` returns, and the bytes of all memory made in it that is still held after it.
+
+    After a forward, with its result in hand, that is what waits for the backward. On any device, and by whoever it is held.
+    """
+    with _Watch() as watch:
+        result = work()
+    return result, watch.alive()
+
+
+class _Watch(TorchDispatchMode):
+    """Sees every tensor made, and knows its memory without holding it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._note((args, kwargs), made=False)
+        out = func(*args, **(kwargs or {}))
+        self._note(out, made=True)
+        return out
+
+    def _note(self, tree: Any, made: bool) -> None:
+        """What an operation is given before any has made it, such as a parameter, was there before the work and counts nothing."""
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                # While a weak reference lives its number is not given to another, so that each memory is counted once.
+                self._sizes.setdefault(StorageWeakRef(storage), storage.nbytes() if made else 0)
+
+    def alive(self) -> int:
+        return sum(size for reference, size in self._sizes.items() if not reference.expired())

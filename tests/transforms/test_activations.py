@@ -5,10 +5,9 @@ import weakref
 import pytest
 import torch
 from torch import Tensor
-from transforms.small import CPU, KINDS, differing, learned, loss, made
+from transforms.small import CPU, KINDS, differing, kept, learned, loss, made
 
 from phalanx.transforms import activations, fp8, recompute
-from phalanx.transforms.measure import kept
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])

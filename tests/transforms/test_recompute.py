@@ -3,13 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from transforms.small import CPU, KINDS, batch, differing, learned, loss, made
+from transforms.small import CPU, KINDS, batch, differing, flops, kept, learned, loss, made
 
 from phalanx.models.init import build
 from phalanx.spec.errors import RunError, RunFailed
 from phalanx.spec.model import ModelSpec
 from phalanx.transforms import recompute
-from phalanx.transforms.measure import flops, kept
 
 DEEP = ModelSpec(vocab=257, dim=64, layers=16, heads=4, kv_heads=2, context=256)
 TOKENS, POSITIONS, _ = batch(256, 1)
@@ -32,7 +31,9 @@ def test_memory_and_compute_of_sixteen_layers() -> None:
     for mode in ("none", "full", "selective"):
         model = made(DEEP, *([] if mode == "none" else [lambda parts, mode=mode: recompute.apply(parts, mode, 1)]))
         _, bytes_kept[mode] = kept(lambda model=model: model(TOKENS, POSITIONS))
-        work[mode] = flops(lambda model=model: model(TOKENS, POSITIONS).logsumexp(-1).sum().backward())
+        found = flops(lambda model=model: model(TOKENS, POSITIONS).logsumexp(-1).sum().backward(), [model])
+        work[mode] = found.flops
+        assert found.repeated == work[mode] - work["none"]  # what a run reports
     assert bytes_kept["none"] >= 4 * bytes_kept["full"]
     assert bytes_kept["full"] < bytes_kept["selective"] < bytes_kept["none"]
     assert 1.25 <= work["full"] / work["none"] <= 1.40
@@ -84,7 +85,7 @@ def learned_in_two_passes(model: nn.Module) -> dict[str, Tensor]:
 def test_evaluation_forgets_nothing_and_repeats_nothing() -> None:
     model = made(KINDS["dense"], lambda parts: recompute.apply(parts, "full", 1))
     with torch.no_grad():
-        assert flops(lambda: loss(model)) == flops(lambda: loss(made(KINDS["dense"])))
+        assert flops(lambda: loss(model)).flops == flops(lambda: loss(made(KINDS["dense"]))).flops
 
 
 def test_dropout_of_an_own_block_is_repeated() -> None:

@@ -1,4 +1,4 @@
-"""Whole tensors from every rank's boxes, by name: for proofs and for what needs a whole matrix. Not for the path of a step."""
+"""Whole tensors from every rank's boxes, by name, for comparing them with those of one process."""
 
 from __future__ import annotations
 
