@@ -1,67 +1,112 @@
-"""Checkpoints as directories: a name per step, a commit marker written last, the newest valid one found. Knows no tensors.
+"""Checkpoints as folders: a name per step, a commit marker written last, the newest valid one found. Knows no tensors.
 
-A checkpoint is written into `step-N.partial` and renamed when its marker, with the size and checksum of every file and
-of itself, is on disk. So a directory without the suffix is complete, or was damaged afterwards, and then the marker tells.
+In a file system a checkpoint is written into `step-N.partial` and renamed when its marker, with the size and checksum of every
+file and of itself, is on disk. An object store has no such instant: there the marker alone makes a folder a checkpoint. Either
+way a folder that has none is not one, and one that was damaged afterwards is told by its marker.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from phalanx.checkpointing import blocks, image
+from phalanx.checkpointing.location import Location, at
 from phalanx.spec.errors import PhalanxError
 
 MARKER = "commit.json"
 PARTIAL = ".partial"
+FORMAT = 2
 _NAME = re.compile(r"step-(\d+)")
+_READERS = 16  # small files read at once when a checkpoint is completed
 
 
 class DamagedCheckpoint(PhalanxError):
     """A checkpoint that must not be loaded."""
 
-    def __init__(self, path: Path, reason: str):
-        self.path, self.reason = path, reason
+    def __init__(self, path: Any, reason: str):
+        self.path, self.reason = str(path), reason
         super().__init__(f"{path} is damaged: {reason}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.path, self.reason)  # one rank tells the others; by itself, only the message would travel
 
 
-def folder(checkpoints: Path, step: int) -> Path:
-    return checkpoints / f"step-{step:08d}"
+def folder(checkpoints: Location | Path, step: int) -> Location:
+    return at(checkpoints) / f"step-{step:08d}"
 
 
-def commit(partial: Path, contents: dict[str, Any]) -> Path:
-    """Make a written directory a checkpoint: sync its files, write the marker, give it its name. Returns the new path."""
+def step_of(path: Location) -> int | None:
+    """The step that a folder is named after."""
+    found = _NAME.fullmatch(path.name)
+    return int(found[1]) if found else None
+
+
+def begin(checkpoints: Location | Path, step: int) -> Location:
+    """An empty folder to write a checkpoint into; what an interrupted save left there is gone."""
+    final = folder(checkpoints, step)
+    if not final.renames:
+        (final / MARKER).remove()  # first, so that it is no checkpoint from here on
+        final.remove()
+        return final
+    partial = final.parent / f"{final.name}{PARTIAL}"
+    partial.remove()
+    partial.make()
+    return partial
+
+
+def commit(partial: Location | Path, contents: dict[str, Any], ranks: int = 1) -> Location:
+    """Make a written folder a checkpoint: see that all is there, write the marker, give it its name. Returns where it is."""
+    partial = at(partial)
+    names = [image.file_name(rank, ranks) for rank in range(ranks)]
+    with ThreadPoolExecutor(_READERS) as pool:
+        read = list(pool.map(lambda name: (partial / image.beside(name)).read(), names))
+    told = [json.loads(text) for text in read]
     files = {}
-    for file in sorted(p for p in partial.iterdir() if p.is_file()):
-        files[file.name] = {"bytes": file.stat().st_size, "sha256": _digest(file)}
-        _sync(file)
-    marker = partial / MARKER
-    whole = contents | {"files": files}
-    marker.write_text(json.dumps(whole | {"sha256": _seal(whole)}, indent=2) + "\n")
-    _sync(marker)
-    _sync(partial)
-    final = partial.with_name(partial.name.removesuffix(PARTIAL))
-    if final.exists():  # damaged, or a step that was taken again: the new one replaces it
-        replaced = final.with_name(f"{final.name}.replaced{PARTIAL}")
-        shutil.rmtree(replaced, ignore_errors=True)  # from a replacement that was killed before it was tidied up
+    for name, text, about in zip(names, read, told, strict=True):
+        files[name] = {"bytes": about["bytes"], "sha256": blocks.whole(about["sha256"]), "stage": about["stage"]}
+        files[image.beside(name)] = {"bytes": len(text), "sha256": blocks.whole_of(text)}
+    whole = contents | {"format": FORMAT, "names": _names(partial, told), "files": files}
+    marker = json.dumps(whole | {"sha256": _seal(whole)}, indent=2).encode() + b"\n"
+    blocks.write(partial / MARKER, [marker])
+    partial.sync()
+    if not partial.renames:
+        return partial
+    final = partial.parent / partial.name.removesuffix(PARTIAL)
+    if final.is_folder():  # damaged, or a step that was taken again: the new one replaces it
+        replaced = final.parent / f"{final.name}.replaced{PARTIAL}"
+        replaced.remove()  # from a replacement that was killed before it was tidied up
         final.rename(replaced)
     partial.rename(final)
-    _sync(final.parent)
+    final.parent.sync()
     return final
 
 
-def read_marker(path: Path) -> dict[str, Any]:
-    """What was saved besides tensors; raises DamagedCheckpoint if the directory is not a whole checkpoint."""
+def _names(partial: Location, told: list[dict[str, Any]]) -> list[list[str]]:
+    """The tensors of each stage. What the files hold of them adds up to them, or the checkpoint would lack something."""
+    stages = {about["stage"]: about["names"] for about in told if "names" in about}
+    missing = {about["stage"] for about in told} - stages.keys()
+    assert not missing, f"no rank told what stages {missing} hold"
+    sizes: dict[str, int] = {name: size for names in stages.values() for name, size in names.items()}
+    written = sum(about["tensors"] for about in told)
+    if written != sum(sizes.values()):
+        raise PhalanxError(
+            f"{partial} holds {written} bytes of tensors that have {sum(sizes.values())}: ranks disagree about who writes what, "
+            "and the checkpoint is not kept."
+        )
+    return [sorted(stages[stage]) for stage in sorted(stages)]
+
+
+def read_marker(path: Location | Path) -> dict[str, Any]:
+    """What was saved besides tensors; raises DamagedCheckpoint if the folder is not a whole checkpoint."""
+    path = at(path)
     try:
-        marker: dict[str, Any] = json.loads((path / MARKER).read_text())
+        marker: dict[str, Any] = json.loads((path / MARKER).read())
     except FileNotFoundError:
         raise DamagedCheckpoint(path, f"it has no {MARKER}, so its writing was never finished") from None
     except (OSError, ValueError) as error:
@@ -69,37 +114,43 @@ def read_marker(path: Path) -> dict[str, Any]:
     seal = marker.pop("sha256", None) if isinstance(marker, dict) else None
     if seal != _seal(marker):
         raise DamagedCheckpoint(path, f"its {MARKER} does not have the contents that were saved")
+    if marker.get("format") != FORMAT:
+        raise DamagedCheckpoint(path, f"it was written in format {marker.get('format', 1)}, this version reads format {FORMAT}")
+    sizes = path.sizes()
     for name, expected in marker["files"].items():
-        file = path / name
-        if not file.is_file():
+        if name not in sizes:
             raise DamagedCheckpoint(path, f"its file {name} is missing")
-        if file.stat().st_size != expected["bytes"]:
-            raise DamagedCheckpoint(path, f"its file {name} has {file.stat().st_size} bytes instead of {expected['bytes']}")
+        if sizes[name] != expected["bytes"]:
+            raise DamagedCheckpoint(path, f"its file {name} has {sizes[name]} bytes instead of {expected['bytes']}")
     return marker
 
 
-def verify(path: Path) -> None:
+def verify(path: Location | Path) -> None:
     """Compare every file with the checksum in the marker."""
+    path = at(path)
     for name, expected in read_marker(path)["files"].items():
-        if _digest(path / name) != expected["sha256"]:
+        if blocks.digest(path / name) != expected["sha256"]:
             raise DamagedCheckpoint(path, f"its file {name} does not have the contents that were saved")
 
 
-def listed(checkpoints: Path) -> list[Path]:
-    """Every directory named like a checkpoint, newest first, valid or not."""
-    if not checkpoints.is_dir():
-        return []
-    steps = {path: _NAME.fullmatch(path.name) for path in checkpoints.iterdir()}
-    named = [(int(match[1]), path) for path, match in steps.items() if match]
-    return [path for _, path in sorted(named, reverse=True)]
+def listed(checkpoints: Location | Path) -> list[Location]:
+    """Every folder named like a checkpoint, newest first, valid or not."""
+    place = at(checkpoints)
+    named = [(int(match[1]), name) for name in place.entries() if (match := _NAME.fullmatch(name))]
+    return [place / name for _, name in sorted(named, reverse=True)]
 
 
-def newest_valid(checkpoints: Path) -> tuple[Path | None, list[DamagedCheckpoint]]:
-    """The newest whole checkpoint, its contents verified, and the newer ones that had to be passed over."""
+def newest(checkpoints: Location | Path, passed: set[str] | None = None) -> tuple[Location | None, list[DamagedCheckpoint]]:
+    """The newest checkpoint with a good marker and files of the right sizes, and the newer ones that had to be passed over.
+
+    Contents are compared when they are read. `passed`: those that turned out to be damaged then.
+    """
     damaged = []
     for path in listed(checkpoints):
+        if str(path) in (passed or ()):
+            continue
         try:
-            verify(path)
+            read_marker(path)
         except DamagedCheckpoint as error:
             damaged.append(error)
             continue
@@ -107,20 +158,50 @@ def newest_valid(checkpoints: Path) -> tuple[Path | None, list[DamagedCheckpoint
     return None, damaged
 
 
-def prune(checkpoints: Path, keep: int, newest: Path) -> None:
-    """Remove all but the newest `keep` whole checkpoints, and what interrupted saves left behind.
+def newest_valid(checkpoints: Location | Path) -> tuple[Location | None, list[DamagedCheckpoint]]:
+    """The newest whole checkpoint, all its contents compared, and the newer ones that had to be passed over."""
+    damaged: list[DamagedCheckpoint] = []
+    while True:
+        path, more = newest(checkpoints, {bad.path for bad in damaged})
+        damaged += more
+        if path is None:
+            return None, damaged
+        try:
+            verify(path)
+        except DamagedCheckpoint as error:
+            damaged.append(error)
+            continue
+        return path, damaged
 
-    They are counted from `newest` on, which has just been saved: where there are later ones, the run has gone back behind
-    them because their contents are damaged, which only reading them through would show.
+
+def prune(checkpoints: Location | Path, keep_last: int, saved: Location, keep_every: int | None = None) -> list[str]:
+    """Remove all but the newest `keep_last` whole checkpoints and those of every `keep_every`-th step, and what interrupted saves
+    left behind; returns the names of what was removed.
+
+    They are counted from `saved` on, which is new: where there are later ones, the run has gone back behind them because their
+    contents are damaged, which only reading them through would show.
     """
-    whole = list(_whole(checkpoints))
-    for path in whole[whole.index(newest) :][keep:]:
-        path.rename(path.with_name(f"{path.name}.removed{PARTIAL}"))  # so that a removal cut short is finished by the next
-    for path in checkpoints.glob(f"step-*{PARTIAL}"):
-        shutil.rmtree(path, ignore_errors=True)
+    place = at(checkpoints)
+    whole = list(_whole(place))
+    counted = whole[[path.name for path in whole].index(saved.name) :]
+    removed = []
+    for path in counted[keep_last:]:
+        step = step_of(path)
+        if keep_every is not None and step is not None and step % keep_every == 0:
+            continue
+        removed.append(path.name)
+        if path.renames:  # so that a removal cut short is finished by the next
+            path.rename(path.parent / f"{path.name}.removed{PARTIAL}")
+        else:
+            (path / MARKER).remove()
+            path.remove()
+    for name in place.entries():
+        if name.startswith("step-") and name.endswith(PARTIAL):
+            (place / name).remove()
+    return removed
 
 
-def _whole(checkpoints: Path) -> Iterator[Path]:
+def _whole(checkpoints: Location) -> Iterator[Location]:
     for path in listed(checkpoints):
         try:
             read_marker(path)
@@ -132,16 +213,3 @@ def _whole(checkpoints: Path) -> Iterator[Path]:
 def _seal(marker: Any) -> str:
     """Checksum of what a marker says, however it is written."""
     return hashlib.sha256(json.dumps(marker, sort_keys=True).encode()).hexdigest()
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from phalanx.checkpointing import disk
+from phalanx.checkpointing.location import Location, at
 from phalanx.spec.errors import RunError
 
 
-def find(path: Path) -> tuple[Path, Path]:
+def find(path: Path) -> tuple[Location, Path]:
     """(checkpoint, run file). A run directory stands for its newest valid checkpoint."""
     if not path.is_dir():
         raise RunError(
@@ -18,7 +19,7 @@ def find(path: Path) -> tuple[Path, Path]:
         )
     if (path / disk.MARKER).is_file() or path.parent.name == "checkpoints":
         disk.verify(path)
-        checkpoint, run_file = path, path.parent.parent / "run.toml"
+        checkpoint, run_file = at(path), path.parent.parent / "run.toml"
     else:
         found, damaged = disk.newest_valid(path / "checkpoints")
         if found is None:

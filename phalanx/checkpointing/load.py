@@ -1,4 +1,4 @@
-"""State from disk into tensors that are already in place. Called by the trainer before the first step, and by generate."""
+"""State from storage, into tensors that already lie where they belong. Called by the trainer, by sampling and by import."""
 
 from __future__ import annotations
 
@@ -8,18 +8,43 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 
-from phalanx.checkpointing import disk
+from phalanx.checkpointing.files import Reader
+from phalanx.checkpointing.location import Location, at
 from phalanx.checkpointing.pieces import LoadPieces, Piece, pieces
 from phalanx.checkpointing.quiet import quiet
+from phalanx.spec.errors import PhalanxError
 
 
-def load(path: Path, tensors: Mapping[str, Tensor | Piece], *, alone: bool) -> dict[str, Any]:
-    """Fill `tensors`, whole ones or parts, by name from the checkpoint; returns the plain values saved with them.
+def load(path: Location | Path, tensors: Mapping[str, Tensor | Piece]) -> dict[str, Any]:
+    """Fill `tensors` in place from a checkpoint of any layout; returns the plain values saved beside them.
 
-    `alone`: this process reads by itself, whether or not there are other ranks.
+    Each rank reads for itself, and only the rows it needs; what it reads is compared with the checksums. DamagedCheckpoint where
+    something is wrong, and then the tensors may hold some of the new values and some of the old.
     """
-    contents = disk.read_marker(path)
-    with quiet():
-        dcp.load({}, storage_reader=dcp.FileSystemReader(path), planner=LoadPieces(pieces(tensors)), no_dist=alone)
-    return contents
+    wanted = pieces(tensors)
+    reader = Reader(at(path), wanted)
+    try:
+        with quiet():
+            dcp.load({}, storage_reader=reader, planner=LoadPieces(wanted), no_dist=True)
+    except CheckpointException as error:
+        raise cause(error) from error
+    finally:
+        reader.close()
+    return reader.marker
+
+
+def cause(error: BaseException) -> BaseException:
+    """What went wrong, out of the wrapping that torch gives it."""
+    while isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return error
+
+
+def reason(error: BaseException) -> str:
+    """In words."""
+    found = cause(error)
+    if isinstance(found, OSError) and found.strerror:
+        return f"{found.strerror} ({found.filename})" if found.filename else found.strerror
+    return str(found) if isinstance(found, PhalanxError) else f"{type(found).__name__}: {found}"

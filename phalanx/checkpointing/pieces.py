@@ -1,10 +1,9 @@
 """Parts of tensors, by name and place: what a rank saves and restores, whatever the layout. `checkpointing/save` and `load` hand
-these planners to torch's distributed checkpoint, which then moves exactly the bytes that each rank holds."""
+these planners to torch's distributed checkpoint, which then moves exactly the bytes that each rank writes or needs."""
 
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,6 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from phalanx.checkpointing.split import ALONE, Copies, portions
 from phalanx.spec.errors import RunFailed
 
 
@@ -32,17 +32,18 @@ class Elsewhere(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a tensor: the live values, the shape of the whole, and where the box begins in it."""
+    """A box of a tensor: the live values, the shape of the whole, where the box begins in it, and who else holds it."""
 
     tensor: Tensor | Elsewhere
     whole: tuple[int, ...]
     offset: tuple[int, ...]
     shape: tuple[int, ...]
+    copies: Copies = ALONE
 
     @staticmethod
-    def of(tensor: Tensor) -> Piece:
+    def of(tensor: Tensor, copies: Copies = ALONE) -> Piece:
         """All of it."""
-        return Piece(tensor, tuple(tensor.shape), (0,) * tensor.ndim, tuple(tensor.shape))
+        return Piece(tensor, tuple(tensor.shape), (0,) * tensor.ndim, tuple(tensor.shape), copies)
 
     @property
     def empty(self) -> bool:
@@ -52,52 +53,92 @@ class Piece:
     def box(self) -> ChunkStorageMetadata:
         return ChunkStorageMetadata(offsets=torch.Size(self.offset), sizes=torch.Size(self.shape))
 
+    @property
+    def whole_bytes(self) -> int:
+        return math.prod(self.whole) * self.tensor.dtype.itemsize
+
 
 def pieces(tensors: Mapping[str, Tensor | Piece]) -> dict[str, Piece]:
     """Whole tensors as pieces too."""
     return {name: found if isinstance(found, Piece) else Piece.of(found) for name, found in tensors.items()}
 
 
-class SavePieces(dcp.DefaultSavePlanner):
-    """Writes pieces. Those that several ranks hold alike are written once, by turns."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of a piece that this rank writes."""
 
-    def __init__(self, pieces: Mapping[str, Piece]):
+    name: str
+    piece: Piece
+    first: int
+    last: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.last - self.first, *self.piece.shape[1:]) if self.piece.shape else ()
+
+    @property
+    def offset(self) -> tuple[int, ...]:
+        return (self.piece.offset[0] + self.first, *self.piece.offset[1:]) if self.piece.shape else ()
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.piece.tensor.dtype.itemsize
+
+    def of(self, values: Tensor) -> Tensor:
+        """These rows of the piece's values."""
+        return values[self.first : self.last] if self.piece.shape else values
+
+
+def written(pieces: Mapping[str, Piece]) -> list[Part]:
+    """What this rank writes of what it holds, in the order of names."""
+    groups: dict[Copies, list[str]] = {}
+    for name in sorted(pieces):
+        if not pieces[name].empty:
+            groups.setdefault(pieces[name].copies, []).append(name)
+    found = []
+    for copies, names in groups.items():
+        shapes = [(pieces[name].shape or (1,), pieces[name].tensor.dtype.itemsize) for name in names]
+        rows = [(shape[0], math.prod(shape[1:]) * size) for shape, size in shapes]
+        found += [
+            Part(name, pieces[name], first, last)
+            for name, (first, last) in zip(names, portions(rows, copies), strict=True)
+            if last > first
+        ]
+    return sorted(found, key=lambda part: part.name)
+
+
+class SavePieces(dcp.DefaultSavePlanner):
+    """Writes this rank's parts. The plan needs nobody else: `checkpointing/split` gave each part to one rank."""
+
+    def __init__(self, parts: list[Part]):
         super().__init__()
-        self._pieces = pieces
-        self._passage: mmap.mmap | None = None
+        self._parts = parts
 
     def create_local_plan(self) -> SavePlan:
-        items = [_write_item(name, piece) for name, piece in self._pieces.items() if not piece.empty]
-        self.plan = SavePlan(items, planner_data={})
+        self.plan = SavePlan([_write_item(part) for part in self._parts], planner_data={})
         return self.plan
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Asked for when the tensor before has been written. torch keeps all that it is given until the file is complete: what is
-        not in memory as it is to be written passes through the same memory, one after the other."""
-        piece = self._pieces[write_item.index.fqn]
-        found = piece.tensor
-        if isinstance(found, Tensor) and found.is_cpu and found.untyped_storage().nbytes() == found.nbytes:
-            return found.detach()
-        if self._passage is None:
-            size = max(math.prod(piece.shape) * piece.tensor.dtype.itemsize for piece in self._pieces.values())
-            self._passage = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        passage = torch.frombuffer(self._passage, dtype=found.dtype, count=math.prod(piece.shape)).view(piece.shape)
-        return passage.copy_(found.detach()) if isinstance(found, Tensor) else found.read(passage)
 
-
-def _write_item(name: str, piece: Piece) -> WriteItem:
-    properties = TensorProperties(dtype=piece.tensor.dtype)
-    data = TensorWriteData(chunk=piece.box, properties=properties, size=torch.Size(piece.whole))
-    return WriteItem(index=MetadataIndex(name, torch.Size(piece.offset)), type=WriteItemType.SHARD, tensor_data=data)
+def _write_item(part: Part) -> WriteItem:
+    data = TensorWriteData(
+        chunk=ChunkStorageMetadata(offsets=torch.Size(part.offset), sizes=torch.Size(part.shape)),
+        properties=TensorProperties(dtype=part.piece.tensor.dtype),
+        size=torch.Size(part.piece.whole),
+    )
+    return WriteItem(index=MetadataIndex(part.name, torch.Size(part.offset)), type=WriteItemType.SHARD, tensor_data=data)
 
 
 class LoadPieces(dcp.DefaultLoadPlanner):
-    """Reads into pieces, from whatever boxes were saved: only the bytes that a piece needs."""
+    """Reads into pieces, from whatever boxes were saved: only the rows that a piece needs.
+
+    What is not in memory is borrowed while its parts arrive, and written back with the last of them.
+    """
 
     def __init__(self, pieces: Mapping[str, Piece]):
         super().__init__()
         self._pieces = pieces
-        self._borrowed: dict[int, Tensor] = {}  # by the item: the tensor comes back as another view
+        self._borrowed: dict[str, Tensor] = {}
+        self._missing: dict[str, int] = {}
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
@@ -112,20 +153,35 @@ class LoadPieces(dcp.DefaultLoadPlanner):
                     "run of other settings."
                 )
             if not piece.empty:
-                items += create_read_items_for_chunk_list(name, found, [piece.box])
+                wanted = create_read_items_for_chunk_list(name, found, [piece.box])
+                if sum(math.prod(item.lengths) for item in wanted) != math.prod(piece.shape):
+                    raise RunFailed(
+                        f"The checkpoint does not hold all of {name}: values of this rank's part are in none of its files."
+                    )
+                self._missing[name] = len(wanted)
+                items += wanted
         return LoadPlan(items)
 
+    def elsewhere(self, item: ReadItem) -> bool:
+        """Whether what is read goes where only whole tensors go."""
+        return not isinstance(self._pieces[item.dest_index.fqn].tensor, Tensor)
+
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        found = self._pieces[read_item.dest_index.fqn].tensor
-        target = found.detach() if isinstance(found, Tensor) else found.read()
-        region = target
+        name = read_item.dest_index.fqn
+        found = self._pieces[name].tensor
+        if isinstance(found, Tensor):
+            region = found.detach()
+        else:
+            if name not in self._borrowed:
+                self._borrowed[name] = found.read()
+            region = self._borrowed[name]
         for dimension, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             region = region.narrow(dimension, offset, length)
-        if not isinstance(found, Tensor):
-            self._borrowed[id(read_item)] = target
         return region
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        found = self._pieces[read_item.dest_index.fqn].tensor
-        if not isinstance(found, Tensor):
-            found.write(self._borrowed.pop(id(read_item)))
+        name = read_item.dest_index.fqn
+        found = self._pieces[name].tensor
+        self._missing[name] -= 1
+        if not isinstance(found, Tensor) and not self._missing[name]:
+            found.write(self._borrowed.pop(name))

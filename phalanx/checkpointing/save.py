@@ -1,22 +1,30 @@
-"""State to disk, all ranks together. Called by the trainer between steps.
+"""State to storage, all ranks together and behind training. Driven by the trainer between steps.
 
-torch's distributed checkpoint writes the tensors: each rank its part, replicas share the work, and any later layout can
-read the result. `checkpointing/disk` makes the whole atomic.
+A save stops a step only for a copy in memory; a thread of each rank then writes its own file, with nobody's plan but its own, and
+rank 0's makes the whole a checkpoint when every rank has told that its part is there. At most one save is under way.
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Mapping
-from pathlib import Path
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from phalanx.checkpointing import disk
-from phalanx.checkpointing.pieces import Piece, SavePieces, pieces
+from phalanx.checkpointing import disk, image
+from phalanx.checkpointing.files import Holding, Writer, laid_out, live
+from phalanx.checkpointing.load import reason
+from phalanx.checkpointing.location import Location
+from phalanx.checkpointing.pieces import Piece, SavePieces, pieces, written
 from phalanx.checkpointing.quiet import quiet
+from phalanx.checkpointing.staging import Staging
+
+_LOOK = 0.02  # seconds between two looks at whether all ranks have written
 
 
 class Ranks(Protocol):
@@ -26,24 +34,165 @@ class Ranks(Protocol):
     def rank(self) -> int: ...
     @property
     def ranks(self) -> int: ...
-    def barrier(self) -> None: ...
+    @property
+    def stage(self) -> int:
+        """Ranks with the same number hold parts of the same tensors."""
+
+    @property
+    def speaks_for_stage(self) -> bool: ...
+    @property
+    def device(self) -> torch.device: ...
+    def share(self, value: Any, /) -> Any:
+        """Rank 0's value; all ranks call it at once."""
+
+    def tally(self, key: str, amount: int, /) -> int:
+        """Add to a number that all ranks see, at any time and from any thread; returns the new one."""
+
+    def tell(self, key: str, text: str, /) -> None: ...
+    def told(self, key: str, /) -> str: ...
 
 
-def save(checkpoints: Path, step: int, tensors: Mapping[str, Tensor | Piece], contents: dict[str, Any], ranks: Ranks) -> Path:
-    """Write a checkpoint of `tensors` (by name, whole or in parts) with `contents` (plain values) beside them; returns where it is.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a save went."""
 
-    When it returns, on any rank, the checkpoint is complete.
-    """
-    partial = disk.folder(checkpoints, step).with_suffix(disk.PARTIAL)
-    if ranks.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    ranks.barrier()
-    # Commit syncs every file once. Nothing is copied ahead: one tensor at a time is asked for, and may live elsewhere.
-    writer = dcp.FileSystemWriter(partial, sync_files=False, per_thread_copy_ahead=0)
-    with quiet():
-        dcp.save({}, storage_writer=writer, planner=SavePieces(pieces(tensors)), no_dist=ranks.ranks == 1)
-    if ranks.rank == 0:
-        disk.commit(partial, contents | {"step": step})
-    ranks.barrier()
-    return disk.folder(checkpoints, step)
+    step: int
+    path: str
+    """Where the checkpoint is, or would be."""
+    failure: str | None
+    """Why there is none."""
+    bytes: int = 0
+    seconds: float = 0.0
+    """From the moment it holds until it was a checkpoint."""
+    stall: float = 0.0
+    """Seconds of those that training stood still for it, on rank 0."""
+    write: float = 0.0
+    """Seconds of those until all ranks had written."""
+
+
+class Saver:
+    """Saves of one run, on one rank."""
+
+    def __init__(self, checkpoints: Location, ranks: Ranks, retain: Callable[[Location], None] | None = None):
+        """`retain`: called by rank 0 with each new checkpoint, behind training: what is to go may go."""
+        self._checkpoints, self._ranks, self._retain = checkpoints, ranks, retain
+        self._staging = Staging(ranks.device)
+        self._thread: threading.Thread | None = None
+        self._found: Outcome | None = None
+        self.last: Outcome | None = None
+        """The save that ended last, as all ranks know it after `save` and `settle`."""
+        self._number = 0
+
+    def prepare(self, tensors: Mapping[str, Tensor | Piece]) -> None:
+        """A save behind training will come: get the memory for it ready."""
+        self._staging.prepare(written(pieces(tensors)))
+
+    def save(self, step: int, tensors: Mapping[str, Tensor | Piece], contents: dict[str, Any], *, wait: bool) -> list[Outcome]:
+        """Begin a save of this moment, by all ranks together; with `wait`, also see it through, without a copy of the state.
+
+        Returns what has ended by now: the save before this one and, if it could not begin or was waited for, this one.
+        """
+        started = time.perf_counter()
+        ended = self.settle()
+        folder = self._begin(step)
+        if isinstance(folder, Outcome):
+            self.last = folder
+            return [*ended, folder]
+        held = pieces(tensors)
+        parts = laid_out(written(held))
+        holding = Holding(
+            self._ranks.stage, {n: p.whole_bytes for n, p in held.items()} if self._ranks.speaks_for_stage else None
+        )
+        self._number += 1
+        chunks: Iterable[memoryview] = live(parts)
+        if not wait:
+            self._staging.take(parts)
+            chunks = self._staging.chunks()
+        file = image.file_name(self._ranks.rank, self._ranks.ranks)
+        writer = Writer(folder, file, parts, chunks, holding)
+        stall = None if wait else time.perf_counter() - started
+        self._thread = threading.Thread(
+            target=self._write,
+            args=(folder, writer, SavePieces(parts), contents | {"step": step}, (started, stall)),
+            name=f"save of step {step}",
+            daemon=True,
+        )
+        self._thread.start()
+        return [*ended, *self.settle()] if wait else ended
+
+    def _begin(self, step: int) -> Location | Outcome:
+        """Rank 0 makes room for all."""
+        failure = None
+        folder = disk.folder(self._checkpoints, step)
+        if self._ranks.rank == 0:
+            try:
+                disk.begin(self._checkpoints, step)
+            except OSError as error:
+                failure = str(error)
+        failure = self._ranks.share(failure)
+        if failure is not None:
+            return Outcome(step=step, path=str(folder), failure=failure)
+        return folder.parent / f"{folder.name}{disk.PARTIAL}" if folder.renames else folder
+
+    def _write(
+        self, folder: Location, writer: Writer, planner: SavePieces, contents: dict[str, Any], times: tuple[float, float | None]
+    ) -> None:
+        """In a thread of its own: this rank's file; on rank 0 also the commit."""
+        (started, stall), step = times, contents["step"]
+        begun = time.perf_counter()
+        key, failure = f"save-{self._number}", None
+        try:
+            with quiet():
+                dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
+        except BaseException as error:
+            failure = reason(error)
+            self._ranks.tell(f"{key}-why-{self._ranks.tally(f'{key}-failed', 1)}", f"rank {self._ranks.rank}: {failure}")
+        size = self._ranks.tally(f"{key}-bytes", writer.bytes)
+        self._ranks.tally(f"{key}-done", 1)
+        path = disk.folder(self._checkpoints, step)
+        if self._ranks.rank == 0:
+            try:
+                while self._ranks.tally(f"{key}-done", 0) < self._ranks.ranks:
+                    time.sleep(_LOOK)
+                size = self._ranks.tally(f"{key}-bytes", 0)
+                if failed := self._ranks.tally(f"{key}-failed", 0):
+                    failure = "; ".join(self._ranks.told(f"{key}-why-{number + 1}") for number in range(failed))
+                    folder.remove()
+                else:
+                    disk.commit(folder, contents, self._ranks.ranks)
+                    if self._retain is not None:
+                        self._retain(path)
+            except BaseException as error:
+                failure = reason(error)
+        write = time.perf_counter() - begun
+        whole = time.perf_counter() - started
+        stall = whole if stall is None else stall
+        self._found = Outcome(step=step, path=str(path), failure=failure, bytes=size, seconds=whole, stall=stall, write=write)
+
+    def ended(self) -> list[Outcome]:
+        """What has ended by now, without waiting. To be asked on rank 0, which knows of all."""
+        if self._thread is None or self._thread.is_alive():
+            return []
+        self._thread.join()
+        self._thread = None
+        return self._take()
+
+    def settle(self) -> list[Outcome]:
+        """Wait for the save under way, all ranks together: afterwards each knows whether it is there."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        found, self.last = self._ranks.share((self._take(), self.last))
+        return list(found)
+
+    def _take(self) -> list[Outcome]:
+        found, self._found = self._found, None
+        if found is None:
+            return []
+        self.last = found
+        return [found]
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+        self._staging.close()

@@ -1,35 +1,29 @@
-"""Checkpoints written and read a part at a time, for models larger than memory. Called by `phalanx import` and `export`.
+"""Checkpoints written and read a part at a time, for models larger than memory. Called by `phalanx import`, `export` and
+`checkpoint`.
 
 What is written is a checkpoint like any other: training, sampling and export read it with `checkpointing/load`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
-from phalanx.checkpointing import disk
-from phalanx.checkpointing.quiet import quiet
+from phalanx.checkpointing import blocks, disk, image
+from phalanx.checkpointing.blocks import BLOCK
+from phalanx.checkpointing.files import WORDS, Reader, raw
+from phalanx.checkpointing.image import Box
+from phalanx.checkpointing.location import Location, at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,82 +37,85 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streamed:
-    """A tensor that is never whole in memory."""
+    """A tensor that is not whole in memory, where its chunks follow each other as its values do."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: Sequence[Chunk]
 
+    @property
+    def in_order(self) -> bool:
+        starts = [_start(chunk.offsets, self.shape) for chunk in self.chunks]
+        sizes = [math.prod(chunk.sizes) for chunk in self.chunks]
+        following = all(second - first == size for (first, second), size in zip(pairwise(starts), sizes, strict=False))
+        return following and all(_in_one_piece(chunk.sizes, self.shape) for chunk in self.chunks)
 
-def write(checkpoints: Path, step: int, tensors: Sequence[Streamed], contents: dict[str, Any]) -> Path:
+    def values(self) -> Iterator[memoryview]:
+        """All of its bytes, in order."""
+        if self.in_order:
+            for chunk in self.chunks:
+                yield raw(chunk.read())
+            return
+        whole = torch.empty(self.shape, dtype=self.dtype)
+        for chunk in self.chunks:
+            whole[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))] = chunk.read()
+        yield raw(whole)
+
+
+def _start(offsets: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    place = 0
+    for offset, size in zip(offsets, shape, strict=True):
+        place = place * size + offset
+    return place
+
+
+def _in_one_piece(sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether a box's values stand side by side in the whole: ones first, then a range, then all."""
+    cut = [dim for dim, (size, all_) in enumerate(zip(sizes, shape, strict=True)) if size != all_]
+    return not cut or all(size == 1 for size in sizes[: cut[-1]])
+
+
+def write(checkpoints: Location | Path, step: int, tensors: Sequence[Streamed], contents: dict[str, Any]) -> Location:
     """Write a checkpoint of `tensors`, chunk by chunk, with `contents` beside them; returns where it is."""
-    partial = disk.folder(checkpoints, step).with_suffix(disk.PARTIAL)
-    partial.mkdir(parents=True)
-    with quiet():
-        dcp.save({}, storage_writer=_Writer(partial), planner=_Planner(tensors), no_dist=True)
+    partial = disk.begin(checkpoints, step)
+    ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
+    whole = [Box(t.name, WORDS[t.dtype], t.shape, (0,) * len(t.shape), t.shape) for t in ordered]
+    write_file(partial, 0, 1, whole, (part for tensor in ordered for part in tensor.values()))
     return disk.commit(partial, contents | {"step": step})
 
 
-class _Writer(dcp.FileSystemWriter):
-    """Writes what the library's own writer writes, but lets go of each chunk: that one keeps all until the file is closed."""
+def write_file(folder: Location, rank: int, ranks: int, boxes: Sequence[Box], values: Iterator[memoryview]) -> None:
+    """One rank's file of a checkpoint, and what tells about it, where all ranks are written by one process."""
+    name, head = image.file_name(rank, ranks), image.header(boxes)
 
-    def __init__(self, path: Path):
-        super().__init__(path, sync_files=False)  # commit syncs every file once
-        self._folder = path
+    def chunks() -> Iterator[memoryview | bytes]:
+        yield head
+        yield from values
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results = []
-        name = "__0_0.distcp"
-        with (self._folder / name).open("wb") as file:
-            for item in plan.items:
-                first = file.tell()
-                torch.save(planner.resolve_data(item), file)
-                place = _StorageInfo(name, first, file.tell() - first)
-                results.append(WriteResult(index=item.index, size_in_bytes=place.length, storage_data=place))
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-
-class _Planner(dcp.DefaultSavePlanner):
-    """Hands the writer each chunk when its turn comes."""
-
-    def __init__(self, tensors: Sequence[Streamed]):
-        super().__init__()
-        self._tensors = tensors
-        self._chunks = {_index(tensor, chunk): chunk for tensor in tensors for chunk in tensor.chunks}
-
-    def create_local_plan(self) -> SavePlan:
-        items = [_item(tensor, chunk) for tensor in self._tensors for chunk in tensor.chunks]
-        self.plan = SavePlan(items, planner_data={})
-        return self.plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._chunks[write_item.index].read()
-
-
-def _index(tensor: Streamed, chunk: Chunk) -> MetadataIndex:
-    return MetadataIndex(tensor.name, torch.Size(chunk.offsets))
-
-
-def _item(tensor: Streamed, chunk: Chunk) -> WriteItem:
-    box = ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.sizes))
-    data = TensorWriteData(chunk=box, properties=TensorProperties(dtype=tensor.dtype), size=torch.Size(tensor.shape))
-    return WriteItem(index=_index(tensor, chunk), type=WriteItemType.SHARD, tensor_data=data)
+    digests = blocks.write(folder / name, chunks())
+    size = sum(box.bytes for box in boxes)
+    about = image.about(name, len(head) + size, size, digests) | {"stage": 0}
+    if rank == 0:
+        about["names"] = {box.name: box.bytes for box in boxes}
+    blocks.write(folder / image.beside(name), [json.dumps(about).encode() + b"\n"])
 
 
 class Saved:
-    """A checkpoint's tensors by name, read one at a time."""
+    """A checkpoint's tensors by name, read one at a time, and each a few rows at a time."""
 
-    def __init__(self, path: Path):
-        self.path, self.contents = path, disk.read_marker(path)
-        self._reader = dcp.FileSystemReader(path)
+    def __init__(self, path: Location | Path):
+        self.path = at(path)
+        self._reader = Reader(self.path)
+        self.contents = self._reader.marker
         metadata = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         self._tensors = {
             name: found for name, found in metadata.state_dict_metadata.items() if isinstance(found, TensorStorageMetadata)
         }
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """None: there is no such tensor."""
@@ -129,41 +126,38 @@ class Saved:
         assert dtype is not None
         return dtype
 
-    def parts(self, name: str) -> list[tuple[int, int]]:
-        """The finest ranges of the first dimension that were stored apart: reading one of them reads no other."""
-        found = self._tensors[name]
-        ranges = sorted((box.offsets[0], box.offsets[0] + box.sizes[0]) for box in found.chunks)
-        parts: list[tuple[int, int]] = []
-        for first, last in ranges:
-            if parts and first < parts[-1][1]:
-                parts[-1] = (parts[-1][0], max(last, parts[-1][1]))
-            else:
-                parts.append((first, last))
-        return parts
+    def boxes(self, name: str) -> list[tuple[str, Box]]:
+        """Where it lies: boxes and the files they are in."""
+        return [self._reader.boxes[MetadataIndex(name, chunk.offsets)] for chunk in self._tensors[name].chunks]
+
+    def parts(self, name: str, together: int = 1) -> list[tuple[int, int]]:
+        """Ranges of the first dimension that fill a block each, or the fewest rows; so many rows at a time are kept together."""
+        shape = self._tensors[name].size or (1,)
+        row = math.prod(shape[1:]) * self.dtype(name).itemsize
+        step = max(1, BLOCK // max(1, row * together)) * together
+        return [(first, min(first + step, shape[0])) for first in range(0, shape[0], step)]
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
-        """first … last of the first dimension, in the format they are stored in."""
+        """first … last of the first dimension, in the format they are stored in; of a single number, the number."""
         found = self._tensors[name]
-        sizes = [(found.size[0] if last is None else last) - first, *found.size[1:]]
-        box = ChunkStorageMetadata(offsets=torch.Size([first, *[0] * (len(sizes) - 1)]), sizes=torch.Size(sizes))
+        if not found.size:
+            return self._read(name, (), ())
+        sizes = ((found.size[0] if last is None else last) - first, *found.size[1:])
+        return self._read(name, (first, *[0] * (len(sizes) - 1)), sizes)
+
+    def read_box(self, name: str, offset: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        """Any box of it."""
+        return self._read(name, offset, sizes)
+
+    def _read(self, name: str, offset: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        box = ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(sizes))
         target = torch.empty(sizes, dtype=self.dtype(name))
-        items = create_read_items_for_chunk_list(name, found, [box])
-        self._reader.read_data(LoadPlan(items), _Into(target)).wait()
+        for item in create_read_items_for_chunk_list(name, self._tensors[name], [box]):
+            region = target
+            for dimension, (begin, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+                region = region.narrow(dimension, begin, length)
+            self._reader.read(item, region)
         return target
 
-
-class _Into(dcp.DefaultLoadPlanner):
-    """Puts whatever is read into its place in one tensor."""
-
-    def __init__(self, target: Tensor):
-        super().__init__()
-        self._target = target
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        region = self._target
-        for dimension, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            region = region.narrow(dimension, offset, length)
-        return region
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass
+    def close(self) -> None:
+        self._reader.close()

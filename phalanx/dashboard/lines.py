@@ -14,6 +14,7 @@ from phalanx.events.records import (
     Restored,
     RunStarted,
     Saved,
+    SaveFailed,
     Step,
     StepSkipped,
     Stopped,
@@ -55,9 +56,13 @@ def line(event: Event) -> Text | None:
                 style="cyan",
             )
         case Saved():
+            waited = "" if event.stall > 0.9 * event.seconds else f", {duration(event.stall)} of it waited for"
             return Text(
-                f"step {event.step}  saved {_name(event.path)}  {size(event.bytes)} in {duration(event.seconds)}", style="green"
+                f"step {event.step}  saved {_name(event.path)}  {size(event.bytes)} in {duration(event.seconds)}{waited}",
+                style="green",
             )
+        case SaveFailed():
+            return Text(f"step {event.step}  NOT SAVED: {event.reason}; earlier checkpoints are untouched", style="bold red")
         case CheckpointDamaged():
             return Text(f"checkpoint {_name(event.path)} is damaged and was passed over: {event.reason}", style="yellow")
         case Warned():

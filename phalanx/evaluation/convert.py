@@ -143,20 +143,18 @@ def export_checkpoint(path: Path, out: Path, dtype: str | None = None, shard_siz
 
 
 def _export(entry: Entry, saved: stream.Saved, writer: Writer, copies: list[str]) -> None:
-    """Read one of our tensors, part by part where it was stored so, and put each where theirs are."""
+    """Read one of our tensors, part by part, and put each where theirs are."""
     name = f"model/{entry.name}"
-    parts = saved.parts(name)
     if entry.pieces[0].expert is not None:
-        for first, last in parts:
+        for first, last in saved.parts(name):
             part = saved.read(name, first, last)
             for piece in entry.pieces[first:last]:
                 assert piece.expert is not None
                 writer.write(piece.theirs, layout.theirs(piece, part[piece.expert - first]))
         return
     (piece,) = entry.pieces
-    together = piece.pairs[0] if piece.pairs else 1
-    if piece.turned or any(first % together for first, _ in parts):  # then a part of ours is none of theirs
-        parts = [(0, entry.shape[0])]
+    # Of a turned tensor, a part of ours is none of theirs.
+    parts = [(0, entry.shape[0])] if piece.turned else saved.parts(name, piece.pairs[0] if piece.pairs else 1)
     for first, last in parts:
         rows = layout.theirs(piece, saved.read(name, first, last))
         for theirs in (piece.theirs, *copies):

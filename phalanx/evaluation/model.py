@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException
 
 from phalanx.checkpointing.find import find
 from phalanx.checkpointing.hf import Folder
@@ -20,7 +19,7 @@ from phalanx.models import layout, names
 from phalanx.models.init import build, reset_buffers
 from phalanx.spec import hf
 from phalanx.spec.check import check
-from phalanx.spec.errors import RunError
+from phalanx.spec.errors import RunError, RunFailed
 from phalanx.spec.load import loads
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import Data, Run, Train
@@ -51,11 +50,10 @@ def open_model(path: Path, device: str | torch.device | None = None) -> Opened:
     words = tokenizer(run.data.tokenizer, run.data.end_token)
     model = _empty(run, where)
     try:
-        load_tensors(checkpoint, {f"model/{name}": tensor for name, tensor in _state(model).items()}, alone=True)
-    except CheckpointException as error:  # a size or a name that differs
-        why, _ = next(iter(error.failures.values()))
+        load_tensors(checkpoint, {f"model/{name}": tensor for name, tensor in _state(model).items()})
+    except RunFailed as why:  # a size or a name that differs
         raise RunError([f"{checkpoint} does not fit the model of {run_file} ({why}): undo what was changed there."]) from None
-    return Opened(model, words, run, checkpoint, _stops(run_file.parent / "tokenizer", words))
+    return Opened(model, words, run, Path(str(checkpoint)), _stops(run_file.parent / "tokenizer", words))
 
 
 def run_of(run_file: Path) -> Run:

@@ -164,6 +164,23 @@ class Saved(Event):
     path: str
     bytes: int
     seconds: float
+    """From the moment it holds until it was complete."""
+    stall: float = 0.0
+    """Seconds of those that training stood still for it."""
+    write_seconds: float = 0.0
+    """Seconds of those that writing took, behind training where the save is asynchronous."""
+    bytes_per_second: float = 0.0
+    """Of the writing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveFailed(Event):
+    """There is no checkpoint of this step; earlier ones are untouched, and the run goes on."""
+
+    kind: ClassVar[str] = "save_failed"
+    step: int
+    path: str
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,7 +231,7 @@ KINDS: dict[str, type[Event]] = {
     record.kind: record
     for record in (
         RunStarted, WorkerStarted, ModelPlaced, StepAccounted, Restored, WeightsLoaded, Step, StepSkipped, Evaluated, Saved,
-        CheckpointDamaged, Warned, WorkerFailed, Stopped, Finished,
+        SaveFailed, CheckpointDamaged, Warned, WorkerFailed, Stopped, Finished,
     )
 }  # fmt: skip
 

@@ -17,6 +17,7 @@ from datetime import timedelta
 from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -39,6 +40,8 @@ class Mesh:
     layout: Layout = field(default_factory=Layout)
     _groups: dict[tuple[str, tuple[str, ...]], Group] = field(default_factory=dict, repr=False)
     _made: Counter[tuple[int, ...]] = field(default_factory=Counter, repr=False)
+    _alike: dict[tuple[str, ...], tuple[int, int]] = field(default_factory=dict, repr=False)
+    _notes: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def rank(self) -> int:
@@ -65,6 +68,33 @@ class Mesh:
     def at(self, axis: str) -> int:
         """This rank's coordinate along an axis."""
         return _coordinates(self.rank, _sizes(self.layout, _view((axis,))))[axis]
+
+    @property
+    def stage(self) -> int:
+        """This rank's pipeline rank: those with the same number hold parts of the same tensors."""
+        return self.at("pipeline")
+
+    @property
+    def speaks_for_stage(self) -> bool:
+        """One rank of each."""
+        return self.alike()[0] == 0
+
+    def alike(self, *axes: str) -> tuple[int, int]:
+        """(index, count) of this rank among those of its pipeline rank that have its coordinates along the given axes, which may be
+        of the layout and of the experts' view at once."""
+        key = tuple(sorted(axes))
+        if key not in self._alike:
+            each = self.ranks // self.layout.pipeline
+            ranks = np.arange(self.stage * each, (self.stage + 1) * each)
+            same = np.ones(each, dtype=bool)
+            for axis in axes:
+                sizes = list(_sizes(self.layout, _view((axis,))).items())
+                place = [name for name, _ in sizes].index(axis)
+                below = math.prod(size for _, size in sizes[place + 1 :])
+                same &= ranks // below % sizes[place][1] == self.at(axis)
+            found = ranks[same]
+            self._alike[key] = int(np.searchsorted(found, self.rank)), len(found)
+        return self._alike[key]
 
     def group(self, *axes: str, use: str) -> Group:
         """The ranks that differ from this one along the given axes only, in rank order. All of them ask for it at the same time.
@@ -136,9 +166,32 @@ class Mesh:
 
         return share
 
+    def tally(self, key: str, amount: int) -> int:
+        """Add to a number that all ranks see, at any time and from any thread; returns the new one."""
+        if self.ranks == 1:
+            self._notes[key] = self._notes.get(key, 0) + amount
+            return int(self._notes[key])
+        return int(_notes().add(key, amount))
+
+    def tell(self, key: str, text: str) -> None:
+        """Leave a word for other ranks, at any time and from any thread."""
+        if self.ranks == 1:
+            self._notes[key] = text
+        else:
+            _notes().set(key, text)
+
+    def told(self, key: str) -> str:
+        """What a rank told, or will tell in a moment."""
+        return str(self._notes[key]) if self.ranks == 1 else _notes().get(key).decode()
+
     def barrier(self) -> None:
         """Wait for all ranks; through gloo, so that a GPU run needs no kernel for it."""
         self.sum(torch.zeros(1))
+
+
+def _notes() -> dist.Store:
+    """The store in which the ranks of this generation met, apart from what torch keeps there."""
+    return dist.PrefixStore("notes", distributed_c10d._get_default_store())
 
 
 @contextmanager

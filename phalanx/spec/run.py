@@ -208,14 +208,20 @@ class Checkpoint:
 
     every: int | None = field(default=None, metadata=within(1))
     """Save every so many steps; left out: at the end, and on SIGTERM or SIGINT."""
-    keep: int = field(default=2, metadata=within(1))
+    keep_last: int = field(default=2, metadata=within(1))
     """Newest checkpoints to keep; older ones are removed after a newer one is complete."""
-    asynchronous: bool = field(default=False, metadata=later("asynchronous checkpoints"))
-    """Write behind training."""
+    keep_every: int | None = field(default=None, metadata=within(1))
+    """Keep also those of every so many steps, for good."""
+    asynchronous: bool = True
+    """Write behind training: a step waits only for a copy of the state in host memory. False: it waits until all is written."""
     url: str | None = field(default=None, metadata=later("checkpoints on object storage"))
-    """Where checkpoints go besides the run directory."""
+    """Where checkpoints go, in place of the run directory: a folder, or any URL that fsspec knows, such as s3://bucket/folder."""
+    local_first: bool = field(default=False, metadata=later("checkpoints on object storage"))
+    """With `url`: save into the run directory, and upload from there in the background."""
     export_hf: bool = field(default=False, metadata=later("Hugging Face export"))
-    """Export each checkpoint for transformers."""
+    """Export each checkpoint for transformers, in the background, and compare its logits with the model's."""
+    memory_every: int | None = field(default=None, metadata=later("copies in memory") | within(1))
+    """Keep a copy of the state in host memory, and another on a neighbouring node, every so many steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

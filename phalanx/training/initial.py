@@ -11,6 +11,7 @@ from torch import Tensor
 from phalanx.checkpointing.find import find
 from phalanx.checkpointing.hf import Folder
 from phalanx.checkpointing.load import load as load_tensors
+from phalanx.checkpointing.location import Location
 from phalanx.checkpointing.pieces import Piece
 from phalanx.checkpointing.stream import Saved
 from phalanx.models import layout, names
@@ -40,7 +41,7 @@ def load(tensors: Mapping[str, Piece], shapes: Mapping[str, tuple[int, ...]], fo
     saved = Saved(checkpoint)
     found = {name: shape for name in shapes if (shape := saved.shape(f"model/{name}")) is not None}
     _fit(checkpoint, shapes, found)
-    load_tensors(checkpoint, {f"model/{name}": tensors[name] for name in tensors if name in found}, alone=True)
+    load_tensors(checkpoint, {f"model/{name}": tensors[name] for name in tensors if name in found})
 
 
 def _read(piece: Piece) -> Tensor:
@@ -52,7 +53,7 @@ def _write(piece: Piece, value: Tensor) -> None:
         piece.tensor.write(value)
 
 
-def _fit(folder: Path, shapes: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
+def _fit(folder: Path | Location, shapes: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
     problems = []
     for name, shape in shapes.items():
         if name not in found and not _optional(name):

@@ -21,6 +21,7 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.placement import Held, Spot
 from phalanx.spec.run import Optimizer as OptimizerSpec
 from phalanx.training.adamw import Bytes, flat, size
+from phalanx.training.pieces import copies, piece
 from phalanx.training.portions import portions
 
 _PORTION = 1 << 22  # numbers that travel in one message
@@ -69,8 +70,8 @@ class Outer:
         """For a checkpoint: they take the place of the values under the parameters' names, and add to them."""
         found = {}
         for one, anchor, momentum in zip(self._held, self._anchors, self._momentum, strict=True):
-            found[f"model/{one.name}"] = _piece(anchor, one.spot)
-            found[f"outer/{one.name}/momentum"] = _piece(momentum, one.spot)
+            found[f"model/{one.name}"] = piece(anchor, one.spot, self._mesh)
+            found[f"outer/{one.name}/momentum"] = piece(momentum, one.spot, self._mesh)
             found[f"outer/{one.name}/local"] = self.of_replica(one.value.detach(), one.spot)
         return found
 
@@ -80,8 +81,9 @@ class Outer:
         mine = state.unsqueeze(0) if isinstance(state, Tensor) else _Row(state, state.dtype)
         if isinstance(state, Tensor) and tuple(state.shape) != spot.shape:
             assert state.ndim == 0
-            return Piece(mine, (count,), (here,), (1,))
-        return Piece(mine, (count, *spot.whole), (here, *spot.offset), (1, *spot.shape))
+            return Piece(mine, (count,), (here,), (1,), copies(self._mesh, ("data",), counted=spot.counted))
+        alike = copies(self._mesh, ("data", *spot.split), counted=spot.counted)
+        return Piece(mine, (count, *spot.whole), (here, *spot.offset), (1, *spot.shape), alike)
 
     def bytes(self) -> Bytes:
         return Bytes(device=sum(size(tensor) for tensor in (*self._anchors, *self._momentum)))
@@ -103,7 +105,3 @@ class _Row:
 
     def write(self, values: Tensor, /) -> None:
         self.state.write(values.squeeze(0))
-
-
-def _piece(tensor: Tensor, spot: Spot) -> Piece:
-    return Piece(tensor, spot.whole, spot.offset, spot.shape)

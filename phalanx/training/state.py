@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from phalanx.checkpointing.pieces import Elsewhere, Piece
+from phalanx.checkpointing.pieces import Piece
 from phalanx.events.records import ModelPlaced
 from phalanx.parallel.placed import Placed
-from phalanx.parallel.placement import Spot
 from phalanx.training.optimizer import Optimizer
 from phalanx.training.outer import Outer
+from phalanx.training.pieces import copies, piece
 
 
 def pieces(placed: Placed, optimizer: Optimizer, outer: Outer | None) -> dict[str, Piece]:
     """Parameters and kept buffers as model/NAME, states as optimizer/NAME/STATE."""
-    held = {one.name: one for one in placed.held}
-    found = {f"model/{name}": _piece(one.value.detach(), one.spot) for name, one in held.items()}
+    held, mesh = {one.name: one for one in placed.held}, placed.mesh
+    found = {f"model/{name}": piece(one.value.detach(), one.spot, mesh) for name, one in held.items()}
     for part in placed.parts:
         kept = part.state_dict().keys()  # not among them: buffers that a model declares to be of the moment
-        found |= {f"model/{name}": Piece.of(buffer) for name, buffer in part.named_buffers() if name in kept}
+        found |= {f"model/{name}": Piece.of(buffer, copies(mesh)) for name, buffer in part.named_buffers() if name in kept}
     for name, state in optimizer.state().items():
         spot = held[name.rpartition("/")[0]].spot
-        found[f"optimizer/{name}"] = _piece(state, spot) if outer is None else outer.of_replica(state, spot)
+        found[f"optimizer/{name}"] = piece(state, spot, mesh) if outer is None else outer.of_replica(state, spot)
     return found | (outer.tensors() if outer is not None else {})
-
-
-def _piece(tensor: Tensor | Elsewhere, spot: Spot) -> Piece:
-    """A state of a parameter lies where the parameter does; one that is a single number belongs to all of it."""
-    if isinstance(tensor, Tensor) and tuple(tensor.shape) != spot.shape:
-        return Piece.of(tensor)
-    return Piece(tensor, spot.whole, spot.offset, spot.shape)
 
 
 def placement(placed: Placed, optimizer: Optimizer, outer: Outer | None) -> ModelPlaced:

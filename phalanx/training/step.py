@@ -6,6 +6,7 @@ stand on every rank when the update is made or refused.
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,12 @@ from phalanx.transforms.precision import LossScale, computing
 
 _RECENT = 20
 """Steps over which the load of experts is reported: that of one small batch is mostly chance."""
+
+
+def step_seed(seed: int, step: int, replica: int) -> int:
+    """What a replica draws random numbers from in a step (dropout of a module of one's own): of the step alone, so that a resumed
+    run draws what an unbroken one does, and the same on all ranks that compute one replica."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {step} {replica}".encode()).digest()[:8], "little") >> 1
 
 
 @dataclass(frozen=True, slots=True)

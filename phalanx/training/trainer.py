@@ -8,29 +8,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
-from phalanx._version import __version__
-from phalanx.checkpointing import disk
-from phalanx.checkpointing.load import load
 from phalanx.checkpointing.pieces import Piece
-from phalanx.checkpointing.save import save
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.data.loader import Loader, Share
 from phalanx.data.pack import Batch
 from phalanx.events.records import (
-    CheckpointDamaged,
     Evaluated,
     Event,
     Finished,
     ModelPlaced,
-    Restored,
     Saved,
+    SaveFailed,
     Step,
     StepAccounted,
     StepSkipped,
@@ -54,10 +48,11 @@ from phalanx.training.optimizer import Optimizer
 from phalanx.training.outer import Outer
 from phalanx.training.recipe import recipe
 from phalanx.training.report import Progress, report, too_many_skipped
+from phalanx.training.saving import Saving
 from phalanx.training.schedule import learning_rate
 from phalanx.training.stages import stages
 from phalanx.training.state import pieces, placement
-from phalanx.training.step import MicroBatch, Stepper
+from phalanx.training.step import MicroBatch, Stepper, step_seed
 
 
 class Trainer:
@@ -69,7 +64,7 @@ class Trainer:
         self.progress = Progress()
         self._loader: Loader[MicroBatch] | None = None
         self._stop: str | None = None
-        self._on_disk: int | None = None  # step of the checkpoint that equals the present state
+        self._saving = Saving(run, plan, mesh, checkpoints, self.data)
         self._begun = False
         self._places: np.ndarray | None = None
 
@@ -149,25 +144,13 @@ class Trainer:
 
     def restore(self, path: Path | None = None) -> list[Event]:
         """Go on from `path`, or from the newest valid checkpoint; without one, begin. Tells what was found."""
-        events: list[Event] = []
-        started = time.perf_counter()
-        if path is None:
-            # One rank looks, so that all agree even while files come and go.
-            found = disk.newest_valid(self.checkpoints) if self.mesh.rank == 0 else None
-            path, damaged = self.mesh.share(found)
-            events += [CheckpointDamaged(path=str(bad.path), reason=bad.reason) for bad in damaged]
-        else:
-            disk.verify(path)
-        if path is not None:
-            contents = load(path, self.tensors(), alone=self.mesh.ranks == 1)
-            self.progress = Progress(**contents["progress"])
-            self.stepper.scale.restore(self.progress.loss_scale)
-            self._adopt()
-            self._on_disk = self.progress.step
-            self._close_loader()
-            events.append(Restored(step=self.progress.step, path=str(path), seconds=time.perf_counter() - started))
-        else:
-            events += self.begin()
+        progress, events = self._saving.restore(self.tensors(), path)
+        if progress is None:
+            return [*events, *self.begin()]
+        self.progress = progress
+        self.stepper.scale.restore(self.progress.loss_scale)
+        self._adopt()
+        self._close_loader()
         return events
 
     def step(self) -> Step | StepSkipped | None:
@@ -175,6 +158,7 @@ class Trainer:
         started = time.perf_counter()
         rate = learning_rate(self.run.optimizer, self.progress.step, self.run.steps)
         batches = next(self._batches())
+        torch.manual_seed(step_seed(self.run.train.seed, self.progress.step, self.mesh.replica))
         outcome = self._accounting.around(
             self.progress.step + 1,
             lambda: self.stepper.step(batches, self.optimizer, rate, lambda: self._stop is not None),
@@ -194,19 +178,12 @@ class Trainer:
         return evaluate(self.data.eval, self.stepper, self._prepare, self.run, self.plan, self.progress.step)
 
     def save(self) -> Saved:
-        """Write a checkpoint of this moment; all ranks call it together."""
-        started = time.perf_counter()
-        # One rank writes it down, so one rank looks at the text.
-        data = self.data.fingerprint if self.mesh.rank == 0 else None
-        contents: dict[str, Any] = {"progress": asdict(self.progress), "data": data, "version": __version__}
-        if self.outer is not None:
-            contents["replicas"] = self.mesh.size("data")  # each has a state of its own: it is resumed with as many
-        path = save(self.checkpoints, self.progress.step, self.tensors(), contents, self.mesh)
-        if self.mesh.rank == 0:
-            disk.prune(self.checkpoints, self.run.checkpoint.keep, path)
-        self._on_disk = self.progress.step
-        size = sum(file["bytes"] for file in disk.read_marker(path)["files"].values())
-        return Saved(step=self.progress.step, path=str(path), bytes=size, seconds=time.perf_counter() - started)
+        """Write a checkpoint of this moment and see it through; all ranks call it together. RunFailed where it cannot be written."""
+        (*_, ended) = self._saving.save(self.progress, self.tensors(), wait=True)
+        if isinstance(ended, SaveFailed):
+            raise RunFailed(f"Step {ended.step} could not be saved: {ended.reason}.")
+        assert isinstance(ended, Saved)
+        return ended
 
     def events(self) -> Iterator[Event]:
         """Train to the end or until told to stop, saying what happens."""
@@ -216,19 +193,22 @@ class Trainer:
             self.close()
 
     def _train(self) -> Iterator[Event]:
+        self._saving.prepare(self.tensors())
         while not self.finished:
             taken = self.step()
             if taken is None:
                 break
             yield taken
+            yield from self._saving.ended()
             if self.progress.skipped_in_a_row > self.run.resilience.max_skipped:
                 yield self.save()
                 raise RunFailed(too_many_skipped(self.progress, self.run))
             if self._due(self.run.train.eval_every) or self.finished:
                 yield from _some(self.evaluate())
-            if self._due(self.run.checkpoint.every):
-                yield self.save()
-        if self._on_disk != self.progress.step:
+            if self._due(self.run.checkpoint.every) and not self.finished:
+                yield from self._saving.save(self.progress, self.tensors(), wait=False)
+        yield from self._saving.settle()
+        if self._saving.step != self.progress.step:
             yield self.save()
         if self.finished:
             yield Finished(step=self.progress.step)
@@ -238,6 +218,7 @@ class Trainer:
     def close(self) -> None:
         """Let go of threads and files; states in files are gone with them."""
         self._close_loader()
+        self._saving.close()
         if hasattr(self, "optimizer"):
             self.optimizer.close()
 

@@ -124,7 +124,7 @@ def test_a_run_that_went_back_behind_a_damaged_checkpoint_saves_and_keeps_its_ow
     train(ALONE, tmp_path, 2)
     data = next((tmp_path / "step-00000004").glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:-1] + b"?")
-    trainer = tiny_trainer(ALONE, tiny_run("checkpoint.keep=1"), tmp_path)
+    trainer = tiny_trainer(ALONE, tiny_run("checkpoint.keep_last=1"), tmp_path)
     assert [event.kind for event in trainer.restore()] == ["checkpoint_damaged", "restored"]
     trainer.step()
     path = Path(trainer.save().path)

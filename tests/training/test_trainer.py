@@ -57,7 +57,7 @@ def test_the_loss_falls(tmp_path: Path) -> None:
 
 
 def test_events_tell_what_happens_in_order(tmp_path: Path) -> None:
-    run = tiny_run("train.steps=5", "train.eval_every=2", "checkpoint.every=2", "checkpoint.keep=10")
+    run = tiny_run("train.steps=5", "train.eval_every=2", "checkpoint.every=2", "checkpoint.keep_last=10")
     events, _ = uninterrupted(run, tmp_path)
     assert [(event.kind, event.step) for event in events] == [  # type: ignore[attr-defined]
         ("step", 1),
@@ -378,5 +378,5 @@ def test_a_stopped_run_whose_state_is_on_disk_is_not_saved_twice(tmp_path: Path)
 
 
 def test_older_checkpoints_are_removed_as_newer_ones_are_made(tmp_path: Path) -> None:
-    uninterrupted(tiny_run("checkpoint.every=1", "checkpoint.keep=3"), tmp_path)
+    uninterrupted(tiny_run("checkpoint.every=1", "checkpoint.keep_last=3"), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000005", "step-00000006"]

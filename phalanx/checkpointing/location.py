@@ -1,0 +1,182 @@
+"""Where checkpoints lie: a folder of a file system, or a prefix of an object store. One small set of operations for both.
+
+`at` makes one from what a person writes. Everything else in this package works on these, and never asks which kind it has.
+Knows no tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Protocol
+
+
+class Sink(Protocol):
+    """A file that is being written from its beginning to its end."""
+
+    def write(self, data: memoryview | bytes, /) -> None:
+        """All of it."""
+
+    def close(self) -> None:
+        """When this returns, the contents survive a crash of the machine."""
+
+    def abandon(self) -> None:
+        """Let go of it; what was written may be gone or remain."""
+
+
+class Location(Protocol):
+    """A file or folder, there or not."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def parent(self) -> Location: ...
+    @property
+    def renames(self) -> bool:
+        """Whether a folder can change its name in one instant. Where it cannot, only what is written last tells that all is there."""
+
+    def __truediv__(self, name: str, /) -> Location: ...
+    def __str__(self) -> str: ...
+    def is_folder(self) -> bool: ...
+    def entries(self) -> list[str]:
+        """Names of what is directly inside; none where there is no such folder."""
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the files directly inside, by name."""
+
+    def size(self) -> int | None:
+        """Bytes of a file; None where there is no such file."""
+
+    def read(self, begin: int = 0, length: int | None = None) -> bytes:
+        """Bytes of a file, all of it or as many as there are from `begin` on. FileNotFoundError, or OSError."""
+
+    def make(self) -> None:
+        """This folder, and those around it."""
+
+    def sink(self) -> Sink: ...
+    def sync(self) -> None:
+        """Names inside this folder survive a crash of the machine."""
+
+    def rename(self, to: Location, /) -> None: ...
+    def remove(self) -> None:
+        """The file, or the folder with everything inside; without a word where there is none."""
+
+
+def at(place: Location | Path | str) -> Location:
+    """A path, or an fsspec URL such as s3://bucket/folder."""
+    if isinstance(place, str) and "://" in place:
+        from phalanx.checkpointing.remote import Remote  # fsspec: most runs never see it
+
+        return Remote(place)
+    return Local(Path(place)) if isinstance(place, str | Path) else place
+
+
+class Local:
+    """In a file system, of this machine or shared by all."""
+
+    renames = True
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def parent(self) -> Local:
+        return Local(self.path.parent)
+
+    def __truediv__(self, name: str) -> Local:
+        return Local(self.path / name)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Local) and self.path == other.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def is_folder(self) -> bool:
+        return self.path.is_dir()
+
+    def entries(self) -> list[str]:
+        try:
+            return sorted(os.listdir(self.path))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def sizes(self) -> dict[str, int]:
+        try:
+            with os.scandir(self.path) as inside:
+                return {entry.name: entry.stat().st_size for entry in inside if entry.is_file()}
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+
+    def size(self) -> int | None:
+        try:
+            return self.path.stat().st_size if self.path.is_file() else None
+        except OSError:
+            return None
+
+    def read(self, begin: int = 0, length: int | None = None) -> bytes:
+        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            wanted = os.fstat(fd).st_size - begin if length is None else length
+            parts = []
+            while wanted > 0 and (part := os.pread(fd, wanted, begin)):  # one call may give less than it was asked for
+                parts.append(part)
+                begin, wanted = begin + len(part), wanted - len(part)
+            return b"".join(parts)
+        finally:
+            os.close(fd)
+
+    def make(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def sink(self) -> Sink:
+        return _LocalSink(self.path)
+
+    def sync(self) -> None:
+        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def rename(self, to: Location) -> None:
+        assert isinstance(to, Local)
+        self.path.rename(to.path)
+
+    def remove(self) -> None:
+        if self.path.is_dir():
+            shutil.rmtree(self.path, ignore_errors=True)
+        else:
+            self.path.unlink(missing_ok=True)
+
+
+class _LocalSink:
+    def __init__(self, path: Path):
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+
+    def write(self, data: memoryview | bytes) -> None:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(self._fd, left) :]
+
+    def close(self) -> None:
+        try:
+            os.fsync(self._fd)
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
