@@ -10,17 +10,20 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from phalanx.checkpointing import blocks, image
 from phalanx.checkpointing.location import Location, at
+from phalanx.checkpointing.persist import Unreachable
 from phalanx.spec.errors import PhalanxError
 
 MARKER = "commit.json"
 PARTIAL = ".partial"
+_REPLACED = ".replaced" + PARTIAL
 FORMAT = 2
 _NAME = re.compile(r"step-(\d+)")
 _READERS = 16  # small files read at once when a checkpoint is completed
@@ -51,7 +54,8 @@ def begin(checkpoints: Location | Path, step: int) -> Location:
     """An empty folder to write a checkpoint into; what an interrupted save left there is gone."""
     final = folder(checkpoints, step)
     if not final.renames:
-        (final / MARKER).remove()  # first, so that it is no checkpoint from here on
+        if MARKER in final.entries():
+            (final / MARKER).remove()  # first, so that it is no checkpoint from here on
         final.remove()
         return final
     partial = final.parent / f"{final.name}{PARTIAL}"
@@ -66,25 +70,34 @@ def commit(partial: Location | Path, contents: dict[str, Any], ranks: int = 1) -
     names = [image.file_name(rank, ranks) for rank in range(ranks)]
     with ThreadPoolExecutor(_READERS) as pool:
         read = list(pool.map(lambda name: (partial / image.beside(name)).read(), names))
-    told = [json.loads(text) for text in read]
-    files = {}
-    for name, text, about in zip(names, read, told, strict=True):
-        files[name] = {"bytes": about["bytes"], "sha256": blocks.whole(about["sha256"]), "stage": about["stage"]}
-        files[image.beside(name)] = {"bytes": len(text), "sha256": blocks.whole_of(text)}
-    whole = contents | {"format": FORMAT, "names": _names(partial, told), "files": files}
-    marker = json.dumps(whole | {"sha256": _seal(whole)}, indent=2).encode() + b"\n"
-    blocks.write(partial / MARKER, [marker])
+    return complete(partial, marker(partial, contents | {"time": time.time()}, dict(zip(names, read, strict=True))))
+
+
+def complete(partial: Location, text: bytes) -> Location:
+    """Give a folder in which all else lies its marker, and its name."""
+    blocks.write(partial / MARKER, [text])
     partial.sync()
     if not partial.renames:
         return partial
     final = partial.parent / partial.name.removesuffix(PARTIAL)
     if final.is_folder():  # damaged, or a step that was taken again: the new one replaces it
-        replaced = final.parent / f"{final.name}.replaced{PARTIAL}"
+        replaced = final.parent / f"{final.name}{_REPLACED}"
         replaced.remove()  # from a replacement that was killed before it was tidied up
         final.rename(replaced)
     partial.rename(final)
     final.parent.sync()
     return final
+
+
+def marker(path: Location, contents: dict[str, Any], beside: dict[str, bytes]) -> bytes:
+    """What makes a checkpoint of files of boxes, given by name with what is told about each: the text of its marker."""
+    told = [json.loads(text) for text in beside.values()]
+    files = {}
+    for (name, text), about in zip(beside.items(), told, strict=True):
+        files[name] = {"bytes": about["bytes"], "checksum": blocks.whole(about["crc32"]), "stage": about["stage"]}
+        files[image.beside(name)] = {"bytes": len(text), "checksum": blocks.whole_of(text)}
+    whole = contents | {"format": FORMAT, "names": _names(path, told), "files": files}
+    return _text(whole | {"sha256": _seal(whole)})
 
 
 def _names(partial: Location, told: list[dict[str, Any]]) -> list[list[str]]:
@@ -105,18 +118,7 @@ def _names(partial: Location, told: list[dict[str, Any]]) -> list[list[str]]:
 def read_marker(path: Location | Path) -> dict[str, Any]:
     """What was saved besides tensors; raises DamagedCheckpoint if the folder is not a whole checkpoint."""
     path = at(path)
-    try:
-        marker: dict[str, Any] = json.loads((path / MARKER).read())
-    except FileNotFoundError:
-        raise DamagedCheckpoint(path, f"it has no {MARKER}, so its writing was never finished") from None
-    except (OSError, ValueError) as error:
-        raise DamagedCheckpoint(path, f"its {MARKER} cannot be read ({error})") from None
-    seal = marker.pop("sha256", None) if isinstance(marker, dict) else None
-    if seal != _seal(marker):
-        raise DamagedCheckpoint(path, f"its {MARKER} does not have the contents that were saved")
-    if marker.get("format") != FORMAT:
-        raise DamagedCheckpoint(path, f"it was written in format {marker.get('format', 1)}, this version reads format {FORMAT}")
-    sizes = path.sizes()
+    marker, sizes = sealed(path), path.sizes()
     for name, expected in marker["files"].items():
         if name not in sizes:
             raise DamagedCheckpoint(path, f"its file {name} is missing")
@@ -125,11 +127,37 @@ def read_marker(path: Location | Path) -> dict[str, Any]:
     return marker
 
 
+def sealed(path: Location) -> dict[str, Any]:
+    """What the marker says, whatever has become of the other files."""
+    try:
+        text = (path / MARKER).read()
+        marker: dict[str, Any] = json.loads(text)
+    except FileNotFoundError:
+        raise DamagedCheckpoint(path, f"it has no {MARKER}, so its writing was never finished") from None
+    except Unreachable:
+        raise  # which says nothing of what lies there
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpoint(path, f"its {MARKER} cannot be read ({error})") from None
+    same = text == _text(marker)  # to the letter: 1e-5 and 1E-5 are the same number
+    seal = marker.pop("sha256", None) if isinstance(marker, dict) else None
+    if not same or seal != _seal(marker):
+        raise DamagedCheckpoint(path, f"its {MARKER} does not have the contents that were saved")
+    if marker.get("format") != FORMAT:
+        raise DamagedCheckpoint(path, f"it was written in format {marker.get('format', 1)}, this version reads format {FORMAT}")
+    return marker
+
+
 def verify(path: Location | Path) -> None:
     """Compare every file with the checksum in the marker."""
     path = at(path)
     for name, expected in read_marker(path)["files"].items():
-        if blocks.digest(path / name) != expected["sha256"]:
+        try:
+            found = blocks.digest(path / name)
+        except Unreachable:
+            raise
+        except OSError as error:
+            raise DamagedCheckpoint(path, f"its file {name} cannot be read ({error})") from error
+        if found != expected["checksum"]:
             raise DamagedCheckpoint(path, f"its file {name} does not have the contents that were saved")
 
 
@@ -140,13 +168,28 @@ def listed(checkpoints: Location | Path) -> list[Location]:
     return [place / name for _, name in sorted(named, reverse=True)]
 
 
-def newest(checkpoints: Location | Path, passed: set[str] | None = None) -> tuple[Location | None, list[DamagedCheckpoint]]:
+def mend(checkpoints: Location | Path) -> None:
+    """Put back what was set aside for a checkpoint of the same step that, as its save was killed, never came."""
+    place = at(checkpoints)
+    names = set(place.entries())
+    for name in names:
+        final = name.removesuffix(_REPLACED)
+        if name != final and _NAME.fullmatch(final) and final not in names:
+            (place / name).rename(place / final)
+
+
+def newest(
+    checkpoints: Location | Path | Sequence[Location], passed: set[str] | None = None
+) -> tuple[Location | None, list[DamagedCheckpoint]]:
     """The newest checkpoint with a good marker and files of the right sizes, and the newer ones that had to be passed over.
 
-    Contents are compared when they are read. `passed`: those that turned out to be damaged then.
+    Contents are compared when they are read. `passed`: those that turned out to be damaged then. Of several places, the first that
+    has one of the newest step.
     """
     damaged = []
-    for path in listed(checkpoints):
+    places = checkpoints if isinstance(checkpoints, Sequence) else [checkpoints]
+    found = [path for place in places for path in listed(place)]
+    for path in sorted(found, key=lambda path: -(step_of(path) or 0)):
         if str(path) in (passed or ()):
             continue
         try:
@@ -174,22 +217,23 @@ def newest_valid(checkpoints: Location | Path) -> tuple[Location | None, list[Da
         return path, damaged
 
 
-def prune(checkpoints: Location | Path, keep_last: int, saved: Location, keep_every: int | None = None) -> list[str]:
+def prune(
+    checkpoints: Location | Path,
+    keep_last: int,
+    saved: Location,
+    keep_every: int | None = None,
+    held: Collection[str] = (),
+) -> list[str]:
     """Remove all but the newest `keep_last` whole checkpoints and those of every `keep_every`-th step, and what interrupted saves
     left behind; returns the names of what was removed.
 
     They are counted from `saved` on, which is new: where there are later ones, the run has gone back behind them because their
-    contents are damaged, which only reading them through would show.
+    contents are damaged, which only reading them through would show. `held`: names of those that somebody still reads; they are
+    left for the next time.
     """
     place = at(checkpoints)
-    whole = list(_whole(place))
-    counted = whole[[path.name for path in whole].index(saved.name) :]
-    removed = []
-    for path in counted[keep_last:]:
-        step = step_of(path)
-        if keep_every is not None and step is not None and step % keep_every == 0:
-            continue
-        removed.append(path.name)
+    removed = [name for name in superfluous(place, keep_last, saved, keep_every) if name not in held]
+    for path in (place / name for name in removed):
         if path.renames:  # so that a removal cut short is finished by the next
             path.rename(path.parent / f"{path.name}.removed{PARTIAL}")
         else:
@@ -198,7 +242,24 @@ def prune(checkpoints: Location | Path, keep_last: int, saved: Location, keep_ev
     for name in place.entries():
         if name.startswith("step-") and name.endswith(PARTIAL):
             (place / name).remove()
+    if not place.renames:
+        _sweep(place, saved)
     return removed
+
+
+def _sweep(place: Location, saved: Location) -> None:
+    """Of interrupted saves, where folders have their names from the beginning: those of earlier steps that never got a marker."""
+    begun = {*(path.name for path in listed(place)), *filter(_NAME.fullmatch, place.unfinished())}
+    for path in (place / name for name in begun):
+        if (step_of(path) or 0) < (step_of(saved) or 0) and MARKER not in path.entries():
+            path.remove()
+
+
+def superfluous(checkpoints: Location, keep_last: int, saved: Location, keep_every: int | None = None) -> list[str]:
+    """Names of the whole checkpoints that `prune` would remove."""
+    whole = list(_whole(checkpoints))
+    counted = whole[[path.name for path in whole].index(saved.name) :]
+    return [path.name for path in counted[keep_last:] if keep_every is None or (step_of(path) or 0) % keep_every]
 
 
 def _whole(checkpoints: Location) -> Iterator[Location]:
@@ -210,6 +271,10 @@ def _whole(checkpoints: Location) -> Iterator[Location]:
         yield path
 
 
+def _text(marker: Any) -> bytes:
+    return json.dumps(marker, indent=2).encode() + b"\n"
+
+
 def _seal(marker: Any) -> str:
-    """Checksum of what a marker says, however it is written."""
+    """Checksum of what a marker says."""
     return hashlib.sha256(json.dumps(marker, sort_keys=True).encode()).hexdigest()

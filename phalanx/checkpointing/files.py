@@ -4,11 +4,15 @@ these move it. Each rank writes one file and reads, of any files, the rows it ne
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
+import mmap
 import os
+import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +34,8 @@ from phalanx.checkpointing import blocks, disk, image
 from phalanx.checkpointing.blocks import BLOCK, Checked
 from phalanx.checkpointing.image import Box
 from phalanx.checkpointing.location import Location
-from phalanx.checkpointing.pieces import LoadPieces, Part
+from phalanx.checkpointing.persist import Unreachable, persist
+from phalanx.checkpointing.pieces import LoadPieces, Part, Piece
 from phalanx.spec.errors import RunFailed
 
 DTYPES = {
@@ -40,6 +45,7 @@ DTYPES = {
 }  # fmt: skip
 """By the name that safetensors gives them."""
 WORDS = {dtype: word for word, dtype in DTYPES.items()}
+_READERS = 16  # small files read at once
 _OPEN = 8  # files open for reading at once, each with a few blocks in memory
 
 
@@ -63,17 +69,28 @@ def raw(values: Tensor) -> memoryview:
 
 
 def live(parts: list[Part]) -> Iterator[memoryview]:
-    """The bytes of parts as they are now, a block at a time where they are not in this machine's memory already."""
+    """The bytes of parts as they are now, gathered into full blocks of the same memory: each is to be used before the next is asked
+    for. Whole pages, so that a disk can take them directly."""
+    pinned = any(isinstance(part.piece.tensor, Tensor) and part.piece.tensor.is_cuda for part in parts)
+    block = (
+        torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True)
+        if pinned
+        else torch.frombuffer(mmap.mmap(-1, BLOCK), dtype=torch.uint8)
+    )
+    filled = 0
     for part in parts:
         found = part.piece.tensor
         values = part.of(found.detach() if isinstance(found, Tensor) else found.read())
-        if values.is_cpu and values.is_contiguous():
-            yield raw(values)
-            continue
-        rows = values if values.ndim else values.view(1)
-        step = max(1, BLOCK // max(1, math.prod(rows.shape[1:]) * rows.dtype.itemsize))
-        for first in range(0, len(rows), step):
-            yield raw(rows[first : first + step].cpu())
+        left = values.contiguous().view(-1).view(torch.uint8)
+        while len(left):
+            taken = min(len(left), BLOCK - filled)
+            block[filled : filled + taken].copy_(left[:taken])
+            left, filled = left[taken:], filled + taken
+            if filled == BLOCK:
+                yield raw(block)
+                filled = 0
+    if filled:
+        yield raw(block[:filled])
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +103,32 @@ class Holding:
     """Their names and the bytes of the whole, from one rank of each stage."""
 
 
-class Writer(dcp.StorageWriter):
-    """One rank's file and what tells about it. `chunks`: the bytes of the parts, in order."""
+Chunks = Callable[[], Iterable[memoryview]]
+"""A list, where the bytes stay as they are."""
 
-    def __init__(self, folder: Location, file: str, parts: list[Part], chunks: Iterable[memoryview], holding: Holding):
+
+class Writer(dcp.StorageWriter):
+    """One rank's file and what tells about it. `chunks` gives the bytes of the parts, in order."""
+
+    def __init__(self, folder: Location, file: str, parts: list[Part], chunks: Chunks, holding: Holding):
         self._folder, self._file, self._parts, self._chunks, self._holding = folder, file, parts, chunks, holding
         self.bytes = 0
+        self.begun = time.perf_counter()
+        """When the first byte could be written."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        head = image.header([box(part) for part in self._parts])
-        digests = blocks.write(self._folder / self._file, _after(head, self._chunks))
+        boxes = [box(part) for part in self._parts]
+        head = image.header(boxes)
+        chunks = self._chunks()
+        self.begun = time.perf_counter()
+        try:
+            sums = blocks.write(self._folder / self._file, _after(head, chunks))
+        except ConnectionError:  # of a store: the bytes are still here, to be sent once more from the first
+            file = self._folder / self._file
+            sums = persist(f"{file} cannot be written", lambda: blocks.write(file, _after(head, self._chunks())))
         written = sum(part.bytes for part in self._parts)
         self.bytes = len(head) + written
-        about = image.about(self._file, self.bytes, written, digests) | {"stage": self._holding.stage}
+        about = image.about(self._file, self.bytes, written, sums, boxes) | {"stage": self._holding.stage}
         if self._holding.names is not None:
             about["names"] = dict(self._holding.names)
         blocks.write(self._folder / image.beside(self._file), [json.dumps(about).encode() + b"\n"])
@@ -122,36 +152,78 @@ class Writer(dcp.StorageWriter):
         return True
 
 
-def _after(head: bytes, chunks: Iterable[memoryview]) -> Iterator[memoryview | bytes]:
-    yield head
-    yield from chunks
+def _after(head: bytes, chunks: Iterable[memoryview]) -> Iterable[memoryview | bytes]:
+    return [head, *chunks] if isinstance(chunks, list) else itertools.chain([head], chunks)
+
+
+def overlap(offset: Sequence[int], shape: Sequence[int], piece: Piece) -> bool:
+    """Whether a box and a piece of the same tensor have numbers in common."""
+    if len(offset) != len(piece.offset):
+        return True  # of another tensor with this name, then: whoever plans the reading says so
+    places = zip(offset, shape, piece.offset, piece.shape, strict=True)
+    return all(first < begin + length and begin < first + count for first, count, begin, length in places)
 
 
 class Reader(dcp.StorageReader):
-    """A checkpoint's tensors, or those of the given names. DamagedCheckpoint where a byte that is read is not what was saved."""
+    """A checkpoint's tensors, or those of the given names, or those boxes of them that the given pieces need (of a tensor of which
+    nothing is needed, one, as it tells the shape). DamagedCheckpoint where a byte that is read is not what was saved."""
 
-    def __init__(self, path: Location, names: Iterable[str] | None = None):
+    def __init__(self, path: Location, names: Iterable[str] | Mapping[str, Piece] | None = None):
         self.path, self.marker = path, disk.read_marker(path)
         self._names = None if names is None else set(names)
+        self._pieces = names if isinstance(names, Mapping) else None
         self._open: OrderedDict[str, Checked] = OrderedDict()
         self.boxes: dict[MetadataIndex, tuple[str, Box]] = {}
         """By name and offset: the file, and where in it."""
+        self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What there is; read once."""
+        if self._metadata is None:
+            self._metadata = self._read_metadata()
+        return self._metadata
+
+    def _read_metadata(self) -> Metadata:
         found: dict[str, TensorStorageMetadata] = {}
-        for file, entry in self.marker["files"].items():
-            if not file.endswith(image.SUFFIX) or not self._wanted(entry["stage"]):
-                continue
+        for file in self._holders(found):
             for one in self._boxes(file):
                 if self._names is not None and one.name not in self._names:
                     continue
                 tensor = found.get(one.name)
+                if (
+                    tensor is not None
+                    and self._pieces is not None
+                    and not overlap(one.offset, one.shape, self._pieces[one.name])
+                ):
+                    continue
                 if tensor is None:
                     properties = TensorProperties(dtype=DTYPES[one.dtype])
                     tensor = found[one.name] = TensorStorageMetadata(properties, torch.Size(one.whole), [])
                 tensor.chunks.append(ChunkStorageMetadata(torch.Size(one.offset), torch.Size(one.shape)))
                 self.boxes[MetadataIndex(one.name, torch.Size(one.offset))] = (file, one)
         return Metadata(state_dict_metadata=dict(found), storage_data=self.boxes)
+
+    def _holders(self, found: Mapping[str, Any]) -> Iterator[str]:
+        """The files with something of what is wanted. Of thousands a rank needs a few, so their headers are not all read: what is
+        told beside them is. `found`: names of which a box is known."""
+        named = [n for n, e in self.marker["files"].items() if n.endswith(image.SUFFIX) and self._wanted(e["stage"])]
+        if self._pieces is None:
+            yield from named
+            return
+        marked: dict[int, list[tuple[str, Piece]]] = {}
+        for name, piece in self._pieces.items():
+            marked.setdefault(image.mark(name), []).append((name, piece))
+
+        def useful(entry: str) -> bool:
+            mark, *place = map(int, entry.split())
+            half = len(place) // 2
+            return any(name not in found or overlap(place[:half], place[half:], piece) for name, piece in marked.get(mark, ()))
+
+        with ThreadPoolExecutor(_READERS) as pool:  # far away, a small file takes long
+            for file, text in zip(named, pool.map(self._beside, named), strict=True):
+                boxes = json.loads(text).get("boxes")
+                if boxes is None or any(map(useful, filter(None, boxes.split(";")))):
+                    yield file
 
     def _wanted(self, stage: int) -> bool:
         return self._names is None or not self._names.isdisjoint(self.marker["names"][stage])
@@ -211,14 +283,20 @@ class Reader(dcp.StorageReader):
         if file in self._open:
             self._open.move_to_end(file)
             return self._open[file]
-        beside = image.beside(file)
-        text = (self.path / beside).read()
-        if blocks.whole_of(text) != self.marker["files"][beside]["sha256"]:
-            raise blocks.Damaged(f"its file {beside} does not have the contents that were saved")
-        self._open[file] = Checked(self.path / file, self.marker["files"][file]["bytes"], json.loads(text)["sha256"])
+        sums = json.loads(self._beside(file))["crc32"]
+        self._open[file] = Checked(self.path / file, self.marker["files"][file]["bytes"], sums)
         if len(self._open) > _OPEN:
             self._open.popitem(last=False)[1].close()
         return self._open[file]
+
+    def _beside(self, file: str) -> bytes:
+        """What tells about it."""
+        beside = image.beside(file)
+        with self._damage():
+            text = (self.path / beside).read()
+            if blocks.whole_of(text) != self.marker["files"][beside]["checksum"]:
+                raise blocks.Damaged(f"its file {beside} does not have the contents that were saved")
+        return text
 
     @contextlib.contextmanager
     def _damage(self) -> Iterator[None]:
@@ -226,6 +304,8 @@ class Reader(dcp.StorageReader):
             yield
         except blocks.Damaged as error:
             raise disk.DamagedCheckpoint(str(self.path), str(error)) from None
+        except Unreachable:
+            raise  # which says nothing of what lies there
         except OSError as error:
             raise disk.DamagedCheckpoint(str(self.path), f"it cannot be read ({error})") from error
 

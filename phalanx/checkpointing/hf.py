@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from phalanx.checkpointing.files import WORDS
 from phalanx.spec import safefiles
 from phalanx.spec.errors import RunError, RunFailed
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Formats of weights, as safetensors writes them."""
-_WORDS = {dtype: word for word, dtype in DTYPES.items()}
 _MOST_PROBLEMS = 10
 _AGAIN = "config.json and the weights must describe one model: save or download the folder again."
 
@@ -154,7 +154,7 @@ class Writer:
         for name, (shape, dtype) in tensors.items():
             begins[name] = offset
             end = offset + _size(shape, dtype)
-            header[name] = {"dtype": _WORDS[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+            header[name] = {"dtype": WORDS[dtype], "shape": list(shape), "data_offsets": [offset, end]}
             offset = end
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)  # weights begin at a multiple of 8, as the format wants

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from phalanx.spec.safefiles import SIZES
 
 SUFFIX = ".safetensors"
 _PLACES = "DCP_SHARDING_INFO"
-_ALIGNED = 64
+_ALIGNED = 4096  # a page: where it stands, and where the values behind it begin, a disk can take them directly
 
 
 def file_name(rank: int, ranks: int) -> str:
@@ -30,9 +31,18 @@ def beside(file: str) -> str:
     return file.removesuffix(SUFFIX) + ".json"
 
 
-def about(file: str, size: int, tensors: int, digests: list[str]) -> dict[str, Any]:
-    """What is told about a file of boxes: its bytes, those of them that are values, and its blocks' checksums."""
-    return {"file": file, "bytes": size, "tensors": tensors, "block": BLOCK, "sha256": digests}
+def about(file: str, size: int, tensors: int, sums: list[int], boxes: Sequence[Box] | None = None) -> dict[str, Any]:
+    """What is told about a file of boxes: its bytes, those of them that are values, its blocks' checksums and, in short, its boxes."""
+    found = {"file": file, "bytes": size, "tensors": tensors, "block": BLOCK, "crc32": sums}
+    if boxes is None:
+        return found
+    # As one string: whoever reads thousands of these for their checksums has no need to take it apart.
+    return found | {"boxes": ";".join(" ".join(map(str, (mark(box.name), *box.offset, *box.shape))) for box in boxes)}
+
+
+def mark(name: str) -> int:
+    """A short sign for a tensor. Two may have the same: then a file is looked into in vain."""
+    return zlib.crc32(name.encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +81,12 @@ def header(boxes: Sequence[Box]) -> bytes:
 def boxes(file: Checked, size: int) -> list[Box]:
     """The boxes of a file, in order; ValueError where its header is not one of these."""
     start = bytearray(8)
-    file.read(0, memoryview(start))
+    file.read(0, memoryview(start), ahead=False)
     length = int.from_bytes(start, "little")
     if length > size - 8:
         raise ValueError(f"a header of {length} bytes does not fit into {size}")
     text = bytearray(length)
-    file.read(8, memoryview(text))
+    file.read(8, memoryview(text), ahead=False)  # perhaps nothing else of this file is needed
     table = json.loads(text)
     places = json.loads(table.pop("__metadata__")[_PLACES])
     found = []

@@ -26,6 +26,7 @@ def load(path: Location | Path, tensors: Mapping[str, Tensor | Piece]) -> dict[s
     wanted = pieces(tensors)
     reader = Reader(at(path), wanted)
     try:
+        reader.read_metadata()  # here, as torch would tell of a failure in words of its own
         with quiet():
             dcp.load({}, storage_reader=reader, planner=LoadPieces(wanted), no_dist=True)
     except CheckpointException as error:

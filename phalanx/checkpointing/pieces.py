@@ -39,6 +39,8 @@ class Piece:
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     copies: Copies = ALONE
+    steady: bool = True
+    """Only an update of the optimizer changes it. A module's buffer may change in any forward."""
 
     @staticmethod
     def of(tensor: Tensor, copies: Copies = ALONE) -> Piece:
@@ -144,6 +146,8 @@ class LoadPieces(dcp.DefaultLoadPlanner):
         assert self.metadata is not None
         items: list[ReadItem] = []
         for name, piece in self._pieces.items():
+            if 0 in piece.whole:
+                continue  # it has no values, and no file has a word about it
             found = self.metadata.state_dict_metadata.get(name)
             if not isinstance(found, TensorStorageMetadata):
                 raise RunFailed(f"The checkpoint has no tensor {name}: it was saved by a run of other settings.")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,7 @@ from phalanx.checkpointing.quiet import quiet
 from phalanx.checkpointing.staging import Staging
 
 _LOOK = 0.02  # seconds between two looks at whether all ranks have written
+_PATIENCE = 10.0  # seconds for which a run that ends by a failure still waits for the others
 
 
 class Ranks(Protocol):
@@ -65,9 +67,9 @@ class Outcome:
     seconds: float = 0.0
     """From the moment it holds until it was a checkpoint."""
     stall: float = 0.0
-    """Seconds of those that training stood still for it, on rank 0."""
+    """Seconds of those that training stood still for it, on rank 0: this process, or its device."""
     write: float = 0.0
-    """Seconds of those until all ranks had written."""
+    """Seconds of those from the first byte that rank 0 wrote until it was a checkpoint."""
 
 
 class Saver:
@@ -81,14 +83,17 @@ class Saver:
         self._found: Outcome | None = None
         self.last: Outcome | None = None
         """The save that ended last, as all ranks know it after `save` and `settle`."""
-        self._number = 0
+        self._key = ""  # under which ranks tell each other of the save under way
+        self._left: float | None = None
+        self._stall = 0.0
 
     def prepare(self, tensors: Mapping[str, Tensor | Piece]) -> None:
         """A save behind training will come: get the memory for it ready."""
         self._staging.prepare(written(pieces(tensors)))
 
     def save(self, step: int, tensors: Mapping[str, Tensor | Piece], contents: dict[str, Any], *, wait: bool) -> list[Outcome]:
-        """Begin a save of this moment, by all ranks together; with `wait`, also see it through, without a copy of the state.
+        """Begin a save of this moment, by all ranks together; with `wait`, also see it through, without a copy of the state. Else
+        call `release` before the state changes.
 
         Returns what has ended by now: the save before this one and, if it could not begin or was waited for, this one.
         """
@@ -103,17 +108,14 @@ class Saver:
         holding = Holding(
             self._ranks.stage, {n: p.whole_bytes for n, p in held.items()} if self._ranks.speaks_for_stage else None
         )
-        self._number += 1
-        chunks: Iterable[memoryview] = live(parts)
         if not wait:
-            self._staging.take(parts)
-            chunks = self._staging.chunks()
+            self._staging.begin(parts)
         file = image.file_name(self._ranks.rank, self._ranks.ranks)
-        writer = Writer(folder, file, parts, chunks, holding)
-        stall = None if wait else time.perf_counter() - started
+        writer = Writer(folder, file, parts, partial(live, parts) if wait else self._staging.chunks, holding)
+        self._stall = time.perf_counter() - started
         self._thread = threading.Thread(
             target=self._write,
-            args=(folder, writer, SavePieces(parts), contents | {"step": step}, (started, stall)),
+            args=(folder, writer, SavePieces(parts), contents | {"step": step}, (started, wait)),
             name=f"save of step {step}",
             daemon=True,
         )
@@ -122,25 +124,26 @@ class Saver:
 
     def _begin(self, step: int) -> Location | Outcome:
         """Rank 0 makes room for all."""
-        failure = None
+        failure, number = None, 0
         folder = disk.folder(self._checkpoints, step)
         if self._ranks.rank == 0:
+            number = self._ranks.tally("saves", 1)  # not counted here: these ranks may have saved through another Saver before
             try:
                 disk.begin(self._checkpoints, step)
             except OSError as error:
-                failure = str(error)
-        failure = self._ranks.share(failure)
+                failure = reason(error)
+        failure, number = self._ranks.share((failure, number))
         if failure is not None:
             return Outcome(step=step, path=str(folder), failure=failure)
+        self._key = f"save-{number}"
         return folder.parent / f"{folder.name}{disk.PARTIAL}" if folder.renames else folder
 
     def _write(
-        self, folder: Location, writer: Writer, planner: SavePieces, contents: dict[str, Any], times: tuple[float, float | None]
+        self, folder: Location, writer: Writer, planner: SavePieces, contents: dict[str, Any], how: tuple[float, bool]
     ) -> None:
         """In a thread of its own: this rank's file; on rank 0 also the commit."""
-        (started, stall), step = times, contents["step"]
-        begun = time.perf_counter()
-        key, failure = f"save-{self._number}", None
+        (started, waited), step = how, contents["step"]
+        key, failure = self._key, None
         try:
             with quiet():
                 dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
@@ -152,22 +155,42 @@ class Saver:
         path = disk.folder(self._checkpoints, step)
         if self._ranks.rank == 0:
             try:
-                while self._ranks.tally(f"{key}-done", 0) < self._ranks.ranks:
-                    time.sleep(_LOOK)
+                self._wait_for_all(f"{key}-done")
                 size = self._ranks.tally(f"{key}-bytes", 0)
                 if failed := self._ranks.tally(f"{key}-failed", 0):
                     failure = "; ".join(self._ranks.told(f"{key}-why-{number + 1}") for number in range(failed))
-                    folder.remove()
                 else:
                     disk.commit(folder, contents, self._ranks.ranks)
-                    if self._retain is not None:
-                        self._retain(path)
             except BaseException as error:
-                failure = reason(error)
-        write = time.perf_counter() - begun
+                failure = f"rank 0: {reason(error)}"
+            failure = self._tidy(folder, path, failure)
+        write = time.perf_counter() - writer.begun
         whole = time.perf_counter() - started
-        stall = whole if stall is None else stall
+        stall = whole if waited else self._stall + self._staging.waited()
         self._found = Outcome(step=step, path=str(path), failure=failure, bytes=size, seconds=whole, stall=stall, write=write)
+
+    def _wait_for_all(self, done: str) -> None:
+        while self._ranks.tally(done, 0) < self._ranks.ranks:
+            if self._left is not None and time.monotonic() > self._left + _PATIENCE:
+                raise TimeoutError("not all ranks have written their parts")
+            time.sleep(_LOOK)
+
+    def _tidy(self, folder: Location, path: Location, failure: str | None) -> str | None:
+        """After a save: what is to go, goes. Of one that failed, everything, as where the disk is full the next needs the room."""
+        try:
+            if failure is not None:
+                folder.remove()
+            elif self._retain is not None:
+                self._retain(path)
+        except Exception as error:
+            return failure or f"it is there, but what it replaces cannot be removed: {reason(error)}"
+        return failure
+
+    def release(self) -> None:
+        """Wait until the state may change. The copy of it has been made beside what this process did since the save began."""
+        started = time.perf_counter()
+        self._staging.release()
+        self._stall += time.perf_counter() - started
 
     def ended(self) -> list[Outcome]:
         """What has ended by now, without waiting. To be asked on rank 0, which knows of all."""
@@ -193,6 +216,8 @@ class Saver:
         return [found]
 
     def close(self) -> None:
+        """Wait for what this rank writes. Where a run fails in the middle of a save, the others may be gone: not for them."""
+        self._left = time.monotonic()
         if self._thread is not None:
             self._thread.join()
         self._staging.close()

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_LEAST = 512  # bytes that a rank writes of what others hold too
+
 
 @dataclass(frozen=True, slots=True)
 class Copies:
@@ -30,7 +32,9 @@ def portions(rows: Sequence[tuple[int, int]], copies: Copies) -> list[tuple[int,
     if not copies.count:
         return [(0, 0)] * len(rows)
     total = sum(count * size for count, size in rows)
-    low, high = (total * place // copies.count for place in (copies.index, copies.index + 1))
+    # What is not worth sharing is not strewn over the files of thousands of ranks, for each rank that loads would look into them all.
+    writers = min(copies.count, -(-total // _LEAST) or 1)
+    low, high = (total * min(place, writers) // writers for place in (copies.index, copies.index + 1))
     found, begin = [], 0
     for count, size in rows:
         found.append((_row(low - begin, count, size), _row(high - begin, count, size)))

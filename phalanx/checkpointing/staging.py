@@ -1,5 +1,8 @@
 """Host memory that a save is copied into, so that training goes on while it is written: one copy of what this rank writes, made
-ready ahead and used again by every save. On GPUs it is pinned, and copies into it run at the speed of the link."""
+ready ahead and used again by every save. On GPUs it is pinned, and copies into it run at the speed of the link.
+
+Nothing that is saved changes between two updates of the optimizer, so the copy is made beside the next forward and backward, and
+only the update after them waits for its end."""
 
 from __future__ import annotations
 
@@ -21,6 +24,10 @@ class Staging:
         self._device = device
         self._memory: Tensor | None = None
         self._ready: threading.Thread | None = None
+        self._copying: threading.Thread | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._problem: BaseException | None = None
+        self._waits: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     @property
     def bytes(self) -> int:
@@ -35,17 +42,23 @@ class Staging:
     def _allocate(self, size: int) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        # Touched at once. From the system rather than from torch, which would round up to a power of two where it pins.
-        area = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
-        memory = torch.frombuffer(area, dtype=torch.uint8, count=size) if size else torch.empty(0, dtype=torch.uint8)
+        memory = self._obtain(size)
         if self._device.type == "cuda" and size:
             problem = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)
             if int(problem) != 0:
                 raise RuntimeError(f"the copy of the state, {size} bytes, cannot be pinned in memory: {problem}")
         self._memory = memory
 
-    def take(self, parts: list[Part]) -> None:
-        """Copy the parts as they are now. Returns when they may be changed."""
+    def _obtain(self, size: int) -> Tensor:
+        # From the system rather than from torch, which would round up to a power of two where it pins; in large pages, and each
+        # touched once now, so that no copy into it waits for the system.
+        area = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        area.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(area, dtype=torch.uint8, count=size).zero_() if size else torch.empty(0, dtype=torch.uint8)
+
+    def begin(self, parts: list[Part]) -> None:
+        """Copy the parts as they are now, beside whatever this process does next: until `release`, nothing but what is not steady
+        may change."""
         size = sum(part.bytes for part in parts)
         if self._ready is not None:
             self._ready.join()
@@ -54,19 +67,64 @@ class Staging:
             self._release()
             self._allocate(size)
         assert self._memory is not None
-        begin = 0
+        self._problem = None
+        later, begin = [], 0
         for part in parts:
-            found = part.piece.tensor
-            values = part.of(found.detach() if isinstance(found, Tensor) else found.read())
-            region = self._memory[begin : begin + part.bytes].view(values.dtype).view(values.shape)
-            region.copy_(values, non_blocking=True)
+            region = self._memory[begin : begin + part.bytes].view(part.piece.tensor.dtype).view(part.shape)
             begin += part.bytes
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+            if part.piece.steady:
+                later.append((part, region))
+            else:
+                _copy(part, region)
+        self._copying = threading.Thread(target=self._copy_all, args=(later, self._now()), name="copying", daemon=True)
+        self._copying.start()
+
+    def _now(self) -> torch.cuda.Event | None:
+        """What the device has been told so far."""
+        return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+
+    def _copy_all(self, parts: list[tuple[Part, Tensor]], now: torch.cuda.Event | None) -> None:
+        try:
+            if now is None:
+                for part, region in parts:
+                    _copy(part, region)
+                return
+            # On a stream of its own, beside the next forward and backward. What the device holds is under way first.
+            self._stream = self._stream or torch.cuda.Stream(self._device)
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(now)
+                for part, region in sorted(parts, key=lambda pair: _on_host(pair[0])):
+                    _copy(part, region)
+        except BaseException as error:  # told to whoever waits
+            self._problem = error
+
+    def release(self) -> None:
+        """Wait until the parts may be changed: by this process, or by what it tells the device from now on."""
+        if self._copying is not None:
+            self._copying.join()
+            if self._stream is not None:
+                mine = torch.cuda.current_stream(self._device)
+                before = mine.record_event(torch.cuda.Event(enable_timing=True))
+                mine.wait_stream(self._stream)
+                self._waits = (before, mine.record_event(torch.cuda.Event(enable_timing=True)))
+
+    def waited(self) -> float:
+        """Seconds that the device waited for the copy before it went on, known when it did."""
+        if self._waits is None:
+            return 0.0
+        before, after = self._waits
+        self._waits = None
+        after.synchronize()
+        return before.elapsed_time(after) / 1000
 
     def chunks(self) -> list[memoryview]:
-        """What was copied, in order."""
-        assert self._memory is not None
+        """What was copied, in order, when it is all there."""
+        assert self._memory is not None and self._copying is not None
+        self._copying.join()
+        if self._problem is not None:
+            raise self._problem
+        if self._stream is not None:
+            self._stream.synchronize()
         return [raw(block) for block in self._memory.split(BLOCK)] if self._memory.numel() else []
 
     def _release(self) -> None:
@@ -75,6 +133,18 @@ class Staging:
         self._memory = None
 
     def close(self) -> None:
-        if self._ready is not None:
-            self._ready.join()
+        for thread in (self._ready, self._copying):
+            if thread is not None:
+                thread.join()
+        if self._stream is not None:
+            self._stream.synchronize()
         self._release()
+
+
+def _on_host(part: Part) -> bool:
+    return isinstance(part.piece.tensor, Tensor) and part.piece.tensor.is_cpu
+
+
+def _copy(part: Part, region: Tensor) -> None:
+    found = part.piece.tensor
+    region.copy_(part.of(found.detach() if isinstance(found, Tensor) else found.read()), non_blocking=True)

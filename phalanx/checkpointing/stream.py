@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from phalanx.checkpointing import blocks, disk, image
 from phalanx.checkpointing.blocks import BLOCK
-from phalanx.checkpointing.files import WORDS, Reader, raw
+from phalanx.checkpointing.files import WORDS, Holding, Reader, raw
 from phalanx.checkpointing.image import Box
 from phalanx.checkpointing.location import Location, at
 
@@ -81,23 +81,26 @@ def write(checkpoints: Location | Path, step: int, tensors: Sequence[Streamed], 
     partial = disk.begin(checkpoints, step)
     ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
     whole = [Box(t.name, WORDS[t.dtype], t.shape, (0,) * len(t.shape), t.shape) for t in ordered]
-    write_file(partial, 0, 1, whole, (part for tensor in ordered for part in tensor.values()))
+    holding = Holding(0, {box.name: box.bytes for box in whole})
+    write_file(partial, (0, 1), whole, (part for tensor in ordered for part in tensor.values()), holding)
     return disk.commit(partial, contents | {"step": step})
 
 
-def write_file(folder: Location, rank: int, ranks: int, boxes: Sequence[Box], values: Iterator[memoryview]) -> None:
-    """One rank's file of a checkpoint, and what tells about it, where all ranks are written by one process."""
-    name, head = image.file_name(rank, ranks), image.header(boxes)
+def write_file(
+    folder: Location, place: tuple[int, int], boxes: Sequence[Box], values: Iterator[memoryview], holding: Holding
+) -> None:
+    """One rank's file of a checkpoint, and what tells about it, where all ranks are written by one process; `place`: rank, ranks."""
+    name, head = image.file_name(*place), image.header(boxes)
 
     def chunks() -> Iterator[memoryview | bytes]:
         yield head
         yield from values
 
-    digests = blocks.write(folder / name, chunks())
+    sums = blocks.write(folder / name, chunks())
     size = sum(box.bytes for box in boxes)
-    about = image.about(name, len(head) + size, size, digests) | {"stage": 0}
-    if rank == 0:
-        about["names"] = {box.name: box.bytes for box in boxes}
+    about = image.about(name, len(head) + size, size, sums, boxes) | {"stage": holding.stage}
+    if holding.names is not None:
+        about["names"] = dict(holding.names)
     blocks.write(folder / image.beside(name), [json.dumps(about).encode() + b"\n"])
 
 

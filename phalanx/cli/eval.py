@@ -27,7 +27,7 @@ _KINDS = ("text", "jsonl", "parquet", "hf", "chat", "tokens", "stdlib")
 
 
 def eval(
-    checkpoint: Annotated[Path, typer.Argument(help="A run directory, a checkpoint or a Hugging Face folder.", metavar="CKPT")],
+    checkpoint: Annotated[str, typer.Argument(help="A run directory, a checkpoint or a Hugging Face folder.", metavar="CKPT")],
     source: Annotated[str | None, typer.Option(help=f"Kind of text instead of what was held out: {', '.join(_KINDS)}.")] = None,
     path: Annotated[list[str] | None, typer.Option(help="Its files, folders, globs or URLs; may be repeated.")] = None,
     field: Annotated[str | None, typer.Option(help="Field or column that holds the text.")] = None,
@@ -78,7 +78,7 @@ class _Asked:
     batch: int | None
     max_bad_records: int | None
 
-    def check(self, checkpoint: Path, choices: Path | None) -> None:
+    def check(self, checkpoint: str, choices: Path | None) -> None:
         problems = []
         source = self.given.get("source")
         if source is not None and source not in _KINDS:
@@ -87,7 +87,7 @@ class _Asked:
             problems.append(f"--{next(iter(self.given))} says something about a source: give --path too, or --source.")
         if self.given and choices is not None:
             problems.append("--choices and a source exclude each other: give one of them.")
-        if hf.is_folder(checkpoint) and not self.given and choices is None:
+        if "://" not in checkpoint and hf.is_folder(Path(checkpoint)) and not self.given and choices is None:
             problems.append(
                 f"{checkpoint} is a Hugging Face folder, which held nothing out: name text with --path, or --choices."
             )

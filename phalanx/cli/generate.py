@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,7 +13,7 @@ from phalanx.cli.output import AsJson, print_json
 
 def generate(
     checkpoint: Annotated[
-        Path, typer.Argument(help="A checkpoint, a run directory for its newest, or a Hugging Face folder.", metavar="CKPT")
+        str, typer.Argument(help="A checkpoint, a run directory for its newest, or a Hugging Face folder.", metavar="CKPT")
     ],
     prompt: Annotated[str, typer.Argument(help="Text to go on from.")] = "",
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Most tokens to generate.")] = 200,

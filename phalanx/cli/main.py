@@ -10,7 +10,21 @@ import sys
 import typer
 
 from phalanx._version import __version__
-from phalanx.cli import data, doctor, eval, export, generate, import_, models, schedule, schema, tokenize, train, verify
+from phalanx.cli import (
+    checkpoint,
+    data,
+    doctor,
+    eval,
+    export,
+    generate,
+    import_,
+    models,
+    schedule,
+    schema,
+    tokenize,
+    train,
+    verify,
+)
 from phalanx.cli.output import print_error
 from phalanx.spec.errors import PhalanxError
 
@@ -26,6 +40,7 @@ app.command("verify")(verify.verify)
 app.command("generate")(generate.generate)
 app.command("eval")(eval.eval)
 app.add_typer(data.app, name="data")
+app.add_typer(checkpoint.app, name="checkpoint")
 app.command("import")(import_.import_)
 app.command("export")(export.export)
 app.command("tokenize")(tokenize.tokenize)

@@ -17,6 +17,7 @@ from phalanx.dashboard.reading import tokenizing
 from phalanx.events.log import EventLog
 from phalanx.events.records import Warned
 from phalanx.events.rundir import RunDir
+from phalanx.launch.copies import NO_COPIES
 from phalanx.launch.env import visible_gpus
 from phalanx.launch.local import started
 from phalanx.launch.prepare import Prepared, Request, prepare
@@ -64,7 +65,8 @@ def train_here(place: Place, run_file: Path, overrides: list[str], request: Requ
     if prepared is not None:
         view = display(console, run.steps, run.watch.log_every, live=False)
         log = EventLog(rundir.events_file)
-        for event in (started(run, plan), *(Warned(message=notice) for notice in prepared.notices)):
+        notices = (*prepared.notices, *([NO_COPIES] if run.checkpoint.memory_every is not None else []))
+        for event in (started(run, plan), *(Warned(message=notice) for notice in notices)):
             view.show(log.emit(event))
         log.close()
         show = view.show

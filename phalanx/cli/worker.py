@@ -1,6 +1,6 @@
 """The command that the launcher starts: loads torch once, then forks the store and the ranks of a job. Not for people.
 
-    python -m phalanx.cli.worker RUN_DIR CONTROL_FD LISTEN_FD LAUNCHER_PID
+    python -m phalanx.cli.worker RUN_DIR CONTROL_FD LISTEN_FD LAUNCHER_PID [FOLDER OF COPIES IN MEMORY]
 
 Forking after the imports makes N ranks start as fast as one and share its memory. This process itself never opens a
 process group or a GPU, so whatever it forks starts clean.
@@ -24,6 +24,7 @@ _STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 def main() -> None:
     directory, control, listener, launcher = sys.argv[1], *map(int, sys.argv[2:5])
+    holder = sys.argv[5] if len(sys.argv) > 5 else None
     die_with(launcher)
     # Told to stop while it loads, this process does not die of it; and Python forgets a signal that arrives while it forks.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
@@ -42,7 +43,7 @@ def main() -> None:
     address = _fork_store(me, listener) if ranks > 1 else None
     children: dict[int, int] = {}
     for number in range(ranks):
-        place = Place(rank=number, ranks=ranks, local_rank=number, store=address)
+        place = Place(rank=number, ranks=ranks, local_rank=number, store=address, holder=holder)
         if (pid := os.fork()) == 0:
             die_with(me)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)

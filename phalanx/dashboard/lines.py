@@ -11,6 +11,8 @@ from phalanx.events.records import (
     CheckpointDamaged,
     Evaluated,
     Event,
+    Exported,
+    ExportFailed,
     Restored,
     RunStarted,
     Saved,
@@ -18,6 +20,8 @@ from phalanx.events.records import (
     Step,
     StepSkipped,
     Stopped,
+    Uploaded,
+    UploadFailed,
     Warned,
     WeightsLoaded,
     WorkerFailed,
@@ -55,16 +59,6 @@ def line(event: Event) -> Text | None:
                 f"step {event.step}  held-out loss {number(event.loss)}  {duration(event.seconds)}{_by_source(event)}",
                 style="cyan",
             )
-        case Saved():
-            waited = "" if event.stall > 0.9 * event.seconds else f", {duration(event.stall)} of it waited for"
-            return Text(
-                f"step {event.step}  saved {_name(event.path)}  {size(event.bytes)} in {duration(event.seconds)}{waited}",
-                style="green",
-            )
-        case SaveFailed():
-            return Text(f"step {event.step}  NOT SAVED: {event.reason}; earlier checkpoints are untouched", style="bold red")
-        case CheckpointDamaged():
-            return Text(f"checkpoint {_name(event.path)} is damaged and was passed over: {event.reason}", style="yellow")
         case Warned():
             return Text(f"warning: {event.message}", style="yellow")
         case WorkerFailed():
@@ -72,6 +66,41 @@ def line(event: Event) -> Text | None:
             return Text(f"{who} failed: {event.reason}", style="bold red")
         case Stopped():
             return Text(f"stopped after step {event.step}: {event.reason}", style="yellow")
+        case _:
+            return _checkpoint_line(event)
+
+
+def _checkpoint_line(event: Event) -> Text | None:
+    """What became of a checkpoint."""
+    match event:
+        case Saved():
+            waited = "" if event.stall > 0.9 * event.seconds else f", {duration(event.stall)} of it waited for"
+            return Text(
+                f"step {event.step}  saved {_name(event.path)}  {size(event.bytes)} in {duration(event.seconds)}{waited}",
+                style="green",
+            )
+        case Uploaded():
+            passed = f"; {len(event.skipped)} earlier passed over" if event.skipped else ""
+            return Text(
+                f"step {event.step}  uploaded to {event.url}  {size(event.bytes)} in {duration(event.seconds)}{passed}",
+                style="green",
+            )
+        case UploadFailed():
+            return Text(
+                f"step {event.step}  NOT UPLOADED to {event.url}: {event.reason}; it is in the run directory", style="bold red"
+            )
+        case SaveFailed():
+            return Text(f"step {event.step}  NOT SAVED: {event.reason}; earlier checkpoints are untouched", style="bold red")
+        case Exported():
+            return Text(
+                f"step {event.step}  exported for transformers: hf/{_name(event.path)} in {duration(event.seconds)}; "
+                f"logits differ by {event.difference:.1g}",
+                style="green",
+            )
+        case ExportFailed():
+            return Text(f"step {event.step}  NOT EXPORTED: {event.reason}; its checkpoint is untouched", style="bold red")
+        case CheckpointDamaged():
+            return Text(f"checkpoint {_name(event.path)} is damaged and was passed over: {event.reason}", style="yellow")
         case _:
             return None
 

@@ -9,26 +9,26 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint import CheckpointException
 
 from phalanx._version import __version__
 from phalanx.checkpointing import stream
-from phalanx.checkpointing.find import find
+from phalanx.checkpointing.find import find, one
 from phalanx.checkpointing.hf import Folder, Writer
+from phalanx.checkpointing.reference import Reference
+from phalanx.checkpointing.whole import whole
 from phalanx.evaluation import bytelevel
+from phalanx.evaluation.matching import Match, check
 from phalanx.evaluation.model import run_for, run_of, words_of
 from phalanx.models import layout, names
 from phalanx.models.layout import Entry
 from phalanx.spec import hf, hf_write
 from phalanx.spec.dump import dump
-from phalanx.spec.errors import RunError, RunFailed
+from phalanx.spec.errors import RunError
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import TOKENIZER_VOCAB, Data, Run
 
@@ -53,6 +53,8 @@ class Converted:
     dtype: str
     notes: tuple[str, ...]
     """What a person should know: a tokenizer that was not there, modules left out."""
+    match: Match | None = None
+    """How it compares with the model in training, where that was asked for."""
 
 
 def import_folder(folder: Path, out: Path) -> Converted:
@@ -68,8 +70,8 @@ def import_folder(folder: Path, out: Path) -> Converted:
     run = run_for(spec, words_of(folder)[1] if own else Data(tokenizer="byte"), folder)
     if own:
         run = replace(run, data=replace(run.data, tokenizer=str(out.absolute() / "tokenizer")))
-    contents = {"progress": {"step": 0, "samples": 0, "skipped_in_a_row": 0}, "data": None, "version": __version__}
-    with _whole(out) as unfinished:
+    contents = {"progress": {"step": 0, "samples": 0, "skipped_in_a_row": 0}, "data": None, "version": __version__, "run": dump(run)}
+    with whole(out) as unfinished:
         if words:
             (unfinished / "tokenizer").mkdir()
         for word in words:
@@ -111,24 +113,33 @@ def _notes_of_import(folder: Path, spec: ModelSpec) -> tuple[str, ...]:
     return (f'{folder} has no tokenizer.json: the run file says "byte", whose ids mean something else to this model.',)
 
 
-def export_checkpoint(path: Path, out: Path, dtype: str | None = None, shard_size: int = 5_000_000_000) -> Converted:
-    """Write a checkpoint's model as a folder that transformers loads. `dtype`: of the weights; None: as they are stored."""
-    checkpoint, run_file = find(path)
-    run = run_of(run_file)
+def export_checkpoint(
+    path: Path | str,
+    out: Path,
+    dtype: str | None = None,
+    shard_size: int = 5_000_000_000,
+    reference: Reference | None = None,
+) -> Converted:
+    """Write a checkpoint's model as a folder that transformers loads. `dtype`: of the weights; None: as they are stored.
+
+    `reference`: what the folder has to say before it gets its name; RunFailed where it says something else.
+    """
+    found = find(path) if reference is None else one(path)  # what is read is checked; all of it was just written
+    run = run_of(found)
     spec = run.model
     family = hf_write.family(spec)
-    saved = stream.Saved(checkpoint)
+    saved = stream.Saved(found.checkpoint)
     table = names.table(spec)
-    _fits(saved, table, run_file)
+    _fits(saved, table, found.source)
     formats = {entry.name: _format(saved, entry, dtype) for entry in table}
     tensors = {piece.theirs: (piece.shape, formats[entry.name]) for entry in table for piece in entry.pieces}
     copies = names.copies(spec)
     tensors |= {copy: tensors[original] for copy, original in copies.items()}
     written = _word(formats["embed.weight"])
-    words, special, notes = _words(run, run_file)
+    words, special, notes = _words(run, found.tokenizer)
     if spec.ahead and family != "deepseek_v3":
         notes.append(f"{hf_write.NAMES[family]} has no multi-token prediction: the {spec.ahead} modules of it are left out.")
-    with _whole(out) as unfinished:
+    with whole(out) as unfinished:
         for name, text in words.items():
             (unfinished / name).write_bytes(text)
         config = hf_write.config(spec, dtype=str(TORCH[written]).removeprefix("torch."), tokens=special)
@@ -136,10 +147,22 @@ def export_checkpoint(path: Path, out: Path, dtype: str | None = None, shard_siz
         writer = Writer(unfinished, tensors, shard_size)
         for entry in table:
             _export(entry, saved, writer, [copy for copy, original in copies.items() if original == entry.pieces[0].theirs])
+        match = None if reference is None else check(unfinished, reference)
+        for file in unfinished.iterdir():
+            _sync(file)
     return Converted(
         path=out, family=family, parameters=spec.parameters(), bytes=writer.bytes, files=writer.files, dtype=written,
-        notes=tuple(notes),
+        notes=tuple(notes), match=match,
     )  # fmt: skip
+
+
+def _sync(file: Path) -> None:
+    """So that it survives a crash of the machine as its name does."""
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _export(entry: Entry, saved: stream.Saved, writer: Writer, copies: list[str]) -> None:
@@ -161,13 +184,13 @@ def _export(entry: Entry, saved: stream.Saved, writer: Writer, copies: list[str]
             writer.write(theirs, rows, piece.rows[0] + first, None if piece.columns is None else piece.columns[0])
 
 
-def _fits(saved: stream.Saved, table: tuple[Entry, ...], run_file: Path) -> None:
+def _fits(saved: stream.Saved, table: tuple[Entry, ...], source: str) -> None:
     problems = []
     for entry in table:
         found = saved.shape(f"model/{entry.name}")
         if found != entry.shape:
             has = "lacks it" if found is None else f"has {list(found)}"
-            problems.append(f"{run_file} describes {entry.name} of shape {list(entry.shape)}; {saved.path} {has}.")
+            problems.append(f"{source} describes {entry.name} of shape {list(entry.shape)}; {saved.path} {has}.")
     if problems:
         raise RunError([*problems[:10], "Undo what was changed in the run file."])
 
@@ -177,7 +200,7 @@ def _format(saved: stream.Saved, entry: Entry, dtype: str | None) -> torch.dtype
     return stored if dtype is None or entry.exact else TORCH[dtype]
 
 
-def _words(run: Run, run_file: Path) -> tuple[dict[str, bytes], dict[str, int | None], list[str]]:
+def _words(run: Run, kept: Path | None) -> tuple[dict[str, bytes], dict[str, int | None], list[str]]:
     """The tokenizer's files by name, the ids of its special tokens as config.json has them, and what is to be said of them."""
     from phalanx.data.tokenize import tokenizer
 
@@ -189,37 +212,9 @@ def _words(run: Run, run_file: Path) -> tuple[dict[str, bytes], dict[str, int | 
     words = tokenizer(run.data.tokenizer, run.data.end_token)
     ids = {text: number for number, text in words.marks.items()}
     special: dict[str, int | None] = {f"{key}_id": ids.get(words.special.get(key, "")) for key in ("bos_token", "pad_token")}
-    kept = run_file.parent / "tokenizer"
-    found = {file.name: file for file in words.files} | {file.name: file for file in kept.glob("*") if file.name in _WORDS}
+    beside = kept.glob("*") if kept is not None else ()
+    found = {file.name: file for file in words.files} | {file.name: file for file in beside if file.name in _WORDS}
     return {name: file.read_bytes() for name, file in found.items()}, special | {"eos_token_id": words.end}, []
-
-
-@contextmanager
-def _whole(out: Path) -> Iterator[Path]:
-    """A directory to write into that takes the name `out` when all went well, and else leaves nothing."""
-    if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
-        raise RunError([f"{out} is already there: name a new directory, or an empty one."])
-    unfinished = out.with_name(f"{out.name}.partial")
-    try:
-        shutil.rmtree(unfinished, ignore_errors=True)  # from an attempt that was killed
-        unfinished.mkdir(parents=True)
-        yield unfinished
-        if out.exists():
-            out.rmdir()
-        unfinished.rename(out)
-    except (OSError, CheckpointException) as error:
-        raise RunFailed(f"{out} could not be written: {_reason(error)}.") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):
-        first, _ = next(iter(error.failures.values()))
-        return _reason(first)
-    if not isinstance(error, OSError) or not error.strerror:
-        return str(error)
-    return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
 
 
 def _word(dtype: torch.dtype) -> str:

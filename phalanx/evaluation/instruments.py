@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from phalanx.evaluation.loss import Meter
@@ -34,7 +36,7 @@ def compute_of(run: Run, device: torch.device) -> str:
 
 def usual_batch(opened: Opened) -> int:
     """Sequences at a time: as many as training took, so that the numbers are the same to the last digit."""
-    plan = RunDir(opened.path.parent.parent).plan_file
+    plan = RunDir(Path(opened.path).parent.parent).plan_file
     try:
         return Plan.from_json(plan.read_text()).micro_batch
     except (OSError, ValueError, TypeError, KeyError):  # no run directory, or one of another version

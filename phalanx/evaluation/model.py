@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from phalanx.checkpointing.find import find
+from phalanx.checkpointing.find import Found, find, is_url, named
 from phalanx.checkpointing.hf import Folder
 from phalanx.checkpointing.load import load as load_tensors
 from phalanx.data.tokenize import Tokenizer, tokenizer
@@ -34,40 +34,37 @@ class Opened:
     tokenizer: Tokenizer
     run: Run
     """What it was trained by; of a Hugging Face folder only `model` and `data.tokenizer` mean something."""
-    path: Path
-    """The checkpoint that a run directory stood for, or what was named."""
+    path: Path | str
+    """The checkpoint that a run directory stood for, or what was named; a text where it is a URL."""
     stops: frozenset[int]
     """Tokens that end a generated text: those of generation_config.json where one came along, as in transformers, or the end token."""
 
 
-def open_model(path: Path, device: str | torch.device | None = None) -> Opened:
+def open_model(path: Path | str, device: str | torch.device | None = None) -> Opened:
     """The model at `path`, on `device`; None: the GPU if there is one."""
     where = choose_device(device)
-    if hf.is_folder(path):
-        return _open_folder(path, where)
-    checkpoint, run_file = find(path)
-    run = run_of(run_file)
+    if not is_url(path) and hf.is_folder(Path(path)):
+        return _open_folder(Path(path), where)
+    found = find(path)
+    checkpoint, run = found.checkpoint, run_of(found)
     words = tokenizer(run.data.tokenizer, run.data.end_token)
     model = _empty(run, where)
     try:
         load_tensors(checkpoint, {f"model/{name}": tensor for name, tensor in _state(model).items()})
     except RunFailed as why:  # a size or a name that differs
-        raise RunError([f"{checkpoint} does not fit the model of {run_file} ({why}): undo what was changed there."]) from None
-    return Opened(model, words, run, Path(str(checkpoint)), _stops(run_file.parent / "tokenizer", words))
+        raise RunError([f"{checkpoint} does not fit the model of {found.source} ({why}): undo what was changed there."]) from None
+    return Opened(model, words, run, named(checkpoint), _stops(found.tokenizer, words))
 
 
-def run_of(run_file: Path) -> Run:
-    """The run that a run directory's file describes, whether or not what it was started from still lies where it did.
+def run_of(found: Found) -> Run:
+    """The run that made a checkpoint, whether or not what it was started from still lies where it did.
 
     The sizes are all in the file, so `model.from` is not asked again; the tokenizer kept beside it goes before the one it names.
     """
-    try:
-        text = re.sub(r"(?m)^from = .*\n", "", run_file.read_text())
-    except OSError as error:
-        raise RunError([f"{run_file} cannot be read ({error.strerror})."]) from None
-    kept = run_file.parent / "tokenizer"
-    here = [f"data.tokenizer={kept}"] if (kept / "tokenizer.json").is_file() else []
-    return loads(text, name=str(run_file), overrides=here)
+    text = re.sub(r"(?m)^from = .*\n", "", found.run)
+    kept = found.tokenizer
+    here = [f"data.tokenizer={kept}"] if kept is not None and (kept / "tokenizer.json").is_file() else []
+    return loads(text, name=found.source, overrides=here)
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
@@ -117,9 +114,9 @@ def _text(file: Path, token: object) -> str | None:
     return found
 
 
-def _stops(folder: Path, words: Tokenizer) -> frozenset[int]:
+def _stops(folder: Path | None, words: Tokenizer) -> frozenset[int]:
     try:
-        found = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+        found = None if folder is None else json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         found = None
     ids = found if isinstance(found, list) else [found]

@@ -184,6 +184,70 @@ class SaveFailed(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Exported(Event):
+    """A checkpoint is there for transformers too, and says what the model in training said."""
+
+    kind: ClassVar[str] = "exported"
+    step: int
+    path: str
+    seconds: float
+    """From when the checkpoint was complete."""
+    difference: float
+    """Of the logits of a fixed prompt from the model's in training: the largest, as a part of the largest logit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportFailed(Event):
+    """There is no export of this step; its checkpoint is untouched, and the run goes on."""
+
+    kind: ClassVar[str] = "export_failed"
+    step: int
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copied(Event):
+    """A copy of the state is whole in host memory, outside the workers."""
+
+    kind: ClassVar[str] = "copied"
+    step: int
+    bytes: int
+    seconds: float
+    """From the moment it holds until it was whole."""
+    stall: float
+    """Seconds of those that training stood still for it."""
+    peer: bool
+    """Every rank's part is on a second node too."""
+    passed_over: int = 0
+    """Copies that were due before it and left out, as the one before them was still under way."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Uploaded(Event):
+    """A checkpoint of the run directory is complete at checkpoint.url as well."""
+
+    kind: ClassVar[str] = "uploaded"
+    step: int
+    url: str
+    bytes: int
+    seconds: float
+    """From its first byte until it was complete there."""
+    skipped: list[int] = field(default_factory=list)
+    """Earlier steps that were saved while another was on its way, and are not uploaded any more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UploadFailed(Event):
+    """A checkpoint is in the run directory but not at checkpoint.url; the run goes on, and the next will be tried."""
+
+    kind: ClassVar[str] = "upload_failed"
+    step: int
+    url: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointDamaged(Event):
     """A checkpoint was passed over when the newest valid one was looked for."""
 
@@ -231,7 +295,8 @@ KINDS: dict[str, type[Event]] = {
     record.kind: record
     for record in (
         RunStarted, WorkerStarted, ModelPlaced, StepAccounted, Restored, WeightsLoaded, Step, StepSkipped, Evaluated, Saved,
-        SaveFailed, CheckpointDamaged, Warned, WorkerFailed, Stopped, Finished,
+        SaveFailed, Copied, Exported, ExportFailed, Uploaded, UploadFailed, CheckpointDamaged, Warned, WorkerFailed, Stopped,
+        Finished,
     )
 }  # fmt: skip
 

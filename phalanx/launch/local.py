@@ -22,10 +22,11 @@ from pathlib import Path
 from phalanx._version import __version__
 from phalanx.events.log import EventLog, EventReader
 from phalanx.events.records import Event, RunStarted, Warned, WorkerFailed
+from phalanx.launch.copies import ONE_NODE, keep
 from phalanx.launch.env import for_workers
 from phalanx.launch.failure import first_failure
 from phalanx.launch.prepare import Prepared
-from phalanx.spec.errors import RunFailed
+from phalanx.spec.errors import RunError, RunFailed
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 
@@ -49,12 +50,17 @@ class Job:
         self._ended: dict[int, int] = {}
         self._forced = False
         self._buffer = b""
+        try:
+            self._keeper = keep(self.run, self.plan, self.rundir)
+        except RunError:
+            self.rundir.release()  # nothing was started
+            raise
         self._log = EventLog(self.rundir.events_file)
         self._reader = EventReader(self.rundir.events_file, offset=self.rundir.events_file.stat().st_size)
         for stale in self.rundir.logs.glob("rank-*.error.json"):
             stale.unlink()
         self._log.emit(started(self.run, self.plan))
-        for notice in prepared.notices:
+        for notice in (*prepared.notices, *((ONE_NODE,) if self._keeper else ())):
             self._log.emit(Warned(message=notice))
         self._control, self._process = self._start()
 
@@ -71,6 +77,8 @@ class Job:
             yield from self._reader.new()
         finally:
             self._kill()
+            if self._keeper is not None:
+                self._keeper.close()
             self._control.close()
             self._log.close()
             self.rundir.release()
@@ -97,6 +105,7 @@ class Job:
         # -P: a file of the working directory that is called like a module must not be taken for it.
         command = [sys.executable, "-P", "-m", "phalanx.cli.worker", str(self.rundir.path)]
         command += [str(theirs.fileno()), str(listener.fileno()), str(os.getpid())]
+        command += [str(self._keeper.folder)] if self._keeper else []
         with theirs, listener, (self.rundir.logs / "launch.log").open("ab") as log:
             process = subprocess.Popen(
                 command,

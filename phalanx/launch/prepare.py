@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.checkpointing import disk
+from phalanx.checkpointing.location import at
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.events.log import read_events
 from phalanx.events.records import Finished
@@ -23,6 +24,7 @@ from phalanx.launch.env import visible_gpus
 from phalanx.launch.measure import check_weights, measure
 from phalanx.launch.notices import data_notices, sources, too_little_data
 from phalanx.launch.probe import probe
+from phalanx.launch.storage import check_owner, newest_first, places, storage_problems
 from phalanx.planning.search import choose
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
@@ -72,7 +74,7 @@ def prepare(
     one is left alone and a numbered directory beside it is used. `ranks`: how many somebody else has started already.
     """
     request = request or Request()
-    problems = _missing_extras(run)
+    problems = [*_missing_extras(run), *storage_problems(run)]
     plan = data = None
     try:
         plan = choose(run, probe(visible_gpus()), ranks, measure(run))
@@ -87,19 +89,20 @@ def prepare(
     if problems or plan is None or data is None:
         raise RunError(problems)
     base, own = request.directory or Path("runs") / name, request.directory is None
-    _check_space(base, plan)
+    if run.checkpoint.url is None or run.checkpoint.local_first:
+        _check_space(base, plan)
     _check_offload(run, plan)
     rundir = _own(base, run, request.fresh) if own else _given(base, run, request.fresh)
     try:
-        return _fill(rundir, run, plan, data, request.accept_changed_data)
+        return _fill(rundir, run, plan, data, request)
     except BaseException:
         rundir.release()  # a program that is told no may ask again
         raise
 
 
-def _fill(rundir: RunDir, run: Run, plan: Plan, data: Dataset, accept_changed_data: bool) -> Prepared:
+def _fill(rundir: RunDir, run: Run, plan: Plan, data: Dataset, request: Request) -> Prepared:
     """What workers read, into a directory that is held."""
-    resumes, changes = _check_resumption(rundir, run, plan, data, accept_changed_data)
+    resumes, changes = _check_resumption(rundir, run, plan, data, request)
     if not resumes:  # one that goes on has its weights in its checkpoint
         check_weights(run)
     _write(rundir.run_file, dump(run))
@@ -203,16 +206,14 @@ def _make(rundir: RunDir) -> None:
         ) from None
 
 
-def _check_resumption(rundir: RunDir, run: Run, plan: Plan, data: Dataset, accepted: bool) -> tuple[bool, list[str]]:
+def _check_resumption(rundir: RunDir, run: Run, plan: Plan, data: Dataset, request: Request) -> tuple[bool, list[str]]:
     """Whether there is a checkpoint, and what is to be said of it.
 
     One of other text must not be continued unasked: its position in the data means something else now.
     """
-    for path in disk.listed(rundir.checkpoints):
-        try:
-            saved = disk.read_marker(path)
-        except disk.DamagedCheckpoint:
-            continue
+    for path, saved in newest_first(places(run, rundir)):
+        if path.parent != at(rundir.checkpoints):
+            check_owner(path, saved, run, new=not rundir.exists, fresh=request.fresh)
         replicas = saved.get("replicas", plan.layout.data)
         if replicas != plan.layout.data:
             raise RunError(
@@ -225,7 +226,7 @@ def _check_resumption(rundir: RunDir, run: Run, plan: Plan, data: Dataset, accep
         if saved["data"] == data.fingerprint:
             return True, []
         text = f"The text of {sources(run)} has changed since {path} was saved"
-        if accepted:
+        if request.accept_changed_data:
             return True, [f"{text}: as asked, the run goes on at the same position of the new text."]
         raise RunError(
             [

@@ -55,8 +55,9 @@ class FullySharded:
         _wrap(parts, spots, whole, mesh, how)
         give_memory(parts, recipe, mesh.device)
         self._roots: list[Any] = [fully_shard.state(part) for part in parts]  # type: ignore[attr-defined]
-        for root in self._roots:
-            root._lazy_init()  # else the first forward would, and give uneven parts other memory
+        if mesh.device.type != "meta":  # there, nothing is computed and nothing has memory
+            for root in self._roots:
+                root._lazy_init()  # else the first forward would, and give uneven parts other memory
         self._groups = [group for root in self._roots for state in root._state_ctx.all_states for group in _groups(state)]
         self._hybrid = any(group._is_hsdp for group in self._groups)
         self._rest: Sharded | None = None
@@ -235,7 +236,7 @@ def _experts_placement(ranks: int) -> Callable[[nn.Parameter], Shard]:
 
 def _device_mesh(shards: Group, replicas: Group, mesh: Mesh) -> DeviceMesh:
     assert shards.handle is not None, "a single rank has nobody to share with"
-    kind = mesh.device.type
+    kind = "cpu" if mesh.device.type == "meta" else mesh.device.type
     # torch keeps what it found out about tensors on a mesh, for meshes of the same ranks and names: in a process that connects anew
     # it would hand out tensors on the old one, whose groups are gone.
     names = (f"replicate {mesh.place.generation}", f"shard {mesh.place.generation}")

@@ -23,6 +23,7 @@ _BUCKETS = {
     "cuda": (1 << 20, 25 << 20),
     # CPU ranks share the machine's cores: each message costs a switch between processes, and little is idle to hide it behind.
     "cpu": (64 << 20, 64 << 20),
+    "meta": (1 << 20, 25 << 20),  # a rank that is only foreseen
 }
 
 

@@ -14,7 +14,7 @@ from phalanx.parallel.group import Group
 from phalanx.parallel.placement import Held, Spot
 from phalanx.parallel.sharding import Sharding, own_box
 
-_BUCKETS = {"cuda": 32 << 20, "cpu": 64 << 20}
+_BUCKETS = {"cuda": 32 << 20, "cpu": 64 << 20, "meta": 32 << 20}
 """Bytes of a bucket on the wire. CPU ranks share the machine's cores: each message costs a switch between processes."""
 
 

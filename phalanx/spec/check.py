@@ -4,11 +4,14 @@ starts them."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from phalanx.spec import hf_write
 from phalanx.spec.check_data import data_findings
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.check_model import model_findings
 from phalanx.spec.dump import toml
+from phalanx.spec.errors import RunError
 from phalanx.spec.finding import Finding, around, divisors, multiples
 from phalanx.spec.keys import BARE, keys_in, tables_in
 from phalanx.spec.run import Run
@@ -47,6 +50,9 @@ def findings(run: Run) -> Iterator[Finding]:
     yield from layout_findings(run)
     yield from _schedule(run)
     yield from _evaluation(run)
+    yield from _export(run)
+    yield from _storage(run)
+    yield from _copies(run)
 
 
 def _names(run: Run) -> list[str]:
@@ -146,6 +152,47 @@ def _evaluation(run: Run) -> Iterator[Finding]:
             ("train.eval_every", "data.eval_fraction"),
             f"train.eval_every = {run.train.eval_every} has nothing to evaluate on, as data.eval_fraction = 0: "
             "remove train.eval_every, or hold out a part such as data.eval_fraction = 0.01.",
+        )
+
+
+def _copies(run: Run) -> Iterator[Finding]:
+    every = run.checkpoint.memory_every
+    if every is not None and run.memory.offload == "nvme":
+        yield Finding(
+            ("checkpoint.memory_every", "memory.offload"),
+            f'checkpoint.memory_every = {every} keeps the whole state in host memory, which memory.offload = "nvme" is there to '
+            "avoid: remove one of them.",
+        )
+
+
+def _export(run: Run) -> Iterator[Finding]:
+    """What checkpoint.export_hf could never do is told before the first step, not at the first save."""
+    if not run.checkpoint.export_hf:
+        return
+    off = "leave checkpoint.export_hf out"
+    if run.model.module is None and any(model_findings(run)):
+        return  # what the model is has to be clear first
+    try:
+        hf_write.config(replace(run.model, vocab=run.model.vocab or 1))
+    except RunError as error:
+        for sentence in error.problems:
+            yield Finding(
+                ("checkpoint.export_hf", "model.module"), f"checkpoint.export_hf = true: {sentence.removesuffix('.')}: {off}."
+            )
+    if run.optimizer.local_steps > 1:
+        yield Finding(
+            ("checkpoint.export_hf", "optimizer.local_steps"),
+            f"checkpoint.export_hf = true needs one model to export, but with optimizer.local_steps = {run.optimizer.local_steps} "
+            f"each replica has its own between two meetings: {off}, or set optimizer.local_steps to 1.",
+        )
+
+
+def _storage(run: Run) -> Iterator[Finding]:
+    if run.checkpoint.local_first and run.checkpoint.url is None:
+        yield Finding(
+            ("checkpoint.local_first", "checkpoint.url"),
+            "checkpoint.local_first = true uploads to checkpoint.url, which is not given: set it, such as "
+            'checkpoint.url = "s3://bucket/folder", or remove checkpoint.local_first.',
         )
 
 

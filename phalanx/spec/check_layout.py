@@ -217,7 +217,8 @@ def _expert(run: Run) -> Iterator[Finding]:
     together = layout.expert * layout.expert_tensor
     ranks = layout.replicas * layout.context * layout.tensor
     if layout.data is not None and ranks % together:
-        legal = [size for size in divisors(ranks) if size % layout.expert_tensor == 0]
+        shares = [size for size in divisors(ranks) if size % layout.expert_tensor == 0]
+        legal = [size for size in shares if moe.experts % (size // layout.expert_tensor) == 0]
         sizes = around(together, legal)
         remedy = f"set layout.expert to {either(size // layout.expert_tensor for size in sizes)}" if sizes else "set both to 1"
         yield Finding(

@@ -64,14 +64,15 @@ def _parse(draft: Draft, text: str) -> None:
         draft.lose_file(*_syntax(draft, text, error))
 
 
-def model_of(path: Path) -> tuple[ModelSpec, str]:
-    """The complete model and the tokenizer of a run file, whatever else is wrong with that run on this machine.
+def model_of(path: Path, data: bytes | None = None) -> tuple[ModelSpec, str]:
+    """The complete model and the tokenizer of a run file, whatever else is wrong with that run on this machine. `data`: its contents,
+    where they stand in another file.
 
     Where its own weights came from is not followed: a run directory may name itself.
     """
     draft = Draft(os.fspath(path))
     try:
-        _read(draft, path.read_bytes())
+        _read(draft, path.read_bytes() if data is None else data)
     except OSError as error:
         draft.lose_file(draft.file, _unreadable(path, error))
     draft.settings.pop("model.from", None)

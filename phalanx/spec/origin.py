@@ -3,6 +3,7 @@ resolved and by `spec/check_model`; whoever reads the weights starts from `origi
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import fields, replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from phalanx.spec.vocabulary import FILE
 _TRAINING_ONLY = frozenset(
     {"model.moe.bias_rate", "model.moe.balance_loss", "model.ahead", "model.ahead_weight", "model.init_std"}
 )
+
+_MARKER = "commit.json"
 
 
 class Origin(NamedTuple):
@@ -48,6 +51,8 @@ def origin(text: str) -> Origin | None:
         if os.path.isfile(run_dir / "tokenizer" / FILE):
             tokenizer = str(run_dir / "tokenizer")
         return Origin(replace(model, preset=None, from_=text), tokenizer)
+    if os.path.isfile(folder / _MARKER):  # a checkpoint that was taken out of its run directory carries its run file
+        return _carried(folder, text)
     if os.path.isfile(folder / "config.json"):
         from phalanx.spec.hf import model_spec  # only those who start from such a folder pay for it
 
@@ -58,6 +63,19 @@ def origin(text: str) -> Origin | None:
             "nor is it a checkpoint of one: name such a folder."
         ]
     )
+
+
+def _carried(folder: Path, text: str) -> Origin:
+    from phalanx.spec.load import model_of
+
+    try:
+        run = json.loads((folder / _MARKER).read_bytes())["run"].encode()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise RunError(
+            [f"model.from = {toml(text)} is a checkpoint whose {_MARKER} carries no run file: name it in its run directory."]
+        ) from None
+    model, tokenizer = model_of(folder / _MARKER, run)
+    return Origin(replace(model, preset=None, from_=text), tokenizer)
 
 
 def overridable(path: str, model: ModelSpec) -> bool:

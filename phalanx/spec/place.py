@@ -15,5 +15,7 @@ class Place:
     """Which of its machine's devices is its own."""
     store: tuple[str, int] | None = None
     """Host and port of the launcher's key-value store; None: alone, or torchrun has set torch's own variables."""
+    holder: str | None = None
+    """Folder of the process on its machine that keeps copies of the state in memory; None: there is none."""
     generation: int = 0
     """Counts rebuilt process groups; each meets under keys of its own, so stale addresses are never read."""

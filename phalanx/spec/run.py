@@ -214,14 +214,14 @@ class Checkpoint:
     """Keep also those of every so many steps, for good."""
     asynchronous: bool = True
     """Write behind training: a step waits only for a copy of the state in host memory. False: it waits until all is written."""
-    url: str | None = field(default=None, metadata=later("checkpoints on object storage"))
+    url: str | None = None
     """Where checkpoints go, in place of the run directory: a folder, or any URL that fsspec knows, such as s3://bucket/folder."""
-    local_first: bool = field(default=False, metadata=later("checkpoints on object storage"))
+    local_first: bool = False
     """With `url`: save into the run directory, and upload from there in the background."""
-    export_hf: bool = field(default=False, metadata=later("Hugging Face export"))
-    """Export each checkpoint for transformers, in the background, and compare its logits with the model's."""
-    memory_every: int | None = field(default=None, metadata=later("copies in memory") | within(1))
-    """Keep a copy of the state in host memory, and another on a neighbouring node, every so many steps."""
+    export_hf: bool = False
+    """Export each checkpoint for transformers into hf/ of the run directory, in the background; it is kept only if its logits of a fixed prompt are the model's."""
+    memory_every: int | None = field(default=None, metadata=within(1))
+    """Copy the state into host memory, outside the workers, and to a neighbouring node where there are several, every so many steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,7 +37,7 @@ def load(tensors: Mapping[str, Piece], shapes: Mapping[str, tuple[int, ...]], fo
         for name, value in values.items():
             _write(tensors[name], value)
         return
-    checkpoint, _ = find(folder)
+    checkpoint = find(folder).checkpoint
     saved = Saved(checkpoint)
     found = {name: shape for name in shapes if (shape := saved.shape(f"model/{name}")) is not None}
     _fit(checkpoint, shapes, found)

@@ -50,7 +50,7 @@ class Muon:
         for index, one in enumerate(held):
             by_axes.setdefault(one.spot.split, []).append(index)
         for axes, indices in by_axes.items():
-            if axes:
+            if axes and not held[indices[0]].value.is_meta:  # a rank that is only foreseen meets nobody and takes no step
                 assert mesh is not None, f"{held[indices[0]].name} is a part, of which only a mesh knows the others"
                 group = mesh.group(*axes, use="muon")
                 if group.size > 1:

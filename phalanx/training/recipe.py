@@ -22,7 +22,8 @@ def recipe(model: nn.Module, seed: int, schedule: Schedule | None = None) -> Rec
 
     @torch.no_grad()
     def write(name: str, tensor: Tensor, spot: Spot) -> None:
-        fill(tensor, seed, name, spec, Box(spot.whole, spot.offset), initial)
+        if not tensor.is_meta:  # a rank that is only foreseen has no memory to write to
+            fill(tensor, seed, name, spec, Box(spot.whole, spot.offset), initial)
 
     return Recipe(
         axes=axes(spec.module),

@@ -4,7 +4,7 @@ decides when; `checkpointing` knows how."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from phalanx.checkpointing import disk
 from phalanx.checkpointing.load import load
 from phalanx.checkpointing.location import Location, at
 from phalanx.checkpointing.pieces import Piece
+from phalanx.checkpointing.reference import Reference
 from phalanx.checkpointing.save import Outcome, Saver
 from phalanx.data.dataset import Dataset
 from phalanx.events.records import CheckpointDamaged, Event, Restored, Saved, SaveFailed
@@ -24,7 +25,13 @@ from phalanx.spec.dump import dump
 from phalanx.spec.errors import PhalanxError, RunFailed
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
+from phalanx.training.copying import Copying
+from phalanx.training.exporting import Exports
 from phalanx.training.report import Progress
+from phalanx.training.uploading import Uploads
+
+_LONG = 7 * 24 * 3600.0
+"""Seconds that ranks wait for the last export and upload: as long as it takes."""
 
 
 class Saving:
@@ -32,8 +39,14 @@ class Saving:
 
     def __init__(self, run: Run, plan: Plan, mesh: Mesh, folder: Path, data: Dataset):
         self._run, self._plan, self._mesh, self._data = run, plan, mesh, data
-        self._place: Location = at(run.checkpoint.url or folder)
+        self._place: Location = at(folder if run.checkpoint.local_first else run.checkpoint.url or folder)
+        self._uploads = Uploads(run, mesh, self._place)
+        self._places = [self._place, *([self._uploads.far] if self._uploads.far is not None else [])]
         self._saver = Saver(self._place, mesh, self._retain)
+        self._copying = Copying(run, mesh)
+        wanted = run.checkpoint.export_hf and mesh.rank == 0
+        self._exports = Exports(folder.parent / "hf") if wanted else None
+        self._newest: Location | None = None
         self.step: int | None = None
         """Of the newest checkpoint, as all ranks know it."""
         self.failure: str | None = None
@@ -43,6 +56,7 @@ class Saving:
         """The run saves while it trains: memory for that is got ready now."""
         if self._run.checkpoint.every is not None and self._behind(tensors):
             self._saver.prepare(tensors)
+        self._copying.prepare(tensors)
 
     def _behind(self, tensors: Mapping[str, Piece]) -> bool:
         """States in files are too large for a copy in memory: their saves are waited for."""
@@ -50,8 +64,18 @@ class Saving:
 
     def save(self, progress: Progress, tensors: Mapping[str, Piece], *, wait: bool) -> list[Event]:
         """A checkpoint of this moment; all ranks call it together. Tells what has ended by now, perhaps this save too."""
+        self._uploads.expect()
         saved = self._saver.save(progress.step, tensors, self._contents(progress), wait=wait or not self._behind(tensors))
         return self._heard(saved)
+
+    def copy(self, progress: Progress, tensors: Callable[[], Mapping[str, Piece]]) -> None:
+        """A copy in host memory of this moment, if one is due; all ranks call it together."""
+        self._copying.take(progress.step, tensors, lambda: self._contents(progress))
+
+    def expect(self, step: int, reference: Reference) -> None:
+        """What the model says to a fixed prompt as a save of this step begins: an export of it has to say the same."""
+        if self._exports is not None:
+            self._exports.expect(step, reference)
 
     def _contents(self, progress: Progress) -> dict[str, Any]:
         """The plain part of the state, of which one rank writes the marker. Random numbers are drawn from the seed and the step."""
@@ -72,11 +96,41 @@ class Saving:
 
     def ended(self) -> list[Event]:
         """What has ended since this was asked last; rank 0 tells."""
-        return [_event(outcome) for outcome in self._saver.ended()] if self._mesh.rank == 0 else []
+        ended = [_event(outcome) for outcome in self._saver.ended()] if self._mesh.rank == 0 else []
+        return [*ended, *self._copying.ended(), *(self._exports.ended() if self._exports else []), *self._uploads.ended()]
+
+    def release(self) -> None:
+        """The state is about to change: wait for what still copies it."""
+        self._saver.release()
+        self._copying.release()
 
     def settle(self) -> list[Event]:
-        """Wait for the save under way; all ranks call it together."""
-        return self._heard(self._saver.settle())
+        """Wait for the save and the copy under way; all ranks call it together."""
+        return [*self._copying.settle(), *self._heard(self._saver.settle())]
+
+    def lacks_export(self) -> bool:
+        """Whether the run that made the restored checkpoint was gone before it was exported; all ranks ask together."""
+        if not self._run.checkpoint.export_hf:
+            return False
+        newest, exports = self._newest, self._exports
+        return bool(self._mesh.share(exports is not None and newest is not None and not exports.has(newest.name)))
+
+    def export_restored(self) -> None:
+        """After `expect`."""
+        if self._exports is not None and self._newest is not None:
+            self._exports.saved(self._newest)
+
+    def finish(self) -> list[Event]:
+        """Wait until every export and upload has ended, all ranks together, however long it takes; rank 0 tells."""
+        if not self._run.checkpoint.export_hf and not self._uploads.wanted:
+            return []
+        share = self._mesh.patient(_LONG)
+        ended = self._exports.wait() if self._exports is not None else []
+        ended += self._uploads.wait()
+        if self._mesh.rank == 0 and self._newest is not None and self._newest.parent == self._place:
+            self._prune(self._newest)  # what was held for them
+        share(None)
+        return ended
 
     def _heard(self, outcomes: list[Outcome]) -> list[Event]:
         last = self._saver.last
@@ -87,22 +141,39 @@ class Saving:
         return [_event(outcome) for outcome in outcomes]
 
     def _retain(self, saved: Location) -> None:
-        disk.prune(self._place, self._run.checkpoint.keep_last, saved, self._run.checkpoint.keep_every)
+        """On rank 0, in the thread that saves, when a checkpoint is complete."""
+        self._newest = saved
+        if self._exports is not None:
+            self._exports.saved(saved)  # first, as then it is held
+        self._uploads.saved(saved)
+        self._prune(saved)
 
-    def restore(self, tensors: Mapping[str, Piece], path: Path | None) -> tuple[Progress | None, list[Event]]:
+    def _prune(self, saved: Location) -> None:
+        held = self._uploads.held | (self._exports.held if self._exports is not None else set())
+        kept = self._run.checkpoint
+        removed = disk.prune(self._place, kept.keep_last, saved, kept.keep_every, held)
+        if self._exports is not None:
+            self._exports.pruned(removed)
+
+    def restore(self, tensors: Mapping[str, Piece], path: Path | Location | None) -> tuple[Progress | None, list[Event]]:
         """Fill the tensors from `path`, or from the newest valid checkpoint, all ranks together; None where there is none."""
         events: list[Event] = []
         passed: set[str] = set()
+        if self._mesh.rank == 0 and not path:
+            disk.mend(self._place)
         while True:
             started = time.perf_counter()
             # One rank looks, so that all agree even while files come and go.
-            found = (at(path), []) if path else disk.newest(self._place, passed) if self._mesh.rank == 0 else None
+            found = (at(path), []) if path else disk.newest(self._places, passed) if self._mesh.rank == 0 else None
             chosen, damaged = self._mesh.share(found)
             if chosen is not None:
                 problem, contents = self._load(chosen, tensors)
                 if problem is None:
                     progress = Progress(**contents["progress"])
                     self.step = progress.step
+                    self._newest = chosen if path is None else None
+                    if self._mesh.rank == 0 and path is None:
+                        self._uploads.restored(chosen)
                     events += [CheckpointDamaged(path=bad.path, reason=bad.reason) for bad in damaged]
                     seconds = time.perf_counter() - started
                     return progress, [*events, Restored(step=progress.step, path=str(chosen), seconds=seconds)]
@@ -133,6 +204,10 @@ class Saving:
 
     def close(self) -> None:
         self._saver.close()
+        self._uploads.close()
+        self._copying.close()
+        if self._exports is not None:
+            self._exports.close()
 
 
 def _event(outcome: Outcome) -> Event:

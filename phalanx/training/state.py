@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from phalanx.checkpointing.pieces import Piece
 from phalanx.events.records import ModelPlaced
 from phalanx.parallel.placed import Placed
@@ -16,7 +18,11 @@ def pieces(placed: Placed, optimizer: Optimizer, outer: Outer | None) -> dict[st
     found = {f"model/{name}": piece(one.value.detach(), one.spot, mesh) for name, one in held.items()}
     for part in placed.parts:
         kept = part.state_dict().keys()  # not among them: buffers that a model declares to be of the moment
-        found |= {f"model/{name}": Piece.of(buffer, copies(mesh)) for name, buffer in part.named_buffers() if name in kept}
+        found |= {
+            f"model/{name}": replace(Piece.of(buffer, copies(mesh)), steady=False)
+            for name, buffer in part.named_buffers()
+            if name in kept
+        }
     for name, state in optimizer.state().items():
         spot = held[name.rpartition("/")[0]].spot
         found[f"optimizer/{name}"] = piece(state, spot, mesh) if outer is None else outer.of_replica(state, spot)

@@ -122,6 +122,8 @@ class Stepper:
         self._routers = {name: router for part in placed.parts for name, router in routers(part).items()}
         self._loads = Loads(experts, {name: router.counts for name, router in self._routers.items()})
         self._recent: deque[Tensor] = deque(maxlen=_RECENT)
+        self.before_update: Callable[[], None] = lambda: None
+        """Called before anything changes that outlives the step."""
         self.scale = LossScale.of(plan.compute, run.precision.loss_scale)
 
     @torch.no_grad()
@@ -130,17 +132,25 @@ class Stepper:
         sums = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
         batch = batch.to(self._mesh.device)
 
-        def take(output: Any, index: int) -> None:
-            loss = self.placed.loss(_first(output), batch.targets)  # ranks that share logits compute it together
+        def take(output: Any) -> None:
+            loss = self.placed.loss(output, batch.targets)  # ranks that share logits compute it together
             if self.placed.speaks:
                 sums[0], sums[1] = loss.double(), batch.counted
 
+        self.forward(batch, take)
+        return sums
+
+    @torch.no_grad()
+    def forward(self, batch: MicroBatch, take: Callable[[Any], None]) -> None:
+        """What the model predicts of the next token, whole or this rank's part of it, goes to `take` where the last stage is."""
+        batch = batch.to(self._mesh.device)
         if self._pipeline is None:
-            take(self._forward(0, None, batch), 0)
+            take(_first(self._forward(0, None, batch)))
         else:
             boundary = self._boundary([batch])
-            self._pipeline.evaluate(1, lambda part, given, _: self._forward(part, given, batch), take, boundary)
-        return sums
+            self._pipeline.evaluate(
+                1, lambda part, given, _: self._forward(part, given, batch), lambda output, _: take(_first(output)), boundary
+            )
 
     def losses(self, output: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The sum that is reported, and the one to go backward from, in which tokens further ahead count too where the model
@@ -225,6 +235,7 @@ class Stepper:
         if not stopped:
             # Dividing by this takes the mean over the tokens that counted and clips to the norm, both at once.
             divisor = counted / self._room * self.scale.value * (norm / self._clip).clamp(min=1.0)
+            self.before_update()
             optimizer.step(learning_rate, divisor, (~good).float())
             self.placed.engine.updated()
         loads = totals.loads

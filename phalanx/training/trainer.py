@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from phalanx.checkpointing.location import Location
 from phalanx.checkpointing.pieces import Piece
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.data.loader import Loader, Share
@@ -31,9 +32,6 @@ from phalanx.events.records import (
     Stopped,
     WeightsLoaded,
 )
-from phalanx.models.init import build
-from phalanx.models.moe import router_sizes
-from phalanx.parallel.apply import apply
 from phalanx.parallel.context import places
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.pipeline import Pipeline
@@ -41,16 +39,13 @@ from phalanx.spec.errors import RunFailed
 from phalanx.spec.origin import origin_folder
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
-from phalanx.spec.schedule_choice import schedule
 from phalanx.training.accounting import Accounting
+from phalanx.training.built import place
+from phalanx.training.fixed_prompt import answer
 from phalanx.training.held_out import evaluate
-from phalanx.training.optimizer import Optimizer
-from phalanx.training.outer import Outer
-from phalanx.training.recipe import recipe
 from phalanx.training.report import Progress, report, too_many_skipped
 from phalanx.training.saving import Saving
 from phalanx.training.schedule import learning_rate
-from phalanx.training.stages import stages
 from phalanx.training.state import pieces, placement
 from phalanx.training.step import MicroBatch, Stepper, step_seed
 
@@ -70,27 +65,15 @@ class Trainer:
 
     def build(self) -> None:
         """Model, gradients and optimizer at step 0, on this rank's device."""
-        model = build(self.run.model)
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        loads = router_sizes(model)
-        order = schedule(self.plan.layout, self.plan.accumulation)
-        parts = stages(model, self.run, self.plan, self.mesh, order)
-        self.placed = apply(parts, self.run, self.plan, self.mesh, recipe(model, self.run.train.seed, order))
-        self.optimizer = Optimizer(
-            self.placed.held,
-            self.run.optimizer,
-            precision=self.run.precision,
-            memory=self.run.memory,
-            mesh=self.mesh,
-            folder=self.checkpoints.parent / "offload",
-        )
-        self.outer = Outer(self.placed.held, self.run.optimizer, self.mesh) if self.run.optimizer.local_steps > 1 else None
+        built = place(self.run, self.plan, self.mesh, self.checkpoints.parent / "offload")
+        self.placed, self.optimizer, self.outer, self._shapes = built.placed, built.optimizer, built.outer, built.shapes
         pipeline = (
             None
-            if order is None
-            else Pipeline(self.placed.parts, order, self.mesh, halves=self.run.memory.recompute != "selective")
+            if built.order is None
+            else Pipeline(self.placed.parts, built.order, self.mesh, halves=self.run.memory.recompute != "selective")
         )
-        self.stepper = Stepper(self.run, self.plan, self.placed, loads, pipeline)
+        self.stepper = Stepper(self.run, self.plan, self.placed, built.experts, pipeline)
+        self.stepper.before_update = self._saving.release
         self._accounting = Accounting(self.placed, self.placement, self.tensors, on=not self.run.memory.compile)
         if self.mesh.size("context") > 1:
             layout, length = self.plan.layout, self.run.train.sequence_length
@@ -142,7 +125,7 @@ class Trainer:
         self.placed.engine.updated()
         self.optimizer.adopt()
 
-    def restore(self, path: Path | None = None) -> list[Event]:
+    def restore(self, path: Path | Location | None = None) -> list[Event]:
         """Go on from `path`, or from the newest valid checkpoint; without one, begin. Tells what was found."""
         progress, events = self._saving.restore(self.tensors(), path)
         if progress is None:
@@ -151,6 +134,9 @@ class Trainer:
         self.stepper.scale.restore(self.progress.loss_scale)
         self._adopt()
         self._close_loader()
+        if self._saving.lacks_export():
+            self._ask()
+            self._saving.export_restored()
         return events
 
     def step(self) -> Step | StepSkipped | None:
@@ -179,11 +165,17 @@ class Trainer:
 
     def save(self) -> Saved:
         """Write a checkpoint of this moment and see it through; all ranks call it together. RunFailed where it cannot be written."""
+        self._ask()
         (*_, ended) = self._saving.save(self.progress, self.tensors(), wait=True)
         if isinstance(ended, SaveFailed):
             raise RunFailed(f"Step {ended.step} could not be saved: {ended.reason}.")
         assert isinstance(ended, Saved)
         return ended
+
+    def _ask(self) -> None:
+        """Before a save: what the model says now, where the checkpoint will be exported and compared; all ranks together."""
+        if self.run.checkpoint.export_hf:
+            self._saving.expect(self.progress.step, answer(self.stepper, self.run, self.plan))
 
     def events(self) -> Iterator[Event]:
         """Train to the end or until told to stop, saying what happens."""
@@ -205,11 +197,15 @@ class Trainer:
                 raise RunFailed(too_many_skipped(self.progress, self.run))
             if self._due(self.run.train.eval_every) or self.finished:
                 yield from _some(self.evaluate())
+            if not self.finished:
+                self._saving.copy(self.progress, self.tensors)
             if self._due(self.run.checkpoint.every) and not self.finished:
+                self._ask()
                 yield from self._saving.save(self.progress, self.tensors(), wait=False)
         yield from self._saving.settle()
         if self._saving.step != self.progress.step:
             yield self.save()
+        yield from self._saving.finish()
         if self.finished:
             yield Finished(step=self.progress.step)
         else:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -12,27 +13,15 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from checkpoints import flip, saved, values, various
 from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
 from torch import Tensor
 
-from phalanx.checkpointing import disk
+from phalanx.checkpointing import disk, location
 from phalanx.checkpointing.disk import DamagedCheckpoint, newest_valid
 from phalanx.checkpointing.load import load
-from phalanx.checkpointing.save import save
+from phalanx.checkpointing.location import Local, at
 from phalanx.parallel.mesh import Mesh
-
-
-def various(seed: int) -> dict[str, Tensor]:
-    dice = torch.Generator().manual_seed(seed)
-    return {
-        "model/matrix": torch.randn(37, 53, generator=dice),
-        "model/turned": torch.randn(8, 5, generator=dice).T,
-        "model/vector": torch.randn(101, generator=dice),
-        "optimizer/matrix/step": torch.tensor(float(seed)),
-        "low": torch.randn(64, generator=dice).bfloat16(),
-        "whole": torch.randint(1 << 40, (9,), generator=dice),
-        "special": torch.tensor([0.0, -0.0, torch.inf, 1e-45]),
-    }
 
 
 def bits(tensors: dict[str, Tensor]) -> dict[str, bytes]:
@@ -40,12 +29,12 @@ def bits(tensors: dict[str, Tensor]) -> dict[str, bytes]:
 
 
 def test_what_is_saved_is_loaded_bit_for_bit_into_the_tensors_given(tmp_path: Path) -> None:
-    path = save(tmp_path, 7, various(1), {"progress": {"step": 7}}, ALONE)
+    path = saved(tmp_path, 7, various(1), {"progress": {"step": 7}}, ALONE)
     assert path == tmp_path / "step-00000007"
     disk.verify(path)
     tensors = various(2)
     same = dict(tensors)
-    contents = load(path, tensors, alone=True)
+    contents = load(path, tensors)
     assert (contents["progress"], contents["step"]) == ({"step": 7}, 7)
     assert bits(tensors) == bits(various(1))
     assert bits(same) == bits(various(1))  # in place: the optimizer and the model hold these very tensors
@@ -54,19 +43,19 @@ def test_what_is_saved_is_loaded_bit_for_bit_into_the_tensors_given(tmp_path: Pa
 def test_what_an_interrupted_save_left_is_written_over(tmp_path: Path) -> None:
     left = tmp_path / "step-00000003.partial"
     left.mkdir()
-    (left / "__0_0.distcp").write_bytes(b"half a file")
+    (left / "state-00000-of-00001.safetensors").write_bytes(b"half a file")
     (left / "stray").write_bytes(b"of another layout")
-    path = save(tmp_path, 3, various(1), {}, ALONE)
+    path = saved(tmp_path, 3, various(1), {}, ALONE)
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
     assert not (path / "stray").exists()
 
 
 def test_a_missing_file_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
-    path = save(tmp_path, 3, various(1), {}, ALONE)
-    next(path.glob("*.distcp")).unlink()
+    path = saved(tmp_path, 3, various(1), {}, ALONE)
+    values(path).unlink()
     tensors = various(2)
     with pytest.raises(DamagedCheckpoint, match="is missing"):
-        load(path, tensors, alone=True)
+        load(path, tensors)
     assert bits(tensors) == bits(various(2))
 
 
@@ -110,10 +99,8 @@ def test_a_run_goes_on_across_numbers_of_ranks_as_if_it_had_had_one_all_along(tm
 def test_all_ranks_pass_over_a_damaged_checkpoint_together(ranks: int, tmp_path: Path) -> None:
     train(ALONE, tmp_path, 2)
     train(ALONE, tmp_path, 2)
-    data = next((tmp_path / "step-00000004").glob("*.distcp"))
-    damaged = bytearray(data.read_bytes())
-    damaged[len(damaged) // 2] ^= 16
-    data.write_bytes(damaged)
+    data = values(tmp_path / "step-00000004")
+    flip(data, data.stat().st_size // 2, 4)
     for events, _, samples in run_ranks(train, ranks, tmp_path, 0):
         assert [kind for kind, _ in events] == ["checkpoint_damaged", "restored"]
         assert samples == 16
@@ -122,14 +109,15 @@ def test_all_ranks_pass_over_a_damaged_checkpoint_together(ranks: int, tmp_path:
 def test_a_run_that_went_back_behind_a_damaged_checkpoint_saves_and_keeps_its_own(tmp_path: Path) -> None:
     train(ALONE, tmp_path, 2)
     train(ALONE, tmp_path, 2)
-    data = next((tmp_path / "step-00000004").glob("*.distcp"))
-    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    data = values(tmp_path / "step-00000004")
+    flip(data, data.stat().st_size - 1)
     trainer = tiny_trainer(ALONE, tiny_run("checkpoint.keep_last=1"), tmp_path)
     assert [event.kind for event in trainer.restore()] == ["checkpoint_damaged", "restored"]
     trainer.step()
     path = Path(trainer.save().path)
     trainer.close()
-    assert newest_valid(tmp_path)[0] == path == tmp_path / "step-00000003"
+    assert path == tmp_path / "step-00000003"
+    assert newest_valid(tmp_path)[0] == at(path)
 
 
 def _forked(work: Callable[[], NoReturn]) -> int:
@@ -149,7 +137,7 @@ def state(value: int) -> dict[str, Tensor]:
     return {f"tensor {i}": torch.full((20_000,), float(value + i)) for i in range(8)}
 
 
-def check_all(checkpoints: Path) -> list[Path]:
+def check_all(checkpoints: Path) -> list[location.Location]:
     """Every directory that passes for a checkpoint holds exactly one save; returns them."""
     valid = []
     for path in disk.listed(checkpoints):
@@ -158,7 +146,7 @@ def check_all(checkpoints: Path) -> list[Path]:
         except DamagedCheckpoint:
             continue
         tensors = state(-100)
-        value = load(path, tensors, alone=True)["value"]
+        value = load(path, tensors)["value"]
         assert differing(tensors, state(value)) == []
         assert value % 1000 == int(path.name.removeprefix("step-"))
         valid.append(path)
@@ -167,7 +155,7 @@ def check_all(checkpoints: Path) -> list[Path]:
 
 def test_a_save_killed_at_any_moment_leaves_nothing_that_passes_for_one(tmp_path: Path) -> None:
     dice = random.Random(5)
-    saved = 0
+    passed = 0
 
     def save_for_ever() -> NoReturn:
         # Steps 0 … 2 again and again, with other contents each time: later saves replace earlier ones.
@@ -175,8 +163,8 @@ def test_a_save_killed_at_any_moment_leaves_nothing_that_passes_for_one(tmp_path
         while True:
             for step in range(3):
                 value = 1000 * attempt + step
-                path = save(tmp_path, step, state(value), {"value": value}, ALONE)
-                disk.prune(tmp_path, 2, path)
+                path = saved(tmp_path, step, state(value), {"value": value}, ALONE)
+                disk.prune(tmp_path, 2, at(path))
             attempt += 1
 
     for _ in range(10):
@@ -185,43 +173,66 @@ def test_a_save_killed_at_any_moment_leaves_nothing_that_passes_for_one(tmp_path
         os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         assert os.WTERMSIG(status) == signal.SIGKILL, "the child failed by itself"
-        saved += len(check_all(tmp_path))
-    assert saved > 0
+        passed += len(check_all(tmp_path))
+    assert passed > 0
 
 
-@pytest.mark.parametrize("call", range(12))
-def test_a_commit_killed_between_any_two_of_its_writes_leaves_the_old_or_the_new(call: int, tmp_path: Path) -> None:
-    save(tmp_path, 1, state(1), {"value": 1}, ALONE)
-    calls = 0
+def killed_at(call: int, work: Callable[[], Any]) -> bool:
+    """Do it in a process that is killed at the given one of its calls to the file system; False: it was over before."""
+    calls = itertools.count()
 
     def count(function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any) -> Any:
-            nonlocal calls
-            if calls == call:
+            if next(calls) == call:
                 os.kill(os.getpid(), signal.SIGKILL)
-            calls += 1
             return function(*args)
 
         return counted
 
-    def save_once() -> NoReturn:
-        disk._sync = count(disk._sync)  # type: ignore[assignment]
-        disk._digest = count(disk._digest)  # type: ignore[assignment]
-        Path.rename = count(Path.rename)  # type: ignore[assignment,method-assign]
-        Path.write_text = count(Path.write_text)  # type: ignore[assignment,method-assign]
-        save(tmp_path, 2, state(2), {"value": 2}, ALONE)
+    def work_once() -> NoReturn:
+        for name in ("make", "sink", "sync", "rename", "remove"):
+            setattr(Local, name, count(getattr(Local, name)))
+        for name in ("write", "close"):
+            setattr(location._LocalSink, name, count(getattr(location._LocalSink, name)))
+        os.fsync = count(os.fsync)  # type: ignore[assignment]
+        work()
         os._exit(0)
 
-    _, status = os.waitpid(_forked(save_once), 0)
-    found, damaged = newest_valid(tmp_path)
-    assert damaged == []
-    assert found is not None
-    assert found in check_all(tmp_path)
-    if os.WIFEXITED(status):
-        assert os.WEXITSTATUS(status) == 0
-        assert found.name == "step-00000002"
-    # Whatever was left, the next save works and tidies up.
-    path = save(tmp_path, 2, state(2), {"value": 2}, ALONE)
-    disk.prune(tmp_path, 2, path)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
-    assert len(check_all(tmp_path)) == 2
+    _, status = os.waitpid(_forked(work_once), 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the child failed by itself"
+    return os.WIFSIGNALED(status)
+
+
+def test_a_save_killed_between_any_two_of_its_writes_leaves_the_old_or_the_new(tmp_path: Path) -> None:
+    saved(tmp_path, 1, state(1), {"value": 1}, ALONE)
+    for call in itertools.count():
+        killed = killed_at(call, lambda: saved(tmp_path, 2, state(2), {"value": 2}, ALONE))
+        found, damaged = newest_valid(tmp_path)
+        assert damaged == []
+        assert found is not None and found in check_all(tmp_path)
+        if not killed:
+            assert found.name == "step-00000002"
+            break
+        # Whatever was left, the next save works and tidies up.
+        path = saved(tmp_path, 2, state(2), {"value": 2}, ALONE)
+        disk.prune(tmp_path, 2, at(path))
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+        assert len(check_all(tmp_path)) == 2
+        path.rename(tmp_path / "step-00000002.removed.partial")
+        disk.prune(tmp_path, 1, at(tmp_path / "step-00000001"))
+    assert call > 20
+
+
+def test_a_replacement_killed_between_any_two_of_its_writes_leaves_the_old_or_the_new(tmp_path: Path) -> None:
+    """Also where it is the only checkpoint: for an instant the old one is aside and the new one not yet there."""
+    saved(tmp_path, 1, state(1001), {"value": 1001}, ALONE)
+    for call in itertools.count():
+        killed = killed_at(call, lambda: saved(tmp_path, 1, state(2001), {"value": 2001}, ALONE))
+        disk.mend(tmp_path)  # as every run does that goes on
+        assert [path.name for path in check_all(tmp_path)] == ["step-00000001"]
+        if not killed:
+            break
+        path = saved(tmp_path, 1, state(1001), {"value": 1001}, ALONE)
+        disk.prune(tmp_path, 1, at(path))
+        assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
+    assert call > 20

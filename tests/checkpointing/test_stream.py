@@ -7,20 +7,15 @@ import sys
 from pathlib import Path
 
 import torch
+from checkpoints import contents, saved
+from ranks import ALONE
 
 from phalanx.checkpointing import disk
+from phalanx.checkpointing.blocks import BLOCK
 from phalanx.checkpointing.load import load
-from phalanx.checkpointing.save import save
 from phalanx.checkpointing.stream import Chunk, Saved, Streamed, write
 
 WHOLE = torch.arange(60.0).view(6, 10)
-
-
-class Alone:
-    rank, ranks = 0, 1
-
-    def barrier(self) -> None:
-        pass
 
 
 def streamed(rows: int) -> Streamed:
@@ -39,8 +34,8 @@ def test_it_is_a_checkpoint_like_any_other(tmp_path: Path) -> None:
     disk.verify(path)
     # Into another format: a run computes in its own.
     tensors = {"model/w": torch.zeros(6, 10, dtype=torch.float64), "model/across": torch.zeros(6, 10)}
-    contents = load(path, tensors, alone=True)
-    assert (contents["version"], contents["step"]) == ("1", 0)
+    beside = load(path, tensors)
+    assert (beside["version"], beside["step"]) == ("1", 0)
     assert torch.equal(tensors["model/w"], WHOLE.double())
     assert torch.equal(tensors["model/across"], WHOLE)  # whole numbers below 256 are exact in bf16
 
@@ -48,15 +43,54 @@ def test_it_is_a_checkpoint_like_any_other(tmp_path: Path) -> None:
 def test_parts_of_what_was_streamed_and_of_what_was_saved(tmp_path: Path) -> None:
     path = write(tmp_path / "a", 0, [streamed(2)], {})
     apart = Saved(path)
-    assert apart.parts("model/w") == [(0, 2), (2, 4), (4, 6)]
-    whole = Saved(save(tmp_path / "b", 7, {"model/w": WHOLE}, {"progress": 1}, Alone()))
-    assert whole.parts("model/w") == [(0, 6)]
+    whole = Saved(saved(tmp_path / "b", 7, {"model/w": WHOLE}, {"progress": 1}, ALONE))
     assert whole.contents["progress"] == 1
-    for saved in (apart, whole):
-        assert saved.shape("model/w") == (6, 10) and saved.shape("model/none") is None
-        assert saved.dtype("model/w") is torch.float32
-        assert torch.equal(saved.read("model/w"), WHOLE)
-        assert torch.equal(saved.read("model/w", 1, 5), WHOLE[1:5])
+    for found in (apart, whole):
+        assert found.names == ["model/w"]
+        assert found.shape("model/w") == (6, 10) and found.shape("model/none") is None
+        assert found.dtype("model/w") is torch.float32
+        assert torch.equal(found.read("model/w"), WHOLE)
+        assert torch.equal(found.read("model/w", 1, 5), WHOLE[1:5])
+        assert torch.equal(found.read_box("model/w", (1, 3), (4, 5)), WHOLE[1:5, 3:8])
+        found.close()
+
+
+def test_parts_fill_a_block_and_keep_rows_together(tmp_path: Path) -> None:
+    rows, columns = 10, BLOCK // 4 // 4  # four rows fill a block
+    large = torch.arange(rows, dtype=torch.float32)[:, None].expand(rows, columns).contiguous()
+    found = Saved(saved(tmp_path, 1, {"large": large, "small": WHOLE, "number": torch.tensor(3.0)}, {}, ALONE))
+    assert found.parts("large") == [(0, 4), (4, 8), (8, 10)]
+    assert found.parts("large", 3) == [(0, 3), (3, 6), (6, 9), (9, 10)]
+    assert found.parts("large", 7) == [(0, 7), (7, 10)]  # the fewest that may be taken by themselves
+    assert found.parts("small") == [(0, 6)] and found.parts("number") == [(0, 1)]
+    assert all(torch.equal(found.read("large", first, last), large[first:last]) for first, last in found.parts("large"))
+    assert found.read("number").item() == 3.0
+    found.close()
+
+
+def test_chunks_in_any_order_and_of_any_shape_are_put_together(tmp_path: Path) -> None:
+    """Those that follow each other as the values do are written as they come; for others the tensor is made whole first."""
+    boxes = {
+        "backwards": [((first, 0), (2, 10)) for first in (4, 2, 0)],
+        "columns": [((0, 0), (6, 3)), ((0, 3), (6, 7))],
+        "tiles": [((row, column), (3, 5)) for row in (0, 3) for column in (0, 5)],
+        "row by row": [((row, column), (1, 5)) for row in range(6) for column in (0, 5)],
+    }
+    tensors = [
+        Streamed(
+            name=name,
+            shape=(6, 10),
+            dtype=torch.float32,
+            chunks=[
+                Chunk(offsets=o, sizes=n, read=lambda o=o, n=n: WHOLE[o[0] : o[0] + n[0], o[1] : o[1] + n[1]])  # type: ignore[misc]
+                for o, n in given
+            ],
+        )
+        for name, given in boxes.items()
+    ]
+    assert [tensor.in_order for tensor in tensors] == [False, False, False, True]
+    found = contents(write(tmp_path, 0, tensors, {}))
+    assert found.keys() == boxes.keys() and all(torch.equal(tensor, WHOLE) for tensor in found.values())
 
 
 PROGRAM = """

@@ -154,7 +154,7 @@ def test_key(refuse: Refuse, case: str) -> None:
     "override",
     [
         "cluster.launcher=ray", "cluster.nodes=2", "cluster.gpu=h100",
-        "checkpoint.asynchronous=true", "checkpoint.url=s3://bucket", "checkpoint.export_hf=true", "resilience.restarts=1",
+        "checkpoint.asynchronous=true", "checkpoint.export_hf=true", "resilience.restarts=1",
         "resilience.spares=1", "watch.page=true",
     ],
 )  # fmt: skip
@@ -327,16 +327,16 @@ def flip(file: Path) -> None:
 
 def test_damaged_checkpoints(refuse: Refuse, run: Path) -> None:
     for checkpoint in (run / "checkpoints").iterdir():
-        flip(next(checkpoint.glob("*.distcp")))
-    refuse("generate", "run", parts=("run has no checkpoint", "step-00000008", "step-00000004", ".distcp"))
-    refuse("generate", "run/checkpoints/step-00000008", parts=("step-00000008 is damaged", ".distcp"))
+        flip(next(checkpoint.glob("*.safetensors")))
+    refuse("generate", "run", parts=("run has no checkpoint", "step-00000008", "step-00000004", ".safetensors"))
+    refuse("generate", "run/checkpoints/step-00000008", parts=("step-00000008 is damaged", ".safetensors"))
     (run / "checkpoints" / "step-00000008" / "commit.json").unlink()
     refuse("generate", "run/checkpoints/step-00000008", parts=("step-00000008 is damaged", "commit.json"))
 
 
 def test_checkpoint_that_lost_its_parts(refuse: Refuse, run: Path) -> None:
     newest = run / "checkpoints" / "step-00000008"
-    next(newest.glob("*.distcp")).unlink()
+    next(newest.glob("*.safetensors")).unlink()
     refuse("generate", newest.relative_to(run.parent), parts=("step-00000008", "missing"))
     (newest / "commit.json").write_text("{")
     refuse("generate", newest.relative_to(run.parent), parts=("step-00000008", "commit.json"))

@@ -91,7 +91,7 @@ def test_damaged_checkpoint_is_passed_over(stopped: Any, straight: Any, losses: 
     workshop, _ = stopped
     run_dir = workshop.copy("stopped", "damaged")
     newest = max((workshop.path / run_dir / "checkpoints").iterdir())
-    data = max(newest.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    data = max(newest.glob("*.safetensors"), key=lambda file: file.stat().st_size)
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)

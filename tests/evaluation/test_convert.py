@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import saved
 from hf_models import CONFIGS, logits, make, save, save_tokenizer, tokens
+from ranks import ALONE
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from phalanx.checkpointing.save import save as save_checkpoint
 from phalanx.evaluation.convert import export_checkpoint, import_folder
 from phalanx.evaluation.model import open_model
 from phalanx.models.init import build, materialize
@@ -47,13 +48,6 @@ def ours(path: Path, ids: Tensor) -> Tensor:
     return got
 
 
-class Alone:
-    rank, ranks = 0, 1
-
-    def barrier(self) -> None:
-        pass
-
-
 def trained(folder: Path, spec: ModelSpec) -> Path:
     """A run directory as training leaves it, of random weights."""
     folder.mkdir()
@@ -66,7 +60,7 @@ def trained(folder: Path, spec: ModelSpec) -> Path:
         for parameter in model.parameters():
             parameter.mul_(4)
     state = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
-    save_checkpoint(folder / "checkpoints", 10, state, {"progress": {}, "version": "0"}, Alone())
+    saved(folder / "checkpoints", 10, state, {"progress": {}, "version": "0"}, ALONE)
     return folder
 
 

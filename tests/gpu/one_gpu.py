@@ -26,7 +26,7 @@ from phalanx.spec.load import loads
 from phalanx.spec.place import Place
 from phalanx.spec.plan import Plan
 from phalanx.spec.schedule_make import make
-from phalanx.training import trainer as training
+from phalanx.training import built as training
 from phalanx.training.trainer import Trainer
 
 RUN = """

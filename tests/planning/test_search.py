@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +14,10 @@ from phalanx.planning.search import choose
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.machine import Gpu, Machine
-from phalanx.spec.model import ModelSpec
+from phalanx.spec.model import ModelSpec, Moe
 from phalanx.spec.run import Cluster, Precision, Run, Train
+from phalanx.spec.schedule_file import dump
+from phalanx.spec.schedule_make import make
 
 GIB = 2**30
 SMALL = ModelSpec(vocab=257)
@@ -232,3 +236,30 @@ def test_too_many_ranks_for_main_memory() -> None:
 def test_all_problems_come_at_once() -> None:
     run = small(batch=10, cluster=Cluster(device="cuda"), layout=Layout(data=4))
     assert len(problems(run, laptop(), ranks=2)) == 3  # no GPU, torchrun disagrees, the batch does not divide
+
+
+# --- what only shows when ranks, device and micro-batches are known --------------------------------------------------
+
+
+def test_the_ranks_left_for_data_must_hold_the_experts() -> None:
+    moe = replace(SMALL, moe=Moe(experts=8, active=2, ffn=64))
+    run = small(batch=30, model=moe, layout=Layout(data=None, expert=4))
+    with pytest.raises(RunError, match=r"= 4 does not divide the 6 ranks of a pipeline stage .*: set layout\.expert to 2\."):
+        choose(run, laptop(6), 6)
+
+
+def test_fp8_needs_a_gpu_that_multiplies_in_it() -> None:
+    run = small(precision=Precision(compute="fp8"))
+    assert choose(run, server()).compute == "fp8"
+    with pytest.raises(
+        RunError, match=r'needs GPUs that multiply in it, but this machine has .*: set precision\.compute = "bf16"'
+    ):
+        choose(run, server(name="NVIDIA A100-SXM4-80GB"))
+
+
+def test_a_schedule_of_ones_own_is_for_as_many_ranks_as_it_names(tmp_path: Path) -> None:
+    file = tmp_path / "order.txt"
+    file.write_text(dump(make("1f1b", 2, 4)))
+    run = small(layout=Layout(pipeline=4, data=1, schedule_file=str(file)), micro=8)
+    with pytest.raises(RunError, match="2 ranks"):
+        choose(run, laptop(4))

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from phalanx.checkpointing.load import load
 from phalanx.checkpointing.pieces import Piece
-from phalanx.checkpointing.save import save
+from phalanx.checkpointing.location import at
+from phalanx.checkpointing.save import Saver
 from phalanx.parallel.mesh import Mesh, resident_bytes
 from phalanx.parallel.placement import Held, Spot
 from phalanx.spec.place import Place
@@ -49,7 +50,9 @@ def live(where, count):
         optimizer.step(1e-3, torch.tensor(1.0), torch.tensor(0.0))
     stepped = most()
     pieces = {name: Piece(state, state.shape, (0,) * len(state.shape), state.shape) for name, state in optimizer.state().items()}
-    load(save(where / "checkpoints", 3, pieces, {}, mesh), pieces, alone=True)
+    (ended,) = Saver(at(where / "checkpoints"), mesh).save(3, pieces, {}, wait=True)
+    assert ended.failure is None, ended.failure
+    load(Path(ended.path), pieces)
     optimizer.adopt()
     reached = most()
     forget()

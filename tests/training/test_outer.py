@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import saved
 from ranks import copied, differing, run_ranks
 from torch import Tensor, nn
 from training.holding import ADAMW, NO, everything, give_gradients, holding, values
 
 from phalanx.checkpointing.load import load
 from phalanx.checkpointing.pieces import Piece
-from phalanx.checkpointing.save import save
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.placement import Held
 from phalanx.spec.layout import Layout
@@ -131,10 +131,10 @@ def interrupted(mesh: Mesh, folder: Path, offloaded: bool) -> tuple[dict[str, Te
     place = folder / "offload" if offloaded else None
     first = Replica(mesh, LOCAL, place)
     first.steps(4)
-    path = save(folder, 4, first.pieces(), {}, mesh)
+    path = saved(folder, 4, first.pieces(), {}, mesh)
     first.inner.close()
     second = Replica(mesh, LOCAL, place)
-    load(path, second.pieces(), alone=False)
+    load(path, second.pieces())
     second.inner.adopt()
     second.done = 4
     second.steps(4)

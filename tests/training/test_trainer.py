@@ -56,21 +56,27 @@ def test_the_loss_falls(tmp_path: Path) -> None:
     assert evaluated.loss < 0.7 * steps[0].loss
 
 
-def test_events_tell_what_happens_in_order(tmp_path: Path) -> None:
-    run = tiny_run("train.steps=5", "train.eval_every=2", "checkpoint.every=2", "checkpoint.keep_last=10")
-    events, _ = uninterrupted(run, tmp_path)
-    assert [(event.kind, event.step) for event in events] == [  # type: ignore[attr-defined]
+@pytest.mark.parametrize("behind", ["true", "false"])
+def test_events_tell_what_happens_in_order(behind: str, tmp_path: Path) -> None:
+    saves = ("checkpoint.every=2", "checkpoint.keep_last=10", f"checkpoint.asynchronous={behind}")
+    events, _ = uninterrupted(tiny_run("train.steps=5", "train.eval_every=2", *saves), tmp_path)
+    told = [(event.kind, event.step) for event in events]  # type: ignore[attr-defined]
+    expected = [
         ("step", 1),
         ("step", 2), ("evaluated", 2), ("saved", 2),
         ("step", 3),
         ("step", 4), ("evaluated", 4), ("saved", 4),
         ("step", 5), ("evaluated", 5), ("saved", 5), ("finished", 5),
     ]  # fmt: skip
+    if behind == "true":  # one that goes on behind the next steps is told of when it has ended, but before the next begins
+        assert told.index(("saved", 2)) < told.index(("saved", 4)) < told.index(("saved", 5)) == len(told) - 2
+        assert all(told.index(("saved", step)) >= expected.index(("saved", step)) for step in (2, 4, 5))
+        told, expected = ([one for one in both if one[0] != "saved"] for both in (told, expected))
+    assert told == expected
     for event in events:
         if isinstance(event, Saved):
-            path = Path(event.path)
-            assert path == disk.folder(tmp_path, event.step)
-            assert event.bytes == sum(file.stat().st_size for file in path.iterdir() if file.name != disk.MARKER)
+            assert event.path == str(disk.folder(tmp_path, event.step))
+            assert event.bytes == sum(file.stat().st_size for file in Path(event.path).glob("*.safetensors"))
 
 
 def test_what_is_due_at_the_last_step_happens_once(tmp_path: Path) -> None:
@@ -367,12 +373,13 @@ def test_a_stop_after_the_last_micro_batch_has_begun_lets_the_step_finish(tmp_pa
     assert [(event.kind, event.step) for event in trainer.events()] == [("step", 1), ("saved", 1), ("stopped", 1)]  # type: ignore[attr-defined]
 
 
-def test_a_stopped_run_whose_state_is_on_disk_is_not_saved_twice(tmp_path: Path) -> None:
-    trainer = tiny_trainer(ALONE, tiny_run("checkpoint.every=1"), tmp_path)
+@pytest.mark.parametrize("behind", ["true", "false"])
+def test_a_stopped_run_whose_state_is_on_disk_is_not_saved_twice(behind: str, tmp_path: Path) -> None:
+    trainer = tiny_trainer(ALONE, tiny_run("checkpoint.every=1", f"checkpoint.asynchronous={behind}"), tmp_path)
     kinds = []
     for event in trainer.events():
         kinds.append(event.kind)
-        if isinstance(event, Saved):
+        if isinstance(event, Step):  # the save of it has not begun yet, and goes on while the run stops
             trainer.stop("SIGTERM")
     assert kinds == ["step", "saved", "stopped"]
 
@@ -380,3 +387,8 @@ def test_a_stopped_run_whose_state_is_on_disk_is_not_saved_twice(tmp_path: Path)
 def test_older_checkpoints_are_removed_as_newer_ones_are_made(tmp_path: Path) -> None:
     uninterrupted(tiny_run("checkpoint.every=1", "checkpoint.keep_last=3"), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000005", "step-00000006"]
+
+
+def test_some_checkpoints_are_kept_for_good(tmp_path: Path) -> None:
+    uninterrupted(tiny_run("checkpoint.every=1", "checkpoint.keep_last=1", "checkpoint.keep_every=3"), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000006"]

@@ -6,9 +6,11 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from ranks import tiny_run, tiny_trainer
 
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
@@ -57,6 +59,23 @@ def test_ranks_stay_from_case_to_case_and_meet_anew(pool: Pool) -> None:
     assert {total for _, _, total in second} == {10.0 + 11.0 + 12.0 + 13.0}
     assert [process for process, _, _ in first] == [process for process, _, _ in second[:2]]
     assert pool.alone(pid) == (first[0][0], 1)
+
+
+def sharded_loss(mesh: Mesh) -> float:
+    trainer = tiny_trainer(mesh, tiny_run(f"layout.shard={mesh.layout.shard}", "layout.data=1"), Path())
+    taken = trainer.step()
+    trainer.close()
+    assert taken is not None
+    return taken.loss
+
+
+def test_fully_sharded_models_of_two_cases_have_meshes_of_their_own(pool: Pool) -> None:
+    """torch keeps device meshes by their names: of the same name, the second case's tensors would lie on the first one's groups."""
+    first = pool.run(sharded_loss, Layout(shard=4, zero=3))
+    second = pool.run(sharded_loss, Layout(shard=2, zero=3))
+    again = pool.run(sharded_loss, Layout(shard=4, zero=3))
+    assert first == again
+    assert second[0] == pytest.approx(first[0], abs=1e-5)
 
 
 def test_a_rank_that_raises_is_named_and_the_next_case_gets_new_ranks(pool: Pool) -> None:

@@ -1,0 +1,293 @@
+"""How the planning of a save, its commit and the search of a load grow with the number of ranks, beside DCP's central planning.
+
+    python benchmarks/checkpoint_planning.py [--ranks 8 64 512 2048 4096 16384] [--central 2048] [--models dense experts] [--folder DIR]
+
+No rank is started. What a rank holds is foreseen (`training/foresee`); all ranks' headers and checksums are then really written,
+with files as long as they would be but without values, so that rank 0 can really commit them and any rank find its boxes in them.
+A sample of ranks is timed. Beside them DCP's own way, in which rank 0 plans for all, on plans of the same tensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import random
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import SavePlan
+
+from phalanx.checkpointing import disk, image
+from phalanx.checkpointing.blocks import BLOCK
+from phalanx.checkpointing.files import Holding, Reader, Writer, box, laid_out
+from phalanx.checkpointing.location import at
+from phalanx.checkpointing.pieces import LoadPieces, Part, Piece, SavePieces, _write_item, written
+from phalanx.checkpointing.quiet import quiet
+from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.placement import Spot
+from phalanx.parallel.sharding import own_box
+from phalanx.spec.layout import Layout
+from phalanx.spec.load import loads
+from phalanx.spec.place import Place
+from phalanx.spec.run import Run
+from phalanx.training.foresee import foreseen, held
+from phalanx.training.pieces import copies, piece
+
+Result = TypeVar("Result")
+
+SAMPLE = 8
+RUN = """
+[model]
+{model}
+[data]
+source = "memory"
+documents = ["a"]
+[train]
+batch = 16384
+micro_batch = 1
+sequence_length = 8192
+steps = 1
+"""
+MODELS = {
+    # Llama 3.1 405B's shape, and one of DeepSeek-V3's kind.
+    "dense": "dim = 16384\nlayers = 126\nheads = 128\nkv_heads = 8\nffn = 53248\nvocab = 128256\ntied = false",
+    "experts": "dim = 7168\nlayers = 61\nheads = 128\nffn = 18432\nvocab = 129280\ntied = false\n[model.moe]\nexperts = 256\nactive = 8\n"
+    "ffn = 2048\ndense_layers = 3\nshared = 1",
+}
+LAYOUTS = {
+    "dense": {
+        8: Layout(data=1, tensor=8),
+        64: Layout(data=1, shard=8, tensor=8, zero=3),
+        512: Layout(data=1, pipeline=8, shard=8, tensor=8, zero=1),
+        2048: Layout(data=1, pipeline=16, shard=16, tensor=8, zero=1),
+        4096: Layout(data=1, pipeline=16, shard=32, tensor=8, zero=1),
+        16384: Layout(data=1, pipeline=16, shard=128, tensor=8, zero=1),
+    },
+    "experts": {
+        8: Layout(data=1, shard=8, expert=8, zero=1),
+        64: Layout(data=1, shard=64, expert=32, zero=1),
+        512: Layout(data=1, pipeline=8, shard=64, expert=32, zero=1),
+        2048: Layout(data=2, pipeline=16, shard=64, expert=32, zero=1),
+        4096: Layout(data=4, pipeline=16, shard=64, expert=32, zero=1),
+        16384: Layout(data=16, pipeline=16, shard=64, expert=32, zero=1),
+    },
+}
+
+
+@dataclass(frozen=True)
+class State:
+    """What the ranks of one stage hold before it is shared out: where parameters lie, and the formats of their states."""
+
+    spots: dict[str, Spot]
+    tensors: dict[str, tuple[torch.dtype, str | None]]
+    """Format, and the parameter that it lies beside; of a single number, none."""
+
+
+class Everyone:
+    """All ranks' pieces. Ranks at the same places of a stage differ only in their share of the state."""
+
+    def __init__(self, run: Run, layout: Layout):
+        self.run, self.layout = run, layout
+        self._states: dict[tuple[int, ...], State] = {}
+
+    def pieces(self, rank: int) -> dict[str, Piece]:
+        mesh = Mesh(Place(rank=rank, ranks=self.layout.ranks), torch.device("meta"), self.layout)
+        state, found = self._state(mesh), {}
+        own = {name: self._own(spot, mesh) for name, spot in state.spots.items()}
+        for name, (dtype, beside) in state.tensors.items():
+            if beside is None:
+                found[name] = Piece.of(torch.empty((), dtype=dtype, device="meta"), copies(mesh))
+            else:
+                found[name] = piece(torch.empty(own[beside].shape, dtype=dtype, device="meta"), own[beside], mesh)
+        return found
+
+    def _own(self, spot: Spot, mesh: Mesh) -> Spot:
+        axis = "expert_shard" if spot.expert else "shard"
+        return own_box(spot, mesh.at(axis), mesh.size(axis))[0] if self.layout.shard > 1 else spot
+
+    def _state(self, mesh: Mesh) -> State:
+        axes = ("pipeline", "tensor", "expert", "expert_tensor")
+        places = tuple(mesh.at(axis) for axis in axes)
+        if places not in self._states:
+            unshared = self.layout.expert * self.layout.expert_tensor // self.layout.tensor or 1
+            small = replace(self.layout, data=unshared, shard=1, context=1)
+            each = small.ranks // small.pipeline
+            alike = Mesh(Place(rank=0, ranks=small.ranks), torch.device("meta"), small)
+            here = (replace(alike, place=Place(rank=places[0] * each + n, ranks=small.ranks)) for n in range(each))
+            rank = next(one.rank for one in here if tuple(one.at(axis) for axis in axes) == places)
+            with foreseen(self.run, small, rank) as built:
+                spots = {one.name: one.spot for one in built.placed.held}
+                tensors = {n: (p.tensor.dtype, _parameter(n, spots) if p.shape else None) for n, p in built.tensors().items()}
+            self._states[places] = State(spots, tensors)
+        return self._states[places]
+
+
+def _parameter(name: str, spots: dict[str, Spot]) -> str:
+    bare = name.partition("/")[2]
+    return bare if bare in spots else bare.rpartition("/")[0]
+
+
+class Planned(Writer):
+    """All that a rank does for its save but the writing of its values."""
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Any:
+        self.head = image.header([box(part) for part in self._parts])
+        self.bytes = len(self.head) + sum(part.bytes for part in self._parts)
+        done: torch.futures.Future[list[Any]] = torch.futures.Future()
+        done.set_result([])
+        return done
+
+
+def plan(pieces: dict[str, Piece], holding: Holding) -> Planned:
+    """From what a rank holds to the first byte that it writes."""
+    parts = laid_out(written(pieces))
+    writer = Planned(at("."), "", parts, list, holding)
+    with quiet():
+        dcp.save({}, storage_writer=writer, planner=SavePieces(parts), no_dist=True)
+    return writer
+
+
+@dataclass(frozen=True)
+class Took(Generic[Result]):
+    """What something gave, and what it took. Where a machine is shared, CPU time is the figure to go by."""
+
+    result: Result
+    seconds: float
+    cpu: float
+
+    def __str__(self) -> str:
+        return f"{self.seconds:.4g} s, {self.cpu:.4g} s of CPU"
+
+
+def timed(function: Callable[..., Result], *args: Any) -> Took[Result]:
+    started, used = time.perf_counter(), time.process_time()
+    found = function(*args)
+    return Took(found, time.perf_counter() - started, time.process_time() - used)
+
+
+def most(took: list[Took[Any]]) -> Took[Any]:
+    return max(took, key=lambda one: one.cpu)
+
+
+def sample(ranks: int) -> list[int]:
+    dice = random.Random(ranks)
+    fixed = {0, ranks - 1, ranks // 2}
+    return sorted(fixed | set(dice.sample(range(ranks), min(SAMPLE, ranks) - len(fixed) + 1)))
+
+
+def write_all(everyone: Everyone, folder: Path) -> None:
+    """Every rank's file with its header and without values, and what tells about it."""
+    zeros, ranks = bytes(BLOCK), everyone.layout.ranks
+
+    def one(rank: int, head: bytes, size: int, about: dict[str, Any]) -> None:
+        file = folder / image.file_name(rank, ranks)
+        with file.open("wb") as sink:
+            sink.write(head)
+            sink.truncate(size)
+        about["crc32"][0] = zlib.crc32(memoryview(zeros)[: min(BLOCK, size) - len(head)], zlib.crc32(head))
+        (folder / image.beside(file.name)).write_text(json.dumps(about) + "\n")
+
+    each = ranks // everyone.layout.pipeline
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for rank in range(ranks):
+            pieces = everyone.pieces(rank)
+            names = {name: one.whole_bytes for name, one in pieces.items()} if rank % each == 0 else None
+            parts = laid_out(written(pieces))
+            boxes = [box(part) for part in parts]
+            head, values = image.header(boxes), sum(part.bytes for part in parts)
+            size = len(head) + values
+            sums = [1 << 31] * max(1, -(-size // BLOCK))  # of the first alone the real one: others are not read
+            about = image.about(image.file_name(rank, ranks), size, values, sums, boxes) | {"stage": rank // each}
+            if names is not None:
+                about["names"] = names
+            pool.submit(one, rank, head, size, about)
+
+
+def find(folder: Path, pieces: dict[str, Piece]) -> int:
+    """What a loading rank does until it knows which bytes of which files it needs."""
+    reader = Reader(at(folder), pieces)
+    planner = LoadPieces(pieces)
+    planner.set_up_planner({}, reader.read_metadata(), True)
+    items = planner.create_local_plan().items
+    reader.close()
+    return len({reader.boxes[item.storage_index][0] for item in items})
+
+
+def central(everyone: Everyone, ranks: int) -> tuple[Took[Any], int]:
+    """What planning for all ranks takes DCP's coordinator, and the bytes that are sent to it and back."""
+    plans = []
+    for rank in range(ranks):
+        parts = [Part(n, p, 0, (p.shape or (1,))[0]) for n, p in sorted(everyone.pieces(rank).items()) if not p.empty]
+        plans.append(SavePlan([_write_item(part) for part in parts], planner_data={}))
+    size = sum(len(pickle.dumps(plans[rank])) for rank in sample(ranks)) * ranks // len(sample(ranks))
+    planner = dcp.DefaultSavePlanner()
+    planner.set_up_planner({}, None, True)
+    return timed(planner.create_global_plan, plans), 2 * size
+
+
+def measure(model: str, ranks: int, most_central: int, folder: Path) -> Iterator[tuple[str, Any]]:
+    run, layout = loads(RUN.format(model=MODELS[model])), LAYOUTS[model][ranks]
+    everyone, chosen = Everyone(run, layout), sample(ranks)
+    held(run, Layout(), 0)  # what is loaded the first time is not counted
+    foresight = [timed(held, run, layout, rank) for rank in chosen]
+    yield "to foresee a rank, most", most(foresight)
+    for rank, took in zip(chosen, foresight, strict=True):
+        assert _boxes(took.result) == _boxes(everyone.pieces(rank)), f"rank {rank} of {layout} is not what was derived"
+    plan(foresight[0].result, Holding(0, None))
+    plans = [timed(plan, took.result, Holding(0, None)) for took in foresight]
+    yield "boxes that a rank writes, most", max(len(took.result._parts) for took in plans)
+    yield "plan of a rank, most", most(plans)
+    yield "plan of a rank, median of CPU", f"{median(took.cpu for took in plans):.4g} s"
+    partial = folder / "step-00000001.partial"
+    partial.mkdir()
+    write_all(everyone, partial)
+    yield "told about files, MB", sum(file.stat().st_size for file in partial.glob("*.json")) / 1e6
+    committed = timed(disk.commit, partial, {"step": 1, "run": RUN, "progress": {}}, ranks)
+    yield "commit on rank 0", committed
+    final = Path(str(committed.result))
+    yield "marker, MB", (final / disk.MARKER).stat().st_size / 1e6
+    yield "marker read", timed(disk.read_marker, final)
+    same = [timed(find, final, took.result) for took in foresight[:3]]
+    yield "boxes found on the same layout, most", most(same)
+    yield "files needed", max(took.result for took in same)
+    other = timed(find, final, held(run, Layout(data=1, shard=64, zero=3), 7))
+    yield "boxes found on 64 ranks with ZeRO-3", other
+    yield "files needed there", other.result
+    if ranks <= most_central:
+        took, size = central(everyone, ranks)
+        yield "DCP's central plan", took
+        yield "sent for it, MB", size / 1e6
+
+
+def _boxes(pieces: dict[str, Piece]) -> dict[str, Any]:
+    return {name: (one.tensor.dtype, one.whole, one.offset, one.shape, one.copies) for name, one in pieces.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 2048, 4096, 16384])
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--central", type=int, default=2048, help="ranks up to which DCP's central planning is measured")
+    parser.add_argument("--folder", type=Path, help="of a file system with room for 32,768 small files")
+    chosen = parser.parse_args()
+    for model in chosen.models:
+        for ranks in chosen.ranks:
+            with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
+                print(f"{model}, {ranks} ranks", flush=True)
+                for what, value in measure(model, ranks, chosen.central, Path(folder)):
+                    print(f"  {what}: {value:.4g}" if isinstance(value, float) else f"  {what}: {value}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

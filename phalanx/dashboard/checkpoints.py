@@ -1,0 +1,181 @@
+"""Checkpoints on the screen: what `phalanx checkpoint` prints. It is given plain tables, and knows no files."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from phalanx.dashboard.numbers import UNKNOWN, size
+
+_SHOWN = 20  # tensors, files or ranks; more of them only where they were asked for
+_RIGHT = ("step", "size", "ranks", "bytes", "rank", "reads", "from files", "of tensors", "values", "largest", "relative")
+
+
+def listing(console: Console, folder: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Newest first."""
+    if not rows:
+        console.print(f"There is no checkpoint in {folder}.", soft_wrap=True)
+        return
+    table = _Table("step", "saved", "size", "ranks", "layout", "state")
+    for row in rows:
+        state = "valid" if row["problem"] is None else row["problem"]
+        style = None if row["problem"] is None else "yellow" if row["leftover"] else "red"
+        step = UNKNOWN if row["step"] is None else str(row["step"])
+        layout = UNKNOWN if row["ranks"] is None else row["degrees"]
+        table.add_row(step, moment(row["time"]), size(row["bytes"]), str(row["ranks"] or UNKNOWN), layout, state, style=style)
+    console.print(folder, style="bold", soft_wrap=True, markup=False)
+    table.print(console)
+
+
+def moment(seconds: float | None) -> str:
+    """A time as this machine's clock shows it."""
+    return UNKNOWN if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def some(tensors: Sequence[Any], asked: bool) -> tuple[Sequence[Any], int]:
+    """Those to show, and how many more there are."""
+    return (tensors, 0) if asked else (tensors[:_SHOWN], max(0, len(tensors) - _SHOWN))
+
+
+def inspected(console: Console, about: Mapping[str, Any], tensors: tuple[Sequence[Any], int]) -> None:
+    """`about`: what the marker says; `tensors`: those to show, with names, formats, shapes and boxes, and how many more there are."""
+    progress = about["progress"] or {}
+    kinds = ", ".join(f"{kind} {size(count)}" for kind, count in about["kinds"].items())
+    table = _Table("", "")
+    for title, text in (
+        ("checkpoint", about["path"]),
+        ("step", str(about["step"])),
+        ("samples seen", str(progress.get("samples", UNKNOWN))),
+        ("seed", _known(about["seed"])),
+        ("text", _known(about["data"])),
+        ("saved", f"{moment(about['time'])} by phalanx {_known(about['version'])}"),
+        ("layout", f"{about['degrees']} ({about['ranks']} rank{'s' if about['ranks'] != 1 else ''})"),
+        ("size", f"{size(about['bytes'])} ({kinds})"),
+    ):
+        table.add_row(title, text)
+    table.print(console)
+    _files(console, about["files"])
+    _tensors(console, *tensors)
+
+
+def _files(console: Console, files: Mapping[str, Mapping[str, Any]]) -> None:
+    table = _Table("file", "bytes", "checksum")
+    for name, file in list(files.items())[: 2 * _SHOWN]:
+        table.add_row(name, f"{file['bytes']:,}", file["checksum"])
+    console.print()
+    table.print(console)
+    if (more := len(files) - 2 * _SHOWN) > 0:
+        console.print(f"… and {more} more files (--json has all)", style="dim")
+
+
+def _tensors(console: Console, tensors: Sequence[Any], more: int) -> None:
+    table = _Table("tensor", "format", "shape", "lies in")
+    for held in tensors:
+        boxes = [f"{file.removesuffix('.safetensors')}{_cut(box, held.shape)}" for file, box in held.boxes[:4]]
+        rest = f" … and {len(held.boxes) - 4} more" if len(held.boxes) > 4 else ""
+        table.add_row(held.name, held.dtype, _shape(held.shape), ", ".join(boxes) + rest)
+    console.print()
+    table.print(console)
+    if more:
+        console.print(f"… and {more} more tensors (--names '*' shows all)", style="dim")
+
+
+def _cut(box: Any, whole: Sequence[int]) -> str:
+    """The part of a tensor that a box is, as Python would write it; nothing where it is all of it."""
+    if tuple(box.shape) == tuple(whole):
+        return ""
+    ranges = (":" if n == all_ else f"{begin}:{begin + n}" for begin, n, all_ in zip(box.offset, box.shape, whole, strict=True))
+    return f"[{', '.join(ranges)}]"
+
+
+def change(console: Console, found: Mapping[str, Any]) -> None:
+    """What another layout would read."""
+    read, cut = found["distinct"], found["cut"]
+    replicas = found["ranks"] // len(read)
+    sizes = [row["bytes"] for row in read]
+    console.print(f"\nOn {found['degrees']} ({found['ranks']} rank{'s' if found['ranks'] != 1 else ''})", style="bold")
+    table = _Table("rank", "reads", "from files", "of tensors")
+    for row in read[:_SHOWN]:
+        table.add_row(str(row["rank"]), size(row["bytes"]), str(row["files"]), str(row["tensors"]))
+    table.print(console)
+    if len(read) > _SHOWN:
+        console.print(f"… and {len(read) - _SHOWN} more: {size(min(sizes))} to {size(max(sizes))} each", style="dim")
+    if replicas > 1:
+        console.print(f"Each of these {len(read)} has {replicas - 1} more with the same part.")
+    names = ", ".join(cut[:6]) + (f" … and {len(cut) - 6} more" if len(cut) > 6 else "")
+    console.print(f"{len(cut)} of {found['tensors']} tensors are cut otherwise{f': {names}' if cut else ''}", soft_wrap=True)
+    if found["micro_batch"] is not None:
+        console.print(f"{found['accumulation']} × micro-batch of {found['micro_batch']} per rank and step")
+
+
+def verified(console: Console, path: str, count: int, damages: Sequence[Mapping[str, Any]]) -> None:
+    if not damages:
+        console.print(f"{path}: every byte is what was saved ({size(count)})", soft_wrap=True, markup=False)
+        return
+    console.print(f"{path} is damaged:", style="red", soft_wrap=True, markup=False)
+    for damage in damages:
+        ranges = ", ".join(f"{begin:,} to {end:,}" for begin, end in damage["ranges"][:8])
+        rest = f" … and {len(damage['ranges']) - 8} more" if len(damage["ranges"]) > 8 else ""
+        where = f" in bytes {ranges}{rest}" if ranges else ""
+        console.print(f"  {damage['file']}: {damage['reason']}{where}", soft_wrap=True, markup=False)
+
+
+def differences(
+    console: Console, paths: tuple[str, str], same: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], most: int
+) -> None:
+    """`same`: how many tensors are equal, and what differs beside them."""
+    console.print(f"A {paths[0]}\nB {paths[1]}", soft_wrap=True, markup=False)
+    for key, (a, b) in same["beside"].items():
+        console.print(f"{key}: {a} → {b}", soft_wrap=True, markup=False)
+    if rows and most:
+        table = _Table("tensor", "differs in", "values", "largest", "relative")
+        for row in rows[:most]:
+            numbers = row["kind"] in ("values", "format")
+            said = row["kind"] + (f" ({row['a']} → {row['b']})" if row["a"] else "")
+            count = f"{row['unequal']:,} of {row['values']:,}" if numbers else UNKNOWN
+            apart = [f"{row[key]:.3g}" if numbers else UNKNOWN for key in ("largest", "relative")]
+            table.add_row(row["name"], said, count, *apart)
+        table.print(console)
+        if len(rows) > most:
+            console.print(f"… and {len(rows) - most} more (--largest shows them)", style="dim")
+    if rows:
+        console.print(f"{len(rows)} tensors differ, {same['equal']} are the same to the bit", style="bold")
+    else:
+        console.print(f"All {same['equal']} tensors are the same to the bit", style="bold")
+
+
+def pruned(console: Console, removed: Sequence[str], kept: Sequence[str], damaged: Sequence[str], *, dry_run: bool) -> None:
+    for problem in damaged:
+        console.print(f"left for you to look at: {problem}", style="yellow", soft_wrap=True, markup=False)
+    for name in removed:
+        console.print(f"{'would remove' if dry_run else 'removed'} {name}", soft_wrap=True, markup=False)
+    console.print(f"{'would keep' if dry_run else 'kept'} {', '.join(kept)}", style="bold", soft_wrap=True, markup=False)
+
+
+def _known(value: Any) -> str:
+    return UNKNOWN if value is None else str(value)
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return " × ".join(map(str, shape)) or "one number"
+
+
+class _Table:
+    """Columns as wide as what stands in them, whatever the screen: names and checksums are there to be copied."""
+
+    def __init__(self, *titles: str):
+        self._rows: list[tuple[tuple[str, ...], str | None]] = [(titles, "bold")] if any(titles) else []
+        self._right = [title in _RIGHT for title in titles]
+
+    def add_row(self, *cells: str, style: str | None = None) -> None:
+        self._rows.append((cells, style))
+
+    def print(self, console: Console) -> None:
+        widths = [max(len(cells[column]) for cells, _ in self._rows) for column in range(len(self._right))]
+        for cells, style in self._rows:
+            columns = zip(cells, widths, self._right, strict=True)
+            line = "  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in columns)
+            console.print(line.rstrip(), style=style, soft_wrap=True, markup=False)

@@ -1,0 +1,149 @@
+"""Does an exported folder say what the model in training said? Opened on one CPU device, by transformers where it is installed, it
+answers the prompt of a `Reference`, in fp32. `phalanx export --check` asks.
+
+How far the answers may be apart follows from the number format that training computes in. In fp32 it is a bound on the rounding of
+sums in another order. For the others it is measured: our own one-device model, filled from the folder, computes the prompt in fp32 and
+in that format, and what the format alone changes there is what it may change in training, a few times over. That model is filled and
+asked one block after the other, so this never needs the memory of the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.checkpointing.hf import Folder
+from phalanx.checkpointing.reference import Reference
+from phalanx.models import layout, names
+from phalanx.models.dense import Decoder
+from phalanx.models.init import build, reset_buffers
+from phalanx.spec import hf
+from phalanx.spec.errors import RunFailed
+from phalanx.spec.safefiles import SIZES
+from phalanx.transforms import fp8
+from phalanx.transforms.precision import computing
+
+EXACT = 1e-4
+"""What fp32 may differ by, as a part of the largest logit: sums of a few thousand terms, layer upon layer, in another order."""
+TIMES = 3.0
+"""Of a coarser format's own rounding: another device and another order round otherwise, but not more coarsely. Over all layouts, with
+bf16, the largest difference was 0.8 to 1.4 times the largest rounding."""
+AGREEING = 0.75
+"""With experts, so many of the places must agree: between two nearly equal experts rounding decides, and a token that goes to
+another one than in training differs for no fault of the weights."""
+_ROOM = 1.5  # times the weights in fp32: what transformers needs to open them, and some to spare
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """How two answers compare. Differences are the largest of a place's logits, as a part of the largest logit of all."""
+
+    opened: str
+    """By whom: "transformers" or "phalanx"."""
+    difference: float
+    """At the place that decides: the worst, or with experts the worst of those that have to agree."""
+    allowed: float
+    position: int
+    """Which place of the prompt that is."""
+    token: int
+    """Whose logit it is."""
+
+    @property
+    def agrees(self) -> bool:
+        return self.difference <= self.allowed  # not so where a number is not finite
+
+
+def check(folder: Path, reference: Reference) -> Match:
+    """Compare, or RunFailed saying by how much and where they differ."""
+    match = compare(folder, reference)
+    if not match.agrees:
+        raise RunFailed(
+            f"opened by {match.opened} it differs from the model in training: at position {match.position} of the fixed prompt the "
+            f"logit of token {match.token} by {match.difference:.3g} of the largest logit, where {reference.compute} allows "
+            f"{match.allowed:.3g}"
+        )
+    return match
+
+
+@torch.no_grad()
+def compare(folder: Path, reference: Reference) -> Match:
+    exact_KV, rounded_KV = _ours(folder, reference)
+    opened, answer_KV = "phalanx", exact_KV
+    if find_spec("transformers") is not None and _fits(folder):
+        opened, answer_KV = "transformers", _theirs(folder, reference)
+    if answer_KV.shape != reference.logits_KV.shape:
+        raise RunFailed(
+            f"opened by {opened} it has {answer_KV.shape[1]} logits, and the model in training has {reference.logits_KV.shape[1]}"
+        )
+    scale = answer_KV.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+    worst_K, tokens_K = ((reference.logits_KV - answer_KV).abs() / scale).nan_to_num(torch.inf).max(1)
+    rounding_K = ((rounded_KV - exact_KV).abs() / scale).amax(1)
+    decisive = math.ceil((1.0 if hf.model_spec(folder).moe is None else AGREEING) * len(worst_K)) - 1
+    place = int(worst_K.argsort()[decisive])
+    return Match(
+        opened=opened,
+        difference=float(worst_K[place]),
+        allowed=max(
+            EXACT, TIMES * float(rounding_K.sort().values[decisive])
+        ),  # of as many places, so that an odd one says as little
+        position=int(reference.places_K[place]),
+        token=int(tokens_K[place]),
+    )
+
+
+def _ours(folder: Path, reference: Reference) -> tuple[Tensor, Tensor]:
+    """The answer of our own model with the folder's weights in fp32, and in the format of the reference."""
+    spec, files = hf.model_spec(folder), Folder(folder)
+    table = names.match(files, spec, hf.interleaved(hf.read_config(folder)))
+    model = build(spec)
+    assert isinstance(model, Decoder)
+    exact = rounded = reference.tokens_S[None]
+    positions = torch.arange(exact.shape[1])[None]
+    for index in range(spec.layers):
+        part = model.part(index, index + 1).eval().to_empty(device=_CPU)
+        reset_buffers(part)
+        state = {name: tensor for name, tensor in part.state_dict().items() if isinstance(tensor, Tensor)}
+        layout.fill(state, tuple(entry for entry in table if entry.name in state), files.rows)
+        exact = part(exact, positions)
+        if reference.compute != "fp32":
+            rounded = _in_format(part, rounded, positions, reference)
+        part.to_empty(device=torch.device("meta"))  # the whole was never there
+    exact_KV = exact[0, reference.places_K].float()
+    return exact_KV, exact_KV if reference.compute == "fp32" else rounded[0, reference.places_K].float()
+
+
+def _in_format(part: nn.Module, x: Tensor, positions: Tensor, reference: Reference) -> Tensor:
+    if reference.compute == "fp8":
+        fp8.apply([part], "row" if reference.scaling == "row" else "tensor", _CPU)
+    with computing(reference.compute, _CPU):
+        answer: Tensor = part(x, positions)
+    return answer
+
+
+def _theirs(folder: Path, reference: Reference) -> Tensor:
+    """The answer of transformers, in fp32."""
+    import transformers
+
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder).float().eval()
+        logits_SV: Tensor = model(input_ids=reference.tokens_S[None]).logits[0]
+    except Exception as error:  # whatever a version of it may raise about a folder that it cannot use
+        raise RunFailed(f"transformers {transformers.__version__} cannot open it: {error}") from error
+    return logits_SV[reference.places_K].float()
+
+
+def _fits(folder: Path) -> bool:
+    """Whether transformers, which opens a model whole, has the memory for it; training goes before."""
+    values = sum((tensor.end - tensor.begin) // SIZES[tensor.dtype] for tensor in Folder(folder).tensors.values())
+    try:
+        with open("/proc/meminfo") as file:
+            available = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return True
+    return _ROOM * 4 * values < available

@@ -1,0 +1,102 @@
+"""The process that keeps copies of the state in this machine's memory, as long as the launcher lives. Started by the launcher before
+the workers, where the run file asks for copies; `checkpointing/holder` is what it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+
+from phalanx.checkpointing import shelf
+from phalanx.checkpointing.wire import Address
+from phalanx.events.rundir import RunDir
+from phalanx.launch.env import for_python
+from phalanx.spec.errors import RunError
+from phalanx.spec.plan import Plan
+from phalanx.spec.run import Run
+
+ONE_NODE = (
+    "checkpoint.memory_every: this run is on one machine, so no other has a second copy of its state: the copies in memory outlive "
+    "dead workers, not the machine."
+)
+NO_COPIES = (
+    "checkpoint.memory_every has no effect under torchrun, which ends everything on a machine together: start with `phalanx train`, "
+    "or rely on checkpoint.every."
+)
+_BYTES_PER_PARAMETER = 12  # weights and two Adam moments in fp32
+_UNTIL_GONE = 10.0  # seconds in which gigabytes of memory are given back
+
+
+class Keeper:
+    """The holder of this machine."""
+
+    def __init__(self, rundir: RunDir, node: int = 0, bind: str = "127.0.0.1"):
+        self.token = secrets.token_hex(16)
+        # A name of its own for each launch: what an earlier one left is stale, and goes.
+        known = hashlib.sha256(str(rundir.path.absolute()).encode()).hexdigest()[:8]
+        self.folder, self._lock = shelf.claim(shelf.default_root(), f"{known}-{secrets.token_hex(4)}-node{node}")
+        with (rundir.logs / f"holder-{node}.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "phalanx.checkpointing.holder"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                pass_fds=(self._lock,),  # the folder is in use as long as either lives
+                env=for_python(),
+                start_new_session=True,
+            )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        # Not among its arguments, which every user of the machine can read.
+        given = {"folder": str(self.folder), "node": node, "bind": bind, "token": self.token}
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(given).encode() + b"\n")
+            self._process.stdin.flush()
+        said = self._process.stdout.readline()
+        if not said:
+            self.close()
+            raise OSError(f"the process that keeps them ended at once; {log.name} says why")
+        host, port = json.loads(said)["address"]
+        self.address: Address = (host, port)
+
+    def close(self) -> None:
+        """The run has ended: give the memory back."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._process.terminate()
+        try:
+            self._process.wait(_UNTIL_GONE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        shelf.Shelf(self.folder).remove()  # where it was killed, by somebody or here
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def keep(run: Run, plan: Plan, rundir: RunDir) -> Keeper | None:
+    """A holder for a run that asks for copies in memory; RunError where this machine has no room for them."""
+    if run.checkpoint.memory_every is None:
+        return None
+    key = f"checkpoint.memory_every = {run.checkpoint.memory_every}"
+    try:
+        keeper = Keeper(rundir)
+    except OSError as error:
+        raise RunError([f"{key}: no copies can be kept in memory ({error}). Without that key the run needs none."]) from None
+    need, free = 2 * plan.parameters * _BYTES_PER_PARAMETER, shelf.available(keeper.folder)
+    if need > free:
+        keeper.close()
+        raise RunError(
+            [
+                f"{key}: two copies of the state of {plan.parameters / 1e6:,.1f} M parameters take {need / 2**20:,.0f} MiB of memory, "
+                f"but {keeper.folder.parent} has {free / 2**20:,.0f} MiB free: free some, give a container more shared memory, or "
+                "leave the key out."
+            ]
+        )
+    return keeper

@@ -1,0 +1,73 @@
+"""Saved in the run directory, then uploaded: the events and the retention of `checkpoint.local_first`. Used by `Saving`."""
+
+from __future__ import annotations
+
+from phalanx.checkpointing import disk
+from phalanx.checkpointing.location import Location, at
+from phalanx.checkpointing.upload import Upload, Uploader
+from phalanx.events.records import Event, Uploaded, UploadFailed
+from phalanx.parallel.mesh import Mesh
+from phalanx.spec.run import Run
+
+
+class Uploads:
+    """The uploads of one run, on one rank; nothing where none are asked for."""
+
+    def __init__(self, run: Run, mesh: Mesh, near: Location):
+        self._kept, self._mesh, self._near = run.checkpoint, mesh, near
+        self.far: Location | None = None
+        self._uploader: Uploader | None = None
+        if run.checkpoint.local_first and run.checkpoint.url is not None:
+            self.far = at(run.checkpoint.url)
+            self._uploader = Uploader(near, self.far, mesh, self._retain)
+
+    @property
+    def wanted(self) -> bool:
+        return self._uploader is not None
+
+    @property
+    def held(self) -> set[str]:
+        """Names of checkpoints that must stay in the run directory for now."""
+        return self._uploader.held if self._uploader is not None else set()
+
+    def expect(self) -> None:
+        """A save begins."""
+        if self._uploader is not None:
+            self._uploader.expect()
+
+    def saved(self, checkpoint: Location) -> None:
+        """On rank 0: it is complete in the run directory."""
+        step = disk.step_of(checkpoint)
+        if self._uploader is not None and step is not None:
+            self._uploader.saved(step)
+
+    def restored(self, checkpoint: Location) -> None:
+        """On rank 0: the run goes on from this one. Whoever saved it may have been gone before it was uploaded."""
+        if self.far is None or checkpoint.parent != self._near:
+            return
+        if disk.MARKER not in (self.far / checkpoint.name).entries():
+            self.saved(checkpoint)
+
+    def ended(self) -> list[Event]:
+        """What has ended since this was asked last; rank 0 tells."""
+        return [_event(upload) for upload in self._uploader.ended()] if self._uploader is not None else []
+
+    def wait(self) -> list[Event]:
+        """On rank 0: until nothing is left to upload."""
+        if self._uploader is None or self._mesh.rank:
+            return []
+        return [_event(upload) for upload in self._uploader.wait()]
+
+    def _retain(self, uploaded: Location) -> None:
+        assert self.far is not None
+        disk.prune(self.far, self._kept.keep_last, uploaded, self._kept.keep_every)
+
+    def close(self) -> None:
+        if self._uploader is not None:
+            self._uploader.close()
+
+
+def _event(upload: Upload) -> Event:
+    if upload.failure is not None:
+        return UploadFailed(step=upload.step, url=upload.url, reason=upload.failure)
+    return Uploaded(step=upload.step, url=upload.url, bytes=upload.bytes, seconds=upload.seconds, skipped=upload.skipped)

@@ -1,0 +1,239 @@
+"""Saves behind training: they hold the moment they began at, one at a time, in memory that is used again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import contents
+from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
+from torch import Tensor
+
+from phalanx.checkpointing import blocks, disk, location, save, staging
+from phalanx.checkpointing.location import at
+from phalanx.checkpointing.pieces import Piece, written
+from phalanx.checkpointing.save import Saver
+from phalanx.checkpointing.split import Copies
+from phalanx.checkpointing.staging import Staging
+from phalanx.events.records import Saved
+from phalanx.parallel.mesh import Mesh
+from phalanx.spec.layout import Layout
+
+MOE = ("model.moe.experts=4", "model.moe.active=2", "model.moe.ffn=16", "model.moe.bias_rate=0.1")
+
+
+def state(value: float) -> dict[str, Tensor]:
+    return {f"tensor {index}": torch.full((100, 50), float(value + index)) for index in range(5)}
+
+
+def slow_copies(monkeypatch: Any, seconds: float) -> None:
+    """A copy that takes long enough for whoever does not wait for it to be found out."""
+    copy = staging._copy
+
+    def slowly(*args: Any) -> None:
+        time.sleep(seconds)
+        copy(*args)
+
+    monkeypatch.setattr(staging, "_copy", slowly)
+
+
+def slow_writing(monkeypatch: Any, seconds: float) -> None:
+    close = location._LocalSink.close
+
+    def slowly(sink: Any) -> None:
+        time.sleep(seconds)
+        close(sink)
+
+    monkeypatch.setattr(location._LocalSink, "close", slowly)
+
+
+def test_what_changes_after_the_state_was_released_does_not_reach_the_checkpoint(tmp_path: Path, monkeypatch: Any) -> None:
+    slow_copies(monkeypatch, 0.05)
+    saver, tensors = Saver(at(tmp_path), ALONE), state(1)
+    assert saver.save(3, tensors, {"value": 1}, wait=False) == []
+    saver.release()
+    for tensor in tensors.values():
+        tensor.fill_(-1)
+    (ended,) = saver.settle()
+    assert ended.failure is None and (ended.step, ended.path) == (3, str(tmp_path / "step-00000003"))
+    assert differing(contents(tmp_path / "step-00000003"), state(1)) == []
+    disk.verify(tmp_path / "step-00000003")
+    saver.close()
+
+
+def test_what_is_not_steady_is_copied_before_a_save_returns(tmp_path: Path, monkeypatch: Any) -> None:
+    slow_copies(monkeypatch, 0.05)
+    counter = torch.tensor([5.0, 6.0])
+    piece = Piece(counter, (2,), (0,), (2,), steady=False)
+    saver = Saver(at(tmp_path), ALONE)
+    saver.save(1, {**state(1), "counter": piece}, {}, wait=False)
+    counter.fill_(0)
+    saver.release()
+    saver.settle()
+    assert contents(tmp_path / "step-00000001")["counter"].tolist() == [5.0, 6.0]
+    saver.close()
+
+
+def train(mesh: Mesh, folder: Path, overrides: tuple[str, ...]) -> list[Any]:
+    trainer = tiny_trainer(mesh, tiny_run("checkpoint.every=1", "checkpoint.keep_last=99", *overrides), folder)
+    return list(trainer.events())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [(1, MOE), (2, ("optimizer.local_steps=2",)), (2, ("memory.offload=cpu", "optimizer.name=adamw"))],
+    ids=["experts", "local steps", "offloaded"],
+)
+def test_every_checkpoint_of_a_run_is_the_one_that_was_waited_for(
+    ranks: int, overrides: tuple[str, ...], tmp_path: Path, monkeypatch: Any
+) -> None:
+    slow_copies(monkeypatch, 0.002)
+    (events, *_) = run_ranks(train, ranks, tmp_path / "behind", overrides)
+    run_ranks(train, ranks, tmp_path / "waited", (*overrides, "checkpoint.asynchronous=false"))
+    saves = [event for event in events if isinstance(event, Saved)]
+    assert [event.step for event in saves] == [1, 2, 3, 4, 5, 6]
+    for event in saves:
+        name = Path(event.path).name
+        disk.verify(tmp_path / "behind" / name)
+        assert differing(contents(tmp_path / "behind" / name), contents(tmp_path / "waited" / name)) == []
+        assert 0 < event.stall <= event.seconds and 0 < event.write_seconds <= event.seconds
+        assert event.bytes_per_second == pytest.approx(event.bytes / event.write_seconds)
+
+
+def test_training_goes_on_while_a_save_is_written(tmp_path: Path, monkeypatch: Any) -> None:
+    slow_writing(monkeypatch, 0.3)  # of three files
+    trainer = tiny_trainer(ALONE, tiny_run("checkpoint.every=2", "train.steps=3", "data.eval_fraction=0"), tmp_path)
+    events = list(trainer.events())
+    assert [(event.kind, event.step) for event in events] == [  # type: ignore[attr-defined]
+        ("step", 1), ("step", 2), ("step", 3), ("saved", 2), ("saved", 3), ("finished", 3),
+    ]  # fmt: skip
+    behind, waited = (event for event in events if isinstance(event, Saved))
+    assert behind.stall < 0.3 < 0.9 <= behind.write_seconds <= behind.seconds
+    assert 0.9 <= waited.write_seconds <= waited.stall == waited.seconds
+
+
+def saving_twice(mesh: Mesh, folder: Path) -> tuple[list[int], bool]:
+    saver, tensors = Saver(at(folder), mesh), state(1)
+    pieces = {name: Piece.of(tensor, Copies((), mesh.rank, mesh.ranks)) for name, tensor in tensors.items()}
+    writing, most = 0, 0
+    write, lock = blocks.write, threading.Lock()
+
+    def watched(*args: Any) -> Any:
+        nonlocal writing, most
+        with lock:
+            writing += 1
+            most = max(most, writing)
+        time.sleep(0.05)
+        try:
+            return write(*args)
+        finally:
+            with lock:
+                writing -= 1
+
+    blocks.write = watched  # type: ignore[assignment]
+    told = []
+    for step in (1, 2, 3):
+        told += [outcome.step for outcome in saver.save(step, pieces, {}, wait=False) if outcome.failure is None]
+        assert told == list(range(1, step)), "the one before has ended"
+        saver.release()
+        for tensor in tensors.values():
+            tensor.add_(1)
+    assert saver.ended() == [] or mesh.rank
+    told += [outcome.step for outcome in saver.settle() if outcome.failure is None]
+    saver.close()
+    return told, most == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_second_save_waits_for_the_first(ranks: int, tmp_path: Path) -> None:
+    assert run_ranks(saving_twice, ranks, tmp_path) == [([1, 2, 3], True)] * ranks
+    for step in (1, 2, 3):
+        assert differing(contents(tmp_path / f"step-0000000{step}"), state(step)) == []  # what it held when it began
+
+
+def test_the_copy_has_the_size_of_what_this_rank_writes_and_is_used_again() -> None:
+    parts = written({name: Piece.of(tensor) for name, tensor in state(1).items()})
+    area = Staging(torch.device("cpu"))
+    area.prepare(parts)
+    places = set()
+    for value in (1, 2, 3):
+        parts = written({name: Piece.of(tensor) for name, tensor in state(value).items()})
+        area.begin(parts)
+        assert area.bytes == sum(part.bytes for part in parts) == 5 * 100 * 50 * 4
+        assert area._memory is not None
+        places.add(area._memory.data_ptr())
+        assert b"".join(area.chunks()) == b"".join(part.piece.tensor.numpy().tobytes() for part in parts)  # type: ignore[union-attr]
+    assert len(places) == 1
+    fewer = written({"one": Piece.of(torch.ones(3))})
+    area.begin(fewer)
+    assert area.bytes == 12 and b"".join(area.chunks()) == torch.ones(3).numpy().tobytes()
+    area.close()
+    assert area.bytes == 0
+
+
+class Unreadable:
+    dtype = torch.float32
+    broken = True
+
+    def read(self, into: Tensor | None = None) -> Tensor:
+        if self.broken:
+            raise OSError(5, "Input/output error")
+        return torch.ones(4)
+
+    def write(self, values: Tensor) -> None: ...
+
+
+def test_a_copy_that_fails_fails_its_save_and_no_other(tmp_path: Path) -> None:
+    source = Unreadable()
+    saver, tensors = Saver(at(tmp_path), ALONE), {"it": Piece(source, (4,), (0,), (4,))}
+    saver.save(1, tensors, {}, wait=False)
+    saver.release()
+    (failed,) = saver.settle()
+    assert failed.failure == "rank 0: Input/output error"
+    source.broken = False
+    saver.save(2, tensors, {}, wait=False)
+    (ended,) = saver.settle()
+    assert ended.failure is None and [path.name for path in disk.listed(tmp_path)] == ["step-00000002"]
+    saver.close()
+
+
+def alone_in_the_end(mesh: Mesh, folder: Path) -> float:
+    save._PATIENCE = 0.5
+    saver = Saver(at(folder), mesh)
+    if mesh.rank:
+        saver._write = lambda *args: None  # type: ignore[method-assign]  # it is lost before it has written
+    saver.save(1, state(1), {}, wait=False)
+    started = time.monotonic()
+    saver.close()
+    return time.monotonic() - started
+
+
+def test_a_run_that_fails_amid_a_save_does_not_wait_for_ranks_that_are_gone(tmp_path: Path) -> None:
+    assert max(run_ranks(alone_in_the_end, 2, tmp_path)) < 5
+    assert disk.listed(tmp_path) == []
+
+
+def of_a_shape(mesh: Mesh, folder: Path) -> bool:
+    """Every rank restores what all of them saved behind the next steps."""
+    run = tiny_run("checkpoint.every=2", "train.steps=5", *MOE)
+    trainer = tiny_trainer(mesh, run, folder)
+    moments = {}
+    for event in trainer.events():
+        if event.kind == "step":
+            moments[event.step] = copied(trainer.tensors())  # type: ignore[attr-defined]
+    for step in (4, 5):
+        again = tiny_trainer(mesh, run, folder)
+        again.restore(folder / f"step-0000000{step}")
+        if differing(moments[step], again.tensors()):
+            return False
+        again.close()
+    return True
+
+
+def test_ranks_that_hold_different_parts_each_save_their_own_moment(tmp_path: Path, monkeypatch: Any) -> None:
+    slow_copies(monkeypatch, 0.003)
+    assert run_ranks(of_a_shape, 4, tmp_path, layout=Layout(data=1, shard=2, pipeline=2)) == [True] * 4

@@ -1,0 +1,168 @@
+"""Files written and read in blocks: the same bytes however they are cut, and damage is found and placed."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import flip
+
+from phalanx.checkpointing import blocks
+from phalanx.checkpointing.blocks import Checked, Damaged, digest, whole, whole_of, write
+from phalanx.checkpointing.location import Local
+
+BLOCK = 1000
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: Any) -> None:
+    monkeypatch.setattr(blocks, "BLOCK", BLOCK)
+
+
+def cut(data: bytes, sizes: Iterator[int]) -> Iterator[memoryview]:
+    begin = 0
+    while begin < len(data):
+        size = next(sizes)
+        yield memoryview(data)[begin : begin + size]
+        begin += size
+
+
+def endless(dice: random.Random, *choices: int) -> Iterator[int]:
+    while True:
+        yield dice.choice(choices)
+
+
+LENGTHS = (0, 1, 999, 1000, 1001, 2000, 3500, 10_000)
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["made on the way", "there"])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("sizes", [(1,), (0, 1, 999), (999, 1000, 1001), (1000,), (10_000,), (0, 7, 350, 2500)], ids=str)
+def test_however_it_is_cut_the_file_is_the_same(length: int, sizes: tuple[int, ...], listed: bool, tmp_path: Path) -> None:
+    dice = random.Random(length)
+    data = dice.randbytes(length)
+    file = Local(tmp_path / "file")
+    chunks = cut(data, endless(dice, *sizes))
+    sums = write(file, list(chunks) if listed else chunks)
+    assert (tmp_path / "file").read_bytes() == data
+    assert sums == [zlib.crc32(data[begin : begin + BLOCK]) for begin in range(0, max(1, length), BLOCK)]
+    assert digest(file) == whole_of(data) == whole(sums)
+    assert whole(sums) == hashlib.sha256(b"".join(one.to_bytes(4, "little") for one in sums)).hexdigest()
+
+
+def test_a_chunk_may_be_changed_as_soon_as_the_next_is_asked_for(tmp_path: Path) -> None:
+    buffer, data = bytearray(700), random.Random(4).randbytes(7_000)
+
+    def reused() -> Iterator[memoryview]:
+        for begin in range(0, len(data), 700):
+            buffer[:] = data[begin : begin + 700]
+            yield memoryview(buffer)
+
+    assert write(Local(tmp_path / "file"), reused()) == [zlib.crc32(data[at : at + BLOCK]) for at in range(0, 7_000, BLOCK)]
+    assert (tmp_path / "file").read_bytes() == data
+
+
+def test_any_bytes_can_be_read(tmp_path: Path) -> None:
+    dice = random.Random(1)
+    data = dice.randbytes(5_432)
+    file = Local(tmp_path / "file")
+    checked = Checked(file, len(data), write(file, [data]))
+    for _ in range(300):
+        begin = dice.randrange(len(data) + 1)
+        into = bytearray(dice.choice([0, 1, 500, 1000, 3000]))
+        into = into[: len(data) - begin]
+        checked.read(begin, memoryview(into), ahead=dice.random() < 0.5)
+        assert into == data[begin : begin + len(into)]
+    with pytest.raises(Damaged, match="has 5432 bytes, of which 5431 to 5433 were asked for"):
+        checked.read(5431, memoryview(bytearray(2)))
+    checked.close()
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_damage_is_found_where_it_is_and_only_there(block: int, tmp_path: Path) -> None:
+    data = random.Random(2).randbytes(3_500)
+    file = Local(tmp_path / "file")
+    sums = write(file, [data])
+    flip(tmp_path / "file", block * BLOCK + 321, 5)
+    checked = Checked(file, len(data), sums)
+    for number in range(4):
+        into = bytearray(100)
+        if number == block:
+            last = min(len(data), (block + 1) * BLOCK)
+            with pytest.raises(Damaged, match=rf"file file does not have the contents .* \(bytes {block * BLOCK} to {last}\)"):
+                checked.read(number * BLOCK, memoryview(into))
+        else:
+            checked.read(number * BLOCK, memoryview(into))
+            assert into == data[number * BLOCK : number * BLOCK + 100]
+    checked.close()
+
+
+def test_a_file_that_lost_its_end_is_damaged(tmp_path: Path) -> None:
+    data = bytes(2_500)
+    file = Local(tmp_path / "file")
+    sums = write(file, [data])
+    (tmp_path / "file").write_bytes(data[:2_400])
+    checked = Checked(file, len(data), sums)
+    with pytest.raises(Damaged, match="bytes 2000 to 2500"):
+        checked.read(2_450, memoryview(bytearray(10)))
+    checked.close()
+    with pytest.raises(Damaged, match="checksums of 3 blocks for 3500 bytes"):
+        Checked(file, 3_500, sums)
+
+
+class Counted(Local):
+    """How often, and which, blocks are read."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self.begins: list[int] = []
+
+    def read(self, begin: int = 0, length: int | None = None) -> bytes:
+        self.begins.append(begin)
+        return super().read(begin, length)
+
+
+def test_neighbours_share_a_block_and_only_what_is_needed_is_read(tmp_path: Path) -> None:
+    data = random.Random(3).randbytes(10_000)
+    sums = write(Local(tmp_path / "file"), [data])
+    file = Counted(tmp_path / "file")
+    checked = Checked(file, len(data), sums)
+    for begin in range(3_000, 5_000, 100):  # row by row through two blocks
+        checked.read(begin, memoryview(bytearray(100)), ahead=False)
+    assert file.begins == [3_000, 4_000]
+    checked.read(7_100, memoryview(bytearray(100)))
+    checked.close()
+    assert sorted(file.begins[2:]) in ([7_000], [7_000, 8_000])  # the next one may be on its way already
+
+
+class Full:
+    """A disk with room for so many bytes."""
+
+    def __init__(self, room: int):
+        self.room, self.closed, self.abandoned = room, False, False
+
+    def sink(self) -> Full:
+        return self
+
+    def write(self, data: memoryview | bytes) -> None:
+        self.room -= len(data)
+        if self.room < 0:
+            raise OSError(28, "No space left on device")
+
+    def close(self) -> None:
+        self.closed = True
+
+    def abandon(self) -> None:
+        self.abandoned = True
+
+
+def test_a_file_that_cannot_be_written_is_let_go_of() -> None:
+    full = Full(2_000)
+    with pytest.raises(OSError, match="No space left"):
+        write(full, [bytes(700)] * 5)  # type: ignore[arg-type]
+    assert full.abandoned and not full.closed

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import saved
+from ranks import ALONE, run_ranks
+from torch import Tensor
+
+from phalanx.checkpointing.compare import Difference, beside, compare
+from phalanx.checkpointing.pieces import Piece
+from phalanx.checkpointing.split import Copies
+from phalanx.checkpointing.stream import Saved
+from phalanx.parallel.mesh import Mesh
+
+STATE = {
+    "model/w": torch.randn(7, 6, generator=torch.Generator().manual_seed(0)),
+    "model/b": torch.tensor([math.nan, -0.0, math.inf, 1.0]),
+    "optimizer/w/step": torch.tensor(3.0),
+}
+
+
+def differences(a: Path, b: Path) -> dict[str, Difference]:
+    return {found.name: found for found in compare(Saved(a), Saved(b)) if isinstance(found, Difference)}
+
+
+def save(path: Path, state: dict[str, Tensor], **contents: object) -> Path:
+    return saved(path, 3, state, {"progress": {"samples": 24}, "seed": 0} | contents, ALONE)
+
+
+def cut(mesh: Mesh, path: Path) -> None:
+    """Columns of one tensor to each rank, and the others shared."""
+    pieces = {name: Piece.of(tensor, Copies((), mesh.rank, mesh.ranks)) for name, tensor in STATE.items()}
+    columns = STATE["model/w"][:, 2 * mesh.rank : 2 * mesh.rank + 2].clone()
+    pieces["model/w"] = Piece(columns, (7, 6), (0, 2 * mesh.rank), (7, 2))
+    saved(path, 3, pieces, {"progress": {"samples": 24}, "seed": 0, "layout": {"tensor": 3}}, mesh)
+
+
+def test_the_same_state_is_the_same_whoever_saved_it(tmp_path: Path) -> None:
+    one = save(tmp_path / "one", STATE)
+    run_ranks(cut, 3, tmp_path / "three")
+    a, b = Saved(one), Saved(tmp_path / "three" / "step-00000003")
+    assert list(compare(a, b)) == sorted(STATE)  # a NaN is the same as itself
+    assert beside(a, b) == {}  # a layout is not part of the state
+
+
+def test_each_difference_is_told_for_what_it_is(tmp_path: Path) -> None:
+    other = {name: tensor.clone() for name, tensor in STATE.items()}
+    other["model/w"][6, 5] += 0.5
+    other["model/w"][0, 0] *= 1.25
+    other["model/b"][1] = 0.0
+    other["optimizer/w/step"] += 1
+    a = save(tmp_path / "a", STATE | {"model/old": torch.ones(2), "model/shape": torch.ones(2, 3), "model/f": torch.ones(2)})
+    b = save(
+        tmp_path / "b", other | {"model/new": torch.ones(2), "model/shape": torch.ones(3, 2), "model/f": torch.ones(2).half()}
+    )
+    found = differences(a, b)
+    assert {name: one.kind for name, one in found.items()} == {
+        "model/w": "values", "model/b": "values", "optimizer/w/step": "values", "model/old": "only in A", "model/new": "only in B",
+        "model/shape": "shape", "model/f": "format",
+    }  # fmt: skip
+    w = found["model/w"]
+    apart = (other["model/w"].double() - STATE["model/w"].double()).abs()
+    ratio = apart / torch.maximum(other["model/w"].double().abs(), STATE["model/w"].double().abs())
+    assert (w.unequal, w.values) == (2, 42)
+    assert (w.largest, w.relative) == (apart.max().item(), ratio.max().item())
+    b_ = found["model/b"]
+    assert (b_.unequal, b_.largest, b_.relative) == (1, 0.0, 0.0)  # a sign of zero: a bit, but no distance
+    assert (found["optimizer/w/step"].largest, found["optimizer/w/step"].relative) == (1.0, 0.25)
+    assert (found["model/shape"].a, found["model/shape"].b) == ("[2, 3]", "[3, 2]")
+    assert (found["model/f"].a, found["model/f"].b, found["model/f"].unequal) == ("float32", "float16", 0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_no_number_in_one_of_them_is_infinitely_far(value: float, tmp_path: Path) -> None:
+    other = STATE["model/w"].clone()
+    other[2, 3] = value
+    a, b = save(tmp_path / "a", STATE), save(tmp_path / "b", STATE | {"model/w": other})
+    found = differences(a, b)["model/w"]
+    assert (found.unequal, found.largest, found.relative) == (1, math.inf, math.inf)
+
+
+def test_whole_numbers_and_what_lies_beside_are_compared_too(tmp_path: Path) -> None:
+    a = save(tmp_path / "a", {"model/n": torch.tensor([1, 2, 3])}, data="x")
+    b = save(tmp_path / "b", {"model/n": torch.tensor([1, 2, 7])}, data="y", version="2")
+    assert differences(a, b)["model/n"].largest == 4.0
+    assert beside(Saved(a), Saved(b)) == {"data": ("x", "y")}

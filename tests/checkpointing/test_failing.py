@@ -1,0 +1,204 @@
+"""Saves that cannot be written: told with the rank and the reason, nothing is left of them, and the run goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import contents, various
+from ranks import ALONE, differing, run_ranks, tiny_run, tiny_trainer
+
+from phalanx.checkpointing import disk, location
+from phalanx.checkpointing.location import Local, at
+from phalanx.checkpointing.save import Saver
+from phalanx.events.records import Saved, SaveFailed, Step
+from phalanx.parallel.mesh import Mesh
+from phalanx.spec.errors import RunFailed
+from phalanx.spec.layout import Layout
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+Breaking = Callable[[Mesh, "Trouble"], None]
+
+
+class Trouble:
+    """Whether there is any, for saves of the given steps."""
+
+    def __init__(self, *steps: int):
+        self.steps = steps
+
+    def meets(self, path: Path) -> bool:
+        return any(f"step-{step:08d}" in str(path) for step in self.steps)
+
+
+def part_of_rank_1(mesh: Mesh, trouble: Trouble) -> None:
+    """The disk is full after rank 1 has written the half of its file."""
+    if mesh.rank != 1:
+        return
+    made, write = location._LocalSink.__init__, location._LocalSink.write
+
+    def make(sink: Any, path: Path) -> None:
+        made(sink, path)
+        sink.full = trouble.meets(path)
+
+    def fail(sink: Any, data: Any) -> None:
+        write(sink, memoryview(data)[: len(data) // 2])
+        if sink.full:
+            raise FULL
+        write(sink, memoryview(data)[len(data) // 2 :])
+
+    location._LocalSink.__init__ = make  # type: ignore[method-assign]
+    location._LocalSink.write = fail  # type: ignore[method-assign]
+
+
+def commit_of_rank_0(mesh: Mesh, trouble: Trouble) -> None:
+    """It is full when the marker is to be written."""
+    if mesh.rank:
+        return
+    sink = Local.sink
+
+    def fail(file: Local) -> Any:
+        if file.name == disk.MARKER and trouble.meets(file.path):
+            raise FULL
+        return sink(file)
+
+    Local.sink = fail  # type: ignore[method-assign]
+
+
+def sync_of_rank_1(mesh: Mesh, trouble: Trouble) -> None:
+    """The disk takes all and then cannot keep it."""
+    if mesh.rank != 1:
+        return
+    fsync = os.fsync
+
+    def fail(fd: int) -> None:
+        if trouble.meets(Path(os.readlink(f"/proc/self/fd/{fd}"))):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(fd)
+
+    os.fsync = fail  # type: ignore[assignment]
+
+
+def beginning(mesh: Mesh, trouble: Trouble) -> None:
+    """Not even a folder can be made."""
+    make = Local.make
+
+    def fail(file: Local) -> None:
+        if trouble.meets(file.path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file.path))
+        make(file)
+
+    Local.make = fail  # type: ignore[method-assign]
+
+
+BREAKING: dict[Breaking, str] = {
+    part_of_rank_1: "rank 1: No space left on device",
+    commit_of_rank_0: "rank 0: No space left on device",
+    sync_of_rank_1: "rank 1: Input/output error",
+    beginning: "Permission denied",
+}
+
+
+def train(mesh: Mesh, folder: Path, breaking: Breaking, trouble: Trouble, asynchronous: bool) -> tuple[list[Any], str | None]:
+    breaking(mesh, trouble)
+    run = tiny_run("checkpoint.every=2", "checkpoint.keep_last=1", f"checkpoint.asynchronous={str(asynchronous).lower()}")
+    trainer = tiny_trainer(mesh, run, folder)
+    told: list[Any] = []
+    try:
+        for event in trainer.events():
+            told.append(event)
+            if isinstance(event, SaveFailed) and mesh.rank == 0:
+                # Nothing passes for a checkpoint but the one before, and nothing takes room.
+                assert [path.name for path in folder.iterdir()] == ["step-00000002"]
+                disk.verify(folder / "step-00000002")
+    except RunFailed as error:
+        return told, str(error)
+    return told, None
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["behind", "waited for"])
+@pytest.mark.parametrize("breaking", BREAKING, ids=lambda breaking: breaking.__name__)
+def test_a_failed_save_is_told_and_the_run_goes_on(breaking: Breaking, asynchronous: bool, tmp_path: Path) -> None:
+    layout = Layout(data=1, shard=2)
+    results = run_ranks(train, 2, tmp_path, breaking, Trouble(4), asynchronous, layout=layout)
+    told, failure = results[0]
+    assert failure is None and results[1][1] is None
+    assert [event.step for event in told if isinstance(event, Step)] == [1, 2, 3, 4, 5, 6]
+    (failed,) = (event for event in told if isinstance(event, SaveFailed))
+    assert failed.step == 4 and failed.path == str(tmp_path / "step-00000004")
+    assert BREAKING[breaking] in failed.reason
+    assert [event.step for event in told if isinstance(event, Saved)] == [2, 6]
+    assert told[-1].kind == "finished"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000006"]
+    disk.verify(tmp_path / "step-00000006")
+
+
+@pytest.mark.parametrize("breaking", BREAKING, ids=lambda breaking: breaking.__name__)
+def test_a_run_whose_last_save_fails_says_so_by_failing(breaking: Breaking, tmp_path: Path) -> None:
+    results = run_ranks(train, 2, tmp_path, breaking, Trouble(4, 6), True)
+    for told, failure in results:
+        assert failure is not None and failure.startswith("Step 6 could not be saved: ") and BREAKING[breaking] in failure
+        assert all(event.kind != "finished" for event in told)
+    assert [event.step for event in results[0][0] if isinstance(event, SaveFailed)] == [4]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"], "the only valid one stays"
+    disk.verify(tmp_path / "step-00000002")
+
+
+def test_a_run_that_was_stopped_after_a_failed_save_saves_again(tmp_path: Path, monkeypatch: Any) -> None:
+    trainer = tiny_trainer(ALONE, tiny_run("checkpoint.every=2"), tmp_path)
+    commit, calls = disk.commit, []
+
+    def first_fails(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise FULL
+        return commit(*args)
+
+    monkeypatch.setattr(disk, "commit", first_fails)
+    kinds = []
+    for event in trainer.events():
+        kinds.append((event.kind, getattr(event, "step", None)))
+        if kinds[-1] == ("step", 2):
+            trainer.stop("by hand")
+    assert kinds == [("step", 1), ("step", 2), ("save_failed", 2), ("saved", 2), ("stopped", 2)]
+
+
+@pytest.mark.parametrize("wait", [False, True], ids=["behind", "waited for"])
+def test_a_full_disk(wait: bool, tmp_path: Path, mount_disk: Callable[[Path, str], Path]) -> None:
+    """A real one: it has room for one checkpoint and a half."""
+    folder = mount_disk(tmp_path / "small", "100k")
+    saver, small, large = Saver(at(folder), ALONE), various(1), {"large": various(1)["model/matrix"].repeat(10, 1)}
+    outcomes = saver.save(1, small, {}, wait=wait) + saver.settle()
+    outcomes += saver.save(2, {**small, **large}, {}, wait=wait) + saver.settle()
+    assert [outcome.failure for outcome in outcomes[:1]] == [None]
+    assert outcomes[1].failure == "rank 0: No space left on device"
+    assert [path.name for path in folder.iterdir()] == ["step-00000001"]
+    assert differing(contents(folder / "step-00000001"), {name: t for name, t in small.items() if t.numel()}) == []
+    outcomes += saver.save(3, small, {}, wait=wait) + saver.settle()  # what the failed one took is there again
+    assert outcomes[2].failure is None
+    saver.close()
+
+
+def test_what_cannot_be_removed_afterwards_is_told_but_the_checkpoint_is_there(tmp_path: Path) -> None:
+    def retain(path: location.Location) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    saver = Saver(at(tmp_path), ALONE, retain)
+    (ended,) = saver.save(1, various(1), {}, wait=True)
+    assert ended.failure == "it is there, but what it replaces cannot be removed: Read-only file system"
+    disk.verify(tmp_path / "step-00000001")
+    saver.close()
+
+
+def test_a_new_saver_of_the_same_ranks_hears_nothing_of_an_earlier_ones_failure(tmp_path: Path, monkeypatch: Any) -> None:
+    """A program may build a second trainer on the same mesh."""
+    with monkeypatch.context() as patched:
+        patched.setattr(disk, "commit", lambda *args: (_ for _ in ()).throw(FULL))
+        patched.setattr(Local, "sink", lambda self: (_ for _ in ()).throw(FULL))
+        (failed,) = Saver(at(tmp_path), ALONE).save(1, various(1), {}, wait=True)
+        assert failed.failure == "rank 0: No space left on device"
+    (ended,) = Saver(at(tmp_path), ALONE).save(1, various(1), {}, wait=True)
+    assert ended.failure is None

@@ -1,0 +1,128 @@
+"""A rank's file, read by programs that know nothing of Phalanx: the safetensors library, and torch's reader of such files."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoints import contents, saved, values
+from ranks import ALONE, run_ranks, tiny_run, tiny_trainer
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+from phalanx.checkpointing import blocks, disk, image
+from phalanx.checkpointing.files import DTYPES
+from phalanx.checkpointing.image import Box
+from phalanx.checkpointing.location import Local
+from phalanx.checkpointing.quiet import quiet
+from phalanx.parallel.mesh import Mesh
+from phalanx.spec.layout import Layout
+from phalanx.spec.safefiles import SIZES
+
+
+def train_and_save(mesh: Mesh, folder: Path) -> None:
+    trainer = tiny_trainer(mesh, tiny_run(), folder)
+    trainer.step()
+    trainer.save()
+    trainer.close()
+
+
+@pytest.fixture(scope="module")
+def by_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What four ranks saved: every matrix cut twice."""
+    folder = tmp_path_factory.mktemp("four")
+    run_ranks(train_and_save, 4, folder, layout=Layout(data=1, shard=2, tensor=2))
+    return folder / "step-00000001"
+
+
+def test_the_safetensors_library_reads_every_file(by_four: Path) -> None:
+    whole, found = contents(by_four), 0
+    files = sorted(by_four.glob("*.safetensors"))
+    assert [file.name for file in files] == [f"state-0000{rank}-of-00004.safetensors" for rank in range(4)]
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            places = json.loads(opened.metadata()["DCP_SHARDING_INFO"])
+            assert places.keys() == set(opened.keys())
+            for name in places:
+                box = opened.get_tensor(name)
+                theirs = whole[name]
+                assert places[name]["whole"] == list(theirs.shape) and box.dtype is theirs.dtype
+                region = tuple(slice(o, o + n) for o, n in zip(places[name]["saved_offsets"], box.shape, strict=True))
+                assert torch.equal(box, theirs[region])
+                found += box.nbytes
+    assert found == sum(tensor.nbytes for tensor in whole.values()), "every value once"
+    sizes = [file.stat().st_size for file in files]
+    assert max(sizes) - min(sizes) < 0.1 * max(sizes), "everybody writes as much as the others"
+
+
+def test_torchs_own_reader_puts_the_tensors_together(by_four: Path) -> None:
+    whole = contents(by_four)
+    theirs: dict[str, Tensor] = {name: torch.full_like(tensor, -1) for name, tensor in whole.items()}
+    with quiet():
+        dcp.load(theirs, storage_reader=HuggingFaceStorageReader(str(by_four)), no_dist=True)
+    assert all(torch.equal(theirs[name], tensor) for name, tensor in whole.items())
+
+
+def test_every_format_has_the_librarys_name_and_size(tmp_path: Path) -> None:
+    tensors = {word: torch.ones(3, 5).to(dtype) for word, dtype in DTYPES.items()}
+    path = saved(tmp_path, 1, tensors, {}, ALONE)
+    theirs = load_file(values(path))
+    for word, tensor in tensors.items():
+        assert theirs[word].dtype is tensor.dtype and SIZES[word] == tensor.dtype.itemsize
+        assert torch.equal(theirs[word].view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_values_begin_where_their_format_may(by_four: Path) -> None:
+    for file in by_four.glob("*.safetensors"):
+        (length,) = struct.unpack("<Q", file.read_bytes()[:8])
+        assert (8 + length) % 64 == 0
+        table = json.loads(file.read_bytes()[8 : 8 + length])
+        for name, entry in table.items():
+            if name != "__metadata__":
+                assert entry["data_offsets"][0] % SIZES[entry["dtype"]] == 0
+
+
+def checked(file: Path, data: bytes) -> blocks.Checked:
+    return blocks.Checked(Local(file), len(data), blocks.write(Local(file), [data]))
+
+
+def test_what_the_header_says_is_read_back(tmp_path: Path) -> None:
+    boxes = [
+        Box("number", "F64", (), (), ()),
+        Box("a/matrix", "F32", (10, 4), (6, 0), (3, 4)),
+        Box("naïve “name”", "BF16", (7,), (0,), (7,)),
+    ]
+    head = image.header(boxes)
+    data = head + bytes(sum(box.bytes for box in boxes))
+    file = checked(tmp_path / "file", data)
+    found = image.boxes(file, len(data))
+    file.close()
+    assert [(one.name, one.dtype, one.whole, one.offset, one.shape) for one in found] == [
+        (one.name, one.dtype, one.whole, one.offset, one.shape) for one in boxes
+    ]
+    assert [one.begin for one in found] == [len(head), len(head) + 8, len(head) + 8 + 48]
+
+
+@pytest.mark.parametrize("head", [struct.pack("<Q", 1 << 40), struct.pack("<Q", 2) + b"{}", struct.pack("<Q", 2) + b"[]"])
+def test_another_programs_header_is_told(head: bytes, tmp_path: Path) -> None:
+    data = head + bytes(10)
+    file = checked(tmp_path / "file", data)
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        image.boxes(file, len(data))
+    file.close()
+
+
+def test_a_marker_tells_what_each_rank_and_stage_holds(by_four: Path, tmp_path: Path) -> None:
+    assert disk.read_marker(by_four)["names"] == [sorted(contents(by_four))]
+    run_ranks(train_and_save, 2, tmp_path, layout=Layout(data=1, pipeline=2))
+    marker = disk.read_marker(tmp_path / "step-00000001")
+    first, last = (set(names) for names in marker["names"])
+    assert not first & last and first | last == set(contents(tmp_path / "step-00000001"))
+    assert "model/embed.weight" in first and "model/head.weight" in last
+    assert [file["stage"] for name, file in marker["files"].items() if name.endswith(image.SUFFIX)] == [0, 1]

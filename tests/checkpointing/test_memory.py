@@ -1,0 +1,380 @@
+"""Copies in memory: what any worker, or a whole node, leaves behind when it dies is the state as it was, to the bit."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from holders import TOKEN, Node, nodes
+from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
+from torch import Tensor
+
+from phalanx.checkpointing import disk, held, shelf, wire
+from phalanx.checkpointing.held import Held
+from phalanx.checkpointing.holder import Holder
+from phalanx.checkpointing.load import load
+from phalanx.checkpointing.memory import Copied, MemoryCopies
+from phalanx.checkpointing.pieces import Piece
+from phalanx.checkpointing.split import Copies
+from phalanx.parallel.mesh import Mesh
+from phalanx.spec.layout import Layout
+from phalanx.verification.pool import fork
+
+LAYOUT = Layout(data=2, shard=2, zero=2)
+
+
+def train_and_die(mesh: Mesh, directory: Path, folders: list[Path]) -> None:
+    """Copies of steps 1 to 3, that of step 3 also on disk; then all are killed, in the middle of training on."""
+    trainer = tiny_trainer(mesh, tiny_run(), directory)
+    copies = MemoryCopies(mesh, folders[mesh.rank // 2])
+    for _ in range(3):
+        trainer.step()
+        contents = trainer._saving._contents(trainer.progress)
+        copies.take(trainer.progress.step, trainer.tensors(), contents)
+        copies.release()
+        copies.settle()
+    trainer.save()
+    trainer.step()
+    mesh.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Sequence[Node]]]:
+    """A checkpoint of step 3, and two nodes that have the same in memory; nobody else is alive."""
+    root = tmp_path_factory.mktemp("trained")
+    with nodes(root, 2) as found:
+        with pytest.raises(RuntimeError, match="ended without a result"):
+            run_ranks(train_and_die, 4, root / "checkpoints", [node.folder for node in found], layout=LAYOUT)
+        yield root / "checkpoints", found
+
+
+def restored(mesh: Mesh, place: Any, directory: Path) -> dict[str, Tensor]:
+    trainer = tiny_trainer(mesh, tiny_run(), directory)
+    (event,) = trainer.restore(place)
+    assert (event.kind, trainer.progress.step, trainer.progress.samples) == ("restored", 3, 24)
+    found = copied(trainer.tensors())
+    trainer.close()
+    return found
+
+
+def addresses(found: Sequence[Node]) -> list[wire.Address]:
+    return [node.address for node in found]
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_what_killed_workers_had_is_restored_bit_for_bit(
+    local: bool, trained: tuple[Path, Sequence[Node]], tmp_path: Path
+) -> None:
+    checkpoints, found = trained
+    state = held.newest(addresses(found), TOKEN)
+    assert state is not None
+    assert (state.step, state.ranks, state.nodes) == (3, 4, {0: (0, 1), 1: (0, 1), 2: (1, 0), 3: (1, 0)})
+    place = Held(state, TOKEN, local=local)
+    saved = disk.folder(checkpoints, 3)
+    on_disk, marker = disk.read_marker(saved), disk.read_marker(place)
+    assert {k: v for k, v in marker.items() if k != "time"} == {k: v for k, v in on_disk.items() if k != "time"}
+    disk.verify(place)
+    assert differing(restored(ALONE, place, tmp_path), restored(ALONE, saved, tmp_path)) == []
+    place.close()
+
+
+@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(shard=2, zero=3)])
+def test_it_is_restored_on_another_layout(layout: Layout, trained: tuple[Path, Sequence[Node]], tmp_path: Path) -> None:
+    checkpoints, found = trained
+    state = held.newest(addresses(found), TOKEN)
+    assert state is not None
+    from_memory = run_ranks(restored, 2, Held(state, TOKEN), tmp_path, layout=layout)
+    from_disk = run_ranks(restored, 2, disk.folder(checkpoints, 3), tmp_path, layout=layout)
+    assert [differing(*pair) for pair in zip(from_memory, from_disk, strict=True)] == [[], []]
+
+
+def test_both_of_the_last_two_are_there_and_none_before(trained: tuple[Path, Sequence[Node]]) -> None:
+    assert [state.step for state in held.whole(addresses(trained[1]), TOKEN)] == [3, 2]
+
+
+def values(step: int, rows: int = 1000) -> dict[str, Tensor]:
+    dice = torch.Generator().manual_seed(step)
+    return {"weight": torch.randn(rows, 37, generator=dice), "half": torch.randn(rows, generator=dice).bfloat16()}
+
+
+def state_of(mesh: Mesh, step: int, rows: int = 1000) -> dict[str, Piece]:
+    """The same on all ranks, so that each keeps a share of it."""
+    return {name: Piece.of(tensor, Copies((), mesh.rank, mesh.ranks)) for name, tensor in values(step, rows).items()}
+
+
+def copy(mesh: Mesh, folders: list[Path], steps: list[int], generation: int = 0) -> list[Copied]:
+    copies = MemoryCopies(mesh, folders[mesh.rank * len(folders) // mesh.ranks], generation)
+    told = []
+    for step in steps:
+        copies.take(step, state_of(mesh, step), {"of": step})
+        copies.release()
+        told += copies.settle()
+    copies.close()
+    return told
+
+
+def loaded(state: held.Whole | None, rows: int = 1000) -> tuple[int, bool]:
+    """Which step it is, and whether it is that step's state."""
+    assert state is not None
+    place = Held(state, TOKEN, local=False)
+    found = {name: torch.zeros_like(tensor) for name, tensor in values(0, rows).items()}
+    contents = load(place, found)
+    place.close()
+    return contents["of"], differing(found, values(contents["of"], rows)) == []
+
+
+def test_any_node_may_be_lost_and_two_neighbours_may_not(tmp_path: Path) -> None:
+    with nodes(tmp_path, 3) as found:
+        folders = [node.folder for node in found]
+        told = run_ranks(copy, 3, folders, [5, 10])[0]
+        assert [(one.step, one.failure, one.problem, one.peer) for one in told] == [
+            (5, None, None, True),
+            (10, None, None, True),
+        ]
+        found[1].lose()
+        state = held.newest(addresses(found), TOKEN)
+        assert state is not None
+        assert state.nodes == {0: (0,), 1: (2,), 2: (2, 0)}
+        assert loaded(state) == (10, True)
+        # Those who live close the ring, and a copy of two ranks takes the place of the copy of three.
+        living = {node.number: node.address for node in (found[0], found[2])}
+        assert held.tell_peers(living, TOKEN) == {0: 2, 2: 0}
+        run_ranks(copy, 2, [folders[0], folders[2]], [11, 12], 1)
+        states = held.whole(addresses(found), TOKEN)
+        assert [(state.generation, state.step) for state in states] == [(1, 12), (1, 11)], "the older generation was forgotten"
+        assert states[0].nodes == {0: (0, 2), 1: (2, 0)}
+        found[0].lose()
+        assert loaded(held.newest(addresses(found), TOKEN)) == (12, True)
+        found[2].lose()
+        assert held.newest(addresses(found), TOKEN) is None
+
+
+def test_without_a_node_that_holds_the_only_copy_an_older_state_counts(tmp_path: Path) -> None:
+    with nodes(tmp_path, 2) as found:
+        folders = [node.folder for node in found]
+        run_ranks(copy, 2, folders, [5])
+        for node in found:  # from here on each is alone
+            held.tell_peers({node.number: node.address}, TOKEN)
+        told = run_ranks(copy, 2, folders, [5, 10])[0]
+        assert [one.peer for one in told] == [False, False]
+        states = held.whole(addresses(found), TOKEN)
+        assert [(state.step, state.nodes) for state in states] == [(10, {0: (0,), 1: (1,)}), (5, {0: (0, 1), 1: (1, 0)})]
+        found[1].lose()
+        assert loaded(held.newest(addresses(found), TOKEN)) == (5, True)
+
+
+def die_in_a_copy(mesh: Mesh, folders: list[Path]) -> None:
+    copies = MemoryCopies(mesh, folders[mesh.rank])
+    copies.take(5, state_of(mesh, 5), {"of": 5})
+    copies.release()
+    copies.settle()
+    copies.take(10, state_of(mesh, 10), {"of": 10})
+    if mesh.rank == 1:  # in the middle of it: its slot has the new values, and nobody was told
+        slot = copies._slots["b"]
+        assert slot._memory is not None
+        slot._memory[: slot.bytes // 2] = 1
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(30)
+
+
+def test_killed_in_the_middle_of_a_copy_the_older_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A rank's word to its holder comes too late, as if the copy had taken so long.
+    seal = MemoryCopies._seal
+    monkeypatch.setattr(MemoryCopies, "_seal", lambda self, copy, *rest: _late(copy) or seal(self, copy, *rest))
+    with nodes(tmp_path, 2) as found:
+        with pytest.raises(RuntimeError, match="rank 1 ended without a result"):
+            run_ranks(die_in_a_copy, 2, [node.folder for node in found])
+        state = held.newest(addresses(found), TOKEN)
+        assert loaded(state) == (5, True)
+
+
+def _late(copy: shelf.Copy) -> None:
+    if (copy.rank, copy.step) == (1, 10):
+        time.sleep(30)
+
+
+def copy_for_ever(folder: Path, generation: int) -> None:
+    copies = MemoryCopies(ALONE, folder, generation)
+    for step in itertools.count(1):
+        copies.take(step, values(step, 20_000), {"of": step})
+        copies.release()
+
+
+def test_killed_at_any_moment_what_counts_as_a_copy_is_one(tmp_path: Path) -> None:
+    dice, found = random.Random(3), []
+    with nodes(tmp_path, 2) as (one, other):
+        for generation in range(12):
+            pid = fork(copy_for_ever, one.folder, generation)
+            time.sleep(dice.uniform(0.05, 0.3))
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            for state in held.whole([one.address, other.address], TOKEN):
+                assert loaded(state, 20_000) == (state.step, True)
+                found.append((state.generation, state.step))
+    assert len(set(found)) > 1
+
+
+def test_a_flipped_byte_is_found_and_named(tmp_path: Path) -> None:
+    with nodes(tmp_path, 1) as (node,):
+        told = copy(ALONE, [node.folder], [5])
+        assert [(one.failure, one.problem, one.peer) for one in told] == [(None, None, False)]
+        image = shelf.Shelf(node.folder).image(0, 0, "a")
+        contents = bytearray(image.read_bytes())
+        contents[len(contents) // 2] ^= 4
+        image.write_bytes(contents)
+        state = held.newest([node.address], TOKEN)
+        assert state is not None
+        with pytest.raises(disk.DamagedCheckpoint, match=r"step-00000005 .*state-00000-of-00001.* not have the contents"):
+            loaded(state)
+
+
+def test_strangers_are_refused_and_logged(tmp_path: Path) -> None:
+    with nodes(tmp_path, 1) as (node,):
+        with pytest.raises(wire.Refused, match="refused this one's token"):
+            wire.connect(node.address, "another secret")
+        with socket.create_connection(node.address) as stranger:
+            stranger.recv(32)
+            stranger.sendall(b"GET / HTTP/1.1".ljust(64))
+            assert stranger.recv(1) == b""
+        assert held.newest([node.address], "another secret") is None
+        assert node.log.read_text().count("refused 127.0.0.1") == 3
+        caller = wire.Caller(node.address, TOKEN)
+        assert caller.ask({"op": "list"})["copies"] == []
+        with pytest.raises(OSError, match="no operation 'eval'"):
+            caller.ask({"op": "eval"}, b"with bytes")
+        assert caller.ask({"op": "list"})["node"] == 0
+        caller.close()
+
+
+def test_one_who_does_not_know_the_secret_gets_no_state() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        pid = os.fork()
+        if pid == 0:
+            link, _ = impostor.accept()
+            link.sendall(secrets.token_bytes(32))
+            link.recv(64)
+            link.sendall(secrets.token_bytes(32))
+            os._exit(0)
+        with pytest.raises(wire.Refused, match="does not know the token"):
+            wire.connect(impostor.getsockname(), TOKEN)
+        os.waitpid(pid, 0)
+
+
+def test_too_little_memory_is_said_with_its_numbers_and_no_copy_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with nodes(tmp_path, 1) as (node,):
+        real = os.statvfs(node.folder)
+        copies = MemoryCopies(ALONE, node.folder)
+        huge = torch.empty(1, device="meta").expand(real.f_blocks * real.f_frsize // 4, 1)
+        monkeypatch.setattr("phalanx.checkpointing.memory._Slot.begin", None)  # never come to
+        copies.take(5, {"huge": huge}, {})
+        (told,) = copies.settle()
+        assert told.failure is not None
+        assert (
+            f"of rank 0 need {2 * real.f_blocks * real.f_frsize / 2**20:,.0f} MiB" in told.failure
+            and " MiB free" in told.failure
+        )
+        copies.take(10, {"huge": huge}, {})
+        assert copies.off == told.failure and copies.settle() == []
+
+
+def test_a_container_may_take_less_than_the_machine_has(tmp_path: Path) -> None:
+    for name, text in (("max", "1000"), ("current", "700"), ("stat", "anon 1\ninactive_file 30\nactive_file 20\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert shelf._allowed(tmp_path) == 350
+    (tmp_path / "memory.max").write_text("max\n")
+    assert shelf._allowed(tmp_path) == sys.maxsize
+
+
+def test_a_peer_that_is_gone_is_told_and_the_copy_counts_while_its_own_node_lives(tmp_path: Path) -> None:
+    with nodes(tmp_path, 2) as found:
+        found[1].lose()
+        (told,) = copy(ALONE, [found[0].folder], [5])
+        assert (told.failure, told.peer) == (None, False)
+        assert "rank 0: node 1: " in str(told.problem)
+        assert loaded(held.newest(addresses(found), TOKEN)) == (5, True)
+
+
+def test_no_step_waits_for_a_copy_that_is_still_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, seal = threading.Event(), MemoryCopies._seal
+    monkeypatch.setattr(MemoryCopies, "_seal", lambda self, *rest: go_on.wait() and seal(self, *rest))
+    with nodes(tmp_path, 1) as (node,):
+        copies = MemoryCopies(ALONE, node.folder)
+        for step in (5, 10, 15):
+            copies.take(step, state_of(ALONE, step), {"of": step})
+            copies.release()
+        assert copies.ended() == []
+        go_on.set()
+        told = copies.settle()
+        copies.take(20, state_of(ALONE, 20), {"of": 20})
+        told += copies.settle()
+        assert [(one.step, one.passed_over) for one in told] == [(5, 2), (20, 0)]
+        copies.close()
+
+
+def test_a_holder_started_again_takes_over_what_is_there(tmp_path: Path) -> None:
+    with nodes(tmp_path, 1) as (node,):
+        copies = MemoryCopies(ALONE, node.folder)
+        copies.take(5, state_of(ALONE, 5), {"of": 5})
+        copies.settle()
+        node.process.kill()
+        node.process.wait()
+        copies.take(10, state_of(ALONE, 10), {"of": 10})
+        assert "refused" in str(copies.settle()[0].failure)
+        again = Holder(node.folder, 0, TOKEN)
+        serving = threading.Thread(target=again.serve)
+        serving.start()
+        assert loaded(held.newest([again.address], TOKEN)) == (5, True)
+        copies.take(15, state_of(ALONE, 15), {"of": 15})
+        assert [one.failure for one in copies.settle()] == [None]
+        assert loaded(held.newest([again.address], TOKEN)) == (15, True)
+        copies.close()
+        again.close()
+        serving.join()
+
+
+def test_a_holder_that_dies_costs_copies_and_no_step(tmp_path: Path) -> None:
+    with nodes(tmp_path, 1) as (node,):
+        copies = MemoryCopies(ALONE, node.folder)
+        copies.take(5, state_of(ALONE, 5), {"of": 5})
+        assert [one.failure for one in copies.settle()] == [None]
+        node.lose()
+        copies.take(10, state_of(ALONE, 10), {"of": 10})
+        (told,) = copies.settle()
+        assert "no holder" in str(told.failure)
+        copies.close()
+
+
+def test_memory_goes_back_with_the_process_that_started_the_holder_and_stale_memory_at_the_next_start(tmp_path: Path) -> None:
+    with nodes(tmp_path, 2) as (one, other):
+        copy(ALONE, [one.folder], [5])
+        assert one.folder.stat().st_mode & 0o077 == 0
+        one.end()
+        assert not one.folder.exists()
+        other.process.kill()
+        other.process.wait()
+        assert other.folder.exists()
+        folder, lock = shelf.claim(other.folder.parent, "next")
+        assert [path.name for path in other.folder.parent.iterdir()] == ["next"]
+        with pytest.raises(OSError, match="in use"):
+            shelf.claim(folder.parent, "next")
+        os.close(lock)
+
+
+def test_the_node_side_never_loads_torch() -> None:
+    code = "import sys, phalanx.checkpointing.holder, phalanx.checkpointing.held; sys.exit('torch' in sys.modules)"
+    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0

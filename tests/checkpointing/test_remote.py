@@ -1,0 +1,256 @@
+"""Object stores as places for checkpoints: the same contract as a folder, and a network that fails in the middle."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from object_store import Store, after, serve, wire
+from ranks import run_ranks, tiny_run, tiny_trainer
+
+from phalanx.checkpointing import blocks, disk, image, multipart, persist, remote
+from phalanx.checkpointing.location import Local, Location, at
+from phalanx.checkpointing.remote import Remote
+from phalanx.events.records import CheckpointDamaged, Event, Finished, Restored, Saved, Step, Uploaded, UploadFailed
+from phalanx.parallel.mesh import Mesh
+
+SMALLEST = 5 << 20  # that S3 takes as a part
+BYTES = os.urandom(1 << 20) * 13
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[Store]:
+    with serve() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """This process finds the server."""
+    for key, value in store.env().items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(multipart, "PART", SMALLEST)
+    _forget()
+    yield store
+    _forget()
+
+
+def _forget() -> None:
+    import s3fs
+
+    remote._filesystem.cache_clear()
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture(params=["file", "memory", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
+    if request.param == "file":
+        (tmp_path / "here").mkdir()
+        return at(f"file://{tmp_path}/here")
+    if request.param == "memory":
+        return at(f"memory://{uuid.uuid4().hex}/here")
+    store: Store = request.getfixturevalue("s3")
+    return at(f"s3://{store.bucket()}/over/here")
+
+
+def test_every_place_keeps_the_contract(place: Location) -> None:
+    assert place.entries() == [] and place.sizes() == {} and place.unfinished() == []
+    folder = place / "a"
+    folder.make()
+    sums = blocks.write(folder / "large", [BYTES[: 7 << 20], BYTES[7 << 20 :]])
+    blocks.write(folder / "empty", [])
+    blocks.write(place / "ab", [b"a neighbour whose name begins alike"])
+    assert blocks.whole(sums) == blocks.whole_of(BYTES) == blocks.digest(folder / "large")
+    assert (place.entries(), folder.entries()) == (["a", "ab"], ["empty", "large"])
+    assert folder.sizes() == {"large": len(BYTES), "empty": 0}
+    assert place.sizes() == {"ab": 35}
+    assert (folder.is_folder(), (place / "none").is_folder()) == (True, False)
+    assert ((folder / "large").size(), folder.size(), (folder / "none").size()) == (len(BYTES), None, None)
+    file = folder / "large"
+    assert file.read() == BYTES
+    assert file.read(10, 20) == BYTES[10:30]
+    assert file.read(len(BYTES) - 3) == file.read(len(BYTES) - 3, 100) == BYTES[-3:]
+    assert file.read(len(BYTES) + 5, 10) == b""
+    with pytest.raises(FileNotFoundError):
+        (folder / "none").read()
+    blocks.write(file, [b"again"])
+    assert (file.read(), folder.sizes()["large"]) == (b"again", 5)
+    assert (file.name, file.parent.name, str(file.parent)) == ("large", "a", str(folder))
+    assert pickle.loads(pickle.dumps(file)) == file
+    (folder / "none").remove()
+    file.remove()
+    assert folder.entries() == ["empty"]
+    folder.remove()
+    assert place.entries() == ["ab"]
+
+
+def test_a_file_that_is_given_up_is_not_there(place: Location) -> None:
+    place.make()
+    sink = (place / "half").sink()
+    sink.write(BYTES)
+    sink.abandon()
+    if not place.renames:
+        assert place.entries() == [] and place.unfinished() == []
+
+
+def test_a_file_url_is_a_folder(tmp_path: Path) -> None:
+    assert at(f"file://{tmp_path}/x") == Local(tmp_path / "x")
+
+
+def written(place: Location, step: int, value: int) -> Location:
+    """A checkpoint of one tensor, written by hand."""
+    folder = disk.begin(place, step)
+    file, body = image.file_name(0, 1), bytes([value]) * 64
+    head = image.header([image.Box("t", "U8", (64,), (0,), (64,))])
+    sums = blocks.write(folder / file, [head, body])
+    about = image.about(file, len(head) + 64, 64, sums, [image.Box("t", "U8", (64,), (0,), (64,))])
+    blocks.write(folder / image.beside(file), [json.dumps(about | {"stage": 0, "names": {"t": 64}}).encode()])
+    return disk.commit(folder, {"step": step})
+
+
+def test_only_a_marker_makes_a_checkpoint_and_leftovers_go(s3: Store) -> None:
+    place = at(f"s3://{s3.bucket()}/run")
+    for step in (1, 2, 3):
+        written(place, step, step)
+    interrupted = disk.begin(place, 2)  # a step that is taken again, and killed
+    blocks.write(interrupted / image.file_name(0, 1), [b"half"])
+    unseen = (disk.begin(place, 4) / "file").sink()  # killed while the first parts were on their way
+    unseen.write(BYTES)
+    newest, damaged = disk.newest_valid(place)
+    assert newest == disk.folder(place, 3) and damaged == []
+    assert place.unfinished() == ["step-00000004"]
+    saved = written(place, 5, 5)
+    unseen._end()  # type: ignore[attr-defined]  # the parts have arrived; nobody will ever complete them
+    assert disk.prune(place, 2, saved) == ["step-00000001"]
+    assert place.entries() == ["step-00000003", "step-00000005"]
+    assert place.unfinished() == []
+
+
+def test_a_damaged_object_is_named_and_passed_over(s3: Store) -> None:
+    place = at(f"s3://{s3.bucket()}/run")
+    good, bad = written(place, 1, 1), written(place, 2, 2)
+    file = bad / image.file_name(0, 1)
+    contents = bytearray(file.read())
+    contents[-1] ^= 1
+    blocks.write(file, [bytes(contents)])
+    newest, damaged = disk.newest_valid(place)
+    assert newest == good
+    assert [(one.path, image.file_name(0, 1) in one.reason) for one in damaged] == [(str(bad), True)]
+
+
+def test_connections_cut_in_the_middle_lose_nothing(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = s3.bucket()
+    with wire(s3.port, after(2 << 20, 8 << 20, 9 << 20, 17 << 20)) as cut:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{cut.port}")
+        _forget()
+        file = at(f"s3://{bucket}/file")
+        blocks.write(file, [BYTES])
+        blocks.write(at(f"s3://{bucket}/small"), [BYTES[: 3 << 20]])
+        assert cut.cuts == 4
+        assert file.read() == BYTES
+        assert at(f"s3://{bucket}/small").size() == 3 << 20
+        assert at(f"s3://{bucket}").unfinished() == []
+
+
+def test_a_store_that_is_gone_is_not_taken_for_damage(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = at(f"s3://{s3.bucket()}/run")
+    written(place, 1, 1)
+    monkeypatch.setattr(persist, "PAUSES", (0.01,))
+    with wire(s3.port, lambda sent, data: True) as cut:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{cut.port}")
+        _forget()
+        with pytest.raises(persist.Unreachable, match=r"step-00000001.* cannot be read"):
+            disk.read_marker(disk.folder(place, 1))
+        assert isinstance(pickle.loads(pickle.dumps(persist.Unreachable("x"))), OSError)
+
+
+def test_tries_again_only_what_may_pass() -> None:
+    asked = []
+
+    def refuse(error: Exception) -> None:
+        asked.append(error)
+        raise error
+
+    with pytest.raises(persist.Unreachable, match="x: no way"):
+        persist.persist("x", lambda: refuse(PermissionError("no way")), (0.0, 0.0))
+    assert len(asked) == 1
+    with pytest.raises(persist.Unreachable, match="x: later"):
+        persist.persist("x", lambda: refuse(TimeoutError("later")), (0.0, 0.0))
+    assert len(asked) == 4
+
+
+def trained(mesh: Mesh, url: str, folder: Path, local_first: bool, steps: int) -> list[Event]:
+    run = tiny_run(
+        "train.steps=6", "checkpoint.every=2", "checkpoint.keep_last=2", f"checkpoint.url={url}",
+        f"checkpoint.local_first={str(local_first).lower()}",
+    )  # fmt: skip
+    trainer = tiny_trainer(mesh, run, folder)
+    found = list(trainer.restore())
+    for event in trainer.events():
+        found.append(event)
+        if isinstance(event, Step) and event.step == steps and steps < 6:
+            trainer.stop("enough")
+    return found
+
+
+def losses(events: list[Event]) -> dict[int, tuple[float, str]]:
+    return {event.step: (event.loss, event.batch_digest) for event in events if isinstance(event, Step)}
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[float, str]]:
+    folder = tmp_path_factory.mktemp("unbroken")
+    return losses(run_ranks(trained, 2, str(folder / "there"), folder / "here", False, 6)[0])
+
+
+@pytest.mark.parametrize("local_first", [False, True])
+def test_two_ranks_save_to_a_store_and_go_on_from_it(
+    s3: Store, tmp_path: Path, unbroken: dict[int, tuple[float, str]], local_first: bool
+) -> None:
+    url = f"s3://{s3.bucket()}/runs/x"
+    first = run_ranks(trained, 2, url, tmp_path / "b", local_first, 3)[0]
+    # Elsewhere: there is nothing but what lies at the URL.
+    second = run_ranks(trained, 2, url, tmp_path / "c", local_first, 6)[0]
+    (restored,) = [event for event in second if isinstance(event, Restored)]
+    assert (restored.step, restored.path) == (3, f"{url}/step-00000003")
+    assert losses(first) | losses(second) == unbroken
+    assert isinstance(second[-1], Finished)
+    assert at(url).entries() == ["step-00000004", "step-00000006"]
+    near = (tmp_path / "c").is_dir() and sorted(os.listdir(tmp_path / "c"))
+    assert near == (["step-00000004", "step-00000006"] if local_first else False)
+    uploads = [event for event in second if isinstance(event, Uploaded)]
+    assert [event.step for event in uploads][-1:] == ([6] if local_first else [])
+    disk.verify(disk.folder(at(url), 6))
+
+
+def test_damage_near_by_is_made_good_from_afar(s3: Store, tmp_path: Path) -> None:
+    url = f"s3://{s3.bucket()}/run"
+    (first,) = run_ranks(trained, 1, url, tmp_path / "near", True, 3)
+    (saved,) = [event for event in first if isinstance(event, Saved) and event.step == 3]
+    file = Path(saved.path) / image.file_name(0, 1)
+    contents = bytearray(file.read_bytes())
+    contents[-1] ^= 1
+    file.write_bytes(contents)
+    (second,) = run_ranks(trained, 1, url, tmp_path / "near", True, 6)
+    damaged = [event.path for event in second if isinstance(event, CheckpointDamaged)]
+    assert damaged == [saved.path]
+    assert [event.path for event in second if isinstance(event, Restored)] == [f"{url}/step-00000003"]
+
+
+def test_a_store_that_fails_is_loud_and_the_run_goes_on(s3: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"s3://{s3.bucket()}/run"
+    monkeypatch.setattr(persist, "PAUSES", (0.01,))
+    with wire(s3.port, lambda sent, data: sent > 100_000) as bad:  # nothing large gets through, ever
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{bad.port}")
+        _forget()
+        found = run_ranks(trained, 2, url, tmp_path / "near", True, 6)[0]
+    assert isinstance(found[-1], Finished)
+    failures = [event for event in found if isinstance(event, UploadFailed)]
+    assert failures and failures[-1].step == 6 and "cannot be" in failures[-1].reason
+    assert [event.step for event in found if isinstance(event, Saved)] == [2, 4, 6]
+    assert isinstance(at(url), Remote)

@@ -1,0 +1,329 @@
+"""`phalanx checkpoint`: the real commands, in this process, on checkpoints of a tiny run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import contents, flip, values
+from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
+from safetensors.torch import load_file
+
+from phalanx.checkpointing import disk
+from phalanx.checkpointing.location import at
+from phalanx.cli.main import main
+from phalanx.events.rundir import RunDir
+from phalanx.parallel.mesh import Mesh
+from phalanx.spec.dump import dump
+from phalanx.spec.layout import Layout
+from phalanx.spec.load import load
+
+Phalanx = Callable[..., "Ended"]
+
+
+@dataclass
+class Ended:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(self.out.splitlines()[-1])
+        return answer
+
+
+@pytest.fixture
+def phalanx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Phalanx:
+    """The command after `checkpoint`, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object) -> Ended:
+        capfd.readouterr()
+        monkeypatch.setattr(sys, "argv", ["phalanx", "checkpoint", *map(str, arguments)])
+        with pytest.raises(SystemExit) as leaving:
+            main()
+        code = leaving.value.code
+        ended = Ended(code if isinstance(code, int) else 1 if code else 0, *capfd.readouterr())
+        assert "Traceback" not in ended.err, ended.err
+        return ended
+
+    return run
+
+
+def _train(mesh: Mesh, folder: Path) -> None:
+    run = replace(tiny_run("checkpoint.keep_last=3"), layout=mesh.layout)
+    trainer = tiny_trainer(mesh, run, folder / "checkpoints")
+    for _ in range(3):
+        trainer.step()
+        trainer.save()
+    trainer.close()
+    if mesh.rank == 0:
+        (folder / "run.toml").write_text(dump(run))
+        (folder / "plan.json").write_text(trainer.plan.to_json())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same three steps on one rank (`one`) and on two (`two`)."""
+    root = tmp_path_factory.mktemp("trained")
+    for name in ("one", "two"):
+        (root / name).mkdir()
+    _train(Mesh(ALONE.place, ALONE.device, Layout(data=1)), root / "one")
+    run_ranks(_train, 2, root / "two", layout=Layout(tensor=2, data=1))
+    return root
+
+
+@pytest.fixture
+def one(trained: Path, tmp_path: Path) -> Path:
+    """A run directory to do anything with."""
+    return Path(shutil.copytree(trained / "one", tmp_path / "one"))
+
+
+def test_list(phalanx: Phalanx, one: Path, tmp_path: Path) -> None:
+    shutil.copytree(one / "checkpoints" / "step-00000003", one / "checkpoints" / "step-00000004.partial")
+    values(one / "checkpoints" / "step-00000002").unlink()
+    done = phalanx("list", "one", "--json")
+    assert done.code == 0, done.err
+    rows = done.json["checkpoints"]
+    assert [(row["step"], row["leftover"], row["problem"] is None) for row in rows] == [
+        (4, True, False), (3, False, True), (2, False, False), (1, False, True),
+    ]  # fmt: skip
+    assert rows[1]["ranks"] == 1 and rows[1]["layout"]["tensor"] == 1 and rows[1]["version"] is not None
+    assert "is missing" in done.out and "interrupted save" in done.out and "valid" in done.out
+    checkpoint = "one/checkpoints/step-00000003"
+    for same in (checkpoint, "one/checkpoints"):
+        assert phalanx("list", same, "--json").json["checkpoints"] == rows
+    (tmp_path / "empty").mkdir()
+    assert "There is no checkpoint in empty/checkpoints." in phalanx("list", "empty").out
+
+
+def test_inspect(phalanx: Phalanx, trained: Path) -> None:
+    done = phalanx("inspect", trained / "two", "--json")
+    assert done.code == 0, done.err
+    found = done.json
+    assert (found["step"], found["progress"]["samples"], found["seed"], found["ranks"]) == (3, 24, 3, 2)
+    assert found["kinds"] == {"model": 140160, "optimizer": 280404}
+    state = contents(trained / "two" / "checkpoints" / "step-00000003")
+    assert {name: tuple(tensor["shape"]) for name, tensor in found["tensors"].items()} == {
+        name: tuple(tensor.shape) for name, tensor in state.items()
+    }
+    embed = found["tensors"]["model/embed.weight"]
+    assert [(box["offset"], box["shape"]) for box in embed["boxes"]] == [([0, 0], [129, 32]), ([129, 0], [128, 32])]
+    assert set(found["files"]) == {f"state-0000{rank}-of-00002.{kind}" for rank in (0, 1) for kind in ("json", "safetensors")}
+    for text in ("samples seen  24", "tensor 2 (2 ranks)", "model 136.9 KiB", "and 64 more tensors", "[0:129, :]"):
+        assert text in done.out
+    assert found["files"]["state-00000-of-00002.json"]["checksum"] in done.out
+    few = phalanx("inspect", trained / "two", "--names", "norm.weight/step")
+    assert (
+        "optimizer/norm.weight/step" in few.out and "one number" in few.out and "model/" not in few.out.partition("tensor ")[2]
+    )
+
+
+def test_inspect_says_what_another_layout_would_read(phalanx: Phalanx, trained: Path) -> None:
+    done = phalanx("inspect", trained / "two", "--layout", "pipeline=2,data=2", "--json")
+    assert done.code == 0, done.err
+    change = done.json["change"]
+    assert (change["ranks"], len(change["distinct"]), change["accumulation"]) == (4, 2, 2)
+    assert all(row["files"] == 2 for row in change["distinct"])
+    assert sum(row["bytes"] for row in change["distinct"]) == sum(done.json["kinds"].values())
+    state = contents(trained / "two" / "checkpoints" / "step-00000003")
+    cut = {name for name, tensor in state.items() if tensor.ndim > 1}  # each matrix is whole on its stage, and was cut in two
+    assert set(change["cut"]) == cut
+    assert "On pipeline 2, data 2 (4 ranks)" in done.out and f"{len(cut)} of 84 tensors are cut otherwise" in done.out
+    same = phalanx("inspect", trained / "two", "--layout", trained / "two" / "run.toml", "--json")
+    assert same.json["change"]["cut"] == []
+
+
+def test_verify(phalanx: Phalanx, one: Path) -> None:
+    assert "step-00000003: every byte is what was saved" in phalanx("verify", "one").out
+    file = values(one / "checkpoints" / "step-00000002")
+    flip(file, -7)
+    assert phalanx("verify", "one").code == 0
+    done = phalanx("verify", "one", "--all", "--json")
+    assert (done.code, done.json["valid"]) == (1, False)
+    assert [(Path(row["path"]).name, row["valid"]) for row in done.json["checkpoints"]] == [
+        ("step-00000003", True), ("step-00000002", False), ("step-00000001", True),
+    ]  # fmt: skip
+    assert done.json["checkpoints"][1]["damages"][0]["ranges"] == [[0, file.stat().st_size]]
+    assert f"{file.name}: it does not have the contents that were saved in bytes 0 to {file.stat().st_size:,}" in done.out
+    assert phalanx("verify", file.parent).code == 1
+    assert phalanx("verify", one / "checkpoints" / "step-00000001").code == 0
+
+
+def test_diff(phalanx: Phalanx, trained: Path, one: Path) -> None:
+    steps = [one / "checkpoints" / f"step-0000000{step}" for step in (1, 2, 3)]
+    same = phalanx("diff", steps[2], trained / "one", "--json")
+    assert (same.code, same.json["same"], same.json["equal"]) == (0, True, 84), same.err
+    assert "All 84 tensors are the same to the bit" in same.out
+    done = phalanx("diff", steps[0], steps[1], "--largest", 3, "--json")
+    assert done.code == 1 and not done.json["same"]
+    assert done.json["beside"]["step"] == {"a": 1, "b": 2}
+    a, b = contents(steps[0]), contents(steps[1])
+    apart = {name: (a[name].double() - b[name].double()).abs().max().item() for name in a if not torch.equal(a[name], b[name])}
+    assert {row["name"]: row["largest"] for row in done.json["different"]} == apart
+    largest = sorted(apart, key=lambda name: (-apart[name], name))
+    assert [row["name"] for row in done.json["different"]] == largest
+    assert all(name in done.out.rpartition("\n{")[0] for name in largest[:3])
+    assert f"… and {len(apart) - 3} more (--largest shows them)" in done.out
+    assert phalanx("diff", trained / "one", trained / "two").code == 1  # other sums, so other last digits
+
+
+def test_what_was_resharded_is_the_same_and_trains_on(phalanx: Phalanx, trained: Path, tmp_path: Path) -> None:
+    done = phalanx("reshard", trained / "two", "pipeline=2,shard=2", "out", "--json")
+    assert done.code == 0, done.err
+    assert (done.json["step"], done.json["ranks"], done.json["layout"]["pipeline"]) == (3, 4, 2)
+    assert phalanx("diff", trained / "two", "out").code == 0
+    assert phalanx("verify", "out").code == 0
+    assert "(4 ranks)" in phalanx("inspect", "out").out
+    run = load(tmp_path / "out" / "run.toml")
+    assert (run.layout.pipeline, run.layout.shard, run.layout.data) == (2, 2, 1)
+    alone = [tiny_trainer(ALONE, run, folder / "checkpoints") for folder in (trained / "two", tmp_path / "out")]
+    for trainer in alone:
+        trainer.restore()
+        trainer.step()
+        trainer.close()
+    assert alone[0].progress.step == 4
+    assert not differing(*(copied(trainer.tensors()) for trainer in alone))
+
+
+def test_export_in_every_format(phalanx: Phalanx, trained: Path, tmp_path: Path) -> None:
+    state = contents(trained / "two" / "checkpoints" / "step-00000003")
+    model = {name.removeprefix("model/"): tensor for name, tensor in state.items() if name.startswith("model/")}
+    done = phalanx("export", trained / "two", "plain", "--format", "safetensors", "--optimizer", "--json")
+    assert done.code == 0 and done.json["tensors"] == 84, done.err
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    assert all(torch.equal(plain[name], tensor) for name, tensor in model.items())
+    assert torch.equal(plain["optimizer/norm.weight/exp_avg"], state["optimizer/norm.weight/exp_avg"])
+    done = phalanx("export", trained / "two", "model.pt", "--format", "torch", "--dtype", "bf16")
+    assert "21 tensors (bfloat16" in done.out, done.err
+    single = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert all(torch.equal(single[name], tensor.bfloat16()) for name, tensor in model.items())
+    done = phalanx("export", trained / "two", "hf", "--json")
+    assert done.code == 0 and done.json["family"] == "llama", done.err
+    there = load_file(tmp_path / "hf" / "model.safetensors")
+    assert torch.equal(there["model.embed_tokens.weight"], model["embed.weight"])
+    done = phalanx("import", "hf", "imported", "--json")
+    assert done.code == 0, done.err
+    back = contents(tmp_path / "imported" / "checkpoints" / "step-00000000")
+    assert {name.removeprefix("model/") for name in back} == set(model)
+    assert all(torch.equal(back[f"model/{name}"], tensor) for name, tensor in model.items())
+    assert phalanx("reshard", "imported", "tensor=2", "cut").code == phalanx("diff", "imported", "cut").code == 0
+
+
+def test_prune(phalanx: Phalanx, one: Path) -> None:
+    folder = one / "checkpoints"
+    shutil.copytree(folder / "step-00000001", folder / "step-00000009.partial")
+    before = sorted(path.name for path in folder.iterdir())
+    dry = phalanx("prune", "one", "--keep-last", 1, "--keep-every", 2, "--dry-run", "--json")
+    assert dry.json["removed"] == [f"one/checkpoints/{name}" for name in ("step-00000001", "step-00000009.partial")], dry.err
+    assert dry.json["kept"] == [f"one/checkpoints/step-0000000{step}" for step in (3, 2)]
+    assert sorted(path.name for path in folder.iterdir()) == before
+    assert phalanx("prune", "one", "--keep-every", 2).code == 0  # the run file keeps three
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000001", "step-00000002", "step-00000003"]
+    flip(values(folder / "step-00000003"), -1)  # the newest is not the newest valid one
+    done = phalanx("prune", "one", "--keep-last", 1, "--json")
+    assert (done.code, done.json["removed"]) == (0, ["one/checkpoints/step-00000001"])
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000003"]
+    assert "left for you to look at" in done.out and "step-00000003 is damaged" in done.out
+    disk.verify(folder / "step-00000002")
+
+
+def test_prune_leaves_a_running_job_and_what_nothing_is_valid_in_alone(phalanx: Phalanx, one: Path) -> None:
+    running = RunDir(one)
+    assert running.take()
+    done = phalanx("prune", "one", "--keep-last", 1)
+    assert done.code == 2 and "one is in use by a running job" in done.err
+    running.release()
+    for path in (one / "checkpoints").iterdir():
+        (path / "commit.json").unlink()
+    done = phalanx("prune", "one", "--keep-last", 1)
+    assert done.code == 2 and "Nothing was removed" in done.err
+    assert len(list((one / "checkpoints").iterdir())) == 3
+    done = phalanx("prune", "one/checkpoints")
+    assert done.code == 2 and "one/checkpoints is not a run directory" in done.err
+
+
+def test_a_checkpoint_alone_is_enough(
+    phalanx: Phalanx, trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lone = Path(shutil.copytree(trained / "two" / "checkpoints" / "step-00000003", tmp_path / "lone"))
+    assert phalanx("inspect", "lone", "--layout", "shard=2").code == 0
+    assert phalanx("reshard", "lone", "data=1", "out").code == phalanx("diff", "lone", "out").code == 0
+    assert phalanx("export", "lone", "hf").code == 0
+    started = tiny_trainer(ALONE, tiny_run("model.from=lone"), tmp_path / "new")
+    started.begin()
+    expected = {name: tensor for name, tensor in contents(lone).items() if name.startswith("model/")}
+    got = {name: tensor for name, tensor in copied(started.tensors()).items() if name.startswith("model/")}
+    assert not differing(expected, got)
+
+
+BAD = {
+    "no such path": (["list", "nowhere"], "nowhere is not a directory"),
+    "a file": (["inspect", "one/run.toml"], "one/run.toml is not a directory"),
+    "nothing to verify": (["verify", "empty"], "empty has no checkpoint to load (there is none in empty/checkpoints)"),
+    "nothing to compare": (["diff", "one", "empty"], "empty has no checkpoint to load"),
+    "unknown degree": (["reshard", "one", "tensr=2", "out"], "did you mean layout.tensor"),
+    "impossible degree": (["inspect", "one", "--layout", "tensor=3"], "layout.tensor = 3 does not divide model.heads = 4"),
+    "no layout": (["inspect", "one", "--layout", "two"], 'The layout "two" is not understood at two'),
+    "missing run file": (["inspect", "one", "--layout", "none.toml"], "none.toml"),
+    "taken place": (["reshard", "one", "tensor=2", "one"], "one is already there"),
+    "unknown name": (["inspect", "one", "--names", "nose"], "--names nose: one/checkpoints/step-00000003 has no such tensor"),
+    "unknown format": (["export", "one", "out", "--format", "onnx"], "--format onnx: choose hf, safetensors, torch"),
+    "unknown dtype": (
+        ["export", "one", "out", "--format", "torch", "--dtype", "int8"],
+        "--dtype int8: choose fp32, bf16, fp16",
+    ),
+    "no size": (["export", "one", "out", "--format", "safetensors", "--shard-size", "big"], "--shard-size big"),
+    "states for transformers": (["export", "one", "out", "--optimizer"], "--optimizer: a Hugging Face folder has no place"),
+    "nothing to keep": (["prune", "one", "--keep-last", "0"], "--keep-last"),
+    "not a run": (["prune", "empty"], "empty is not a run directory, as it has no run.toml"),
+    "damaged": (["diff", "one/checkpoints/step-00000001", "one"], "step-00000001 is damaged: its file state-"),
+}
+
+
+@pytest.mark.parametrize("mistake", BAD)
+def test_mistakes_are_told_and_nothing_is_begun(mistake: str, phalanx: Phalanx, one: Path, tmp_path: Path) -> None:
+    arguments, said = BAD[mistake]
+    (tmp_path / "empty").mkdir()
+    flip(values(one / "checkpoints" / "step-00000001"), 10)
+    before = sorted(tmp_path.rglob("*"))
+    done = phalanx(*arguments)
+    assert (done.code, said in done.err) == (2, True), done.err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_command_itself(trained: Path) -> None:
+    command = [sys.executable, "-P", "-m", "phalanx", "checkpoint", "list", str(trained / "one"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout.splitlines()[-1])["checkpoints"]) == 3
+
+
+def test_checkpoints_at_a_url(phalanx: Phalanx, trained: Path, one: Path) -> None:
+    url = "memory://bucket/checkpoints"
+    done = phalanx("reshard", trained / "two", "pipeline=2", url)
+    assert done.code == 0, done.err
+    assert phalanx("diff", trained / "two", url).code == phalanx("verify", url, "--all").code == 0
+    assert phalanx("export", f"{url}/step-00000003", "hf").code == 0
+    assert phalanx("inspect", url, "--json").json["ranks"] == 2
+    again = phalanx("reshard", trained / "two", "pipeline=2", url)
+    assert again.code == 2 and f"{url}/step-00000003 is already there" in again.err
+    # A run directory whose checkpoints lie there; and what an interrupted save left, which has a name but no marker.
+    text = (one / "run.toml").read_text().replace("[checkpoint]\n", f'[checkpoint]\nurl = "{url}"\n')
+    (one / "run.toml").write_text(text)
+    (at(url) / "step-00000004" / "state-00000-of-00001.safetensors").sink().close()
+    rows = phalanx("list", "one", "--json").json["checkpoints"]
+    assert [(row["step"], row["problem"] is None) for row in rows] == [(4, False), (3, True)]
+    assert phalanx("prune", "one", "--json").json["removed"] == [f"{url}/step-00000004"]
+    assert at(url).entries() == ["step-00000003"]
+    done = phalanx("list", "memory://bucket/none")
+    assert done.code == 2 and "there is nothing at this URL" in done.err

@@ -1,0 +1,105 @@
+"""The process that keeps copies in memory is there while a run trains, has its newest state, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.checkpointing import held, shelf
+from phalanx.checkpointing.stream import Saved
+from phalanx.events.records import Copied, Warned
+from phalanx.events.rundir import RunDir
+from phalanx.launch import copies
+from phalanx.launch.copies import Keeper, keep
+from phalanx.spec.errors import RunError
+from phalanx.spec.layout import Layout
+from phalanx.spec.load import loads
+from phalanx.spec.plan import Plan
+
+
+def folders() -> set[Path]:
+    root = shelf.default_root()
+    return set(root.iterdir()) if root.is_dir() else set()
+
+
+def until_gone(folder: Path, within: float = 5.0) -> bool:
+    deadline = time.monotonic() + within
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not folder.exists()
+
+
+def test_a_run_has_its_newest_state_in_memory_and_a_killed_launcher_leaves_none(workshop: Any) -> None:
+    before = folders()
+    command = ["train", "tiny.toml", "layout.data=2", "train.steps=100000", "checkpoint.memory_every=5", "--run-dir", "run"]
+    started = workshop.start(*command)
+    started.until(lambda: sum(isinstance(event, Copied) for event in workshop.events("run")) >= 2, "two copies")
+    (folder,) = folders() - before
+    told = json.loads((folder / shelf.ADDRESS).read_text())
+    pids = {event.rank: event.pid for event in workshop.events("run") if event.kind == "worker_started"}
+    for pid in pids.values():
+        os.kill(pid, signal.SIGSTOP)  # the holder needs none of them
+    state = held.newest([tuple(told["address"])], told["token"])
+    assert state is not None and state.step % 5 == 0 and state.nodes == {0: (0,), 1: (0,)}
+    place = held.Held(state, told["token"])
+    saved = Saved(place)
+    assert saved.contents["progress"]["step"] == saved.contents["step"] == state.step
+    assert all(torch.isfinite(saved.read(name)).all() for name in saved.names)
+    assert {name.partition("/")[0] for name in saved.names} == {"model", "optimizer"}
+    saved.close()
+    events = workshop.events("run")
+    assert all(event.bytes == state.bytes and not event.peer for event in events if isinstance(event, Copied))
+    assert [event.message for event in events if isinstance(event, Warned)] == [copies.ONE_NODE]
+    os.kill(started.pid, signal.SIGKILL)
+    started.wait()
+    assert until_gone(folder)
+    assert workshop.gone()
+
+
+def run_dir(path: Path) -> RunDir:
+    rundir = RunDir(path)
+    rundir.create()
+    return rundir
+
+
+def test_a_keeper_gives_the_memory_back_also_where_its_process_was_killed(tmp_path: Path) -> None:
+    one, other = Keeper(run_dir(tmp_path)), Keeper(run_dir(tmp_path))
+    assert one.folder != other.folder and one.folder.is_dir()  # two launches beside each other: neither is stale to the other
+    assert one.token not in Path(f"/proc/{one._process.pid}/cmdline").read_text()
+    os.kill(one._process.pid, signal.SIGKILL)
+    one.close()
+    other.close()
+    assert not one.folder.exists() and not other.folder.exists()
+
+
+def test_a_machine_without_room_is_told_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = loads("[train]\nbatch = 1\nsteps = 1\n[checkpoint]\nmemory_every = 5")
+    plan = Plan(
+        layout=Layout(),
+        device="cpu",
+        threads=1,
+        micro_batch=1,
+        accumulation=1,
+        compute="fp32",
+        parameters=70_000_000,
+        flops_per_token=1.0,
+        peak_flops=None,
+    )
+    monkeypatch.setattr(shelf, "available", lambda folder: 1000 << 20)
+    before = folders()
+    with pytest.raises(RunError, match=r"memory_every = 5: .* 70\.0 M parameters take 1,602 MiB .* has 1,000 MiB free"):
+        keep(run, plan, run_dir(tmp_path))
+    assert folders() == before
+    assert keep(loads("[train]\nbatch = 1\nsteps = 1"), plan, run_dir(tmp_path)) is None
+
+
+def test_states_in_files_are_not_copied_into_memory() -> None:
+    with pytest.raises(RunError, match=r'memory_every = 5 .* memory\.offload = "nvme"'):
+        loads('[train]\nbatch = 1\nsteps = 1\n[checkpoint]\nmemory_every = 5\n[memory]\noffload = "nvme"')

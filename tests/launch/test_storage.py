@@ -1,0 +1,77 @@
+"""checkpoint.url, looked at before anything starts: what cannot take checkpoints, and what holds those of another run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fsspec
+import pytest
+from object_store import ACCESS
+from ranks import tiny_run
+
+from phalanx.checkpointing.location import at
+from phalanx.events.rundir import RunDir
+from phalanx.launch.storage import check_owner, places, storage_problems
+from phalanx.spec.dump import dump
+from phalanx.spec.errors import RunError
+from phalanx.spec.run import Run
+
+
+def run_at(url: object, *more: str) -> Run:
+    return tiny_run(f"checkpoint.url={url}", *more)
+
+
+def test_what_cannot_take_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert storage_problems(tiny_run()) == []
+    assert storage_problems(run_at(tmp_path / "new" / "folder")) == []
+    assert storage_problems(run_at(f"file://{tmp_path}/other")) == []
+    (tmp_path / "file").write_text("")
+    (problem,) = storage_problems(run_at(tmp_path / "file" / "below"))
+    assert problem.startswith(f'checkpoint.url = "{tmp_path}/file/below" cannot be used (Not a directory)')
+    (problem,) = storage_problems(run_at("s4://bucket"))
+    assert problem.startswith('checkpoint.url = "s4://bucket" begins with s4://, which is no storage that fsspec knows')
+    (problem,) = storage_problems(run_at("memory://x"))
+    assert "memory of one process" in problem
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(protocol: str) -> None:
+        raise ImportError(f"Please install {protocol}fs")
+
+    monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
+    (problem,) = storage_problems(run_at("s3://bucket/run"))
+    assert problem.endswith("needs a package that is not installed: pip install 'phalanx[s3]'.")
+    (problem,) = storage_problems(run_at("gs://bucket/run"))
+    assert problem.endswith("needs a package that is not installed: Please install gsfs.")
+
+
+def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("s3fs")
+    for key, value in (ACCESS | {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}).items():
+        monkeypatch.setenv(key, value)
+    (problem,) = storage_problems(run_at("s3://bucket/run"))
+    assert "cannot be used (s3://bucket/run cannot be listed: Could not connect" in problem
+
+
+def test_checkpoints_of_another_run_are_left_alone(tmp_path: Path) -> None:
+    run = run_at("s3://bucket/run")
+    path, saved = at("s3://bucket/run/step-00000002"), {"step": 2, "run": dump(run)}
+    check_owner(path, saved, run, new=True, fresh=False)
+    with pytest.raises(RunError, match=r"already holds a run \(step-00000002\) and --fresh was given"):
+        check_owner(path, saved, run, new=True, fresh=True)
+    with pytest.raises(RunError, match=r"other settings \(train.seed: 3 → 4\): name another URL"):
+        check_owner(path, saved, run_at("s3://bucket/run", "train.seed=4"), new=True, fresh=False)
+    over = saved | {"step": run.steps}
+    with pytest.raises(RunError, match=f"has taken all its {run.steps} steps"):
+        check_owner(path, over, run, new=True, fresh=False)
+    check_owner(path, over, run, new=False, fresh=False)
+
+
+def test_where_checkpoints_are_looked_for(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    near, far = str(rundir.checkpoints), "s3://bucket/run"
+    assert [str(place) for place in places(tiny_run(), rundir)] == [near]
+    assert [str(place) for place in places(run_at(far), rundir)] == [far]
+    assert [str(place) for place in places(run_at(far, "checkpoint.local_first=true"), rundir)] == [near, far]
+    with pytest.raises(RunError, match=r"checkpoint.local_first = true uploads to checkpoint.url, which is not given"):
+        tiny_run("checkpoint.local_first=true")

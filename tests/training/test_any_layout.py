@@ -1,0 +1,157 @@
+"""From any layout to any other: what is restored is what was saved, bit for bit, and the run goes on as the first would have.
+
+The layouts are drawn, for models of every kind: dense and with experts, tied and untied; a few pairs that differ in everything are
+proven at each run of the tests, all of them in the slow suite.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import contents
+from ranks import differing, run_ranks, tiny_run, tiny_trainer
+
+from phalanx.events.records import Step
+from phalanx.parallel.mesh import Mesh
+from phalanx.spec.check import check
+from phalanx.spec.layout import Layout
+from phalanx.spec.run import Memory, Run
+from phalanx.verification.layouts import MODELS, generate
+
+BASE = tiny_run(
+    "optimizer.eps=1e-4",  # at 1e-8, Adam makes visible differences of gradients that differ in their last bits
+    "optimizer.learning_rate=1e-3",
+    "optimizer.warmup_steps=0",
+    "precision.compute=fp32",
+)
+BEFORE, AFTER = 3, 5
+"""Steps before the save and after it."""
+OFFLOADS = (Memory(), Memory(offload="cpu"), Memory(), Memory(offload="nvme", offload_buffer=1))
+
+
+def drawn() -> dict[str, list[Run]]:
+    """For each kind of model, layouts of 1 to 8 ranks in an order that nobody chose, with states here, on the host and in files."""
+    found: dict[str, list[Run]] = {kind: [] for kind in MODELS}
+    for ranks, most in ((1, 1), (2, 2), (3, 1), (4, 2), (6, 1), (8, 2)):
+        few: dict[str, int] = dict.fromkeys(MODELS, 0)
+        for run in generate(BASE, ranks, count=15, seed=1):
+            kind = next(kind for kind, model in MODELS.items() if model == run.model)
+            # One sequence in each micro-batch: how many are taken together decides what the balance of experts is measured on.
+            run = replace(run, train=replace(run.train, micro_batch=1, steps=BEFORE + AFTER))
+            if few[kind] < most and not check(run):
+                few[kind] += 1
+                found[kind].append(run)
+    for kind, runs in found.items():
+        random.Random(kind).shuffle(runs)
+        found[kind] = [
+            replace(run, memory=replace(run.memory, offload=one.offload, offload_buffer=one.offload_buffer))
+            for run, one in zip(runs, OFFLOADS * len(runs), strict=False)
+        ]
+    return found
+
+
+def named(kind: str, one: Run, other: Run) -> str:
+    return f"{kind}: {said(one)} → {said(other)}"
+
+
+def said(run: Run) -> str:
+    plain = Layout(data=1)
+    words = [
+        f"{field}={getattr(run.layout, field)}"
+        for field in (
+            "pipeline",
+            "schedule",
+            "data",
+            "shard",
+            "zero",
+            "context",
+            "tensor",
+            "sequence",
+            "expert",
+            "expert_tensor",
+        )
+        if getattr(run.layout, field) != getattr(plain, field)
+    ]
+    return " ".join([*words, *([run.memory.offload] if run.memory.offload != "none" else [])]) or "one rank"
+
+
+PAIRS = {named(kind, one, other): (one, other) for kind, runs in drawn().items() for one, other in pairwise([*runs, runs[0]])}
+
+
+def begin(mesh: Mesh, run: Run, folder: Path) -> list[Any]:
+    """Some steps, a save, and on without a break; what the steps after the save said."""
+    trainer = tiny_trainer(mesh, run, folder / "checkpoints")
+    for _ in range(BEFORE):
+        trainer.step()
+    trainer.save()
+    taken = [trainer.step() for _ in range(AFTER)]
+    trainer.close()
+    return taken
+
+
+def go_on(mesh: Mesh, run: Run, folder: Path, other: Path) -> list[Any]:
+    """The same steps on another layout; what was restored is saved again first."""
+    trainer = tiny_trainer(mesh, run, other / "checkpoints")
+    assert [event.kind for event in trainer.restore(folder / "checkpoints" / f"step-{BEFORE:08d}")] == ["restored"]
+    trainer.save()
+    taken = [trainer.step() for _ in range(AFTER)]
+    trainer.close()
+    return taken
+
+
+def prove(one: Run, other: Run, folder: Path) -> None:
+    first = run_ranks(begin, one.layout.ranks, one, folder / "one", layout=one.layout, timeout=300)[0]
+    second = run_ranks(go_on, other.layout.ranks, other, folder / "one", folder / "other", layout=other.layout, timeout=300)[0]
+    path = Path("checkpoints") / f"step-{BEFORE:08d}"
+    saved, again = contents(folder / "one" / path), contents(folder / "other" / path)
+    assert differing(saved, again) == []
+    assert {name.split("/")[0] for name in saved} == {"model", "optimizer"}
+    assert all(isinstance(step, Step) for step in (*first, *second))
+    for unbroken, resumed in zip(first, second, strict=True):
+        assert (resumed.step, resumed.samples, resumed.batch_digest) == (unbroken.step, unbroken.samples, unbroken.batch_digest)
+        assert resumed.loss == pytest.approx(unbroken.loss, rel=1e-5, abs=0)
+
+
+def of(model: str, memory: Memory | None = None, **degrees: Any) -> Run:
+    train = replace(BASE.train, micro_batch=1, steps=BEFORE + AFTER, sequence_length=48)
+    return replace(BASE, model=MODELS[model], layout=Layout(**{"data": 1} | degrees), train=train, memory=memory or Memory())
+
+
+QUICK = {
+    "tied, from a pipeline to shards in files": (
+        of("gpt", pipeline=2, schedule="zbv"),
+        of("gpt", Memory(offload="nvme", offload_buffer=1), shard=2),
+    ),
+    "experts, from one rank to tensor ranks": (of("moe"), of("moe", tensor=2, sequence=True, expert=2)),
+    "from shards on the host to replicas of a pipeline": (
+        of("dense", Memory(offload="cpu"), shard=2, zero=1),
+        of("dense", data=2, pipeline=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_some_pairs(name: str, tmp_path: Path) -> None:
+    prove(*QUICK[name], tmp_path)
+
+
+def test_the_pairs_cover_what_they_are_drawn_for() -> None:
+    assert len(PAIRS) >= 30
+    runs = [run for pair in PAIRS.values() for run in pair]
+    assert {run.layout.ranks for run in runs} == {1, 2, 3, 4, 6, 8}
+    assert {run.layout.zero for run in runs if run.layout.shard > 1} == {1, 2, 3}
+    assert {run.memory.offload for run in runs} == {"none", "cpu", "nvme"}
+    assert {(run.model.tied, run.model.moe is not None) for run in runs} == {(True, False), (False, False), (False, True)}
+    assert any(run.layout.expert > 1 for run in runs) and any(run.layout.expert_tensor > 1 for run in runs)
+    assert len({run.layout.schedule for run in runs if run.layout.pipeline > 1}) >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAIRS)
+def test_every_pair(name: str, tmp_path: Path) -> None:
+    prove(*PAIRS[name], tmp_path)

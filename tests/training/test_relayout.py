@@ -1,0 +1,162 @@
+"""A resharded checkpoint is, file by file, what the ranks of that layout would have saved."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from checkpoints import saved
+from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
+
+from phalanx.checkpointing import disk
+from phalanx.checkpointing.find import one
+from phalanx.checkpointing.location import at
+from phalanx.checkpointing.reshard import Cuts, needs
+from phalanx.checkpointing.stream import Saved
+from phalanx.checkpointing.tell import tensors
+from phalanx.parallel.mesh import Mesh
+from phalanx.spec.dump import dump
+from phalanx.spec.errors import RunError
+from phalanx.spec.layout import Layout
+from phalanx.spec.load import load
+from phalanx.spec.run import Run
+from phalanx.training.relayout import as_saved, laid_out, write
+
+MOE = ("model.moe.experts=4", "model.moe.active=2", "model.moe.ffn=16", "model.moe.bias_rate=0.1")
+CASES = {
+    "tensor=2": (),
+    "pipeline=2,shard=2": (),
+    "data=2,shard=2,zero=1": ("optimizer.name=muon",),
+    "data=2,expert=2,context=2": MOE,
+    "shard=2,tensor=2": ("model.tied=true", "precision.compute=bf16"),
+}
+
+
+def trained(run: Run, folder: Path) -> Path:
+    """A checkpoint of a few steps on one rank, in a run directory; where it is."""
+    alone = Mesh(ALONE.place, ALONE.device, Layout(data=1))
+    run = replace(run, layout=alone.layout)
+    trainer = tiny_trainer(alone, run, folder / "checkpoints")
+    for _ in range(2):
+        trainer.step()
+    path = Path(trainer.save().path)
+    trainer.close()
+    (folder / "run.toml").write_text(dump(run))
+    return path
+
+
+def saved_again(mesh: Mesh, run: Run, path: Path, folder: Path) -> Path:
+    trainer = tiny_trainer(mesh, run, folder)
+    trainer.restore(path)
+    again = Path(trainer.save().path)
+    trainer.close()
+    return again
+
+
+def resharded(path: Path, asked: str, out: Path) -> Path:
+    found = one(path)
+    saved = Saved(found.checkpoint)
+    try:
+        return Path(str(write(saved, found, laid_out(found, saved.contents, asked), str(out))))
+    finally:
+        saved.close()
+
+
+@pytest.mark.parametrize("asked", CASES)
+def test_its_files_are_those_that_the_layout_would_have_saved(asked: str, tmp_path: Path) -> None:
+    run = tiny_run(*CASES[asked])
+    path = trained(run, tmp_path / "run")
+    out = resharded(path, asked, tmp_path / "out")
+    layout = load(tmp_path / "out" / "run.toml").layout
+    expected, *_ = run_ranks(saved_again, layout.ranks, run, path, tmp_path / "expected", layout=layout)
+    names = sorted(file.name for file in expected.iterdir())
+    assert sorted(file.name for file in out.iterdir()) == names and len(names) == 2 * layout.ranks + 1
+    for name in names:
+        if name != "commit.json":
+            assert (out / name).read_bytes() == (expected / name).read_bytes(), name
+    ours, theirs = disk.read_marker(out), disk.read_marker(expected)
+    for key in ("step", "progress", "seed", "data", "layout", "names", "files"):
+        assert ours[key] == theirs[key], key
+    assert json.loads(ours["plan"])["layout"] == asdict(layout) == json.loads(theirs["plan"])["layout"]
+    assert json.loads(ours["plan"])["accumulation"] == json.loads(theirs["plan"])["accumulation"]
+
+
+def test_the_way_there_and_back_loses_nothing(tmp_path: Path) -> None:
+    run = tiny_run()
+    path = trained(run, tmp_path / "run")
+    there = resharded(path, "pipeline=2,tensor=2", tmp_path / "there")
+    back = resharded(there.parent.parent, "data=1", tmp_path / "back")
+    assert (back / "state-00000-of-00001.safetensors").read_bytes() == (path / "state-00000-of-00001.safetensors").read_bytes()
+    trainers = [tiny_trainer(ALONE, run, tmp_path / "none") for _ in range(2)]
+    for trainer, place in zip(trainers, (path, there), strict=True):
+        trainer.restore(place)
+        trainer.step()
+    assert not differing(*(copied(trainer.tensors()) for trainer in trainers))
+
+
+def test_a_layout_of_a_run_file_and_one_that_saved(tmp_path: Path) -> None:
+    path = trained(tiny_run(), tmp_path / "run")
+    found, marker = one(path), disk.read_marker(path)
+    other = tmp_path / "other.toml"
+    other.write_text(dump(tiny_run("layout.tensor=2", "layout.sequence=true", "layout.data=2")))
+    assert laid_out(found, marker, str(other)).layout == Layout(tensor=2, sequence=True, data=2)
+    assert laid_out(found, marker, " layout.tensor = 2, zero=3 ").layout == Layout(tensor=2, data=1)
+    then = as_saved(found, marker)
+    assert then is not None and then.layout == Layout(data=1) and then.distinct == [0]
+    # Only the first of each two replicas holds something that no other rank looked at does.
+    assert laid_out(found, marker, "data=2,tensor=2,pipeline=2").distinct == [0, 1, 4, 5]
+
+
+def test_what_ranks_would_read_adds_up(tmp_path: Path) -> None:
+    path = trained(tiny_run(), tmp_path / "run")
+    found, marker = one(path), disk.read_marker(path)
+    held = tensors(at(path), marker)
+    laid = laid_out(found, marker, "pipeline=2,shard=2")
+    cuts: Cuts = {}
+    read = list(needs(held, laid.holds, laid.distinct, cuts))
+    numbers = sum(one.bytes for name, one in held.items() if name.endswith("/step"))
+    whole = sum(one.bytes for one in held.values())
+    assert [one.files for one in read] == [1] * 4
+    assert sum(one.bytes for one in read) == whole + numbers  # a single number is read by both ranks of its stage
+    assert cuts["model/embed.weight"] == {((0, 0), (129, 32)), ((129, 0), (128, 32))}
+
+
+def test_what_cannot_be_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    path = trained(tiny_run(), tmp_path / "run")
+    for asked, said in {
+        "tensor=3": "layout.tensor = 3 does not divide model.heads = 4",
+        "tensr=2": "did you mean layout.tensor",
+        "tensor=two": "layout.tensor",
+        "tensor": 'The layout "tensor" is not understood at tensor: give degrees such as tensor=2',
+        "": "is not understood: give degrees",
+        "none.toml": "none.toml",
+    }.items():
+        with pytest.raises(RunError, match=said):
+            resharded(path, asked, tmp_path / "out")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    with pytest.raises(RunError, match="taken is already there"):
+        resharded(path, "tensor=2", tmp_path / "taken")
+    found = one(path)
+    with pytest.raises(RunError, match=r"holds 2 replicas, each with a state of its own .*: take data=2"):
+        laid_out(found, disk.read_marker(path) | {"replicas": 2}, "data=4")
+    smaller = (tmp_path / "run" / "run.toml").read_text().replace("ffn = 64", "ffn = 32")
+    (tmp_path / "run" / "run.toml").write_text(smaller)
+    with pytest.raises(
+        RunError, match=r"has model/blocks.0.mlp.gate.weight of shape \[64, 32\], the model of its run file \[32, 32\]"
+    ):
+        resharded(path, "tensor=2", tmp_path / "out")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["run", "taken"]
+
+
+def test_tensors_that_no_rank_would_hold_are_not_lost_in_silence(tmp_path: Path) -> None:
+    path = trained(tiny_run(), tmp_path / "run")
+    source = Saved(path)
+    state = {name: source.read(name) for name in source.names} | {"model/extra": source.read("model/norm.weight")}
+    contents = {key: source.contents[key] for key in ("progress", "seed", "data", "run", "plan", "layout")}
+    more = saved(tmp_path / "more", 2, state, contents, ALONE)
+    with pytest.raises(RunError, match="holds model/extra, which no rank of the layout would"):
+        resharded(more, "tensor=2", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
