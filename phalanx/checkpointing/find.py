@@ -85,8 +85,12 @@ def one(path: Path | str) -> Found:
 
 def there(path: Path | str) -> Location:
     """The folder that a person named, or RunError where there is none."""
-    place = at(path)
-    if not place.is_folder():
+    try:
+        place = at(path)
+        found = place.is_folder()
+    except (OSError, ValueError, ImportError) as error:  # as fsspec says that it does not know a store, or cannot reach it
+        raise RunError([f"{path} cannot be looked at ({error}): see that it is right and can be reached from here."]) from None
+    if not found:
         what = "there is nothing at this URL" if is_url(path) else "is not a directory"
         raise RunError([f"{path} {what}: name a checkpoint such as {_EXAMPLE}, or a run directory."])
     return place

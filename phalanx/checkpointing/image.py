@@ -36,6 +36,7 @@ def about(file: str, size: int, tensors: int, sums: list[int], boxes: Sequence[B
     found = {"file": file, "bytes": size, "tensors": tensors, "block": BLOCK, "crc32": sums}
     if boxes is None:
         return found
+    found["header"] = zlib.crc32(header(boxes))  # so that whoever looks for boxes need not read a block to trust its first page
     # As one string: whoever reads thousands of these for their checksums has no need to take it apart.
     return found | {"boxes": ";".join(" ".join(map(str, (mark(box.name), *box.offset, *box.shape))) for box in boxes)}
 
@@ -85,9 +86,17 @@ def boxes(file: Checked, size: int) -> list[Box]:
     length = int.from_bytes(start, "little")
     if length > size - 8:
         raise ValueError(f"a header of {length} bytes does not fit into {size}")
-    text = bytearray(length)
-    file.read(8, memoryview(text), ahead=False)  # perhaps nothing else of this file is needed
-    table = json.loads(text)
+    text = bytearray(8 + length)
+    file.read(0, memoryview(text), ahead=False)  # perhaps nothing else of this file is needed
+    return parsed(text)
+
+
+def parsed(head: bytes | bytearray) -> list[Box]:
+    """The boxes that a header tells of, in order; ValueError, KeyError or TypeError where it is not one of these."""
+    length = len(head) - 8
+    if int.from_bytes(head[:8], "little") != length:
+        raise ValueError(f"it announces another length than {length} bytes")
+    table = json.loads(head[8:])
     places = json.loads(table.pop("__metadata__")[_PLACES])
     found = []
     for name, entry in table.items():

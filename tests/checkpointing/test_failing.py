@@ -119,8 +119,10 @@ def train(mesh: Mesh, folder: Path, breaking: Breaking, trouble: Trouble, asynch
     return told, None
 
 
-@pytest.mark.parametrize("asynchronous", [True, False], ids=["behind", "waited for"])
-@pytest.mark.parametrize("breaking", BREAKING, ids=lambda breaking: breaking.__name__)
+@pytest.mark.parametrize(
+    ("breaking", "asynchronous"),
+    [(part_of_rank_1, True), (part_of_rank_1, False), (commit_of_rank_0, True), (sync_of_rank_1, True), (beginning, True)],
+)
 def test_a_failed_save_is_told_and_the_run_goes_on(breaking: Breaking, asynchronous: bool, tmp_path: Path) -> None:
     layout = Layout(data=1, shard=2)
     results = run_ranks(train, 2, tmp_path, breaking, Trouble(4), asynchronous, layout=layout)
@@ -136,7 +138,7 @@ def test_a_failed_save_is_told_and_the_run_goes_on(breaking: Breaking, asynchron
     disk.verify(tmp_path / "step-00000006")
 
 
-@pytest.mark.parametrize("breaking", BREAKING, ids=lambda breaking: breaking.__name__)
+@pytest.mark.parametrize("breaking", [part_of_rank_1, commit_of_rank_0])
 def test_a_run_whose_last_save_fails_says_so_by_failing(breaking: Breaking, tmp_path: Path) -> None:
     results = run_ranks(train, 2, tmp_path, breaking, Trouble(4, 6), True)
     for told, failure in results:

@@ -220,7 +220,7 @@ def test_a_save_killed_between_any_two_of_its_writes_leaves_the_old_or_the_new(t
         assert len(check_all(tmp_path)) == 2
         path.rename(tmp_path / "step-00000002.removed.partial")
         disk.prune(tmp_path, 1, at(tmp_path / "step-00000001"))
-    assert call > 20
+    assert call > 15
 
 
 def test_a_replacement_killed_between_any_two_of_its_writes_leaves_the_old_or_the_new(tmp_path: Path) -> None:
@@ -235,4 +235,4 @@ def test_a_replacement_killed_between_any_two_of_its_writes_leaves_the_old_or_th
         path = saved(tmp_path, 1, state(1001), {"value": 1001}, ALONE)
         disk.prune(tmp_path, 1, at(path))
         assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
-    assert call > 20
+    assert call > 15

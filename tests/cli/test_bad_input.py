@@ -340,8 +340,6 @@ def test_checkpoint_that_lost_its_parts(refuse: Refuse, run: Path) -> None:
     refuse("generate", newest.relative_to(run.parent), parts=("step-00000008", "missing"))
     (newest / "commit.json").write_text("{")
     refuse("generate", newest.relative_to(run.parent), parts=("step-00000008", "commit.json"))
-    (run / "run.toml").unlink()
-    refuse("generate", "run", parts=("run/run.toml",))
 
 
 def test_checkpoint_of_a_broken_run_file(refuse: Refuse, run: Path) -> None:

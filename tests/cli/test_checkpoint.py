@@ -327,3 +327,5 @@ def test_checkpoints_at_a_url(phalanx: Phalanx, trained: Path, one: Path) -> Non
     assert at(url).entries() == ["step-00000003"]
     done = phalanx("list", "memory://bucket/none")
     assert done.code == 2 and "there is nothing at this URL" in done.err
+    done = phalanx("list", "nostore://bucket/none")
+    assert done.code == 2 and "nostore://bucket/none cannot be looked at" in done.err

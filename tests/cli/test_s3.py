@@ -75,6 +75,7 @@ def test_killed_in_the_middle_of_a_save_and_resumed(workshop: Any, store: Store,
     assert markers == [f"run/step-{step:08d}/commit.json" for step in (6, 8)]
 
 
+@pytest.mark.slow
 def test_saved_near_by_uploaded_and_resumed_without_the_run_directory(
     workshop: Any, store: Store, finished: Any, losses: Any
 ) -> None:

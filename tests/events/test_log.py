@@ -21,6 +21,8 @@ from phalanx.events.records import KINDS, Event, Finished, Step, Warned, decode,
 from phalanx.events.rundir import RunDir
 
 VALUES: dict[str, Any] = {
+    "list[int]": [3, 4],
+    "bool": True,
     "int": 7,
     "float": 0.1 + 0.2,  # needs all its digits
     "str": 'Ünïcode, "quotes", a\ttab\nand\u2028a line separator',
