@@ -195,8 +195,9 @@ def newest(
         try:
             read_marker(path)
         except DamagedCheckpoint as error:
-            damaged.append(error)
-            continue
+            if path.renames or (path / MARKER).size() is not None:
+                damaged.append(error)
+            continue  # in a store, a folder without a marker is only what a killed save left
         return path, damaged
     return None, damaged
 

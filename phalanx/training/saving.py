@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from phalanx._version import __version__
@@ -86,6 +87,7 @@ class Saving:
             "seed": self._run.train.seed,
             "data": self._data.fingerprint,
             "version": __version__,
+            "torch": torch.__version__,
             "layout": asdict(self._plan.layout),
             "run": dump(self._run),
             "plan": self._plan.to_json(),

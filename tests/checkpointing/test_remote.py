@@ -115,6 +115,8 @@ def written(place: Location, step: int, value: int) -> Location:
 
 def test_only_a_marker_makes_a_checkpoint_and_leftovers_go(s3: Store) -> None:
     place = at(f"s3://{s3.bucket()}/run")
+    blocks.write(disk.begin(place, 1) / image.file_name(0, 1), [b"half"])
+    assert disk.newest(place) == (None, []), "a first save that was killed is no checkpoint: the run begins again"
     for step in (1, 2, 3):
         written(place, step, step)
     interrupted = disk.begin(place, 2)  # a step that is taken again, and killed

@@ -231,7 +231,7 @@ def test_told_to_stop_at_once(workshop: Any, delay: float) -> None:
 
 
 def test_asked_twice_it_does_not_wait(workshop: Any) -> None:
-    slow = workshop.sabotage("import time, phalanx.training.trainer as t\nt.save = lambda *a: time.sleep(600)")
+    slow = workshop.sabotage("import time, phalanx.checkpointing.disk as d\nd.commit = lambda *a: time.sleep(600)")
     command = workshop.start("train", "tiny.toml", "train.steps=5000", "checkpoint.every=5000", "layout.data=2", env=slow)
     command.until(workshop.reached("runs/tiny", 5), "step 5")
     command.process.send_signal(signal.SIGTERM)

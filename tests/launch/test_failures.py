@@ -133,11 +133,11 @@ def test_killed_parent_of_the_workers(workshop: Any, moment: str) -> None:
 
 SLOW_SAVING = """
 import pathlib, time
-from phalanx.training import trainer
-def save(*_):
+from phalanx.checkpointing import disk
+def commit(*_):
     pathlib.Path("saving").touch()
     time.sleep(600)
-trainer.save = save
+disk.commit = commit
 """
 
 
