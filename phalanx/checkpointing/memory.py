@@ -72,7 +72,8 @@ class _Slot(Staging):
 
     def map(self, size: int) -> None:
         """Now, in whatever thread this is: it has to be known whether it can be had."""
-        self._allocate(size)
+        if (problem := self._allocate(size)) is not None:
+            raise MemoryError(problem)
 
 
 class MemoryCopies:

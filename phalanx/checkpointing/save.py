@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from phalanx.checkpointing import disk, image
@@ -22,7 +21,6 @@ from phalanx.checkpointing.files import Holding, Writer, laid_out, live
 from phalanx.checkpointing.load import reason
 from phalanx.checkpointing.location import Location
 from phalanx.checkpointing.pieces import Piece, SavePieces, pieces, written
-from phalanx.checkpointing.quiet import quiet
 from phalanx.checkpointing.staging import Staging
 
 _LOOK = 0.02  # seconds between two looks at whether all ranks have written
@@ -70,6 +68,8 @@ class Outcome:
     """Seconds of those that training stood still for it, on rank 0: this process, or its device."""
     write: float = 0.0
     """Seconds of those from the first byte that rank 0 wrote until it was a checkpoint."""
+    note: str | None = None
+    """What a person should know of it all the same."""
 
 
 class Saver:
@@ -108,18 +108,20 @@ class Saver:
         holding = Holding(
             self._ranks.stage, {n: p.whole_bytes for n, p in held.items()} if self._ranks.speaks_for_stage else None
         )
-        if not wait:
-            self._staging.begin(parts)
+        no_copy = None if wait else self._staging.begin(parts)
+        direct = wait or no_copy is not None
         file = image.file_name(self._ranks.rank, self._ranks.ranks)
-        writer = Writer(folder, file, parts, partial(live, parts) if wait else self._staging.chunks, holding)
+        writer = Writer(folder, file, parts, partial(live, parts) if direct else self._staging.chunks, holding)
         self._stall = time.perf_counter() - started
         self._thread = threading.Thread(
             target=self._write,
-            args=(folder, writer, SavePieces(parts), contents | {"step": step}, (started, wait)),
+            args=(folder, writer, SavePieces(parts), contents | {"step": step}, (started, direct, no_copy)),
             name=f"save of step {step}",
             daemon=True,
         )
         self._thread.start()
+        if no_copy is not None:
+            self._thread.join()  # this rank alone: the others' copies may have found room
         return [*ended, *self.settle()] if wait else ended
 
     def _begin(self, step: int) -> Location | Outcome:
@@ -139,14 +141,21 @@ class Saver:
         return folder.parent / f"{folder.name}{disk.PARTIAL}" if folder.renames else folder
 
     def _write(
-        self, folder: Location, writer: Writer, planner: SavePieces, contents: dict[str, Any], how: tuple[float, bool]
+        self,
+        folder: Location,
+        writer: Writer,
+        planner: SavePieces,
+        contents: dict[str, Any],
+        how: tuple[float, bool, str | None],
     ) -> None:
         """In a thread of its own: this rank's file; on rank 0 also the commit."""
-        (started, waited), step = how, contents["step"]
-        key, failure = self._key, None
+        (started, waited, no_copy), step = how, contents["step"]
+        key, failure, note = self._key, None, None
+        if no_copy is not None:
+            note = f"There is no memory for a copy of the state on rank 0 ({no_copy}): training waited until step {step} was written."
         try:
-            with quiet():
-                dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
+            # What torch's `save` does for one process; in a thread it would also change the warnings of all others.
+            writer.write_data(planner.create_local_plan(), planner).wait()
         except BaseException as error:
             failure = reason(error)
             self._ranks.tell(f"{key}-why-{self._ranks.tally(f'{key}-failed', 1)}", f"rank {self._ranks.rank}: {failure}")
@@ -163,11 +172,13 @@ class Saver:
                     disk.commit(folder, contents, self._ranks.ranks)
             except BaseException as error:
                 failure = f"rank 0: {reason(error)}"
-            failure = self._tidy(folder, path, failure)
+            note = self._tidy(folder, path, failure) or note
         write = time.perf_counter() - writer.begun
         whole = time.perf_counter() - started
         stall = whole if waited else self._stall + self._staging.waited()
-        self._found = Outcome(step=step, path=str(path), failure=failure, bytes=size, seconds=whole, stall=stall, write=write)
+        self._found = Outcome(
+            step=step, path=str(path), failure=failure, bytes=size, seconds=whole, stall=stall, write=write, note=note
+        )
 
     def _wait_for_all(self, done: str) -> None:
         while self._ranks.tally(done, 0) < self._ranks.ranks:
@@ -183,8 +194,8 @@ class Saver:
             elif self._retain is not None:
                 self._retain(path)
         except Exception as error:
-            return failure or f"it is there, but what it replaces cannot be removed: {reason(error)}"
-        return failure
+            return f"{path} is complete, but what it replaces could not be removed: {reason(error)}."
+        return None
 
     def release(self) -> None:
         """Wait until the state may change. The copy of it has been made beside what this process did since the save began."""

@@ -16,7 +16,6 @@ import json
 import os
 import shutil
 import stat
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -25,12 +24,12 @@ from typing import Any
 
 from phalanx.checkpointing import image
 from phalanx.checkpointing.location import Local
+from phalanx.checkpointing.room import free_memory
 
 SLOTS = ("a", "b")
 LOCK = "lock"
 ADDRESS = "holder.json"
 _SEALED = ".json"
-_CGROUP = Path("/sys/fs/cgroup")
 _USED = 0.9  # of the free memory may be taken: the rest of the machine lives on
 
 
@@ -167,20 +166,7 @@ class Shelf:
 def available(folder: Path) -> int:
     """Bytes that can be had there: of the file system, which a container often keeps small, and of the machine."""
     found = os.statvfs(folder)
-    free = found.f_bavail * found.f_frsize
-    with open("/proc/meminfo") as lines:
-        memory = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), free)
-    return max(0, min(free, memory, _allowed(_CGROUP)))
-
-
-def _allowed(group: Path) -> int:
-    """Bytes that this container may still take: files that are only cached would make room."""
-    try:
-        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # "max", or no such limits here
-        return sys.maxsize
-    return limit - used + int(cached.get("inactive_file", 0)) + int(cached.get("active_file", 0))
+    return min(found.f_bavail * found.f_frsize, free_memory())
 
 
 def default_root() -> Path:

@@ -15,6 +15,7 @@ from torch import Tensor
 from phalanx.checkpointing.blocks import BLOCK
 from phalanx.checkpointing.files import raw
 from phalanx.checkpointing.pieces import Part
+from phalanx.checkpointing.room import free_memory
 
 
 class Staging:
@@ -39,33 +40,41 @@ class Staging:
         self._ready = threading.Thread(target=self._allocate, args=(size,), name="staging", daemon=True)
         self._ready.start()
 
-    def _allocate(self, size: int) -> None:
+    def _allocate(self, size: int) -> str | None:
+        """Why it cannot be had; None where it is there."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        memory = self._obtain(size)
+        try:
+            memory = self._obtain(size)
+        except (OSError, MemoryError) as error:
+            return str(error)
         if self._device.type == "cuda" and size:
             problem = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)
             if int(problem) != 0:
-                raise RuntimeError(f"the copy of the state, {size} bytes, cannot be pinned in memory: {problem}")
+                return f"{size / 1e9:.2f} GB cannot be pinned ({problem})"
         self._memory = memory
+        return None
 
     def _obtain(self, size: int) -> Tensor:
+        if size > (free := free_memory()):
+            raise MemoryError(f"{size / 1e9:.2f} GB are needed for it, and {free / 1e9:.2f} GB are free")
         # From the system rather than from torch, which would round up to a power of two where it pins; in large pages, and each
         # touched once now, so that no copy into it waits for the system.
         area = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         area.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(area, dtype=torch.uint8, count=size).zero_() if size else torch.empty(0, dtype=torch.uint8)
 
-    def begin(self, parts: list[Part]) -> None:
+    def begin(self, parts: list[Part]) -> str | None:
         """Copy the parts as they are now, beside whatever this process does next: until `release`, nothing but what is not steady
-        may change."""
+        may change. Returns why there can be no copy, if so."""
         size = sum(part.bytes for part in parts)
         if self._ready is not None:
             self._ready.join()
             self._ready = None
         if self._memory is None or self._memory.numel() != size:
             self._release()
-            self._allocate(size)
+            if (problem := self._allocate(size)) is not None:
+                return problem
         assert self._memory is not None
         self._problem = None
         later, begin = [], 0
@@ -78,6 +87,7 @@ class Staging:
                 _copy(part, region)
         self._copying = threading.Thread(target=self._copy_all, args=(later, self._now()), name="copying", daemon=True)
         self._copying.start()
+        return None
 
     def _now(self) -> torch.cuda.Event | None:
         """What the device has been told so far."""

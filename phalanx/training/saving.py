@@ -20,7 +20,7 @@ from phalanx.checkpointing.pieces import Piece
 from phalanx.checkpointing.reference import Reference
 from phalanx.checkpointing.save import Outcome, Saver
 from phalanx.data.dataset import Dataset
-from phalanx.events.records import CheckpointDamaged, Event, Restored, Saved, SaveFailed
+from phalanx.events.records import CheckpointDamaged, Event, Restored, Saved, SaveFailed, Warned
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import PhalanxError, RunFailed
@@ -98,7 +98,7 @@ class Saving:
 
     def ended(self) -> list[Event]:
         """What has ended since this was asked last; rank 0 tells."""
-        ended = [_event(outcome) for outcome in self._saver.ended()] if self._mesh.rank == 0 else []
+        ended = _events(self._saver.ended()) if self._mesh.rank == 0 else []
         return [*ended, *self._copying.ended(), *(self._exports.ended() if self._exports else []), *self._uploads.ended()]
 
     def release(self) -> None:
@@ -140,7 +140,7 @@ class Saving:
             self.failure = last.failure
             if last.failure is None:
                 self.step = last.step
-        return [_event(outcome) for outcome in outcomes]
+        return _events(outcomes)
 
     def _retain(self, saved: Location) -> None:
         """On rank 0, in the thread that saves, when a checkpoint is complete."""
@@ -159,6 +159,7 @@ class Saving:
 
     def restore(self, tensors: Mapping[str, Piece], path: Path | Location | None) -> tuple[Progress | None, list[Event]]:
         """Fill the tensors from `path`, or from the newest valid checkpoint, all ranks together; None where there is none."""
+        self.release()
         events: list[Event] = []
         passed: set[str] = set()
         if self._mesh.rank == 0 and not path:
@@ -210,6 +211,10 @@ class Saving:
         self._copying.close()
         if self._exports is not None:
             self._exports.close()
+
+
+def _events(outcomes: list[Outcome]) -> list[Event]:
+    return [event for one in outcomes for event in (*([Warned(message=one.note)] if one.note else []), _event(one))]
 
 
 def _event(outcome: Outcome) -> Event:

@@ -61,10 +61,12 @@ def _grouped(a: Tensor, b: Tensor, *rest: Any, **settings: Any) -> int:
     return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
+_KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 _FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_registry,
-    # What torch's own table leaves out. Like it, attention is counted as if every query saw every key.
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    # What torch's own table leaves out, or in older versions refuses: fewer heads for keys than for queries. Like it, attention is
+    # counted as if every query saw every key.
+    **{getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}"): _attention for kernel in _KERNELS},
+    **{getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward"): _attention_backward for kernel in _KERNELS},
     torch.ops.aten._grouped_mm: _grouped,
 }

@@ -12,7 +12,7 @@ import pytest
 from checkpoints import contents, various
 from ranks import ALONE, differing, run_ranks, tiny_run, tiny_trainer
 
-from phalanx.checkpointing import disk, location
+from phalanx.checkpointing import disk, location, staging
 from phalanx.checkpointing.location import Local, at
 from phalanx.checkpointing.save import Saver
 from phalanx.events.records import Saved, SaveFailed, Step
@@ -190,8 +190,30 @@ def test_what_cannot_be_removed_afterwards_is_told_but_the_checkpoint_is_there(t
 
     saver = Saver(at(tmp_path), ALONE, retain)
     (ended,) = saver.save(1, various(1), {}, wait=True)
-    assert ended.failure == "it is there, but what it replaces cannot be removed: Read-only file system"
+    assert ended.failure is None
+    assert (
+        ended.note
+        == f"{tmp_path / 'step-00000001'} is complete, but what it replaces could not be removed: Read-only file system."
+    )
     disk.verify(tmp_path / "step-00000001")
+    saver.close()
+
+
+def test_without_memory_for_a_copy_the_save_is_waited_for_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "free_memory", lambda: 1000)
+    saver, tensors = Saver(at(tmp_path), ALONE), various(1)
+    saver.prepare(tensors)
+    assert saver.save(1, tensors, {}, wait=False) == []
+    for tensor in tensors.values():
+        tensor.zero_()  # what changes from here on is not in it
+    (ended,) = saver.settle()
+    assert ended.failure is None and ended.stall == ended.seconds
+    assert ended.note is not None and "GB are needed for it, and 0.00 GB are free" in ended.note
+    assert differing(contents(tmp_path / "step-00000001"), {name: t for name, t in various(1).items() if t.numel()}) == []
+    monkeypatch.undo()
+    assert saver.save(2, various(2), {}, wait=False) == []  # there is room again
+    (ended,) = saver.settle()
+    assert ended.note is None
     saver.close()
 
 

@@ -21,7 +21,7 @@ from holders import TOKEN, Node, nodes
 from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
 from torch import Tensor
 
-from phalanx.checkpointing import disk, held, shelf, wire
+from phalanx.checkpointing import disk, held, room, shelf, wire
 from phalanx.checkpointing.held import Held
 from phalanx.checkpointing.holder import Holder
 from phalanx.checkpointing.load import load
@@ -295,9 +295,9 @@ def test_too_little_memory_is_said_with_its_numbers_and_no_copy_is_tried(
 def test_a_container_may_take_less_than_the_machine_has(tmp_path: Path) -> None:
     for name, text in (("max", "1000"), ("current", "700"), ("stat", "anon 1\ninactive_file 30\nactive_file 20\n")):
         (tmp_path / f"memory.{name}").write_text(text)
-    assert shelf._allowed(tmp_path) == 350
+    assert room._allowed(tmp_path) == 350
     (tmp_path / "memory.max").write_text("max\n")
-    assert shelf._allowed(tmp_path) == sys.maxsize
+    assert room._allowed(tmp_path) == sys.maxsize
 
 
 def test_a_peer_that_is_gone_is_told_and_the_copy_counts_while_its_own_node_lives(tmp_path: Path) -> None:
