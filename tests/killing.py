@@ -146,6 +146,10 @@ def campaign(folder: Path, kills: int, seed: int, reference: Path) -> Counter[st
         assert {step for step, _, _ in taken} == set(expected)
         assert [one for one in taken if expected[one[0]] != one[1:]] == [], "a step's result differs"
         equal(victim, reference)
+        print(
+            f"victim {victim.name}: {killed.total()} kills so far, {len(taken)} steps taken, each as in the undisturbed run",
+            flush=True,
+        )
     return killed
 
 

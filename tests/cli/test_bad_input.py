@@ -154,8 +154,7 @@ def test_key(refuse: Refuse, case: str) -> None:
     "override",
     [
         "cluster.launcher=ray", "cluster.nodes=2", "cluster.gpu=h100",
-        "checkpoint.asynchronous=true", "checkpoint.export_hf=true", "resilience.restarts=1",
-        "resilience.spares=1", "watch.page=true",
+        "resilience.restarts=1", "resilience.spares=1", "watch.page=true",
     ],
 )  # fmt: skip
 def test_key_that_is_not_built_yet(refuse: Refuse, override: str) -> None:

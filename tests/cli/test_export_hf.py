@@ -55,6 +55,7 @@ def there_and_back(shop: Any, family: str, *overrides: str) -> None:
     assert after[0] < before[0] - 0.05 and after[-1] < after[0]
 
 
+@pytest.mark.slow
 def test_there_and_back(workshop: Any) -> None:
     there_and_back(workshop, "llama", "layout.data=2")
 

@@ -102,6 +102,7 @@ def shop(workshop: Any) -> Any:
     return workshop
 
 
+@pytest.mark.slow
 def test_an_imported_model_learns_the_answers(shop: Any) -> None:
     ended = shop.run("train", "tune.toml", "--run-dir", "tuned", "--json")
     assert ended.code == 0, ended

@@ -39,6 +39,7 @@ def names(store: Store, bucket: str) -> list[str]:
     return [found["Key"] for found in client.list_objects_v2(Bucket=bucket).get("Contents", [])]
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_a_save_and_resumed(workshop: Any, store: Store, finished: Any, losses: Any) -> None:
     straight = losses(finished(2).workshop.events("ranks-2"))
     bucket, held = store.bucket(), threading.Event()

@@ -18,7 +18,6 @@ from phalanx.data.tokenfile import TokenFiles
 from phalanx.data.tokenize import ByteTokenizer, tokenizer
 from phalanx.data.tokenwriter import write_token_files
 from phalanx.evaluation.loss import Measured, Meter, held_out, text_bytes, whole
-from phalanx.parallel.mesh import connect
 from phalanx.spec.load import loads
 
 TEXTS = ["one small text", "another one, somewhat longer than that", "x", "the last: äöü"]
@@ -143,7 +142,7 @@ def test_held_out_loss_is_what_training_computes(tmp_path: Path, packing: str, m
     numbers = json.dumps([" ".join(str(i * j) for j in range(9)) for i in range(60)])
     words = json.dumps([f"some words, {i} times" for i in range(60)])
     run = loads(MIXED.format(packing=packing, mask=mask, numbers=numbers, words=words))
-    trainer = tiny_trainer(connect(ALONE, "cpu", 60.0), run, tmp_path / "checkpoints")
+    trainer = tiny_trainer(ALONE, run, tmp_path / "checkpoints")
     trainer.step()
     told = trainer.evaluate()
     trainer.close()

@@ -197,6 +197,7 @@ def loads_of(directory: Path, steps: int, *overrides: str) -> list[float]:
     return [step.expert_load for step in taken if isinstance(step, Step) and step.expert_load is not None]
 
 
+@pytest.mark.slow
 def test_the_bias_alone_evens_the_load_out_within_200_steps(tmp_path: Path) -> None:
     assert loads_of(tmp_path, 200)[-1] < 1.3  # over the last 20 steps
     assert loads_of(tmp_path, 60, "model.moe.bias_rate=0")[-1] > 2
