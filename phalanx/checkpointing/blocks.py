@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from phalanx.checkpointing.location import Location
+from phalanx.checkpointing.location import Local, Location
 
 BLOCK = 16 << 20
 _KEPT = 4  # blocks of a file that is being read: neighbours share them
@@ -102,7 +102,7 @@ class Checked:
         self._file, self._size, self._sums = file, size, sums
         if len(sums) != max(1, math.ceil(size / BLOCK)):
             raise Damaged(f"its file {file.name} has checksums of {len(sums)} blocks for {size} bytes")
-        self._blocks: OrderedDict[int, Future[bytes]] = OrderedDict()
+        self._blocks: OrderedDict[int, Future[bytes | memoryview]] = OrderedDict()
         self._ahead = ThreadPoolExecutor(2)
 
     def read(self, begin: int, into: memoryview, *, ahead: bool = True) -> None:
@@ -120,7 +120,7 @@ class Checked:
             into[: len(part)] = part
             into = into[len(part) :]
 
-    def _fetch(self, number: int) -> Future[bytes]:
+    def _fetch(self, number: int) -> Future[bytes | memoryview]:
         if number in self._blocks:
             self._blocks.move_to_end(number)
         else:
@@ -129,10 +129,10 @@ class Checked:
                 self._blocks.popitem(last=False)
         return self._blocks[number]
 
-    def _block(self, number: int) -> bytes:
+    def _block(self, number: int) -> bytes | memoryview:
         begin = number * BLOCK
         wanted = min(BLOCK, self._size - begin)
-        block = self._file.read(begin, wanted)
+        block = self._file.block(begin, wanted) if isinstance(self._file, Local) else self._file.read(begin, wanted)
         if len(block) != wanted or zlib.crc32(block) != self._sums[number]:
             raise Damaged(
                 f"its file {self._file.name} does not have the contents that were saved (bytes {begin} to {begin + wanted})"

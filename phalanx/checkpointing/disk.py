@@ -80,7 +80,7 @@ def complete(partial: Location, text: bytes) -> Location:
     if not partial.renames:
         return partial
     final = partial.parent / partial.name.removesuffix(PARTIAL)
-    if final.is_folder():  # damaged, or a step that was taken again: the new one replaces it
+    if final.is_folder() or final.size() is not None:  # damaged, no folder, or a step taken again: the new one replaces it
         replaced = final.parent / f"{final.name}{_REPLACED}"
         replaced.remove()  # from a replacement that was killed before it was tidied up
         final.rename(replaced)
@@ -144,6 +144,8 @@ def sealed(path: Location) -> dict[str, Any]:
         raise DamagedCheckpoint(path, f"its {MARKER} does not have the contents that were saved")
     if marker.get("format") != FORMAT:
         raise DamagedCheckpoint(path, f"it was written in format {marker.get('format', 1)}, this version reads format {FORMAT}")
+    if step_of(path) not in (None, marker.get("step")):  # else an old state under a later name is the newest at every launch
+        raise DamagedCheckpoint(path, f"its {MARKER} is that of step {marker.get('step')}: it was copied or renamed")
     return marker
 
 

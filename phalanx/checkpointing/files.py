@@ -265,7 +265,9 @@ class Reader(dcp.StorageReader):
         step = max(1, BLOCK // row)
         for first in range(0, lengths[0], step):
             count = min(step, lengths[0] - first)
-            buffer = torch.empty(count * row, dtype=torch.uint8)
+            buffer = torch.frombuffer(
+                mmap.mmap(-1, count * row), dtype=torch.uint8
+            )  # not from the allocator, which would keep it
             with self._damage():
                 self._checked(file).read(found.begin + (offsets[0] + first) * row, raw(buffer))
             values = buffer.view(dtype).view(count, *shape[1:])

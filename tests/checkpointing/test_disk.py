@@ -279,6 +279,25 @@ def test_the_same_step_again_replaces_the_one_that_is_there(tmp_path: Path) -> N
     assert names(tmp_path) == ["step-00000005"]
 
 
+def test_a_file_with_the_name_of_a_checkpoint_gives_way_to_it(tmp_path: Path) -> None:
+    (tmp_path / "step-00000002").write_text("what has this name is passed over, and does not keep the next save from it")
+    found, damaged = newest(tmp_path)
+    assert (found, [bad.path for bad in damaged]) == (None, [str(tmp_path / "step-00000002")])
+    verify(write(tmp_path, 2))
+
+
+def test_an_older_one_under_a_later_name_is_not_the_newest(tmp_path: Path) -> None:
+    shutil.copytree(write(tmp_path, 2), tmp_path / "step-00000099")
+    path = write(tmp_path, 4)
+    found, damaged = newest_valid(tmp_path)
+    assert found == at(path)
+    assert [str(bad) for bad in damaged] == [
+        f"{tmp_path / 'step-00000099'} is damaged: its commit.json is that of step 2: it was copied or renamed"
+    ]
+    shutil.copytree(path, tmp_path / "before the change")
+    verify(tmp_path / "before the change")  # a name of one's own says nothing about the step
+
+
 def test_the_marker_is_plain_json(tmp_path: Path) -> None:
     assert json.loads((write(tmp_path, 1) / "commit.json").read_text())["progress"] == {"step": 3, "samples": 24}
 

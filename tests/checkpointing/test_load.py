@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,17 +87,21 @@ def test_only_the_blocks_that_hold_what_is_needed_are_read(tmp_path: Path, monke
         monkeypatch.setattr(module, "BLOCK", block)
     rows = torch.randn(4096, 64)
     path = saved(tmp_path, 1, {"rows": rows, "others": torch.randn(4096, 64)}, {}, ALONE)
-    read, counted = Local.read, []
+    counted = []
 
-    def count(file: Local, begin: int = 0, length: int | None = None) -> bytes:
-        found = read(file, begin, length)
-        if file.name.endswith(".safetensors"):
-            counted.append(len(found))
-        return found
+    def counting(method: Callable[..., Any]) -> Callable[..., Any]:
+        def count(file: Local, *args: Any) -> Any:
+            found = method(file, *args)
+            if file.name.endswith(".safetensors"):
+                counted.append(len(found))
+            return found
 
-    monkeypatch.setattr(Local, "read", count)
+        return count
+
+    monkeypatch.setattr(Local, "read", counting(Local.read))
+    monkeypatch.setattr(Local, "block", counting(Local.block))
     quarter = Piece(torch.zeros(1024, 64), (4096, 64), (1024, 0), (1024, 64))
     load(path, {"rows": quarter})
     assert isinstance(quarter.tensor, Tensor) and torch.equal(quarter.tensor, rows[1024:2048])
-    # The header's block; a block at either end of the quarter; and one that was on its way when no more was wanted.
+    # The header's page; a block at either end of the quarter; and one that was on its way when no more was wanted.
     assert quarter.tensor.nbytes <= sum(counted) <= quarter.tensor.nbytes + 4 * block
