@@ -91,7 +91,7 @@ def there(path: Path | str) -> Location:
     except (OSError, ValueError, ImportError) as error:  # as fsspec says that it does not know a store, or cannot reach it
         raise RunError([f"{path} cannot be looked at ({error}): see that it is right and can be reached from here."]) from None
     if not found:
-        what = "there is nothing at this URL" if is_url(path) else "is not a directory"
+        what = "is a URL that there is nothing at" if is_url(path) else "is not a directory"
         raise RunError([f"{path} {what}: name a checkpoint such as {_EXAMPLE}, or a run directory."])
     return place
 

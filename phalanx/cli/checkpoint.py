@@ -26,6 +26,7 @@ from phalanx.events.rundir import RunDir
 from phalanx.spec.errors import RunError
 
 if TYPE_CHECKING:
+    from phalanx.checkpointing.location import Location
     from phalanx.checkpointing.tell import Held
 
 app = typer.Typer(help="Checkpoints: list, inspect, verify, compare, move, prune.", no_args_is_help=True)
@@ -40,8 +41,10 @@ _ONE = "A checkpoint, or a run directory for its newest; a path or a URL."
 def list_(path: Annotated[str, typer.Argument(help=_PLACE, metavar="PATH")], json: AsJson = False) -> None:
     """Checkpoints and what interrupted saves left, newest first: step, size, time, layout, and what is wrong with them."""
     found = []
-    for checkpoints in places_of(there(path)):
-        rows = [asdict(told) for told in tell.listing(checkpoints)]
+    place = there(path)
+    alone = is_checkpoint(place) and disk.step_of(place) is None  # somebody gave it another name, so that no folder lists it
+    for checkpoints in [place] if alone else places_of(place):
+        rows = [asdict(told) for told in ([tell.told(place)] if alone else tell.listing(checkpoints))]
         show.listing(console, str(checkpoints), [row | {"degrees": tell.degrees(row["layout"])} for row in rows])
         found += rows
     if json:
@@ -156,7 +159,10 @@ def diff(
             advance(1)
     one_.close()
     other.close()
-    different.sort(key=lambda found: (found.kind in ("values", "format"), -found.largest, found.name))
+    # Counters of steps come last: between two steps they are all far apart, and would hide what is looked for.
+    different.sort(
+        key=lambda found: (found.kind in ("values", "format"), found.name.endswith("/step"), -found.largest, found.name)
+    )
     contents = beside(one_, other)
     rows = [asdict(found) for found in different]
     show.differences(console, (str(places[0]), str(places[1])), {"equal": equal, "beside": contents}, rows, largest)
@@ -190,7 +196,7 @@ def reshard(
         print_json(asdict(told) | {"from": str(found.checkpoint)})
         return
     console.print(
-        f"step {told.step} for {tell.degrees(told.layout)} ({told.ranks} ranks) → {written}",
+        f"step {told.step} for {tell.degrees(told.layout)} ({told.ranks} rank{'s' if told.ranks != 1 else ''}) → {written}",
         style="bold",
         soft_wrap=True,
         markup=False,
@@ -230,9 +236,20 @@ def prune(
                 disk.prune(checkpoints, last, newest, every_)
                 for name in left:
                     (checkpoints / name).remove()
+        exports = _exports(place, removed, kept)
+        removed += [str(export) for export in exports]
+        for export in exports if not dry_run else []:
+            export.remove()
     show.pruned(console, removed, kept, damaged, dry_run=dry_run)
     if json:
         print_json({"removed": removed, "kept": kept, "damaged": damaged, "dry_run": dry_run})
+
+
+def _exports(place: Location, removed: list[str], kept: list[str]) -> list[Location]:
+    """What `checkpoint.export_hf` made of checkpoints that go: it goes with them, as in a run. One of two places may still have one."""
+    gone = {name.rpartition("/")[2] for name in removed} - {name.rpartition("/")[2] for name in kept}
+    folder = place / "hf"
+    return [folder / name for name in sorted(folder.entries()) if name.removesuffix(".logits") in gone]
 
 
 @contextmanager

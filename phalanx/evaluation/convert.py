@@ -70,7 +70,12 @@ def import_folder(folder: Path, out: Path) -> Converted:
     run = run_for(spec, words_of(folder)[1] if own else Data(tokenizer="byte"), folder)
     if own:
         run = replace(run, data=replace(run.data, tokenizer=str(out.absolute() / "tokenizer")))
-    contents = {"progress": {"step": 0, "samples": 0, "skipped_in_a_row": 0}, "data": None, "version": __version__, "run": dump(run)}
+    contents = {
+        "progress": {"step": 0, "samples": 0, "skipped_in_a_row": 0},
+        "data": None,
+        "version": __version__,
+        "run": dump(run),
+    }
     with whole(out) as unfinished:
         if words:
             (unfinished / "tokenizer").mkdir()

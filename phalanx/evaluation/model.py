@@ -52,7 +52,9 @@ def open_model(path: Path | str, device: str | torch.device | None = None) -> Op
     try:
         load_tensors(checkpoint, {f"model/{name}": tensor for name, tensor in _state(model).items()})
     except RunFailed as why:  # a size or a name that differs
-        raise RunError([f"{checkpoint} does not fit the model of {found.source} ({why}): undo what was changed there."]) from None
+        raise RunError(
+            [f"{checkpoint} does not fit the model of {found.source} ({why}): undo what was changed there."]
+        ) from None
     return Opened(model, words, run, named(checkpoint), _stops(found.tokenizer, words))
 
 

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from phalanx.events.records import Event, decode, encode
 
+_WAITING = 10_000  # records kept in memory while the disk is full; then the oldest go
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
 
 class EventLog:
-    """The writing end. Lines of several processes never mix: each is one write to a file opened for appending."""
+    """The writing end. Lines of several processes never mix: each is one write to a file opened for appending.
+
+    A full disk ends no run: records wait in memory until there is room again.
+    """
 
     def __init__(self, path: Path):
+        self._waiting: deque[bytes] = deque(maxlen=_WAITING)
+        self._torn = False
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         size = os.fstat(self._fd).st_size
         if size and os.pread(self._fd, 1, size - 1) != b"\n":
@@ -23,8 +33,22 @@ class EventLog:
     def emit(self, event: Event) -> Event:
         """Write a record with the present time; returns it as written."""
         stamped = replace(event, time=time.time())
-        os.write(self._fd, (encode(stamped) + "\n").encode())
+        self._waiting.append((encode(stamped) + "\n").encode())
+        while self._waiting and self._append(self._waiting[0]):
+            self._waiting.popleft()
         return stamped
+
+    def _append(self, line: bytes) -> bool:
+        """Whether there was room for it."""
+        whole = b"\n" * self._torn + line
+        try:
+            written = os.write(self._fd, whole)
+        except OSError as error:
+            if error.errno in _FULL:
+                return False
+            raise
+        self._torn = written < len(whole)  # what is there of it is no record; all of it comes again
+        return not self._torn
 
     def close(self) -> None:
         os.close(self._fd)

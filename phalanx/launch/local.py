@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -37,6 +38,7 @@ FORCED = 130
 """Exit code of a run that was ended at once, without saving: asked a second time, it does not wait."""
 
 _POLL = 0.1  # seconds between looks at the event log
+_LOOK = 1.0  # seconds between looks at whether the disk is full
 _LAST_WORDS = 0.3  # seconds that the other ranks get to say why they failed, once one has
 
 
@@ -50,6 +52,7 @@ class Job:
         self._ended: dict[int, int] = {}
         self._forced = False
         self._buffer = b""
+        self._full, self._looked = False, time.monotonic()
         try:
             self._keeper = keep(self.run, self.plan, self.rundir)
         except RunError:
@@ -71,6 +74,7 @@ class Job:
                 select.select([self._control], [], [], _POLL)
                 self._hear()
                 yield from self._reader.new()
+                yield from self._disk()
                 if self._failed():
                     self._end()
             self._settle()
@@ -84,6 +88,20 @@ class Job:
             self.rundir.release()
         if self.failure is not None:
             raise RunFailed(describe(self.failure, self.rundir.path))
+
+    def _disk(self) -> Iterator[Event]:
+        """Whether it has filled up. What the workers say then waits in their memory, so nobody would hear of it."""
+        if time.monotonic() < self._looked + _LOOK:
+            return
+        self._looked = time.monotonic()
+        before = self._full
+        with contextlib.suppress(OSError):
+            self._full = not shutil.disk_usage(self.rundir.path).free
+        if self._full and not before:
+            yield Warned(
+                message=f"The disk of {self.rundir.path} is full: training goes on, but its steps are neither shown nor recorded, and "
+                "nothing is saved there, until there is room again. Free some space."
+            )
 
     def stop(self) -> None:
         """Ask the workers to save and end."""

@@ -24,7 +24,7 @@ from phalanx.launch.env import visible_gpus
 from phalanx.launch.measure import check_weights, measure
 from phalanx.launch.notices import data_notices, sources, too_little_data
 from phalanx.launch.probe import probe
-from phalanx.launch.storage import check_owner, newest_first, places, storage_problems
+from phalanx.launch.storage import check_lost, check_owner, newest_first, places, storage_problems
 from phalanx.planning.search import choose
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
@@ -172,7 +172,11 @@ def _own(base: Path, run: Run, fresh: bool) -> RunDir:
 
 def _imported(rundir: RunDir) -> bool:
     """What `phalanx import` made: weights of no text, and no state of an optimizer to go on with."""
-    for path in disk.listed(rundir.checkpoints):
+    try:
+        listed = disk.listed(rundir.checkpoints)
+    except OSError:
+        return False  # `_make` says what is wrong with it
+    for path in listed:
         try:
             return disk.read_marker(path)["data"] is None
         except disk.DamagedCheckpoint:
@@ -196,9 +200,11 @@ def _differs(rundir: RunDir, run: Run) -> bool:
 def _make(rundir: RunDir) -> None:
     try:
         rundir.create()
-        probe_file = rundir.path / ".writable"
-        probe_file.touch()
-        probe_file.unlink()
+        for folder in (rundir.path, rundir.checkpoints):
+            os.listdir(folder)
+            probe_file = folder / ".writable"
+            probe_file.touch()
+            probe_file.unlink()
     except OSError as error:
         where = os.path.abspath(error.filename or rundir.path)
         raise RunError(
@@ -211,7 +217,8 @@ def _check_resumption(rundir: RunDir, run: Run, plan: Plan, data: Dataset, reque
 
     One of other text must not be continued unasked: its position in the data means something else now.
     """
-    for path, saved in newest_first(places(run, rundir)):
+    found = places(run, rundir)
+    for path, saved in newest_first(found):
         if path.parent != at(rundir.checkpoints):
             check_owner(path, saved, run, new=not rundir.exists, fresh=request.fresh)
         replicas = saved.get("replicas", plan.layout.data)
@@ -234,6 +241,7 @@ def _check_resumption(rundir: RunDir, run: Run, plan: Plan, data: Dataset, reque
                 "--accept-changed-data, or start afresh with --fresh or another --run-dir."
             ]
         )
+    check_lost(found, rundir)
     return False, []
 
 

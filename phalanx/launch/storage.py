@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from phalanx.checkpointing import disk
 from phalanx.checkpointing.location import Local, Location, at
 from phalanx.checkpointing.persist import said
+from phalanx.events.log import read_events
+from phalanx.events.records import Saved
 from phalanx.events.rundir import RunDir
 from phalanx.spec.dump import toml
 from phalanx.spec.errors import RunError
@@ -42,9 +45,9 @@ def storage_problems(run: Run) -> list[str]:
             _attempt(place.path)
         else:
             place.attempt()  # type: ignore[attr-defined]  # of Remote, the only other that `at` makes
-    except FileNotFoundError as error:
-        return [f"{key} does not exist ({said(error)}): make the bucket first, or name another."]
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and protocol != "file":
+            return [f"{key} does not exist ({said(error)}): make the bucket first, or name another."]
         return [f"{key} cannot be used ({said(error)}): see that it can be reached and written from here, or name another."]
     return []
 
@@ -69,6 +72,7 @@ def _missing(protocol: str) -> str | None:
 
 def _attempt(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    os.listdir(folder)
     probe = folder / ".writable"
     probe.touch()
     probe.unlink()
@@ -98,3 +102,21 @@ def newest_first(found: list[Location]) -> list[tuple[Location, dict[str, Any]]]
         except disk.DamagedCheckpoint:
             continue
     return []
+
+
+def check_lost(found: list[Location], rundir: RunDir) -> None:
+    """A run that has saved does not begin again by itself because its checkpoints are not where they are looked for now."""
+    saved = [event for event in read_events(rundir.events_file) if isinstance(event, Saved)]
+    if not saved:
+        return
+    for place in found:
+        disk.mend(place)  # a save may have been killed between its two renames
+    if disk.newest(found) == (None, []):  # where all are damaged, the workers say what is wrong with each
+        where = " or ".join(map(str, found))
+        raise RunError(
+            [
+                f"The run in {rundir.path} has saved step {saved[-1].step} as {saved[-1].path}, but there is no checkpoint in {where}: "
+                "move it there, let checkpoint.url name where it is (a relative path begins at the working directory), or begin again "
+                "from step 0 with another --run-dir."
+            ]
+        )

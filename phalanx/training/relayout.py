@@ -126,8 +126,11 @@ def _degrees(asked: str) -> list[str]:
                 "where all that are left out are 1, or a run file."
             ]
         )
-    pairs = (part.split("=", 1) for part in parts)
-    return [f"layout.{key.strip().removeprefix('layout.')}={value.strip()}" for key, value in pairs]
+    pairs = [part.split("=", 1) for part in parts]
+    keys = [key.strip().removeprefix("layout.") for key, _ in pairs]
+    if twice := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
+        raise RunError([f'The layout "{asked}" gives {twice[0]} more than once: give it once.'])
+    return [f"layout.{key}={value.strip()}" for key, (_, value) in zip(keys, pairs, strict=True)]
 
 
 def _written(value: Any) -> str:

@@ -46,7 +46,9 @@ class Saving:
         self._saver = Saver(self._place, mesh, self._retain)
         self._copying = Copying(run, mesh)
         wanted = run.checkpoint.export_hf and mesh.rank == 0
-        self._exports = Exports(folder.parent / "hf") if wanted else None
+        self._exports = exports = Exports(folder.parent / "hf") if wanted else None
+        if exports is not None:
+            self._uploads.exporting = lambda: exports.held
         self._newest: Location | None = None
         self.step: int | None = None
         """Of the newest checkpoint, as all ranks know it."""
@@ -234,6 +236,6 @@ def _event(outcome: Outcome) -> Event:
 def _none_left(damaged: list[Event]) -> str:
     said = "\n".join(f"  {bad.path}: {bad.reason}" for bad in damaged if isinstance(bad, CheckpointDamaged))
     return (
-        f"No checkpoint of this run can be loaded:\n{said}\nRestore one of them from a copy; or, to begin again from step 0, start "
-        "with --fresh or another --run-dir."
+        f"No checkpoint of this run can be loaded:\n{said}\nRestore one of them from a copy; or, to begin again from step 0, remove "
+        "them, or start in another run directory."
     )

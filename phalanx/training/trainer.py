@@ -165,12 +165,16 @@ class Trainer:
 
     def save(self) -> Saved:
         """Write a checkpoint of this moment and see it through; all ranks call it together. RunFailed where it cannot be written."""
-        self._ask()
-        (*_, ended) = self._saving.save(self.progress, self.tensors(), wait=True)
-        if isinstance(ended, SaveFailed):
-            raise RunFailed(f"Step {ended.step} could not be saved: {ended.reason}.")
+        (*_, ended) = self._save_now()
         assert isinstance(ended, Saved)
         return ended
+
+    def _save_now(self) -> Iterator[Event]:
+        self._ask()
+        for event in self._saving.save(self.progress, self.tensors(), wait=True):
+            yield event
+            if isinstance(event, SaveFailed) and event.step == self.progress.step:
+                raise RunFailed(f"Step {event.step} could not be saved: {event.reason}.")
 
     def _ask(self) -> None:
         """Before a save: what the model says now, where the checkpoint will be exported and compared; all ranks together."""
@@ -193,7 +197,7 @@ class Trainer:
             yield taken
             yield from self._saving.ended()
             if self.progress.skipped_in_a_row > self.run.resilience.max_skipped:
-                yield self.save()
+                yield from self._save_now()
                 raise RunFailed(too_many_skipped(self.progress, self.run))
             if self._due(self.run.train.eval_every) or self.finished:
                 yield from _some(self.evaluate())
@@ -204,7 +208,7 @@ class Trainer:
                 yield from self._saving.save(self.progress, self.tensors(), wait=False)
         yield from self._saving.settle()
         if self._saving.step != self.progress.step:
-            yield self.save()
+            yield from self._save_now()
         yield from self._saving.finish()
         if self.finished:
             yield Finished(step=self.progress.step)

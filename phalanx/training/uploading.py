@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+
 from phalanx.checkpointing import disk
 from phalanx.checkpointing.location import Location, at
 from phalanx.checkpointing.upload import Upload, Uploader
@@ -15,6 +18,9 @@ class Uploads:
 
     def __init__(self, run: Run, mesh: Mesh, near: Location):
         self._kept, self._mesh, self._near = run.checkpoint, mesh, near
+        self.exporting: Callable[[], set[str]] = set
+        """Names of checkpoints that an export still reads, at the URL perhaps: they stay there too for now."""
+        self._kept_for: Location | None = None
         self.far: Location | None = None
         self._uploader: Uploader | None = None
         if run.checkpoint.local_first and run.checkpoint.url is not None:
@@ -56,11 +62,17 @@ class Uploads:
         """On rank 0: until nothing is left to upload."""
         if self._uploader is None or self._mesh.rank:
             return []
-        return [_event(upload) for upload in self._uploader.wait()]
+        ended = [_event(upload) for upload in self._uploader.wait()]
+        if self._kept_for is not None:
+            with suppress(OSError):  # then the next run removes it
+                self._retain(self._kept_for)
+        return ended
 
     def _retain(self, uploaded: Location) -> None:
         assert self.far is not None
-        disk.prune(self.far, self._kept.keep_last, uploaded, self._kept.keep_every)
+        held = self.exporting()
+        self._kept_for = uploaded if held else None
+        disk.prune(self.far, self._kept.keep_last, uploaded, self._kept.keep_every, held)
 
     def close(self) -> None:
         if self._uploader is not None:

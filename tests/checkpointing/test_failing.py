@@ -144,7 +144,7 @@ def test_a_run_whose_last_save_fails_says_so_by_failing(breaking: Breaking, tmp_
     for told, failure in results:
         assert failure is not None and failure.startswith("Step 6 could not be saved: ") and BREAKING[breaking] in failure
         assert all(event.kind != "finished" for event in told)
-    assert [event.step for event in results[0][0] if isinstance(event, SaveFailed)] == [4]
+    assert [event.step for event in results[0][0] if isinstance(event, SaveFailed)] == [4, 6]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"], "the only valid one stays"
     disk.verify(tmp_path / "step-00000002")
 

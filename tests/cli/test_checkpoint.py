@@ -106,6 +106,12 @@ def test_list(phalanx: Phalanx, one: Path, tmp_path: Path) -> None:
     assert "There is no checkpoint in empty/checkpoints." in phalanx("list", "empty").out
 
 
+def test_a_checkpoint_under_another_name_is_listed(phalanx: Phalanx, one: Path) -> None:
+    (one / "checkpoints" / "step-00000002").rename(one / "best")
+    done = phalanx("list", "one/best", "--json")
+    assert [(row["path"], row["step"], row["problem"]) for row in done.json["checkpoints"]] == [("one/best", 2, None)], done.err
+
+
 def test_inspect(phalanx: Phalanx, trained: Path) -> None:
     done = phalanx("inspect", trained / "two", "--json")
     assert done.code == 0, done.err
@@ -170,7 +176,7 @@ def test_diff(phalanx: Phalanx, trained: Path, one: Path) -> None:
     a, b = contents(steps[0]), contents(steps[1])
     apart = {name: (a[name].double() - b[name].double()).abs().max().item() for name in a if not torch.equal(a[name], b[name])}
     assert {row["name"]: row["largest"] for row in done.json["different"]} == apart
-    largest = sorted(apart, key=lambda name: (-apart[name], name))
+    largest = sorted(apart, key=lambda name: (name.endswith("/step"), -apart[name], name))
     assert [row["name"] for row in done.json["different"]] == largest
     assert all(name in done.out.rpartition("\n{")[0] for name in largest[:3])
     assert f"… and {len(apart) - 3} more (--largest shows them)" in done.out
@@ -229,9 +235,14 @@ def test_prune(phalanx: Phalanx, one: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == before
     assert phalanx("prune", "one", "--keep-every", 2).code == 0  # the run file keeps three
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000001", "step-00000002", "step-00000003"]
+    for step in (1, 2):
+        (one / "hf" / f"step-0000000{step}").mkdir(parents=True)
+        (one / "hf" / f"step-0000000{step}.logits").touch()
     flip(values(folder / "step-00000003"), -1)  # the newest is not the newest valid one
     done = phalanx("prune", "one", "--keep-last", 1, "--json")
-    assert (done.code, done.json["removed"]) == (0, ["one/checkpoints/step-00000001"])
+    gone = [f"one/{name}" for name in ("checkpoints/step-00000001", "hf/step-00000001", "hf/step-00000001.logits")]
+    assert (done.code, done.json["removed"]) == (0, gone)
+    assert sorted(path.name for path in (one / "hf").iterdir()) == ["step-00000002", "step-00000002.logits"]
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000003"]
     assert "left for you to look at" in done.out and "step-00000003 is damaged" in done.out
     disk.verify(folder / "step-00000002")
@@ -274,6 +285,7 @@ BAD = {
     "unknown degree": (["reshard", "one", "tensr=2", "out"], "did you mean layout.tensor"),
     "impossible degree": (["inspect", "one", "--layout", "tensor=3"], "layout.tensor = 3 does not divide model.heads = 4"),
     "no layout": (["inspect", "one", "--layout", "two"], 'The layout "two" is not understood at two'),
+    "degree given twice": (["reshard", "one", "tensor=2,tensor=1", "out"], "gives tensor more than once"),
     "missing run file": (["inspect", "one", "--layout", "none.toml"], "none.toml"),
     "taken place": (["reshard", "one", "tensor=2", "one"], "one is already there"),
     "unknown name": (["inspect", "one", "--names", "nose"], "--names nose: one/checkpoints/step-00000003 has no such tensor"),
@@ -326,6 +338,6 @@ def test_checkpoints_at_a_url(phalanx: Phalanx, trained: Path, one: Path) -> Non
     assert phalanx("prune", "one", "--json").json["removed"] == [f"{url}/step-00000004"]
     assert at(url).entries() == ["step-00000003"]
     done = phalanx("list", "memory://bucket/none")
-    assert done.code == 2 and "there is nothing at this URL" in done.err
+    assert done.code == 2 and "is a URL that there is nothing at" in done.err
     done = phalanx("list", "nostore://bucket/none")
     assert done.code == 2 and "nostore://bucket/none cannot be looked at" in done.err

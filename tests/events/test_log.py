@@ -132,6 +132,23 @@ def test_log_is_continued(tmp_path: Path) -> None:
     assert b"\n\n" not in (tmp_path / "log").read_bytes()
 
 
+def test_records_wait_while_the_disk_is_full(tmp_path: Path, mount_disk: Any) -> None:
+    disk = mount_disk(tmp_path / "disk", "64k")
+    log = EventLog(disk / "log")
+    log.emit(Warned(message="before"))
+    with (disk / "filling").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+        while file.write(bytes(1000)):
+            pass
+    said = ["x" * 3000 + str(number) for number in range(5)]  # of the second, a part still finds room in the log's last page
+    for message in said:
+        log.emit(Warned(message=message))
+    (disk / "filling").unlink()
+    log.emit(Warned(message="after"))
+    log.close()
+    events = read_events(disk / "log")
+    assert [event.message for event in events if isinstance(event, Warned)] == ["before", *said, "after"]
+
+
 APPEND = """
 import sys, time
 from pathlib import Path

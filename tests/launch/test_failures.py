@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from phalanx.events.records import Saved, StepSkipped, WorkerFailed, WorkerStarted
+from phalanx.events.records import Saved, Step, StepSkipped, WorkerFailed, WorkerStarted
 from phalanx.events.rundir import RunDir
 from phalanx.launch.failure import first_failure
 
@@ -222,6 +222,26 @@ def test_disk_that_fills_up(workshop: Any, small_disk: Path) -> None:
     with (small_disk / "filling").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
         while file.write(bytes(1 << 16)):
             pass
+    seen = len(of(Step, workshop.events(small_disk / "run")))
+    time.sleep(2.5)
+    assert command.process.poll() is None, "training goes on"
+    (small_disk / "filling").unlink()
+    command.until(workshop.reached(small_disk / "run", seen + 20), "steps after there is room again")
+    command.process.terminate()
+    ended = command.wait()
+    assert ended.code == 75, ended
+    assert f"The disk of {small_disk / 'run'} is full" in ended.out.replace("\n", " ")
+    steps = [event.step for event in of(Step, workshop.events(small_disk / "run"))]
+    assert steps == [*range(1, ended.json["steps"] + 1)], "what was said while it was full is written later"
+
+
+def test_disk_that_is_full_at_the_end(workshop: Any, small_disk: Path) -> None:
+    command = workshop.start("train", *LONG, "layout.data=2", "--run-dir", small_disk / "run", "--json")
+    command.until(workshop.reached(small_disk / "run", 3), "step 3")
+    with (small_disk / "filling").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+        while file.write(bytes(1 << 16)):
+            pass
+    command.process.terminate()
     ended = command.wait()
     assert ended.code == 1, ended
     assert "Traceback" not in ended.out

@@ -173,6 +173,14 @@ def test_imported_weights_are_no_run_to_go_on_with(folder: Path) -> None:
     assert prepared(run).rundir.path == first.rundir.path.with_name("any-2")
 
 
+def test_a_folder_of_checkpoints_that_cannot_be_written_is_told_before_the_first_save(folder: Path) -> None:
+    (folder / "mine").mkdir()
+    (folder / "mine" / "checkpoints").symlink_to("/proc/self/task")  # root may write anywhere else
+    sentence = refused(loads(TEXT), Request(directory=folder / "mine"))
+    assert f"The run directory {folder / 'mine'} cannot be written" in sentence
+    assert f"{folder / 'mine' / 'checkpoints'}" in sentence and "--run-dir" in sentence
+
+
 def test_a_folder_for_optimizer_states_must_take_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def offloaded(path: object) -> Run:
         return loads(TEXT, overrides=("memory.offload=nvme", f"memory.offload_path={path}"))

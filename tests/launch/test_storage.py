@@ -10,8 +10,10 @@ from object_store import ACCESS
 from ranks import tiny_run
 
 from phalanx.checkpointing.location import at
+from phalanx.events.log import EventLog
+from phalanx.events.records import Saved
 from phalanx.events.rundir import RunDir
-from phalanx.launch.storage import check_owner, places, storage_problems
+from phalanx.launch.storage import check_lost, check_owner, places, storage_problems
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Run
@@ -75,3 +77,19 @@ def test_where_checkpoints_are_looked_for(tmp_path: Path) -> None:
     assert [str(place) for place in places(run_at(far, "checkpoint.local_first=true"), rundir)] == [near, far]
     with pytest.raises(RunError, match=r"checkpoint.local_first = true uploads to checkpoint.url, which is not given"):
         tiny_run("checkpoint.local_first=true")
+
+
+def test_a_run_whose_checkpoints_are_elsewhere_does_not_begin_again(tmp_path: Path) -> None:
+    rundir, found = RunDir(tmp_path / "run"), [at(tmp_path / "new")]
+    rundir.create()
+    check_lost(found, rundir)  # killed before it saved for the first time
+    log = EventLog(rundir.events_file)
+    log.emit(Saved(step=8, path="old/step-00000008", bytes=1, seconds=1.0, stall=1.0, write_seconds=1.0, bytes_per_second=1.0))
+    log.close()
+    with pytest.raises(
+        RunError, match=r"has saved step 8 as old/step-00000008, but there is no checkpoint in .*/new: move it there"
+    ):
+        check_lost(found, rundir)
+    (tmp_path / "new" / "step-00000008.replaced.partial").mkdir(parents=True)  # a save killed between its two renames
+    check_lost(found, rundir)
+    assert (tmp_path / "new" / "step-00000008").is_dir()

@@ -123,7 +123,30 @@ def test_a_save_that_failed_has_no_export(tmp_path: Path, monkeypatch: pytest.Mo
 
 def _train(mesh: Mesh, path: Path, *overrides: str) -> list[Event]:
     trainer = tiny_trainer(mesh, tiny_run("checkpoint.export_hf=true", *overrides), path / "checkpoints")
+    trainer.restore()
     return list(trainer.events())
+
+
+def test_a_checkpoint_at_the_url_stays_while_it_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run whose directory was lost: what it goes on from, and still has to export, lies at the URL alone."""
+    url = tmp_path / "far"
+    kept = (f"checkpoint.url={url}", "checkpoint.local_first=true", "checkpoint.every=2", "checkpoint.keep_last=1")
+    gate = Gate(monkeypatch, {"difference": 0.0})
+    gate.go.release()
+    _train(ALONE, tmp_path / "lost", *kept, "train.steps=2")
+    assert gate.begun.acquire(timeout=1)
+    events: list[Event] = []
+    thread = threading.Thread(target=lambda: events.extend(_train(ALONE, tmp_path / "new", *kept, "train.steps=4")))
+    thread.start()
+    assert gate.begun.acquire(timeout=30)
+    while thread.is_alive() and not (url / "step-00000004").is_dir():
+        thread.join(0.01)
+    thread.join(0.3)  # retention follows at once
+    assert gate.calls[1][0] == str(url / "step-00000002") and (url / "step-00000002").is_dir()
+    gate.go.release(2)
+    thread.join()
+    assert [event.step for event in events if isinstance(event, Exported)] == [2, 4]
+    assert [path.name for path in url.iterdir()] == ["step-00000004"]
 
 
 def test_a_checkpoint_stays_while_it_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
