@@ -105,7 +105,7 @@ def test_without_a_whole_one_the_run_does_not_begin_anew(folder: Path) -> None:
     trainer = tiny_trainer(ALONE, tiny_run(), folder)
     with pytest.raises(RunFailed, match="No checkpoint of this run can be loaded") as told:
         trainer.restore()
-    assert all(name in str(told.value) for name in ("step-00000001", "step-00000002", FILES[0], FILES[3], "--fresh"))
+    assert all(name in str(told.value) for name in ("step-00000001", "step-00000002", FILES[0], FILES[3], "remove them"))
     with pytest.raises(DamagedCheckpoint, match=FILES[3]):  # and one that was asked for by name is not replaced by another
         trainer.restore(folder / "step-00000002")
     trainer.close()

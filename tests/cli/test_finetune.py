@@ -145,6 +145,7 @@ def test_prompts_contribute_exactly_nothing(shop: Any, monkeypatch: pytest.Monke
     assert torch.count_nonzero(logits.grad[targets == IGNORED]) == 0
 
 
+@pytest.mark.slow
 def test_a_hugging_face_folder_is_trained_from_directly(shop: Any) -> None:
     ended = shop.run("train", "tune.toml", "model.from=hf", "train.steps=2", "--run-dir", "direct", "--json")
     assert ended.code == 0, ended

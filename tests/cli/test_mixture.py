@@ -121,6 +121,7 @@ def trained(shop: Any, run_dir: str, *overrides: str) -> dict[int, str]:
     return digests(shop, run_dir)
 
 
+@pytest.mark.slow
 def test_batches_do_not_depend_on_ranks_or_accumulation(shop: Any) -> None:
     short = ("train.steps=12",)
     one = trained(shop, "one", "layout.data=1", "train.micro_batch=8", *short)

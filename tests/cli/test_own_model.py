@@ -26,6 +26,7 @@ SHORT = (
 )
 
 
+@pytest.mark.slow
 def test_it_trains_resumes_on_other_ranks_and_generates(workshop: Any, losses: Any) -> None:
     shutil.copytree(EXAMPLES, workshop.path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     whole = workshop.run("train", "examples/own_model.toml", *SHORT, "train.steps=6", "--run-dir", "whole", "--json")

@@ -247,6 +247,7 @@ def test_asked_twice_it_does_not_wait(workshop: Any) -> None:
     assert workshop.gone()
 
 
+@pytest.mark.slow
 def test_launcher_killed_then_the_same_command(workshop: Any, straight: Any, losses: Any) -> None:
     command = workshop.start("train", *LONG, "layout.data=2")
     command.until(workshop.reached("runs/tiny", 40), "step 40")

@@ -32,6 +32,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_and_started_again_it_ends_the_same(workshop: Any) -> None:
     write_lines(workshop.path / "a.jsonl", 70)
     straight = workshop.run("tokenize", "a.jsonl", "straight", "--processes", 2, "--json")

@@ -235,6 +235,7 @@ def test_disk_that_fills_up(workshop: Any, small_disk: Path) -> None:
     assert steps == [*range(1, ended.json["steps"] + 1)], "what was said while it was full is written later"
 
 
+@pytest.mark.slow
 def test_disk_that_is_full_at_the_end(workshop: Any, small_disk: Path) -> None:
     command = workshop.start("train", *LONG, "layout.data=2", "--run-dir", small_disk / "run", "--json")
     command.until(workshop.reached(small_disk / "run", 3), "step 3")

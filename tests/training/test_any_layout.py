@@ -110,7 +110,9 @@ QUICK = {
 }
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize(
+    "name", [name if number else pytest.param(name, marks=pytest.mark.slow) for number, name in enumerate(QUICK)]
+)
 def test_some_pairs(name: str, tmp_path: Path) -> None:
     prove(*QUICK[name], tmp_path)
 
