@@ -241,7 +241,7 @@ class MemoryCopies:
             failure=failure,
             bytes=self._ranks.tally(f"{key}-bytes", 0),
             seconds=time.perf_counter() - started,
-            stall=self._stall,
+            stall=self._stall + self._slots[copy.slot].waited(),
             peer=self._ranks.tally(f"{key}-peer", 0) == self._ranks.ranks,
             problem=self._ranks.told(f"{key}-problem") if self._ranks.tally(f"{key}-problems", 0) else None,
             passed_over=passed_over,

@@ -26,6 +26,7 @@ class Staging:
         self._memory: Tensor | None = None
         self._ready: threading.Thread | None = None
         self._copying: threading.Thread | None = None
+        self._released = False
         self._stream: torch.cuda.Stream | None = None
         self._problem: BaseException | None = None
         self._waits: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
@@ -76,7 +77,7 @@ class Staging:
             if (problem := self._allocate(size)) is not None:
                 return problem
         assert self._memory is not None
-        self._problem = None
+        self._problem, self._released = None, False
         later, begin = [], 0
         for part in parts:
             region = self._memory[begin : begin + part.bytes].view(part.piece.tensor.dtype).view(part.shape)
@@ -110,13 +111,15 @@ class Staging:
 
     def release(self) -> None:
         """Wait until the parts may be changed: by this process, or by what it tells the device from now on."""
-        if self._copying is not None:
-            self._copying.join()
-            if self._stream is not None:
-                mine = torch.cuda.current_stream(self._device)
-                before = mine.record_event(torch.cuda.Event(enable_timing=True))
-                mine.wait_stream(self._stream)
-                self._waits = (before, mine.record_event(torch.cuda.Event(enable_timing=True)))
+        if self._copying is None or self._released:
+            return  # before every update: it is the first after a save that waits, and whose wait is told
+        self._released = True
+        self._copying.join()
+        if self._stream is not None:
+            mine = torch.cuda.current_stream(self._device)
+            before = mine.record_event(torch.cuda.Event(enable_timing=True))
+            mine.wait_stream(self._stream)
+            self._waits = (before, mine.record_event(torch.cuda.Event(enable_timing=True)))
 
     def waited(self) -> float:
         """Seconds that the device waited for the copy before it went on, known when it did."""

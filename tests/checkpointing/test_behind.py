@@ -187,6 +187,21 @@ class Unreadable:
     def write(self, values: Tensor) -> None: ...
 
 
+def test_only_the_first_update_after_a_save_waits() -> None:
+    """What it waited is told with the save; later ones would put their nothing in its place."""
+    area, waits = Staging(torch.device("cpu")), []
+    for _ in range(2):
+        assert area.begin(written({name: Piece.of(tensor) for name, tensor in state(1).items()})) is None
+        assert area._copying is not None
+        join = area._copying.join
+        area._copying.join = lambda *args, join=join: (waits.append(1), join(*args))[1]  # type: ignore[method-assign]
+        for _ in range(3):
+            area.release()
+    assert len(waits) == 2
+    area._copying = None
+    area.close()
+
+
 def test_a_copy_that_fails_fails_its_save_and_no_other(tmp_path: Path) -> None:
     source = Unreadable()
     saver, tensors = Saver(at(tmp_path), ALONE), {"it": Piece(source, (4,), (0,), (4,))}

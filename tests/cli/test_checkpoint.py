@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,44 +19,19 @@ from safetensors.torch import load_file
 
 from phalanx.checkpointing import disk
 from phalanx.checkpointing.location import at
-from phalanx.cli.main import main
 from phalanx.events.rundir import RunDir
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.dump import dump
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import load
 
-Phalanx = Callable[..., "Ended"]
-
-
-@dataclass
-class Ended:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(self.out.splitlines()[-1])
-        return answer
+Phalanx = Callable[..., Any]
 
 
 @pytest.fixture
-def phalanx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Phalanx:
-    """The command after `checkpoint`, in a folder of its own."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: object) -> Ended:
-        capfd.readouterr()
-        monkeypatch.setattr(sys, "argv", ["phalanx", "checkpoint", *map(str, arguments)])
-        with pytest.raises(SystemExit) as leaving:
-            main()
-        code = leaving.value.code
-        ended = Ended(code if isinstance(code, int) else 1 if code else 0, *capfd.readouterr())
-        assert "Traceback" not in ended.err, ended.err
-        return ended
-
-    return run
+def phalanx(here: Any) -> Phalanx:
+    """The command after `checkpoint`."""
+    return lambda *arguments: here("checkpoint", *arguments)
 
 
 def _train(mesh: Mesh, folder: Path) -> None:
