@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.events.pulse import Beat
+from phalanx.recovery.diagnose import Report, diagnose
+from phalanx.recovery.stack import Frame, called, parse, place, waited_in
+
+ALL = "all ranks"
+
+
+def waits(operation: str = "all_gather", group: str = ALL, number: int = 8122, **more: Any) -> dict[str, Any]:
+    """The answer of a rank that waits."""
+    numbers = {group: number, **more.pop("numbers", {})}
+    return {"operation": operation, "group": group, "number": number, "numbers": numbers, "stack": "waits\n", **more}
+
+
+def works(place: str, *, at: str = "", layer: str | None = None, numbers: dict[str, int] | None = None) -> dict[str, Any]:
+    """The answer of a rank that does not wait for others."""
+    return {"operation": None, "place": place, "at": at, "layer": layer, "numbers": numbers or {}, "stack": "works\n"}
+
+
+def reports(*answers: dict[str, Any] | None, **more: Any) -> list[Report]:
+    """Two ranks to a node; everything stands at the step after 430."""
+    stages = more.pop("stages", {})
+    states = more.pop("states", {})
+    dumps = more.pop("dumps", {})
+    return [
+        Report(
+            rank=rank, node=rank // 2, host="abcd"[rank // 2], stage=stages.get(rank), beat=Beat(step=430, phase="computing"),
+            where=answer, silent=63.2, state=states.get(rank, "S"), fallback_stack=dumps.get(rank),
+        )
+        for rank, answer in enumerate(answers)
+    ]  # fmt: skip
+
+
+def test_a_rank_that_hangs_in_the_data_loader_is_named_in_full() -> None:
+    late = works("in the data loader", at="data/tokenfile.py:88 read", layer="blocks.17", numbers={ALL: 8121})
+    found = diagnose(reports(*[waits()] * 5, late, *[waits()] * 2, stages={5: 1}))
+    assert found.message == (
+        "rank 5 (node c, layer blocks.17, pipeline stage 1) has not reached all_gather #8122 of step 431; "
+        "7 ranks wait since 63 s; it is in the data loader: data/tokenfile.py:88 read"
+    )
+    assert (found.culprits, found.stack, found.certain) == ((5,), "works\n", True)
+
+
+def test_what_a_rank_has_not_reached_is_the_first_it_has_not_begun() -> None:
+    """Those that wait have begun three in the background."""
+    found = diagnose(reports(waits("all_reduce", number=24), works("in the optimizer", numbers={ALL: 21})))
+    assert (
+        "rank 1 (node a) has not reached all_reduce #22 of step 431; 1 rank waits since 63 s; it is in the optimizer"
+        in found.message
+    )
+
+
+def test_the_stack_of_the_loaders_threads_is_shown_too() -> None:
+    late = works("in the data loader", numbers={ALL: 1}) | {"threads": {"loader 7": "reads\n"}}
+    assert diagnose(reports(waits(number=2), late)).stack == "works\nThread loader 7:\nreads\n"
+
+
+def test_a_stopped_process_is_guilty_whatever_it_said() -> None:
+    found = diagnose(reports(waits(), waits(), None, waits(), states={2: "T"}))
+    assert found.culprits == (2,) and found.certain
+    assert found.message == (
+        "rank 2 (node b) has not reached all_gather #8122 of step 431; 3 ranks wait since 63 s; its process is stopped by a signal; "
+        "its last word was that it is computing"
+    )
+
+
+def test_a_rank_without_an_answer_is_guilty() -> None:
+    found = diagnose(reports(waits(), None, waits(), waits(), states={1: "D"}))
+    assert found.culprits == (1,)
+    assert "it does not answer: its process waits for a disk or a device" in found.message
+
+
+def test_two_culprits_are_both_named_with_their_stacks() -> None:
+    found = diagnose(
+        reports(
+            waits(number=9),
+            works("in the optimizer", at="adamw.py:80 fused", numbers={ALL: 8}),
+            None,
+            works("in the data loader", numbers={ALL: 8}),
+        )
+    )
+    assert found.culprits == (1, 2, 3)
+    assert (
+        "rank 1 (node a) has not reached all_gather #9 of step 431, it is in the optimizer: adamw.py:80 fused" in found.message
+    )
+    assert "rank 3 (node b) has not reached all_gather #9 of step 431, it is in the data loader" in found.message
+    assert found.message.endswith("; 1 rank waits since 63 s")
+    assert found.stack == "Rank 1:\nworks\nRank 3:\nworks\n"
+
+
+def test_a_chain_of_groups_is_followed_to_its_end() -> None:
+    """Rank 1 computes; its tensor neighbour 0 waits for it, and their replicas 2 and 3 wait for them."""
+    found = diagnose(
+        reports(
+            waits("all_reduce", "tensor of ranks 0, 1", 26, members=[0, 1], numbers={ALL: 3, "data of ranks 0, 2": 1}),
+            works("in the forward of layer x", numbers={ALL: 3, "tensor of ranks 0, 1": 25, "data of ranks 1, 3": 1}),
+            waits("all_reduce", "data of ranks 0, 2", 2, members=[0, 2], numbers={ALL: 5, "tensor of ranks 2, 3": 44}),
+            waits("all_reduce", "data of ranks 1, 3", 2, members=[1, 3], numbers={ALL: 5, "tensor of ranks 2, 3": 44}),
+        )
+    )
+    assert found.culprits == (1,) and found.certain
+    assert "has not reached all_reduce #2 of step 431; 3 ranks wait" in found.message
+
+
+def message(peer: int, operation: str = "recv") -> dict[str, Any]:
+    return waits(operation, "pipeline of ranks 0, 1, 2, 3", 5, members=[0, 1, 2, 3], peer=peer)
+
+
+def test_a_pipeline_is_followed_to_the_rank_that_all_wait_for() -> None:
+    busy = works(
+        "in the forward of layer blocks.3.attention", layer="blocks.3.attention", numbers={"pipeline of ranks 0, 1, 2, 3": 4}
+    )
+    found = diagnose(reports(busy, message(0), message(1), message(2), stages={0: 0, 1: 1, 2: 2, 3: 3}))
+    assert found.culprits == (0,)
+    assert found.message == (
+        "rank 0 (node a, layer blocks.3.attention, pipeline stage 0) has not sent what is awaited by rank 1 in step 431; "
+        "3 ranks wait since 63 s; it is in the forward of layer blocks.3.attention"
+    )
+
+
+def test_a_stopped_rank_in_the_middle_of_a_pipeline() -> None:
+    found = diagnose(reports(message(1), message(2), None, message(2, "send"), states={2: "T"}))
+    assert found.culprits == (2,)
+    assert "has not sent what is awaited by ranks 1 and 3 in step 431" in found.message
+
+
+def test_a_rank_that_is_busy_while_nobody_waits_for_it_is_not_guilty() -> None:
+    """Rank 3 has what it needs; rank 0 and 1 hang on 2."""
+    groups = {"data of ranks 0, 1, 2": 4}
+    found = diagnose(
+        reports(
+            waits("all_reduce", "data of ranks 0, 1, 2", 5, members=[0, 1, 2]),
+            waits("all_reduce", "data of ranks 0, 1, 2", 5, members=[0, 1, 2]),
+            works("in the optimizer", numbers=groups),
+            works("in saving"),
+        )
+    )
+    assert found.culprits == (2,)
+
+
+def test_where_all_wait_in_the_same_collective_nobody_is_guilty() -> None:
+    found = diagnose(reports(*[waits()] * 4))
+    assert found.culprits == () and not found.certain and found.cut_off
+    assert found.message == (
+        "all 4 ranks wait in all_gather #8122 of step 431, and nobody is missing there; 4 ranks wait since 63 s; "
+        "the connections between ranks are suspect"
+    )
+
+
+def test_two_that_wait_for_each_other_s_message_are_not_guilty() -> None:
+    found = diagnose(reports(message(1), message(0)))
+    assert found.culprits == () and "wait in recv of step 431" in found.message
+
+
+def test_two_that_meet_in_vain_while_others_wait_for_them() -> None:
+    pair = waits("all_reduce", "tensor of ranks 0, 1", 7, members=[0, 1])
+    found = diagnose(reports(pair, pair, message(0), message(1)))
+    assert found.culprits == ()
+    assert found.message.startswith("ranks 0 and 1 wait in all_reduce #7 of step 431, and nobody is missing there")
+
+
+def test_the_one_that_has_taken_another_way_is_guilty() -> None:
+    """It has left a collective out and waits in the next, where nobody comes."""
+    here = waits("all_reduce", "data of ranks 0, 1, 2, 3", 5, use="data", numbers={ALL: 9})
+    there = waits("broadcast", ALL, 10, use="step", numbers={"data of ranks 0, 1, 2, 3": 4})
+    found = diagnose(reports(here, here, there, here))
+    assert found.culprits == (2,) and not found.certain
+    assert "rank 2 (node b) has not reached all_reduce #5 of step 431; 3 ranks wait" in found.message
+
+
+def test_the_one_that_is_behind_in_the_same_group_is_guilty() -> None:
+    found = diagnose(reports(waits(), waits(), waits(number=8121), waits()))
+    assert found.culprits == (2,) and not found.certain
+    assert "rank 2 (node b) has not reached all_gather #8122 of step 431" in found.message
+
+
+def test_where_no_rank_waits_the_step_is_only_long() -> None:
+    found = diagnose(reports(*[works("in the backward")] * 4))
+    assert found.culprits == () and not found.certain and not found.cut_off
+    assert "no rank is found waiting for them: 4 of 4 are in the backward" in found.message
+
+
+def test_torchs_names_are_said_as_people_say_them() -> None:
+    names = [
+        "all_gather_into_tensor",
+        "reduce_scatter_single",
+        "all_to_all_single",
+        "broadcast_object_list",
+        "isend",
+        "all_reduce",
+    ]
+    assert [called(name) for name in names] == ["all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "all_reduce"]
+
+
+HOME = str(Path(__file__).resolve().parents[2] / "phalanx")
+C10D = "/x/torch/distributed/distributed_c10d.py"
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (["training/trainer.py", "data/loader.py"], "in the data loader"),
+        (["training/trainer.py", "training/optimizer.py", "training/adamw.py"], "in the optimizer"),
+        (["training/trainer.py", "training/held_out.py", "training/step.py"], "in evaluation"),
+        (["training/trainer.py", "training/saving.py", "checkpointing/save.py"], "in saving"),
+        (["training/trainer.py"], "at training/trainer.py:1 f"),
+    ],
+)
+def test_places_are_read_off_the_programs_own_files(files: list[str], words: str) -> None:
+    assert place([Frame(f"{HOME}/{file}", 1, "f") for file in files]) == words
+
+
+def test_a_layer_computes_forward_or_backward() -> None:
+    forward = [Frame("/x/torch/nn/modules/module.py", 1, "_call_impl")]
+    assert place(forward, "blocks.3") == "in the forward of layer blocks.3"
+    assert place([Frame("/x/torch/autograd/graph.py", 1, "_engine_run_backward")]) == "in the backward"
+    assert place([Frame(f"{HOME}/training/held_out.py", 1, "f"), *forward], "b") == "in evaluation, in the forward of layer b"
+
+
+def test_only_a_wait_at_the_innermost_end_counts() -> None:
+    meeting = [
+        Frame(C10D, 1, "broadcast_object_list"),
+        Frame("/x/torch/distributed/c10d_logger.py", 1, "wrapper"),
+        Frame(C10D, 2, "broadcast"),
+    ]
+    assert waited_in(meeting) == ("broadcast", 0)
+    assert waited_in([*meeting, Frame("/x/pickle.py", 1, "loads")]) is None
+    through_the_store = [
+        Frame(C10D, 1, "new_group"),
+        Frame(f"{HOME}/parallel/store.py", 5, "_ask"),
+        Frame("/x/socket.py", 7, "recv"),
+    ]
+    assert waited_in(through_the_store) == ("new_group", 0)
+    assert waited_in(through_the_store[1:]) == ("store", 0)
+
+
+STUCK = """
+import ctypes, faulthandler, signal, sys, threading, time
+faulthandler.register(signal.SIGUSR2, file=open(sys.argv[1], "ab", buffering=0), all_threads=True, chain=False)
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+def read():
+    print("there", flush=True)
+    ctypes.PyDLL(None).sleep(60)  # and keeps the interpreter to itself
+read()
+"""
+
+
+def test_a_rank_that_keeps_the_interpreter_is_found_by_what_the_signal_writes(tmp_path: Path) -> None:
+    dump = tmp_path / "dump"
+    with subprocess.Popen([sys.executable, "-c", STUCK, dump], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.1)
+        os.kill(process.pid, signal.SIGUSR2)
+        deadline = time.monotonic() + 5
+        while "<module>" not in dump.read_text() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.kill()
+    assert [frame.function for frame in parse(dump.read_text())] == ["<module>", "read"]
+    found = diagnose(reports(waits(), None, waits(), dumps={1: dump.read_text()}))
+    assert found.culprits == (1,)
+    assert "it does not answer, although its process is there; it is at <string>:7 read" in found.message
+    assert "line 7, in read" in found.stack
+
+
+def test_a_rank_that_cannot_answer_but_waits_for_others_holds_nobody_up() -> None:
+    dump = f'Thread 0x1 (most recent call first):\n  File "{C10D}", line 9 in all_reduce\n  File "a.py", line 1 in <module>\n'
+    late = works("in the optimizer", numbers={ALL: 8121})
+    found = diagnose(reports(waits(), None, late, dumps={1: dump}))
+    assert found.culprits == (2,)
+    assert "2 ranks wait" in found.message
