@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from phalanx.events.records import Event, decode, encode
+from phalanx.events.chaos import DISK
+from phalanx.events.records import Event, Step, StepSkipped, decode, encode
 
 _WAITING = 10_000  # records kept in memory while the disk is full; then the oldest go
+_TAIL = 1 << 18  # bytes of a log that hold its newest records
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -42,6 +44,7 @@ class EventLog:
         """Whether there was room for it."""
         whole = b"\n" * self._torn + line
         try:
+            DISK.ask()
             written = os.write(self._fd, whole)
         except OSError as error:
             if error.errno in _FULL:
@@ -82,3 +85,11 @@ class EventReader:
 def read_events(path: Path) -> list[Event]:
     """All complete records of a run."""
     return list(EventReader(path).new())
+
+
+def told_steps(path: Path) -> set[int]:
+    """Steps that the newest records tell of."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        reader = EventReader(path, offset=max(0, size - _TAIL))
+    return {event.step for event in reader.new() if isinstance(event, Step | StepSkipped)}

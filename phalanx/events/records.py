@@ -10,14 +10,23 @@ import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar
 
+from phalanx.events.event import Event
+from phalanx.events.troubles import (
+    ControllerChanged,
+    Corrupted,
+    FailureNoticed,
+    FaultInjected,
+    NotFinite,
+    Recovered,
+    Rewound,
+    Straggling,
+    StrangerRefused,
+)
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Event:
-    """Common to all records."""
-
-    kind: ClassVar[str] = "event"
-    time: float = field(default=0.0)
-    """Seconds since 1970, filled in when the record is written."""
+__all__ = [  # noqa: RUF022 - in the order of the file
+    "Event", "ControllerChanged", "Corrupted", "FailureNoticed", "FaultInjected", "NotFinite", "Recovered", "Rewound", "Straggling",
+    "StrangerRefused",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +138,7 @@ class Step(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSkipped(Event):
-    """Loss or gradient was not finite: no rank changed anything. The data position moves on."""
+    """Loss or gradient was not finite, or far outside the usual: no rank changed anything. The data position moves on."""
 
     kind: ClassVar[str] = "step_skipped"
     step: int
@@ -137,6 +146,8 @@ class StepSkipped(Event):
     loss: float
     grad_norm: float
     in_a_row: int
+    reason: str = "not finite"
+    """Or "spike"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -295,8 +306,9 @@ KINDS: dict[str, type[Event]] = {
     record.kind: record
     for record in (
         RunStarted, WorkerStarted, ModelPlaced, StepAccounted, Restored, WeightsLoaded, Step, StepSkipped, Evaluated, Saved,
-        SaveFailed, Copied, Exported, ExportFailed, Uploaded, UploadFailed, CheckpointDamaged, Warned, WorkerFailed, Stopped,
-        Finished,
+        SaveFailed, Copied, Exported, ExportFailed, Uploaded, UploadFailed, CheckpointDamaged, Warned, WorkerFailed,
+        FailureNoticed, Recovered, ControllerChanged, Straggling, Corrupted, NotFinite, Rewound, StrangerRefused, FaultInjected,
+        Stopped, Finished,
     )
 }  # fmt: skip
 

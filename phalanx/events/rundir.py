@@ -19,6 +19,7 @@ class RunDir:
         self.logs = path / "logs"
         self.curve = path / "loss.png"
         self.tokenizer = path / "tokenizer"
+        self.control = path / "control"
         self._lock: int | None = None
 
     @property

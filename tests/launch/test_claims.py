@@ -1,0 +1,138 @@
+"""Terms: of all who claim one, exactly one has it, whatever else lies in the folder and however full the disk is."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.launch.claims import Claims
+from phalanx.launch.env import for_python
+
+
+def test_terms_follow_each_other(tmp_path: Path) -> None:
+    claims = Claims(tmp_path / "control")
+    assert claims.newest() is None
+    assert claims.claim(1, "0-a1") and claims.newest() == (1, "0-a1")
+    assert claims.claim(1, "0-a1"), "its own"
+    assert not claims.claim(1, "1-b2") and claims.newest() == (1, "0-a1")
+    assert claims.claim(2, "1-b2") and Claims(tmp_path / "control").newest() == (2, "1-b2")
+    assert claims.claim(123456, "0-a1") and claims.newest() == (123456, "0-a1")
+    assert os.readlink(tmp_path / "control/term-00002") == "1-b2"
+
+
+def test_of_many_who_claim_at_once_one_has_it(tmp_path: Path) -> None:
+    """Eight processes, each claiming whatever is free next, a hundred terms together: no term has two authors who think it theirs."""
+    claims, pids = Claims(tmp_path / "control"), []
+    for node in range(8):
+        if not (pid := os.fork()):
+            try:
+                won = []
+                while (newest := claims.newest() or (0, ""))[0] < 100:
+                    if claims.claim(newest[0] + 1, f"{node}-x"):
+                        won.append(newest[0] + 1)
+                (tmp_path / f"{node}.json").write_text(json.dumps(won))
+            finally:
+                os.kill(os.getpid(), signal.SIGKILL)
+        pids.append(pid)
+    for pid in pids:
+        os.waitpid(pid, 0)
+    won = {node: json.loads((tmp_path / f"{node}.json").read_text()) for node in range(8)}
+    assert sorted(term for terms in won.values() for term in terms) == list(range(1, 101))
+    assert all(claims._author(term) == f"{node}-x" for node, terms in won.items() for term in terms)
+
+
+@pytest.mark.parametrize("junk", ["file", "folder", "../../etc/passwd", "0-a1\n", "0 a1", "ä-1", "a" * 51])
+def test_what_is_no_claim_has_no_author_and_stops_no_election(tmp_path: Path, junk: str) -> None:
+    claims = Claims(tmp_path)
+    claims.claim(1, "0-a1")
+    taken = tmp_path / "term-00002"
+    if junk == "file":
+        taken.write_text("1-b2")
+    elif junk == "folder":
+        taken.mkdir()
+    else:
+        taken.symlink_to(junk)
+    for name in ("term-3", "term-", "term-00003.tmp", "xterm-00003", "term-0000000003", "term-000003", "term-٠٠٠٠٣"):
+        (tmp_path / name).symlink_to("1-b2")
+    assert claims.newest() == (2, "")
+    assert not claims.claim(2, "1-b2")
+    assert claims.claim(3, "1-b2") and claims.newest() == (3, "1-b2")
+
+
+def test_an_authors_name_is_plain(tmp_path: Path) -> None:
+    for name in ("", "a/b", "..", "a b", "a" * 51, "a\n"):
+        with pytest.raises(AssertionError):
+            Claims(tmp_path).claim(1, name)
+
+
+def test_nodes_are_announced_for_this_user_alone(tmp_path: Path) -> None:
+    claims = Claims(tmp_path)
+    old = os.umask(0)
+    try:
+        claims.announce(3, {"address": ["127.0.0.1", 1]})
+        claims.announce(3, {"address": ["127.0.0.1", 2], "incarnation": "b"})
+        claims.announce(12, {"address": ["10.0.0.1", 3]})
+    finally:
+        os.umask(old)
+    assert claims.announced() == {
+        3: {"address": ["127.0.0.1", 2], "incarnation": "b"},
+        12: {"address": ["10.0.0.1", 3]},
+    }
+    assert {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {
+        "node-00003.json": 0o600,
+        "node-00012.json": 0o600,
+    }
+    with pytest.raises(AssertionError, match="never written"):
+        claims.announce(3, {"token": "secret"})
+
+
+def test_what_is_no_nodes_word_is_passed_over(tmp_path: Path) -> None:
+    claims = Claims(tmp_path)
+    claims.announce(0, {"here": 1})
+    for number, text in enumerate((b"", b"{", b"[1]", b"\xff\xfe", b"[" * 60_000, b"{}" + b" " * (65 << 10) + b"x"), start=1):
+        (tmp_path / f"node-{number:05d}.json").write_bytes(text)
+    os.mkfifo(tmp_path / "node-00010.json")
+    (tmp_path / "node-00011.json").mkdir()
+    (tmp_path / "node-00012.json").symlink_to(tmp_path / "node-00000.json")
+    (tmp_path / "node-5.json").write_text("{}")
+    (tmp_path / ".node-00013.77").write_text("{}")
+    assert claims.announced() == {0: {"here": 1}}
+
+
+FULL = """
+import os, subprocess, sys
+from pathlib import Path
+from phalanx.launch.claims import Claims
+folder = Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "none", folder], check=True)
+claims = Claims(folder / "control")
+claims.announce(0, {"address": 1})
+try:
+    (folder / "filler").write_bytes(bytes(1 << 20))
+except OSError:
+    pass
+try:
+    claims.announce(0, {"address": 2})
+except OSError as error:
+    print(error.strerror)
+assert claims.claim(1, "0-a1") and not claims.claim(1, "1-b2") and claims.newest() == (1, "0-a1")
+assert claims.announced() == {0: {"address": 1}} and sorted(os.listdir(claims.folder)) == ["node-00000.json", "term-00001"]
+print("claimed")
+"""
+
+
+def test_a_full_disk_stops_no_election(tmp_path: Path) -> None:
+    alone = ["unshare", "--user", "--map-root-user", "--mount"]
+    if shutil.which("unshare") is None or subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("no file system of its own can be had here")
+    command = [*alone, sys.executable, "-c", FULL, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=for_python())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "No space left on device\nclaimed\n"
