@@ -141,14 +141,13 @@ def step_time(blocks: int = 20, steps: int = 10) -> None:
     torch.set_num_threads(1)
     run = px.load(QUICKSTART, ["layout.data=1", "cluster.device=cpu"])
     trainer = px.trainer(run)
-    loader = trainer._batches()
-    ready = [next(loader) for _ in range(8)]
+    ready = [trainer.feed.next(0) for _ in range(8)]
     seconds: dict[str, list[float]] = {"loader": [], "ready": []}
     for block in range(2 * blocks):
         way = ("loader", "ready")[block % 2]
         for index in range(steps):
             began = time.perf_counter()
-            batches = next(loader) if way == "loader" else ready[index % len(ready)]
+            batches = trainer.feed.next(0) if way == "loader" else ready[index % len(ready)]
             trainer.stepper.step(batches, trainer.optimizer, 1e-3, lambda: False)
             if index > 1:  # the turn's first steps find the other way's leftovers
                 seconds[way].append(time.perf_counter() - began)

@@ -3,9 +3,11 @@
     python tests/killing.py [--kills 200] [--jobs 2] [--seed 0]
 
 Each victim saves after every step, behind training. When a save is seen to begin, and a random moment after that, one rank, several
-ranks, their parent or the launcher is killed. Then every folder that has a checkpoint's name must hold one, to the last byte, and the
-same command goes on. When a victim has come to its end, each of its steps, however often it was taken, must have had the loss and the
-tokens of a run that was never disturbed, and its last checkpoint must equal that run's bit for bit.
+ranks, what forks them, what keeps copies of them in memory, their supervisor or the launcher is killed. Every other launch recovers
+from what it can, and goes on to the next kill; the others end (`resilience.restarts = 0`). Whenever one has ended, every folder that has
+a checkpoint's name must hold one, to the last byte, and the same command goes on. When a victim has come to its end, each of its steps,
+however often it was taken, must have had the loss and the tokens of a run that was never disturbed, and its last checkpoint must equal
+that run's bit for bit.
 """
 
 from __future__ import annotations
@@ -52,13 +54,15 @@ data = 2
 device = "cpu"
 threads = 1
 """
-TARGETS = ("a rank", "the other rank", "both ranks", "their parent", "the launcher", "everything")
+SURVIVED = ("a rank", "the other rank", "both ranks", "the nursery", "the holder")
+"""What a launch goes on without, if it may."""
+TARGETS = (*SURVIVED, "the supervisor", "the launcher", "everything")
 
 
-def command(folder: Path) -> list[str]:
+def command(folder: Path, restarts: int) -> list[str]:
     run_file = folder.parent / "run.toml"
     program = "from phalanx.cli.main import main; main()"
-    return [sys.executable, "-c", program, "train", str(run_file), "--run-dir", str(folder)]
+    return [sys.executable, "-c", program, "train", str(run_file), f"resilience.restarts={restarts}", "--run-dir", str(folder)]
 
 
 def steps(folder: Path) -> list[tuple[int, float, str]]:
@@ -71,11 +75,24 @@ def steps(folder: Path) -> list[tuple[int, float, str]]:
 
 
 def victims(process: psutil.Process, target: str) -> list[psutil.Process]:
-    """The launcher has one child, which has forked the store and then the ranks."""
-    (parent,) = process.children()
-    _, *ranks = sorted(parent.children(), key=lambda child: child.pid)
-    choice = {"a rank": ranks[:1], "the other rank": ranks[1:], "both ranks": ranks, "their parent": [parent]}
-    return choice.get(target) or ([process] if target == "the launcher" else [*ranks, parent, process])
+    """The launcher has one child, whose children are the holder, the nursery and the ranks, which a nursery has forked."""
+    (supervisor,) = process.children()
+    children = supervisor.children()
+    (holder,) = (child for child in children if "phalanx.checkpointing.holder" in child.cmdline())
+    forks = [child for child in children if "phalanx.cli.worker" in child.cmdline()]
+    (nursery,) = (child for child in forks if os.getsid(child.pid) == child.pid)
+    ranks = [child for child in forks if child != nursery]
+    choice = {
+        "a rank": ranks[:1],
+        "the other rank": ranks[1:],
+        "both ranks": ranks,
+        "the nursery": [nursery],
+        "the holder": [holder],
+        "the supervisor": [supervisor],
+        "the launcher": [process],
+        "everything": [*children, supervisor, process],
+    }
+    return choice[target]
 
 
 def whole(checkpoints: Path) -> int:
@@ -87,12 +104,15 @@ def whole(checkpoints: Path) -> int:
 
 
 def once(folder: Path, dice: random.Random, killed: Counter[str]) -> bool:
-    """Start the command and kill something in a save; True if it came to its end before."""
+    """Start the command and kill something in a save, again and again where it recovers; True if it came to its end all the same."""
+    restarts = dice.choice((0, 100))
     with (folder.parent / f"{folder.name}.txt").open("ab") as output:
-        job = subprocess.Popen(command(folder), stdout=output, stderr=output)
+        job = subprocess.Popen(command(folder, restarts), stdout=output, stderr=output)
     seen, wanted = set[str](), dice.randint(1, 5)
     checkpoints, target = folder / "checkpoints", dice.choice(TARGETS)
+    begun = time.monotonic()
     while job.poll() is None:
+        assert time.monotonic() - begun < 600, f"{folder} makes no progress"
         names = os.listdir(checkpoints) if checkpoints.is_dir() else []
         seen |= {name for name in names if name.endswith(disk.PARTIAL)}
         if len(seen) >= wanted:
@@ -101,9 +121,11 @@ def once(folder: Path, dice: random.Random, killed: Counter[str]) -> bool:
                 for process in victims(psutil.Process(job.pid), target):
                     process.kill()
                 killed[target] += 1
-            except (psutil.NoSuchProcess, ValueError):
-                pass  # it ended by itself just then
-            break
+            except (psutil.NoSuchProcess, ProcessLookupError, ValueError):
+                pass  # it ended by itself just then, or has not recovered yet
+            if not restarts or target not in SURVIVED:
+                break
+            wanted, target = len(seen) + dice.randint(1, 5), dice.choice(TARGETS)
         time.sleep(0.001)
     code = job.wait(timeout=120)
     deadline = time.monotonic() + 10
@@ -158,7 +180,7 @@ def run(kills: int, jobs: int, seed: int) -> Counter[str]:
         folder = Path(name)
         (folder / "run.toml").write_text(RUN)
         reference = folder / "reference"
-        subprocess.run(command(reference), check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(command(reference, 0), check=True, stdout=subprocess.DEVNULL)
         share = -(-kills // jobs)
         with ThreadPoolExecutor(jobs) as pool:
             parts = pool.map(lambda job: campaign(folder, share, seed * 1000 + job, reference), range(jobs))

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.main import app
+from phalanx.dashboard.summary import Summary
 from phalanx.events.records import KINDS
 from phalanx.events.rundir import RunDir
+from phalanx.spec.chaos import parse
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import load, loads
 
@@ -66,6 +68,12 @@ def test_the_contract_names_every_record_and_key(tmp_path: Path) -> None:
         assert f"`{path.name}`" in CONTRACT
 
 
+def test_the_contract_names_every_key_of_the_summary() -> None:
+    said = CONTRACT.partition("## What `phalanx train --json` prints")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\|([^|]*)\|", said, re.M))))
+    assert named == {field.name for field in fields(Summary)} | {"run_dir", "error"}
+
+
 @pytest.mark.parametrize("link", re.findall(r"\]\(([^)#]+)\)", README))
 def test_every_link_of_the_readme_leads_somewhere(link: str) -> None:
     assert link.startswith("https://") or (ROOT / link).exists()
@@ -81,7 +89,10 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
 def test_the_settings_of_every_command_are_legal_unless_the_page_says_otherwise(page: Path) -> None:
     text = page.read_text()
     for found in COMMAND.finditer(text):
-        settings = re.findall(r"(?<=\s)[a-z][a-z_.]*=\S+", found[2].partition("#")[0])
+        words = found[2].partition("#")[0]
+        for planted in re.findall(r'--chaos "([^"]+)"', words):
+            assert parse(planted), planted
+        settings = re.findall(r"(?<=\s)[a-z][a-z_.]*=\S+", re.sub(r'"[^"]*"', "", words))
         settings = [setting for setting in settings if "schedule_file" not in setting]  # the reader has written that file
         if text[found.end() :].lstrip().startswith("error: "):
             with pytest.raises(RunError):

@@ -236,7 +236,23 @@ def prune(
     """
     place = at(checkpoints)
     removed = [name for name in superfluous(place, keep_last, saved, keep_every) if name not in held]
-    for path in (place / name for name in removed):
+    _remove(place, removed)
+    if not place.renames:
+        _sweep(place, saved)
+    return removed
+
+
+def drop_after(checkpoints: Location | Path, step: int) -> list[str]:
+    """Remove all of later steps, which the run has gone back behind; returns their names."""
+    place = at(checkpoints)
+    removed = [path.name for path in listed(place) if (step_of(path) or 0) > step]
+    _remove(place, removed)
+    return removed
+
+
+def _remove(place: Location, names: Sequence[str]) -> None:
+    """And what interrupted saves and removals left behind."""
+    for path in (place / name for name in names):
         if path.renames:  # so that a removal cut short is finished by the next
             path.rename(path.parent / f"{path.name}.removed{PARTIAL}")
         else:
@@ -245,9 +261,6 @@ def prune(
     for name in place.entries():
         if name.startswith("step-") and name.endswith(PARTIAL):
             (place / name).remove()
-    if not place.renames:
-        _sweep(place, saved)
-    return removed
 
 
 def _sweep(place: Location, saved: Location) -> None:

@@ -6,6 +6,7 @@ Each rank's file lies on its own node and on the next one. A step is whole where
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
@@ -76,15 +77,20 @@ def newest(holders: Iterable[Address], token: str) -> Whole | None:
 
 
 def tell_peers(holders: dict[int, Address], token: str) -> dict[int, int | None]:
-    """Tell all living holders, by node, of each other: each sends its copies to the next from now on. Returns who sends to whom."""
-    addresses = {str(node): list(address) for node, address in holders.items()}
-    return {node: _once(address, token, {"op": "peers", "addresses": addresses})["peer"] for node, address in holders.items()}
+    """Tell all living holders, by node, of each other: each sends its copies to the next from now on. Returns who sends to whom;
+    without those that do not answer."""
+    addresses, peers = {str(node): list(address) for node, address in holders.items()}, {}
+    for node, address in holders.items():
+        with contextlib.suppress(OSError):
+            peers[node] = _once(address, token, {"op": "peers", "addresses": addresses})["peer"]
+    return peers
 
 
 def forget(holders: Iterable[Address], token: str, before: int, but: int | None = None) -> None:
     """Give back the memory of generations before this one, except of step `but`: before memory for the next is taken."""
     for address in holders:
-        _once(address, token, {"op": "forget", "before": before, "but": but})
+        with contextlib.suppress(OSError):  # one that is lost has nothing to forget
+            _once(address, token, {"op": "forget", "before": before, "but": but})
 
 
 def _listed(holders: Sequence[Address], token: str) -> list[Kept]:

@@ -14,7 +14,6 @@ import json
 import mmap
 import os
 import select
-import signal
 import socket
 import sys
 import threading
@@ -32,6 +31,7 @@ from phalanx.checkpointing.shelf import ADDRESS, SLOTS, Copy, Shelf, claim, defa
 from phalanx.checkpointing.wire import Address, Caller, Connection
 
 _SUMMING = 2  # blocks of one image that are summed at once: training has the cores
+_CROWD = 64  # connections that have not proved themselves, kept at a time
 _LOOK = 1.0  # seconds between two looks at whether the process that started this one lives
 _MACHINE = Path("/proc/sys/kernel/random/boot_id")
 
@@ -46,6 +46,10 @@ class Holder:
         self.address: Address = self._listener.getsockname()[:2]
         self._peer: tuple[int, Caller] | None = None
         self._room = threading.Lock()
+        self._door, self._greeting = (
+            threading.Lock(),
+            dict[socket.socket, None](),
+        )  # who has not proved itself, the oldest first
         self._does: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "reserve": self._reserve,
             "seal": self._seal,
@@ -64,7 +68,17 @@ class Holder:
             try:
                 sock, where = self._listener.accept()
             except OSError:
-                return
+                if self._listener.fileno() < 0:
+                    return
+                time.sleep(0.05)  # it gave up before it was accepted, or there are no descriptors left just now
+                continue
+            with self._door:
+                self._greeting[sock] = None
+                if len(self._greeting) > _CROWD:  # whoever belongs here proves it in milliseconds: the oldest is a stranger
+                    oldest = next(iter(self._greeting))
+                    del self._greeting[oldest]
+                    with contextlib.suppress(OSError):
+                        oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
             threading.Thread(target=self._talk, args=(sock, where), daemon=True).start()
 
     def close(self) -> None:
@@ -79,6 +93,9 @@ class Holder:
             except OSError as error:
                 _log(f"refused {where[0]}:{where[1]}: {error}")
                 return
+            finally:
+                with self._door:
+                    self._greeting.pop(sock, None)
             link.wait(None)  # between two questions of one who belongs here, hours may pass
             with contextlib.suppress(ConnectionError):
                 while True:
@@ -111,9 +128,9 @@ class Holder:
         """Memory for a worker's two slots; here, and then on the peer."""
         generation, rank, size = (int(message[key]) for key in ("generation", "rank", "bytes"))
         with self._room:
-            self.shelf.reserve(generation, rank, size)
+            self.shelf.reserve(generation, rank, size, tuple(message.get("slots", SLOTS)))
         peer = self._peer
-        if peer is not None and not message.get("for_peer"):
+        if peer is not None and not message.get("for_peer") and not message.get("alone"):
             try:
                 peer[1].ask(message | {"for_peer": True})
             except OSError as error:
@@ -131,7 +148,7 @@ class Holder:
                 copy = replace(copy, about=copy.about | {"crc32": _sums(area)})
             self.shelf.seal(copy)
             sealed = time.perf_counter() - started
-            peer, problem = self._peer, None
+            peer, problem = None if message.get("alone") else self._peer, None
             if peer is not None:
                 try:
                     peer[1].send_file({"op": "put", "copy": copy.to_json()}, file, copy.size)
@@ -231,8 +248,6 @@ def main() -> NoReturn:
         folder, _ = claim(Path(given["root"]) if given.get("root") else default_root(), f"{given['run']}-node{given['node']}")
     holder = Holder(folder, int(given["node"]), given["token"], given.get("bind", "127.0.0.1"))
     threading.Thread(target=holder.serve, daemon=True).start()
-    signal.signal(signal.SIGTERM, lambda *_: _end(holder))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the launcher decides
     print(json.dumps({"address": holder.address, "folder": str(folder)}), flush=True)
     # Where what started this has forked others, they keep the pipe open after its death.
     while os.getppid() == parent and not (select.select([0], [], [], _LOOK)[0] and not os.read(0, 4096)):

@@ -16,6 +16,8 @@ from typing import Protocol
 
 import numpy as np
 
+from phalanx.events.chaos import DISK
+
 _FILE = "file://"
 
 _PAGE = 4096
@@ -210,6 +212,7 @@ class _LocalSink:
         return True
 
     def write(self, data: memoryview | bytes) -> None:
+        DISK.ask()
         left = memoryview(data)
         while left:
             pages = len(left) // _PAGE * _PAGE

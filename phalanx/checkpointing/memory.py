@@ -8,7 +8,9 @@ and sends it on to the peer node. A rank has two slots, and the one of the newes
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import mmap
 import threading
 import time
@@ -30,7 +32,9 @@ from phalanx.checkpointing.shelf import ADDRESS, SLOTS, Copy, Shelf
 from phalanx.checkpointing.staging import Staging
 from phalanx.checkpointing.wire import Caller
 
+_SELDOM = 1000  # steps between two copies at most
 _LOOK = 0.02  # seconds between two looks at whether all ranks are there
+_LAG = 2.0  # seconds that a patient one waits at most: a holder that takes longer is frozen, and will be noticed
 _PATIENCE = 600.0  # seconds that a holder may take for the checksums and for sending a rank's part to its peer
 
 
@@ -54,11 +58,12 @@ class Copied:
     """Copies that were due before it and left out, as the one before them was still under way."""
 
 
-class _Slot(Staging):
+class Slot(Staging):
     """Memory that is shared with the holder: a header, then the copy of this rank's parts."""
 
-    def __init__(self, device: torch.device, path: Path, head: bytes):
-        super().__init__(device)
+    def __init__(self, device: torch.device, path: Path, head: bytes, *, pin: bool = True):
+        """`pin`: on GPUs; not worth its time for a single copy."""
+        super().__init__(device, pin=pin)
         self._path, self._head = path, head
 
     def _obtain(self, size: int) -> Tensor:
@@ -76,16 +81,31 @@ class _Slot(Staging):
             raise MemoryError(problem)
 
 
+def ask(shelf: Shelf, message: dict[str, Any]) -> dict[str, Any]:
+    """The holder of this node."""
+    # Looked up each time: a holder that was started again listens elsewhere.
+    try:
+        holder = json.loads((shelf.folder / ADDRESS).read_text())
+    except FileNotFoundError:
+        raise OSError(f"there is no holder in {shelf.folder} any more") from None
+    caller = Caller(tuple(holder["address"]), holder["token"], _PATIENCE)
+    try:
+        return caller.ask(message)
+    finally:
+        caller.close()
+
+
 class MemoryCopies:
     """Copies of one generation of a run, on one rank."""
 
-    def __init__(self, ranks: Ranks, folder: Path, generation: int = 0):
-        """`folder`: of this node's holder."""
-        self._ranks, self._shelf, self._generation = ranks, Shelf(folder), generation
+    def __init__(self, ranks: Ranks, folder: Path, generation: int = 0, *, patient: bool = False):
+        """`folder`: of this node's holder. `patient`: wait for the copy before rather than leave one out, so that a failure never
+        costs more than a step."""
+        self._ranks, self._shelf, self._generation, self._patient = ranks, Shelf(folder), generation, patient
         self._parts: list[Part] = []
         self._boxes: list[Box] = []
         self._head = b""
-        self._slots: dict[str, _Slot] = {}
+        self._slots: dict[str, Slot] = {}
         self._ready: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._key = ""
@@ -96,6 +116,11 @@ class MemoryCopies:
         self._told = self._passed_over = 0
         self._stall = 0.0
         self._left = False
+        self.pace: float | None = None
+        """The part of training's time that copies may take, where they are to be as frequent as that allows; None: as they are asked for."""
+        self._next = 0
+        self._cost: float | None = None
+        self._last: tuple[int, float] | None = None
         self.off: str | None = None
         """Why none are taken, as all ranks know it."""
 
@@ -118,28 +143,23 @@ class MemoryCopies:
 
     def _reserve(self) -> None:
         """In a thread: memory for both slots, from the holder, which knows what is free; mapped, and pinned on GPUs."""
+        failure: BaseException | None = None
         try:
             which = {"generation": self._generation, "rank": self._ranks.rank}
             self._ask({"op": "reserve", "bytes": self._bytes} | which)
             for slot in SLOTS:
                 path = self._shelf.image(self._generation, self._ranks.rank, slot)
-                self._slots[slot] = _Slot(self._ranks.device, path, self._head)
+                self._slots[slot] = Slot(self._ranks.device, path, self._head)
                 self._slots[slot].map(self._bytes - len(self._head))
         except BaseException as error:
-            self._fail(error)
-        self._ranks.tally(f"{self._key}-done", 1)
+            failure = error
+        with contextlib.suppress(Exception):  # the store is gone, and with it the generation
+            if failure is not None:
+                self._fail(failure)
+            self._ranks.tally(f"{self._key}-done", 1)
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        # Looked up each time: a holder that was started again listens elsewhere.
-        try:
-            holder = json.loads((self._shelf.folder / ADDRESS).read_text())
-        except FileNotFoundError:
-            raise OSError(f"there is no holder in {self._shelf.folder} any more") from None
-        caller = Caller(tuple(holder["address"]), holder["token"], _PATIENCE)
-        try:
-            return caller.ask(message)
-        finally:
-            caller.close()
+        return ask(self._shelf, message)
 
     def _fail(self, error: BaseException) -> None:
         number = self._ranks.tally(f"{self._key}-failed", 1)
@@ -152,17 +172,17 @@ class MemoryCopies:
 
     def take(self, step: int, tensors: Mapping[str, Tensor | Piece], contents: dict[str, Any]) -> None:
         """Begin a copy of this moment, by all ranks together; call `release` before the state changes. Left out where the one
-        before it is still under way on some rank: training never waits for a peer."""
-        if self.off is not None:
+        before it is still under way on some rank: training never waits for a peer, unless it is `patient`."""
+        if self.off is not None or step < self._next:
             return
         started = time.perf_counter()
         if self._ready is None:
             self.prepare(tensors)
-        plan = self._ranks.share(self._decide() if self._ranks.rank == 0 else None)
+        plan = self._ranks.share(self._decide(step) if self._ranks.rank == 0 else None)
         if plan is None:
             self._passed_over += 1
             return
-        self.off, number, slot, old = plan
+        self.off, number, slot, old, self._next = plan
         if self.off is not None:
             self._found.append(Copied(step=step, failure=self.off))
             return
@@ -177,8 +197,10 @@ class MemoryCopies:
         self._thread = threading.Thread(target=self._seal, args=(copy, started, old), name=f"copy of step {step}", daemon=True)
         self._thread.start()
 
-    def _decide(self) -> tuple[str | None, int, str, bool] | None:
-        """On rank 0: why not, a number, where to, and whether older generations may go; None: not now."""
+    def _decide(self, step: int) -> tuple[str | None, int, str, bool, int] | None:
+        """On rank 0: why not, a number, where to, whether older generations may go, and when it is due again; None: not now."""
+        if self._thread is not None and self._patient:
+            self._thread.join(_LAG)
         if self._thread is not None and self._thread.is_alive():
             return None
         problem = None
@@ -187,7 +209,16 @@ class MemoryCopies:
             problem = self._failures()
         self._told = self._ranks.tally("copies", 1)
         slot = SLOTS[1] if self._whole == SLOTS[0] else SLOTS[0]
-        return problem, self._told, slot, self._whole is not None and self._generation > 0
+        return problem, self._told, slot, self._whole is not None and self._generation > 0, step + self._interval(step)
+
+    def _interval(self, step: int) -> int:
+        """Steps until the next copy: so many that what the last one cost is the allowed part of their time."""
+        now, last = time.perf_counter(), self._last
+        self._last = step, now
+        if self.pace is None or self._cost is None or last is None or step <= last[0]:
+            return 1
+        each = (now - last[1]) / (step - last[0])
+        return max(1, min(_SELDOM, math.ceil(self._cost / (self.pace * each))))
 
     def _copy(self, step: int, slot: str, tensors: Mapping[str, Tensor | Piece], contents: dict[str, Any]) -> Copy:
         rank, ranks = self._ranks.rank, self._ranks.ranks
@@ -209,6 +240,7 @@ class MemoryCopies:
     def _seal(self, copy: Copy, started: float, old: bool) -> None:
         """In a thread: when the copy is in memory, the holder does the rest; rank 0's waits for all."""
         key, peer = self._key, False
+        failure: BaseException | None = None
         self._problem = None
         try:
             if old:
@@ -217,8 +249,10 @@ class MemoryCopies:
             answer = self._ask({"op": "seal", "copy": copy.to_json()})
             peer, self._problem = bool(answer["peer"]), answer["problem"]
         except BaseException as error:
-            self._fail(error)
+            failure = error
         try:
+            if failure is not None:
+                self._fail(failure)
             self._ranks.tally(f"{key}-bytes", copy.size)
             self._ranks.tally(f"{key}-peer", int(peer))
             if self._problem is not None:
@@ -236,12 +270,14 @@ class MemoryCopies:
         if failure is None:
             self._whole = copy.slot
         passed_over, self._passed_over = self._passed_over, 0
+        seconds, stall = time.perf_counter() - started, self._stall + self._slots[copy.slot].waited()
+        self._cost = stall
         return Copied(
             step=copy.step,
             failure=failure,
             bytes=self._ranks.tally(f"{key}-bytes", 0),
-            seconds=time.perf_counter() - started,
-            stall=self._stall + self._slots[copy.slot].waited(),
+            seconds=seconds,
+            stall=stall,
             peer=self._ranks.tally(f"{key}-peer", 0) == self._ranks.ranks,
             problem=self._ranks.told(f"{key}-problem") if self._ranks.tally(f"{key}-problems", 0) else None,
             passed_over=passed_over,

@@ -27,6 +27,8 @@ from phalanx.checkpointing.location import Local
 from phalanx.checkpointing.room import free_memory
 
 SLOTS = ("a", "b")
+HANDED = "h"
+"""The slot of what a survivor hands over when a generation ends."""
 LOCK = "lock"
 ADDRESS = "holder.json"
 _SEALED = ".json"
@@ -79,20 +81,20 @@ class Shelf:
         self._known: dict[Path, tuple[tuple[int, int], int]] = {}
 
     def image(self, generation: int, rank: int, slot: str) -> Path:
-        assert slot in SLOTS
+        assert slot in (*SLOTS, HANDED)
         return self.folder / f"{generation:05d}-{rank:05d}-{slot}{image.SUFFIX}"
 
-    def reserve(self, generation: int, rank: int, size: int) -> None:
-        """Memory for a rank's two slots, taken now: a worker that copies into a full file system would be killed.
+    def reserve(self, generation: int, rank: int, size: int, slots: tuple[str, ...] = SLOTS) -> None:
+        """Memory for a rank's slots, taken now: a worker that copies into a full file system would be killed.
 
         OSError with the numbers where there is too little.
         """
-        paths = [self.image(generation, rank, slot) for slot in SLOTS]
+        paths = [self.image(generation, rank, slot) for slot in slots]
         missing = [path for path in paths if not (path.exists() and path.stat().st_size == size)]
         need, free = len(missing) * size, available(self.folder)
         if need > _USED * free:
             raise OSError(
-                f"copies in memory of rank {rank} need {need / 2**20:,.0f} MiB (twice {size / 2**20:,.0f}), but {self.folder} has "
+                f"copies in memory of rank {rank} need {need / 2**20:,.0f} MiB ({len(missing)} times {size / 2**20:,.0f}), but {self.folder} has "
                 f"{free / 2**20:,.0f} MiB free, of which {_USED:.0%} may be taken"
             )
         for path in missing:

@@ -21,8 +21,8 @@ from phalanx.checkpointing.room import free_memory
 class Staging:
     """The copy of one rank's parts."""
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    def __init__(self, device: torch.device, *, pin: bool = True):
+        self._device, self._pin = device, pin and device.type == "cuda"
         self._memory: Tensor | None = None
         self._ready: threading.Thread | None = None
         self._copying: threading.Thread | None = None
@@ -49,7 +49,7 @@ class Staging:
             memory = self._obtain(size)
         except (OSError, MemoryError) as error:
             return str(error)
-        if self._device.type == "cuda" and size:
+        if self._pin and size:
             problem = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)
             if int(problem) != 0:
                 return f"{size / 1e9:.2f} GB cannot be pinned ({problem})"
@@ -141,7 +141,7 @@ class Staging:
         return [raw(block) for block in self._memory.split(BLOCK)] if self._memory.numel() else []
 
     def _release(self) -> None:
-        if self._memory is not None and self._device.type == "cuda" and self._memory.numel():
+        if self._memory is not None and self._pin and self._memory.numel():
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
         self._memory = None
 

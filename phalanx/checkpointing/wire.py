@@ -1,33 +1,27 @@
 """Messages between the processes that keep copies of the state: JSON with bytes after it, over TCP, among those who know the run's
 secret. Spoken by `checkpointing/holder` and whoever asks it. Knows no tensors, and never loads torch.
 
-Both sides prove the secret before anything else is read, and neither sends it. What follows is not encrypted: it is for the network
+Both sides prove the secret before anything else is read (`events/frames`). What follows is not encrypted: it is for the network
 inside a cluster, where training's own messages travel too.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
-import secrets
 import socket
 import struct
 import threading
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-Address = tuple[str, int]
+from phalanx.events import frames
+from phalanx.events.frames import Address, Refused
+
+__all__ = ["Address", "Caller", "Connection", "Refused", "accept", "connect"]
 
 _FRAME = struct.Struct("!QQ")  # bytes of the message, bytes after it
-_NONCE = 32
 _MOST = 256 << 20  # bytes of a message: names and checksums of a large rank's state are a few megabytes
-_GREETING = 5.0  # seconds to prove oneself in
 _PATIENCE = 60.0  # seconds without a byte, after which the other side is taken for dead
-
-
-class Refused(ConnectionError):
-    """The other side does not know the secret."""
 
 
 class Connection:
@@ -86,43 +80,16 @@ class Connection:
 
 def connect(address: Address, token: str, patience: float = _PATIENCE) -> Connection:
     """To a holder. Refused where either does not know the token of the other."""
-    sock = socket.create_connection(address, timeout=min(_GREETING, patience))
-    try:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        theirs, ours = _exactly(sock, _NONCE), secrets.token_bytes(_NONCE)
-        sock.sendall(ours + _proof(token, b"asks", theirs, ours))
-        try:
-            answer = _exactly(sock, hashlib.sha256().digest_size)
-        except ConnectionError:
-            raise Refused(f"{_place(address)} holds copies of another run: it refused this one's token") from None
-        if not hmac.compare_digest(answer, _proof(token, b"holds", theirs, ours)):
-            raise Refused(f"{_place(address)} is not a holder of this run's copies: it does not know the token")
-        sock.settimeout(patience)
-    except BaseException:
-        sock.close()
-        raise
+    sock, _ = frames.knock(address, token, frames.COPIES, min(frames.GREETING, patience))
+    sock.settimeout(patience)
     return Connection(sock)
 
 
 def accept(sock: socket.socket, token: str) -> Connection:
     """From somebody who has connected; Refused, in time, where they cannot prove that they belong here."""
-    sock.settimeout(_GREETING)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    ours = secrets.token_bytes(_NONCE)
-    try:
-        sock.sendall(ours)
-        theirs, proof = _exactly(sock, _NONCE), _exactly(sock, hashlib.sha256().digest_size)
-    except OSError as error:
-        raise Refused(f"it did not answer the greeting ({error})") from None
-    if not hmac.compare_digest(proof, _proof(token, b"asks", ours, theirs)):
-        raise Refused("it does not know the token of this run")
-    sock.sendall(_proof(token, b"holds", ours, theirs))
+    frames.admit(sock, token, frames.COPIES)
     sock.settimeout(_PATIENCE)
     return Connection(sock)
-
-
-def _proof(token: str, side: bytes, one: bytes, other: bytes) -> bytes:
-    return hmac.digest(token.encode(), side + one + other, "sha256")
 
 
 def _exactly(sock: socket.socket, size: int) -> bytes:
@@ -133,10 +100,6 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
             raise ConnectionError("the connection ended")
         found += part
     return bytes(found)
-
-
-def _place(address: Address) -> str:
-    return f"{address[0]}:{address[1]}"
 
 
 class Caller:

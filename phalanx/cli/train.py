@@ -19,9 +19,12 @@ from phalanx.dashboard.summary import Summary, summarize
 from phalanx.events.log import read_events
 from phalanx.events.rundir import RunDir
 from phalanx.launch.env import torchrun_place
-from phalanx.launch.local import RESUMABLE, Job
+from phalanx.launch.failure import RESUMABLE
+from phalanx.launch.local import Job
 from phalanx.launch.prepare import Prepared, Request, prepare
-from phalanx.spec.errors import RunFailed
+from phalanx.spec.chaos import Fault, check, parse, text_of
+from phalanx.spec.chaos_draw import expand
+from phalanx.spec.errors import RunError, RunFailed
 from phalanx.spec.load import load
 
 
@@ -35,19 +38,35 @@ def train(
     accept_changed_data: Annotated[
         bool, typer.Option("--accept-changed-data", help="Go on with a run although its text has changed since it was saved.")
     ] = False,
+    chaos: Annotated[
+        str,
+        typer.Option(
+            help='Faults to plant, e.g. "kill rank=1 step=10; hang rank=0 step=20 for=10s"; docs/chaos.md lists them.'
+        ),
+    ] = "",
     json: AsJson = False,
 ) -> None:
     """Train the model that RUN.toml describes. Stopped or killed, the same command goes on where it was."""
     place = torchrun_place()
     request = Request(directory=run_dir, fresh=fresh, accept_changed_data=accept_changed_data)
+    if place is not None and chaos:
+        raise RunError(
+            ["--chaos needs Phalanx's own supervisors, and torchrun has started this process: use `phalanx train` alone."]
+        )
     if place is not None:
         from phalanx.cli.torchrun import train_here
 
         raise typer.Exit(train_here(place, run_file, overrides or [], request, json))
     run = load(run_file, overrides or [])
+    faults = parse(chaos)  # before anything is begun
     with tokenizing(console) as progress:
         prepared = prepare(run, run_file.stem, request, progress=progress)
-    job = Job(prepared)
+    try:
+        planted = _planted(faults, prepared)
+    except RunError:
+        prepared.rundir.release()
+        raise
+    job = Job(prepared, planted)
     try:
         _follow(job, prepared)
     except RunFailed as failure:
@@ -59,6 +78,14 @@ def train(
     if json:
         print_json(summary.to_json(prepared.rundir.path) | ({"error": [job.failure.reason]} if job.failure else {}))
     raise typer.Exit(job.exit_code or 0)
+
+
+def _planted(faults: tuple[Fault, ...], prepared: Prepared) -> str:
+    """All faults of the run in the words that its processes read, those that are left to chance drawn."""
+    ranks, nodes, steps = prepared.plan.ranks, prepared.run.cluster.nodes, prepared.run.steps
+    if problems := check(faults, ranks, nodes, steps):
+        raise RunError(problems)
+    return text_of(expand(faults, steps=steps, ranks=ranks, nodes=nodes))
 
 
 def conclude(rundir: RunDir) -> Summary:
@@ -79,13 +106,15 @@ def _follow(job: Job, prepared: Prepared) -> None:
     asked = threading.Event()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1 and asked.is_set():
+            return  # a batch system may give its notice more than once
         if asked.is_set():
             job.kill()
         else:
             asked.set()
-            job.stop()
+            job.stop(signal.Signals(number).name)
 
-    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     view = display(console, prepared.run.steps, prepared.run.watch.log_every, live=console.is_terminal)
     console.print(f"run directory {prepared.rundir.path}{' (going on with it)' if prepared.resumes else ''}", style="dim")
     try:

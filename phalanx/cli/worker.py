@@ -1,9 +1,10 @@
-"""The command that the launcher starts: loads torch once, then forks the store and the ranks of a job. Not for people.
+"""The nursery of a node: loads torch once, then forks ranks whenever the node's supervisor asks for one. Not for people.
 
-    python -m phalanx.cli.worker RUN_DIR CONTROL_FD LISTEN_FD LAUNCHER_PID [FOLDER OF COPIES IN MEMORY]
+    python -m phalanx.cli.worker RUN_DIR CONTROL_FD SUPERVISOR_PID
 
-Forking after the imports makes N ranks start as fast as one and share its memory. This process itself never opens a
-process group or a GPU, so whatever it forks starts clean.
+Forking after the imports makes N ranks start as fast as one and share its memory, and makes this process the warm spare of every
+rank: a lost one is replaced in milliseconds. It never opens a process group or a GPU, so whatever it forks starts clean. Ranks
+become children of the supervisor, not of this process: they outlive it, and the supervisor sees their end itself.
 """
 
 from __future__ import annotations
@@ -11,103 +12,69 @@ from __future__ import annotations
 import gc
 import json
 import os
-import select
 import signal
+import socket
 import sys
+import time
 from pathlib import Path
 from typing import NoReturn
 
-from phalanx.launch.family import die_with
+from phalanx.launch.family import STOPPING, die_with, hearing
 
-_STOPPING = (signal.SIGTERM, signal.SIGINT)
+_MOST = 65536  # bytes of a message
 
 
 def main() -> None:
-    directory, control, listener, launcher = sys.argv[1], *map(int, sys.argv[2:5])
-    holder = sys.argv[5] if len(sys.argv) > 5 else None
-    die_with(launcher)
-    # Told to stop while it loads, this process does not die of it; and Python forgets a signal that arrives while it forks.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+    directory, control, supervisor = sys.argv[1], socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3])
+    die_with(supervisor)
+    # This process was started deaf, and stays so: told to stop while it loads, it does not die of it; and Python forgets a signal that
+    # arrives while it forks.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     import torch._dynamo  # noqa: F401  # the first optimizer would import it, in every rank
 
     from phalanx.cli import rank
     from phalanx.events.rundir import RunDir
-    from phalanx.spec.place import Place
-    from phalanx.spec.plan import Plan
 
     rundir = RunDir(Path(directory))
-    ranks = Plan.from_json(rundir.plan_file.read_text()).ranks
-    gc.freeze()  # what is loaded now stays shared: no collection ever touches its pages
-    me = os.getpid()
     signals = rank.Signals()  # inherited by the ranks: one that is told to stop at once still hears it
-    address = _fork_store(me, listener) if ranks > 1 else None
-    children: dict[int, int] = {}
-    for number in range(ranks):
-        place = Place(rank=number, ranks=ranks, local_rank=number, store=address, holder=holder)
-        if (pid := os.fork()) == 0:
-            die_with(me)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
-            os.close(control)
-            _redirect(rundir.log_of(number))
-            _leave(rank.guarded(place, rundir, signals))
-        children[pid] = number
-    os.close(listener)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
-    _watch(control, children)
-
-
-def _fork_store(me: int, listener: int) -> tuple[str, int]:
-    """The key-value store where ranks meet, in a process of its own: no rank's death takes it along."""
-    import socket
-
-    with socket.socket(fileno=os.dup(listener)) as bound:
-        host, port = bound.getsockname()
-    if os.fork() == 0:
-        die_with(me)
-        import torch.distributed as dist
-
-        _store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
-        while True:
-            signal.pause()  # returns after a signal that is handled
-    return host, port
-
-
-def _watch(control: int, children: dict[int, int]) -> None:
-    """Report each rank's end and pass signals on, until all have ended or the launcher has gone."""
-    wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.set_wakeup_fd(woken)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    waiting = dict(children)
+    gc.freeze()  # what is loaded now stays shared: no collection ever touches its pages
+    control.send(b"{}")  # ready
     while True:
-        while waiting:  # before sleeping: a rank may have ended before the handler was there
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                break
-            if pid in waiting:
-                _report(control, {"rank": waiting.pop(pid), "code": os.waitstatus_to_exitcode(status)})
-        if not waiting:
+        message, handed, _, _ = socket.recv_fds(control, _MOST, 1)
+        if not message:
             _leave(0)
-        ready, _, _ = select.select([wake, control], [], [])
-        if wake in ready:
-            os.read(wake, 4096)
-        if control in ready:
-            lines = os.read(control, 4096)
-            if not lines:
-                _leave(1)
-            for line in lines.splitlines():
-                for pid in waiting:
-                    os.kill(pid, json.loads(line)["signal"])
+        asked = json.loads(message)
+        pid = _fork_twice(control, supervisor)
+        if pid == 0:
+            hearing()
+            _leave(rank.serve(socket.socket(fileno=handed[0]), rundir, signals))
+        for fd in handed:
+            os.close(fd)
+        control.send(json.dumps({"worker": asked["worker"], "pid": pid}).encode())
 
 
-def _report(control: int, message: dict[str, int]) -> None:
-    os.write(control, json.dumps(message).encode() + b"\n")
-
-
-def _redirect(log: Path) -> None:
-    fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    os.close(fd)
+def _fork_twice(control: socket.socket, supervisor: int) -> int:
+    """A process that is no child of this one: its parent ends at once, and the supervisor adopts it. Returns its id; 0 inside."""
+    reading, writing = os.pipe()
+    middle = os.fork()
+    if middle == 0:
+        inner = os.fork()
+        if inner == 0:
+            os.close(reading)
+            os.close(writing)
+            control.close()
+            while os.getppid() != supervisor:  # until the one between has ended
+                if os.getppid() == 1:
+                    os._exit(1)
+                time.sleep(0.0005)
+            die_with(supervisor)
+            return 0
+        os.write(writing, str(inner).encode())
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(middle, 0)
+    with os.fdopen(reading, "rb") as file:
+        return int(file.read())
 
 
 def _leave(code: int) -> NoReturn:

@@ -31,8 +31,8 @@ def history(events: Iterable[Event]) -> History:
         elif isinstance(event, Restored):
             _forget(known, event.step + 1)
         elif isinstance(event, Step | StepSkipped):
-            if fresh:
-                # A launch that found no checkpoint says nothing about it and begins anew: the same is undone.
+            if fresh or event.step in known.steps:
+                # A launch, or a recovery, that found no checkpoint says nothing about it and begins anew: the same is undone.
                 _forget(known, event.step)
                 fresh = False
             if isinstance(event, StepSkipped):

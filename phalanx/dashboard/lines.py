@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.text import Text
 
 from phalanx.dashboard.numbers import count, duration, number, percent, size
+from phalanx.dashboard.troubles import trouble_line
 from phalanx.events.records import (
     CheckpointDamaged,
     Evaluated,
@@ -49,8 +50,9 @@ def line(event: Event) -> Text | None:
         case WeightsLoaded():
             return Text(f"begins with the weights of {event.path}, read in {duration(event.seconds)}", style="green")
         case StepSkipped():
+            why = "" if event.reason == "not finite" else f" as a {event.reason}"
             return Text(
-                f"step {event.step} skipped: loss {number(event.loss)}, gradient norm {number(event.grad_norm, 2)} "
+                f"step {event.step} skipped{why}: loss {number(event.loss)}, gradient norm {number(event.grad_norm, 2)} "
                 f"({event.in_a_row} in a row); nothing was changed",
                 style="yellow",
             )
@@ -102,7 +104,7 @@ def _checkpoint_line(event: Event) -> Text | None:
         case CheckpointDamaged():
             return Text(f"checkpoint {_name(event.path)} is damaged and was passed over: {event.reason}", style="yellow")
         case _:
-            return None
+            return trouble_line(event)
 
 
 def step_line(event: Step, steps: int, left: float | None) -> Text:

@@ -21,6 +21,7 @@ from rich.text import Text
 from phalanx.dashboard.curve import FILE_NAME
 from phalanx.dashboard.history import history
 from phalanx.dashboard.numbers import count, duration, number, percent
+from phalanx.dashboard.troubles import recoveries
 from phalanx.events.records import Event, Finished, RunStarted, Saved, Stopped, WorkerFailed, plain
 
 
@@ -48,6 +49,12 @@ class Summary:
     mfu: float | None
     """Likewise; None where the device's peak is unknown."""
     steps_skipped: int
+    recoveries: int
+    """How often the last launch recovered from failures by itself."""
+    steps_lost: int
+    """Complete steps that it had to take again for that."""
+    seconds_lost: float
+    """From each failure to the first step after it."""
     seconds: float
     """Wall time of the last launch."""
     ranks: int
@@ -89,6 +96,9 @@ class Summary:
                 yield "held-out", ", ".join(f"{name} {number(of['loss'])}" for name, of in self.eval_sources.items())
             skipped = f", {self.steps_skipped} skipped" if self.steps_skipped else ""
             yield "trained", f"{count(self.parameters)} parameters on {count(self.tokens)} tokens{skipped}"
+        if self.recoveries:
+            times = f"{self.recoveries} time{'s' if self.recoveries > 1 else ''}"
+            yield "recovered", f"{times}, {self.steps_lost} steps and {duration(self.seconds_lost)} lost"
         if self.expert_load is not None:
             yield "experts", f"the fullest takes {number(self.expert_load, 2)} × the mean load"
         if self.tokens_per_second is not None:
@@ -116,7 +126,11 @@ def summarize(events: Iterable[Event]) -> Summary:
     steps = [known.steps[step] for step in sorted(known.steps)]
     evaluations = known.evaluations
     reached = [*known.steps, *(event.step for event in ends), *(record.step for record in known.skipped)]
+    times, again, seconds = recoveries(launch)
     return Summary(
+        recoveries=times,
+        steps_lost=again,
+        seconds_lost=seconds,
         steps=max(reached, default=0),
         planned=started.steps if started else 0,
         loss=steps[-1].loss if steps else None,

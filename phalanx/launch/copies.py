@@ -15,6 +15,7 @@ from phalanx.checkpointing import shelf
 from phalanx.checkpointing.wire import Address
 from phalanx.events.rundir import RunDir
 from phalanx.launch.env import for_python
+from phalanx.launch.family import deaf
 from phalanx.spec.errors import RunError
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
@@ -27,19 +28,23 @@ NO_COPIES = (
     "checkpoint.memory_every has no effect under torchrun, which ends everything on a machine together: start with `phalanx train`, "
     "or rely on checkpoint.every."
 )
-_BYTES_PER_PARAMETER = 12  # weights and two Adam moments in fp32
+BYTES_PER_PARAMETER = 12  # weights and two Adam moments in fp32
 _UNTIL_GONE = 10.0  # seconds in which gigabytes of memory are given back
 
 
 class Keeper:
     """The holder of this machine."""
 
-    def __init__(self, rundir: RunDir, node: int = 0, bind: str = "127.0.0.1"):
-        self.token = secrets.token_hex(16)
+    def __init__(self, rundir: RunDir, node: int = 0, bind: str = "127.0.0.1", token: str | None = None):
+        self.token, self._node, self._bind = token or secrets.token_hex(16), node, bind
+        self._log = rundir.logs / f"holder-{node}.log"
         # A name of its own for each launch: what an earlier one left is stale, and goes.
         known = hashlib.sha256(str(rundir.path.absolute()).encode()).hexdigest()[:8]
         self.folder, self._lock = shelf.claim(shelf.default_root(), f"{known}-{secrets.token_hex(4)}-node{node}")
-        with (rundir.logs / f"holder-{node}.log").open("ab") as log:
+        self._start()
+
+    def _start(self) -> None:
+        with self._log.open("ab") as log, deaf():  # it ends when its standard input does, after the workers
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "phalanx.checkpointing.holder"],
                 stdin=subprocess.PIPE,
@@ -51,23 +56,39 @@ class Keeper:
             )
         assert self._process.stdin is not None and self._process.stdout is not None
         # Not among its arguments, which every user of the machine can read.
-        given = {"folder": str(self.folder), "node": node, "bind": bind, "token": self.token}
+        given = {"folder": str(self.folder), "node": self._node, "bind": self._bind, "token": self.token}
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(given).encode() + b"\n")
             self._process.stdin.flush()
         said = self._process.stdout.readline()
         if not said:
             self.close()
-            raise OSError(f"the process that keeps them ended at once; {log.name} says why")
+            raise OSError(f"the process that keeps them ended at once; {self._log} says why")
         host, port = json.loads(said)["address"]
         self.address: Address = (host, port)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def lost(self) -> bool:
+        """The process has ended, and nobody asked it to."""
+        return self._lock >= 0 and self._process.poll() is not None
+
+    def restart(self) -> None:
+        """In place of the lost one, in the same folder: what was whole in there still is. Listens elsewhere. OSError where it cannot be."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._process.stdout.close()
+        self._start()
 
     def close(self) -> None:
         """The run has ended: give the memory back."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        self._process.terminate()
+            self._process.stdin.close()  # that ends it
         try:
             self._process.wait(_UNTIL_GONE)
         except subprocess.TimeoutExpired:
@@ -80,23 +101,28 @@ class Keeper:
             self._lock = -1
 
 
-def keep(run: Run, plan: Plan, rundir: RunDir) -> Keeper | None:
-    """A holder for a run that asks for copies in memory; RunError where this machine has no room for them."""
+def give_back() -> None:
+    """The memory of nodes that were lost with all their processes, which could not do so themselves."""
+    with contextlib.suppress(OSError):
+        shelf.remove_stale(shelf.default_root())
+
+
+def room_for_copies(run: Run, plan: Plan) -> None:
+    """RunError where the run file asks for copies in memory and this machine has no room for them."""
     if run.checkpoint.memory_every is None:
-        return None
-    key = f"checkpoint.memory_every = {run.checkpoint.memory_every}"
+        return
+    key, root = f"checkpoint.memory_every = {run.checkpoint.memory_every}", shelf.default_root()
     try:
-        keeper = Keeper(rundir)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        free = shelf.available(root)
     except OSError as error:
         raise RunError([f"{key}: no copies can be kept in memory ({error}). Without that key the run needs none."]) from None
-    need, free = 2 * plan.parameters * _BYTES_PER_PARAMETER, shelf.available(keeper.folder)
+    # Each node has copies of its own ranks and of its neighbour's, and all nodes of the local launcher are on this machine.
+    need = 2 * plan.parameters * BYTES_PER_PARAMETER * min(2, run.cluster.nodes)
     if need > free:
-        keeper.close()
         raise RunError(
             [
                 f"{key}: two copies of the state of {plan.parameters / 1e6:,.1f} M parameters take {need / 2**20:,.0f} MiB of memory, "
-                f"but {keeper.folder.parent} has {free / 2**20:,.0f} MiB free: free some, give a container more shared memory, or "
-                "leave the key out."
+                f"but {root} has {free / 2**20:,.0f} MiB free: free some, give a container more shared memory, or leave the key out."
             ]
         )
-    return keeper

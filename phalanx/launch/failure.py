@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from phalanx.events.records import WorkerFailed
 from phalanx.events.rundir import RunDir
 
+RESUMABLE = 75
+"""Exit code of a run that was told to stop, has saved and can be resumed (EX_TEMPFAIL)."""
+
 # What a rank says when it was another that went away.
 _ECHOES = (
     "Connection closed by peer",
@@ -20,8 +23,16 @@ _ECHOES = (
     "NCCL communicator was aborted",
     "Timed out waiting",
     "unexpected EOF",
+    "Transport endpoint is not connected",
+    "Bad file descriptor",
+    "generation",  # of the meeting place: it is over
 )
 _FULL = 1 << 20  # bytes left
+
+
+def echo(reason: str) -> bool:
+    """Whether a rank says only that another went away."""
+    return any(words in reason for words in _ECHOES)
 
 
 def first_failure(rundir: RunDir, ended: Mapping[int, int]) -> WorkerFailed:
@@ -30,11 +41,16 @@ def first_failure(rundir: RunDir, ended: Mapping[int, int]) -> WorkerFailed:
     for rank, code in ended.items():
         report = rundir.error_of(rank)
         if code < 0:
-            candidates.append((False, 0.0, WorkerFailed(rank=rank, reason=_killed(-code))))
+            candidates.append((False, 0.0, WorkerFailed(rank=rank, reason=killed(-code))))
         elif report.is_file():
             said = json.loads(report.read_text())
-            echo = any(words in said["reason"] for words in _ECHOES)
-            candidates.append((echo, said["time"], WorkerFailed(rank=rank, reason=said["reason"], traceback=said["traceback"])))
+            candidates.append(
+                (
+                    echo(said["reason"]),
+                    said["time"],
+                    WorkerFailed(rank=rank, reason=said["reason"], traceback=said["traceback"]),
+                )
+            )
         elif code:
             log = rundir.log_of(rank)
             tail = log.read_text(errors="replace")[-4000:] if log.is_file() else ""
@@ -43,7 +59,7 @@ def first_failure(rundir: RunDir, ended: Mapping[int, int]) -> WorkerFailed:
     return min(candidates, key=lambda candidate: candidate[:2])[2]
 
 
-def _killed(number: int) -> str:
+def killed(number: int) -> str:
     name = signal.Signals(number).name
     if number == signal.SIGKILL:
         return f"it was killed by {name}; if nobody did that, the machine ran out of memory (see dmesg)"

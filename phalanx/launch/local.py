@@ -1,7 +1,7 @@
-"""A job on this machine: starts its workers, hears how they end, stops them all when one fails. Never imports torch.
+"""A job on this machine: starts a supervisor for each of its nodes, hears how the run ends, starts lost nodes again where the run
+file says so. Never imports torch.
 
-The workers are a command (`python -m phalanx.cli.worker`): one process that loads torch once, hosts the ranks' store on
-a socket that the launcher opened, and forks the ranks. All of them die with the launcher, whatever kills it.
+The supervisors (`launch/agent`) do the rest; all of them, and all that they have started, die with this process.
 """
 
 from __future__ import annotations
@@ -9,52 +9,102 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import select
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import IO, Any
 
 from phalanx._version import __version__
 from phalanx.events.log import EventLog, EventReader
 from phalanx.events.records import Event, RunStarted, Warned, WorkerFailed
-from phalanx.launch.copies import ONE_NODE, keep
-from phalanx.launch.env import for_workers
-from phalanx.launch.failure import first_failure
+from phalanx.launch.copies import ONE_NODE, give_back, room_for_copies
+from phalanx.launch.env import for_python
+from phalanx.launch.family import deaf
 from phalanx.launch.prepare import Prepared
 from phalanx.spec.errors import RunError, RunFailed
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
-
-RESUMABLE = 75
-"""Exit code of a run that was told to stop, has saved and can be resumed (EX_TEMPFAIL)."""
 
 FORCED = 130
 """Exit code of a run that was ended at once, without saving: asked a second time, it does not wait."""
 
 _POLL = 0.1  # seconds between looks at the event log
 _LOOK = 1.0  # seconds between looks at whether the disk is full
-_LAST_WORDS = 0.3  # seconds that the other ranks get to say why they failed, once one has
+_UNTIL_GONE = 20.0  # seconds that a supervisor has to give everything back once the run is over
+
+
+class _Node:
+    """The supervisor of one node, as its parent sees it."""
+
+    def __init__(self, number: int, given: dict[str, Any], log: Path):
+        self.number = number
+        with log.open("ab") as file, deaf():
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "phalanx.launch.agent"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                env=for_python(),
+                start_new_session=True,  # Ctrl-C reaches the launcher alone, which asks all to stop together
+            )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.output: IO[bytes] = self.process.stdout
+        self._buffer = b""
+        self.lost: float | None = None
+        """When it was seen to be gone."""
+        self.away: float | None = None
+        """Seconds that a planted fault keeps it away."""
+        # Not among its arguments, which every user of the machine can read.
+        self.tell(given | {"node": number, "parent": os.getpid()})
+
+    def tell(self, message: dict[str, Any]) -> bool:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(message).encode() + b"\n")
+            self.process.stdin.flush()
+        except OSError:
+            return False
+        return True
+
+    def hear(self) -> list[dict[str, Any]]:
+        """Without waiting."""
+        while select.select([self.output], [], [], 0)[0]:
+            block = os.read(self.output.fileno(), 65536)
+            if not block:
+                break
+            self._buffer += block
+        *lines, self._buffer = self._buffer.split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def close(self) -> None:
+        """At once, with all that it has started."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        self.output.close()
 
 
 class Job:
     """A started run. Read `events()` to the end; then `exit_code` and `failure` say how it went."""
 
-    def __init__(self, prepared: Prepared):
+    def __init__(self, prepared: Prepared, chaos: str = ""):
         self.run, self.plan, self.rundir = prepared.run, prepared.plan, prepared.rundir
         self.exit_code: int | None = None
         self.failure: WorkerFailed | None = None
-        self._ended: dict[int, int] = {}
+        self._outcome: dict[str, Any] | None = None
         self._forced = False
-        self._buffer = b""
         self._full, self._looked = False, time.monotonic()
         try:
-            self._keeper = keep(self.run, self.plan, self.rundir)
+            room_for_copies(self.run, self.plan)
         except RunError:
             self.rundir.release()  # nothing was started
             raise
@@ -62,32 +112,74 @@ class Job:
         self._reader = EventReader(self.rundir.events_file, offset=self.rundir.events_file.stat().st_size)
         for stale in self.rundir.logs.glob("rank-*.error.json"):
             stale.unlink()
+        shutil.rmtree(self.rundir.control, ignore_errors=True)  # terms of an earlier launch
         self._log.emit(started(self.run, self.plan))
-        for notice in (*prepared.notices, *((ONE_NODE,) if self._keeper else ())):
+        alone = self.run.checkpoint.memory_every is not None and self.run.cluster.nodes == 1
+        for notice in (*prepared.notices, *((ONE_NODE,) if alone else ())):
             self._log.emit(Warned(message=notice))
-        self._control, self._process = self._start()
+        nodes = self.run.cluster.nodes
+        self._given = {
+            "run_dir": str(self.rundir.path.absolute()),
+            "nodes": nodes,
+            "slots": -(-self.plan.ranks // max(1, nodes - self.run.resilience.spares)),
+            "token": secrets.token_hex(32),
+            "bind": self.run.cluster.bind,
+            "chaos": chaos,
+        }
+        self._nodes = {number: self._start(number) for number in range(nodes)}
+
+    def _start(self, number: int) -> _Node:
+        return _Node(number, self._given, self.rundir.logs / f"node-{number}.log")
 
     def events(self) -> Iterator[Event]:
-        """Everything that happens, as it happens, until the last worker has ended; a failure is raised at the end."""
+        """Everything that happens, as it happens, until the run is over; a failure is raised at the end."""
         try:
-            while self._alive():
-                select.select([self._control], [], [], _POLL)
+            while self._outcome is None and not self._forced:
+                select.select([node.output for node in self._nodes.values() if node.lost is None], [], [], _POLL)
                 self._hear()
                 yield from self._reader.new()
                 yield from self._disk()
-                if self._failed():
-                    self._end()
+                if not self._look():
+                    break
             self._settle()
             yield from self._reader.new()
         finally:
-            self._kill()
-            if self._keeper is not None:
-                self._keeper.close()
-            self._control.close()
+            for node in self._nodes.values():
+                node.close()
+            give_back()
+            self._sweep()
             self._log.close()
             self.rundir.release()
         if self.failure is not None:
             raise RunFailed(describe(self.failure, self.rundir.path))
+
+    def _sweep(self) -> None:
+        """What the supervisors told each other means nothing now, and its links lead nowhere: whoever copies a run would fall over them."""
+        for left in (*self.rundir.control.glob("term-*"), *self.rundir.control.glob("node-*")):
+            left.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # planted faults are kept, for whoever counts them
+            self.rundir.control.rmdir()
+
+    def _hear(self) -> None:
+        for node in self._nodes.values():
+            if node.lost is None:
+                for message in node.hear():
+                    self._outcome = self._outcome or message.get("outcome")
+                    if "away" in message:
+                        node.away = message["away"] or float("inf")
+
+    def _look(self) -> bool:
+        """Which supervisors are gone, and which are to come back; whether there is still one to hear from."""
+        wait = self.run.resilience.node_return
+        for number, node in list(self._nodes.items()):
+            if node.lost is None and node.process.poll() is not None:
+                self._hear()
+                node.lost = time.monotonic()
+            after = wait if node.away is None else node.away
+            if node.lost is not None and after is not None and time.monotonic() - node.lost >= after:
+                node.close()
+                self._nodes[number] = self._start(number)
+        return any(node.lost is None or (node.away or wait) is not None for node in self._nodes.values())
 
     def _disk(self) -> Iterator[Event]:
         """Whether it has filled up. What the workers say then waits in their memory, so nobody would hear of it."""
@@ -103,95 +195,44 @@ class Job:
                 "nothing is saved there, until there is room again. Free some space."
             )
 
-    def stop(self) -> None:
+    def stop(self, reason: str = "SIGTERM") -> None:
         """Ask the workers to save and end."""
-        self._tell("TERM")
+        if not any([node.tell({"stop": reason}) for node in self._nodes.values() if node.lost is None]):
+            self._write(Warned(message=f"{reason} could not be passed on: the run has ended already."))
 
     def kill(self) -> None:
         """End the workers now, without saving."""
         self._forced = True
-        self._kill()
-
-    def _kill(self) -> None:
-        if self._process.poll() is None:
-            self._process.kill()  # the ranks die with it
-        self._process.wait()
-
-    def _start(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-        ours, theirs = socket.socketpair()
-        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        # -P: a file of the working directory that is called like a module must not be taken for it.
-        command = [sys.executable, "-P", "-m", "phalanx.cli.worker", str(self.rundir.path)]
-        command += [str(theirs.fileno()), str(listener.fileno()), str(os.getpid())]
-        command += [str(self._keeper.folder)] if self._keeper else []
-        with theirs, listener, (self.rundir.logs / "launch.log").open("ab") as log:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(theirs.fileno(), listener.fileno()),
-                env=for_workers(self.plan),
-                start_new_session=True,  # Ctrl-C reaches the launcher alone, which asks all ranks to stop together
-            )
-        return ours, process
-
-    def _alive(self) -> bool:
-        return self._process.poll() is None and len(self._ended) < self.plan.ranks
-
-    def _failed(self) -> bool:
-        return any(code not in (0, RESUMABLE) for code in self._ended.values())
-
-    def _hear(self) -> None:
-        """Take in what the workers' parent reports, without waiting."""
-        while select.select([self._control], [], [], 0)[0]:
-            try:
-                block = self._control.recv(65536)
-            except ConnectionError:  # their parent died with something from us unread
-                return
-            if not block:
-                return
-            *lines, self._buffer = (self._buffer + block).split(b"\n")
-            for line in lines:
-                message: dict[str, int] = json.loads(line)
-                self._ended[message["rank"]] = message["code"]
-
-    def _end(self) -> None:
-        """One rank has failed: hear the others out for a moment, then end them all."""
-        deadline = time.monotonic() + _LAST_WORDS
-        while time.monotonic() < deadline and self._alive():
-            select.select([self._control], [], [], 0.02)
-            self._hear()
-        self.failure = first_failure(self.rundir, self._ended)
-        self._write(self.failure)
-        self._kill()
+        for node in self._nodes.values():
+            if node.process.poll() is None:
+                node.process.kill()  # its ranks die with it
 
     def _settle(self) -> None:
-        """All workers have ended, or their parent has: say how."""
-        self._hear()
+        """The run is over, or its supervisors are: say how."""
         if self._forced:
             self.exit_code = FORCED
             return
-        if self.failure is None and self._failed():
-            self._end()
-        elif self.failure is None and len(self._ended) < self.plan.ranks:
-            log = (self.rundir.logs / "launch.log").read_text(errors="replace")[-4000:]
-            reason = f"The process that starts the workers ended with exit code {self._process.wait()}."
+        deadline = time.monotonic() + _UNTIL_GONE
+        for node in self._nodes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                node.process.wait(max(0.0, deadline - time.monotonic()))
+        self._hear()
+        if self._outcome is None:
+            node = next(iter(self._nodes.values()))
+            log = (self.rundir.logs / f"node-{node.number}.log").read_text(errors="replace")[-4000:]
+            reason = f"The supervisor of node {node.number} ended with exit code {node.process.wait()}, and no other is left."
             self.failure = WorkerFailed(rank=None, reason=reason, traceback=log)
+        elif self._outcome["reason"] is not None:
+            found = self._outcome
+            self.failure = WorkerFailed(rank=found["rank"], reason=found["reason"], traceback=found["traceback"])
+        if self.failure is not None:
             self._write(self.failure)
-        stopped = RESUMABLE in self._ended.values()
-        self.exit_code = 1 if self.failure else RESUMABLE if stopped else 0
+        self.exit_code = 1 if self.failure else int((self._outcome or {})["code"])
 
     def _write(self, event: Event) -> None:
         """Into the log if that can be: a full disk must not hide the failure that it has caused."""
         with contextlib.suppress(OSError):
             self._log.emit(event)
-
-    def _tell(self, name: str) -> None:
-        try:
-            self._control.sendall(json.dumps({"signal": int(getattr(signal, f"SIG{name}"))}).encode() + b"\n")
-        except OSError:
-            self._write(Warned(message=f"SIG{name} could not be passed on: the workers have ended already."))
 
 
 def started(run: Run, plan: Plan) -> RunStarted:

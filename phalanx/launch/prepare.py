@@ -22,6 +22,7 @@ from phalanx.events.records import Finished
 from phalanx.events.rundir import RunDir
 from phalanx.launch.env import visible_gpus
 from phalanx.launch.measure import check_weights, measure
+from phalanx.launch.nodes import address_problems, node_problems
 from phalanx.launch.notices import data_notices, sources, too_little_data
 from phalanx.launch.probe import probe
 from phalanx.launch.storage import check_lost, check_owner, newest_first, places, storage_problems
@@ -74,10 +75,12 @@ def prepare(
     one is left alone and a numbered directory beside it is used. `ranks`: how many somebody else has started already.
     """
     request = request or Request()
-    problems = [*_missing_extras(run), *storage_problems(run)]
+    problems = [*_missing_extras(run), *storage_problems(run), *address_problems(run)]
     plan = data = None
     try:
         plan = choose(run, probe(visible_gpus()), ranks, measure(run))
+        if ranks is None:
+            problems += node_problems(run, plan)
     except RunError as error:
         problems += error.problems
     try:

@@ -15,8 +15,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 
+from phalanx.parallel.busy import meet
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.placement import Held, Spot
@@ -214,6 +216,23 @@ def _wrap(parts: Sequence[nn.Module], spots: Mapping[str, Spot], whole: Sequence
         # The two together give a plain sum on every backend and for every number of ranks.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        if mesh.device.type == "cpu":  # on a GPU they run beside the computation: their time is no waiting
+            module.set_custom_all_gather(_AllGather())
+            module.set_custom_reduce_scatter(_ReduceScatter())
+
+
+class _AllGather(DefaultAllGather):
+    """FSDP2's own, its waiting measured."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return meet(super().__call__, *args, **kwargs)
+
+
+class _ReduceScatter(DefaultReduceScatter):
+    """The same."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return meet(super().__call__, *args, **kwargs)
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.parallel.busy import meet, wait
+from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.program import Message
 
@@ -25,10 +27,10 @@ class Mail:
         down = mesh.group("pipeline", use="pipeline")
         up = mesh.group_of(down.ranks, use="pipeline")
         self._rank, self._device = mesh.at("pipeline"), mesh.device
-        self._groups = down.handle, up.handle
+        self._groups = down, up
         self._here: dict[Message, Tensor] = {}
-        self._asked: dict[Message, tuple[dist.Work, Tensor]] = {}
-        self._leaving: deque[tuple[dist.Work, Tensor]] = deque()
+        self._asked: dict[Message, tuple[dist.Work, Tensor, int]] = {}
+        self._leaving: deque[tuple[dist.Work, Tensor, int]] = deque()
         self.sent = 0
         """Bytes, so far."""
 
@@ -41,9 +43,9 @@ class Mail:
         token = torch.zeros(1, device=self._device)
         for sender, receiver in pairs:
             if self._rank == sender:
-                dist.send(token, group_dst=receiver, group=self._group(sender, receiver))
+                meet(dist.send, token, group_dst=receiver, group=self._group(sender, receiver).handle)
             elif self._rank == receiver:
-                dist.recv(token, group_src=sender, group=self._group(sender, receiver))
+                meet(dist.recv, token, group_src=sender, group=self._group(sender, receiver).handle)
 
     def begin(self) -> None:
         """Forget what a run that failed may have left."""
@@ -54,16 +56,17 @@ class Mail:
     def ask(self, message: Message, sender: int, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Let it come while something else is done. Of one sender's messages, ask in the order in which it sends them."""
         place = torch.empty(shape, dtype=dtype, device=self._device)
-        work = dist.irecv(place, group_src=sender, group=self._group(sender, self._rank))
+        work = dist.irecv(place, group_src=sender, group=self._group(sender, self._rank).handle)
         assert work is not None
-        self._asked[message] = work, place
+        self._asked[message] = work, place, sender
 
     def take(self, message: Message) -> Tensor:
         """Wait for it; on a GPU the device does."""
         if message in self._here:
             return self._here.pop(message)
-        work, place = self._asked.pop(message)
-        work.wait()
+        work, place, sender = self._asked.pop(message)
+        group = self._group(sender, self._rank)
+        wait(work, group, group.ranks[sender])
         return place
 
     def keep(self, message: Message, tensor: Tensor) -> None:
@@ -75,16 +78,18 @@ class Mail:
         while self._leaving and self._leaving[0][0].is_completed():
             self._leaving.popleft()
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, group_dst=receiver, group=self._group(self._rank, receiver))
+        work = dist.isend(tensor, group_dst=receiver, group=self._group(self._rank, receiver).handle)
         assert work is not None
-        self._leaving.append((work, tensor))
+        self._leaving.append((work, tensor, receiver))
         self.sent += tensor.nbytes
 
     def end(self) -> None:
         """Wait until everything has left."""
         while self._leaving:
-            self._leaving.popleft()[0].wait()
+            work, _, receiver = self._leaving.popleft()
+            group = self._group(self._rank, receiver)
+            wait(work, group, group.ranks[receiver])
         assert not self._here and not self._asked, "every message of a schedule is taken"
 
-    def _group(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
+    def _group(self, sender: int, receiver: int) -> Group:
         return self._groups[sender > receiver]

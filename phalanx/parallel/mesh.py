@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -23,7 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from phalanx.parallel.busy import meet
 from phalanx.parallel.group import Group
+from phalanx.parallel.store import ControlStore
 from phalanx.spec.layout import Layout
 from phalanx.spec.place import Place
 
@@ -42,6 +45,8 @@ class Mesh:
     _made: Counter[tuple[int, ...]] = field(default_factory=Counter, repr=False)
     _alike: dict[tuple[str, ...], tuple[int, int]] = field(default_factory=dict, repr=False)
     _notes: dict[str, Any] = field(default_factory=dict, repr=False)
+    _store: Any = field(default=None, repr=False)  # torch keeps no reference to the Python half of a store
+    _lost: set[int] = field(default_factory=set, repr=False)
 
     @property
     def rank(self) -> int:
@@ -92,9 +97,23 @@ class Mesh:
                 place = [name for name, _ in sizes].index(axis)
                 below = math.prod(size for _, size in sizes[place + 1 :])
                 same &= ranks // below % sizes[place][1] == self.at(axis)
-            found = ranks[same]
+            found = ranks[same & ~np.isin(ranks, list(self._lost))]
             self._alike[key] = int(np.searchsorted(found, self.rank)), len(found)
         return self._alike[key]
+
+    def lose(self, ranks: Iterable[int]) -> None:
+        """These are gone, or what they hold is of no use: `alike` counts the others from now on."""
+        self._lost.update(ranks)
+        self._alike.clear()
+
+    def covered(self, *axes: str) -> bool:
+        """Whether those that are left of this rank's pipeline rank still have all of what is cut along the given axes."""
+        each = self.ranks // self.layout.pipeline
+        places: list[set[tuple[int, ...]]] = [set(), set()]
+        for rank in range(self.stage * each, (self.stage + 1) * each):
+            one = tuple(_coordinates(rank, _sizes(self.layout, _view((axis,))))[axis] for axis in axes)
+            places[rank in self._lost].add(one)
+        return places[1] <= places[0]
 
     def group(self, *axes: str, use: str) -> Group:
         """The ranks that differ from this one along the given axes only, in rank order. All of them ask for it at the same time.
@@ -126,11 +145,11 @@ class Mesh:
     def sum(self, values: Tensor) -> Tensor:
         """Sum over all ranks, in place."""
         if self.ranks > 1:
-            dist.all_reduce(values)
+            meet(dist.all_reduce, values)
         return values
 
     def start(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> dist.Work | None:
-        """Begin a reduction over all ranks, in place; wait for the result with `Work.wait`."""
+        """Begin a reduction over all ranks, in place; wait for the result with `busy.wait`."""
         return dist.all_reduce(values, op=operation, async_op=True) if self.ranks > 1 else None
 
     def share(self, value: Any) -> Any:
@@ -138,7 +157,7 @@ class Mesh:
         if self.ranks == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        meet(dist.broadcast_object_list, box, src=0, device=torch.device("cpu"))
         return box[0]
 
     def collect(self, value: Any) -> list[Any]:
@@ -146,7 +165,7 @@ class Mesh:
         if self.ranks == 1:
             return [value]
         found: list[Any] = [None] * self.ranks
-        dist.all_gather_object(found, value)
+        meet(dist.all_gather_object, found, value)
         return found
 
     def patient(self, seconds: float) -> Callable[[Any], Any]:
@@ -245,6 +264,7 @@ def connect(place: Place, device: str, timeout: float, layout: Layout | None = N
     own = torch.device("cuda", place.local_rank) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
         torch.cuda.set_device(own)
+    server: dist.Store | None = None
     if place.ranks > 1:
         # Small host-side sums go over gloo on every machine; NCCL carries only what lives on GPUs.
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
@@ -252,13 +272,20 @@ def connect(place: Place, device: str, timeout: float, layout: Layout | None = N
         if place.store is None:
             dist.init_process_group(backend, timeout=wait)
         else:
-            host, port = place.store
-            server = dist.TCPStore(host, port, is_master=False, timeout=wait)
+            server = _server(place, timeout)
             store = dist.PrefixStore(f"generation-{place.generation}", server)
             dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.ranks, timeout=wait)
     layout = replace(layout, data=layout.data or 1) if layout else Layout(data=place.ranks)
     assert layout.ranks == place.ranks, f"{layout} has {layout.ranks} ranks, {place.ranks} were started"
-    return Mesh(place, own, layout)
+    return Mesh(place, own, layout, _store=server)
+
+
+def _server(place: Place, timeout: float) -> dist.Store:
+    """Where the ranks meet: an agent's store, or torch's own."""
+    assert place.store is not None
+    if place.token is not None:
+        return ControlStore(place.store, place.token, place.generation, timeout)
+    return dist.TCPStore(*place.store, is_master=False, timeout=timedelta(seconds=timeout))
 
 
 def disconnect(mesh: Mesh) -> None:
@@ -266,6 +293,31 @@ def disconnect(mesh: Mesh) -> None:
     if mesh.ranks > 1 and dist.is_initialized():
         mesh.barrier()
         dist.destroy_process_group()
+
+
+@contextmanager
+def abandoned() -> Iterator[None]:
+    """Leave as one must where others are gone. Inside, let go of all that held groups: they go afterwards, behind one's back.
+
+    A group's destructor waits for the group's threads, and one of them may wait in gloo, which does not always wake it when
+    connections end: until `resilience.timeout`.
+    """
+    world = distributed_c10d._world
+    groups = list(world.pg_map)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    else:  # one who was interrupted while it joined has counted and registered what torch does not know how to undo
+        for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag):
+            table.clear()
+        world.tags_to_pg.clear()
+        world.pg_coalesce_state.clear()
+        distributed_c10d._unregister_all_process_groups()
+        world.group_count = 0  # the next would be named by it, and the others would wait under another name, for ever
+    try:
+        yield
+    finally:
+        while groups:
+            threading.Thread(target=[groups.pop()].clear, name="burying", daemon=True).start()
 
 
 def resident_bytes() -> int:

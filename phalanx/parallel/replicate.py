@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.parallel.arriving import on_arrival
+from phalanx.parallel.busy import wait
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.placement import Held
@@ -53,8 +55,8 @@ class Replicated:
         self._waiting = list(self._sizes)
         self._next = 0
         self._tree = _Tree(mesh.device.type == "cpu")
-        for slot in self._slots:
-            slot.parameter.register_post_accumulate_grad_hook(lambda _, slot=slot: self._arrived(slot))
+        for number, slot in enumerate(self._slots):
+            on_arrival(slot.parameter, self._arrived, number)
 
     def applied(self) -> str:
         """What was done, read off the buckets."""
@@ -103,7 +105,8 @@ class Replicated:
         for slot in self._slots:
             slot.parameter.grad = None
 
-    def _arrived(self, slot: _Slot) -> None:
+    def _arrived(self, number: int) -> None:
+        slot = self._slots[number]
         slot.take()
         if self._begun < self._count - 1 or not self._count:
             return  # more is to come before this can travel
@@ -207,7 +210,7 @@ class _Reducer:
 
     def wait(self) -> None:
         for work, sent, bucket in self._pending:
-            work.wait()
+            wait(work, self._group)
             if sent is not bucket:
                 bucket.copy_(sent)
         self._pending.clear()
@@ -260,7 +263,7 @@ class _Climb:
         """Complete a stage and enter the next; does nothing if the bucket is past it."""
         if self.stage != stage:
             return
-        self.work.wait()
+        wait(self.work, self._groups[stage])
         self.stage += 1
         if self.stage < len(self._groups):
             self.work = self._meet()

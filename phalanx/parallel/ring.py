@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.parallel.busy import wait
 from phalanx.parallel.context_kernels import wide
 from phalanx.parallel.context_parts import Visit, VisitBack
 from phalanx.parallel.group import Group
@@ -68,11 +69,13 @@ class _Hop:
     def __init__(self, sent: Tensor, tag: int, group: Group):
         self._sent = sent  # until it has left
         self._works: list[dist.Work] = []
+        self._peers: tuple[int, ...] = ()
         self._taken = sent
+        self._group = group
         if group.handle is None:
             return
         self._taken = torch.empty_like(sent)
-        after, before = group.ranks[(group.index + 1) % group.size], group.ranks[group.index - 1]
+        after, before = self._peers = group.ranks[(group.index + 1) % group.size], group.ranks[group.index - 1]
         self._works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, sent, after, group.handle, tag),
@@ -82,8 +85,9 @@ class _Hop:
 
     def wait(self) -> Tensor:
         """What has come."""
-        for work in self._works:
-            work.wait()
+        # A backend may make one work of both; what is waited for then is what comes.
+        for work, peer in zip(self._works, self._peers[-len(self._works) :], strict=True):
+            wait(work, self._group, peer)
         return self._taken
 
 

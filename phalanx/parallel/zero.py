@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx.parallel.arriving import on_arrival
+from phalanx.parallel.busy import wait
+from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.placement import Spot
 from phalanx.parallel.sharding import (
@@ -70,9 +73,9 @@ class Sharded:
         self._line: list[Bucket] = []  # buckets that travel during this backward, in order
         self._next = self._count = self._begun = 0
         self._pipelined, self._finished = False, True
-        for bucket in self._reduced:
+        for number, bucket in enumerate(self._reduced):
             for slot in bucket.slots:
-                slot.parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._arrived(bucket))
+                on_arrival(slot.parameter, self._arrived, number)
         for one in self.held:
             fill(one.name, one.value.data, one.spot)
         self.updated()
@@ -120,7 +123,7 @@ class Sharded:
                 continue  # this rank's own memory, and nobody else's
             part = bucket.own_values()
             whole = part if bucket.group.size == 1 else part.new_empty(bucket.group.size * bucket.width)
-            flying.append(_Flight(bucket, bucket.group.start_gather(whole, part), part, whole))
+            flying.append(_Flight(bucket, bucket.group, bucket.group.start_gather(whole, part), part, whole))
             if len(flying) > _FLYING:
                 flying.popleft().arrive()
         while flying:
@@ -153,10 +156,10 @@ class Sharded:
         for bucket in self._line:
             bucket.waiting = len(bucket.slots)
 
-    def _arrived(self, bucket: Bucket) -> None:
+    def _arrived(self, number: int) -> None:
         if self._pipelined or self._finished:
             return
-        bucket.waiting -= 1
+        self._reduced[number].waiting -= 1
         # Ranks must reduce in the same order, whatever order their gradients arrive in.
         while self._next < len(self._line) and self._line[self._next].waiting == 0:
             self._launch(self._line[self._next])
@@ -176,12 +179,12 @@ class Sharded:
             return
         whole = bucket.packed(self._how.wire)
         part = whole if bucket.group.size == 1 else whole.new_empty(bucket.width)
-        self._scattering.append(_Flight(bucket, bucket.group.start_scatter(part, whole), part, whole))
+        self._scattering.append(_Flight(bucket, bucket.group, bucket.group.start_scatter(part, whole), part, whole))
         while len(self._scattering) > _FLYING:
             self._scattered(self._scattering.popleft())
 
     def _scattered(self, flight: _Flight) -> None:
-        flight.wait()
+        flight.wait("reduce_scatter")
         if flight.bucket.once:
             self._sum(flight.bucket, flight.part)
         else:
@@ -189,13 +192,13 @@ class Sharded:
 
     def _sum(self, bucket: Bucket, part: Tensor) -> None:
         """Over the ranks that own the same. These messages have a fixed place among the others too: ranks never cross."""
-        self._summing.append(_Flight(bucket, bucket.replicas.start(part), part, part))
+        self._summing.append(_Flight(bucket, bucket.replicas, bucket.replicas.start(part), part, part))
         while len(self._summing) > _FLYING:
             self._summed(self._summing.popleft())
 
     @torch.no_grad()
     def _summed(self, flight: _Flight) -> None:
-        flight.wait()
+        flight.wait("all_reduce")
         flight.bucket.deliver(flight.part)
 
     def _drain(self) -> None:
@@ -210,14 +213,15 @@ class _Flight:
     """A bucket on its way."""
 
     bucket: Bucket
+    group: Group
     work: dist.Work | None
     part: Tensor
     whole: Tensor
 
-    def wait(self) -> None:
+    def wait(self, operation: str) -> None:
         if self.work is not None:
-            self.work.wait()
+            wait(self.work, self.group, operation=operation)
 
     def arrive(self) -> None:
-        self.wait()
+        self.wait("all_gather")
         self.bucket.spread(self.whole)

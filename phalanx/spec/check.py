@@ -53,6 +53,8 @@ def findings(run: Run) -> Iterator[Finding]:
     yield from _export(run)
     yield from _storage(run)
     yield from _copies(run)
+    yield from _rewinding(run)
+    yield from _spares(run)
 
 
 def _names(run: Run) -> list[str]:
@@ -162,6 +164,35 @@ def _copies(run: Run) -> Iterator[Finding]:
             ("checkpoint.memory_every", "memory.offload"),
             f'checkpoint.memory_every = {every} keeps the whole state in host memory, which memory.offload = "nvme" is there to '
             "avoid: remove one of them.",
+        )
+
+
+def _rewinding(run: Run) -> Iterator[Finding]:
+    after, most = run.resilience.rewind_after, run.resilience.max_skipped
+    if after is None:
+        return
+    if run.checkpoint.every is None:
+        yield Finding(
+            ("resilience.rewind_after", "checkpoint.every"),
+            f"resilience.rewind_after = {after} has nothing to go back to, as checkpoint.every is not given: set it, such as "
+            "checkpoint.every = 100, or remove resilience.rewind_after.",
+        )
+    if after > most:
+        yield Finding(
+            ("resilience.rewind_after", "resilience.max_skipped"),
+            f"resilience.rewind_after = {after} is never reached, as the run ends after {most + 1} bad steps in a row: set it to at "
+            f"most resilience.max_skipped = {most}, or raise that.",
+        )
+
+
+def _spares(run: Run) -> Iterator[Finding]:
+    spares, nodes = run.resilience.spares, run.cluster.nodes
+    if spares >= nodes:
+        fewer = f"set it to at most {nodes - 1}" if nodes > 1 else "remove it"
+        yield Finding(
+            ("resilience.spares", "cluster.nodes"),
+            f"resilience.spares = {spares} of cluster.nodes = {nodes} leaves no node to train on: {fewer}, or raise cluster.nodes to at "
+            f"least {spares + 1}.",
         )
 
 

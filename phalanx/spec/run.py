@@ -192,8 +192,10 @@ class Cluster:
     """Ranks to start on CPU when [layout] does not say; left out: as many as there are cores and the batch divides."""
     threads: int | None = field(default=None, metadata=within(1, 4096))
     """CPU threads of each rank; left out: cores / ranks, at least one."""
-    nodes: int = field(default=1, metadata=later("training on several machines") | within(1))
-    """Machines."""
+    nodes: int = field(default=1, metadata=within(1, 1024))
+    """Machines. With the local launcher they are groups of processes on this one, each with its own supervisor: a rehearsal of several."""
+    bind: str = "127.0.0.1"
+    """Address of the only interface that the run's processes listen on."""
     launcher: Literal["local", "ray", "slurm", "kubernetes"] = field(
         default="local", metadata=later("launching through Ray, Slurm or Kubernetes")
     )
@@ -221,7 +223,7 @@ class Checkpoint:
     export_hf: bool = False
     """Export each checkpoint for transformers into hf/ of the run directory, in the background; it is kept only if its logits of a fixed prompt are the model's."""
     memory_every: int | None = field(default=None, metadata=within(1))
-    """Copy the state into host memory, outside the workers, and to a neighbouring node where there are several, every so many steps."""
+    """Copy the state into host memory, outside the workers, and to a neighbouring node where there are several, every so many steps. Left out: where nothing else replicates the state, after every step on CPUs, and on GPUs as often as training waits half a percent of its time for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,10 +234,30 @@ class Resilience:
     """Steps with a non-finite loss or gradient that may follow each other; one more stops the run. Each is skipped on all ranks."""
     timeout: float = field(default=600.0, metadata=within(above=0.0))
     """Seconds a rank waits for the others in one collective operation."""
-    restarts: int = field(default=0, metadata=later("restarting failed workers") | within(0))
-    """Workers restarted after a crash."""
-    spares: int = field(default=0, metadata=later("spare workers") | within(0))
-    """Warm spare workers kept ready."""
+    restarts: int = field(default=100, metadata=within(0))
+    """Failures that the run recovers from by itself; one more ends it. 0: the first does. The same failure at the same step three times ends it too."""
+    spares: int = field(default=0, metadata=within(0))
+    """Nodes of `cluster.nodes` that are kept idle and step in for one that is lost."""
+    shrink: bool = True
+    """Go on with fewer ranks where no spare is left, on a new layout with the same batch; false: wait for the node to return."""
+    go_on: bool = False
+    """Healthy replicas go on with the whole batch while a broken one is started again, instead of waiting for it."""
+    heartbeat: float = field(default=2.5, metadata=within(above=0.0))
+    """Seconds without a sign of life after which a node is taken for lost."""
+    hang: float = field(default=5.0, metadata=within(above=0.0))
+    """Least seconds without progress after which ranks are asked where they are; steps that usually take long raise it."""
+    straggler: float = field(default=1.5, metadata=within(above=1.0))
+    """A rank that works this many times as long as the others, step after step, is named."""
+    check_every: int = field(default=25, metadata=within(0))
+    """Compare what replicas hold every so many steps, before the step is applied; 0: never."""
+    spike: float | None = field(default=None, metadata=within(above=0.0))
+    """Skip a step whose loss or gradient norm lies more than so many of its usual deviations above the usual; left out: never."""
+    rewind_after: int | None = field(default=None, metadata=within(1))
+    """Bad steps in a row after which the run goes back to its last good state and leaves out the data since; left out: never."""
+    notice: float = field(default=10.0, metadata=within(above=0.0))
+    """Seconds from SIGTERM or SIGUSR1 until the machine is gone: the state is saved within them."""
+    node_return: float | None = field(default=None, metadata=within(0.0))
+    """Seconds after which a lost node of this machine is started again; left out: never. Elsewhere, whoever started it decides."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ from phalanx.models.init import build
 from phalanx.models.moe import router_sizes
 from phalanx.parallel.apply import apply
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.placed import Placed
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
@@ -41,6 +42,12 @@ class Built:
     def tensors(self) -> dict[str, Piece]:
         """The live state by name, this rank's parts of it: what is saved, and where it is restored to."""
         return pieces(self.placed, self.optimizer, self.outer)
+
+    def pipeline(self, run: Run) -> Pipeline | None:
+        """Of a schedule, this rank's part; all ranks make theirs at the same time."""
+        if self.order is None:
+            return None
+        return Pipeline(self.placed.parts, self.order, self.placed.mesh, halves=run.memory.recompute != "selective")
 
 
 def place(run: Run, plan: Plan, mesh: Mesh, folder: Path | None = None) -> Built:

@@ -14,14 +14,22 @@ from phalanx.events.records import Copied, Event, Warned
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.run import Run
 
+_UNASKED = 0.005
+"""The part of training's time that copies beside GPUs may take where nobody asked for them."""
+
 
 class Copying:
     """Copies of one generation of a run, on one rank."""
 
     def __init__(self, run: Run, mesh: Mesh):
-        self._every, folder = run.checkpoint.memory_every, mesh.place.holder
+        self._every, folder = run.checkpoint.memory_every or mesh.place.copy_every, mesh.place.holder
         wanted = self._every is not None and folder is not None
-        self._copies = MemoryCopies(mesh, Path(folder), mesh.place.generation) if wanted and folder else None
+        unasked, gpu = run.checkpoint.memory_every is None, mesh.device.type == "cuda"
+        # Those that nobody asked for are there for what no other rank holds: on CPUs after every step, whatever that costs.
+        patient = unasked and not gpu
+        self._copies = MemoryCopies(mesh, Path(folder), mesh.place.generation, patient=patient) if wanted and folder else None
+        if self._copies is not None and unasked and gpu:
+            self._copies.pace = _UNASKED
         self._rank = mesh.rank
         self._said: set[str] = set()
 

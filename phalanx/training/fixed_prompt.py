@@ -21,7 +21,8 @@ from phalanx.parallel.vocabulary import Projected, VocabularyLoss
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
-from phalanx.training.step import MicroBatch, Stepper
+from phalanx.training.micro_batch import MicroBatch
+from phalanx.training.step import Stepper
 
 _TOKENS = 16
 """Of a prompt, or the fewest that the layout can share; and the most whose logits are kept."""

@@ -4,17 +4,18 @@ decides when; `checkpointing` knows how."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from phalanx._version import __version__
 from phalanx.checkpointing import disk
-from phalanx.checkpointing.load import load
+from phalanx.checkpointing.held import Held
+from phalanx.checkpointing.load import load, reason
 from phalanx.checkpointing.location import Location, at
 from phalanx.checkpointing.pieces import Piece
 from phalanx.checkpointing.reference import Reference
@@ -81,9 +82,10 @@ class Saving:
             self._exports.expect(step, reference)
 
     def _contents(self, progress: Progress) -> dict[str, Any]:
+        return {} if self._mesh.rank else self.contents(progress)
+
+    def contents(self, progress: Progress) -> dict[str, Any]:
         """The plain part of the state, of which one rank writes the marker. Random numbers are drawn from the seed and the step."""
-        if self._mesh.rank:
-            return {}
         contents: dict[str, Any] = {
             "progress": asdict(progress),
             "seed": self._run.train.seed,
@@ -175,7 +177,8 @@ class Saving:
                 problem, contents = self._load(chosen, tensors)
                 if problem is None:
                     progress = Progress(**contents["progress"])
-                    self.step = progress.step
+                    # A copy in memory is no checkpoint: what was restored from one is still to be saved.
+                    self.step = None if isinstance(chosen, Held) else progress.step
                     self._newest = chosen if path is None else None
                     if self._mesh.rank == 0 and path is None:
                         self._uploads.restored(chosen)
@@ -191,6 +194,27 @@ class Saving:
                 if passed:
                     raise RunFailed(_none_left(events))
                 return None, events
+
+    def newest_until(self, step: int, passed: Collection[str]) -> Location | None:
+        """The newest checkpoint of this step or before, all ranks together. `passed`: those that turned out to be damaged."""
+        found = None
+        if self._mesh.rank == 0:
+            later = {str(path) for place in self._places for path in disk.listed(place) if (disk.step_of(path) or 0) > step}
+            found, _ = disk.newest(self._places, {*later, *passed})
+        return cast(Location | None, self._mesh.share(found))
+
+    def forget_after(self, step: int) -> None:
+        """The run has gone back to `step`, and saved it: no resumption may take later ones for the newest. All ranks together."""
+        failure = None
+        if self._mesh.rank == 0:
+            try:
+                removed = [name for place in self._places for name in disk.drop_after(place, step)]
+                if self._exports is not None:
+                    self._exports.pruned(removed)
+            except OSError as error:
+                failure = reason(error)
+        if failure := self._mesh.share(failure):
+            raise RunFailed(f"The checkpoints after step {step}, to which the run went back, could not be removed: {failure}.")
 
     def _load(self, path: Location, tensors: Mapping[str, Piece]) -> tuple[disk.DamagedCheckpoint | None, dict[str, Any]]:
         """What is wrong with it on any rank; and what was saved beside the tensors."""

@@ -6,89 +6,38 @@ stand on every rank when the update is made or refused.
 
 from __future__ import annotations
 
-import hashlib
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.data.pack import Batch
 from phalanx.models.moe import routers
+from phalanx.parallel.busy import WAITED
 from phalanx.parallel.expert import Loads, imbalance
-from phalanx.parallel.mesh import resident_bytes
 from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.placed import Placed
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
+from phalanx.training import faults, spikes
+from phalanx.training.agreement import Agreement, Corruption
 from phalanx.training.loss import objective
+from phalanx.training.micro_batch import MicroBatch
 from phalanx.training.optimizer import Optimizer
+from phalanx.training.totals import Totals
 from phalanx.transforms.precision import LossScale, computing
+
+if TYPE_CHECKING:
+    from phalanx.training.tracing import Watch
+
+GOOD, NOT_FINITE, SPIKE = 0, 1, 2
+"""What becomes of a step: it is applied, or refused for one of two reasons."""
 
 _RECENT = 20
 """Steps over which the load of experts is reported: that of one small batch is mostly chance."""
-
-
-def step_seed(seed: int, step: int, replica: int) -> int:
-    """What a replica draws random numbers from in a step (dropout of a module of one's own): of the step alone, so that a resumed
-    run draws what an unbroken one does, and the same on all ranks that compute one replica."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {step} {replica}".encode()).digest()[:8], "little") >> 1
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """What one forward reads, as tensors."""
-
-    tokens: Tensor
-    targets: Tensor
-    positions: Tensor
-    documents: Tensor | None
-    """Of whole sequences, also where this rank has only a part of their tokens."""
-    counted: int
-    """Targets that are predicted."""
-    digest: int
-    """Sum of the samples' checksums, each over its place in the data and its token ids."""
-
-    @staticmethod
-    def prepare(batch: Batch, device: torch.device, document_mask: bool, places: np.ndarray | None = None) -> MicroBatch:
-        """From the loader's arrays; runs in its thread. On GPUs the copy is pinned, so that it can run beside the step.
-
-        `places`: the positions of each sequence that are this rank's, where ranks share sequences.
-        """
-
-        def tensor(array: np.ndarray) -> Tensor:
-            host = torch.from_numpy(array)
-            return host.pin_memory() if device.type == "cuda" else host
-
-        def own(array: np.ndarray) -> np.ndarray:
-            return array if places is None else np.ascontiguousarray(array[:, places])
-
-        # A window inside one document needs no mask, and GPUs have a much faster kernel for that. On CPU there is
-        # nothing to gain, and one kernel for all keeps the numbers free of how windows are grouped.
-        masked = document_mask and (batch.has_boundaries or device.type == "cpu")
-        return MicroBatch(
-            tokens=tensor(own(batch.tokens)),
-            targets=tensor(own(batch.targets)),
-            positions=tensor(own(batch.positions)),
-            documents=tensor(batch.documents) if masked else None,  # of whole sequences: a rank's queries see others' keys
-            counted=int((own(batch.targets) >= 0).sum()),
-            digest=batch.digest,
-        )
-
-    def to(self, device: torch.device) -> MicroBatch:
-        if device.type == "cpu":
-            return self
-        return replace(
-            self,
-            tokens=self.tokens.to(device, non_blocking=True),
-            targets=self.targets.to(device, non_blocking=True),
-            positions=self.positions.to(device, non_blocking=True),
-            documents=None if self.documents is None else self.documents.to(device, non_blocking=True),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +49,32 @@ class Outcome:
     digest: str
     grad_norm: float
     good: bool
-    """Loss and gradient are finite: the update was made."""
-    stopped: bool
-    """Some rank was told to stop before the step was complete: nothing was changed, the step is to be taken again."""
+    """Loss and gradient are finite and nothing unusual: the update was made."""
+    stopped: int
+    """Some rank was told to PAUSE or STOP before the step was complete: nothing was changed, the step is to be taken again."""
     memory: int
     expert_load: float | None = None
     """Load of the fullest expert over the mean, in the worst layer; None where there are no experts."""
+    spike: bool = False
+    """It was refused as loss or gradient were far above the usual."""
+
+    @property
+    def not_finite(self) -> bool:
+        """It was refused as loss or gradient were no numbers."""
+        return not (self.good or self.spike or self.stopped)
+
+
+@dataclass(slots=True)
+class Pending:
+    """A step whose gradients are complete on this rank. Should another rank be lost now, it can still be applied: the norm is summed
+    over all ranks, so whoever has it, and goes on to the update, knows that every rank has come this far."""
+
+    totals: Totals
+    learning_rate: float
+    divisor: Tensor | None = None
+    """What gradients are divided by; None until the norm is known."""
+    bad: Tensor | None = None
+    """GOOD, or why the step is to be skipped; None until all have agreed."""
 
 
 class Stepper:
@@ -124,7 +93,32 @@ class Stepper:
         self._recent: deque[Tensor] = deque(maxlen=_RECENT)
         self.before_update: Callable[[], None] = lambda: None
         """Called before anything changes that outlives the step."""
+        self.updating: Callable[[], None] = lambda: None
+        """Called when that begins, and nothing may interrupt it."""
+        self.pending: Pending | None = None
+        """The step that could be applied and is not yet known to be."""
+        self.applied: Pending | None = None
+        """The last that was."""
+        self.torn = False
+        """An update was begun and not completed: this rank's state is of no step."""
         self.scale = LossScale.of(plan.compute, run.precision.loss_scale)
+        self.number = self.seed = 0
+        """Of the step that is being taken."""
+        self.compiles = run.memory.compile
+        self._began = self._waited = 0.0
+        self.limits = spikes.NONE
+        """What its loss and gradient norm may not exceed."""
+        self.faults = faults.NONE
+        self.agreement: Agreement | None = None
+        """Compares replicas now and then."""
+        self.watch: Watch | None = None
+        """Sees every loss while a step is traced."""
+        self.own_loss = torch.zeros(())
+        """This rank's part of the last step's."""
+        self.stages = tuple((0,) if pipeline is None else pipeline.schedule.stages_of(self._mesh.at("pipeline")))
+        """Of the pipeline, that this rank's parts are."""
+        # Where every rank has all gradients, it takes the norm by itself; should its bits be wrong, then so is its norm alone.
+        self._alone = all(placed.copies(one.spot) == placed.together.size for one in placed.held if one.spot.counted)
 
     @torch.no_grad()
     def measure(self, batch: MicroBatch) -> Tensor:
@@ -157,13 +151,15 @@ class Stepper:
         predicts them."""
         logits, *ahead = output if type(output) is tuple else (output,)
         loss = self.placed.loss(logits, batch.targets)
+        if self.watch is not None:
+            self.watch.loss(loss)
         return loss, objective(loss, ahead, batch, self._ahead_weight, self.placed.loss)
 
     def _forward(self, part: int, given: Tensor | None, batch: MicroBatch) -> Any:
         with computing(self._compute, self._mesh.device):
             return self.placed.parts[part](batch.tokens if given is None else given, batch.positions, batch.documents)
 
-    def accumulate(self, batches: Sequence[MicroBatch], stopping: Callable[[], bool]) -> Totals:
+    def accumulate(self, batches: Sequence[MicroBatch], stopping: Callable[[], int]) -> Totals:
         """Gradients of the whole global batch, summed over its micro-batches and ranks, divided by the room for tokens."""
         totals = Totals(self.placed, self._loads)
         self.placed.begin(len(batches), pipelined=self._pipeline is not None)
@@ -174,15 +170,17 @@ class Stepper:
             self._stream(batches, stopping, totals, self._pipeline)
         else:
             self._loop(batches, stopping, totals)
+        self.faults.at("collective", self.number)
+        self.faults.drag(self.number, time.perf_counter() - self._began - (WAITED.seconds - self._waited))
         totals.start()
         self.placed.finish()
         totals.wait()
         return totals
 
-    def _loop(self, batches: Sequence[MicroBatch], stopping: Callable[[], bool], totals: Totals) -> None:
+    def _loop(self, batches: Sequence[MicroBatch], stopping: Callable[[], int], totals: Totals) -> None:
         for index, batch in enumerate(batches):
-            if stopping():
-                totals.stop()
+            if told := stopping():
+                totals.stop(told)
                 if not self.placed.lockstep:
                     break  # the others need nothing of this rank until the gradients are summed
             batch = batch.to(self._mesh.device)
@@ -193,9 +191,9 @@ class Stepper:
             (whole * (self.scale.value / self._room)).backward()
             self.placed.after_backward()
 
-    def _stream(self, batches: Sequence[MicroBatch], stopping: Callable[[], bool], totals: Totals, pipeline: Pipeline) -> None:
-        if stopping():
-            totals.stop()
+    def _stream(self, batches: Sequence[MicroBatch], stopping: Callable[[], int], totals: Totals, pipeline: Pipeline) -> None:
+        if told := stopping():
+            totals.stop(told)
         moved = [batch.to(self._mesh.device) for batch in batches]
         for batch in moved:
             totals.see(batch)
@@ -223,47 +221,113 @@ class Stepper:
 
         return shape
 
+    def begin(self, number: int, seed: int) -> None:
+        """The step of this number follows; random numbers of its forwards are drawn from `seed`."""
+        self.number, self.seed = number, seed
+        self._began, self._waited = time.perf_counter(), WAITED.seconds
+        torch.manual_seed(seed)
+
     def step(
-        self, batches: Sequence[MicroBatch], optimizer: Optimizer, learning_rate: float, stopping: Callable[[], bool]
+        self, batches: Sequence[MicroBatch], optimizer: Optimizer, learning_rate: float, stopping: Callable[[], int]
     ) -> Outcome:
+        self.pending = None
+        self.faults.at("compute", self.number)
+        self.faults.weights(self.number, self.placed.held)
+        self.faults.optimizer(self.number, optimizer.state)
         totals = self.accumulate(batches, stopping)
+        stopped = totals.stopped
+        pending = Pending(totals, learning_rate)
+        if not stopped:
+            self.faults.gradients(self.number, self.placed.held)
+            self.pending = pending
         counted = totals.own_tokens.clamp(min=1).float()
         norm = self.placed.norm() * (self._room / counted / self.scale.value)
         loss = totals.loss / totals.tokens.clamp(min=1)
-        good = self._agreed(torch.isfinite(loss) & torch.isfinite(norm))
-        stopped = totals.stopped
+        # Dividing by this takes the mean over the tokens that counted and clips to the norm, both at once.
+        pending.divisor = counted / self._room * self.scale.value * (norm / self._clip).clamp(min=1.0)
+        finite, spike = self._judged(loss, norm)
         if not stopped:
-            # Dividing by this takes the mean over the tokens that counted and clips to the norm, both at once.
-            divisor = counted / self._room * self.scale.value * (norm / self._clip).clamp(min=1.0)
+            self._compare(finite, lambda: self.repeat(batches))
+            pending.bad = torch.where(finite, torch.where(spike, SPIKE, GOOD), NOT_FINITE).float()
             self.before_update()
-            optimizer.step(learning_rate, divisor, (~good).float())
-            self.placed.engine.updated()
-        loads = totals.loads
-        if loads and not stopped:
-            self._recent.append(torch.cat(list(loads.values())))
+            self._apply(pending, optimizer)
+        self.own_loss = totals.own_loss
         recent = self._loads.split(torch.stack(tuple(self._recent)).sum(0)) if self._recent else {}
         load = [imbalance(recent.values())] if recent else []
-        values = torch.stack((loss, totals.tokens, totals.digest, norm.double(), good.double(), *load)).tolist()
-        if values[4] and not stopped:
-            # Every rank has the same counts, so every copy of a router moves alike.
-            for name, router in self._routers.items():
-                router.rebalance(loads[name])
-        if not stopped:
-            self.scale.update(bool(values[4]))
+        judged = (finite.double(), spike.double())
+        values = torch.stack((loss, totals.tokens, totals.digest, norm.double(), *judged, *load)).tolist()
         return Outcome(
             loss=values[0],
             tokens=int(values[1]),
             digest=f"{int(values[2]):x}",
             grad_norm=values[3],
-            good=bool(values[4]),
+            good=bool(values[4]) and not values[5],
             stopped=stopped,
             memory=totals.memory,
-            expert_load=values[5] if load else None,
+            expert_load=values[6] if load else None,
+            spike=bool(values[4]) and bool(values[5]),
         )
 
+    def _judged(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether the step is finite, and whether it is a spike; the same on all ranks, and unknown to the host."""
+        finite = self._agreed(torch.isfinite(loss) & torch.isfinite(norm))
+        if not self.limits.any:
+            return finite, torch.zeros_like(finite)
+        return finite, ~self._agreed(~self.limits.exceeded(loss, None if self.placed.apart else norm))
+
+    def _compare(self, finite: Tensor, again: Callable[[], object]) -> None:
+        """With what the other ranks hold, if that is due. Nothing is left pending where it differs."""
+        if self.agreement is None:
+            return
+        try:
+            self.agreement.compare(self.number, finite, again)
+        except Corruption:
+            self.pending = None
+            raise
+
+    def repeat(self, batches: Sequence[MicroBatch]) -> None:
+        """The forwards and backwards of this step once more, all ranks together."""
+        self.begin(self.number, self.seed)
+        self.accumulate(batches, lambda: 0)
+
+    def _apply(self, pending: Pending, optimizer: Optimizer) -> None:
+        """Change what outlives the step: all of it or, if this is interrupted, nothing that could be used. No rank is waited for,
+        but by Muon and by states that several ranks keep together."""
+        assert pending.divisor is not None and pending.bad is not None
+        self.torn = True
+        self.updating()
+        self.faults.at("update", self.number)
+        optimizer.step(pending.learning_rate, pending.divisor, (pending.bad != GOOD).float())
+        verdict = int(pending.bad.item())
+        good = verdict == GOOD
+        loads = pending.totals.loads
+        if loads:
+            self._recent.append(torch.cat(list(loads.values())))
+        if good:
+            # Every rank has the same counts, so every copy of a router moves alike.
+            for name, router in self._routers.items():
+                router.rebalance(loads[name])
+        if verdict != SPIKE:
+            self.scale.update(good)
+        if self.agreement is not None:
+            self.agreement.updated(self.number)
+        self.pending, self.applied, self.torn = None, pending, False
+
+    def roll_forward(self, optimizer: Optimizer, divisor: float, bad: float) -> bool:
+        """Apply the pending step as another rank has done, which then was lost or cut off; returns whether it was good."""
+        assert self.pending is not None
+        self.faults, self.agreement = faults.NONE, None  # whoever was watched or struck, was so before
+        if self.pending.divisor is None:
+            self.pending.divisor = torch.tensor(divisor, dtype=torch.float32, device=self._mesh.device)
+        self.pending.bad = torch.tensor(bad, dtype=torch.float32, device=self._mesh.device)
+        self.before_update()
+        self._apply(self.pending, optimizer)
+        return not bad
+
     def _agreed(self, good: Tensor) -> Tensor:
-        """Replicas that go their own way for some steps have norms of their own, but skip a step together."""
-        if self.placed.together.size == self._mesh.ranks:
+        """The same on all ranks: replicas that go their own way for some steps have norms of their own, but skip a step together, and
+        a rank whose copy of the gradient is damaged must not go its own way."""
+        if self._mesh.ranks == 1 or not (self._alone or self.placed.apart):
             return good
         return self._mesh.sum((~good).double()) == 0
 
@@ -271,79 +335,3 @@ class Stepper:
 def _first(output: Any) -> Any:
     """What was predicted of the next token."""
     return output[0] if type(output) is tuple else output
-
-
-class Totals:
-    """Loss, tokens and experts' loads of the global batch, whether any rank was told to stop, and the ranks' largest memory.
-
-    What several ranks know alike is said by one of them.
-    """
-
-    def __init__(self, placed: Placed, loads: Loads | None = None):
-        self._placed, self._mesh, self._loads = placed, placed.mesh, loads or Loads({}, {})
-        # fp64: the order in which ranks and micro-batches are added does not show, and sums of checksums and counts are exact.
-        self._sums = torch.zeros(3 + self._loads.size, dtype=torch.float64, device=self._mesh.device)
-        self._flags = torch.zeros(2, dtype=torch.float64)
-        self._own = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        self._works: list[dist.Work | None] | None = None
-
-    @property
-    def loss(self) -> Tensor:
-        return self._sums[0]
-
-    @property
-    def tokens(self) -> Tensor:
-        return self._sums[1]
-
-    @property
-    def own_tokens(self) -> Tensor:
-        """Of the ranks that take this step together: all, unless replicas go their own way for some steps."""
-        return self._own if self._placed.together.size < self._mesh.ranks else self.tokens
-
-    @property
-    def digest(self) -> Tensor:
-        return self._sums[2]
-
-    @property
-    def loads(self) -> dict[str, Tensor]:
-        """Tokens of each expert, by the router's name."""
-        return self._loads.split(self._sums[3:])
-
-    @property
-    def stopped(self) -> bool:
-        return bool(self._flags[0].item())
-
-    @property
-    def memory(self) -> int:
-        return int(self._flags[1].item())
-
-    def add(self, loss: Tensor, batch: MicroBatch) -> None:
-        self.add_loss(loss, batch)
-        self.see(batch)
-
-    def add_loss(self, loss: Tensor, batch: MicroBatch) -> None:
-        if self._placed.speaks:
-            self._sums[0] += loss
-            self._sums[1] += batch.counted
-
-    def see(self, batch: MicroBatch) -> None:
-        if self._mesh.first_of_replica:
-            self._sums[2] += batch.digest
-
-    def stop(self) -> None:
-        self._flags[0] = 1
-
-    def start(self) -> None:
-        """Begin to sum over the ranks; once per step, before the gradients, in the same order on every rank."""
-        if self._works is None:
-            on_gpu = self._mesh.device.type == "cuda"
-            self._loads.put(self._sums[3:])
-            self._flags[1] = torch.cuda.max_memory_allocated() if on_gpu else resident_bytes()
-            if self._placed.together.size < self._mesh.ranks:
-                self._own = self._placed.together.sum(self._sums[1].clone())
-            self._works = [self._mesh.start(self._sums), self._mesh.start(self._flags, dist.ReduceOp.MAX)]
-
-    def wait(self) -> None:
-        for work in self._works or []:
-            if work is not None:
-                work.wait()

@@ -8,46 +8,49 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import cast
 
-import numpy as np
-import torch
 from torch import nn
 
 from phalanx.checkpointing.location import Location
 from phalanx.checkpointing.pieces import Piece
 from phalanx.data.dataset import Dataset, open_dataset
-from phalanx.data.loader import Loader, Share
-from phalanx.data.pack import Batch
+from phalanx.events.pulse import Pulse
 from phalanx.events.records import (
     Evaluated,
     Event,
-    Finished,
     ModelPlaced,
     Saved,
     SaveFailed,
     Step,
     StepAccounted,
     StepSkipped,
-    Stopped,
     WeightsLoaded,
 )
-from phalanx.parallel.context import places
+from phalanx.parallel.busy import WAITED
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.pipeline import Pipeline
 from phalanx.spec.errors import RunFailed
 from phalanx.spec.origin import origin_folder
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.training.accounting import Accounting
+from phalanx.training.agreement import Agreement, Corruption
 from phalanx.training.built import place
+from phalanx.training.faults import NONE, Faults
+from phalanx.training.feed import Feed
 from phalanx.training.fixed_prompt import answer
-from phalanx.training.held_out import evaluate
-from phalanx.training.report import Progress, report, too_many_skipped
+from phalanx.training.held_out import Left, evaluate
+from phalanx.training.loop import end, loop
+from phalanx.training.micro_batch import step_seed
+from phalanx.training.once_more import once_more
+from phalanx.training.report import Progress, report
 from phalanx.training.saving import Saving
 from phalanx.training.schedule import learning_rate
 from phalanx.training.state import pieces, placement
-from phalanx.training.step import MicroBatch, Stepper, step_seed
+from phalanx.training.step import Stepper
+from phalanx.training.totals import PAUSE, STOP
 
 
 class Trainer:
@@ -57,27 +60,33 @@ class Trainer:
         self.run, self.plan, self.mesh, self.checkpoints = run, plan, mesh, checkpoints
         self.data = dataset or open_dataset(run.data, run.train.sequence_length, run.train.seed)
         self.progress = Progress()
-        self._loader: Loader[MicroBatch] | None = None
-        self._stop: str | None = None
-        self._saving = Saving(run, plan, mesh, checkpoints, self.data)
+        self.pulse = Pulse()
+        """Says to whoever watches this process what it is doing."""
+        self.ready = False
+        """There is a state: drawn, given or restored."""
+        self._stop, self._pause = cast(str | None, None), False
+        self.saving = Saving(run, plan, mesh, checkpoints, self.data)
+        self.feed = Feed(run, plan, mesh, self.data)
         self._begun = False
-        self._places: np.ndarray | None = None
+        self._faults = NONE
+        self._noted: list[Event] = []
+        self.taken: Step | StepSkipped | None = None
+        """The last step, as it is told: known on every rank."""
+        self.heard = 0
+        """What some rank was told, as all know: nothing (0), PAUSE or STOP."""
 
     def build(self) -> None:
         """Model, gradients and optimizer at step 0, on this rank's device."""
+        self.pulse.enter("building")
         built = place(self.run, self.plan, self.mesh, self.checkpoints.parent / "offload")
         self.placed, self.optimizer, self.outer, self._shapes = built.placed, built.optimizer, built.outer, built.shapes
-        pipeline = (
-            None
-            if built.order is None
-            else Pipeline(self.placed.parts, built.order, self.mesh, halves=self.run.memory.recompute != "selective")
-        )
-        self.stepper = Stepper(self.run, self.plan, self.placed, built.experts, pipeline)
-        self.stepper.before_update = self._saving.release
+        self.stepper = Stepper(self.run, self.plan, self.placed, built.experts, built.pipeline(self.run))
+        self.stepper.before_update = self.saving.release
+        self.stepper.updating = lambda: self.pulse.enter("updating")
+        self.stepper.agreement = Agreement(self.run.resilience.check_every, self.placed, self.tensors)
+        self.faults = self._faults
+        WAITED.watch(self.mesh.device)
         self._accounting = Accounting(self.placed, self.placement, self.tensors, on=not self.run.memory.compile)
-        if self.mesh.size("context") > 1:
-            layout, length = self.plan.layout, self.run.train.sequence_length
-            self._places = places(length, layout.context, self.mesh.at("context"), layout.context_method)
 
     def begin(self) -> list[Event]:
         """Take the weights that the run is to start from, where model.from names some; once, and before any step."""
@@ -95,9 +104,39 @@ class Trainer:
         self._begun = True
         return [WeightsLoaded(path=given, seconds=time.perf_counter() - started)]
 
+    @property
+    def faults(self) -> Faults:
+        """What --chaos has in store for this rank."""
+        return self._faults
+
+    @faults.setter
+    def faults(self, given: Faults) -> None:
+        self._faults = given
+        if hasattr(self, "stepper"):
+            self.stepper.faults = given
+            given.see(self.placed.parts)
+
     def stop(self, reason: str) -> None:
         """Ask all ranks to stop before the next step is applied. Safe to call from a signal handler."""
         self._stop = reason
+
+    def pause(self) -> None:
+        """Ask all ranks to end before the next step is applied, without saving: the same step is to be taken by other ranks."""
+        self._pause = True
+
+    @property
+    def paused(self) -> bool:
+        return self._pause
+
+    @property
+    def why(self) -> str:
+        """Why it was told to stop."""
+        return self._stop or "asked to stop"
+
+    @property
+    def told(self) -> int:
+        """What this rank was told: nothing (0), PAUSE or STOP."""
+        return STOP if self._stop is not None else PAUSE if self._pause else 0
 
     @property
     def model(self) -> nn.Module:
@@ -124,133 +163,136 @@ class Trainer:
         """The values were written by somebody else than the optimizer: whoever keeps copies takes them over."""
         self.placed.engine.updated()
         self.optimizer.adopt()
+        if self.stepper.agreement is not None:
+            self.stepper.agreement.forget()
 
     def restore(self, path: Path | Location | None = None) -> list[Event]:
         """Go on from `path`, or from the newest valid checkpoint; without one, begin. Tells what was found."""
-        progress, events = self._saving.restore(self.tensors(), path)
+        self.pulse.enter("restoring")
+        progress, events = self.saving.restore(self.tensors(), path)
         if progress is None:
-            return [*events, *self.begin()]
+            begun = self.begin()
+            self.ready = True
+            return [*events, *begun]
         self.progress = progress
         self.stepper.scale.restore(self.progress.loss_scale)
         self._adopt()
-        self._close_loader()
-        if self._saving.lacks_export():
+        self.ready = True
+        self.feed.close()
+        if self.saving.lacks_export():
             self._ask()
-            self._saving.export_restored()
+            self.saving.export_restored()
         return events
 
     def step(self) -> Step | StepSkipped | None:
-        """Take one step; None if a rank was told to stop, and then nothing has changed."""
-        started = time.perf_counter()
+        """Take one step; None if a rank was told to stop, and then nothing has changed. Corruption, where replicas differ."""
+        started, number = time.perf_counter(), self.progress.step + 1
+        WAITED.take()  # what was waited for between steps
         rate = learning_rate(self.run.optimizer, self.progress.step, self.run.steps)
-        batches = next(self._batches())
-        torch.manual_seed(step_seed(self.run.train.seed, self.progress.step, self.mesh.replica))
-        outcome = self._accounting.around(
-            self.progress.step + 1,
-            lambda: self.stepper.step(batches, self.optimizer, rate, lambda: self._stop is not None),
-        )
+        self.pulse.enter("data")
+        self.faults.at("data", number)
+        batches = self.feed.next(self.progress.samples)
+        self.pulse.enter("computing")
+        self.stepper.begin(number, step_seed(self.run.train.seed, self.progress.step, self.mesh.replica))
+        self.stepper.limits = self.progress.limits(self.run.resilience.spike)
+        work = partial(self.stepper.step, batches, self.optimizer, rate, lambda: self.told)
+        try:
+            outcome = self._accounting.around(number, work)
+            if outcome.not_finite and not self.progress.skipped_in_a_row and self.stepper.scale.value <= 1:
+                self.pulse.enter("computing")
+                outcome, found = once_more(self.stepper, batches, work)
+                self._noted.append(found)
+        except Corruption:
+            self.feed.close()  # as below
+            raise
         if outcome.stopped:
-            self._close_loader()  # the batch that was drawn for this step will be drawn again
-            self._stop = self._stop or "another rank was told to stop"
+            self.feed.close()  # the batch that was drawn for this step will be drawn again
+            self._heed(outcome.stopped)
             return None
-        self.progress.advance(self.run.batch, outcome.good, self.stepper.scale)
+        self.progress.take(outcome, self.run, self.stepper.scale)
+        seconds = time.perf_counter() - started
+        self.pulse.stepped(self.progress.step, seconds, max(seconds - WAITED.take(), 0.0), outcome.memory)
+        self.taken = report(self.progress, outcome, rate, time.perf_counter() - started, (self.run, self.plan))
+        self._settle_update()
+        return self.taken
+
+    def _heed(self, told: int) -> None:
+        """Some rank was told to end, and all know it now."""
+        if told == STOP:
+            self._stop = self._stop or "another rank was told to stop"
+        self._pause, self.heard = told == PAUSE, told
+
+    def _settle_update(self) -> None:
+        """The step is taken. What ranks do together after it changes no state of theirs, but where replicas meet only now and then."""
         if self.outer is not None and self.outer.due(self.progress.step):
+            self.stepper.torn = True
             self.outer.step()
             self._adopt()
-        return report(self.progress, outcome, rate, time.perf_counter() - started, (self.run, self.plan))
+            self.stepper.torn = False
+        else:
+            self.placed.engine.updated()
 
     def evaluate(self) -> Evaluated | None:
-        """Mean loss over the first held-out sequences of each source; None if nothing is held out."""
-        return evaluate(self.data.eval, self.stepper, self._prepare, self.run, self.plan, self.progress.step)
+        """Mean loss over the first held-out sequences of each source; None if nothing is held out, or a rank was told to stop."""
+        self.pulse.enter("evaluating")
+        step = self.progress.step
+        self.faults.at("evaluate", step)
+        try:
+            job = self.run, self.plan
+            return evaluate(self.data.eval, self.stepper, self.feed.prepare, job, step, lambda: self.told)
+        except Left as left:
+            self._heed(left.told)
+            return None
 
     def save(self) -> Saved:
         """Write a checkpoint of this moment and see it through; all ranks call it together. RunFailed where it cannot be written."""
-        (*_, ended) = self._save_now()
+        (*_, ended) = self.save_now()
         assert isinstance(ended, Saved)
         return ended
 
-    def _save_now(self) -> Iterator[Event]:
+    def save_now(self) -> Iterator[Event]:
+        """The same, telling what else has ended."""
+        self.faults.at("save", self.progress.step)
         self._ask()
-        for event in self._saving.save(self.progress, self.tensors(), wait=True):
+        for event in self.saving.save(self.progress, self.tensors(), wait=True):
             yield event
             if isinstance(event, SaveFailed) and event.step == self.progress.step:
                 raise RunFailed(f"Step {event.step} could not be saved: {event.reason}.")
 
+    def save_behind(self) -> Iterator[Event]:
+        """Begin a checkpoint of this moment, telling what has ended."""
+        self.faults.at("save", self.progress.step)
+        self._ask()
+        yield from self.saving.save(self.progress, self.tensors(), wait=False)
+
     def _ask(self) -> None:
         """Before a save: what the model says now, where the checkpoint will be exported and compared; all ranks together."""
         if self.run.checkpoint.export_hf:
-            self._saving.expect(self.progress.step, answer(self.stepper, self.run, self.plan))
+            self.saving.expect(self.progress.step, answer(self.stepper, self.run, self.plan))
 
     def events(self) -> Iterator[Event]:
         """Train to the end or until told to stop, saying what happens."""
         try:
-            yield from self._train()
+            yield from self.train()
         finally:
             self.close()
 
-    def _train(self) -> Iterator[Event]:
-        self._saving.prepare(self.tensors())
-        while not self.finished:
-            taken = self.step()
-            if taken is None:
-                break
-            yield taken
-            yield from self._saving.ended()
-            if self.progress.skipped_in_a_row > self.run.resilience.max_skipped:
-                yield from self._save_now()
-                raise RunFailed(too_many_skipped(self.progress, self.run))
-            if self._due(self.run.train.eval_every) or self.finished:
-                yield from _some(self.evaluate())
-            if not self.finished:
-                self._saving.copy(self.progress, self.tensors)
-            if self._due(self.run.checkpoint.every) and not self.finished:
-                self._ask()
-                yield from self._saving.save(self.progress, self.tensors(), wait=False)
-        yield from self._saving.settle()
-        if self._saving.step != self.progress.step:
-            yield from self._save_now()
-        yield from self._saving.finish()
-        if self.finished:
-            yield Finished(step=self.progress.step)
-        else:
-            yield Stopped(step=self.progress.step, reason=self._stop or "asked to stop")
+    def train(self, *, save: bool = False) -> Iterator[Event]:
+        """The same, and whatever happens the state stays: for somebody who will `close`. `save`: only save what there is, and stop."""
+        self.pulse.begin(self.progress.step)
+        self.heard = 0
+        if not save:
+            yield from loop(self, self.saving)
+        yield from end(self, self.saving)
 
     def close(self) -> None:
         """Let go of threads and files; states in files are gone with them."""
-        self._close_loader()
-        self._saving.close()
+        self.feed.close()
+        self.saving.close()
         if hasattr(self, "optimizer"):
             self.optimizer.close()
 
-    def _due(self, every: int | None) -> bool:
-        return every is not None and self.progress.step % every == 0
-
-    def _prepare(self, batch: Batch) -> MicroBatch:
-        return MicroBatch.prepare(batch, self.mesh.device, self.run.data.document_mask, self._places)
-
-    def _batches(self) -> Loader[MicroBatch]:
-        if self._loader is None:
-            share = Share(
-                batch=self.run.batch,
-                replica=self.mesh.replica,
-                replicas=self.plan.layout.replicas,
-                micro_batch=self.plan.micro_batch,
-            )
-            self._loader = Loader(
-                self.data.train,
-                share,
-                start=self.progress.samples,
-                prefetch=self.run.data.prefetch,
-                prepare=self._prepare,
-            )
-        return self._loader
-
-    def _close_loader(self) -> None:
-        if self._loader is not None:
-            self._loader.close()
-            self._loader = None
-
-
-def _some(event: Evaluated | None) -> Iterator[Event]:
-    if event is not None:
-        yield event
+    def notes(self) -> Iterator[Event]:
+        """What was found out about the last step, once."""
+        while self._noted:
+            yield self._noted.pop(0)

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.data.loader import Loader, Share
+from phalanx.data.loader import Share
 from phalanx.models.moe import Router, routers
 from phalanx.parallel.mesh import Mesh
-from phalanx.training.step import MicroBatch, Outcome
+from phalanx.training.step import Outcome
 from phalanx.training.trainer import Trainer
 from phalanx.verification.case import Case
 from phalanx.verification.watch import Moment, copied, moments
@@ -62,14 +62,9 @@ class _Replica(Trainer):
         run = replace(case.alone, train=train, optimizer=optimizer)
         plan = replace(case.alone_plan, accumulation=each // case.alone_plan.micro_batch)
         super().__init__(run, plan, mesh, Path(case.folder) / f"replica-{number}" / "checkpoints")
-        self._share = Share(
+        self.feed.share = Share(
             batch=case.alone.batch, replica=number, replicas=case.layout.data or 1, micro_batch=case.alone_plan.micro_batch
         )
-
-    def _batches(self) -> Loader[MicroBatch]:
-        if self._loader is None:
-            self._loader = Loader(self.data.train, self._share, start=0, prefetch=2, prepare=self._prepare)
-        return self._loader
 
 
 class _Outer:

@@ -4,7 +4,7 @@ that holds its own boxes against it. `verification/parity` sends them there."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,7 @@ def compare(mesh: Mesh, case: Case, reference: Reference, account: bool) -> Foun
 
 def _trainer(mesh: Mesh, case: Case, *, alone: bool) -> Trainer:
     run, plan = (case.alone, case.alone_plan) if alone else (case.run, case.plan)
+    run = replace(run, resilience=replace(run.resilience, check_every=0))  # a proof says more than that replicas differ
     # Nothing is ever saved there; files that a technique keeps beside its run go there too.
     trainer = Trainer(run, plan, mesh, Path(case.folder) / ("alone" if alone else "ranks") / "checkpoints")
     trainer.build()

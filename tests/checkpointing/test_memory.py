@@ -41,7 +41,7 @@ def train_and_die(mesh: Mesh, directory: Path, folders: list[Path]) -> None:
     copies = MemoryCopies(mesh, folders[mesh.rank // 2])
     for _ in range(3):
         trainer.step()
-        contents = trainer._saving._contents(trainer.progress)
+        contents = trainer.saving._contents(trainer.progress)
         copies.take(trainer.progress.step, trainer.tensors(), contents)
         copies.release()
         copies.settle()
@@ -248,7 +248,7 @@ def test_strangers_are_refused_and_logged(tmp_path: Path) -> None:
         with socket.create_connection(node.address) as stranger:
             stranger.recv(32)
             stranger.sendall(b"GET / HTTP/1.1".ljust(64))
-            assert stranger.recv(1) == b""
+            assert stranger.recv(64) == bytes(32) and stranger.recv(1) == b""
         assert held.newest([node.address], "another secret") is None
         assert node.log.read_text().count("refused 127.0.0.1") == 3
         caller = wire.Caller(node.address, TOKEN)
@@ -257,6 +257,21 @@ def test_strangers_are_refused_and_logged(tmp_path: Path) -> None:
             caller.ask({"op": "eval"}, b"with bytes")
         assert caller.ask({"op": "list"})["node"] == 0
         caller.close()
+
+
+def test_a_crowd_of_silent_strangers_holds_nobody_up(tmp_path: Path) -> None:
+    with nodes(tmp_path, 1) as (node,):
+        strangers = [socket.create_connection(node.address) for _ in range(300)]
+        tasks = Path(f"/proc/{node.process.pid}/task")
+        started = time.monotonic()
+        for _ in range(5):
+            caller = wire.Caller(node.address, TOKEN)
+            assert caller.ask({"op": "list"})["copies"] == []
+            caller.close()
+        assert time.monotonic() - started < 2.0
+        assert len(list(tasks.iterdir())) < 90, "each stranger has a thread, but only so many are kept"
+        for stranger in strangers:
+            stranger.close()
 
 
 def test_one_who_does_not_know_the_secret_gets_no_state() -> None:
@@ -280,7 +295,7 @@ def test_too_little_memory_is_said_with_its_numbers_and_no_copy_is_tried(
         real = os.statvfs(node.folder)
         copies = MemoryCopies(ALONE, node.folder)
         huge = torch.empty(1, device="meta").expand(real.f_blocks * real.f_frsize // 4, 1)
-        monkeypatch.setattr("phalanx.checkpointing.memory._Slot.begin", None)  # never come to
+        monkeypatch.setattr("phalanx.checkpointing.memory.Slot.begin", None)  # never come to
         copies.take(5, {"huge": huge}, {})
         (told,) = copies.settle()
         assert told.failure is not None

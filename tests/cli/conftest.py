@@ -248,6 +248,12 @@ def workshop(tmp_path: Path) -> Iterator[Workshop]:
     made.close()
 
 
+@pytest.fixture(scope="session")
+def workshop_type() -> type[Workshop]:
+    """For folders that several tests share."""
+    return Workshop
+
+
 @dataclass(frozen=True)
 class Finished:
     """A run of eight steps that is over, for tests that only look at it."""

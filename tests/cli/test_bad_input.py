@@ -140,6 +140,17 @@ KEYS = {
     "experts of a dense model": (["layout.data=2", "layout.expert=2"], ("layout.expert = 2", "[model.moe]")),
     "slices without ranks": (["layout.sequence=true"], ("layout.sequence = true", "layout.tensor = 1")),
     "states of Muon elsewhere": (["memory.offload=cpu", "optimizer.name=muon"], ("memory.offload", "optimizer.name", "adamw")),
+    "nothing but spares": (["resilience.spares=2", "cluster.nodes=2"], ("resilience.spares = 2", "cluster.nodes = 2", "at most 1")),
+    "more nodes than ranks": (["cluster.nodes=3"], ("cluster.nodes = 3", "the layout has 1 rank", "at most 1", "spares = 2")),
+    "more nodes than ranks and spares": (
+        ["cluster.nodes=5", "resilience.spares=1", "layout.data=2"], ("cluster.nodes = 5 - resilience.spares = 1", "at most 3"),
+    ),
+    "someone else's address": (["cluster.bind=192.0.2.7"], ('cluster.bind = "192.0.2.7"', "not an address of this machine", "127.0.0.1")),
+    "every interface": (["cluster.bind=0.0.0.0"], ('cluster.bind = "0.0.0.0"', "every interface", "127.0.0.1")),
+    "an address of another kind": (["cluster.bind=::1"], ('cluster.bind = "::1"', "IPv4")),
+    "no address": (["cluster.bind=eth0"], ('cluster.bind = "eth0"', "no address", "127.0.0.1")),
+    "no patience": (["resilience.heartbeat=0"], ("resilience.heartbeat = 0", "greater than 0")),
+    "going back too late": (["resilience.rewind_after=9", "resilience.max_skipped=2"], ("rewind_after = 9", "resilience.max_skipped = 2")),
     "two mistakes": (["train.steps=-1", "model.vocab=100"], ("train.steps = -1", "model.vocab = 100")),
 }  # fmt: skip
 
@@ -153,8 +164,7 @@ def test_key(refuse: Refuse, case: str) -> None:
 @pytest.mark.parametrize(
     "override",
     [
-        "cluster.launcher=ray", "cluster.nodes=2", "cluster.gpu=h100",
-        "resilience.restarts=1", "resilience.spares=1", "watch.page=true",
+        "cluster.launcher=ray", "cluster.gpu=h100", "watch.page=true",
     ],
 )  # fmt: skip
 def test_key_that_is_not_built_yet(refuse: Refuse, override: str) -> None:

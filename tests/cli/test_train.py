@@ -67,7 +67,10 @@ def test_run_directory(finished: Any, ranks: int) -> None:
     assert {path.name for path in (run.path / "checkpoints").iterdir()} == {"step-00000004", "step-00000008"}
     assert (run.path / "loss.png").read_bytes().startswith(PNG)
     logs = {path.name: path.read_text() for path in (run.path / "logs").iterdir()}
-    assert logs == dict.fromkeys(["launch.log", *(f"rank-{rank}.log" for rank in range(ranks))], "")
+    assert logs == dict.fromkeys(
+        ["launch.log", "node-0.log", "holder-0.log", *(f"rank-{rank}.log" for rank in range(ranks))], ""
+    )
+    assert not (run.path / "control").exists(), "what supervisors told each other is left behind"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -174,7 +177,7 @@ def test_names_of_run_directories(workshop: Any, finished: Any) -> None:
     killed.process.kill()
     killed.wait()
     assert workshop.gone()
-    before = {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
+    before = {path: path.lstat().st_mtime_ns for path in runs.rglob("*")}
     fresh = workshop.start("train", "tiny.toml", "train.steps=5000", "--fresh")
     fresh.until(workshop.reached("runs/tiny-4", 3), "step 3 of the fresh run")
     fresh.process.terminate()
@@ -182,7 +185,7 @@ def test_names_of_run_directories(workshop: Any, finished: Any) -> None:
     assert ended.code == 75
     assert "--run-dir runs/tiny-4" in ended.out, "the same command would not go on with this run, as it says --fresh"
     assert not [event for event in workshop.events("runs/tiny-4") if isinstance(event, Restored)]
-    assert {path: path.stat().st_mtime_ns for path in before} == before, "a run that is none of its business was touched"
+    assert {path: path.lstat().st_mtime_ns for path in before} == before, "a run that is none of its business was touched"
 
 
 def test_finished_run_says_so_and_can_be_extended(finished: Any, losses: Any) -> None:

@@ -41,6 +41,14 @@ def test_launch_that_found_no_checkpoint_begins_anew(step: Make, started: Make) 
     assert {number: record.loss for number, record in known.steps.items()} == {1: 1.0}
 
 
+def test_recovery_that_found_no_checkpoint_begins_anew_in_the_same_launch(step: Make, started: Make) -> None:
+    first = [started(), step(1), evaluated(1, 5.0), skip(2), step(2), step(3)]
+    known = history([*first, step(1, loss=1.0), skip(2)])
+    assert {number: record.loss for number, record in known.steps.items()} == {1: 1.0}
+    assert (known.evaluations, [record.step for record in known.skipped]) == ({}, [2])
+    assert [record.step for record in known.launch] == [1, 2, 3, 1]
+
+
 def test_skipped_steps_of_a_launch_all_count(step: Make, started: Make) -> None:
     known = history([started(), step(1), skip(2), skip(2), step(2), skip(3)])
     assert [record.step for record in known.skipped] == [2, 2, 3]

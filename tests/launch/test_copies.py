@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from phalanx.checkpointing.stream import Saved
 from phalanx.events.records import Copied, Warned
 from phalanx.events.rundir import RunDir
 from phalanx.launch import copies
-from phalanx.launch.copies import Keeper, keep
+from phalanx.launch.copies import Keeper, room_for_copies
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
 from phalanx.spec.plan import Plan
+from phalanx.spec.run import Cluster
 
 
 def folders() -> set[Path]:
@@ -79,7 +81,7 @@ def test_a_keeper_gives_the_memory_back_also_where_its_process_was_killed(tmp_pa
     assert not one.folder.exists() and not other.folder.exists()
 
 
-def test_a_machine_without_room_is_told_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_room_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     run = loads("[train]\nbatch = 1\nsteps = 1\n[checkpoint]\nmemory_every = 5")
     plan = Plan(
         layout=Layout(),
@@ -95,9 +97,11 @@ def test_a_machine_without_room_is_told_before_anything_starts(tmp_path: Path, m
     monkeypatch.setattr(shelf, "available", lambda folder: 1000 << 20)
     before = folders()
     with pytest.raises(RunError, match=r"memory_every = 5: .* 70\.0 M parameters take 1,602 MiB .* has 1,000 MiB free"):
-        keep(run, plan, run_dir(tmp_path))
+        room_for_copies(run, plan)
+    with pytest.raises(RunError, match="take 3,204 MiB"):  # a neighbour's copies beside each node's own
+        room_for_copies(replace(run, cluster=Cluster(nodes=4)), plan)
     assert folders() == before
-    assert keep(loads("[train]\nbatch = 1\nsteps = 1"), plan, run_dir(tmp_path)) is None
+    room_for_copies(loads("[train]\nbatch = 1\nsteps = 1"), plan)
 
 
 def test_states_in_files_are_not_copied_into_memory() -> None:

@@ -13,13 +13,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from phalanx.events.records import Saved, Step, StepSkipped, WorkerFailed, WorkerStarted
+from phalanx.events.records import FailureNoticed, Saved, Step, StepSkipped, WorkerFailed, WorkerStarted
 from phalanx.events.rundir import RunDir
 from phalanx.launch.failure import first_failure
 
@@ -68,9 +69,14 @@ rank.connect = connect
 """
 
 
-@pytest.mark.parametrize("code", [IN_A_STEP, BEFORE_THEY_MEET], ids=["in a step", "before the ranks have met"])
-def test_rank_that_raises(workshop: Any, code: str) -> None:
-    ended = workshop.run("train", *LONG, "layout.data=4", "--json", env=workshop.sabotage(code))
+@pytest.mark.parametrize(
+    ("code", "restarts"), [(IN_A_STEP, 0), (BEFORE_THEY_MEET, 100)], ids=["in a step", "before the ranks have met"]
+)
+def test_rank_that_raises(workshop: Any, code: str, restarts: int) -> None:
+    """Where nothing is to be tried again, or where that would only repeat it."""
+    ended = workshop.run(
+        "train", *LONG, f"resilience.restarts={restarts}", "layout.data=4", "--json", env=workshop.sabotage(code)
+    )
     now = time.time()
     record = failed(workshop, ended, 1, "ValueError: sabotage at ")
     raised = float(record.reason.rpartition(" ")[2])
@@ -79,6 +85,26 @@ def test_rank_that_raises(workshop: Any, code: str) -> None:
     assert TRACEBACK in record.traceback and "raise ValueError" in record.traceback
     assert (ended.json["finished"], ended.json["failure"], ended.json["error"]) == (False, record.reason, [record.reason])
     assert len(of(WorkerFailed, workshop.events())) == 1
+    (noticed,) = of(FailureNoticed, workshop.events())
+    assert (noticed.number, noticed.cause, noticed.rank) == (1, "failed", 1) and noticed.traceback == record.traceback
+
+
+def test_rank_that_raises_in_the_same_step_again_and_again(workshop: Any) -> None:
+    """It is tried twice more, by other processes; then the story is told."""
+    ended = workshop.run("train", *LONG, "layout.data=4", "--json", env=workshop.sabotage(IN_A_STEP))
+    record = failed(workshop, ended, None, "The same failure came 3 times after step 2", "rank 1 (node 0), failed: ")
+    noticed = of(FailureNoticed, workshop.events())
+    assert [(event.number, event.cause, event.rank, event.step) for event in noticed] == [
+        (n, "failed", 1, 2) for n in (1, 2, 3)
+    ]
+    assert all("raise ValueError" in event.traceback for event in noticed)
+    pids: dict[int, set[int]] = {}
+    for worker in of(WorkerStarted, workshop.events()):
+        pids.setdefault(worker.rank, set()).add(worker.pid)
+    assert [len(pids[rank]) for rank in range(4)] == [1, 3, 1, 1], "the others stay in their processes"
+    assert (ended.out + ended.err).count(TRACEBACK) == 0
+    assert (ended.json["finished"], ended.json["failure"], ended.json["recoveries"]) == (False, record.reason, 0)
+    assert ended.json["steps"] == 2
 
 
 def test_text_that_shrinks(workshop: Any) -> None:
@@ -97,16 +123,16 @@ def test_text_that_shrinks(workshop: Any) -> None:
 
 
 def test_killed_rank_and_closed_doors(workshop: Any) -> None:
-    command = workshop.start("train", *LONG, "layout.data=2", "--json")
+    command = workshop.start("train", *LONG, "layout.data=2", "resilience.restarts=0", "--json")
     command.until(workshop.reached("runs/tiny", 3), "step 3")
     processes = workshop.processes()
-    assert len(processes) == 5, "the launcher, the parent of the workers, the store, two ranks"
+    assert len(processes) == 6, "the launcher, the supervisor, what keeps copies in memory, what forks ranks, two ranks"
     connections = [connection for process in processes for connection in process.net_connections(kind="inet")]
     assert any(connection.status == psutil.CONN_LISTEN for connection in connections)
     addresses = {connection.laddr.ip.removeprefix("::ffff:") for connection in connections}  # IPv4 on an IPv6 socket
     assert all(ipaddress.ip_address(address).is_loopback for address in addresses), f"open to other machines: {addresses}"
-    launcher = psutil.Process(command.pid)
-    assert not [file.path for file in launcher.memory_maps() if "torch" in file.path], "the launcher has loaded torch"
+    with_torch = [process for process in processes if any("libtorch" in file.path for file in process.memory_maps())]
+    assert len(with_torch) == 3 and all("phalanx.cli.worker" in process.cmdline() for process in with_torch)
     (victim,) = (event for event in of(WorkerStarted, workshop.events()) if event.rank == 1)
     os.kill(victim.pid, signal.SIGKILL)
     killed = time.time()
@@ -118,17 +144,45 @@ def test_killed_rank_and_closed_doors(workshop: Any) -> None:
 
 
 @pytest.mark.parametrize("moment", ["start-up", "training"])
-def test_killed_parent_of_the_workers(workshop: Any, moment: str) -> None:
+def test_killed_supervisor(workshop: Any, moment: str) -> None:
+    """Of the only node: nobody is left to decide, and nothing outlives it."""
     command = workshop.start("train", *LONG, "layout.data=2", "--json")
     command.until(lambda: MOMENTS[moment](workshop), moment)
     if moment == "start-up":  # it dies with a message that it has not read
         command.process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
-    (parent,) = (process for process in workshop.processes() if process.ppid() == command.pid)
-    parent.kill()
+    (supervisor,) = (process for process in workshop.processes() if process.ppid() == command.pid)
+    supervisor.kill()
     ended = command.wait()
-    failed(workshop, ended, None, "workers", "-9")
+    failed(workshop, ended, None, "supervisor of node 0", "-9")
     assert TRACEBACK not in ended.out + ended.err
+
+
+def nursery(workshop: Any) -> psutil.Process | None:
+    """The process that forks ranks; they have its command line."""
+    ranks = {event.pid for event in of(WorkerStarted, workshop.events())}
+    found = [
+        process for process in workshop.processes() if "phalanx.cli.worker" in process.cmdline() and process.pid not in ranks
+    ]
+    return found[0] if found else None
+
+
+def test_killed_parent_of_the_workers(workshop: Any) -> None:
+    """While it loads torch and while they train: another takes its place, and the workers notice nothing."""
+    command = workshop.start("train", *LONG, "layout.data=2", "--json")
+    lost: list[psutil.Process | None] = [None]
+    for moment in ("start-up", "training"):
+        command.until(partial(MOMENTS[moment], workshop), moment)
+        lost.append(nursery(workshop))
+        lost[-1].kill()
+        command.until(lambda: nursery(workshop) not in lost, "another one")
+    reached = of(Step, workshop.events())[-1].step
+    command.until(workshop.reached("runs/tiny", reached + 5), "more steps")
+    command.process.terminate()
+    ended = command.wait()
+    assert ended.code == 75, ended
+    assert of(FailureNoticed, workshop.events()) == [] and len(of(WorkerStarted, workshop.events())) == 2
+    assert [(workshop.path / "runs/tiny/logs" / name).read_text() for name in ("launch.log", "node-0.log")] == ["", ""]
 
 
 SLOW_SAVING = """

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,9 @@ import torch
 import torch.distributed as dist
 from ranks import ALONE, run_ranks
 
-from phalanx.parallel.mesh import Mesh, connect, disconnect, resident_bytes
+from phalanx.parallel.mesh import Mesh, abandoned, connect, disconnect, resident_bytes
+from phalanx.spec.layout import Layout
+from phalanx.spec.place import Place
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -68,6 +71,29 @@ def test_a_later_generation_meets_anew_in_the_same_processes() -> None:
     assert run_ranks(meet_twice, 3) == [[3.0, 30.0]] * 3
 
 
+@pytest.mark.parametrize("after", [0.05, 0.3])
+def test_who_was_interrupted_while_it_joined_joins_the_next_generation(after: float) -> None:
+    class Halted(BaseException):
+        pass
+
+    def halt(number: int, frame: object) -> None:
+        raise Halted
+
+    def join(mesh: Mesh) -> float:
+        disconnect(mesh)
+        if mesh.rank == 0:  # the other never comes to this one
+            signal.signal(signal.SIGALRM, halt)
+            signal.setitimer(signal.ITIMER_REAL, after)
+            with pytest.raises(Halted):
+                connect(replace(mesh.place, generation=1), "cpu", 2)
+                signal.pause()
+        with abandoned():
+            pass
+        return connect(replace(mesh.place, generation=2), "cpu", 10).sum(torch.ones(1)).item()
+
+    assert run_ranks(join, 2) == [2.0, 2.0]
+
+
 def test_one_rank_needs_no_process_group() -> None:
     mesh = connect(ALONE.place, "cpu", 1)
     assert not dist.is_initialized()
@@ -95,3 +121,47 @@ def test_patience_outlasts_the_timeout_of_the_ranks(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(helpers, "connect", lambda place, device, timeout, layout: connected(place, device, 1.0))
     assert run_ranks(prepare, 2) == [("a plan", 2.0)] * 2
     assert ALONE.patient(1.0)("alone") == "alone"
+
+
+def laid_out(layout: Layout, rank: int) -> Mesh:
+    """Without anybody to talk to."""
+    return Mesh(Place(rank=rank, ranks=layout.ranks), torch.device("cpu"), layout)
+
+
+def test_what_lost_ranks_shared_is_shared_by_those_that_are_left() -> None:
+    layout = Layout(pipeline=2, data=3, tensor=2)  # stage 1: ranks 6 to 11
+    meshes = [laid_out(layout, rank) for rank in range(12)]
+    assert [mesh.alike("tensor") for mesh in meshes[6:]] == [(0, 3), (0, 3), (1, 3), (1, 3), (2, 3), (2, 3)]
+    assert [mesh.alike() for mesh in meshes[6:]] == [(index, 6) for index in range(6)]
+    for mesh in meshes:
+        mesh.lose([6, 9, 11])
+    assert [meshes[rank].alike("tensor") for rank in (7, 8, 10)] == [(0, 1), (0, 2), (1, 2)]
+    assert [meshes[rank].alike() for rank in (7, 8, 10)] == [(0, 3), (1, 3), (2, 3)]
+    assert [rank for rank in (7, 8, 10) if meshes[rank].speaks_for_stage] == [7]
+    assert meshes[0].alike("tensor") == (0, 3), "another stage has lost nothing"
+
+
+@pytest.mark.parametrize(
+    ("layout", "lost", "axes", "covered"),
+    [
+        (Layout(data=2, tensor=2), [0], ("tensor",), True),
+        (Layout(data=2, tensor=2), [0, 3], ("tensor",), True),
+        (Layout(data=2, tensor=2), [0, 2], ("tensor",), False),
+        (Layout(data=2, tensor=2), [0, 2], (), True),  # what every tensor rank has
+        (Layout(shard=4), [1], ("shard",), False),
+        (Layout(data=2, shard=2), [0, 3], ("shard",), True),
+        (Layout(data=2, shard=2), [0, 3], ("data", "shard"), False),  # replicas that go their own way
+        (Layout(data=4, expert=2), [0, 2], ("expert",), False),
+        (Layout(data=4, expert=2), [0, 1], ("expert",), True),
+        (Layout(data=4, expert=2), [0, 2], (), True),
+        (Layout(pipeline=2, data=2), [2, 3], (), True),  # of this rank's stage
+    ],
+)
+def test_whether_those_that_are_left_have_everything(
+    layout: Layout, lost: list[int], axes: tuple[str, ...], covered: bool
+) -> None:
+    found = [laid_out(layout, rank) for rank in range(layout.ranks // layout.pipeline) if rank not in lost]
+    for mesh in found:
+        assert mesh.covered(*axes)
+        mesh.lose(lost)
+    assert [mesh.covered(*axes) for mesh in found] == [covered] * len(found)

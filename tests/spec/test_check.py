@@ -12,7 +12,7 @@ from phalanx.spec.keys import find_key, is_table
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
 from phalanx.spec.model import Mla, ModelSpec, Moe, RopeScaling
-from phalanx.spec.run import Cluster, Data, MixedSource, Optimizer, Run, Train
+from phalanx.spec.run import Checkpoint, Cluster, Data, MixedSource, Optimizer, Resilience, Run, Train
 
 BASE = Run(train=Train(batch=8, steps=10, sequence_length=64))
 
@@ -59,6 +59,22 @@ CONFLICTS = {
         ["train.batch_tokens = 100", "train.sequence_length = 64", "take 64 or 128"],
     ),
     "part of a sequence": (train(batch=None, batch_tokens=10), ["train.batch_tokens = 10", "take 64."]),
+    "nothing to go back to": (
+        replace(BASE, resilience=Resilience(rewind_after=3)),
+        ["resilience.rewind_after = 3", "checkpoint.every is not given", "checkpoint.every = 100"],
+    ),
+    "going back too late": (
+        replace(BASE, resilience=Resilience(rewind_after=3, max_skipped=2), checkpoint=Checkpoint(every=5)),
+        ["resilience.rewind_after = 3", "after 3 bad steps", "at most resilience.max_skipped = 2"],
+    ),
+    "spares of one node": (
+        replace(BASE, resilience=Resilience(spares=1)),
+        ["resilience.spares = 1 of cluster.nodes = 1", "remove it, or raise cluster.nodes to at least 2"],
+    ),
+    "nothing but spares": (
+        replace(BASE, cluster=Cluster(nodes=3), resilience=Resilience(spares=4)),
+        ["resilience.spares = 4 of cluster.nodes = 3", "set it to at most 2, or raise cluster.nodes to at least 5"],
+    ),
     "no duration": (train(steps=None), ["neither train.steps nor train.tokens", "train.steps = 1000"]),
     "two durations": (train(tokens=512), ["train.steps = 10 and train.tokens = 512", "remove one"]),
     "replicas": (
@@ -275,6 +291,7 @@ def test_conflict(run: Run, parts: list[str]) -> None:
         mla(model(dim=100, heads=3)),
         model(module="mypackage.my_model:Mine", options=(("x", 1), ("y", "z")), heads=3),
         model(rope_scaling=RopeScaling(factor=8.0, kind="yarn", low_freq_factor=9.0)),
+        replace(BASE, cluster=Cluster(nodes=3), resilience=Resilience(spares=2, restarts=0)),
         mix(WIKI, CODE, packing="best-fit", tokenizer="byte"),
         mix(replace(WIKI, weight=1.0, epochs=2.0, seed=3), replace(CODE, weight=2.0)),
         data(documents=("text",)),
@@ -294,13 +311,16 @@ def test_check_finds_everything_at_once() -> None:
 
 def test_check_reads_values_of_runs_made_in_python() -> None:
     run = Run(
-        model=ModelSpec(heads=0), train=Train(batch=8, steps="ten"), optimizer=Optimizer(name="sgd"), cluster=Cluster(nodes=2)
+        model=ModelSpec(heads=0),
+        train=Train(batch=8, steps="ten"),
+        optimizer=Optimizer(name="sgd"),
+        cluster=Cluster(gpu="h100"),
     )  # type: ignore[arg-type]
-    heads, steps, name, nodes = check(run)
+    heads, steps, name, gpu = check(run)
     assert heads == "model.heads = 0 is out of range: it must be at least 1."
     assert steps.startswith('train.steps = "ten" is a string')
     assert name.startswith('optimizer.name = "sgd" is unknown')
-    assert nodes.startswith("cluster.nodes = 2 asks for training on several machines")
+    assert gpu.startswith('cluster.gpu = "h100" asks for planning for other machines')
     (missing,) = check(replace(BASE, train=replace(BASE.train, seed=None)))  # type: ignore[arg-type]
     assert missing.startswith("train.seed = None is a Python NoneType")
 
@@ -345,7 +365,7 @@ def test_a_missing_key_is_told_at_its_table() -> None:
 def test_what_rests_on_another_mistake_is_not_told() -> None:
     assert places("[train]\nbatch = 8\nsteps = 'x'\n") == ["run.toml:3"]
     assert places("[trian]\nbatch = 8\nsteps = 9\n") == ["run.toml:1"]
-    assert places("[train]\nbatch = 8\nsteps = 5\n[model]\nheads = 'x'\ndim = 3\n[cluster]\nnodes = 2\n") == [
+    assert places("[train]\nbatch = 8\nsteps = 5\n[model]\nheads = 'x'\ndim = 3\n[cluster]\ngpu = 'h100'\n") == [
         "run.toml:5",
         "run.toml:8",
     ]

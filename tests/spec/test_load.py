@@ -165,12 +165,13 @@ MISTAKES = {
     "zero stage": (GOOD, ["layout.zero=4"], [("layout.zero = 4", "between 1 and 3")]),
     "negative size": (GOOD, ["model.dim=-64"], [("model.dim = -64", "at least 1")]),
     # What is not built yet.
-    "later degree": (
-        GOOD + "[cluster]\nnodes = 2\n",
+    "later choice": (
+        GOOD + "[cluster]\nlauncher = 'ray'\n",
         [],
         [
             (
-                "run.toml:5: cluster.nodes = 2 asks for training on several machines, which is not built yet: remove it or set it to 1.",
+                'run.toml:5: cluster.launcher = "ray" asks for launching through Ray, Slurm or Kubernetes, which is not built yet: '
+                'remove it or set it to "local".',
             )
         ],
     ),
@@ -180,11 +181,11 @@ MISTAKES = {
         [('cluster.gpu = "b200" asks for planning', "not built yet: remove it.")],
     ),
     "later beside a conflict": (
-        GOOD + "[layout]\ntensor = 3\n[cluster]\nnodes = 2\n",
+        GOOD + "[layout]\ntensor = 3\n[cluster]\nlauncher = 'slurm'\n",
         [],
         [
             ("run.toml:5: ", "layout.tensor = 3 does not divide model.heads = 4", "set it to 2 or 4"),
-            ("run.toml:7: ", "several machines"),
+            ("run.toml:7: ", "Ray, Slurm or Kubernetes"),
         ],
     ),
     # Presets.

@@ -141,7 +141,7 @@ def test_loads_travel_as_one_row() -> None:
 
 def test_tokens_further_ahead_weigh_in_the_gradient_and_not_in_the_report(tmp_path: Path) -> None:
     trainer = tiny_trainer(ALONE, tiny_run("model.ahead=2", "model.ahead_weight=0.5", "train.clip=inf"), tmp_path)
-    micro = [trainer._prepare(trainer.data.train.batch(torch.arange(n, n + 2).numpy())) for n in range(0, 8, 2)]
+    micro = [trainer.feed.prepare(trainer.data.train.batch(torch.arange(n, n + 2).numpy())) for n in range(0, 8, 2)]
     total, objective, tokens = 0.0, torch.zeros(()), 0
     for batch in micro:
         logits, *further = trainer.model(batch.tokens, batch.positions, batch.documents)

@@ -41,7 +41,7 @@ def plain_gradients(run: Run, batch: Batch) -> tuple[float, dict[str, Tensor]]:
 def accumulated(run: Run, directory: Path) -> tuple[float, int, dict[str, Tensor]]:
     """Loss, targets and gradients of the first global batch, as the stepper makes them, taken to the mean."""
     trainer = tiny_trainer(ALONE, run, directory)
-    batches = next(trainer._batches())
+    batches = trainer.feed.next(0)
     trainer.close()
     totals = trainer.stepper.accumulate(batches, lambda: False)
     tokens = int(totals.tokens)
@@ -160,7 +160,7 @@ def test_totals_are_sums_over_the_ranks_and_one_stop_is_a_stop_for_all() -> None
         totals.start()
         totals.start()  # once is enough
         totals.wait()
-        return totals.loss.item(), int(totals.tokens), int(totals.digest), totals.stopped, totals.memory > 10 << 20
+        return totals.loss.item(), int(totals.tokens), int(totals.digest), bool(totals.stopped), totals.memory > 10 << 20
 
     expected = sum(digest([[rank, number]], first=2 * rank + number) for rank in range(3) for number in range(2))
     assert run_ranks(total, 3, None) == [(18.0, 12, expected, False, True)] * 3

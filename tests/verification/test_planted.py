@@ -19,7 +19,7 @@ from phalanx.parallel.placed import Placed
 from phalanx.parallel.replicate import Replicated
 from phalanx.parallel.zero import Sharded
 from phalanx.spec.layout import Layout
-from phalanx.training import recipe, trainer
+from phalanx.training import feed, recipe
 from phalanx.training.step import Totals
 from phalanx.training.trainer import Trainer
 from phalanx.verification.compare import Check, earliest
@@ -145,7 +145,7 @@ def test_slices_of_a_sequence_swapped(plant: Plant) -> None:
     def places(original: Around, length: int, count: int, index: int, method: str) -> Any:
         return original(length, count, count - 1 - index, method)
 
-    plant(trainer, "places", places)
+    plant(feed, "places", places)
     found = checks(context=2)
     assert found["batches"].passed
     assert first(found) == ("loss", "", 1)

@@ -1,0 +1,147 @@
+"""Runs that lose ranks and nodes go on by themselves, and end as if nothing had happened."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import killing
+import pytest
+
+from phalanx.events.records import (
+    ControllerChanged,
+    Event,
+    FailureNoticed,
+    Recovered,
+    Restored,
+    Step,
+    Warned,
+    WorkerFailed,
+)
+
+SIZES = ("model.kv_heads=2", "model.layers=2", "train.batch=4", "train.micro_batch=1", "train.steps=24", "train.eval_every=100")
+FOUR = (*SIZES, "layout.data=2", "layout.tensor=2")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, workshop_type: Any) -> Iterator[Callable[..., Path]]:
+    """The directory of such a run that nothing happened to; each is trained once, as one node."""
+    shop = workshop_type(tmp_path_factory.mktemp("undisturbed") / "workshop")
+    done: dict[tuple[str, ...], Path] = {}
+
+    def of(*overrides: str) -> Path:
+        if overrides not in done:
+            name = f"run-{len(done)}"
+            shop.train(*overrides, "--run-dir", name)
+            done[overrides] = shop.path / name
+        return done[overrides]
+
+    yield of
+    shop.close()
+
+
+def disturbed(workshop: Any, *arguments: str) -> list[Event]:
+    """Train to the end, whatever happens; nothing may be left of it afterwards."""
+    workshop.train(*arguments, "--run-dir", "run")
+    path = workshop.path / "run"
+    assert list(path.rglob("*.partial")) == []
+    known = hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:8]
+    assert list(Path(f"/dev/shm/phalanx-{os.getuid()}").glob(f"{known}-*")) == [], "copies were left in memory"
+    assert workshop.gone()
+    return list(workshop.events("run"))
+
+
+def last_steps(events: list[Event]) -> dict[int, tuple[float, str]]:
+    return {event.step: (event.loss, event.batch_digest) for event in events if isinstance(event, Step)}
+
+
+def of(events: list[Event], kind: type[Event]) -> list[Any]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+def close(path: Path, events: list[Event], kind: Any) -> None:
+    """The same tokens in every step, and the same loss but for the order in which sums are taken."""
+    from phalanx.events.log import read_events
+
+    expected, found = last_steps(read_events(path / "events.jsonl")), last_steps(events)
+    assert {step: digest for step, (_, digest) in found.items()} == {step: digest for step, (_, digest) in expected.items()}
+    assert {step: loss for step, (loss, _) in found.items()} == kind({step: loss for step, (loss, _) in expected.items()})
+
+
+def exactly(value: Any) -> Any:
+    return value
+
+
+def nearly(value: Any) -> Any:
+    return pytest.approx(value, abs=1e-5)
+
+
+def test_ranks_that_die_and_fail_change_nothing(workshop: Any, undisturbed: Callable[..., Path]) -> None:
+    faults = (
+        "kill rank=3 step=1; kill rank=1 step=5; raise rank=2 step=9 in=collective; kill rank=0 step=13 during=update; "
+        "kill rank=0 step=17; kill rank=3 step=17; kill rank=1 step=24 during=evaluate"
+    )
+    events = disturbed(workshop, *FOUR, "cluster.nodes=2", "--chaos", faults)
+    close(undisturbed(*FOUR), events, exactly)
+    killing.equal(undisturbed(*FOUR), workshop.path / "run")
+    failures, recoveries = of(events, FailureNoticed), of(events, Recovered)
+    assert {(one.rank, one.cause) for one in failures} == {(0, "died"), (1, "died"), (2, "failed"), (3, "died")}
+    assert sorted(number for one in recoveries for number in one.failures) == list(range(1, len(failures) + 1))
+    assert {(one.action, one.ranks) for one in recoveries} == {("restart", 4)}
+    assert {one.source for one in recoveries[1:]} == {"live"} and {one.steps_lost for one in recoveries} == {0}
+    assert "Injected" in next(one.traceback for one in failures if one.cause == "failed")
+
+
+def test_without_replicas_copies_in_memory_are_gone_on_from(workshop: Any, undisturbed: Callable[..., Path]) -> None:
+    settings = (*SIZES, "layout.shard=2", "layout.zero=2")
+    faults = "kill rank=0 step=7; kill node=1 step=15"
+    events = disturbed(workshop, *settings, "cluster.nodes=2", "--chaos", faults)
+    close(undisturbed(*settings), events, nearly)
+    first, second = of(events, Recovered)
+    assert (first.action, first.source, first.ranks) == ("restart", "memory", 2)
+    assert (second.action, second.source, second.ranks) == ("shrink", "memory", 1)
+    assert first.steps_lost <= 1 and second.steps_lost <= 1
+    assert all(one.path.startswith("memory") for one in of(events, Restored)), "the disk was read"
+
+
+def test_another_node_decides_where_the_one_that_did_is_lost_and_a_spare_steps_in(
+    workshop: Any, undisturbed: Callable[..., Path]
+) -> None:
+    spare = ("cluster.nodes=3", "resilience.spares=1")
+    events = disturbed(workshop, *FOUR, *spare, "--chaos", "kill node=0 step=8")
+    close(undisturbed(*FOUR), events, exactly)
+    killing.equal(undisturbed(*FOUR), workshop.path / "run")
+    assert [(one.term, one.node) for one in of(events, ControllerChanged)] == [(2, 1)]
+    assert {(one.cause, one.node) for one in of(events, FailureNoticed)} == {("node lost", 0)}
+    (recovery,) = of(events, Recovered)
+    assert (recovery.action, recovery.source, recovery.ranks, recovery.steps_lost) == ("spare", "live", 4, 0)
+    assert all(one.path.startswith("memory") for one in of(events, Restored)), "the disk was read"
+
+
+def test_a_bug_is_not_tried_for_ever_and_nothing_is_where_the_run_file_says_so(workshop: Any) -> None:
+    """The same exception at the same step, from the program itself, in each attempt."""
+    code = """
+from phalanx.training.feed import Feed
+kept = Feed.next
+def fail(self, samples):
+    if samples >= 20:
+        raise ValueError("no such sample")
+    return kept(self, samples)
+Feed.next = fail
+"""
+    env = workshop.sabotage(code)
+    one = (*SIZES, "cluster.cpu_ranks=1", "layout.data=1")
+    ended = workshop.run("train", "tiny.toml", *one, "--run-dir", "thrice", env=env)
+    events = workshop.events("thrice")
+    assert ended.code == 1, ended
+    assert [(one.cause, one.step) for one in of(events, FailureNoticed)] == [("failed", 5)] * 3
+    (failed,) = of(events, WorkerFailed)
+    assert "The same failure came 3 times after step 5" in failed.reason and "ValueError: no such sample" in failed.reason
+    ended = workshop.run("train", "tiny.toml", *one, "resilience.restarts=0", "--run-dir", "once", env=env)
+    events = workshop.events("once")
+    assert ended.code == 1 and "ValueError: no such sample" in ended.err, ended
+    assert len(of(events, FailureNoticed)) == 1 and not of(events, Recovered)
+    assert not of(events, Warned)

@@ -1,0 +1,266 @@
+"""Faults inside a rank: each strikes once, where and when it is told to, and does what it says."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import copied, differing, run_ranks, tiny_run, tiny_trainer
+from torch import Tensor, nn
+
+from phalanx.checkpointing.location import at
+from phalanx.events.chaos import DISK, Struck, fill
+from phalanx.events.log import EventLog, read_events
+from phalanx.events.records import FaultInjected, Warned
+from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.placement import Held, Spot
+from phalanx.spec.chaos import POINTS, parse
+from phalanx.training.faults import NONE, Faults, Injected
+
+
+class Told(list[FaultInjected]):
+    """What was reported."""
+
+    @property
+    def faults(self) -> list[str]:
+        return [event.fault for event in self]
+
+
+def faults_of(text: str, folder: Path, rank: int = 0) -> tuple[Faults, Told]:
+    told = Told()
+    return Faults(parse(text), rank=rank, node=0, done=Struck(folder), report=told.append), told
+
+
+def ended(act: Callable[[], object]) -> int:
+    """The signal that a process of its own ended with, or 0."""
+    if (pid := os.fork()) == 0:
+        try:
+            act()
+        finally:
+            sys.stderr.flush()
+            os._exit(0)
+    return os.WTERMSIG(os.waitpid(pid, 0)[1])
+
+
+def everywhere(faults: Faults, steps: int) -> Iterator[tuple[str, int]]:
+    """All points of a run; those where something was raised."""
+    for step in range(1, steps + 1):
+        for point in POINTS:
+            try:
+                faults.at(point, step)  # type: ignore[arg-type]
+            except Injected:
+                yield point, step
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_it_strikes_at_its_point_of_its_step_and_once(point: str, tmp_path: Path) -> None:
+    faults, told = faults_of(f"raise rank=0 step=3 in={point}; raise rank=1 step=2", tmp_path)
+    assert list(everywhere(faults, 5)) == [(point, 3)]
+    assert [(event.fault, event.rank, event.step) for event in told] == [
+        (str(parse(f"raise rank=0 step=3 in={point}")[0]), 0, 3)
+    ]
+    after_recovery, again = faults_of(f"raise rank=0 step=3 in={point}", tmp_path)
+    assert not list(everywhere(after_recovery, 5)) and not again
+
+
+def test_a_save_that_comes_later_is_struck(tmp_path: Path) -> None:
+    faults, told = faults_of("raise rank=0 step=3 in=save", tmp_path)
+    faults.at("save", 2)
+    with pytest.raises(Injected, match="injected by --chaos: raise rank=0 step=3 in=save"):
+        faults.at("save", 4)
+    faults.at("save", 6)
+    assert [event.step for event in told] == [4]
+
+
+def test_it_is_told_before_it_kills(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    faults = Faults(parse("kill rank=2 step=4 during=update"), rank=2, done=Struck(tmp_path), report=log.emit)
+    assert ended(lambda: faults.at("compute", 4)) == 0
+    assert ended(lambda: faults.at("update", 4)) == signal.SIGKILL
+    assert ended(lambda: faults.at("update", 4)) == 0
+    (event,) = read_events(tmp_path / "events.jsonl")
+    assert isinstance(event, FaultInjected) and (event.rank, event.step) == (2, 4)
+
+
+def test_only_one_of_many_may_strike(tmp_path: Path) -> None:
+    children = []
+    for _ in range(8):
+        if (pid := os.fork()) == 0:
+            os._exit(int(Struck(tmp_path).claim(5)))
+        children.append(pid)
+    assert sum(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children) == 1
+    struck = Struck(tmp_path)
+    assert 5 in struck and 4 not in struck
+    struck.forget()
+    assert 5 not in struck and struck.claim(5)
+
+
+def test_a_hang_lasts_and_heeds_no_signal_but_an_exception(tmp_path: Path) -> None:
+    class Halted(Exception):
+        pass
+
+    def halt(*_: Any) -> None:
+        raise Halted
+
+    faults, _ = faults_of("hang rank=0 step=1 for=0.3s; hang rank=0 step=2", tmp_path)
+    previous = signal.signal(signal.SIGALRM, lambda *_: None)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        began = time.monotonic()
+        faults.at("compute", 1)
+        assert 0.3 <= time.monotonic() - began < 1.5
+        signal.signal(signal.SIGALRM, halt)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(Halted):
+            faults.at("compute", 2)
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+
+
+def test_a_slow_rank_takes_longer_from_one_step_to_another_and_is_told_once(tmp_path: Path) -> None:
+    text = "slow rank=0 x3 from=2 to=4; slow rank=0 x2 from=4"
+    faults, told = faults_of(text, tmp_path)
+    assert [faults.slowness(step) for step in range(1, 7)] == [1, 3, 3, 6, 2, 2]
+    assert told.faults == text.split("; ")
+    after_recovery, again = faults_of(text, tmp_path)
+    began = time.monotonic()
+    after_recovery.drag(3, 0.05)
+    assert 0.1 <= time.monotonic() - began < 1.0 and not again
+    after_recovery.drag(1, 1e9)
+
+
+def held(values: Tensor, gradient: Tensor | None = None) -> Held:
+    return Held("weight", nn.Parameter(values), Spot.all(values), gradient)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_corruption_is_one_number_twice_or_half_as_large(dtype: torch.dtype, tmp_path: Path) -> None:
+    faults, told = faults_of("corrupt rank=0 step=2 what=gradients", tmp_path)
+    right = torch.tensor([[0.1, -0.7], [0.3, 0.0]], dtype=dtype)
+    one = held(torch.zeros(2, 2), right.clone())
+    faults.gradients(1, [one])
+    faults.weights(2, [one])
+    assert one.gradient is not None and torch.equal(one.gradient, right) and not told
+    faults.gradients(2, [held(torch.zeros(0), torch.zeros(0, dtype=dtype)), one])
+    changed = one.gradient != right
+    assert changed.sum() == 1 and changed[0, 1] and told.faults == ["corrupt rank=0 step=2 what=gradients"]
+    assert (one.gradient[0, 1] / right[0, 1]).item() in (0.5, 2.0)
+    wrong = one.gradient.clone()
+    faults.gradients(2, [one])
+    assert torch.equal(one.gradient, wrong)
+
+
+def test_weights_and_states_are_corrupted_too(tmp_path: Path) -> None:
+    faults, told = faults_of("corrupt rank=0 step=1; corrupt rank=0 step=1 what=optimizer", tmp_path)
+    one = held(torch.zeros(3))
+    faults.weights(1, [one])
+    assert one.value.count_nonzero() == 1  # a bit flips also where all are zeros
+    states = {"weight/step": torch.tensor(4.0), "weight/exp_avg": torch.tensor([0.5, 0.25])}
+    faults.optimizer(1, lambda: states)
+    assert states["weight/step"] == 4 and states["weight/exp_avg"][0] in (0.25, 1.0) and states["weight/exp_avg"][1] == 0.25
+    assert len(told) == 2
+    faults.optimizer(2, lambda: pytest.fail("asked although nothing is due"))
+
+
+def steps_with_nan(mesh: Mesh, folder: Path, text: str) -> list[Any]:
+    """The trainer's steps, its points told as it will tell them itself; what the first and what a repeated forward gave."""
+    trainer = tiny_trainer(mesh, tiny_run("train.steps=4", "memory.recompute=full"), folder / str(mesh.rank) / "checkpoints")
+    told = Told()
+    faults = Faults(parse(text), rank=mesh.rank, done=Struck(folder), report=told.append)
+    faults.see(trainer.placed.parts)
+    found: list[Any] = []
+    for step in (1, 2, 3):
+        faults.at("data", step)
+        faults.at("compute", step)
+        before = copied(trainer.tensors())
+        taken = trainer.step()
+        faults.at("update", step)
+        assert taken is not None
+        found.append((taken.kind, bool(differing(before, trainer.tensors()))))
+    with faults.again():
+        faults.at("compute", 2)
+        found.append(sum(len(module._forward_hooks) for part in trainer.placed.parts for module in part.modules()))
+    found.append(sum(len(module._forward_hooks) for part in trainer.placed.parts for module in part.modules()))
+    found.append(told.faults)
+    trainer.close()
+    return found
+
+
+def test_a_nan_in_a_layer_is_there_for_one_step_and_again_when_that_is_repeated(tmp_path: Path) -> None:
+    text = "nan rank=1 step=2 layer=blocks.1.mlp"
+    for rank, (*steps, hooks, left, told) in enumerate(run_ranks(steps_with_nan, 2, tmp_path, text)):
+        assert [kind for kind, _ in steps] == ["step", "step_skipped", "step"]
+        assert [changed for _, changed in steps] == [True, False, True]
+        assert (hooks, left, told) == ((1, 0, [text]) if rank == 1 else (0, 0, []))
+
+
+def test_a_nan_is_one_number_and_the_backward_still_runs(tmp_path: Path) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.blocks[0](x).sigmoid(), x
+
+    model, given = Two(), torch.ones(2, 3)
+    faults, told = faults_of("nan rank=0 step=1; nan rank=0 step=1 layer=nowhere", tmp_path)
+    faults.see([model])
+    faults.at("compute", 1)
+    output, _ = model(given)
+    assert output.isnan().sum() == 1 and told.faults == ["nan rank=0 step=1"]
+    output.nansum().backward()
+    retaken, _ = faults_of("nan rank=0 step=1", tmp_path)
+    faults.at("data", 1)
+    retaken.see([model])
+    retaken.at("compute", 1)
+    assert not model(given)[0].isnan().any()
+
+
+@pytest.fixture
+def disk() -> Iterator[None]:
+    yield
+    DISK.watch(None)
+
+
+def test_a_full_disk_is_this_runs_alone_and_has_room_again(tmp_path: Path, disk: None) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    fill(tmp_path, 0.4)
+    log.emit(Warned(message="nobody watches yet"))
+    faults_of("fill-disk from=2 for=1s", tmp_path)
+    with pytest.raises(OSError) as error:
+        at(tmp_path / "file").sink().write(b"data")
+    assert error.value.errno == errno.ENOSPC
+    log.emit(Warned(message="waits"))
+    assert len(read_events(tmp_path / "events.jsonl")) == 1
+    (tmp_path / "of somebody else").write_text("is written")
+    time.sleep(0.45)
+    sink = at(tmp_path / "file").sink()
+    sink.write(b"data")
+    sink.close()
+    log.emit(Warned(message="after"))
+    said = [event.message for event in read_events(tmp_path / "events.jsonl") if isinstance(event, Warned)]
+    assert said == ["nobody watches yet", "waits", "after"]
+    fill(tmp_path, 60)
+    Struck(tmp_path).forget()
+    at(tmp_path / "file").sink().write(b"data")
+
+
+def test_without_faults_it_costs_nothing(tmp_path: Path) -> None:
+    assert not list(everywhere(NONE, 3)) and NONE.slowness(1) == 1
+    others, told = faults_of("kill rank=1 step=1; fill-disk; kill node=0 step=1; freeze rank=0 step=1 for=1s", tmp_path)
+    DISK.watch(None)
+    assert not list(everywhere(others, 3)) and not told and not (tmp_path / "control").exists()
+    began = time.perf_counter()
+    for _ in range(10_000):
+        NONE.at("compute", 1)
+        NONE.drag(1, 1.0)
+    assert time.perf_counter() - began < 0.1  # 5 µs a call, on a busy machine
