@@ -73,7 +73,7 @@ class Job:
             events = self.events()
             if met(events):
                 return events
-            assert self.process.poll() is None, f"the run has ended: see {self.output.name}"
+            assert self.process.poll() is None, f"the run has ended:\n{Path(self.output.name).read_text()[-3000:]}"
             assert time.time() < deadline, f"nothing for {seconds:.0f} s: see {self.output.name}"
             time.sleep(0.02)
 
@@ -81,9 +81,10 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in psutil.Process(self.process.pid).children(recursive=True):
-            process.kill()
-        self.process.kill()
+        if self.process.poll() is None:
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                process.kill()
+            self.process.kill()
         self.process.wait()
 
 

@@ -100,18 +100,20 @@ def _inherit(c: Controller, newest: Message) -> None:
                     current.ended[worker["rank"]] = worker["ended"]
         if node not in current.assignment:
             c.joined.add(node)
-    if any(isinstance(event, Finished) for event in _launch(read_events(c.agent.rundir.events_file))):
+    told = _launch(read_events(c.agent.rundir.events_file))
+    if any(isinstance(event, Finished) for event in told):
         c.end(0)
         return
+    step = next((event.step for event in reversed(told) if isinstance(event, Step)), None)  # no rank has said anything here yet
     for node in dict.fromkeys(current.assignment):
         if node not in c.members:
             for rank, place in enumerate(current.assignment):
                 if place == node:
-                    current.dead[rank] = WorkerDied(rank, None, "node lost", "its supervisor is gone", node_lives=False)
-            c.troubles.append(NodeLost(node, current.step, f"node {node}: its supervisor is gone, and it decided for all"))
+                    current.dead[rank] = WorkerDied(rank, step, "node lost", "its supervisor is gone", node_lives=False)
+            c.troubles.append(NodeLost(node, step, f"node {node}: its supervisor is gone, and it decided for all"))
     for rank, place in enumerate(current.assignment):
         if place in c.members and rank not in current.names and rank not in current.dead:
-            died = WorkerDied(rank, None, "died", "it is gone")
+            died = WorkerDied(rank, step, "died", f"rank {rank}: it is gone")
             current.dead[rank] = died
             c.troubles.append(died)
 

@@ -32,6 +32,7 @@ Noticing = FailureNoticed | Corrupted | NotFinite | Straggling | SaveFailed
 
 
 _TOGETHER = 1.0  # seconds: what one fault takes with it, another may have struck just before
+_UNSEEN = 6.0  # seconds that a hang stays unseen: until then another failure may end it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +122,7 @@ def _about(fault: Fault, struck: FaultInjected, event: Noticing) -> bool:
 def _strike(fault: Fault, struck: FaultInjected, noticed: Noticing | None, events: Sequence[Event]) -> Strike:
     strike = Strike(fault=str(fault), kind=fault.kind, step=struck.step)
     if noticed is None:
-        meanwhile = _recovering(struck.time, events)
+        meanwhile = _recovering(struck.time, events, _UNSEEN if fault.kind in ("hang", "freeze") else _TOGETHER)
         if meanwhile is None:
             return replace(strike, passed=not _must_be_noticed(fault))
         said = f"struck while the run recovered from failure {_numbers(meanwhile.failures)}"
@@ -145,10 +146,10 @@ def _must_be_noticed(fault: Fault) -> bool:
     return fault.kind in ("kill", "raise", "corrupt", "nan")
 
 
-def _recovering(moment: float, events: Iterable[Event]) -> Recovered | None:
+def _recovering(moment: float, events: Iterable[Event], before: float) -> Recovered | None:
     """The recovery that was under way then, or from what struck at the same time."""
     every = (event for event in events if isinstance(event, Recovered))
-    return next((event for event in every if event.noticed - _TOGETHER <= moment <= event.first_step), None)
+    return next((event for event in every if event.noticed - before <= moment <= event.first_step), None)
 
 
 def _failure_after(noticed: Event, events: Iterable[Event]) -> int | None:

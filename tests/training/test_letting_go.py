@@ -23,6 +23,10 @@ LAYOUTS = {
 }
 
 
+def parameters() -> list[torch.nn.Parameter]:
+    return [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Parameter)]
+
+
 def left_of(mesh: Mesh, folder: Path) -> tuple[bool, int]:
     """Whether a trainer outlives its last reference, and how many numbers of its parameters do."""
 
@@ -32,9 +36,10 @@ def left_of(mesh: Mesh, folder: Path) -> tuple[bool, int]:
         trainer.close()
         return weakref.ref(trainer)
 
+    before = {id(one) for one in parameters()}  # what the process that forked this one had
     found = once()
     gc.collect()
-    kept = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Parameter)]
+    kept = [one for one in parameters() if id(one) not in before]
     return found() is not None, sum(one.numel() for one in kept)
 
 
