@@ -95,6 +95,7 @@ def test_ranks_that_die_and_fail_change_nothing(workshop: Any, undisturbed: Call
     assert "Injected" in next(one.traceback for one in failures if one.cause == "failed")
 
 
+@pytest.mark.slow
 def test_without_replicas_copies_in_memory_are_gone_on_from(workshop: Any, undisturbed: Callable[..., Path]) -> None:
     settings = (*SIZES, "layout.shard=2", "layout.zero=2")
     faults = "kill rank=0 step=7; kill node=1 step=15"
@@ -121,6 +122,7 @@ def test_another_node_decides_where_the_one_that_did_is_lost_and_a_spare_steps_i
     assert all(one.path.startswith("memory") for one in of(events, Restored)), "the disk was read"
 
 
+@pytest.mark.slow
 def test_a_bug_is_not_tried_for_ever_and_nothing_is_where_the_run_file_says_so(workshop: Any) -> None:
     """The same exception at the same step, from the program itself, in each attempt."""
     code = """

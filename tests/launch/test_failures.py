@@ -143,6 +143,7 @@ def test_killed_rank_and_closed_doors(workshop: Any) -> None:
     assert TRACEBACK not in ended.out + ended.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["start-up", "training"])
 def test_killed_supervisor(workshop: Any, moment: str) -> None:
     """Of the only node: nobody is left to decide, and nothing outlives it."""

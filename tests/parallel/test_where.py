@@ -149,6 +149,7 @@ def test_a_planted_hang_is_found(
         assert answers[rank]["operation"] is not None and answers[rank]["use"] is not None
 
 
+@pytest.mark.slow
 def test_a_hang_in_a_pipeline_is_found_through_the_messages(tmp_path: Path) -> None:
     answers = run_ranks(asked, 4, tmp_path, in_forward, ("model.layers=4",), layout=Layout(pipeline=4))
     assert [(answer["operation"], answer["peer"]) for answer in answers] == [
@@ -295,6 +296,7 @@ def slow(mesh: Mesh, path: Path, overrides: tuple[str, ...]) -> float:
     return min(worked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "overrides"),
     [

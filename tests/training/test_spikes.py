@@ -173,6 +173,7 @@ def test_without_a_checkpoint_before_the_bad_steps_they_are_skipped_and_said_to_
     assert warned.message == "There is no checkpoint of step 1 or before to go back to: bad steps are skipped."
 
 
+@pytest.mark.slow
 def test_going_back_to_one_step_again_and_again_ends_the_run_with_the_story(tmp_path: Path) -> None:
     with pytest.raises(RunFailed) as caught:
         rewinding(ALONE, tmp_path, set(range(6, 99)), "train.steps=9")
