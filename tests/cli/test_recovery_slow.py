@@ -192,9 +192,9 @@ def test_a_controller_that_was_frozen_is_obeyed_by_nobody_when_it_wakes(workshop
 
 
 def test_eight_ranks_become_six_and_four_and_eight_again(workshop: Any) -> None:
-    settings = ("layout.pipeline=2", "layout.data=2", "layout.tensor=2", "cluster.nodes=4", "train.steps=400")
+    settings = ("layout.pipeline=2", "layout.data=2", "layout.tensor=2", "cluster.nodes=4", "train.steps=140")
     reference = taken(read_events(undisturbed(workshop, *settings) / "events.jsonl"))
-    faults = "kill node=3 step=10 for=20s; kill node=2 step=30 for=20s"
+    faults = "kill node=3 step=10 for=15s; kill node=2 step=25 for=15s"
     victim = Victim(workshop, "disturbed", *settings, "--chaos", faults)
     events = victim.end()
     ranks = [one.ranks for one in of(events, Recovered)]
