@@ -314,10 +314,10 @@ def work(
     trainer.build()
     log.emit(trainer.placement())
     listeners = [log.emit, *sinks(run, rundir.path), *([also] if also else [])] if mesh.rank == 0 else []
-    last: Event | None = None
-    for last in [*trainer.restore()]:
+    for event in trainer.restore():
         for listener in listeners:
-            listener(last)
+            listener(event)
+    last: Event | None = None
     for last in trainer.events():
         for listener in listeners:
             listener(last)

@@ -72,7 +72,6 @@ class Agent:
         self._refused, self._refused_told = 0, 0.0
         self._over = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._questions: dict[str, asyncio.Future[Message]] = {}
         self._strikes = Strikes(self) if self.chaos else None
         self.nursery = Nursery(self.rundir, self.plan)
 
@@ -213,6 +212,8 @@ class Agent:
         elif what == "evict":  # this node's workers are of a generation that went on without them
             for worker in self.workers.values():
                 worker.kill()
+        elif what == "stop":
+            self.stop(message["reason"])
         elif what == "done":
             self.finish(message["outcome"])
 

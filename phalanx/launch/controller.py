@@ -31,7 +31,6 @@ from phalanx.spec.plan import Plan
 if TYPE_CHECKING:
     from phalanx.launch.agent import Agent
 
-_FROZEN = 1.5  # seconds that a look around never takes
 _ALIVE = 0.3  # seconds between two signs of life to the agents
 _STALL = 1.0  # seconds without one, after which this process is taken to have stood still itself
 
@@ -65,12 +64,12 @@ class Controller:
         self.joined: set[int] = set()
         self.stop_asked: float | None = None
         self.wanted = agent.plan.layout
-        self.replanner = Replanner(agent.run, agent.plan, probe(visible_gpus()))
+        self.replanner = Replanner(agent.run, agent.plan, lambda: probe(visible_gpus()))
         self.begun = 0
         """The step that this launch began from."""
         self.deposed = False
-        self.looked = self.awake = time.monotonic()
-        """When this process last looked around, and when it last came back from standing still."""
+        self.awake = time.monotonic()
+        """When this process last came back from standing still: before that, nobody else can be blamed."""
         self.failures = 0
         """So many have been noticed."""
         self.returned: set[int] = set()
@@ -239,13 +238,18 @@ class Controller:
 
     def look(self) -> None:
         """Which nodes have fallen silent."""
+        if self.stands_still:
+            return  # what the others said waits to be heard
         now = time.monotonic()
-        if now - self._ticked > _STALL:
-            return  # it was this process that stood still: what the others said waits to be heard
         for member in list(self.members.values()):
             if member.link is not None and now - member.heard > self.settings.heartbeat:
                 member.link.close()
                 self._lose(member.node, f"no sign of life for {now - member.heard:.1f} s")
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether this process did, and has not come round to giving a sign of life since."""
+        return time.monotonic() - self._ticked > _STALL
 
     def part_from(self, node: int) -> None:
         """A planted fault: that node is not heard any more."""
@@ -256,7 +260,9 @@ class Controller:
     async def _alive(self) -> None:
         while True:
             self.agent.claims.touch(self.agent.node)  # first: whoever hears of life later looks whether more has come
-            stood, self._ticked = time.monotonic() - self._ticked > _STALL, time.monotonic()
+            stood, self._ticked = self.stands_still, time.monotonic()
+            if stood:
+                self.awake = self._ticked
             for member in self.members.values():
                 if stood:
                     member.heard = self._ticked

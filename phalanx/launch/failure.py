@@ -1,13 +1,11 @@
-"""Which rank failed first. When one dies, the others fail too, a moment later and for a reason that explains nothing."""
+"""How the end of a rank reads: by a signal, without a word, or only as the echo of another's: when one dies, the others fail too, for a
+reason that explains nothing."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
-from collections.abc import Mapping
 
-from phalanx.events.records import WorkerFailed
 from phalanx.events.rundir import RunDir
 
 RESUMABLE = 75
@@ -25,7 +23,8 @@ _ECHOES = (
     "unexpected EOF",
     "Transport endpoint is not connected",
     "Bad file descriptor",
-    "generation",  # of the meeting place: it is over
+    " is over",  # of a generation: nobody meets there any more
+    "no longer, met here",
 )
 _FULL = 1 << 20  # bytes left
 
@@ -35,31 +34,17 @@ def echo(reason: str) -> bool:
     return any(words in reason for words in _ECHOES)
 
 
-def first_failure(rundir: RunDir, ended: Mapping[int, int]) -> WorkerFailed:
-    """The rank to look at: one that was killed or raised by itself before one that lost its peers; the earliest of those."""
-    candidates: list[tuple[bool, float, WorkerFailed]] = []
-    for rank, code in ended.items():
-        report = rundir.error_of(rank)
-        if code < 0:
-            candidates.append((False, 0.0, WorkerFailed(rank=rank, reason=killed(-code))))
-        elif report.is_file():
-            said = json.loads(report.read_text())
-            candidates.append(
-                (
-                    echo(said["reason"]),
-                    said["time"],
-                    WorkerFailed(rank=rank, reason=said["reason"], traceback=said["traceback"]),
-                )
-            )
-        elif code:
-            log = rundir.log_of(rank)
-            tail = log.read_text(errors="replace")[-4000:] if log.is_file() else ""
-            reason = f"it ended with exit code {code}{_disk_full(rundir)}"
-            candidates.append((False, 0.0, WorkerFailed(rank=rank, reason=reason, traceback=tail)))
-    return min(candidates, key=lambda candidate: candidate[:2])[2]
+def ended(rundir: RunDir, rank: int, code: int) -> tuple[str, str]:
+    """Why a rank ended that has not said so itself, and its last words."""
+    if code < 0:
+        return killed(-code), ""
+    log = rundir.log_of(rank)
+    tail = log.read_text(errors="replace")[-4000:] if log.is_file() else ""
+    return f"it ended with exit code {code}{_disk_full(rundir)}", tail
 
 
 def killed(number: int) -> str:
+    """By a signal."""
     name = signal.Signals(number).name
     if number == signal.SIGKILL:
         return f"it was killed by {name}; if nobody did that, the machine ran out of memory (see dmesg)"

@@ -40,6 +40,8 @@ class Hangs:
         self._answers[message["rank"]] = self._answers.get(message["rank"], {}) | message
 
     async def look(self, current: Generation) -> None:
+        if self._c.stands_still:
+            return
         if current.number != self._generation:
             self._begin(current)
         beats = {rank: _beat(heard, beat) for rank, (heard, beat) in current.beats.items() if rank in current.living}

@@ -30,8 +30,13 @@ def address_problems(run: Run) -> list[str]:
 
 
 def node_problems(run: Run, plan: Plan) -> list[str]:
-    """Nodes that would have nothing to do, and were not said to be spare."""
+    """Nodes that would have nothing to do, and were not said to be spare; and those of one machine that would share its GPUs."""
     nodes, spares = run.cluster.nodes, run.resilience.spares
+    if nodes > 1 and plan.device == "cuda":
+        return [
+            f"cluster.nodes = {nodes} on this machine would give the same GPUs to several nodes: leave the key out, or set "
+            'cluster.device = "cpu" to rehearse several nodes.'
+        ]
     if nodes - spares <= plan.ranks:
         return []
     beside = f" - resilience.spares = {spares}" if spares else ""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.checkpointing import held
 from phalanx.events.records import Recovered, Stopped
-from phalanx.launch.failure import RESUMABLE, killed
+from phalanx.launch.failure import RESUMABLE, ended
 from phalanx.launch.generation import Generation, Message
 from phalanx.launch.hangs import Hangs
 from phalanx.launch.recover import Recovery
@@ -39,9 +39,8 @@ class Overseer:
             cause = failure.get("cause", "failed")
             reason = failure["reason"] if cause == "hung" else f"rank {rank}: {failure['reason']}"
             return WorkerDied(rank, step, cause, reason, traceback=failure["traceback"], final=failure.get("expected", False))
-        code = message["code"]
-        reason = killed(-code) if code < 0 else f"it ended with exit code {code}"
-        return WorkerDied(rank, step, "died", f"rank {rank}: {reason}")
+        reason, words = ended(self._c.agent.rundir, rank, message["code"])
+        return WorkerDied(rank, step, "died", f"rank {rank}: {reason}", traceback=words)
 
     async def look(self) -> None:
         current = self._c.generation

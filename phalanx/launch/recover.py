@@ -171,7 +171,7 @@ class Recovery:
         until = None if current.told_apart or current.corruption is None else current.corruption["agreed"] or 0
         best = max((one for one in states if until is None or one.step <= until), key=_course, default=None)
         holders = [list(member.holder) for member in self._c.members.values()]
-        if live is not None and (best is None or _course(best) <= (live.pop("rewinds"), live["step"])):
+        if live is not None and (best is None or _course(best) <= (live["rewinds"], live["step"])):
             self._record.source = "live"
             # What others have handed over before is no longer needed; a run that fails again and again must not fill the memory with it.
             self._c.agent.spawn(self._c.overseer.forget(current.number))

@@ -4,7 +4,7 @@ controller; never loads torch."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from phalanx.checkpointing import shelf
@@ -24,7 +24,8 @@ _MODEST = 0.4
 class Replanner:
     """Plans of one run on this kind of machine."""
 
-    def __init__(self, run: Run, plan: Plan, machine: Machine):
+    def __init__(self, run: Run, plan: Plan, machine: Callable[[], Machine]):
+        """`machine`: asked only when there is a new layout to plan, as drivers of GPUs take seconds to answer."""
         self._run, self._plan, self._machine = run, plan, machine
         self._size = Size(
             parameters=plan.parameters, active=plan.active or plan.parameters, flops_per_token=plan.flops_per_token
@@ -50,7 +51,7 @@ class Replanner:
         if next(iter(layout_findings(run)), None) is not None:
             return None
         try:
-            return choose(run, self._machine, size=self._size)
+            return choose(run, self._machine(), size=self._size)
         except RunError:
             return None
 

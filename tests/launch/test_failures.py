@@ -22,7 +22,7 @@ import pytest
 
 from phalanx.events.records import FailureNoticed, Saved, Step, StepSkipped, WorkerFailed, WorkerStarted
 from phalanx.events.rundir import RunDir
-from phalanx.launch.failure import first_failure
+from phalanx.launch.failure import echo, ended
 
 LONG = ("tiny.toml", "train.steps=5000", "checkpoint.every=5000", "train.eval_every=5000", "watch.log_every=1000")
 TRACEBACK = "Traceback (most recent call last)"
@@ -322,7 +322,7 @@ def test_launcher_does_not_import_torch() -> None:
     assert not imported & {"torch", "matplotlib", "transformers", "tensorboard"}
 
 
-# --- who failed first -----------------------------------------------------------------------------------------------
+# --- how a rank ended -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -332,22 +332,16 @@ def rundir(tmp_path: Path) -> RunDir:
     return made
 
 
-def report(rundir: RunDir, rank: int, when: float, reason: str) -> None:
-    rundir.error_of(rank).write_text(json.dumps({"time": when, "reason": reason, "traceback": f"where {rank}"}))
-
-
-def test_first_failure_is_the_cause(rundir: RunDir) -> None:
-    report(rundir, 0, 1.0, "RuntimeError: Read error [127.0.0.1]:1: Connection reset by peer")
-    report(rundir, 1, 3.0, "ValueError: later")
-    report(rundir, 2, 2.0, "ValueError: earlier")
-    found = first_failure(rundir, {0: 1, 1: 1, 2: 1, 3: 0})
-    assert (found.rank, found.reason, found.traceback) == (2, "ValueError: earlier", "where 2")
-    assert first_failure(rundir, {0: 1}).rank == 0, "better an echo than nothing"
-    assert first_failure(rundir, {0: 1, 1: 1, 3: -signal.SIGKILL}).rank == 3, "who is killed writes no report"
-    assert "SIGSEGV" in first_failure(rundir, {3: -signal.SIGSEGV}).reason
+def test_the_echo_of_another_rank_s_end_is_known() -> None:
+    assert echo("RuntimeError: Read error [127.0.0.1]:1: Connection reset by peer")
+    assert echo("ConnectionError: generation 4 is over") and echo(
+        "ConnectionError: generation 3 is not, or no longer, met here"
+    )
+    assert not echo("ValueError: the generation config has no such key"), "a program's own error is its own"
 
 
 def test_rank_that_could_not_say_why(rundir: RunDir) -> None:
     rundir.log_of(0).write_text("last words\n")
-    found = first_failure(rundir, {0: 3})
-    assert "exit code 3" in found.reason and "last words" in found.traceback
+    reason, words = ended(rundir, 0, 3)
+    assert "exit code 3" in reason and "last words" in words
+    assert "SIGSEGV" in ended(rundir, 3, -signal.SIGSEGV)[0]

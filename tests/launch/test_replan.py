@@ -24,7 +24,7 @@ def planned(run: Run, layout: Layout | None = None) -> Plan:
 
 
 def replanner(run: Run) -> Replanner:
-    return Replanner(run, planned(run), MACHINE)
+    return Replanner(run, planned(run), lambda: MACHINE)
 
 
 def test_the_batch_stays_the_same_on_fewer_ranks() -> None:
