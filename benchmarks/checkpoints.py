@@ -25,7 +25,7 @@ import torch
 from phalanx.launch.env import for_workers
 from phalanx.launch.probe import probe
 from phalanx.parallel.mesh import Mesh, connect
-from phalanx.planning.search import choose
+from phalanx.planning.settle import choose
 from phalanx.spec.load import loads
 from phalanx.spec.place import Place
 from phalanx.spec.plan import Plan

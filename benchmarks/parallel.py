@@ -35,7 +35,7 @@ from phalanx.launch.env import for_workers
 from phalanx.launch.probe import probe
 from phalanx.models.init import build, materialize
 from phalanx.parallel.mesh import Mesh
-from phalanx.planning.search import choose
+from phalanx.planning.settle import choose
 from phalanx.spec.load import loads
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run

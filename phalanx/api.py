@@ -10,7 +10,7 @@ from phalanx.launch.local import Job
 from phalanx.launch.measure import measure
 from phalanx.launch.prepare import Request, prepare
 from phalanx.launch.probe import probe
-from phalanx.planning.search import choose
+from phalanx.planning.settle import choose
 from phalanx.spec.check import check
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import resolve

@@ -26,7 +26,7 @@ from phalanx.launch.nodes import address_problems, node_problems
 from phalanx.launch.notices import data_notices, sources, too_little_data
 from phalanx.launch.probe import probe
 from phalanx.launch.storage import check_lost, check_owner, newest_first, places, storage_problems
-from phalanx.planning.search import choose
+from phalanx.planning.settle import choose
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.identity import changed

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from phalanx.checkpointing import shelf
 from phalanx.launch.copies import BYTES_PER_PARAMETER
-from phalanx.planning.search import choose
+from phalanx.planning.settle import choose
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from phalanx.checkpointing.stream import Saved
 from phalanx.parallel.mesh import connect
-from phalanx.planning.search import choose
+from phalanx.planning.settle import choose
 from phalanx.launch.probe import probe
 from phalanx.spec.load import loads
 from phalanx.spec.place import Place

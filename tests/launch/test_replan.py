@@ -6,7 +6,7 @@ import pytest
 from ranks import tiny_run
 
 from phalanx.launch.replan import Replanner, copy_every
-from phalanx.planning.search import choose
+from phalanx.planning.settle import choose
 from phalanx.spec.layout import Layout
 from phalanx.spec.machine import Machine
 from phalanx.spec.plan import Plan, Size

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from phalanx.planning.memory import sequence_bytes, state_bytes
-from phalanx.planning.search import choose
+from phalanx.planning.settle import choose
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.machine import Gpu, Machine

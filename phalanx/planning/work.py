@@ -1,0 +1,134 @@
+"""A step's work in columns: every field is a number or an array, and all of them broadcast. One set of equations so judges one
+layout, hundreds of thousands of them, or a table of measured runs of different models on different machines.
+
+`planning/candidates` makes one of a run and its legal layouts, `planning/published` one of measured rows; `planning/time` and
+`planning/footprint` read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+Column = Any
+"""A Python number or a numpy array; booleans and codes are integers."""
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev")
+RECOMPUTE = ("none", "selective", "full")
+OFFLOAD = ("none", "cpu", "nvme")
+METHODS = ("ring", "gather", "ulysses")
+"""Codes are places in these."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """Who computes what on which machine. Widths are of the whole model, before anything is divided."""
+
+    # The model
+    layers: Column
+    """All blocks, those with experts too; predicting ahead adds blocks like the last."""
+    dim: Column
+    attention_weights: Column
+    """Values of a block's attention matrices."""
+    score_width: Column
+    """Query heads times the width of a query-key product: 2 * score_width * sequence FLOPs a token for the scores, uncut by causality."""
+    value_width: Column
+    """Query heads times the width of a value."""
+    kv_width: Column
+    """Keys and values of a token, together, as attention reads them."""
+    heads: Column
+    kv_heads: Column
+    ffn: Column
+    """Width of a dense block's feed-forward layer."""
+    gated: Column
+    """1: three matrices (SwiGLU), 0: two."""
+    vocab: Column
+    tied: Column
+    learned_positions: Column = 0
+    """Rows of the table of positions; 0: rotary."""
+    layer_norm: Column = 0
+    """1: norms have a bias."""
+    sparse_layers: Column = 0
+    """Blocks with experts, the last ones."""
+    experts: Column = 0
+    active: Column = 0
+    """Routed experts that a token goes through."""
+    expert_ffn: Column = 0
+    shared_ffn: Column = 0
+    """Width of all shared experts together."""
+    active_groups: Column = 0
+    """Most groups of experts (nodes, where they are dealt so) that a token is sent to; 0: any."""
+    ahead: Column = 0
+
+    # The batch
+    sequence: Column
+    batch: Column
+    """Sequences of a step, all ranks together."""
+    micro_batch: Column
+
+    # The machine
+    peak: Column
+    """Dense FLOP/s of a device in the format of the blocks' matrices."""
+    peak16: Column
+    """The same in bf16 or fp16, for what is not in fp8: attention, the head. On devices without, as `peak`."""
+    bandwidth: Column
+    """Bytes/s of device memory."""
+    memory: Column
+    """Bytes of it."""
+    island: Column
+    """Devices that share the fast links: of a node, or of a rack."""
+    node: Column
+    """Devices of one host."""
+    island_bandwidth: Column
+    """Bytes/s of a device in one direction inside the island."""
+    network: Column
+    """Bytes/s of a device in one direction out of it."""
+    host_bandwidth: Column = 25e9
+    """Bytes/s between a device and its host's memory."""
+
+    # The layout
+    ranks: Column
+    pipeline: Column = 1
+    data: Column = 1
+    shard: Column = 1
+    context: Column = 1
+    tensor: Column = 1
+    zero: Column = 3
+    """What `shard` spreads: 1, 2 or 3."""
+    sequence_parallel: Column = 0
+    method: Column = 0
+    schedule: Column = 1
+    stages: Column = 1
+    """Of each pipeline rank."""
+    expert: Column = 1
+    expert_tensor: Column = 1
+    recompute: Column = 0
+    offload: Column = 0
+    activations_on_host: Column = 0
+    loss_chunk: Column = 0
+    """Tokens whose logits exist at the same time; 0: all of a micro-batch."""
+    compute_bytes: Column = 2
+    """Bytes of an activation: 2, or 4 in fp32."""
+    fp8: Column = 0
+    compiled: Column = 0
+
+    @property
+    def accumulation(self) -> Column:
+        """Micro-batches of a replica in a step."""
+        return self.batch / (self.data * self.shard * self.micro_batch)
+
+    @property
+    def tokens(self) -> Column:
+        """Of a micro-batch, on one rank: its part of each sequence."""
+        return self.micro_batch * self.sequence / self.context
+
+    def size(self) -> int:
+        """How many jobs it holds."""
+        return int(np.broadcast(*(getattr(self, field.name) for field in fields(self))).size)
+
+    def take(self, index: Any) -> Work:
+        """Some of the jobs: what is an array is indexed, what all have in common stays."""
+        picked = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Work(**{name: value[index] if np.ndim(value) else value for name, value in picked.items()})
