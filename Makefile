@@ -5,7 +5,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: setup quickstart test test-slow lint types contracts tests bench docs clean
+.PHONY: setup quickstart test test-slow lint types contracts tests bench planner-accuracy planner-fit docs clean
 
 setup: $(STAMP)
 
@@ -46,9 +46,19 @@ bench: setup
 	$(BIN)/python benchmarks/ddp.py
 	$(BIN)/python benchmarks/parallel.py
 
+# How far predicted step times are from published ones: whole sources left out, or `CSV=FILE` of the same columns; `FIT=FILE` fits to
+# another file than the repository's, `BY=publication` leaves out all editions and tables of a document together.
+planner-accuracy: setup
+	@$(BIN)/python benchmarks/planner_accuracy.py $(if $(CSV),--csv $(CSV)) $(if $(FIT),--fit $(FIT)) $(if $(BY),--by $(BY))
+
+# The constants that plans use, fitted anew to the published steps.
+planner-fit: setup
+	$(BIN)/python benchmarks/planner_fit.py
+
 # The reference of the run file, from the code.
 docs: setup
 	$(BIN)/python docs/make_run_file.py
+	$(BIN)/python docs/make_history.py
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -3,6 +3,7 @@
     import phalanx as px
 
     run = px.load("run.toml", ["train.steps=20"])
+    print(px.explain(run))  # the best layout, what it would cost, why not the others
     for event in px.train(run).events():  # workers in processes of their own
         ...
     trainer = px.trainer(run)  # or in this process, step by step
@@ -19,16 +20,16 @@ from typing import TYPE_CHECKING, Any
 from phalanx._version import __version__
 
 if TYPE_CHECKING:
-    from phalanx.api import plan, train, trainer, verify
+    from phalanx.api import explain, plan, rehearse, train, trainer, verify
     from phalanx.spec.load import load, loads
 
-__all__ = ["__version__", "load", "loads", "plan", "train", "trainer", "verify"]
+__all__ = ["__version__", "explain", "load", "loads", "plan", "rehearse", "train", "trainer", "verify"]
 
 
 def __getattr__(name: str) -> Any:
     if name in ("load", "loads"):
         from phalanx.spec import load as module
-    elif name in ("plan", "train", "trainer", "verify"):
+    elif name in ("explain", "plan", "rehearse", "train", "trainer", "verify"):
         from phalanx import api as module  # type: ignore[no-redef]
     else:
         raise AttributeError(f"module 'phalanx' has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,8 @@ from phalanx.launch.local import Job
 from phalanx.launch.measure import measure
 from phalanx.launch.prepare import Request, prepare
 from phalanx.launch.probe import probe
-from phalanx.planning.settle import choose
+from phalanx.planning.hardware import hardware, planned
+from phalanx.planning.settle import choose, settle
 from phalanx.spec.check import check
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import resolve
@@ -19,14 +21,35 @@ from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 
 if TYPE_CHECKING:
+    from phalanx.rehearsal.result import Rehearsal
     from phalanx.training.trainer import Trainer
     from phalanx.verification.parity import Report
 
 
 def plan(run: Run) -> Plan:
-    """The run laid out on this machine."""
+    """The run laid out on the machines of its [cluster], or on this one where it names none."""
     run = _checked(run)
+    if planned(run) and run.model.module is None:
+        from phalanx.planning.chosen import plan_for  # needs numpy
+
+        return plan_for(run, hardware(run, None))
     return choose(run, probe(visible_gpus()), size=measure(run))
+
+
+def explain(run: Run) -> str:
+    """Why that plan and no other, as `phalanx plan` prints it: for the cluster that the run names, or for this machine."""
+    from io import StringIO
+
+    from rich.console import Console
+
+    from phalanx.dashboard.plan_text import show_plan
+    from phalanx.planning.answers import explained
+    from phalanx.planning.hardware import hardware
+
+    run = _checked(run)
+    text = StringIO()
+    show_plan(Console(file=text, width=100, highlight=False), explained(run, hardware(run, probe(visible_gpus()))))
+    return text.getvalue()
 
 
 def train(
@@ -53,8 +76,9 @@ def trainer(run: Run, *, checkpoints: str | Path = "checkpoints") -> Trainer:
     from phalanx.training.trainer import Trainer
 
     run, place = _checked(run), torchrun_place() or Place()
-    layout = choose(run, probe(visible_gpus()), place.ranks, measure(run))
-    built = Trainer(run, layout, connect(place, layout.device, run.resilience.timeout, layout.layout), Path(checkpoints))
+    settled = settle(run, probe(visible_gpus()), place.ranks, measure(run))
+    run, laid = settled.run, settled.plan
+    built = Trainer(run, laid, connect(place, laid.device, run.resilience.timeout, laid.layout), Path(checkpoints))
     built.build()
     built.begin()
     return built
@@ -69,6 +93,22 @@ def verify(run: Run, *, steps: int = 8, ranks: int | None = None, account: bool 
     from phalanx.verification.parity import verify as prove
 
     return prove(_checked(run), steps=steps, ranks=ranks, account=account)
+
+
+def rehearse(run: Run, plan: Plan | None = None, *, rank: int = 0, memory: int | None = None) -> Rehearsal:
+    """The real program of one rank of the run, on tensors without memory and among ranks that are not there: what it takes, sends and
+    computes, and what would fail.
+
+    For the cluster that the run names, or for this machine; `plan`: laid out so, as `plan(run)` gives it; `memory`: bytes of a device, in place of what it has.
+    """
+    from phalanx.rehearsal.job import laid_out
+    from phalanx.rehearsal.rehearse import rehearse as rehearsed
+
+    run = _checked(run)
+    if plan is not None:
+        run = replace(run, layout=plan.layout, train=replace(run.train, micro_batch=plan.micro_batch))
+    job = laid_out(run, probe(visible_gpus()), measure(run), memory)
+    return rehearsed(job.run, plan or job.plan, rank, job.stage)
 
 
 def _checked(run: Run) -> Run:

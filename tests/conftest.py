@@ -5,8 +5,11 @@ Tests marked `gpu` start processes of their own, with what was hidden here.
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +17,9 @@ import pytest
 
 _HIDDEN = os.environ.get("CUDA_VISIBLE_DEVICES")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# What somebody has measured on this machine must not decide what tests see.
+os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="phalanx-config-")
+atexit.register(shutil.rmtree, os.environ["XDG_CONFIG_HOME"], ignore_errors=True)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 CONTRACT = (ROOT / "docs" / "run-directory.md").read_text()
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-COMMAND = re.compile(r"^(?:    )?(?:\$ )?phalanx (?:train|verify) (examples/\S+\.toml)(.*)$", re.M)
+COMMAND = re.compile(r"^(?:    )?(?:\$ )?phalanx (?:train|verify|plan|rehearse|simulate) (examples/\S+\.toml)(.*)$", re.M)
 
 
 def test_the_reference_of_the_run_file_is_up_to_date() -> None:

@@ -6,48 +6,64 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
+from importlib import import_module
+from typing import Any
 
 import typer
 
 from phalanx._version import __version__
-from phalanx.cli import (
-    checkpoint,
-    data,
-    doctor,
-    eval,
-    export,
-    generate,
-    import_,
-    models,
-    schedule,
-    schema,
-    tokenize,
-    train,
-    verify,
-)
 from phalanx.cli.output import print_error
 from phalanx.spec.errors import PhalanxError
 
-app = typer.Typer(
-    name="phalanx",
-    help="Train language models across one to thousands of GPUs from one run file.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.command("train")(train.train)
-app.command("verify")(verify.verify)
-app.command("generate")(generate.generate)
-app.command("eval")(eval.eval)
-app.add_typer(data.app, name="data")
-app.add_typer(checkpoint.app, name="checkpoint")
-app.command("import")(import_.import_)
-app.command("export")(export.export)
-app.command("tokenize")(tokenize.tokenize)
-app.command("models")(models.models)
-app.command("schedule")(schedule.schedule)
-app.command("doctor")(doctor.doctor)
-app.command("schema")(schema.schema)
+_VERBS = {
+    "plan": "plan.plan",
+    "rehearse": "rehearse.rehearse",
+    "simulate": "simulate.simulate",
+    "train": "train.train",
+    "verify": "verify.verify",
+    "generate": "generate.generate",
+    "eval": "eval.eval",
+    "data": "data.app",
+    "checkpoint": "checkpoint.app",
+    "import": "import_.import_",
+    "export": "export.export",
+    "tokenize": "tokenize.tokenize",
+    "models": "models.models",
+    "clusters": "clusters.clusters",
+    "schedule": "schedule.schedule",
+    "bench": "bench.bench",
+    "doctor": "doctor.doctor",
+    "schema": "schema.schema",
+}
+"""Each verb, and where it is in this room. Only the one that is called is imported: all of them together take longer than a plan."""
+
+
+@cache
+def _app(only: str | None = None) -> typer.Typer:
+    """The command, with all verbs or with one."""
+    made = typer.Typer(
+        name="phalanx",
+        help="Train language models across one to thousands of GPUs from one run file.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    made.callback()(_options)
+    for name in _VERBS if only is None else (only,):
+        module, _, attribute = _VERBS[name].partition(".")
+        verb = getattr(import_module(f"phalanx.cli.{module}"), attribute)
+        if isinstance(verb, typer.Typer):
+            made.add_typer(verb, name=name)
+        else:
+            made.command(name)(verb)
+    return made
+
+
+def __getattr__(name: str) -> Any:
+    if name == "app":
+        return _app()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _version(wanted: bool) -> None:
@@ -56,7 +72,6 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
 ) -> None:
@@ -64,8 +79,10 @@ def _options(
 
 
 def main() -> None:
+    verb = sys.argv[1] if len(sys.argv) > 1 else ""
     try:
-        app()  # exits by itself: 2 for a command line that typer does not understand, else what the verb says
+        # It exits by itself: 2 for a command line that typer does not understand, else what the verb says.
+        _app(verb if verb in _VERBS else None)()
     except PhalanxError as error:
         print_error(error)
         sys.exit(error.exit_code)

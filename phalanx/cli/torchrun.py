@@ -51,13 +51,13 @@ def train_here(place: Place, run_file: Path, overrides: list[str], request: Requ
                 prepared = prepare(run, run_file.stem, request, ranks=place.ranks, progress=progress)
         except RunError as error:
             problems = error.problems
-    problems, found = share((problems, prepared and (prepared.plan, prepared.rundir.path)))
+    problems, found = share((problems, prepared and (prepared.run, prepared.plan, prepared.rundir.path)))
     if problems:
         if mesh.rank == 0:
             print_error(RunError(problems))  # before the others can leave: torchrun ends all when one has ended
         disconnect(mesh)
         return 2
-    plan, path = found
+    run, plan, path = found
     mesh = replace(mesh, layout=plan.layout)
     torch.set_num_threads(plan.threads)
     rundir = RunDir(path)

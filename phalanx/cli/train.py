@@ -38,6 +38,9 @@ def train(
     accept_changed_data: Annotated[
         bool, typer.Option("--accept-changed-data", help="Go on with a run although its text has changed since it was saved.")
     ] = False,
+    unrehearsed: Annotated[
+        bool, typer.Option("--unrehearsed", help="Start a run although its rehearsal says that it does not fit.")
+    ] = False,
     chaos: Annotated[
         str,
         typer.Option(
@@ -48,7 +51,7 @@ def train(
 ) -> None:
     """Train the model that RUN.toml describes. Stopped or killed, the same command goes on where it was."""
     place = torchrun_place()
-    request = Request(directory=run_dir, fresh=fresh, accept_changed_data=accept_changed_data)
+    request = Request(directory=run_dir, fresh=fresh, accept_changed_data=accept_changed_data, unrehearsed=unrehearsed)
     if place is not None and chaos:
         raise RunError(
             ["--chaos needs Phalanx's own supervisors, and torchrun has started this process: use `phalanx train` alone."]

@@ -58,6 +58,32 @@ def percent(value: float | None) -> str:
     return f"{100 * value:.1f}%" if abs(value) >= 0.1 else f"{100 * value:.2f}%"
 
 
+def dollars(value: float | None) -> str:
+    """$61.9M."""
+    text = _scaled(value, ("", "k", "M", "B", "T"))
+    return text if text == UNKNOWN else f"${text}"
+
+
+def energy(joules: float | None) -> str:
+    """In watt-hours: 21.3 GWh."""
+    text = _scaled(None if joules is None else joules / 3600, (" ", " k", " M", " G", " T"))
+    return text if text == UNKNOWN else f"{text}Wh"
+
+
+def instant(value: float | None) -> str:
+    """A short time in three digits: 4.98 s, 312 ms, 41.0 µs; minutes and more as `duration` has them."""
+    if not _known(value):
+        return UNKNOWN
+    if value >= 600:
+        return duration(value)
+    scale, unit = next(
+        ((scale, unit) for scale, unit in ((1.0, "s"), (1e3, "ms")) if abs(value) * scale >= 0.9995), (1e6, "µs")
+    )
+    value *= scale
+    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:.{digits}f} {unit}"
+
+
 def number(value: float | None, digits: int = 4) -> str:
     """A loss or a norm; what is not finite is shown as what it is, since that is the news."""
     if not isinstance(value, int | float):

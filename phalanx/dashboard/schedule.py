@@ -66,7 +66,7 @@ def draw(schedule: Schedule, timeline: Timeline, path: Path) -> None:
     axes.barh(range(ranks), [length] * ranks, left=timeline.start, height=0.86, color=COLOURS["idle"])
     numbered = sum(map(len, timeline.ranks)) <= _NUMBERED
     for rank, row in enumerate(timeline.ranks):
-        _draw_rank(axes, rank, row, numbered)
+        draw_rank(axes, rank, row, numbered)
     axes.set_ylim(ranks - 0.5, -0.5)
     axes.set_xlim(timeline.start, timeline.stop)
     axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
@@ -86,7 +86,7 @@ def draw(schedule: Schedule, timeline: Timeline, path: Path) -> None:
     figure.savefig(path, format="png")
 
 
-def _draw_rank(axes: Axes, rank: int, row: Sequence[Timed], numbered: bool) -> None:
+def draw_rank(axes: Axes, rank: int, row: Sequence[Timed], numbered: bool) -> None:
     stages = sorted({timed.stage for timed in row})
     # One call for all bars of a colour: a call for each takes half a minute where there are thousands.
     for kind, stage in dict.fromkeys((timed.kind, timed.stage) for timed in row):

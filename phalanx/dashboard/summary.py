@@ -20,7 +20,7 @@ from rich.text import Text
 
 from phalanx.dashboard.curve import FILE_NAME
 from phalanx.dashboard.history import history
-from phalanx.dashboard.numbers import count, duration, number, percent
+from phalanx.dashboard.numbers import count, duration, instant, number, percent, size
 from phalanx.dashboard.troubles import recoveries
 from phalanx.events.records import Event, Finished, RunStarted, Saved, Stopped, WorkerFailed, plain
 
@@ -55,6 +55,17 @@ class Summary:
     """Complete steps that it had to take again for that."""
     seconds_lost: float
     """From each failure to the first step after it."""
+    step_seconds: float | None
+    """Of a step, likewise …"""
+    promised_step_seconds: float | None
+    """… and what the plan said it would be, with its P10 and P90; None where it promised nothing."""
+    promised_low: float | None
+    promised_high: float | None
+    promised_tokens_per_second: float | None
+    memory: int | None
+    """Bytes, the largest of all ranks and steps of the last launch: of the device at peak on GPUs, resident ones on CPUs …"""
+    promised_memory: float | None
+    """… and what the plan said."""
     seconds: float
     """Wall time of the last launch."""
     ranks: int
@@ -105,6 +116,14 @@ class Summary:
             mfu = f", MFU {percent(self.mfu)}" if self.mfu is not None else ""
             ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
             yield "speed", f"{count(self.tokens_per_second)} tokens/s on {ranks}{mfu}, {duration(self.seconds)}"
+        if self.step_seconds is not None and self.promised_step_seconds is not None:
+            between = f"{instant(self.promised_low)} to {instant(self.promised_high)}"
+            promised = (
+                f"promised {instant(self.promised_step_seconds)} ({between}), {count(self.promised_tokens_per_second)} tokens/s"
+            )
+            yield "a step", f"{instant(self.step_seconds)}, {promised}"
+        if self.memory is not None and self.promised_memory is not None:
+            yield "memory", f"{size(self.memory)}, promised {size(self.promised_memory)}"
         yield "events", str(run_dir / "events.jsonl")
         if (run_dir / FILE_NAME).exists():
             yield "curve", str(run_dir / FILE_NAME)
@@ -127,6 +146,7 @@ def summarize(events: Iterable[Event]) -> Summary:
     evaluations = known.evaluations
     reached = [*known.steps, *(event.step for event in ends), *(record.step for record in known.skipped)]
     times, again, seconds = recoveries(launch)
+    promise = (started.promise if started else None) or {}
     return Summary(
         recoveries=times,
         steps_lost=again,
@@ -142,6 +162,13 @@ def summarize(events: Iterable[Event]) -> Summary:
         tokens_per_second=_middle([step.tokens_per_second for step in known.launch]),
         mfu=_middle([step.mfu for step in known.launch]),
         steps_skipped=len(known.skipped),
+        step_seconds=_middle([step.seconds for step in known.launch]),
+        promised_step_seconds=promise.get("seconds"),
+        promised_low=promise.get("low"),
+        promised_high=promise.get("high"),
+        promised_tokens_per_second=promise.get("tokens_per_second"),
+        memory=max((step.memory for step in known.launch), default=None),
+        promised_memory=promise.get("total_memory"),
         seconds=launch[-1].time - launch[0].time if launch else 0.0,
         ranks=started.ranks if started else 0,
         parameters=started.parameters if started else 0,

@@ -43,6 +43,9 @@ class RunStarted(Event):
     accumulation: int
     layout: dict[str, Any]
     compute: str
+    promise: dict[str, Any] | None = None
+    """What the plan expects: seconds of a step with `low` and `high` (P10, P90) and their `split`, tokens_per_second, `memory` by
+    component and total_memory in bytes of the fullest rank, mfu, days, price. None: nothing is promised."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -339,6 +339,7 @@ class Controller:
             restarts=self.settings.restarts,
             shrink=self.settings.shrink,
             go_on=self.settings.go_on,
+            batch=self.run.batch,
         )
 
     def take_troubles(self) -> list[Event]:

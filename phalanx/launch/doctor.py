@@ -124,6 +124,12 @@ class Report:
             yield "GPU pairs", ", ".join(f"{many} × {kind}" for kind, many in self.links.items())
         speed = "not writable" if self.write_speed is None else f"{size(self.write_speed)}/s written to disk"
         yield "directory", f"{self.directory}, {size(self.disk_free)} free, {speed}"
+        how = (
+            "by `phalanx bench` or a run: plans rely on it"
+            if machine.measured
+            else "not yet: `phalanx bench` makes plans surer"
+        )
+        yield "measured", how
         files = "unlimited" if self.open_files < 0 else self.open_files
         yield "limits", f"{files} open files, /dev/shm {size(self.shared_memory)}"
 

@@ -24,6 +24,11 @@ def visible_gpus() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+def config_folder() -> Path:
+    """Where this person's programs keep what they are told, ours among them."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "phalanx"
+
+
 def for_python() -> dict[str, str]:
     """The environment in which another Python finds this very package, also in a checkout that was never installed."""
     home = str(Path(__file__).parents[2])
@@ -46,8 +51,12 @@ def for_workers(plan: Plan) -> dict[str, str]:
     }
     if plan.device == "cpu":
         # Activations come and go with every step. Kept by the allocator instead of handed back to the system, they cost
-        # no page faults: thousands fewer in each step, and up to a tenth of its time.
-        ours |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
+        # no page faults: thousands fewer in each step, and up to a tenth of its time. Where parts of the model are gathered and
+        # let go as well, sizes mix until the heap is full of holes (gigabytes of them, measured with ZeRO-3): there what is
+        # large is handed back.
+        layout = plan.layout
+        mixes = layout.shard * layout.tensor * layout.context * layout.expert > 1
+        ours |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 20 if mixes else 1 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
     return for_python() | ours
 
 

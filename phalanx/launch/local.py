@@ -247,6 +247,7 @@ def started(run: Run, plan: Plan) -> RunStarted:
         accumulation=plan.accumulation,
         layout=asdict(plan.layout),
         compute=plan.compute,
+        promise=None if plan.promise is None else asdict(plan.promise),
     )
 
 

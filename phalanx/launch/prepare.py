@@ -25,8 +25,10 @@ from phalanx.launch.measure import check_weights, measure
 from phalanx.launch.nodes import address_problems, node_problems
 from phalanx.launch.notices import data_notices, sources, too_little_data
 from phalanx.launch.probe import probe
+from phalanx.launch.rehearse import memory_problems
 from phalanx.launch.storage import check_lost, check_owner, newest_first, places, storage_problems
-from phalanx.planning.settle import choose
+from phalanx.planning.hardware import mismatch
+from phalanx.planning.settle import Settled, again, settle
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.identity import changed
@@ -51,6 +53,8 @@ class Request:
     """Start anew even where an unfinished run could go on."""
     accept_changed_data: bool = False
     """Go on although the text is no longer the one that the checkpoint was trained on."""
+    unrehearsed: bool = False
+    """Start although a rehearsal may say that it does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,35 +80,52 @@ def prepare(
     """
     request = request or Request()
     problems = [*_missing_extras(run), *storage_problems(run), *address_problems(run)]
-    plan = data = None
+    settled = data = None
     try:
-        plan = choose(run, probe(visible_gpus()), ranks, measure(run))
+        machine = probe(visible_gpus())
+        if elsewhere := mismatch(run, machine):
+            raise RunError(elsewhere)
+        size = measure(run)
+        settled = settle(run, machine, ranks, size)
         if ranks is None:
-            problems += node_problems(run, plan)
+            problems += node_problems(run, settled.plan)
     except RunError as error:
         problems += error.problems
     try:
+        if settled is not None and not (problems or request.unrehearsed):
+            problems += memory_problems(settled.run, settled.plan, machine)
         if not problems:  # what takes long is not begun for a run that cannot be
             data = open_dataset(run.data, run.train.sequence_length, run.train.seed, progress)
             problems += too_little_data(run, data)
     except RunError as error:
         problems += error.problems
-    if problems or plan is None or data is None:
+    if problems or settled is None or data is None:
         raise RunError(problems)
     base, own = request.directory or Path("runs") / name, request.directory is None
     if run.checkpoint.url is None or run.checkpoint.local_first:
-        _check_space(base, plan)
-    _check_offload(run, plan)
+        _check_space(base, settled.plan)
+    _check_offload(settled.run, settled.plan)
     rundir = _own(base, run, request.fresh) if own else _given(base, run, request.fresh)
     try:
-        return _fill(rundir, run, plan, data, request)
+        if (before := _before(rundir)) is not None:
+            settled = again(run, machine, before, ranks, size) or settled
+        return _fill(rundir, settled, data, request)
     except BaseException:
         rundir.release()  # a program that is told no may ask again
         raise
 
 
-def _fill(rundir: RunDir, run: Run, plan: Plan, data: Dataset, request: Request) -> Prepared:
+def _before(rundir: RunDir) -> Plan | None:
+    """How a run that goes on was laid out when it was last started."""
+    try:
+        return Plan.from_json(rundir.plan_file.read_text())
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # there is none, or one of another version
+
+
+def _fill(rundir: RunDir, settled: Settled, data: Dataset, request: Request) -> Prepared:
     """What workers read, into a directory that is held."""
+    run, plan = settled.run, settled.plan
     resumes, changes = _check_resumption(rundir, run, plan, data, request)
     if not resumes:  # one that goes on has its weights in its checkpoint
         check_weights(run)

@@ -1,4 +1,4 @@
-"""Reads off what this computer has, without importing torch: cores, memory, vector width, GPUs.
+"""Reads off what this computer has, without importing torch: cores, memory, vector width, GPUs, and what was measured on it before.
 
 The CLI and the launcher call it before planning, the doctor to explain what it found.
 """
@@ -11,8 +11,10 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+from phalanx.launch.entry import read_entry
 from phalanx.spec.machine import Gpu, Machine
 
 _SMI_TIMEOUT = 10.0  # seconds; without persistence mode the driver wakes every GPU first
@@ -25,7 +27,7 @@ def probe(visible: str | None = None, *, root: Path = Path("/")) -> Machine:
     """
     cpuinfo = _fields(root / "proc/cpuinfo")
     memory = _memory(root)
-    return Machine(
+    machine = Machine(
         host=socket.gethostname(),
         cpu=cpuinfo.get("model name") or cpuinfo.get("Model") or os.uname().machine,
         cores=_cores(root),
@@ -33,6 +35,7 @@ def probe(visible: str | None = None, *, root: Path = Path("/")) -> Machine:
         core_flops=_core_flops(cpuinfo, root),
         gpus=_gpus(visible, memory),
     )
+    return replace(machine, measured=read_entry(machine))
 
 
 def driver_problem(*, root: Path = Path("/")) -> str | None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from phalanx.checkpointing import shelf
 from phalanx.launch.copies import BYTES_PER_PARAMETER
 from phalanx.planning.settle import choose
+from phalanx.recovery.places import elsewhere
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
@@ -62,7 +63,7 @@ def copy_every(run: Run, plan: Plan, assignment: Sequence[int]) -> int | None:
     if run.checkpoint.memory_every is not None:
         return run.checkpoint.memory_every
     alike = run.optimizer.local_steps == 1  # else each replica goes its own way for some steps
-    if run.resilience.restarts == 0 or (alike and _elsewhere(plan.layout, assignment)):
+    if run.resilience.restarts == 0 or (alike and elsewhere(plan.layout, assignment)):
         return None
     return 1 if _plenty(plan, len(set(assignment))) else None
 
@@ -72,23 +73,3 @@ def _plenty(plan: Plan, nodes: int) -> bool:
     root = shelf.default_root()
     room = shelf.available(root if root.is_dir() else root.parent)
     return 2 * plan.parameters * BYTES_PER_PARAMETER * min(nodes, 2) / nodes <= _MODEST * room
-
-
-def _elsewhere(layout: Layout, assignment: Sequence[int]) -> bool:
-    """Whether every rank's state is held by another rank too, on another node where there are several."""
-    dense = _repeated(layout.data or 1, layout.shard * layout.context * layout.tensor, assignment)
-    if layout.expert * layout.expert_tensor == 1:
-        return dense
-    within = layout.expert_shard * layout.expert * layout.expert_tensor
-    return dense and _repeated(layout.expert_data // layout.expert_shard, within, assignment)
-
-
-def _repeated(replicas: int, inner: int, assignment: Sequence[int]) -> bool:
-    """The same of one kind of parameter, of which there are so many replicas, each on `inner` neighbouring ranks of a stage."""
-    apart = len(set(assignment)) > 1
-    for rank in range(len(assignment)):
-        first = rank - rank // inner % replicas * inner
-        others = [first + index * inner for index in range(replicas) if first + index * inner != rank]
-        if not any(not apart or assignment[other] != assignment[rank] for other in others):
-            return False
-    return True

@@ -42,16 +42,24 @@ class Account(TorchDispatchMode):
         return result
 
     def _count(self, operation: str, args: tuple[Any, ...], result: Any) -> None:
-        found = _OPERATIONS.get(operation)
-        if found is None:
-            return
-        collective, measure = found
-        group = _group(args)
-        ranks = group.size() if group is not None else 1
-        if group is None or ranks == 1:
-            return
-        uses = self.sent.setdefault(_use(group, args), {})
-        uses[collective] = uses.get(collective, 0) + round(measure(args, result, ranks, group.rank()))
+        if (found := traffic(operation, args)) is not None:
+            collective, use, _, size = found
+            uses = self.sent.setdefault(use, {})
+            uses[collective] = uses.get(collective, 0) + size
+
+
+def traffic(operation: str, args: tuple[Any, ...]) -> tuple[str, str, dist.ProcessGroup, int] | None:
+    """Of an operation of torch's collectives: which it is, what its group serves, the group, and the bytes that this rank sends in it;
+    None where it sends none."""
+    found = _OPERATIONS.get(operation)
+    if found is None:
+        return None
+    collective, measure = found
+    group = _group(args)
+    ranks = group.size() if group is not None else 1
+    if group is None or ranks == 1:
+        return None
+    return collective, _use(group, args), group, round(measure(args, None, ranks, group.rank()))
 
 
 def _all_reduce(args: Any, result: Any, ranks: int, rank: int) -> float:

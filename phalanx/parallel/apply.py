@@ -82,7 +82,7 @@ def transform(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh) -> dict[
         applied["fp8"] = fp8.apply(parts, run.precision.fp8_scaling, mesh.device)
     if memory.compile:
         applied["compile"] = compile.apply(parts)
-    if memory.recompute != "none":
+    if memory.recompute != "none" and memory.recompute != "auto":
         applied["recompute"] = recompute.apply(parts, memory.recompute, memory.recompute_every)
     if memory.activations == "cpu":
         applied["activations"] = activations.apply(parts, mesh.device)

@@ -63,7 +63,7 @@ class Spread:
 
     def __call__(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
         across, within = self._seats.across, self._seats.within
-        traffic = _agree(counts_E, self._seats)
+        traffic = _agree(counts_E, self._seats, len(x_RD))
         x_RD = across.exchange(x_RD, traffic.given, traffic.taken)
         x_RD = _gather(x_RD, within, traffic.sizes)
         order_R, back_R = traffic.order()
@@ -96,7 +96,7 @@ class _Traffic:
         return order_R, back_R
 
 
-def _agree(counts_E: Tensor, seats: Seats) -> _Traffic:
+def _agree(counts_E: Tensor, seats: Seats, rows: int) -> _Traffic:
     """Tell every rank how many rows its experts get from this one: one small exchange.
 
     Messages have their lengths on the host. On a GPU it waits here for the counts to be known: once in a layer's forward, never
@@ -107,9 +107,15 @@ def _agree(counts_E: Tensor, seats: Seats) -> _Traffic:
     ones = [1] * everyone.size
     counts_PQL = everyone.exchanged(counts_PL.repeat_interleave(within.size, 0), ones, ones).view(across.size, within.size, -1)
     taken_P, sizes_Q = counts_PQL[:, within.index].sum(-1), counts_PQL.sum((0, 2))
-    known = torch.cat((counts_PL.sum(-1), taken_P, sizes_Q)).tolist()
+    known = read(torch.cat((counts_PL.sum(-1), taken_P, sizes_Q)), seats, rows)
     given, taken, sizes = known[: across.size], known[across.size : -within.size], known[-within.size :]
     return _Traffic(given, taken, sizes, counts_PQL.transpose(0, 1))
+
+
+def read(counts: Tensor, seats: Seats, rows: int) -> list[int]:
+    """Counts on the host: rows for each of `across`, rows from each of them, rows that each of `within` has. A rehearsal, whose
+    tensors hold no numbers, puts its assumption in the place of this function."""
+    return list(counts.tolist())
 
 
 def _gather(x_RD: Tensor, group: Group, sizes: list[int]) -> Tensor:

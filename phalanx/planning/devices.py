@@ -1,4 +1,4 @@
-"""The catalogue of GPUs: what each can do at best, by the name its driver prints.
+"""The catalogue of GPUs, and of TPUs beside them: what each can do at best, by the name its driver prints.
 
 Planning takes peak FLOP/s from it, the doctor shows it beside what the machine has.
 """
@@ -6,11 +6,15 @@ Planning takes peak FLOP/s from it, the doctor shows it beside what the machine 
 from __future__ import annotations
 
 import re
-import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
-from typing import Any
+from typing import Any, Literal
+
+from phalanx.planning.entries import entries, entry
+
+FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
+"""Number formats whose peaks are kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,13 +23,32 @@ class GpuEntry:
 
     key: str
     match: str
-    """Regular expression searched in the driver's name."""
+    """Regular expression searched in the driver's name; no name is matched by two entries."""
     peaks: dict[str, float]
-    """Dense FLOP/s by number format: fp32, tf32, bf16, fp16, fp8. A format the GPU lacks is absent."""
+    """Dense FLOP/s by number format: fp32, tf32, bf16, fp16, fp8, fp4. A format the GPU lacks is absent."""
     memory: float
+    """Bytes, as the driver counts them."""
     bandwidth: float
     source: str
     """The vendor's document."""
+    name: str = ""
+    """As people call it."""
+    device: Literal["cpu", "cuda", "tpu"] = "cuda"
+    """What programs it."""
+    family: str = ""
+    """Key of the fitted constants: chips of one family reach the same part of their peaks."""
+    power: float | None = None
+    """Watts that the vendor allows it."""
+    node: str = ""
+    """Catalogue name of the node it usually sits in."""
+    price: float | None = None
+    """US dollars of an hour, host and network included."""
+    price_source: str = ""
+    """Whose price, when."""
+    failures: str = ""
+    """Catalogue name of the table that tells how often such a device interrupts a run."""
+    note: str = ""
+    """What was derived rather than read."""
 
     def peak(self, compute: str) -> float | None:
         """Dense FLOP/s in a number format; fp32 means fp32, never tf32."""
@@ -41,17 +64,31 @@ def find_gpu(name: str) -> GpuEntry | None:
 
 @cache
 def gpus() -> tuple[GpuEntry, ...]:
-    """All entries, in the order in which they are tried."""
-    table = tomllib.loads((files("phalanx.planning") / "catalogue" / "gpus.toml").read_text(encoding="utf-8"))
-    return tuple(_entry(key, values) for key, values in table.items())
+    """All entries, by their keys."""
+    return tuple(gpu_entry(key, values) for key, values in entries("gpus").items())
 
 
-def _entry(key: str, values: dict[str, Any]) -> GpuEntry:
+def named_gpu(key: str, asked_by: str) -> GpuEntry:
+    """The entry that the catalogue calls `key`; RunError in the words of `asked_by` where it has none."""
+    return gpu_entry(key, entry("gpus", key, asked_by))
+
+
+def gpu_entry(key: str, values: Mapping[str, Any]) -> GpuEntry:
+    """What a file of the catalogue says, in plain units."""
     return GpuEntry(
         key=key,
         match=values["match"],
-        peaks={name: values[name] * 1e12 for name in ("fp32", "tf32", "bf16", "fp16", "fp8") if name in values},
-        memory=values["memory"] * 1e9,
+        peaks={name: values[name] * 1e12 for name in FORMATS if name in values},
+        memory=values["memory"] * 2**30,
         bandwidth=values["bandwidth"] * 1e9,
         source=values["source"],
+        name=values["name"],
+        device=values.get("device", "cuda"),
+        family=values["family"],
+        power=values.get("power"),
+        node=values["node"],
+        price=values.get("price"),
+        price_source=values.get("price_source", ""),
+        failures=values.get("failures", ""),
+        note=values.get("note", ""),
     )

@@ -86,10 +86,14 @@ class Found:
     """Runners-up, each different in its layout, quickest first."""
     why_not: tuple[WhyNot, ...]
     considered: int
-    """Legal candidates that were judged."""
+    """Legal candidates that were judged, most of them together: with others of the same degrees they are slower, or larger, than
+    what was found."""
     fitting: int
+    """Of those judged one by one, that fit."""
     seconds: float
     """CPU time that the search took."""
+    timed: int = 0
+    """Judged one by one."""
     assumed: tuple[str, ...] = ()
     """What the run file and the catalogue do not say, in sentences."""
     curve: tuple[Option, ...] = field(default=())

@@ -1,12 +1,12 @@
 """Lays a run out on a machine: fills in what the run file left open, and says what cannot work before anything starts.
 
-The CLI and the launcher call `choose`; workers receive the Plan it returns.
+The launcher, verification and the API call `settle` or `choose`; workers receive the Plan and the Run that come out.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from phalanx.planning.devices import find_gpu
 from phalanx.planning.memory import rank_state_bytes, sequence_bytes, sequence_share
@@ -18,6 +18,9 @@ from phalanx.spec.plan import Plan, Size
 from phalanx.spec.run import Run
 from phalanx.spec.schedule_choice import schedule
 
+if TYPE_CHECKING:
+    from phalanx.planning.chosen import Better
+
 Compute = Literal["fp32", "bf16", "fp16", "fp8"]
 
 _MOST_CPU_RANKS = 256
@@ -28,36 +31,129 @@ _CPU_SHARE = 0.9
 _TORCHRUN = "--nproc-per-node"
 
 
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A run with nothing left open that training would have to decide."""
+
+    run: Run
+    """As it was given, with what is traded for memory filled in; its layout may still be open."""
+    plan: Plan
+
+
 def choose(run: Run, machine: Machine, ranks: int | None = None, size: Size | None = None) -> Plan:
+    """The plan of `settle`, for whoever has no use for the run."""
+    return settle(run, machine, ranks, size).plan
+
+
+def settle(run: Run, machine: Machine, ranks: int | None = None, size: Size | None = None) -> Settled:
     """A plan for the run on this machine; `ranks` is how many somebody else, such as torchrun, has already started.
 
-    `size`: of one's own module, which the shape in the run file says nothing about. Raises RunError with everything that
-    stands in the way.
+    Where the run file has no [layout], it is the plan's winner: replicas, which compute the same bits however many there are,
+    unless something else is clearly quicker or fits where they do not. `size`: of one's own module, which the shape in the run
+    file says nothing about. Raises RunError with everything that stands in the way.
     """
-    device = run.cluster.device or ("cuda" if machine.gpus else "cpu")
-    compute = run.precision.compute or ("bf16" if device == "cuda" else "fp32")
+    from phalanx.planning.chosen import better  # the equations need numpy, which whoever only reads a plan does not pay for
+
     size = size or _size(run)
-    search = _Search(run, machine, device, compute, ranks, size.parameters)
+    settled: Settled | None = None
+    refused: RunError | None = None
+    try:
+        settled = _as_usual(run, machine, ranks, size)
+    except RunError as error:
+        refused = error
+    if run.layout == Layout() and run.model.module is None and (refused is None or _too_large(run, machine, ranks, size)):
+        found = better(run, machine, ranks, settled.plan if settled and _fits(settled.plan, machine) else None)
+        if found is not None:
+            try:
+                return _lay(found, machine, ranks, size)
+            except RunError:
+                if settled is None:
+                    raise
+    if settled is None:
+        assert refused is not None
+        raise refused
+    return settled
+
+
+def again(run: Run, machine: Machine, before: Plan, ranks: int | None = None, size: Size | None = None) -> Settled | None:
+    """A run that goes on: where its layout is left open it keeps the one that it had, as long as the machine is the same.
+
+    None where it is not, or cannot be laid out so any more.
+    """
+    asked = ranks or (run.cluster.cpu_ranks if before.device == "cpu" else None)
+    if run.layout != Layout() or before.machine != described(machine) or asked not in (None, before.ranks):
+        return None
+    micro = run.train.micro_batch or before.micro_batch
+    kept = replace(run, layout=before.layout, train=replace(run.train, micro_batch=micro))
+    try:
+        laid = settle(kept, machine, ranks, size)
+    except RunError:
+        return None
+    return Settled(replace(run, memory=laid.run.memory), laid.plan)
+
+
+def described(machine: Machine) -> str:
+    """A machine in words, equal where a plan for the one is a plan for the other."""
+    gpus = sorted({(gpu.name, gpu.memory) for gpu in machine.gpus})
+    cards = "".join(f", {sum(gpu.name == name for gpu in machine.gpus)} × {name} with {_gib(memory)}" for name, memory in gpus)
+    return f"{machine.cores} cores of {machine.cpu} with {_gib(machine.memory)}{cards}"
+
+
+def _fits(plan: Plan, machine: Machine) -> bool:
+    """Whether what is promised has room; nothing promised is no reason to doubt it."""
+    if plan.promise is None:
+        return True
+    most = min(gpu.memory for gpu in machine.gpus) if plan.device == "cuda" else _CPU_SHARE * machine.memory / plan.ranks
+    return plan.promise.total_memory <= most
+
+
+def _lay(found: Better, machine: Machine, ranks: int | None, size: Size) -> Settled:
+    """What a search came to, held to the same checks as what a person wrote."""
+    laid = _as_usual(found.run, machine, ranks, size, found)
+    return Settled(replace(found.asked, memory=laid.run.memory), laid.plan)
+
+
+def _too_large(run: Run, machine: Machine, ranks: int | None, size: Size) -> bool:
+    """Whether memory is all that stands in the way of replicas."""
+    search = _Search.of(run, machine, ranks, size)
+    layout = replace(run.layout, data=search.data())
+    other = search.rank_problems(layout) + search.batch_problems(layout)
+    return not other and bool(search.memory_problems(layout))
+
+
+def _as_usual(run: Run, machine: Machine, ranks: int | None, size: Size, found: Better | None = None) -> Settled:
+    """The layout as far as it is given, replicas for the rest. `found`: it is a search's, which counts memory better than this does."""
+    from phalanx.planning.chosen import placed, promised
+
+    search = _Search.of(run, machine, ranks, size)
+    run = search.run
     layout = replace(run.layout, data=search.data())
     threads = run.cluster.threads or max(1, machine.cores // layout.ranks)
-    problems = search.rank_problems(layout) + search.batch_problems(layout) + search.memory_problems(layout)
-    if problems:
+    problems = search.rank_problems(layout) + search.batch_problems(layout)
+    if problems := problems + ([] if found else search.memory_problems(layout)):
         raise RunError(problems)
     micro_batch = search.micro_batch(layout)
     if problems := search.layout_problems(layout, run.batch // layout.replicas // micro_batch):
         raise RunError(problems)
-    return Plan(
+    plan = Plan(
         layout=layout,
-        device=device,
+        device=search.device,
         threads=threads,
         micro_batch=micro_batch,
         accumulation=run.batch // layout.replicas // micro_batch,
-        compute=compute,
+        compute=search.compute,
         parameters=size.parameters,
         flops_per_token=size.flops_per_token,
         peak_flops=search.peak_flops(layout.ranks, threads),
         active=size.active,
+        machine=described(machine),
     )
+    plan = replace(plan, promise=promised(run, machine, plan))
+    while run.train.micro_batch is None and plan.micro_batch > 1 and not _fits(plan, machine):
+        less = _largest_divisor(run.batch // layout.replicas, plan.micro_batch // 2)
+        plan = replace(plan, micro_batch=less, accumulation=run.batch // layout.replicas // less)
+        plan = replace(plan, promise=promised(run, machine, plan))
+    return Settled(run, replace(plan, placement=placed(run, machine, plan)))
 
 
 def _size(run: Run) -> Size:
@@ -80,6 +176,19 @@ class _Search:
     compute: Compute
     started: int | None
     parameters: int
+
+    @staticmethod
+    def of(run: Run, machine: Machine, ranks: int | None, size: Size) -> _Search:
+        device = run.cluster.device or ("cuda" if machine.gpus else "cpu")
+        compute = run.precision.compute or ("bf16" if device == "cuda" else "fp32")
+        memory = run.memory
+        # What nobody asked for and no plan has found is not done.
+        memory = replace(
+            memory,
+            recompute="none" if memory.recompute == "auto" else memory.recompute,
+            offload="none" if memory.offload == "auto" else memory.offload,
+        )
+        return _Search(replace(run, memory=memory), machine, device, compute, ranks, size.parameters)
 
     def data(self) -> int:
         """Replicas: what was asked for, or the most that the machine has room for and the batch divides among."""

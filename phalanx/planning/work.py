@@ -61,6 +61,12 @@ class Work:
     active_groups: Column = 0
     """Most groups of experts (nodes, where they are dealt so) that a token is sent to; 0: any."""
     ahead: Column = 0
+    latent: Column = 0
+    """Width of the narrow vectors that latent attention expands queries, keys and values from, together; 0: it has none."""
+    rotated: Column = 0
+    """Width of a head's part that rotary positions turn."""
+    qk_norm: Column = 0
+    """1: queries and keys are normalised."""
 
     # The batch
     sequence: Column
@@ -113,6 +119,18 @@ class Work:
     """Bytes of an activation: 2, or 4 in fp32."""
     fp8: Column = 0
     compiled: Column = 0
+    recompute_every: Column = 1
+    """Every so manieth block is recomputed."""
+    moments: Column = 8
+    """Bytes of the optimizer's states of a value."""
+    wire: Column = 4
+    """Bytes of a gradient's value between ranks."""
+    gathered: Column = 0
+    """Bytes of a sharded parameter's value between ranks; 0: as many as of an activation."""
+    scores: Column = 0
+    """What attention keeps of its table of scores: 0 nothing, 1 a mask between documents, 2 the table itself, without a fused kernel."""
+    on_cpu: Column = 0
+    """1: devices are cores, whose kernels keep more."""
 
     @property
     def accumulation(self) -> Column:

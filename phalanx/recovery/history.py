@@ -94,7 +94,9 @@ def verdict(situation: Situation, now: Sequence[Failure]) -> End | None:
         if failure.cause == "failed" and (failure.step is None or failure.step <= situation.begun):
             why = "The program failed before it had completed a step, so that starting it again would only repeat it."
             return End(_story(why, [failure]))
-        alike = [other for other in everything if _same(other) == _same(failure)]
+        same = _same(failure)
+        # Few are of the same step: words are compared of those alone.
+        alike = [other for other in everything if other.step == failure.step and _same(other) == same]
         if len(alike) >= SAME:
             why = f"The same failure came {len(alike)} times {_when(failure)}: that is a bug or a broken machine, not bad luck."
             return End(_story(why, alike))

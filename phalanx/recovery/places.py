@@ -1,4 +1,5 @@
-"""Which rank runs on which node. Called by `recovery/policy`, and by whoever starts the first generation.
+"""Which rank runs on which node, and what is lost with one. Called by `recovery/policy`, by whoever starts the first generation, and by
+whoever says how often copies are made, live or simulated.
 
 Ranks that are neighbours share a node where they can, tensor groups above all: they talk the most.
 """
@@ -87,3 +88,23 @@ def _chosen(layout: Layout, living: Mapping[int, int], on: Mapping[int, list[int
             living[node] // layout.tensor * layout.tensor
         )  # in whole tensor groups; where these never suffice, all nodes are taken
     return sorted(chosen, key=lambda node: (not on[node], on[node][:1], node))
+
+
+def elsewhere(layout: Layout, assignment: Sequence[int]) -> bool:
+    """Whether every rank's state is held by another rank too, on another node where there are several."""
+    dense = _repeated(layout.data or 1, layout.shard * layout.context * layout.tensor, assignment)
+    if layout.expert * layout.expert_tensor == 1:
+        return dense
+    within = layout.expert_shard * layout.expert * layout.expert_tensor
+    return dense and _repeated(layout.expert_data // layout.expert_shard, within, assignment)
+
+
+def _repeated(replicas: int, inner: int, assignment: Sequence[int]) -> bool:
+    """The same of one kind of parameter, of which there are so many replicas, each on `inner` neighbouring ranks of a stage."""
+    apart = len(set(assignment)) > 1
+    for rank in range(len(assignment)):
+        first = rank - rank // inner % replicas * inner
+        others = (first + index * inner for index in range(replicas) if first + index * inner != rank)
+        if not any(not apart or assignment[other] != assignment[rank] for other in others):
+            return False
+    return True

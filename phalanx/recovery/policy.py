@@ -98,7 +98,7 @@ def _grow(scene: _Scene, legal: Legal) -> Go | None:
     wanted, layout = scene.situation.wanted, scene.situation.layout
     if layout == wanted:
         return None
-    best = relayout(wanted, scene.slots, legal)
+    best = relayout(wanted, scene.slots, legal, scene.situation.batch)
     return None if best is None or cost(wanted, best) >= cost(wanted, layout) else _go(scene, "grow", best)
 
 
@@ -147,7 +147,7 @@ def _shrink(scene: _Scene, legal: Legal) -> Go | Wait:
     needs = f"the layout has {situation.layout.ranks} ranks, but what is left is {room}"
     if not situation.shrink:
         return Wait(f"{needs}, and resilience.shrink = false", dead)
-    best = relayout(situation.wanted, scene.slots, legal)
+    best = relayout(situation.wanted, scene.slots, legal, situation.batch)
     if best is None:
         return Wait(f"{needs}, and no layout of so few ranks can be run", dead)
     return _go(scene, "shrink", best)

@@ -16,7 +16,7 @@ Legal = Callable[[Layout], bool]
 """Whether a layout can be run: it divides the batch, heads, experts, …, its pipeline has a schedule, and it fits in memory."""
 
 
-def relayout(wanted: Layout, ranks: int, legal: Legal) -> Layout | None:
+def relayout(wanted: Layout, ranks: int, legal: Legal, batch: int | None = None) -> Layout | None:
     """The best legal layout on at most so many ranks, and never on more than were wanted; None where there is none.
 
     Best is, in this order:
@@ -28,12 +28,27 @@ def relayout(wanted: Layout, ranks: int, legal: Legal) -> Layout | None:
     4. `data` is what is left.
     With enough replicas this changes `data` alone. What belongs to a degree of 1 goes with it: `sequence` to tensor, `zero` to
     shard, `schedule`, `schedule_file` and `stages` to pipeline; a schedule file is for its own number of ranks only.
+
+    `batch`: sequences of a step, which replicas must divide: numbers of ranks that no such replicas come to are passed over.
     """
-    for count in range(min(ranks, wanted.ranks), 0, -1):
-        for layout in sorted(_layouts(wanted, count), key=lambda layout: cost(wanted, layout)):
+    most = min(ranks, wanted.ranks)
+    for count in range(most, 0, -1) if batch is None else _counts(wanted, most, batch):
+        for layout in sorted(_layouts(wanted, count, batch), key=lambda layout: cost(wanted, layout)):
             if legal(layout):
                 return layout
     return None
+
+
+def _counts(wanted: Layout, most: int, batch: int) -> list[int]:
+    """Numbers of ranks that some layout with replicas that divide the batch has, largest first."""
+    replicas = [number for number in divisors(batch) if number <= most]
+    inner = {
+        pipeline * tensor * context
+        for pipeline in range(1, wanted.pipeline + 1)
+        for tensor in range(1, wanted.tensor + 1)
+        for context in range(1, wanted.context + 1)
+    }
+    return sorted({one * number for one in inner for number in replicas if one * number <= most}, reverse=True)
 
 
 def cost(wanted: Layout, layout: Layout) -> tuple[float, ...]:
@@ -62,13 +77,15 @@ def fitted(wanted: Layout, layout: Layout) -> Layout:
     )
 
 
-def _layouts(wanted: Layout, count: int) -> Iterator[Layout]:
+def _layouts(wanted: Layout, count: int, batch: int | None) -> Iterator[Layout]:
     """All layouts of so many ranks that do not raise a degree other than `data` and `shard`."""
     for pipeline in _up_to(wanted.pipeline, count):
         stage = count // pipeline
         for tensor in _up_to(wanted.tensor, stage):
             for context in _up_to(wanted.context, stage // tensor):
                 replicas = stage // tensor // context
+                if batch is not None and batch % replicas:
+                    continue
                 for shard in divisors(replicas):
                     degrees = replace(
                         wanted, pipeline=pipeline, data=replicas // shard, shard=shard, context=context, tensor=tensor

@@ -61,6 +61,9 @@ class Situation:
     """Go on with fewer ranks where there is no room for all."""
     go_on: bool = False
     """Healthy replicas do not wait for a broken one."""
+    batch: int | None = None
+    """Sequences of a step. Where it is known, nobody asks about layouts whose replicas do not divide it: on thousands of ranks
+    these are nearly all."""
 
 
 # --- what happens ---------------------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ def findings(run: Run) -> Iterator[Finding]:
     yield from _copies(run)
     yield from _rewinding(run)
     yield from _spares(run)
+    yield from _planned_cluster(run)
 
 
 def _names(run: Run) -> list[str]:
@@ -194,6 +195,20 @@ def _spares(run: Run) -> Iterator[Finding]:
             f"resilience.spares = {spares} of cluster.nodes = {nodes} leaves no node to train on: {fewer}, or raise cluster.nodes to at "
             f"least {spares + 1}.",
         )
+
+
+def _planned_cluster(run: Run) -> Iterator[Finding]:
+    """Parts of a cluster mean nothing without the GPU, which `cluster.gpu` or `cluster.name` tells; names are looked up by planning."""
+    cluster = run.cluster
+    if cluster.name is not None or cluster.gpu is not None:
+        return
+    for key in ("gpus", "node", "network"):
+        if (value := getattr(cluster, key)) is not None:
+            yield Finding(
+                (f"cluster.{key}", "cluster.gpu", "cluster.name"),
+                f"cluster.{key} = {toml(value)} is part of a cluster to plan for, but nothing says which GPU it has: set cluster.gpu, such "
+                f'as cluster.gpu = "h100-sxm", or cluster.name, or remove cluster.{key}; `phalanx clusters` lists the names.',
+            )
 
 
 def _export(run: Run) -> Iterator[Finding]:

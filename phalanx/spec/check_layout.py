@@ -269,13 +269,13 @@ def _memory(run: Run) -> Iterator[Finding]:
                 f'memory.recompute = "selective" does not go with {other} = {value}: {why}. Set memory.recompute = "full" or "none", '
                 f"or remove {other}.",
             )
-    if memory.recompute == "none" and memory.recompute_every > 1:
+    if not memory.recomputes and memory.recompute_every > 1:
         yield Finding(
             ("memory.recompute_every", "memory.recompute"),
-            f'memory.recompute_every = {memory.recompute_every} has nothing to choose from, as memory.recompute = "none": '
+            f"memory.recompute_every = {memory.recompute_every} has nothing to choose from, as memory.recompute = {toml(memory.recompute)}: "
             'set memory.recompute = "full", or remove it.',
         )
-    if memory.offload != "none" and run.optimizer.name == "muon":
+    if memory.offloads and run.optimizer.name == "muon":
         yield Finding(
             ("memory.offload", "optimizer.name"),
             f'memory.offload = {toml(memory.offload)} does not go with optimizer.name = "muon", whose iterations belong on the device: '

@@ -27,3 +27,5 @@ class Machine:
     core_flops: float | None = None
     """Peak fp32 FLOP/s of one core from its clock and vector width; None where that cannot be told."""
     gpus: tuple[Gpu, ...] = ()
+    measured: tuple[tuple[str, float], ...] = ()
+    """What `phalanx bench`, or a comparison with a run, measured here, by names such as "cpu.launch": plans rely on it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from phalanx.spec.layout import Layout
@@ -18,6 +18,30 @@ class Size:
     """Those that one token goes through; fewer than all where there are experts."""
     flops_per_token: float
     """Forward and backward of one token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Promise:
+    """What the plan expects of the run; the summary prints it beside what was measured."""
+
+    seconds: float
+    """Of a step."""
+    low: float
+    """P10 …"""
+    high: float
+    """… and P90 of it."""
+    tokens_per_second: float
+    memory: dict[str, float]
+    """Bytes of the fullest rank, by component."""
+    total_memory: float
+    """All of them."""
+    mfu: float | None = None
+    days: float | None = None
+    """Of the whole run without failures."""
+    price: float | None = None
+    """Of the whole run, in US dollars; None: no price is known."""
+    split: dict[str, float] = field(default_factory=dict)
+    """Seconds of a step by what they go to, such as "compute", "data", "bubble"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +63,12 @@ class Plan:
     """Peak FLOP/s of all ranks together in the compute precision; None: unknown device, MFU cannot be told."""
     active: int | None = None
     """Parameters that one token goes through; None in plans of versions that knew no experts: all of them."""
+    machine: str | None = None
+    """What it was made for, in words: a run whose layout is left open keeps it where it goes on on the same."""
+    promise: Promise | None = None
+    """None: nothing is promised, as for one's own module, whose shape the equations do not know."""
+    placement: dict[str, Any] | None = None
+    """Which ranks share a node, a rail, a pipeline: `planning/placement` says what is in it. None in plans of older versions."""
 
     @property
     def ranks(self) -> int:
@@ -51,6 +81,8 @@ class Plan:
     def from_json(text: str) -> Plan:
         table: dict[str, Any] = json.loads(text)
         table["layout"] = Layout(**table["layout"])
+        if (promised := table.get("promise")) is not None:
+            table["promise"] = Promise(**{f.name: promised[f.name] for f in fields(Promise) if f.name in promised})
         return Plan(**{f.name: table[f.name] for f in fields(Plan) if f.name in table})
 
     def explain(self) -> str:

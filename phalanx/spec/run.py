@@ -164,12 +164,12 @@ class Precision:
 class Memory:
     """What is traded for memory."""
 
-    recompute: Literal["none", "full", "selective"] = "none"
-    """Activations computed again in the backward instead of kept: those of whole blocks, or all but the results of matrix products and attention."""
+    recompute: Literal["auto", "none", "full", "selective"] = "auto"
+    """Activations computed again in the backward instead of kept: those of whole blocks, or all but the results of matrix products and attention. "auto": none, unless the plan finds that the run needs it or is quicker with it."""
     recompute_every: int = field(default=1, metadata=within(1))
     """Recompute every so manieth block only."""
-    offload: Literal["none", "cpu", "nvme"] = "none"
-    """Where optimizer states and master weights live: on the device, in this machine's memory, or in files."""
+    offload: Literal["auto", "none", "cpu", "nvme"] = "auto"
+    """Where optimizer states and master weights live: on the device, in this machine's memory, or in files. "auto": on the device, unless the plan finds that they must leave it."""
     offload_path: str | None = None
     """nvme: a folder on a fast local disk; left out: offload/ in the run directory."""
     offload_buffer: int = field(default=256, metadata=within(1))
@@ -180,6 +180,16 @@ class Memory:
     """Tokens whose logits exist at the same time; left out: all of a micro-batch. Large vocabularies save gigabytes with 1024."""
     compile: bool = False
     """Compile each block with torch.compile."""
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether anything is computed again; what no plan has settled is not."""
+        return self.recompute not in ("auto", "none")
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything leaves the device; likewise."""
+        return self.offload not in ("auto", "none")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,8 +210,16 @@ class Cluster:
         default="local", metadata=later("launching through Ray, Slurm or Kubernetes")
     )
     """Who starts the workers. torchrun needs no key: start `torchrun -m phalanx train …`."""
-    gpu: str | None = field(default=None, metadata=later("planning for other machines"))
+    name: str | None = None
+    """A cluster to plan for instead of this machine: a name of the catalogue, which `phalanx clusters` lists, or a TOML file of one's own. The four keys below say it in parts, or change parts of it; `phalanx train` wants this machine to be that cluster."""
+    gpu: str | None = None
     """Catalogue name of the GPU to plan for."""
+    gpus: int | None = field(default=None, metadata=within(1, 10_000_000))
+    """How many of them, all nodes together; left out: those of one node."""
+    node: str | None = None
+    """Catalogue name of the node that they sit in; left out: the GPU's usual one."""
+    network: str | None = None
+    """Catalogue name of the links between nodes; left out: the node's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

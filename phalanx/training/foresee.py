@@ -50,9 +50,14 @@ def foreseen(run: Run, layout: Layout, rank: int) -> Iterator[Built]:
     assert 0 <= rank < layout.ranks, f"rank {rank} of {layout.ranks}"
     # Where states lie, and how activations are saved, changes no box of any tensor.
     run = replace(run, layout=layout, memory=Memory())
-    mesh = Mesh(Place(rank=rank, ranks=layout.ranks, generation=-next(_generations)), torch.device("meta"), layout)
-    with _absent_ranks(mesh), _two_of_all_cuts():
+    mesh = Mesh(generation(rank, layout.ranks), torch.device("meta"), layout)
+    with absent_ranks(mesh), lazy_cuts():
         yield place(run, _plan(run), mesh)
+
+
+def generation(rank: int, ranks: int) -> Place:
+    """A rank of a job that is not there."""
+    return Place(rank=rank, ranks=ranks, generation=-next(_generations))
 
 
 def _plan(run: Run) -> Plan:
@@ -72,7 +77,7 @@ def _plan(run: Run) -> Plan:
 
 
 @contextmanager
-def _absent_ranks(mesh: Mesh) -> Iterator[None]:
+def absent_ranks(mesh: Mesh) -> Iterator[None]:
     """Groups can be made, and what is sent to them goes nowhere."""
     if mesh.ranks == 1:
         yield
@@ -86,7 +91,7 @@ def _absent_ranks(mesh: Mesh) -> Iterator[None]:
 
 
 @contextmanager
-def _two_of_all_cuts() -> Iterator[None]:
+def lazy_cuts() -> Iterator[None]:
     """FSDP2 cuts each parameter for all ranks, in order to look at the first part and its own: with thousands of ranks that takes
     ten seconds and more, so parts are cut when they are looked at."""
     cut = _fsdp_param._chunk_with_empty

@@ -118,11 +118,9 @@ class _Shared:
         names = crc32("\n".join(held[index].name for index in indices).encode())
         of_all = group.gathered(torch.tensor([[names, len(indices)]], device=device))
         assert (of_all == of_all[0]).all(), "ranks that share matrices hold different ones"
-        places = group.gathered(torch.tensor([[*spot.offset, *spot.shape] for spot in spots], device=device)[None])
+        places = boxes_of_all(group, spots, device)
         self._whole = {index: spot.whole for index, spot in zip(indices, spots, strict=True)}
-        self._boxes = {
-            index: [_box(*row) for row in rows] for index, rows in zip(indices, places.transpose(0, 1).tolist(), strict=True)
-        }
+        self._boxes = {index: [_box(*row) for row in rows] for index, rows in zip(indices, places, strict=True)}
         for index, spot in zip(indices, spots, strict=True):
             _check(held[index].name, spot, self._boxes[index])
 
@@ -149,6 +147,13 @@ class _Shared:
         returned = group.exchanged(back, taken, sizes)
         parts = returned.split(sizes)[: len(round_)]
         return [part.view(box.shape) for part, box in zip(parts, boxes, strict=True)]
+
+
+def boxes_of_all(group: Group, spots: Sequence[Spot], device: torch.device) -> list[list[list[int]]]:
+    """Offset and shape of every rank's box, by matrix and rank. A rehearsal, which is told nothing by others, puts its own in the place
+    of this function."""
+    places = group.gathered(torch.tensor([[*spot.offset, *spot.shape] for spot in spots], device=device)[None])
+    return list(places.transpose(0, 1).tolist())
 
 
 def _orthogonal(matrix: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ class Optimizer:
 
 def refusal(spec: OptimizerSpec, memory: Memory) -> str | None:
     """Why these settings cannot be had together, in one sentence; None where they can."""
-    if spec.name == "muon" and memory.offload != "none":
+    if spec.name == "muon" and memory.offloads:
         return (
             f'optimizer.name = "muon" and memory.offload = "{memory.offload}" do not go together: Newton–Schulz iterations '
             'belong on the device; take optimizer.name = "adamw", or memory.offload = "none".'

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 from phalanx.models.init import Box, fill, reset_buffers, table
 from phalanx.models.own import axes
@@ -22,7 +23,7 @@ def recipe(model: nn.Module, seed: int, schedule: Schedule | None = None) -> Rec
 
     @torch.no_grad()
     def write(name: str, tensor: Tensor, spot: Spot) -> None:
-        if not tensor.is_meta:  # a rank that is only foreseen has no memory to write to
+        if not (tensor.is_meta or is_fake(tensor)):  # a rank that is only foreseen or rehearsed has no memory to write to
             fill(tensor, seed, name, spec, Box(spot.whole, spot.offset), initial)
 
     return Recipe(

@@ -24,6 +24,8 @@ from phalanx.transforms.blocks import blocks, named, wrap
 
 _SMALLEST = 1 << 20
 """Bytes under which a tensor stays: on GPUs a copy has a price of its own."""
+MOVED: tuple[type, ...] = (Tensor, nn.Buffer)
+"""Kinds of tensors that may go; a rehearsal's are of another."""
 _IN_FLIGHT = 1
 """Blocks whose copies may still be on their way while the next computes."""
 
@@ -177,7 +179,7 @@ class _Packer:
             or (self._load.stream is not None and not tensor.is_cuda)  # there already: a recomputation's own bookkeeping
             or tensor.numel() * tensor.element_size() < self._smallest
             or tensor.untyped_storage().data_ptr() in self._shared
-            or type(tensor) not in (Tensor, torch.nn.Buffer)  # parameters, and subclasses that know better
+            or type(tensor) not in MOVED  # parameters, and subclasses that know better
             or _of_parameter(tensor)
         )
 

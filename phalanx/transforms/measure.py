@@ -25,11 +25,16 @@ class Work(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if (formula := _FORMULAS.get(func.overloadpacket)) is not None:
-            count = formula(*args, **(kwargs or {}), out_val=out)
+        if count := flops_of(func, args, kwargs or {}, out):
             self.flops += count
             self.repeated += count if self.again else 0
         return out
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Floating-point operations of one operation of torch; 0 for all but matrix products and attention."""
+    formula = _FORMULAS.get(func.overloadpacket)
+    return 0 if formula is None else formula(*args, **kwargs, out_val=out)
 
 
 @contextmanager

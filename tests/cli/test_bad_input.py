@@ -164,7 +164,7 @@ def test_key(refuse: Refuse, case: str) -> None:
 @pytest.mark.parametrize(
     "override",
     [
-        "cluster.launcher=ray", "cluster.gpu=h100", "watch.page=true",
+        "cluster.launcher=ray", "watch.page=true",
     ],
 )  # fmt: skip
 def test_key_that_is_not_built_yet(refuse: Refuse, override: str) -> None:

@@ -61,7 +61,8 @@ def test_last_line_is_json(finished: Any, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_run_directory(finished: Any, ranks: int) -> None:
     run = finished(ranks)
-    assert load(run.path / "run.toml") == load(run.workshop.run_file, [f"layout.data={ranks}"])
+    settled = ["memory.recompute=none", "memory.offload=none"]  # left out, and nothing has to be traded for memory
+    assert load(run.path / "run.toml") == load(run.workshop.run_file, [f"layout.data={ranks}", *settled])
     plan = Plan.from_json((run.path / "plan.json").read_text())
     assert (plan.ranks, plan.micro_batch, plan.accumulation, plan.device, plan.threads) == (ranks, 2, 4 // ranks, "cpu", 1)
     assert {path.name for path in (run.path / "checkpoints").iterdir()} == {"step-00000004", "step-00000008"}

@@ -30,6 +30,7 @@ VALUES: dict[str, Any] = {
     "int | None": 3,
     "dict[str, dict[str, float]]": {"wiki": {"loss": 0.1 + 0.2, "perplexity": math.inf}},
     "dict[str, Any]": {"data": 4, "schedule": "1f1b", "sequence": False},
+    "dict[str, Any] | None": {"seconds": 0.1 + 0.2, "memory": {"parameters": 7.0}, "price": None},
     "dict[str, str]": {"tensor": "32 of 64 rows"},
     "dict[str, int]": {"parameters": 1 << 40},
     "dict[str, dict[str, int]]": {"tensor": {"all-reduce": 7}},

@@ -195,3 +195,12 @@ def test_a_folder_for_optimizer_states_must_take_them(folder: Path, monkeypatch:
     monkeypatch.setattr("phalanx.launch.prepare._check_space", lambda path, plan: None)
     monkeypatch.setattr("phalanx.launch.prepare.shutil.disk_usage", lambda path: usage._replace(free=100))
     assert "has 0 MiB free, but the optimizer states and master weights" in refused(offloaded(folder / "states"))
+
+
+def test_a_run_planned_for_other_machines_is_not_begun(folder: Path) -> None:
+    elsewhere = TEXT.partition("[cluster]")[0]
+    said = refused(loads(elsewhere + '[cluster]\nname = "h100-16384"\n'))
+    assert "planned for 16,384 × h100-sxm" in said and "phalanx simulate" in said
+    said = refused(loads(elsewhere + '[cluster]\ngpu = "h100-smx"\n'))
+    assert 'cluster.gpu = "h100-smx" is not a GPU of the catalogue: did you mean h100-sxm' in said
+    assert not (folder / "runs").exists()

@@ -128,3 +128,26 @@ def test_no_layout_uses_more_ranks(legal_for: LegalFor, wanted: Layout, batch: i
         )
         found = relayout(wanted, ranks, legal)
         assert found is not None and legal(found) and found.ranks == most
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [CUBE, Layout(data=2, shard=6), Layout(pipeline=3, data=2, shard=2, tensor=2), Layout(data=4, tensor=2, expert=4)],
+    ids=str,
+)
+def test_knowing_the_batch_changes_no_answer(legal_for: LegalFor, wanted: Layout) -> None:
+    legal = legal_for(24, EXPERTS if wanted.expert > 1 else ModelSpec(dim=32, layers=6, heads=4, kv_heads=2, ffn=64, vocab=257))
+    for ranks in range(wanted.ranks + 2):
+        assert relayout(wanted, ranks, legal, batch=24) == relayout(wanted, ranks, legal)
+
+
+def test_a_wide_shard_of_many_ranks_is_found_at_once() -> None:
+    """All numbers of ranks from 16,383 down to the half are passed over without a question."""
+    asked: list[Layout] = []
+
+    def legal(layout: Layout) -> bool:
+        asked.append(layout)
+        return True
+
+    found = relayout(Layout(data=1, shard=16384), 16376, legal, batch=16384)
+    assert found is not None and found.ranks == 8192 and len(asked) == 1

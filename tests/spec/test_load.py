@@ -175,10 +175,10 @@ MISTAKES = {
             )
         ],
     ),
-    "later without a default": (
+    "later switch": (
         GOOD,
-        ["cluster.gpu=b200"],
-        [('cluster.gpu = "b200" asks for planning', "not built yet: remove it.")],
+        ["watch.page=true"],
+        [("watch.page = true asks for the live page", "not built yet: remove it")],
     ),
     "later beside a conflict": (
         GOOD + "[layout]\ntensor = 3\n[cluster]\nlauncher = 'slurm'\n",

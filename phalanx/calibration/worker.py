@@ -1,0 +1,37 @@
+"""The command that `calibration/bench` starts for what has to be measured in a process of its own: with the environment that ranks are
+given, or as one of several ranks. Not for people.
+
+    python -P -m phalanx.calibration.worker steps DEVICE COMPUTE THREADS SECONDS
+    python -P -m phalanx.calibration.worker links DEVICE RANK RANKS PORT SECONDS
+
+The last line it prints is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+
+def main() -> None:
+    kind, *words = sys.argv[1:]
+    print("\n" + json.dumps(_steps(words) if kind == "steps" else _links(words)), flush=True)
+
+
+def _steps(words: list[str]) -> Any:
+    from phalanx.calibration.steps import timed
+
+    device, compute, threads, seconds = words
+    return timed("cuda" if device == "cuda" else "cpu", "bf16" if compute == "bf16" else "fp32", int(threads), float(seconds))
+
+
+def _links(words: list[str]) -> Any:
+    from phalanx.calibration.links import collectives
+
+    device, rank, ranks, port, seconds = words
+    return collectives(device, int(rank), int(ranks), int(port), float(seconds))
+
+
+if __name__ == "__main__":
+    main()

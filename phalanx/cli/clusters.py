@@ -1,0 +1,92 @@
+"""`phalanx clusters`: what the catalogue has to plan for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from phalanx.cli.output import AsJson, console, print_json
+from phalanx.planning.devices import gpus
+from phalanx.planning.entries import KINDS, entries
+
+
+def clusters(
+    json: AsJson = False, kind: Annotated[str | None, typer.Argument(help=f"Only one of: {', '.join(KINDS)}.")] = None
+) -> None:
+    """List the clusters, GPUs, nodes, links and failures that a run can be planned for, by the names that the run file gives them."""
+    if kind is not None and kind not in KINDS:
+        raise typer.BadParameter(f"{kind!r} is none of {', '.join(KINDS)}.")
+    for name, table in {"clusters": _clusters, "gpus": _gpus, "nodes": _nodes, "links": _links, "failures": _failures}.items():
+        if kind in (None, name):
+            console.print(table())
+            console.print()
+    if json:
+        print_json({name: {key: dict(value) for key, value in entries(name).items()} for name in KINDS if kind in (None, name)})
+
+
+def _clusters() -> Table:
+    rows = [(key, f"{c['gpus']:,}", c["gpu"], c["node"], c["name"]) for key, c in entries("clusters").items()]
+    return _table(("cluster.name", "devices", "cluster.gpu", "cluster.node", ""), rows)
+
+
+def _gpus() -> Table:
+    rows = [
+        (
+            gpu.key,
+            *(_tera(gpu.peak(form)) for form in ("fp32", "fp16" if gpu.peak("bf16") is None else "bf16", "fp8", "fp4")),
+            f"{gpu.memory / 2**30:.0f}",
+            f"{gpu.bandwidth / 1e9:,.0f}",
+            "" if gpu.power is None else f"{gpu.power:,.0f}",
+            "" if gpu.price is None else f"{gpu.price:.2f}",
+        )
+        for gpu in gpus()
+    ]
+    return _table(("cluster.gpu", "fp32", "16-bit", "fp8", "fp4 TFLOP/s", "GiB", "GB/s", "W", "$/hour"), rows)
+
+
+def _tera(peak: float | None) -> str:
+    return "" if peak is None else f"{peak / 1e12:,.0f}" if peak >= 1e13 else f"{peak / 1e12:.1f}"
+
+
+def _nodes() -> Table:
+    rows = [
+        (
+            key,
+            str(n["gpus"]),
+            f"{n['island']:,}",
+            n["link"],
+            f"{n['nics']} × {n['network']}{' on rails' if n['rails'] else ''}",
+            n["name"],
+        )
+        for key, n in entries("nodes").items()
+    ]
+    return _table(("cluster.node", "devices", "island", "link", "network", ""), rows)
+
+
+def _links() -> Table:
+    rows = [(key, f"{link['bandwidth']:g}", link["kind"], link["name"]) for key, link in entries("links").items()]
+    return _table(("cluster.network", "GB/s one way", "kind", ""), rows)
+
+
+def _failures() -> Table:
+    return _table(
+        ("failures", "GPU-days of one", ""),
+        [(key, f"{_days(table):,.0f}", table["name"]) for key, table in entries("failures").items()],
+    )
+
+
+def _days(table: Any) -> float:
+    return float(table["observed"]["gpus"] * table["observed"]["days"] / sum(table["components"].values()))
+
+
+def _table(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
+    table = Table(box=None, header_style="bold")
+    for place, title in enumerate(titles):
+        number = place > 0 and all(row[place].replace(",", "").replace(".", "").isdigit() or not row[place] for row in rows)
+        table.add_column(title, justify="right" if number else "left", no_wrap=place == 0)
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -1,0 +1,93 @@
+"""What a person asks of planning, answered in plain values: the best layout, the run file's own, other numbers of devices, the smallest
+cluster. The CLI and `phalanx.explain` call it; the dashboard shows what it returns."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from phalanx.planning.explain import lost, short, told, told_option
+from phalanx.planning.find import assumed, find, judge
+from phalanx.planning.hardware import Hardware
+from phalanx.planning.option import Found, Option, WhyNot
+from phalanx.planning.search import NONE, Aim, Limits, beyond, search
+from phalanx.planning.solve import What, solve, what_if
+from phalanx.spec.errors import RunError
+from phalanx.spec.layout import Layout
+from phalanx.spec.run import Memory, Run
+
+
+def explained(
+    run: Run, hardware: Hardware, *, aim: Aim = "time", limits: Limits = NONE, most: int = 10, free: bool = False
+) -> dict[str, Any]:
+    """The search's answer, told. `free`: the layout that the run file gives is not kept but compared. RunError where there is none."""
+    found = search(freed(run) if free else run, hardware, aim=aim, limits=limits, most=most)
+    if free and run.layout != Layout():
+        found = replace(found, why_not=(_own(run, hardware, found.best), *found.why_not))
+    return told(run, hardware, found, aim=aim)
+
+
+def freed(run: Run) -> Run:
+    """The run with everything open that a search can choose."""
+    usual = Memory()
+    memory = replace(run.memory, recompute=usual.recompute, offload=usual.offload)
+    return replace(run, layout=Layout(), memory=memory, train=replace(run.train, micro_batch=None))
+
+
+def _own(run: Run, hardware: Hardware, best: Option) -> WhyNot:
+    """The run file's layout as one of those that are not the winner."""
+    try:
+        own = judge(run, hardware)
+    except RunError as error:
+        return WhyNot(option=None, name="the run file's", reason=" ".join(error.problems))
+    name = f"{short(own.layout)}:"
+    if not own.fits:
+        return WhyNot(
+            option=own, name="the run file's", reason=f"{name} lacks {(own.bytes - own.capacity) / 2**30:.1f} GiB of memory"
+        )
+    behind = own.seconds / best.seconds - 1
+    if behind <= 0:
+        return WhyNot(option=own, name="the run file's", reason=f"{name} as quick")
+    return WhyNot(option=own, name="the run file's", reason=f"{name} {behind:+.1%} time{lost(best, own)}")
+
+
+def judged(run: Run, hardware: Hardware, limits: Limits = NONE) -> dict[str, Any]:
+    """The same of the run file's own layout, with nothing beside it. RunError where it is over a deadline or a budget."""
+    began = time.process_time()
+    option = judge(run, hardware, limits.fits_in)
+    if problems := beyond(option, limits):
+        raise RunError(problems)
+    found = Found(
+        best=option,
+        others=(),
+        why_not=(),
+        considered=1,
+        fitting=int(option.fits),
+        seconds=time.process_time() - began,
+        assumed=assumed(run, hardware),
+        curve=(option,),
+    )
+    return told(run, hardware, found)
+
+
+def sizes(run: Run, hardware: Hardware, ranks: int) -> list[dict[str, Any]]:
+    """The quickest layout of all on a quarter, half, twice and four times as many devices, and on these: what days cost."""
+    run = freed(run)
+    tried = sorted({number for part in (0.25, 0.5, 1, 2, 4) if (number := int(part * ranks)) >= 1})
+    found = [find(run, hardware.sized(max(number, hardware.gpus)), None, 1, gpus=number) for number in tried]
+    return [told_option(one.best) for one in found if one is not None]
+
+
+def solved(run: Run, hardware: Hardware, what: What, limits: Limits = NONE) -> dict[str, Any]:
+    """The smallest cluster, the largest model or the batch that pays, with its plan; and what other clusters would change."""
+    answer = solve(run, hardware, what, limits)
+    changes = what_if(run, hardware) or what_if(answer.run, answer.hardware)
+    return {
+        "what": answer.what,
+        "value": answer.value,
+        "sentence": answer.sentence,
+        "tried": [[value, speed] for value, speed in answer.tried],
+        "what_if": [{"name": change.name, "sentence": change.sentence, "faster": change.faster} for change in changes],
+        "plan": told(answer.run, answer.hardware, answer.found),
+    }

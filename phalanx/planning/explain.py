@@ -1,0 +1,239 @@
+"""A search's result in plain values, for programs, pictures and pages, with what a person asks about it: why this one, how sure is
+that, what do the next ones cost more. `planning/answers` calls it; the dashboard shows what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from phalanx.planning.hardware import Hardware
+from phalanx.planning.option import Found, Option
+from phalanx.planning.placement import Placement, placement
+from phalanx.planning.times import PARTS
+from phalanx.spec.dump import toml
+from phalanx.spec.layout import Layout
+from phalanx.spec.run import Run
+
+WORDS = {
+    "compute": "computing", "launch": "kernel launches", "tensor": "tensor exchange", "context": "context exchange",
+    "expert": "expert exchange", "data": "gradients and shards", "pipeline": "between stages", "bubble": "pipeline bubble",
+    "optimizer": "optimizer", "offload": "offload", "other": "everything else",
+}  # fmt: skip
+"""What the parts of a step are called."""
+
+_ORDERS = {
+    "1f1b": "", "interleaved-1f1b": "", "looped-bfs": "-bfs", "interleaved-zero-bubble": "-zb",
+}  # fmt: skip
+"""Schedules in short; the others by their names."""
+
+_EQUAL = 0.03
+"""Steps closer than this are called equal: no published comparison of measured layouts resolves less."""
+
+
+def told(run: Run, hardware: Hardware, found: Found, *, aim: str = "time") -> dict[str, Any]:
+    """Everything there is to say, in numbers, words, lists and dicts alone."""
+    places = placement(found.best.layout, hardware)
+    return {
+        "model": {
+            "name": run.model.preset or run.model.module or run.model.from_ or "a model",
+            "parameters": run.model.parameters(),
+            "active": run.model.active_parameters(),
+        },
+        "cluster": {
+            "name": hardware.name,
+            "device": hardware.device,
+            "gpu": hardware.gpu.name or hardware.gpu.key,
+            "gpus": hardware.gpus,
+            "nodes": hardware.nodes,
+            "memory": hardware.gpu.memory,
+            "price": hardware.price,
+            "failures": None if hardware.failures is None else hardware.failures.rate,
+            "sources": list(hardware.sources),
+        },
+        "train": {
+            "batch": run.batch,
+            "sequence_length": run.train.sequence_length,
+            "steps": run.steps,
+            "tokens": run.steps * run.batch_tokens,
+        },
+        "aim": aim,
+        "best": told_option(found.best),
+        "others": [told_option(other) | {"beside": beside(found.best, other)} for other in found.others],
+        "why": why(found, aim),
+        "why_not": [
+            {
+                "name": one.name,
+                "reason": one.reason,
+                "option": None if one.option is None else told_option(one.option) | {"beside": beside(found.best, one.option)},
+            }
+            for one in found.why_not
+        ],
+        "curve": [told_option(option) for option in found.curve],
+        "considered": found.considered,
+        "fitting": found.fitting,
+        "timed": found.timed,
+        "seconds": found.seconds,
+        "assumed": list(dict.fromkeys((*_own_module(run), *found.assumed, *hardware.assumed))),
+        "placement": places.table() | {"lines": placed(places)},
+        "words": WORDS,
+    }
+
+
+def _own_module(run: Run) -> list[str]:
+    if run.model.module is None:
+        return []
+    return [f"What {run.model.module} computes is not known: it is judged as a decoder of the run file's sizes."]
+
+
+def told_option(option: Option) -> dict[str, Any]:
+    """One way of laying the run out. What follows from the step's time has its interval: as the step goes, so go they."""
+    hours = 24 * option.expected_days * option.layout.ranks
+    scale = {"low": option.low / option.seconds, "high": option.high / option.seconds}
+    grows = {
+        "seconds": option.seconds,
+        "days": option.days,
+        "expected_days": option.expected_days,
+        "gpu_hours": hours,
+        "price": option.price,
+        "energy": option.energy,
+    }
+    shrinks = {"tokens_per_second": option.tokens_per_second, "mfu": option.mfu}
+    ranges = {name: [value * scale["low"], value * scale["high"]] for name, value in grows.items() if value is not None}
+    ranges |= {name: [value / scale["high"], value / scale["low"]] for name, value in shrinks.items() if value is not None}
+    return {
+        "name": short(option.layout),
+        "layout": asdict(option.layout),
+        "ranks": option.layout.ranks,
+        "toml": pasted(option),
+        "micro_batch": option.micro_batch,
+        "accumulation": option.accumulation,
+        "compute": option.compute,
+        "recompute": option.recompute,
+        "offload": option.offload,
+        "memory": dict(option.memory),
+        "bytes": option.bytes,
+        "fullest": option.fullest,
+        "capacity": option.capacity,
+        "fits": option.fits,
+        "low": option.low,
+        "high": option.high,
+        "split": {part: option.split.get(part, 0.0) for part in PARTS},
+        "pieces": dict(option.pieces),
+        "goodput": option.goodput,
+        "save_every": option.save_every,
+        "ranges": ranges,
+        **grows,
+        **shrinks,
+    }
+
+
+def short(layout: Layout) -> str:
+    """The layout as people of this trade write it: PP16v8 ZeRO1×128 TP8+SP."""
+    expert = f"EP{layout.expert}" + (f"×{layout.expert_tensor}" if layout.expert_tensor > 1 else "")
+    order = _ORDERS.get(layout.schedule, f"-{layout.schedule}")
+    # V-shaped schedules always have two stages of a rank.
+    stages = f"v{layout.stages_per_rank}" if layout.stages_per_rank > 1 and layout.schedule not in ("zbv", "dualpipev") else ""
+    method = "" if layout.context_method == "ring" else f"-{layout.context_method}"
+    parts = [
+        f"PP{layout.pipeline}{stages}{order}" if layout.pipeline > 1 else "",
+        f"DP{layout.data}" if (layout.data or 1) > 1 else "",
+        (f"FSDP{layout.shard}" if layout.zero == 3 else f"ZeRO{layout.zero}×{layout.shard}") if layout.shard > 1 else "",
+        f"CP{layout.context}{method}" if layout.context > 1 else "",
+        f"TP{layout.tensor}{'+SP' if layout.sequence else ''}" if layout.tensor > 1 else "",
+        expert if layout.expert * layout.expert_tensor > 1 else "",
+    ]
+    return " ".join(part for part in parts if part) or "one device"
+
+
+def pasted(option: Option) -> str:
+    """What to write into the run file to get it, whatever a later plan would choose."""
+    layout, usual = asdict(option.layout), asdict(Layout())
+    lines = ["[layout]"]
+    for key, value in layout.items():
+        # `zero` means nothing without `shard`, nor the schedule without a pipeline; `data` left out would be chosen anew.
+        idle = (key == "zero" and option.layout.shard == 1) or (key in ("schedule", "stages") and option.layout.pipeline == 1)
+        idle = idle or (key == "context_method" and option.layout.context == 1)
+        if value is not None and not idle and (value != usual[key] or key == "data"):
+            lines.append(f"{key} = {toml(value)}")
+    lines += ["", "[train]", f"micro_batch = {option.micro_batch}"]
+    lines += ["", "[precision]", f"compute = {toml(option.compute)}"]
+    lines += ["", "[memory]", f"recompute = {toml(option.recompute)}", f"offload = {toml(option.offload)}"]
+    return "\n".join(lines)
+
+
+def placed(places: Placement) -> list[str]:
+    """Who shares a node, a rail, a pipeline, in a few sentences."""
+    if places.ranks <= places.node:
+        return ["All ranks are on one node."] if places.ranks > 1 else []
+    inside = [f"{one.name.replace('_', '-')} groups of {one.size}" for one in places.groups if one.reach == "node"]
+    island = [f"{one.name.replace('_', '-')} groups of {one.size}" for one in places.groups if one.reach == "island"]
+    outside = [
+        f"{one.name.replace('_', '-')} groups of {one.size:,} span {one.nodes:,} nodes{' on one rail' if one.one_rail and places.rails else ''}"
+        for one in places.groups
+        if one.reach == "network"
+    ]
+    order = ", ".join(name for name in places.order if name in [one.name for one in places.groups])
+    rail = f", on rail rank % {places.node}" if places.rails else ""
+    said = [f"A rank is on node rank // {places.node}{rail}; ranks run through {order}, the first fastest."]
+    if inside:
+        said.append(f"Inside a node: {_listed(inside)}.")
+    if island:
+        said.append(f"Inside an island of {places.island:,} devices: {_listed(island)}.")
+    if outside:
+        said.append(f"Over the network: {_listed(outside)}.")
+    return said + ([places.advice] if places.advice else [])
+
+
+def beside(best: Option, other: Option) -> list[dict[str, Any]]:
+    """Where another layout loses or gains time against the best, most first: part, its name in words, and seconds."""
+    more = [(other.split.get(part, 0.0) - best.split.get(part, 0.0), part) for part in PARTS]
+    telling = [(seconds, part) for seconds, part in more if abs(seconds) >= 0.002 * best.seconds]
+    return [
+        {"part": part, "words": WORDS[part], "seconds": seconds}
+        for seconds, part in sorted(telling, key=lambda one: -abs(one[0]))
+    ]
+
+
+def why(found: Found, aim: str) -> list[str]:
+    """Why this one, in a few sentences."""
+    best = found.best
+    most = {"time": "quickest", "price": "cheapest"}.get(aim, "best")
+    said = [f"It is the {most} that fits, of {found.considered:,} legal layouts."]
+    if any(other.seconds < best.seconds for other in found.others):
+        said[0] = f"It is the simplest of those as quick as the quickest that fits, of {found.considered:,} legal layouts."
+    if found.considered <= 1:
+        said = [f"It is the run file's own layout, judged as it stands{'' if best.fits else '; it does not fit'}."]
+    waiting = sum(seconds for part, seconds in best.split.items() if part not in ("compute", "optimizer"))
+    said.append(
+        f"{best.split.get('compute', 0.0) / best.seconds:.0%} of a step is computing, {waiting / best.seconds:.0%} is waiting"
+        f"{_mostly(best)}; the fullest rank uses {best.bytes / best.capacity:.0%} of its memory."
+    )
+    if not found.others:
+        return said
+    near = [other for other in found.others if other.seconds <= (1 + _EQUAL) * best.seconds]
+    if near:
+        names = _listed([short(other.layout) for other in near[:3]])
+        said.append(
+            f"{names} {'are' if len(near) > 1 else 'is'} within {_EQUAL:.0%} of it, which no prediction resolves: a few steps of each would tell."
+        )
+    else:
+        behind = found.others[0].seconds / best.seconds - 1
+        said.append(f"The next, {short(found.others[0].layout)}, takes {behind:.1%} longer{lost(best, found.others[0])}.")
+    return said
+
+
+def _mostly(option: Option) -> str:
+    waits = {part: option.split.get(part, 0.0) for part in PARTS if part not in ("compute", "optimizer")}
+    part = max(waits, key=lambda name: waits[name])
+    return f", mostly {WORDS[part]}" if waits[part] > 0 else ""
+
+
+def lost(best: Option, other: Option) -> str:
+    """What another layout loses most of its time to, as the end of a sentence."""
+    losses = [one for one in beside(best, other) if one["seconds"] > 0]
+    return f", most of it {losses[0]['words']}" if losses else ""
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

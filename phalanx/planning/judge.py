@@ -1,0 +1,102 @@
+"""How well constants predict steps that they were not fitted to: whole sources left out, intervals, and simpler ways beside it.
+
+The accuracy benchmark and the fit that ships call it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from phalanx.planning.fit import Solved, predict
+from phalanx.planning.published import Table
+from phalanx.planning.work import RECOMPUTE
+
+COVER = (0.10, 0.90)
+"""Quantiles of an interval."""
+
+
+def left_out(solved: Solved, groups: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Seconds of each wanted row, by constants fitted without any row of its group; elsewhere not a number."""
+    found = np.full(len(groups), np.nan)
+    for group in np.unique(groups[wanted]):
+        mine = groups == group
+        found[mine] = predict(solved.without(mine), solved.table.take(mine))
+    return np.where(wanted, found, np.nan)
+
+
+def factors(misses: np.ndarray) -> tuple[float, float]:
+    """P10 and P90 of measured over predicted, from the logarithms of that."""
+    low, high = np.quantile(misses, COVER)
+    return float(np.exp(low)), float(np.exp(high))
+
+
+def covered(table: Table, predicted: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Whether each row's time lies in its interval: quantiles of what all other sources of its kind missed by."""
+    misses = np.log(table.seconds / predicted)
+    inside = np.zeros(len(misses), dtype=bool)
+    for kind in (False, True):
+        of_kind = (table.moe == kind) & ~np.isnan(misses)
+        for group in np.unique(groups[of_kind]):
+            mine = of_kind & (groups == group)
+            others = misses[of_kind & ~mine]
+            if len(others) >= 10:
+                low, high = np.quantile(others, COVER)
+                inside[mine] = (misses[mine] >= low) & (misses[mine] <= high)
+    return inside
+
+
+class Summary(NamedTuple):
+    """Of some rows: relative errors of the step's time."""
+
+    rows: int
+    median: float
+    ninetieth: float
+    bias: float
+
+
+def summary(seconds: np.ndarray, predicted: np.ndarray) -> Summary:
+    errors = predicted / seconds - 1
+    size = np.abs(errors)
+    return Summary(len(errors), float(np.median(size)), float(np.quantile(size, 0.9)), float(np.median(errors)))
+
+
+def flops(table: Table, *, attention: bool = True) -> np.ndarray:
+    """Of a step: six for each weight that works on a token, and causal attention; or the former alone, recomputing never counted."""
+    work = table.work
+    dense = (work.layers - work.sparse_layers) * (2 + work.gated) * work.ffn
+    sparse = work.sparse_layers * 3 * (work.active * work.expert_ffn + work.shared_ffn)
+    weights = work.layers * work.attention_weights + work.dim * (dense + sparse + work.vocab)
+    scores = work.layers * (work.score_width + work.value_width) * work.sequence / 2 if attention else 0.0
+    return np.asarray(6 * (weights + scores) * work.batch * work.sequence)
+
+
+def by_peak(table: Table) -> np.ndarray:
+    """Nothing fitted: 40 % of the vendor's peak, for whatever is multiplied, recomputed too."""
+    again = np.where(table.work.recompute == RECOMPUTE.index("full"), 4 / 3, 1.0)
+    return np.asarray(flops(table) * again / (0.40 * table.work.peak * table.work.ranks))
+
+
+def by_source(table: Table) -> np.ndarray:
+    """Every row at the median MFU of its source's other rows; not a number where there are none."""
+    mfu = flops(table) / (table.work.peak16 * table.work.ranks * table.seconds)
+    usual = np.full(len(mfu), np.nan)
+    for place, source in enumerate(table.sources):
+        others = (table.sources == source) & (np.arange(len(mfu)) != place)
+        if others.any():
+            usual[place] = np.median(mfu[others])
+    return np.asarray(table.seconds * mfu / usual)
+
+
+def by_family(table: Table, groups: np.ndarray) -> np.ndarray:
+    """6ND at the median that other sources reach on the same device family and format; not a number where there are none."""
+    rate = flops(table, attention=False) / (table.work.peak * table.work.ranks * table.seconds)
+    usual = np.full(len(rate), np.nan)
+    for group in np.unique(groups):
+        mine = groups == group
+        for family in np.unique(table.family[mine]):
+            others = ~mine & (table.family == family)
+            if others.any():
+                usual[mine & (table.family == family)] = np.median(rate[others])
+    return np.asarray(table.seconds * rate / usual)

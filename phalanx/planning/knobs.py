@@ -1,0 +1,176 @@
+"""What is fitted to measured steps: constants with priors, and offsets for device families, number formats and software.
+
+Every constant has a prior that physics or the literature suggests; what belongs to a family, a format or a software stack is an offset
+drawn towards none, so that a family seen in one source only, or in none, still gets sensible constants. Offsets with a prior of their own
+got it after a look at what the first fits missed, so leaving a source out does not hide it from them entirely. `planning/fit` moves them, `planning/constants` writes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from phalanx.planning.published import Table
+from phalanx.planning.rates import Rates
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """A constant that is fitted."""
+
+    name: str
+    prior: float
+    width: float
+    """Standard deviation of the prior: of the logarithm, or of the log odds where the constant is a part of something."""
+    part: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """An offset to a constant's logarithm (or log odds) where rows have `key` in `column`; `of` restricts it to another key."""
+
+    name: str
+    column: str
+    key: str
+    width: float
+    prior: float = 0.0
+
+
+KNOBS = (
+    Knob("gemm", 0.70, 0.10),
+    Knob("knee", 160.0, 0.5),
+    Knob("attention", 0.45, 0.3),
+    Knob("attention_backward", 0.80, 0.15),
+    Knob("narrow", 0.3, 0.5),
+    Knob("memory", 0.80, 0.10),
+    Knob("traffic", 1.0, 0.3),
+    Knob("fused", 0.6, 0.3),
+    Knob("scores", 12.0, 0.4),
+    Knob("repeated", 0.95, 0.07),
+    Knob("launch", 6e-6, 0.4),
+    Knob("drain", 8e-6, 0.4),
+    Knob("expert_kernels", 120.0, 0.7),
+    Knob("gather_host", 1.5e-4, 0.5),
+    Knob("island", 0.75, 0.15),
+    Knob("bus", 0.5, 0.3),
+    Knob("network", 0.75, 0.2),
+    Knob("latency", 3e-5, 0.5),
+    Knob("far_latency", 4e-6, 0.5),
+    Knob("tensor_hidden", 0.25, 0.7, True),
+    Knob("context_hidden", 0.6, 0.7, True),
+    Knob("expert_hidden", 0.2, 0.7, True),
+    Knob("data_hidden", 0.65, 0.7, True),
+    Knob("contention", 0.2, 0.6),
+    Knob("gathering", 0.2, 0.6),
+    Knob("adding", 10.0, 0.4),
+    Knob("optimizer_bytes", 40.0, 0.4),
+    Knob("overhead", 5e-3, 0.6),
+    Knob("spread", 0.0017, 0.7),
+)
+
+SHIFTS = (
+    *(Shift("gemm", "family", key, 0.12) for key in ("h100", "tpu6", "mi300")),
+    *(Shift("gemm", "family", key, 0.12, 0.15) for key in ("v100", "a100")),  # small products reach 0.83 to 0.87 of these peaks
+    Shift("gemm", "family", "b200", 0.12, -0.3),  # power binds before the tensor cores do
+    Shift("gemm", "family", "tpu", 0.12, 0.2),  # a small systolic array at a fixed clock
+    *(Shift("gemm", "kind", key, 0.1) for key in ("gb200", "b300", "h200-sxm")),
+    Shift("gemm", "kind", "b200", 0.1, -0.06),  # 1,000 W, and as many as 1,400: the cube root
+    Shift("gemm", "kind", "gb300", 0.1, 0.05),
+    Shift("gemm", "precision", "fp8", 0.15, -0.12),
+    Shift("gemm", "precision", "fp4", 0.25, -0.25),
+    Shift("expert_kernels", "routing", "dropping", 0.7, -0.7),
+    Shift("expert_kernels", "routing", "graphs", 0.7, -0.7),
+    Shift("expert_hidden", "dispatch", "fast", 0.7, 1.5),
+    *(Shift("gemm", "both", f"{key} fp8", 0.15) for key in ("h100", "b200", "tpu6", "mi300")),
+    *(Shift("attention", "family", key, 0.25) for key in ("v100", "a100", "b200", "tpu", "tpu6", "mi300")),
+    Shift("attention", "family", "h100", 0.25, -0.4),  # the usual kernels were written for the generation before
+    Shift("attention", "tuned", "hopper", 0.3, 0.6),  # cuDNN's were not
+    Shift("island", "stack", "tpu", 0.3, 0.3),  # collectives on a torus use more than one axis
+    Shift("attention", "kernels", "fsdp old", 0.3, -0.3),  # the first fused kernels, before their second edition
+    Shift("tensor_hidden", "kernels", "megatron new", 0.7, 1.0),
+    Shift("tensor_hidden", "stack", "tpu", 0.7, 1.0),
+    Shift("adding", "stack", "megatron", 0.4, -0.7),  # done by the products themselves
+    Shift("traffic", "era", "old", 0.3),
+    Shift("traffic", "kernels", "megatron new", 0.3),
+    Shift("traffic", "stack", "fsdp", 0.3),
+    *(Shift("software", "stack", key, 0.06) for key in ("megatron", "deepspeed", "fsdp", "nanotron", "jax")),
+    Shift("software", "kernels", "megatron new", 0.06),
+    Shift("software", "recipe", "nemo", 0.08),
+    *(Shift("launch", "stack", key, 0.3) for key in ("megatron", "deepspeed", "fsdp", "nanotron", "jax")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """The fitted numbers, knobs first."""
+
+    values: np.ndarray
+
+
+@cache
+def start() -> Fit:
+    """The priors."""
+    knobs = [np.log(k.prior / (1 - k.prior)) if k.part else np.log(k.prior) for k in KNOBS]
+    return Fit(np.array([*knobs, *(shift.prior for shift in SHIFTS)]))
+
+
+@cache
+def widths() -> np.ndarray:
+    return np.array([*(knob.width for knob in KNOBS), *(shift.width for shift in SHIFTS)])
+
+
+def keys_of(table: Table) -> dict[str, np.ndarray]:
+    """Columns that shifts look at."""
+    both = np.array([f"{family} {precision}" for family, precision in zip(table.family, table.precision, strict=True)])
+    old = np.where(table.year < 2023, "old", "new")
+    kernels = np.array(
+        [f"{stack} {'new' if year > 2023 else 'old'}" for stack, year in zip(table.stack, table.year, strict=True)]
+    )
+    tuned = (table.family == "h100") & (table.year > 2023) & np.isin(table.stack, ("megatron", "jax"))
+    return {
+        "tuned": np.where(tuned, "hopper", "plain"),
+        "recipe": table.recipe,
+        "kind": table.kind,
+        "routing": table.routing,
+        "dispatch": table.dispatch,
+        "era": old,
+        "kernels": kernels,
+        "family": table.family,
+        "precision": table.precision,
+        "stack": table.stack,
+        "both": both,
+    }
+
+
+def masks_of(table: Table) -> list[np.ndarray]:
+    columns = keys_of(table)
+    return [(columns[shift.column] == shift.key).astype(float) for shift in SHIFTS]
+
+
+def rates_of(fit: Fit, table: Table, masks: list[np.ndarray] | None = None) -> Rates:
+    """Constants of each row."""
+    masks = masks_of(table) if masks is None else masks
+    logs: dict[str, Any] = {knob.name: fit.values[place] for place, knob in enumerate(KNOBS)}
+    for place, (shift, mask) in enumerate(zip(SHIFTS, masks, strict=True)):
+        logs[shift.name] = logs.get(shift.name, 0.0) + fit.values[len(KNOBS) + place] * mask
+    parts = {knob.name for knob in KNOBS if knob.part}
+    values = {name: 1 / (1 + np.exp(-value)) if name in parts else np.exp(value) for name, value in logs.items()}
+    return special(Rates(**values), table)
+
+
+def special(rates: Rates, table: Table) -> Rates:
+    """What rows say about their software: scores kept on the chip, nothing overlapped, attention repeated by "selective"."""
+    shown = table.overlapped
+    return replace(
+        rates,
+        tensor_hidden=rates.tensor_hidden * shown,
+        data_hidden=rates.data_hidden * shown,
+        selective=((table.stack == "megatron") & (table.year < 2024)).astype(float),
+        slack=0.5,
+        balanced=(table.stack == "nanotron").astype(float),
+        repeated=rates.repeated * table.repeated,
+        split=1.0,
+    )

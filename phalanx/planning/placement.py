@@ -1,0 +1,126 @@
+"""Where ranks lie: who shares a node, an island of fast links, a rail, a pipeline. Written into the plan, shown, and obeyed by the
+launchers, which start ranks node by node in this order.
+
+Ranks are numbered by the layout's degrees, `tensor` running fastest and `pipeline` slowest, so a group is a first rank, a size and a
+stride. Node of a rank: rank // node; rail, the network card and switch that equal places of nodes share: rank % node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from phalanx.planning.hardware import Hardware
+from phalanx.spec.layout import Layout
+
+Reach = Literal["node", "island", "network"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """The groups of one dimension; all are alike."""
+
+    name: str
+    size: int
+    stride: int
+    """From a rank to the next of its group."""
+    reach: Reach
+    """The farthest that its messages go."""
+    nodes: int
+    """That a group spans."""
+    one_rail: bool
+    """Its ranks have the same place in their nodes, so that messages between nodes stay on one rail."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """Of all ranks of a plan."""
+
+    ranks: int
+    node: int
+    """Ranks of a node."""
+    island: int
+    """Ranks that share the fast links."""
+    rails: bool
+    """The cluster's switches are wired by rails."""
+    order: tuple[str, ...]
+    """Dimensions in the order of ranks, the one of neighbouring ranks first."""
+    groups: tuple[Ranks, ...]
+    advice: str | None
+    """What another order would do better; None: nothing."""
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.node
+
+    def rail_of(self, rank: int) -> int:
+        return rank % self.node
+
+    def pipeline_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the pipeline that a rank belongs to, first stage first."""
+        group = next((one for one in self.groups if one.name == "pipeline"), None)
+        if group is None:
+            return (rank,)
+        return tuple(range(rank % group.stride, self.ranks, group.stride))
+
+    def table(self) -> dict[str, Any]:
+        """In numbers, words, lists and dicts alone."""
+        return asdict(self)
+
+
+ORDER = ("tensor", "context", "shard", "data", "pipeline")
+
+
+def placement(layout: Layout, hardware: Hardware) -> Placement:
+    """Of a layout on a cluster, as launchers start its ranks."""
+    groups, stride = [], 1
+    for name in ORDER:
+        size = getattr(layout, name) or 1
+        if size > 1:
+            groups.append(_ranks(name, size, stride, hardware))
+        stride *= size
+    inner = 1
+    for name in ("expert_tensor", "expert"):
+        size = getattr(layout, name)
+        if size > 1:
+            groups.append(_ranks(name, size, inner, hardware))
+        inner *= size
+    return Placement(
+        ranks=layout.ranks,
+        node=hardware.node,
+        island=hardware.island,
+        rails=hardware.rails,
+        order=ORDER,
+        groups=tuple(groups),
+        advice=_advice(layout, hardware, groups),
+    )
+
+
+def _ranks(name: str, size: int, stride: int, hardware: Hardware) -> Ranks:
+    span = (size - 1) * stride + 1
+
+    def inside(room: int) -> bool:
+        """Whether no group crosses from one of these to the next: groups begin at multiples of what they span."""
+        return span <= room and room % (size * stride) == 0
+
+    reach: Reach = "node" if inside(hardware.node) else "island" if inside(hardware.island) else "network"
+    nodes = 1 if reach == "node" else min(size, -(-size * stride // hardware.node))
+    return Ranks(name=name, size=size, stride=stride, reach=reach, nodes=nodes, one_rail=stride % hardware.node == 0)
+
+
+def _advice(layout: Layout, hardware: Hardware, groups: list[Ranks]) -> str | None:
+    """Tensor groups talk most and pipelines least; the order gives way to that wherever sizes allow."""
+    by_name = {group.name: group for group in groups}
+    tensor, expert = by_name.get("tensor"), by_name.get("expert")
+    if tensor is not None and tensor.reach == "network":
+        whole = "" if hardware.island % tensor.size == 0 or tensor.size > hardware.island else ", which they do not divide"
+        return (
+            f"No order keeps tensor groups of {tensor.size} together: an island has {hardware.island} devices{whole}. "
+            f"Set layout.tensor to at most {_largest(hardware.island, layout.tensor)}."
+        )
+    if expert is not None and expert.reach == "network" and layout.expert * layout.expert_tensor <= hardware.island:
+        return f"Experts' groups of {expert.size} cross islands of {hardware.island} devices, though they would fit into one."
+    return None
+
+
+def _largest(room: int, most: int) -> int:
+    return next(size for size in range(min(room, most), 0, -1) if room % size == 0)

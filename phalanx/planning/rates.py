@@ -1,0 +1,123 @@
+"""The constants of the equations: how much of a vendor's figures real programs reach, what a launch costs, how much is hidden.
+
+They are fitted to published steps (`make planner-fit` writes catalogue/constants.toml) by device family and number format; what was
+measured on a machine wins. `planning/time` reads them, searches get theirs by `rates_for`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from phalanx.planning.hardware import Hardware
+from phalanx.planning.work import Column
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """Numbers, or columns beside those of `planning/work`."""
+
+    gemm: Column = 0.72
+    """Part of the peak that a very large matrix product reaches."""
+    knee: Column = 160.0
+    """A product M x N x K takes 1 + knee · (1/M + 1/N + 1/K) as long."""
+    attention: Column = 0.5
+    """Part of the 16-bit peak that attention reaches going forward, causal blocks skipped."""
+    attention_backward: Column = 0.8
+    """Its backward pass, as part of that."""
+    narrow: Column = 0.3
+    """Heads of less than 128 reach so a power of their part of that."""
+    memory: Column = 0.8
+    """Part of the memory bandwidth that elementwise work reaches."""
+    traffic: Column = 1.0
+    """Elementwise bytes, times what the equations count; less where kernels are fused."""
+    fused: Column = 0.6
+    """Part of those bytes that is left when the model is compiled."""
+    scores: Column = 12.0
+    """Bytes of traffic per attention score and pass, where the table of scores leaves the chip."""
+    selective: Column = 0.0
+    """Part of attention's forward pass that "selective" recomputation repeats."""
+    repeated: Column = 1.0
+    """Part of a block's forward pass that "full" recomputation repeats."""
+    launch: Column = 6e-6
+    """Seconds of the host per kernel."""
+    kernels: Column = 30.0
+    """Kernels of a dense block, going forward; backward twice that."""
+    drain: Column = 0.0
+    """Seconds of the device per kernel, in which it fills and empties."""
+    expert_kernels: Column = 40.0
+    """Those that a block with experts has besides."""
+    gather_host: Column = 1.5e-4
+    """Seconds of the host per block whose parameters are gathered, each time."""
+    island: Column = 0.80
+    """Part of the fast links' bandwidth that collectives reach …"""
+    bus: Column = 1.0
+    """… the part of that which is left where devices share a bus …"""
+    network: Column = 0.83
+    """… and of the network's."""
+    latency: Column = 1.5e-5
+    """Seconds of a collective, besides its bytes …"""
+    far_latency: Column = 4e-6
+    """… and for each further island."""
+    tensor_hidden: Column = 0.4
+    """Part of each communication that computing covers."""
+    context_hidden: Column = 0.7
+    expert_hidden: Column = 0.2
+    data_hidden: Column = 0.65
+    """Part of the computing that gradients and gathered parameters can travel behind …"""
+    contention: Column = 0.2
+    """… while slowing it down by this part of what travels, …"""
+    gathering: Column = 0.2
+    """… or this one, where parameters are gathered for every micro-batch."""
+    split: Column = 0.0
+    """1: tensor ranks share the messages between pipeline stages even where they do not share the sequence."""
+    adding: Column = 8.0
+    """Bytes' worth of time to add a gradient's value to the sum of those before it."""
+    optimizer_bytes: Column = 28.0
+    """Bytes read and written for each value that a rank updates."""
+    spread: Column = 0.0017
+    """Waiting for the slowest, for each doubling of ranks beyond eight."""
+    slack: Column = 1.0
+    """Where layers do not divide evenly: the part of those missing that the last stage, which has the head, is spared."""
+    balanced: Column = 0.0
+    """1: stages are cut by cost, so that all of them share the head's."""
+    overhead: Column = 0.0
+    """Seconds of each step that no equation names."""
+    software: Column = 1.0
+    """How much longer everything takes with this software."""
+    low: Column = 0.8
+    """P10 of the step's time as part of the median …"""
+    high: Column = 1.25
+    """… and P90."""
+
+
+NAMES = tuple(field.name for field in fields(Rates))
+
+
+def rates_for(hardware: Hardware, compute: str, *, moe: bool = False) -> Rates:
+    """Constants of a planned run: of its device family and number format, unless this machine has measured ones."""
+    table = constants()
+    values: dict[str, float] = {}
+    if hardware.family != "cpu":  # cores are nothing like what was published, and bring all constants of their own
+        family = table.get("family", {}).get(hardware.family, {})
+        key = compute if compute in table.get("format", {}) else "bf16"
+        values.update(table.get("common", {}))
+        values.update(table.get("format", {}).get(key, {}))
+        values.update(family.get(key, {}))
+        for name, factor in table.get("times", {}).get(hardware.gpu.key, {}).items():
+            values[name] = values[name] * factor
+    values.update(table.get("moe" if moe else "dense", {}))
+    values.update(hardware.measured)
+    if "island" in dict(hardware.measured):
+        values["bus"] = 1.0  # what was measured was the bus
+    return Rates(**{name: value for name, value in values.items() if name in NAMES})
+
+
+@cache
+def constants() -> dict[str, Any]:
+    """What the fit has written."""
+    path = files("phalanx.planning") / "catalogue" / "constants.toml"
+    return tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -1,0 +1,117 @@
+"""Draws constants towards what was measured on a machine: a few steps, and priors for what these do not tell. `phalanx bench` calls it
+with steps of small models, a comparison with the steps of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.planning.candidates import space
+from phalanx.planning.cluster import Hardware
+from phalanx.planning.rates import Rates, rates_for
+from phalanx.planning.time import step_times
+from phalanx.planning.work import METHODS, OFFLOAD, RECOMPUTE, SCHEDULES, Work
+from phalanx.spec.plan import Plan
+from phalanx.spec.run import Run
+
+_SURE = 0.05
+"""Scatter of a measured step, as a part of it."""
+
+WIDTHS = {
+    "gemm": 0.2,
+    "knee": 0.4,
+    "attention": 0.5,
+    "traffic": 0.7,
+    "launch": 0.7,
+    "optimizer_bytes": 0.4,
+    "overhead": 1.0,
+}
+"""How far each may move: the deviation of its logarithm."""
+
+
+OF_FORMAT = ("gemm", "attention")
+"""Constants that hold for one number format; the others hold for all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A step that was timed."""
+
+    run: Run
+    plan: Plan
+    seconds: float
+
+
+def work_of(run: Run, plan: Plan, hardware: Hardware) -> Work:
+    """The one job that a plan describes."""
+    given = replace(run, layout=plan.layout, train=replace(run.train, micro_batch=plan.micro_batch))
+    layout = plan.layout
+    memory = run.memory
+    columns = {
+        "pipeline": layout.pipeline,
+        "data": layout.data or 1,
+        "shard": layout.shard,
+        "context": layout.context,
+        "tensor": layout.tensor,
+        "zero": layout.zero,
+        "sequence_parallel": int(layout.sequence),
+        "method": METHODS.index(layout.context_method),
+        "schedule": SCHEDULES.index(layout.schedule),
+        "stages": layout.stages_per_rank if layout.pipeline > 1 else 1,
+        "expert": layout.expert,
+        "expert_tensor": layout.expert_tensor,
+        "recompute": RECOMPUTE.index(memory.recompute) if memory.recompute != "auto" else 0,
+        "offload": OFFLOAD.index(memory.offload) if memory.offload != "auto" else 0,
+        "micro_batch": plan.micro_batch,
+    }
+    return space(given, hardware, plan.ranks).work({name: np.array([value]) for name, value in columns.items()})
+
+
+def refitted(
+    steps: Sequence[tuple[Measured, Hardware]], compute: str, widths: Mapping[str, float] = WIDTHS, sure: float = _SURE
+) -> dict[str, float]:
+    """Factors to the constants that explain the steps best, not far from one: Gauss-Newton on logarithms. `sure`: scatter of a step."""
+    works = [work_of(step.run, step.plan, hardware) for step, hardware in steps]
+    firsts = [rates_for(hardware, compute, moe=step.run.model.moe is not None) for step, hardware in steps]
+    target = np.log([step.seconds for step, _ in steps])
+    names, spread = list(widths), np.array(list(widths.values()))
+
+    def misses(logs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        scale = dict(zip(names, np.exp(logs), strict=True))
+        return np.array([_log_step(work, _scaled(rates, scale)) for work, rates in zip(works, firsts, strict=True)]) - target
+
+    logs = np.zeros(len(names))
+    for _ in range(12):
+        miss = misses(logs)
+        slopes = np.stack([(misses(logs + 1e-3 * unit) - miss) / 1e-3 for unit in np.eye(len(names))], axis=1)
+        square = slopes.T @ slopes / sure**2 + np.diag(spread**-2.0)
+        slope = slopes.T @ miss / sure**2 + logs / spread**2
+        move = np.clip(np.linalg.solve(square, -slope), -0.7, 0.7)
+        logs = logs + move
+        if np.abs(move).max() < 1e-3:
+            break
+    return {name: float(np.exp(log)) for name, log in zip(names, logs, strict=True)}
+
+
+def corrected(scale: Mapping[str, float], hardware: Hardware, compute: str, base: Mapping[str, float]) -> dict[str, float]:
+    """Constants with their factors applied, by the names under which a machine's entry keeps them. `base`: those of them that are not
+    what `rates_for` says, such as a core's before ranks take turns on it."""
+    rates = rates_for(hardware, compute)
+    found = {}
+    for name, factor in scale.items():
+        of = f"{hardware.device}.{compute}" if hardware.device == "cuda" and name in OF_FORMAT else hardware.device
+        found[f"{of}.{name}"] = float(base.get(name, getattr(rates, name))) * factor
+    return found
+
+
+def _scaled(rates: Rates, scale: Mapping[str, float]) -> Rates:
+    names = {field.name for field in fields(Rates)}
+    return replace(rates, **{name: getattr(rates, name) * value for name, value in scale.items() if name in names})
+
+
+def _log_step(work: Work, rates: Rates) -> float:
+    return float(np.log(np.ravel(step_times(work, rates).step)[0]))

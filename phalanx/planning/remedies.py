@@ -1,0 +1,258 @@
+"""What would make a run fit that fits nowhere: what is missing in one sentence, and the nearest changes that help, each of them
+tried. `planning/search` refuses with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+
+from phalanx.planning.candidates import space
+from phalanx.planning.devices import GpuEntry
+from phalanx.planning.devices import gpus as catalogue
+from phalanx.planning.explore import smallest
+from phalanx.planning.find import capacity_of, possible, rates_of
+from phalanx.planning.footprint import COMPONENTS
+from phalanx.planning.hardware import Hardware
+from phalanx.planning.hardware import hardware as cluster_of
+from phalanx.planning.options import one
+from phalanx.planning.scale import changed_keys, scaled
+from phalanx.spec.layout import Layout
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.run import Cluster, Memory, Run
+
+_MOST = 3
+_DOUBLINGS = 16
+_WORDS = {
+    "parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer states", "activations": "activations",
+    "logits": "logits", "gathered": "gathered parameters", "buffers": "buffers", "fixed": "driver and communicators",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remedies:
+    """Why nothing fits, and what would."""
+
+    sentence: str
+    changes: tuple[str, ...]
+    """Each makes the run fit by itself, the nearest first."""
+
+    @property
+    def sentences(self) -> list[str]:
+        """For a RunError."""
+        return [self.sentence, *self.changes]
+
+
+_Fits = Callable[[Run, Hardware], bool]
+
+
+def remedies(run: Run, hardware: Hardware, fits_in: float | None = None) -> Remedies:
+    """For a run of which no layout fits, or none is legal, on this cluster."""
+
+    def fits(other: Run, on: Hardware) -> bool:
+        return possible(other, on, fits_in)
+
+    every = chain(_allowed(run, hardware, fits_in), _changes(run, hardware, fits), _allowed_and_more(run, hardware, fits_in))
+    return Remedies(sentence=_missing(run, hardware, fits_in), changes=tuple(islice(every, _MOST)))
+
+
+def _missing(run: Run, hardware: Hardware, fits_in: float | None) -> str:
+    here, limit = space(run, hardware), capacity_of(hardware, fits_in)
+    need, row = smallest(here)
+    if not row:
+        return (
+            f"No layout divides this run among {hardware.gpus:,} devices: a batch of {run.batch:,} sequences, {run.model.heads} heads and "
+            f"{run.model.layers} layers have no common division with them."
+        )
+    found = one(here, rates_of(run, hardware), row, 0).memory
+    largest = max(COMPONENTS, key=lambda name: found[name])
+    devices = f"{hardware.gpus:,} × {hardware.gpu.name or hardware.gpu.key}"
+    return (
+        f"Nothing fits on {devices}: the fullest rank of the smallest layout needs {_gib(need)} of {_gib(limit)}, of which "
+        f"{_gib(found[largest])} are {_WORDS[largest]}."
+    )
+
+
+def _changes(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
+    yield from _settings(run, hardware, fits)
+    yield from _more_devices(run, hardware, fits)
+    yield from _larger_device(run, hardware, fits)
+    yield from _shorter(run, hardware, fits)
+    yield from _smaller_model(run, hardware, fits)
+    yield from _other_batch(run, hardware, fits)
+    yield from _larger_and_more(run, hardware, fits)
+    yield from _shorter_and_more(run, hardware, fits)
+
+
+def _settings(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
+    """What a run file can say otherwise without becoming another run."""
+    memory, plain = run.memory, Memory()
+    free = replace(memory, recompute=plain.recompute, offload=plain.offload)
+    muon = run.optimizer.name == "muon"
+    if free != memory and not muon and fits(replace(run, memory=free), hardware):
+        yield "Leave memory.recompute and memory.offload out: the plan then recomputes and offloads as much as it must."
+    if run.layout != Layout() and fits(replace(run, layout=Layout()), hardware):
+        yield "Leave [layout] out: the plan then chooses all of it."
+    if run.train.micro_batch not in (None, 1) and fits(replace(run, train=replace(run.train, micro_batch=None)), hardware):
+        yield "Leave train.micro_batch out: smaller micro-batches fit."
+    if memory.loss_chunk is None and fits(replace(run, memory=replace(memory, loss_chunk=1024)), hardware):
+        yield "Set memory.loss_chunk = 1024: logits of so few tokens at a time fit."
+    if memory.activations == "device" and fits(replace(run, memory=replace(memory, activations="cpu")), hardware):
+        yield 'Set memory.activations = "cpu": activations wait in the host\'s memory.'
+    if run.data.document_mask and fits(replace(run, data=replace(run.data, document_mask=False)), hardware):
+        yield "Set data.document_mask = false: attention then keeps no masks between documents."
+    precision = replace(run.precision, optimizer="bf16")
+    if run.precision.optimizer == "fp32" and fits(replace(run, precision=precision), hardware):
+        yield 'Set precision.optimizer = "bf16": optimizer states of half the size fit.'
+
+
+def _more_devices(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
+    found = fewest(run, hardware, fits, hardware.gpus + 1)
+    if found is not None:
+        yield f"Take {found:,} devices of this kind instead of {hardware.gpus:,}."
+
+
+def fewest(run: Run, hardware: Hardware, fits: _Fits, least: int = 1) -> int | None:
+    """The smallest number of these devices, from `least` on, that a run fits on: whole nodes once it is more than one."""
+
+    def on(number: int) -> bool:
+        return number >= least and fits(run, hardware.sized(number))
+
+    size = 1
+    for _ in range(_DOUBLINGS + hardware.gpus.bit_length()):
+        if on(size):
+            break
+        size *= 2
+    else:
+        return None
+    step = max(1, size // 16) if size <= hardware.node else max(hardware.node, size // 16)
+    between = range(size // 2 + step, size, step)
+    return next((number for number in between if number % step == 0 and on(number)), size)
+
+
+def _larger_device(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
+    for gpu in _larger(hardware):
+        if fits(run, _of(run, gpu, hardware.gpus)):
+            yield f"Take devices with more memory: {hardware.gpus:,} × {_named(gpu)}."
+            return
+
+
+def _larger_and_more(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
+    """The largest device that there is, and as many as it takes."""
+    for gpu in _larger(hardware)[-1:]:
+        found = fewest(run, _of(run, gpu, hardware.gpus), fits, hardware.gpus + 1)
+        if found is not None:
+            yield f"Take {found:,} × {_named(gpu)} instead."
+
+
+def _larger(hardware: Hardware) -> list[GpuEntry]:
+    """Devices with noticeably more memory, the smallest of them first."""
+    found = [gpu for gpu in catalogue() if gpu.memory > hardware.gpu.memory * 1.05 and gpu.device == hardware.device]
+    return sorted(found, key=lambda gpu: gpu.memory)
+
+
+def _of(run: Run, gpu: GpuEntry, gpus: int) -> Hardware:
+    """So many of another device, in the nodes that it usually sits in: as whoever follows the advice would get them."""
+    plain = Cluster(device=run.cluster.device, gpu=gpu.key, gpus=gpus)
+    return cluster_of(replace(run, cluster=plain), None)
+
+
+def _named(gpu: GpuEntry) -> str:
+    return f'{gpu.name or gpu.key} ({_gib(gpu.memory)}), cluster.gpu = "{gpu.key}"'
+
+
+def _shorter_and_more(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
+    length = run.train.sequence_length // 4
+    found = fewest(with_sequence(run, length), hardware, fits, hardware.gpus + 1) if length >= 64 else None
+    if found is not None:
+        yield f"Take {found:,} devices and set train.sequence_length = {length}."
+
+
+def _shorter(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
+    length = run.train.sequence_length
+    while length >= 256 and length % 2 == 0:
+        length //= 2
+        if fits(with_sequence(run, length), hardware):
+            yield f"Set train.sequence_length = {length} instead of {run.train.sequence_length}."
+            return
+
+
+def with_sequence(run: Run, length: int) -> Run:
+    """The same number of sequences, each so long."""
+    tokens = None if run.train.batch_tokens is None else run.batch * length
+    return replace(run, train=replace(run.train, sequence_length=length, batch_tokens=tokens))
+
+
+def _smaller_model(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
+    """With fewer layers; where next to none would be left, narrower as well."""
+    if run.model.module is not None:
+        return
+    low, high = max(1, run.model.layers // 4, run.model.dense_layers + 1 if run.model.moe else 1), run.model.layers
+    smaller = replace(run.model, layers=low)
+    if low < high and fits(replace(run, model=smaller), hardware):
+        while high - low > 1:
+            middle = (low + high) // 2
+            fewer = replace(run.model, layers=middle)
+            if fits(replace(run, model=fewer), hardware):
+                low, smaller = middle, fewer
+            else:
+                high = middle
+    else:
+        found = _narrower(run, hardware, fits)
+        if found is None:
+            return
+        smaller = found
+    yield f"Take a smaller model: {changed_keys(run.model, smaller)}, {smaller.parameters() / 1e9:,.2f} B parameters instead of {run.model.parameters() / 1e9:,.2f}."
+
+
+def _narrower(run: Run, hardware: Hardware, fits: _Fits) -> ModelSpec | None:
+    """The largest of the family that fits, to within a tenth."""
+    low, high, best = 1.0, 1.0, None
+    for _ in range(_DOUBLINGS):
+        low = low / 4 if best is None else low
+        scale = low if best is None else (low * high) ** 0.5
+        smaller = scaled(run.model, scale)
+        if fits(replace(run, model=smaller), hardware):
+            low, best = scale, smaller
+        else:
+            high = scale
+        if best is not None and high / low < 1.1:
+            break
+    return best
+
+
+def _other_batch(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
+    for batch in (1 << (run.batch.bit_length() - 1), 1 << run.batch.bit_length(), hardware.gpus):
+        train = replace(run.train, batch=batch, batch_tokens=None)
+        if batch != run.batch and fits(replace(run, train=train), hardware):
+            yield f"Set train.batch = {batch} instead of {run.batch}."
+            return
+
+
+def _allowed(run: Run, hardware: Hardware, fits_in: float | None) -> Iterator[str]:
+    """A limit that somebody gave is nearer than anything that has to be bought or changed."""
+    if (found := _allowance(run, hardware, fits_in)) is not None:
+        yield f"Allow --fits-in {found:.1f}GiB, which the device has."
+
+
+def _allowed_and_more(run: Run, hardware: Hardware, fits_in: float | None) -> Iterator[str]:
+    """Where no number of devices comes down to the limit: less of both."""
+    more = 2 * hardware.gpus
+    if (found := _allowance(run, hardware.sized(more), fits_in)) is not None:
+        yield f"Allow --fits-in {found:.1f}GiB and take {more:,} devices of this kind."
+    length = run.train.sequence_length // 2
+    if (found := _allowance(with_sequence(run, length), hardware, fits_in) if length >= 64 else None) is not None:
+        yield f"Allow --fits-in {found:.1f}GiB and set train.sequence_length = {length}."
+
+
+def _allowance(run: Run, hardware: Hardware, fits_in: float | None) -> float | None:
+    """GiB that the smallest layout takes, rounded up; None where the limit is not what keeps it from fitting."""
+    if fits_in is None:
+        return None
+    need = math.ceil(smallest(space(run, hardware))[0] / 2**30 * 10) / 10 if possible(run, hardware) else math.inf
+    return need if math.isfinite(need) and possible(run, hardware, need * 2**30) else None
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.1f} GiB"

@@ -1,0 +1,186 @@
+"""The world of a simulated run: what the run file, the catalogue and the plan say of nodes, failures, saves and other layouts.
+`planning/simulate` plays runs in it, and in variations of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from phalanx.planning.cluster import Hardware
+from phalanx.planning.goodput import DETECT, best_interval, goodput, upkeep
+from phalanx.planning.option import Option
+from phalanx.planning.simulate_answer import Ask
+from phalanx.planning.simulate_faults import mean_detection
+from phalanx.planning.simulate_policy import Situations
+from phalanx.planning.simulate_run import Trial, World
+from phalanx.planning.simulate_saves import Keep, Saves
+from phalanx.recovery.places import elsewhere
+from phalanx.spec.check_layout import layout_findings
+from phalanx.spec.errors import RunError
+from phalanx.spec.layout import Layout
+from phalanx.spec.run import Run
+from phalanx.spec.schedule_choice import schedule
+
+Judge = Callable[[Run, Hardware], Option]
+"""The step time and memory of a run as its layout says."""
+
+DAY = 86400.0
+_STATE = 12
+"""Bytes of a parameter that are saved: the weight and Adam's two moments, in fp32."""
+_UNASKED = 0.005
+"""Part of the time that copies which nobody asked for may take, as in the live trainer."""
+_LONGEST = 10.0
+"""Times the days without failures, after which a run that does not end is given up."""
+
+
+class Setting:
+    """The world of one question, and what the closed form says of it."""
+
+    def __init__(self, run: Run, hardware: Hardware, option: Option, ask: Ask, judge: Judge):
+        self._run, self._hardware, self._option, self._ask, self._judge = run, hardware, option, ask, judge
+        self._options: dict[Layout, Option | None] = {option.layout: option}
+        self.step = option.seconds
+        self.used = -(-option.layout.ranks // hardware.node)
+        self._up = upkeep(hardware, state=state_bytes(run, option.layout), ranks=option.layout.ranks, step=option.seconds)
+        self.mtbf = float(self._up.mtbf)
+        # What that names whole is here two things: being noticed, which differs by what fails, and starting again.
+        self._restart = ask.restart if ask.restart is not None else float(self._up.restart) - DETECT
+        self._stall = ask.stall if ask.stall is not None else float(self._up.stall)
+        situations = Situations(option.layout, hardware.node, self._legal, run.resilience, run.batch)
+        self.keep = ask.keep or self._live_keep(situations)
+        self.best = (
+            None if self.keep == "replicas" or not math.isfinite(self.mtbf) else float(best_interval(self.mtbf, self._stall))
+        )
+        self.interval = self._interval()
+        self.world = World(
+            situations=situations,
+            nodes=self._nodes(),
+            failures=hardware.failures,
+            step=self._seconds,
+            saves=self.saves(self.interval),
+            restart=self._restart,
+            repair=ask.repair,
+            relaunch=ask.relaunch,
+            horizon=ask.days * DAY if ask.days is not None else _LONGEST * option.days * DAY,
+            steps=run.steps,
+            maintenance=ask.maintenance,
+        )
+
+    # --- the world ---
+
+    def _live_keep(self, situations: Situations) -> Keep:
+        """As launch/replan has it: copies where a node holds what no other does."""
+        alike = self._run.optimizer.local_steps == 1
+        if self._run.checkpoint.memory_every is None and alike and elsewhere(self._option.layout, situations.first.assignment):
+            return "replicas"
+        return "memory" if self._up.in_memory or self._run.checkpoint.memory_every is not None else "disk"
+
+    def _nodes(self) -> int:
+        asked = self._ask.spares if self._ask.spares is not None else self._run.resilience.spares
+        return self.used + asked if asked or self._ask.spares is not None else max(self._hardware.nodes, self.used)
+
+    def _interval(self) -> float | None:
+        """Seconds of training between saves that failures go back to."""
+        step, saving = self._option.seconds, self._run.checkpoint
+        if self.keep == "replicas":
+            return None
+        if self._ask.interval is not None:
+            return self._ask.interval
+        given = saving.memory_every if self.keep == "memory" else saving.every
+        if given is not None:
+            return given * step
+        if self.keep == "memory":  # as often as the trainer makes copies that nobody asked for
+            return max(1, math.ceil(self._stall / _UNASKED / step)) * step
+        return self.best or _LONGEST * self._option.days * DAY
+
+    def saves(self, interval: float | None) -> Saves:
+        step, saving = self._option.seconds, self._run.checkpoint
+        every = None if interval is None else max(1, round(interval / step))
+        written = state_bytes(self._run, self._option.layout) * self._hardware.node / self._hardware.storage
+        disk = every if self.keep == "disk" else saving.every
+        if disk is None:  # a run in which everything is lost wants something on disk
+            disk = max(1, round(max(float(best_interval(self.mtbf * 100, self._stall)), written) / step)) if self.best else None
+        wait = self._stall if saving.asynchronous or self._ask.stall is not None else self._stall + written
+        behind = written if saving.asynchronous and self._ask.stall is None else 0.0
+        return Saves(
+            keep=self.keep,
+            memory_every=every if self.keep == "memory" else None,
+            memory_stall=self._stall,
+            disk_every=disk,
+            disk_stall=wait,
+            disk_write=behind,
+        )
+
+    # --- other layouts ---
+
+    def _seconds(self, layout: Layout) -> float:
+        option = self._of(layout)
+        assert option is not None, "the policy has asked whether it is legal"
+        return option.seconds
+
+    def _legal(self, layout: Layout) -> bool:
+        return self._of(layout) is not None
+
+    def _of(self, layout: Layout) -> Option | None:
+        if layout not in self._options:
+            self._options[layout] = self._judged(layout)
+        return self._options[layout]
+
+    def _judged(self, layout: Layout) -> Option | None:
+        """The run on another layout, as launch/replan lays it out: with the same batch, and a micro-batch that divides a replica's share."""
+        run, option = self._run, self._option
+        if run.batch % layout.replicas or (run.optimizer.local_steps > 1 and layout.data != option.layout.data):
+            return None
+        share = run.batch // layout.replicas
+        train = replace(run.train, micro_batch=math.gcd(share, option.micro_batch))
+        memory = replace(run.memory, recompute=option.recompute, offload=option.offload)
+        run = replace(run, layout=layout, train=train, memory=memory)
+        if next(iter(layout_findings(run)), None) is not None:
+            return None
+        try:
+            order = schedule(layout, share // math.gcd(share, option.micro_batch))
+            if order is not None and order.stages > run.model.layers:
+                return None
+            judged = self._judge(run, replace(self._hardware, gpus=layout.ranks))
+        except RunError:
+            return None
+        return judged if judged.fits else None
+
+    # --- what is said of it ---
+
+    def days(self, trial: Trial) -> float:
+        """Of the whole run, at the pace of this one."""
+        steps = max(trial.steps, 1)
+        return trial.seconds / DAY if trial.finished else trial.seconds / DAY * self._run.steps / steps
+
+    def closed(self, interval: float | None) -> float:
+        failing = self._hardware.failures
+        if failing is None or not math.isfinite(self.mtbf):
+            return 1.0
+        restart = self._restart + mean_detection(failing, self._run.resilience, self._option.seconds)
+        if interval is None:  # what is lost is the step under way
+            return float(goodput(self._option.seconds, self.mtbf, 0.0, restart))
+        return float(goodput(interval, self.mtbf, self._stall, restart))
+
+    def assumed(self) -> tuple[str, ...]:
+        said = [*self._hardware.assumed]
+        if self._hardware.failures is None:
+            said.append("Nothing fails: no rates are known for these machines.")
+        else:
+            days = 1 / self._hardware.failures.rate / 24
+            said.append(f"A device interrupts a run once in {days:,.0f} days ({self._hardware.failures.source}).")
+        if self._run.resilience.node_return is None and self._hardware.failures is not None:
+            said.append(f"A lost node is back after {self._ask.repair / 3600:.1f} h on average.")
+        said.append(f"From the decision to the next step {self._restart:.0f} s; a save stops training for {self._stall:.2f} s.")
+        if self._hardware.failures is not None:
+            said.append(
+                f"A run that gives up, as after more than resilience.restarts = {self._run.resilience.restarts} failures, is started again by "
+                f"somebody after {self._ask.relaunch / 60:.0f} min, from disk."
+            )
+        return tuple(said)
+
+
+def state_bytes(run: Run, layout: Layout) -> float:
+    """That a rank has to save: its part of weights and moments, which replicas do not each save again."""
+    return _STATE * run.model.parameters() / (layout.pipeline * layout.tensor * layout.shard)

@@ -1,0 +1,176 @@
+"""The other way round: the smallest cluster for a model, the largest model for a cluster, the batch that pays; and what more devices
+or a slower network would change. The CLI calls it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from phalanx.planning.find import find, possible
+from phalanx.planning.hardware import Hardware
+from phalanx.planning.option import Found
+from phalanx.planning.remedies import fewest
+from phalanx.planning.scale import changed_keys, scaled
+from phalanx.planning.search import NONE, Limits, within
+from phalanx.spec.errors import RunError
+from phalanx.spec.run import Run
+
+What = Literal["gpus", "model", "batch"]
+
+_STEPS = 9
+"""Halvings of the interval in which the largest model lies: it is found to within about a percent."""
+_PAYS = 0.97
+"""A batch pays if it brings this part of the most tokens a second that any does."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Solved:
+    """An answer, with the plan that it rests on."""
+
+    what: What
+    value: int
+    """Devices, parameters or sequences."""
+    sentence: str
+    run: Run
+    """As it would be."""
+    hardware: Hardware
+    """As it would be."""
+    found: Found
+    tried: tuple[tuple[int, float], ...] = ()
+    """(value, tokens per second) of others that were looked at."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WhatIf:
+    """The same run on a changed cluster."""
+
+    name: str
+    """Such as "twice the GPUs"."""
+    sentence: str
+    before: Found
+    after: Found | None
+    """None: nothing fits then."""
+    faster: float
+    """Tokens per second, after over before; 0 where nothing fits."""
+
+
+def solve(run: Run, hardware: Hardware, what: What = "gpus", limits: Limits = NONE) -> Solved:
+    """The answer to one question; RunError where there is none."""
+    answers = {"gpus": _cluster, "model": _model, "batch": _batch}
+    return answers[what](run, hardware, limits)
+
+
+def what_if(run: Run, hardware: Hardware) -> list[WhatIf]:
+    """What twice the devices, half of them, and a network of half the bandwidth would change."""
+    before = _found(run, hardware, NONE)
+    if before is None:
+        return []
+    changed = [
+        ("twice the devices", hardware.sized(2 * hardware.gpus)),
+        ("half the network", replace(hardware, network=hardware.network / 2)),
+    ]
+    if hardware.gpus > 1:
+        changed.insert(1, ("half the devices", hardware.sized(hardware.gpus // 2)))
+    return [_compared(name, run, other, before) for name, other in changed]
+
+
+def _compared(name: str, run: Run, other: Hardware, before: Found) -> WhatIf:
+    after = _found(run, other, NONE)
+    if after is None:
+        return WhatIf(name=name, sentence=f"With {name} nothing fits.", before=before, after=None, faster=0.0)
+    faster = after.best.tokens_per_second / before.best.tokens_per_second
+    days = f"{after.best.expected_days:,.1f} instead of {before.best.expected_days:,.1f} days"
+    price = ""
+    if after.best.price is not None and before.best.price:
+        price = f", {after.best.price / before.best.price - 1:+.0%} dollars"
+    return WhatIf(
+        name=name,
+        sentence=f"With {name}: {faster:.2f} × the tokens a second, {days}{price}.",
+        before=before,
+        after=after,
+        faster=faster,
+    )
+
+
+def _found(run: Run, hardware: Hardware, limits: Limits) -> Found | None:
+    """The best within the limits."""
+    found = find(run, hardware, limits.fits_in, 1)
+    return found if found is not None and within(found.best, limits) else None
+
+
+def _cluster(run: Run, hardware: Hardware, limits: Limits) -> Solved:
+    def fits(other: Run, on: Hardware) -> bool:
+        if not possible(other, on, limits.fits_in):
+            return False
+        return (limits.deadline is None and limits.budget is None) or _found(other, on, limits) is not None
+
+    count = fewest(run, hardware, fits)
+    on = None if count is None else hardware.sized(count)
+    found = None if on is None else _found(run, on, limits)
+    if count is None or on is None or found is None:
+        raise RunError(
+            [
+                f"No number of {hardware.gpu.name or hardware.gpu.key} carries this run within the limits: "
+                "take devices with more memory, a smaller model, or a later deadline."
+            ]
+        )
+    sentence = (
+        f"The smallest cluster for this run is {count:,} × {hardware.gpu.name or hardware.gpu.key}: "
+        f"{found.best.expected_days:,.1f} days, {found.best.bytes / 2**30:.1f} GiB a device."
+    )
+    return Solved(what="gpus", value=count, sentence=sentence, run=run, hardware=on, found=found)
+
+
+def _model(run: Run, hardware: Hardware, limits: Limits) -> Solved:
+    """Bisects how many times as many parameters the model could have."""
+    best: tuple[Run, Found] | None = None
+    low, high = 0.0, None
+    scale = 1.0
+    for _ in range(_STEPS + 8):
+        grown = replace(run, model=scaled(run.model, scale))
+        found = _found(grown, hardware, limits)
+        if found is not None:
+            best, low = (grown, found), scale
+        else:
+            high = scale
+        if low and high and high / low < 1.02:
+            break
+        scale = scale * 4 if high is None else scale / 4 if not low else (low * high) ** 0.5
+    if best is None:
+        raise RunError(["No model of this kind fits on this cluster within the limits: take more devices or a later deadline."])
+    grown, found = best
+    count = grown.model.parameters()
+    sentence = (
+        f"The largest model of this kind on {hardware.gpus:,} × {hardware.gpu.name or hardware.gpu.key} has {count / 1e9:,.2f} B parameters: "
+        f"{changed_keys(run.model, grown.model) or 'the one of the run file'}."
+    )
+    return Solved(what="model", value=count, sentence=sentence, run=grown, hardware=hardware, found=found)
+
+
+def _batch(run: Run, hardware: Hardware, limits: Limits) -> Solved:
+    """The smallest batch that keeps the cluster as busy as any: more sequences bring little from there on."""
+    tried: dict[int, tuple[Run, Found]] = {}
+    for power in range(-6, 7):
+        batch = int(run.batch * 2.0**power)
+        if batch < 1 or batch in tried:
+            continue
+        train = replace(run.train, batch=batch, batch_tokens=None, micro_batch=None)
+        if run.train.steps is not None:  # the same text in other portions
+            train = replace(train, steps=None, tokens=run.steps * run.batch_tokens)
+        other = replace(run, train=train)
+        found = _found(other, hardware, limits)
+        if found is not None:
+            tried[batch] = other, found
+    if not tried:
+        raise RunError(
+            ["No batch size makes this run fit on this cluster within the limits: see what `phalanx plan` says is missing."]
+        )
+    most = max(found.best.tokens_per_second for _, found in tried.values())
+    value = min(size for size, (_, found) in tried.items() if found.best.tokens_per_second >= _PAYS * most)
+    chosen, found = tried[value]
+    sentence = (
+        f"The batch that pays is {value:,} sequences ({value * run.train.sequence_length:,} tokens): "
+        f"{found.best.tokens_per_second:,.0f} tokens a second, {found.best.tokens_per_second / most:.0%} of what any batch brings."
+    )
+    speeds = tuple((size, other.best.tokens_per_second) for size, (_, other) in sorted(tried.items()))
+    return Solved(what="batch", value=value, sentence=sentence, run=chosen, hardware=hardware, found=found, tried=speeds)

@@ -1,0 +1,166 @@
+"""What the real program reads off its data, and a rehearsal has to assume: experts get equally many rows, windows hold several
+documents, states in files are where they should be. Opened by `rehearsal/program` around a rehearsal.
+
+Each assumption stands in for one function of the program, at a seam where it reads a tensor's values on the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
+
+from phalanx.models import moe
+from phalanx.parallel import busy, context_view, dispatch, fully
+from phalanx.parallel.dispatch import Seats
+from phalanx.parallel.group import Group
+from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.placement import Spot, chunk
+from phalanx.training import muon, offload, stores
+from phalanx.transforms import activations
+
+ASSUMED = (
+    "every expert gets equally many tokens",
+    "every window holds several documents, where data.document_mask is on",
+    "losses and gradients are finite, and no rank is told to stop",
+)
+
+
+def balanced(_: Tensor, seats: Seats, rows: int) -> list[int]:
+    """In place of `dispatch.read`: rows go in equal parts to the ranks that hold experts, and come so."""
+    ranks = seats.across.size
+    given = [rows // ranks + (index < rows % ranks) for index in range(ranks)]
+    taken = [given[seats.across.index]] * ranks
+    return [*given, *taken, *[sum(taken)] * seats.within.size]
+
+
+def tiled(group: Group, spots: Sequence[Spot], _: torch.device) -> list[list[list[int]]]:
+    """In place of `muon.boxes_of_all`: matrices lie on the ranks of a group as tiles of equal size, as far as they divide."""
+    found = []
+    for spot in spots:
+        across = max(1, round(spot.whole[1] / max(1, spot.shape[1])))
+        down = max(1, group.size // across)
+        tiles = [
+            (chunk(spot.whole[0], row, down), chunk(spot.whole[1], column, across))
+            for row in range(down)
+            for column in range(across)
+        ]
+        boxes = [[rows[0], columns[0], rows[1], columns[1]] for rows, columns in tiles]
+        boxes += [boxes[-1]] * (group.size - len(boxes))
+        own = [*spot.offset, *spot.shape]
+        if own in boxes:
+            boxes.remove(own)
+        else:
+            boxes.pop()
+        boxes.insert(group.index, own)
+        found.append(boxes)
+    return found
+
+
+class _Even:
+    """Counts of experts, where one after the other is taken."""
+
+    def __init__(self, rows: int, experts: int):
+        self._counts = [rows // experts + (index < rows % experts) for index in range(experts)]
+
+    def tolist(self) -> list[int]:
+        return self._counts
+
+
+class Room:
+    """In place of memory of the host that is locked for a GPU: a tensor without memory."""
+
+    def __init__(self, size: int, pin: bool):
+        self.bytes = torch.empty(size, dtype=torch.uint8)
+        self.view = _View()
+
+    def numbers(self, dtype: torch.dtype, first: int, count: int) -> Tensor:
+        return self.bytes.narrow(0, first, count * dtype.itemsize).view(dtype)
+
+
+class _View:
+    def __getitem__(self, _: Any) -> _View:
+        return self
+
+    def __len__(self) -> int:
+        return 0
+
+
+class Scratch:
+    """In place of a file of optimizer states, and of its path."""
+
+    direct = True
+
+    def __init__(self, path: Any, size: int):
+        self.name, self.path, self.size = str(path), self, size
+
+    def __str__(self) -> str:
+        return self.name
+
+    def stat(self) -> Any:
+        return os.stat_result((0, 0, 0, 0, 0, 0, self.size, 0, 0, 0))
+
+    def read(self, *_: Any) -> None:
+        pass
+
+    write = read
+
+    def close(self) -> None:
+        pass
+
+
+def _mixed(self: context_view.View) -> None:
+    """In place of a look at the documents: a boundary in every block, so that every product needs a mask."""
+    if self.documents is not None:
+        blocks = len(self._blocks(range(self.pieces)))
+        self._classes = np.full((blocks, blocks), context_view._MIXED, dtype=np.int8)
+
+
+def _address(tensor: Tensor) -> int:
+    """Memory that is not there has no address; this one tells pieces apart as addresses do."""
+    return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
+
+
+@contextlib.contextmanager
+def assumed() -> Iterator[None]:
+    """While it is open."""
+    loop, mesh = moe.loop_experts, fully._device_mesh
+
+    def even(x_RD: Tensor, counts_E: Any, *weights: Tensor) -> Tensor:
+        return loop(x_RD, _Even(len(x_RD), len(weights[0])), *weights)  # type: ignore[arg-type]
+
+    def real_mesh(*args: Any) -> DeviceMesh:
+        with _disable_current_modes():  # ranks are numbers, and have to be
+            return mesh(*args)
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            # No C++ code is to see a GPU; it would start threads for one, and no process with such can be forked.
+            (torch._C, "_ensureCUDADeviceGuardSet", lambda: None),
+            (Mesh, "collect", lambda mesh, value: [value] * mesh.ranks),
+            (Mesh, "share", lambda mesh, value: value),
+            (busy, "_complete", lambda work: None),  # nobody is waited for
+            (dispatch, "read", balanced),
+            (moe, "loop_experts", even),
+            (context_view.View, "__post_init__", _mixed),
+            (fully, "_device_mesh", real_mesh),
+            (muon, "boxes_of_all", tiled),
+            (muon, "_check", lambda *_: None),
+            (stores, "Buffer", Room),
+            (offload, "Buffer", Room),
+            (offload, "ScratchFile", Scratch),
+            (activations, "MOVED", (*activations.MOVED, FakeTensor)),
+            (torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata),
+            (FakeTensor, "data_ptr", _address),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield

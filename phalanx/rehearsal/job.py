@@ -1,0 +1,125 @@
+"""What is rehearsed, where: a run with nothing left open, its plan, and the devices it is for. `phalanx rehearse` and the API ask.
+
+A layout and micro-batch that the run file gives are taken as they are, whether or not an estimate thinks that they fit: a rehearsal
+is there to find out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from phalanx.planning.hardware import hardware, planned
+from phalanx.planning.search import search
+from phalanx.planning.settle import settle
+from phalanx.rehearsal.attention import card
+from phalanx.rehearsal.rehearse import Stage
+from phalanx.spec.check_layout import layout_findings
+from phalanx.spec.errors import RunError
+from phalanx.spec.layout import Layout
+from phalanx.spec.machine import Machine
+from phalanx.spec.plan import Plan, Size
+from phalanx.spec.run import Run
+from phalanx.spec.schedule_choice import schedule
+from phalanx.spec.stages import cut, flop_costs
+
+_DRIVER = 614 << 20
+"""Bytes of what nvidia-smi shows that the driver keeps for itself; measured on an H200."""
+_CPU_SHARE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    run: Run
+    plan: Plan
+    stage: Stage
+
+
+def laid_out(run: Run, machine: Machine, size: Size | None = None, memory: int | None = None) -> Job:
+    """For the cluster that the run names, or for this machine. `memory`: bytes of a device, in place of what it has."""
+    if planned(run):
+        cluster = hardware(run, None)
+        if cluster.device == "tpu":
+            raise RunError(
+                [f"{cluster.name} has TPUs, which torch's program here is not for: rehearse it on a cluster of GPUs."]
+            )
+        gpus, device = cluster.gpus, cluster.device
+        has, node, island, name = int(cluster.gpu.memory), cluster.node, cluster.island, cluster.gpu.key
+    else:
+        device = run.cluster.device or ("cuda" if machine.gpus else "cpu")
+        cluster, gpus = None, len(machine.gpus) if device == "cuda" else 0
+        name = machine.gpus[0].name if machine.gpus else ""
+        has = min((gpu.memory for gpu in machine.gpus), default=0) - _DRIVER if device == "cuda" else machine.memory
+        node = island = max(gpus, 1) if device == "cuda" else 1 << 30
+    if run.train.micro_batch is not None and (run.layout.data is not None or gpus):
+        run, plan = _given(run, gpus, device, size)
+    elif cluster is not None:
+        best = search(run, cluster).best
+        memory_ = replace(run.memory, recompute=best.recompute, offload=best.offload)
+        run = replace(run, memory=memory_)
+        plan = _plan(run, best.layout, best.micro_batch, best.accumulation, (device, best.compute, size))
+    else:
+        settled = settle(run, machine, size=size)
+        run, plan = settled.run, settled.plan
+    if device == "cpu":
+        has = int(_CPU_SHARE * has / plan.ranks)
+    capacity = memory if memory is not None else has
+    return Job(run, plan, Stage(card=card(name) if device == "cuda" else None, capacity=capacity, node=node, island=island))
+
+
+def _given(run: Run, gpus: int, device: str, size: Size | None) -> tuple[Run, Plan]:
+    """The layout as it stands; `data` fills the devices where it was left out."""
+    micro = run.train.micro_batch
+    assert micro is not None
+    layout = run.layout
+    if layout.data is None:
+        layout = replace(layout, data=max(1, gpus // replace(layout, data=1).ranks))
+        if problems := [finding.sentence for finding in layout_findings(replace(run, layout=layout))]:
+            raise RunError(problems)
+    if run.batch % (layout.replicas * micro):
+        raise RunError(
+            [
+                f"train.batch = {run.batch} is not divisible by {layout.replicas} replicas × train.micro_batch = {micro}: change one "
+                "of them."
+            ]
+        )
+    compute = run.precision.compute or ("bf16" if device == "cuda" else "fp32")
+    plan = _plan(run, layout, micro, run.batch // layout.replicas // micro, (device, compute, size))
+    if (order := schedule(layout, plan.accumulation)) and (problems := order.problems()):
+        raise RunError(problems)
+    return run, plan
+
+
+def _plan(run: Run, layout: Layout, micro_batch: int, accumulation: int, rest: tuple[Any, Any, Size | None]) -> Plan:
+    device, compute, size = rest
+    own = run.model.module is not None
+    return Plan(
+        layout=layout,
+        device=device,
+        threads=1,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        compute=compute,
+        parameters=size.parameters if size else 0 if own else run.model.parameters(),
+        flops_per_token=0.0,
+        peak_flops=None,
+    )
+
+
+def kinds(run: Run, plan: Plan) -> dict[int, int]:
+    """One rank of each kind, and how many ranks are of it: the first pipeline rank, the last, and of those between one for each number
+    of blocks that its stages have, the earliest, which has most micro-batches under way."""
+    layout = plan.layout
+    each = layout.ranks // layout.pipeline
+    order = schedule(layout, plan.accumulation)
+    if order is None:
+        return {0: layout.ranks}
+    costs = flop_costs(run.model, run.train.sequence_length)
+    ranges = cut(costs.blocks, costs.first, costs.last, order.stages)
+    found: dict[Any, list[int]] = {}
+    for rank in range(layout.pipeline):
+        stages = order.stages_of(rank)
+        ends = rank == 0 or rank == layout.pipeline - 1
+        blocks = tuple(costs.blocks[slice(*ranges[stage])] for stage in stages)
+        found.setdefault((rank if ends else -1, blocks), []).append(rank)
+    return {ranks[0] * each: len(ranks) * each for ranks in found.values()}

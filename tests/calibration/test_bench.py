@@ -1,0 +1,71 @@
+"""Measurements of this machine, as far as they can be held to anything: units, signs, and that plans take them up."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from phalanx.calibration import micro
+from phalanx.calibration.bench import bench
+from phalanx.calibration.steps import jobs, plan_of, step_seconds
+from phalanx.dashboard.benched import show
+from phalanx.launch.probe import probe
+from phalanx.planning.rates import NAMES
+from phalanx.planning.settle import choose
+
+CPU = torch.device("cpu")
+
+
+def test_products_are_counted_in_operations_a_second() -> None:
+    rows = list(micro.products(CPU, "fp32", 0.05))
+    assert {row["shape"] for row in rows} >= {"1024 x 1024 x 1024", "512 x 509 x 509"}
+    one = torch.randn(512, 512)
+    seconds = micro.best_seconds(lambda: one @ one, CPU, 0.2)
+    measured = next(row["value"] for row in rows if row["shape"] == "512 x 512 x 512")
+    assert 0.1 < measured / (2 * 512**3 / seconds) < 10, "the same product, timed by hand"
+    assert list(micro.products(CPU, "fp8", 0.05)) == [], "no core multiplies in it"
+
+
+def test_the_rest_has_values_and_units(tmp_path: Path) -> None:
+    rows = [*micro.attention(CPU, "fp32", 0.1), micro.memory(CPU, 0.01), micro.launch(CPU, 0.01), micro.disk(tmp_path)]
+    assert all(row is not None and row["value"] > 0 for row in rows)
+    assert list(tmp_path.iterdir()) == [], "what was written is gone"
+    assert micro.disk(tmp_path / "not there") is None
+    console = Console(width=100, record=True)
+    show(console, [row for row in rows if row], {"cpu.launch": 8e-6})
+    text = console.export_text()
+    assert "FLOP/s" in text and "GiB/s" in text and "µs" in text and "cpu.launch" in text
+
+
+def test_more_work_takes_a_real_step_longer() -> None:
+    every = jobs("cpu", "fp32")
+    small, large = every[1], every[4]
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        quick, slow = (step_seconds(run, plan_of(run, "cpu", "fp32", 1), 0.2) for run in (small, large))
+    finally:
+        torch.set_num_threads(before)
+    assert 0 < 2 * quick < slow
+
+
+@pytest.mark.slow
+def test_a_whole_bench_makes_plans_that_use_it(tmp_path: Path) -> None:
+    machine = probe("")
+    found = bench(machine, tmp_path, minutes=0.5)
+    assert found.seconds < 120  # other tests may run on the same cores
+    json.dumps(found.to_json(), allow_nan=False)
+    names = {name.rpartition(".")[2] for name in found.constants}
+    fields = {"bandwidth", "storage", "island_bandwidth", "fixed_memory"}
+    assert names <= set(NAMES) | fields and {"gemm", "launch", "traffic"} <= names
+    told = replace(machine, measured=tuple(found.constants.items()))
+    for run, seconds in zip(
+        jobs("cpu", "fp32"), (row["value"] for row in found.rows if row["what"] == "fp32 step"), strict=True
+    ):
+        promise = choose(replace(run, cluster=replace(run.cluster, threads=1)), told).promise
+        assert promise is not None and promise.seconds == pytest.approx(seconds, rel=0.5)

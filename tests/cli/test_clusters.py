@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import typer
+
+from phalanx.cli.clusters import clusters
+from phalanx.planning.entries import KINDS, entries
+
+
+def test_the_catalogue_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    clusters(json=True)
+    *shown, last = capsys.readouterr().out.splitlines()
+    listed = json.loads(last)
+    assert listed.keys() == KINDS.keys()
+    for kind in KINDS:
+        assert listed[kind].keys() == entries(kind).keys()
+        assert all(any(line.split()[:1] == [name] for line in shown) for name in entries(kind)), kind
+    assert any(line.split()[:4] == ["h100-16384", "16,384", "h100-sxm", "grand-teton"] for line in shown)
+
+
+def test_one_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    clusters(kind="links")
+    out = capsys.readouterr().out
+    assert "ib-ndr" in out and "h100-16384" not in out
+    with pytest.raises(typer.BadParameter):
+        clusters(kind="planets")

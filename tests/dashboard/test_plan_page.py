@@ -1,0 +1,127 @@
+"""A plan's page: one file that needs nothing, its numbers in it, and a program that shows, sorts and chooses."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from typing import Any
+
+import plans
+import pytest
+
+from phalanx.dashboard.plan_page import page, page_data
+from phalanx.planning.explain import told
+
+DOM = """
+class Node {
+  constructor(name) { this.name = name; this.children = []; this.attributes = {}; this.listeners = {}; this.style = {}; this.own = ""; }
+  setAttribute(key, value) { this.attributes[key] = String(value); }
+  appendChild(child) { this.children.push(child); return child; }
+  append(text) { this.own += text; }
+  replaceChildren() { this.children = []; this.own = ""; }
+  addEventListener(kind, react) { this.listeners[kind] = react; }
+  click() { this.listeners.click({ stopPropagation() {} }); }
+  get textContent() { return this.own + this.children.map(child => child.textContent).join(""); }
+  set textContent(text) { this.own = text; this.children = []; }
+  all(name) { return this.children.flatMap(child => [...(child.name === name ? [child] : []), ...child.all(name)]); }
+}
+const places = {};
+const byId = id => places[id] ??= new Node(id);
+globalThis.innerWidth = 1000;
+globalThis.document = { getElementById: byId, createElement: name => new Node(name), createElementNS: (space, name) => new Node(name) };
+const [data, script] = JSON.parse(require("fs").readFileSync(0, "utf8"));
+byId("plan").textContent = data;
+new Function(script)();
+const rows = () => byId("body").all("tr").map(row => row.all("td").map(cell => cell.textContent)[1]);
+const seen = () => ({
+  name: byId("name").textContent, toml: byId("toml").textContent, rows: rows(), promise: byId("promise").textContent,
+  memory: byId("memory").all("rect").length, bars: byId("step").textContent, points: byId("trade").all("circle").length,
+  ys: byId("trade").all("circle").map(dot => +dot.attributes.cy),
+});
+const said = [seen()];
+byId("body").all("tr")[1].click();
+said.push(seen());
+byId("head").all("th")[5].click(); byId("head").all("th")[5].click();
+said.push(seen());
+byId("body").all("input")[0].click();
+said.push(seen());
+console.log(JSON.stringify(said));
+"""
+
+
+@pytest.fixture(scope="module")
+def values() -> dict[str, Any]:
+    return told(plans.run(), plans.hardware(), plans.found()) | {"placement": {"lines": ["tensor <ranks> are a node"]}}
+
+
+class Parts(HTMLParser):
+    """Texts by the element they stand in, and everything that would be loaded."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.texts: dict[str, str] = {}
+        self.loaded: list[str] = []
+        self.place = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        known = dict(attrs)
+        self.loaded += [str(known[key]) for key in ("src", "href") if key in known]
+        self.place = known.get("id") or (tag if tag in ("script", "style", "h1") else self.place)
+
+    def handle_data(self, data: str) -> None:
+        self.texts[self.place] = self.texts.get(self.place, "") + data
+
+
+def test_the_page_holds_the_numbers_and_loads_nothing(values: dict[str, Any]) -> None:
+    text = page(values)
+    parts = Parts(text)
+    assert parts.loaded == [] and "@import" not in text and "url(" not in text
+    assert [address for address in re.findall(r"https?://[^\s\"']+", text) if "www.w3.org/2000/svg" not in address] == []
+    assert parts.texts["h1"].startswith("llama3-405b on 16,384 × H100 SXM")
+    for number in ("5.00 s", "4.00 – 6.00 s", "61.0 GiB", "$47.2M", "42.0%", "60.0 d", "5 min 28 s"):
+        assert number in parts.texts["promise"], number
+    assert 'schedule = "interleaved-1f1b"' in parts.texts["toml"]
+    assert "+38 % exposed communication" in parts.texts["why-not"]
+    assert "tensor &lt;ranks&gt; are a node" in text and "374,400 legal layouts" in text
+    assert json.loads(parts.texts["plan"]) == page_data(values)
+
+
+def test_each_layout_is_told_once_under_its_first_name(values: dict[str, Any]) -> None:
+    data = page_data(values)
+    assert [option["role"] for option in data["options"]] == ["winner", "runner-up", "runner-up"]
+    best = data["options"][0]
+    assert sum(part["value"] for part in best["memory"]["parts"]) == best["memory"]["end"] == 61 * plans.GIB
+    assert sum(part["value"] for part in best["step"]["parts"]) == pytest.approx(best["step"]["end"])
+    assert [point["line"] for point in data["trade"]["points"]] == [True, True, False]  # both of the curve, not TP16
+    assert all(len(option["cells"]) == len(data["columns"]) for option in data["options"])
+
+
+def test_a_name_cannot_break_out_of_the_page(values: dict[str, Any]) -> None:
+    bad = "</script><script>alert(1)</script>"
+    text = page(values | {"model": values["model"] | {"name": bad}, "assumed": [bad], "best": values["best"] | {"name": bad}})
+    assert text.count("<script") == 2 and "alert(1)</script>" not in text
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no JavaScript here")
+def test_the_program_draws_chooses_sorts_and_hides(values: dict[str, Any]) -> None:
+    parts = Parts(page(values))
+    done = subprocess.run(
+        ["node", "-e", DOM],
+        input=json.dumps([parts.texts["plan"], parts.texts["script"]]),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    first, chosen, by_time, hidden = json.loads(done.stdout)
+    best, flat, wide = (option["name"] for option in (values["best"], *values["others"]))
+    assert first["name"] == f"{best} (winner)" and first["rows"] == [best, flat, wide]
+    assert first["memory"] == 18 and first["points"] == 3 and "5.60 s" in first["bars"]
+    assert first["ys"][2] < first["ys"][1] < first["ys"][0]  # slower is higher up
+    assert chosen["name"] == f"{flat} (runner-up)" and "pipeline = 8" in chosen["toml"] and "4.50 – 6.70 s" in chosen["promise"]
+    assert by_time["rows"] == [wide, flat, best]  # twice clicked: slowest first
+    assert hidden["memory"] == 12 and wide not in hidden["bars"]

@@ -1,0 +1,104 @@
+"""A run's plan beside what the run measured: shown, and corrected so that the same run is predicted as it was."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from phalanx.dashboard.compared import show_comparison
+from phalanx.events.log import EventLog
+from phalanx.events.records import RunStarted, Step, StepAccounted
+from phalanx.planning.compare import after, compare, correction
+from phalanx.planning.settle import settle
+from phalanx.spec.dump import dump
+from phalanx.spec.errors import RunError
+from phalanx.spec.layout import Layout
+from phalanx.spec.machine import Gpu, Machine
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.run import Cluster, Run, Train
+
+MIB = 2**20
+LAPTOP = Machine(host="a", cpu="some", cores=4, memory=2**34, core_flops=1e11)
+SERVER = replace(LAPTOP, cores=96, memory=2**40, gpus=(Gpu(name="NVIDIA H100 80GB HBM3", memory=80 * 2**30),) * 8)
+
+
+def directory(tmp_path: Path, machine: Machine, slower: float, steps: int = 8) -> Path:
+    """A run that took `slower` times what was promised, and 100 MiB more."""
+    model = ModelSpec(dim=256, layers=4, heads=8, vocab=257)
+    run = Run(model=model, train=Train(batch=32, sequence_length=256, steps=steps), cluster=Cluster(cpu_ranks=4))
+    settled = settle(run, machine)
+    plan = settled.plan
+    assert plan.promise is not None
+    (tmp_path / "run.toml").write_text(dump(settled.run))
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    log = EventLog(tmp_path / "events.jsonl")
+    about = {"version": "1", "steps": steps, "parameters": 1, "micro_batch": 1, "accumulation": 1, "compute": plan.compute}
+    log.emit(
+        RunStarted(ranks=plan.ranks, device=plan.device, layout=asdict(plan.layout), promise=asdict(plan.promise), **about)
+    )  # type: ignore[arg-type]
+    seconds, bytes_ = slower * plan.promise.seconds, int(plan.promise.total_memory + 100 * MIB)
+    memory = {name: int(plan.promise.memory[name]) for name in ("parameters", "gradients", "optimizer")} | {
+        "activations": 50 * MIB
+    }
+    sent = {"data": {"all-reduce": 6 * MIB}}
+    log.emit(StepAccounted(step=2, rank=0, sent=sent, memory=memory, flops={"all": 10**9}))
+    for number in range(1, steps + 1):
+        took = 10 * seconds if number < 3 else seconds
+        usual = {
+            "loss": 1.0,
+            "samples": 1,
+            "batch_digest": "",
+            "learning_rate": 1.0,
+            "grad_norm": 1.0,
+            "flops_per_second": 1.0,
+            "mfu": None,
+        }
+        log.emit(Step(step=number, tokens=8192, seconds=took, tokens_per_second=8192 / took, memory=bytes_, **usual))  # type: ignore[arg-type]
+    log.close()
+    return tmp_path
+
+
+@pytest.mark.parametrize("machine", [LAPTOP, SERVER], ids=["cores", "GPUs"])
+@pytest.mark.parametrize("slower", [0.6, 1.9])
+def test_a_correction_predicts_the_run_as_it_was(tmp_path: Path, machine: Machine, slower: float) -> None:
+    found = compare(directory(tmp_path, machine, slower), machine)
+    assert found.now.seconds * slower == pytest.approx(found.seconds), "the first two steps do not count"
+    constants = correction(found, machine)
+    device = "cuda" if machine.gpus else "cpu"
+    assert all(name.startswith(f"{device}.") for name in constants)
+    again = after(found, machine, constants)
+    assert again.seconds == pytest.approx(found.seconds, rel=0.05)
+    # And so does whoever plans on the machine from now on.
+    told = replace(machine, measured=tuple(constants.items()))
+    assert compare(tmp_path, told).rows[0].error == pytest.approx(0, abs=0.05)
+    if device == "cpu":
+        assert again.total_memory == pytest.approx(found.memory, rel=0.01)
+
+
+def test_both_are_shown_by_component(tmp_path: Path) -> None:
+    told = compare(directory(tmp_path, LAPTOP, 1.25), LAPTOP).to_json()
+    json.dumps(told, allow_nan=False)
+    by_name = {row["name"]: row for row in told["rows"]}
+    assert by_name["step"]["error"] == pytest.approx(-0.2)
+    assert by_name["optimizer"]["predicted"] == pytest.approx(by_name["optimizer"]["measured"], abs=1)
+    assert by_name["memory"]["measured"] - by_name["memory"]["predicted"] == pytest.approx(100 * MIB, abs=1)
+    console = Console(width=100, record=True)
+    show_comparison(console, told)
+    text = console.export_text()
+    assert "−20.0%" in text and "50.0 MiB" in text and "6.0 MiB by all-reduce" in text
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"holds no plan\.json: name the directory of a run"):
+        compare(tmp_path, LAPTOP)
+    with pytest.raises(RunError, match="has 2 steps in its last launch: train at least 3"):
+        compare(directory(tmp_path, LAPTOP, 1.0, steps=2), LAPTOP)
+
+
+def test_a_layout_that_was_given_is_compared_as_it_was(tmp_path: Path) -> None:
+    found = compare(directory(tmp_path, LAPTOP, 1.0), LAPTOP)
+    assert found.plan.layout == Layout(data=4) and found.rows[0].error == pytest.approx(0, abs=1e-6)

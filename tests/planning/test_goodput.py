@@ -1,0 +1,94 @@
+"""The closed form against a Monte Carlo, a search over intervals, and a published run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from phalanx.planning.goodput import assumptions, best_interval, goodput, upkeep
+from phalanx.planning.hardware import Hardware, hardware
+from phalanx.spec.load import loads
+
+LLAMA = 54 * 86400 / 419
+"""Seconds between unexpected interruptions of 16,384 H100."""
+
+
+def cluster(name: str) -> Hardware:
+    return hardware(loads(f'[train]\nbatch = 8\nsteps = 2\n[cluster]\nname = "{name}"\n'), None)
+
+
+def played(interval: float, mtbf: float, save: float, restart: float) -> float:
+    """Many segments, each tried until no failure strikes before its save is done, each failure followed by restarts until one holds."""
+    dice = np.random.default_rng(0)
+    segments, spent = 100_000, 0.0
+    left = segments
+    while left:
+        until = dice.exponential(mtbf, left)
+        failed = until < interval + save
+        spent += np.where(failed, until, interval + save).sum()
+        left = int(failed.sum())
+        waiting = left
+        while waiting:  # a restart that is struck begins again
+            until = dice.exponential(mtbf, waiting)
+            again = until < restart
+            spent += np.where(again, until, restart).sum()
+            waiting = int(again.sum())
+    return segments * interval / spent
+
+
+@pytest.mark.parametrize(
+    ("interval", "mtbf", "save", "restart"),
+    [(330.0, LLAMA, 5.0, 600.0), (1800.0, LLAMA, 5.0, 600.0), (60.0, 1800.0, 2.0, 120.0), (3600.0, 7200.0, 60.0, 300.0)],
+)
+def test_against_monte_carlo(interval: float, mtbf: float, save: float, restart: float) -> None:
+    assert goodput(interval, mtbf, save, restart) == pytest.approx(played(interval, mtbf, save, restart), abs=0.005)
+
+
+@pytest.mark.parametrize(("mtbf", "save"), [(LLAMA, 5.0), (LLAMA, 0.05), (1800.0, 30.0), (600.0, 120.0)])
+def test_best_interval_is_best(mtbf: float, save: float) -> None:
+    tried = np.geomspace(save / 100, 10 * mtbf, 20_000)
+    most = goodput(tried, mtbf, save, 60.0).max()
+    assert goodput(best_interval(mtbf, save), mtbf, save, 60.0) == pytest.approx(most, abs=0.0005)
+
+
+def test_llama_3() -> None:
+    every = best_interval(LLAMA, 5.0)
+    assert 3.085 < LLAMA / 3600 < 3.095
+    assert every == pytest.approx(328, rel=0.01)
+    assert goodput(every, LLAMA, 5.0, 600.0) == pytest.approx(0.92, abs=0.005)
+    assert goodput(1800.0, LLAMA, 5.0, 600.0) == pytest.approx(0.87, abs=0.005)
+
+
+def test_saves_that_never_finish() -> None:
+    assert best_interval(100.0, 500.0) == 100.0
+    assert best_interval(np.array([100.0, LLAMA]), np.array([500.0, 5.0])) == pytest.approx([100.0, best_interval(LLAMA, 5.0)])
+
+
+def test_our_runtime_on_the_machines_of_llama_3() -> None:
+    made = cluster("h100-16384")
+    kept = upkeep(made, state=12 * 405e9 / 16384, ranks=16384, step=4.5)
+    assert kept.mtbf == pytest.approx(LLAMA) and kept.in_memory
+    assert kept.save_every >= 4.5 and kept.goodput > 0.95
+    large = upkeep(made, state=300e9, ranks=16384, step=4.5)  # more than two nodes' memory holds
+    assert not large.in_memory and large.goodput < kept.goodput
+    assert large.save_every >= 300e9 * 8 / made.storage  # not before the last one is written
+
+
+def test_columns_are_judged_like_numbers() -> None:
+    made = cluster("h100-16384")
+    states, ranks, steps = np.array([1e9, 300e9, 2e9]), np.array([8, 16384, 1024]), np.array([1.0, 4.0, 9.0])
+    together = upkeep(made, state=states, ranks=ranks, step=steps)
+    for place, (state, rank, step) in enumerate(zip(states, ranks, steps, strict=True)):
+        alone = upkeep(made, state=state, ranks=rank, step=step)
+        assert together.goodput[place] == pytest.approx(alone.goodput)
+        assert together.save_every is not None and together.save_every[place] == pytest.approx(alone.save_every)
+
+
+def test_nothing_fails_where_nothing_is_known_to() -> None:
+    sturdy = replace(cluster("h100-8"), failures=None)
+    kept = upkeep(sturdy, state=1e9, ranks=8, step=1.0)
+    assert kept.goodput == 1.0 and kept.save_every is None
+    assert assumptions(sturdy) == ["Nothing fails: no rates are known for these machines."]
+    assert "once in 2,112 days" in assumptions(cluster("h100-16384"))[0]

@@ -1,0 +1,149 @@
+"""The search against judging every layout, and what must hold of any honest one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from planning_cases import SMALL, SPARSE, cluster, run_of, with_memory
+
+from phalanx.planning.candidates import all_columns, space
+from phalanx.planning.cluster import Hardware
+from phalanx.planning.explore import NEAR, Explorer
+from phalanx.planning.find import capacity_of, rates_of
+from phalanx.planning.footprint import footprint
+from phalanx.planning.search import Limits, judge, search
+from phalanx.planning.time import step_times
+from phalanx.planning.why import why_not
+from phalanx.spec.errors import RunError
+from phalanx.spec.layout import Layout
+from phalanx.spec.run import Memory, Run
+
+WIDE = replace(SMALL, dim=2048, heads=16, layers=12, vocab=32000)
+DEEP = replace(SPARSE, dim=2048, heads=16, layers=8, vocab=32000, moe=replace(SPARSE.moe, ffn=2048) if SPARSE.moe else None)
+
+
+def brute(run: Run, hardware: Hardware) -> tuple[float, int]:
+    """Seconds of the quickest layout that fits, of all of them, and how many there are."""
+    found = space(run, hardware)
+    columns = all_columns(found)
+    work = found.work(columns)
+    seconds = np.broadcast_to(step_times(work, rates_of(run, hardware)).step, len(columns["pipeline"]))
+    fits = np.broadcast_to(footprint(work).total <= capacity_of(hardware), len(seconds))
+    return float(np.min(np.where(fits, seconds, np.inf))), len(seconds)
+
+
+CASES = [
+    (run_of(WIDE, 32, 512), cluster(8)),
+    (run_of(WIDE, 32, 2048), with_memory(cluster(16), 8 * 2**30)),
+    (run_of(WIDE, 16, 2048), with_memory(cluster(16), 3 * 2**30)),
+    (run_of(WIDE, 12, 2048), with_memory(cluster(12, node=4, island=4), 4 * 2**30)),
+    (run_of(DEEP, 16, 512), cluster(8)),
+    (run_of(DEEP, 8, 2048), with_memory(cluster(8), 6 * 2**30)),
+    (run_of("llama3-8b", 16, 4096), cluster(4, network=2e9, island_bandwidth=20e9)),
+    (run_of(WIDE, 16, 512, memory=Memory(recompute="full")), with_memory(cluster(8), 6 * 2**30)),
+    (run_of(WIDE, 16, 512, layout=Layout(tensor=2)), cluster(8)),
+]
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_the_quickest_layout_is_found(case: int) -> None:
+    run, hardware = CASES[case]
+    expected, count = brute(run, hardware)
+    explorer = Explorer(space(run, hardware), rates_of(run, hardware))
+    front = explorer.best(capacity_of(hardware))
+    assert explorer.count == count
+    if np.isinf(expected):
+        assert not len(front.seconds)
+        return
+    assert front.seconds[0] == pytest.approx(expected, rel=1e-12)
+    found = search(run, hardware)
+    assert found.best.seconds <= NEAR * expected * (1 + 1e-12)
+    assert found.considered == count
+
+
+def test_judging_the_winner_gives_the_winner() -> None:
+    for run, hardware in CASES[:2]:
+        best = search(run, hardware).best
+        memory = replace(run.memory, recompute=best.recompute, offload=best.offload)
+        given = replace(run, layout=best.layout, memory=memory, train=replace(run.train, micro_batch=best.micro_batch))
+        judged = judge(given, hardware)
+        assert judged.layout == best.layout
+        assert judged.seconds == pytest.approx(best.seconds)
+        assert judged.memory == pytest.approx(best.memory)
+
+
+def test_judging_an_illegal_layout_says_why() -> None:
+    with pytest.raises(RunError, match=r"does not divide model\.heads"):
+        judge(run_of(SMALL, 16, 64, layout=Layout(tensor=3)), cluster(6))
+
+
+def test_judging_what_does_not_fit_tells_what_it_would_take() -> None:
+    option = judge(run_of("llama3-70b", 64, 4096, layout=Layout(tensor=8)), cluster(8))
+    assert not option.fits
+    assert option.bytes > option.capacity
+
+
+def test_more_memory_is_never_slower_and_a_faster_network_neither() -> None:
+    run = run_of(WIDE, 32, 2048)
+    sizes = [search(run, with_memory(cluster(16), gib * 2**30)).best.seconds for gib in (4, 6, 40)]
+    assert all(later <= earlier * NEAR for earlier, later in pairwise(sizes))
+    assert sizes[-1] < sizes[0]
+    speeds = [search(run, cluster(16, network=network)).best.seconds for network in (1e9, 100e9)]
+    assert all(later <= earlier * NEAR for earlier, later in pairwise(speeds))
+    assert speeds[-1] < speeds[0]
+
+
+def test_runners_up_differ_in_their_degrees_and_are_no_quicker() -> None:
+    found = search(run_of("llama3-8b", 16, 4096), cluster(16))
+    degrees = [(o.layout.pipeline, o.layout.replicas, o.layout.context, o.layout.tensor) for o in (found.best, *found.others)]
+    assert len(set(degrees)) == len(degrees) > 5
+    assert all(found.best.seconds <= other.seconds * NEAR for other in found.others)
+    assert [option.bytes for option in found.curve] == sorted(option.bytes for option in found.curve)
+    assert [option.seconds for option in found.curve] == sorted((option.seconds for option in found.curve), reverse=True)
+
+
+def test_reasons_are_computed_from_the_numbers() -> None:
+    found = search(run_of("llama3-70b", 512, 4096), cluster(256))
+    reasons = {one.name: one for one in found.why_not}
+    assert len(reasons) > 10
+    for one in reasons.values():
+        if one.option is None:
+            assert one.reason.startswith("not legal: ")
+        elif not one.option.fits:
+            assert f"{one.option.bytes / 2**30:.0f} GiB" in one.reason
+        else:
+            assert one.option.seconds >= found.best.seconds / NEAR
+    odd, hardware = run_of(replace(WIDE, heads=10, kv_heads=2, dim=1280), 8, 128, layout=Layout(tensor=2, data=4)), cluster(8)
+    neighbours = why_not(space(odd, hardware), rates_of(odd, hardware), judge(odd, hardware))
+    illegal = {one.name: one.reason for one in neighbours if one.option is None}
+    assert illegal["TP4"] == "not legal: layout.tensor = 4 does not divide model.heads = 10"
+
+
+def test_fewer_devices_are_taken_where_all_cannot_be_used() -> None:
+    found = search(run_of(SMALL, 12, 64), cluster(7))
+    assert found.best.layout.ranks == 6
+
+
+def test_limits_of_memory_deadline_and_budget() -> None:
+    run, hardware = run_of("llama3-8b", 8, 4096), cluster(8)
+    free = search(run, hardware)
+    tight = search(run, hardware, limits=Limits(fits_in=40 * 2**30))
+    assert tight.best.bytes <= 40 * 2**30 < free.best.bytes
+    assert tight.best.seconds >= free.best.seconds
+    with pytest.raises(RunError, match="deadline"):
+        search(run, hardware, limits=Limits(deadline=free.best.expected_days / 3))
+    assert free.best.price is not None
+    with pytest.raises(RunError, match="budget"):
+        search(run, hardware, limits=Limits(budget=free.best.price / 10))
+    cheap = search(run, hardware, aim="price")
+    assert cheap.best.price is not None and cheap.best.price <= free.best.price
+
+
+def test_planning_imports_no_torch() -> None:
+    program = "import sys, phalanx.planning.search, phalanx.planning.solve, phalanx.planning.placement; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)

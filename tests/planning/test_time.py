@@ -1,0 +1,136 @@
+"""Step times: closed forms against simulations, counts and arithmetic by hand."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from phalanx.planning.bubble import bubble
+from phalanx.planning.columns import model_columns
+from phalanx.planning.layer import block, head
+from phalanx.planning.rates import Rates
+from phalanx.planning.time import step_times
+from phalanx.planning.times import PARTS
+from phalanx.planning.work import SCHEDULES, Work
+from phalanx.spec.presets import PRESETS
+from phalanx.spec.schedule_make import make
+from phalanx.spec.schedule_time import Durations, simulate
+
+H100 = {
+    "peak": 989e12,
+    "peak16": 989e12,
+    "bandwidth": 3.35e12,
+    "memory": 80e9,
+    "island": 8,
+    "node": 8,
+    "island_bandwidth": 450e9,
+    "network": 50e9,
+}
+IDEAL = Rates(
+    gemm=1.0, knee=0.0, attention=1.0, attention_backward=1.0, traffic=0.0, launch=0.0, gather_host=0.0, spread=0.0, optimizer_bytes=0.0
+)  # fmt: skip
+"""A device that reaches its peak and computes for nothing else."""
+
+
+def work(model: str = "llama3-8b", **layout: Any) -> Work:
+    columns: dict[str, Any] = {"sequence": 8192, "batch": 64, "micro_batch": 1, "ranks": 8, "data": 8}
+    spec = replace(PRESETS[model], vocab=PRESETS[model].vocab or 32000)
+    return Work(**(model_columns(spec) | H100 | columns | layout))
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "gpt3-175b", "mixtral-8x7b", "deepseek-v3"])
+def test_an_ideal_device_takes_the_flops_of_the_model(model: str) -> None:
+    spec = replace(PRESETS[model], vocab=PRESETS[model].vocab or 32000)
+    jobs = work(model, batch=8, compute_bytes=0, island_bandwidth=np.inf, network=np.inf, bandwidth=np.inf)
+    ours = step_times(jobs, IDEAL).compute * 989e12 / 8192
+    # Scores are counted in full there, but causal kernels skip half of them, and take 2.5 forward passes to go back, not two.
+    widths = jobs.score_width + jobs.value_width
+    matrices = spec.flops_per_token(8192) - 6 * (spec.layers + spec.ahead) * widths * 8192
+    scores = (1 + 2.5) * (spec.layers + spec.ahead) * widths * 8192
+    projections = 6.0 * spec.ahead * 2 * spec.dim**2  # of what predicts ahead: too little to be in the equations
+    assert ours == pytest.approx(matrices - projections + scores, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (1.0, 1.5, 0.7), (0.7, 1.0, 1.0), (1.0, 2.2, 0.8)])
+def test_a_bubble_is_that_of_the_simulated_schedule(name: str, times: tuple[float, float, float]) -> None:
+    forward, back, weight = times
+    for ranks, stages in ((2, None), (4, None), (8, None), (4, 4)):
+        per_rank = stages if stages and name.startswith(("interleaved", "looped")) else {"gpipe": 1, "1f1b": 1}.get(name, 2)
+        count = 4 * ranks
+        durations = Durations(forward=forward / per_rank, input=back / per_rank, weight=weight / per_rank)
+        simulated = simulate(make(name, ranks, count, per_rank), durations).stop - count * sum(times)
+        job = work(pipeline=ranks, ranks=ranks, data=1, schedule=SCHEDULES.index(name), stages=per_rank)
+        assert float(bubble(job, count, forward, back, weight)[0]) == pytest.approx(simulated, rel=1e-6)
+
+
+def test_parts_sum_up_to_the_step_for_every_kind_of_layout() -> None:
+    rng, count = np.random.default_rng(0), 2000
+    tensor, pipeline, shard, context = (2.0 ** rng.integers(0, 3, count) for _ in range(4))
+    jobs = work(
+        "mixtral-8x7b",
+        ranks=1024,
+        batch=4096,
+        pipeline=pipeline,
+        shard=shard,
+        context=context,
+        tensor=tensor,
+        data=1024 / (tensor * pipeline * shard * context),
+        micro_batch=2.0 ** rng.integers(0, 2, count),
+        zero=rng.integers(1, 4, count),
+        schedule=rng.integers(0, len(SCHEDULES), count),
+        stages=2,
+        expert=8,
+        recompute=rng.integers(0, 3, count),
+        method=rng.integers(0, 3, count),
+        offload=rng.integers(0, 3, count),
+        activations_on_host=rng.integers(0, 2, count),
+        sequence_parallel=rng.integers(0, 2, count),
+    )
+    times = step_times(jobs, Rates())
+    assert sum(getattr(times, part) for part in PARTS) == pytest.approx(times.step)
+    assert all(np.all(np.asarray(getattr(times, part)) >= 0) for part in PARTS)
+
+
+def test_many_jobs_are_judged_as_one_is() -> None:
+    """Long tables are cut into pieces on the way; scalars must come out alike."""
+    size = 70_000
+    micro = np.where(np.arange(size) % 3 == 0, 1.0, 2.0)
+    many = step_times(work(micro_batch=micro), Rates())
+    for place in (0, 1, 40_000, size - 1):
+        one = step_times(work(micro_batch=micro[place]), Rates())
+        for field in fields(one):
+            column = np.broadcast_to(getattr(many, field.name), size)
+            assert float(column[place]) == pytest.approx(float(getattr(one, field.name)))
+
+
+def test_recomputing_repeats_the_forward_pass() -> None:
+    rates = replace(IDEAL, overhead=0.0)
+    plain, again = (step_times(work(recompute=code), rates) for code in (0, 2))
+    part = block(work(), rates)
+    assert float(again.compute - plain.compute) == pytest.approx(8 * 32 * part.forward)
+    half = step_times(work(recompute=2, recompute_every=2), rates)
+    assert float(half.compute - plain.compute) == pytest.approx(4 * 32 * part.forward)
+
+
+def test_the_head_is_hidden_where_the_last_stage_has_fewer_layers() -> None:
+    """126 layers on 16 ranks: two ranks' worth of slack, more than a head of Llama-3 405B takes."""
+    deep = {"ranks": 128, "tensor": 8, "data": 1, "sequence_parallel": 1}
+    even = step_times(work("llama3-405b", pipeline=16, **deep), Rates())
+    assert float(even.head) == 0.0
+    alone = step_times(work("llama3-405b", pipeline=1, ranks=8, tensor=8, data=1, sequence_parallel=1), Rates())
+    assert float(alone.head) == pytest.approx(float(head(work("llama3-405b", tensor=8, data=1), Rates()).whole))
+
+
+def test_what_costs_more_takes_longer() -> None:
+    base = float(step_times(work(), Rates()).step)
+    assert float(step_times(replace(work(), bandwidth=1e12), Rates()).step) > base
+    sharded = work(shard=8, data=1, zero=3)
+    assert float(step_times(sharded, Rates()).data) > float(step_times(work(), Rates()).data)
+    slow = replace(work("mixtral-8x7b", expert=8), island_bandwidth=50e9)
+    assert float(step_times(slow, Rates()).expert) > float(step_times(work("mixtral-8x7b", expert=8), Rates()).expert)
+    small = work("tiny-dense", sequence=128)
+    assert float(step_times(small, Rates()).launch) > 0.3 * float(step_times(small, Rates()).step)

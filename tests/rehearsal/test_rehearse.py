@@ -1,0 +1,140 @@
+"""Rehearsals on one process: what they find, what they refuse, and that they take no memory; collectives against formulas of their own."""
+
+from __future__ import annotations
+
+import json
+import resource
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import tiny_run
+
+from phalanx.rehearsal import attention
+from phalanx.rehearsal.job import kinds, laid_out
+from phalanx.rehearsal.messages import Messages
+from phalanx.rehearsal.program import opened
+from phalanx.rehearsal.rehearse import Stage, rehearse
+from phalanx.rehearsal.report import write_trace
+from phalanx.spec.errors import RunError
+from phalanx.spec.layout import Layout
+from phalanx.spec.machine import Machine
+from phalanx.spec.plan import Plan
+from phalanx.spec.run import Run
+
+H200 = attention.CARDS["h200"]
+HERE = Machine(host="here", cpu="a cpu", cores=2, memory=8 << 30)
+GPU = ("cluster.gpu=h100-sxm",)
+
+
+def on_gpu(run: Run) -> Plan:
+    layout = replace(run.layout, data=run.layout.data or 1)
+    assert run.train.micro_batch is not None
+    return Plan(
+        layout=layout,
+        device="cuda",
+        threads=1,
+        micro_batch=run.train.micro_batch,
+        accumulation=run.batch // layout.replicas // run.train.micro_batch,
+        compute=run.precision.compute or "bf16",
+        parameters=0,
+        flops_per_token=0.0,
+        peak_flops=None,
+    )
+
+
+def test_a_gpu_that_is_not_there_is_rehearsed_without_memory() -> None:
+    run = tiny_run(
+        "model.dim=4096", "model.layers=4", "model.heads=32", "model.kv_heads=8", "model.ffn=14336", "model.vocab=128256"
+    )
+    tiny = tiny_run()
+    rehearse(tiny, on_gpu(tiny), 0, Stage(card=H200))  # what torch loads the first time is not counted
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    told = rehearse(run, on_gpu(run), 0, Stage(card=H200))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
+    parameters = run.model.parameters()
+    assert told.state == {"parameters": 4 * parameters, "gradients": 4 * parameters, "optimizer": 8 * parameters, "files": 0}
+    assert told.peak > 16 * parameters and told.reserved >= told.peak
+    assert sum(told.components.values()) == pytest.approx(told.peak, rel=1e-3)
+    assert not dist.is_initialized() and torch.zeros(2).tolist() == [0.0, 0.0]
+
+
+def test_one_step_tells_what_a_second_takes() -> None:
+    """What the first step makes for good is counted for the second, without running it."""
+    run = tiny_run("precision.optimizer=bf16", "train.micro_batch=4")
+    told = rehearse(run, on_gpu(run), 0, Stage(card=H200))
+    with opened(run, on_gpu(run), 0, H200, Messages()) as (program, watch):
+        program.step(2)
+        watch.device.forget_peak()
+        program.step(2)
+        assert watch.device.peak == pytest.approx(told.peak, abs=1 << 13)  # but for a few single numbers
+
+
+def test_fewer_micro_batches_tell_what_all_do() -> None:
+    run = tiny_run("train.batch=16", "train.micro_batch=1", "model.layers=4")
+    layout = Layout(data=1, pipeline=2, schedule="dualpipev")
+    plan = replace(on_gpu(run), layout=layout)
+    told = rehearse(run, plan, 0, Stage(card=H200))
+    assert told.taken < told.micro_batches == 16
+    with opened(run, plan, 0, H200, Messages()) as (program, watch):
+        before = len(watch.messages.all)
+        program.step(16)
+        whole = sum(one.bytes for one in watch.messages.all[before:])
+        assert watch.device.peak == pytest.approx(told.peak, abs=1 << 13)
+        assert sum(watch.flops.values()) == sum(told.flops.values())
+    assert whole == sum(size for uses in told.sent.values() for size in uses.values())
+
+
+def test_out_of_memory_is_told_with_its_place() -> None:
+    run = tiny_run("train.micro_batch=8", "model.vocab=4096")
+    plan = on_gpu(run)
+    need = rehearse(run, plan, 0, Stage(card=H200))
+    fixed = sum(need.fixed.values())
+    enough = rehearse(run, plan, 0, Stage(card=H200, capacity=need.reserved + fixed))
+    less = rehearse(run, plan, 0, Stage(card=H200, capacity=need.reserved + fixed - (4 << 20)))
+    assert enough.fits and not less.fits
+    assert less.no_room is not None and less.no_room.phase in ("forward", "loss", "backward", "step")
+    assert json.loads(json.dumps(less.to_json()))["fits"] is False
+
+
+def test_what_cannot_be_rehearsed_is_refused_by_name() -> None:
+    run = tiny_run("model.layers=4")
+    plan = replace(on_gpu(run), layout=Layout(data=1, pipeline=2, cut="measured"))
+    with pytest.raises(RunError, match=r"layout\.cut"):
+        rehearse(run, plan, 0, Stage(card=H200))
+    with pytest.raises(RunError, match="--rank 7"):
+        rehearse(run, on_gpu(run), 7, Stage(card=H200))
+
+
+def test_every_kind_of_rank_is_found() -> None:
+    run = tiny_run("model.layers=5", "train.batch=32", "train.micro_batch=1")
+    plan = replace(on_gpu(run), layout=Layout(data=2, pipeline=4, tensor=2), accumulation=16)
+    found = kinds(run, plan)
+    assert sum(found.values()) == 16 and 0 in found and 12 in found
+
+
+def test_a_named_cluster_is_rehearsed_with_its_nodes(tmp_path: Any) -> None:
+    run = tiny_run(*GPU, "cluster.gpus=16", "layout.tensor=4", "layout.data=4", "cluster.device=cuda", "train.micro_batch=1")
+    job = laid_out(run, HERE)
+    told = rehearse(job.run, job.plan, 5, job.stage)
+    assert told.ranks == 16 and told.capacity is not None and told.capacity > 70e9
+    tiers = {one.message.use: one.message.tier for one in told.messages}
+    assert tiers["tensor"] == "node" and tiers["data"] == "across"
+    write_trace(told, tmp_path / "trace.json")
+    assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) > 10
+
+
+def test_kernels_are_those_of_an_h200() -> None:
+    def kernel(dtype: torch.dtype, widths: tuple[int, int] = (128, 128), **how: bool) -> str:
+        return attention.kernel(H200, dtype, widths=widths, **{"masked": False, "grouped": False} | how)
+
+    assert (
+        kernel(torch.bfloat16)
+        == kernel(torch.bfloat16, masked=True, grouped=True)
+        == kernel(torch.float16, (192, 128))
+        == "cudnn"
+    )
+    assert kernel(torch.bfloat16, (36, 36)) == "flash" and kernel(torch.bfloat16, (36, 36), masked=True) == "math"
+    assert kernel(torch.float32) == "efficient" and kernel(torch.float32, grouped=True) == "math"
