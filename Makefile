@@ -34,8 +34,12 @@ types: setup
 contracts: setup
 	$(BIN)/lint-imports
 
+# Tests that start processes of their own, look for what these leave behind or count seconds: one at a time. The others share the cores.
+ALONE := $(addprefix tests/,checkpointing cli gpu launch parallel training verification)
+
 tests: setup
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 $(addprefix --ignore=,$(ALONE)) tests
+	$(BIN)/python -m pytest -m "not slow" $(ALONE)
 
 # Proofs that take minutes: run before an issue is resolved.
 test-slow: setup

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.planning.fit import Solved, predict
-from phalanx.planning.judge import by_family, by_peak, by_source, covered, factors, left_out, summary
-from phalanx.planning.published import Table, read
-from phalanx.planning.sweeps import LEAST, sweeps
+from phalanx.planning.fitting.fit import Solved, predict
+from phalanx.planning.fitting.judge import by_family, by_peak, by_source, covered, doubts, factors, known_by, left_out, summary
+from phalanx.planning.fitting.published import Table, read
+from phalanx.planning.fitting.sweeps import LEAST, sweeps
 from phalanx.spec.errors import RunError
 
 OWN = Path(__file__).parent / "published" / "steps.csv"
@@ -71,12 +71,13 @@ def _own(table: Table, by: str) -> tuple[str, np.ndarray, np.ndarray]:
     """Each source by constants that know nothing of it, its interval by what the others missed."""
     groups, jobs = _groups(table, by), Counter(table.jobs)
     wanted = table.core | np.array([jobs[job] >= LEAST for job in table.jobs])
-    predicted = left_out(Solved.of(table), groups, wanted)
+    solved = Solved.of(table)
+    predicted = left_out(solved, groups, wanted)
     core = np.where(table.core, predicted, np.nan)
     return (
         f"its {len(table.ids)} usable rows, without the {by} that is being predicted",
         predicted,
-        covered(table, core, groups),
+        covered(table, core, groups, doubts(solved.fit, table)),
     )
 
 
@@ -88,10 +89,15 @@ def _other(known: Table, asked: Table, by: str) -> tuple[str, np.ndarray, np.nda
     solved = Solved.of(rest)
     predicted = predict(solved.fit, asked)
     own = left_out(solved, rest.publications, rest.core)
-    ratio, inside = asked.seconds / predicted, np.zeros(len(asked.ids), dtype=bool)
+    wide = doubts(solved.fit, rest)
+    for publication in np.unique(rest.publications):
+        there = rest.publications == publication
+        wide[there] *= known_by(rest.family[there], rest, there)
+    misses, inside = np.log(rest.seconds / own) / wide, np.zeros(len(asked.ids), dtype=bool)
+    ratio = np.log(asked.seconds / predicted) / (doubts(solved.fit, asked) * known_by(asked.family, rest))
     for kind in (False, True):
         rows = rest.core & (rest.moe == kind)
-        low, high = factors(np.log(rest.seconds[rows] / own[rows]))
+        low, high = factors(misses[rows], rest.publications[rows])
         inside |= (asked.moe == kind) & (ratio >= low) & (ratio <= high)
     both = len(set(_groups(known, by)[mine]))
     return f"{len(rest.ids)} usable rows; {both} {by}s that both files have were left out", predicted, inside

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 import phalanx.planning
-from phalanx.planning.constants import written
-from phalanx.planning.fit import Solved
-from phalanx.planning.judge import factors, left_out
-from phalanx.planning.published import read
+from phalanx.planning.fitting.constants import FAMILIES, written
+from phalanx.planning.fitting.fit import Solved
+from phalanx.planning.fitting.judge import doubts, factors, known_by, left_out
+from phalanx.planning.fitting.published import read
 
 ROWS = Path(__file__).parent / "published" / "steps.csv"
 TARGET = Path(phalanx.planning.__path__[0]) / "catalogue" / "constants.toml"
@@ -28,11 +28,20 @@ def main() -> None:
     table = read(args.csv, core=False)
     solved = Solved.of(table)
     alone = left_out(solved, table.publications, table.core)
-    misses = np.log(table.seconds / alone)
-    intervals = {name: factors(misses[table.core & (table.moe == moe)]) for name, moe in (("dense", False), ("moe", True))}
+    wide = doubts(solved.fit, table)
+    for publication in np.unique(table.publications):
+        mine = table.publications == publication
+        wide[mine] *= known_by(table.family[mine], table, mine)
+    misses = np.log(table.seconds / alone) / wide
+    intervals = {}
+    for name, moe in (("dense", False), ("moe", True)):
+        rows = table.core & (table.moe == moe)
+        low, high = np.exp(factors(misses[rows], table.publications[rows]))
+        intervals[name] = (float(low), float(high))
+    known = dict(zip((*FAMILIES, "other"), known_by(np.array([*FAMILIES, "other"]), table).tolist(), strict=True))
     sources = len(set(table.sources))
     told = f"{len(table.ids)} rows of {sources} sources; intervals: P10 and P90 of the core rows' errors, whole publications left out."
-    args.out.write_text(written(solved.fit, intervals, told), encoding="utf-8")
+    args.out.write_text(written(solved.fit, intervals, known, told), encoding="utf-8")
     print(f"{os.path.relpath(args.out)}: {told} {time.process_time() - begin:.0f} s of processor time.")
 
 

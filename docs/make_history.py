@@ -80,7 +80,8 @@ PUBLISHED = {
         "(DeepSeek-AI, 2024).",
         hours=2.664e6,
         settings=("memory.recompute=selective", "memory.offload=none"),
-        note="Without multi-token prediction; smaller batches at the beginning.",
+        note="Without multi-token prediction; smaller batches at the beginning. How much DualPipe-V hides was set with these hours in view: "
+        "no independent prediction.",
     ),
 }
 

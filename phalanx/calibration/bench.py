@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,12 +20,12 @@ import torch
 
 from phalanx.calibration import micro
 from phalanx.calibration.micro import Row
-from phalanx.calibration.steps import jobs, plan_of
+from phalanx.calibration.steps import Compute, jobs, plan_of
 from phalanx.launch.env import for_workers
 from phalanx.planning.cluster import Hardware
 from phalanx.planning.cpu import cpu_hardware
 from phalanx.planning.hardware import hardware
-from phalanx.planning.refit import Measured, corrected, refitted
+from phalanx.planning.refit import WIDTHS, Measured, corrected, refitted
 from phalanx.spec.errors import RunFailed
 from phalanx.spec.machine import Machine
 from phalanx.spec.plan import Plan
@@ -84,7 +84,12 @@ def bench(machine: Machine, folder: Path, minutes: float = 5.0, say: Callable[[s
         say(f"exchanging messages between {ranks} ranks")
         _links(found, ranks, budget * 0.15)
     say("training small models")
-    _steps(found, "bf16" if device == "cuda" else "fp32", budget * 0.45)
+    if device == "cpu":
+        _steps(found, "fp32", budget * 0.45)
+    else:
+        _steps(found, "bf16", budget * 0.35)
+        if "cuda.fp8.gemm" in found.constants:  # casting to it counts as multiplying: no product by itself tells that
+            _steps(found, "fp8", budget * 0.1, {"gemm": 1.0})
     found.seconds = time.perf_counter() - begin
     return found
 
@@ -137,7 +142,7 @@ def _links(found: Bench, ranks: int, budget: float) -> None:
         found.constants["cuda.island"] = bandwidth / nominal
 
 
-def _steps(found: Bench, compute: Literal["fp32", "bf16"], budget: float) -> None:
+def _steps(found: Bench, compute: Compute, budget: float, widths: Mapping[str, float] = WIDTHS) -> None:
     device = found.device
     answer = _ask([["steps", device, compute, "1", f"{budget:.1f}"]], _plan(found, 1))[0]
     devices = _one(found)
@@ -146,7 +151,7 @@ def _steps(found: Bench, compute: Literal["fp32", "bf16"], budget: float) -> Non
         for run, seconds in zip(jobs(device, compute), answer["seconds"], strict=True)
         if seconds is not None
     ]
-    found.constants |= corrected(refitted(steps, compute), devices, compute, {})
+    found.constants |= corrected(refitted(steps, compute, widths), devices, compute, {})
     for name, value in _SPREAD.items():
         found.constants[f"{device}.{name}"] = value
     if device == "cpu":

@@ -20,7 +20,7 @@ from phalanx.spec.run import Cluster, Data, Memory, Precision, Run, Train
 from phalanx.training.trainer import Trainer
 
 Device = Literal["cpu", "cuda"]
-Compute = Literal["fp32", "bf16"]
+Compute = Literal["fp32", "bf16", "fp8"]
 
 _WORDS = ("the quick brown fox jumps over the lazy dog, and ", "a phalanx of spears moves as one; ")
 
@@ -29,6 +29,8 @@ CPU = ((64, 2, 128, 4), (64, 4, 64, 2), (128, 4, 128, 4), (128, 2, 512, 4), (256
 CUDA = (
     (512, 4, 256, 2), (1024, 8, 512, 2), (2048, 4, 1024, 2), (2048, 4, 2048, 8), (4096, 2, 2048, 4), (4096, 2, 8192, 1), (1024, 4, 8192, 2),
 )  # fmt: skip
+FP8 = ((2048, 4, 2048, 8), (4096, 2, 2048, 4))
+"""Large enough that multiplying counts, and casting what is multiplied."""
 
 
 def small_run(shape: tuple[int, int, int, int], device: Device, compute: Compute, accumulation: int = 1) -> Run:
@@ -107,5 +109,7 @@ def timed(device: Device, compute: Compute, threads: int, seconds: float) -> dic
 
 def jobs(device: Device, compute: Compute) -> list[Run]:
     """What is timed. The last tells what a step costs from what a micro-batch does."""
+    if compute == "fp8":
+        return [small_run(shape, device, compute) for shape in FP8]
     shapes = CPU if device == "cpu" else CUDA
     return [*(small_run(shape, device, compute) for shape in shapes), small_run(shapes[2], device, compute, accumulation=4)]

@@ -23,7 +23,8 @@ def _steps(words: list[str]) -> Any:
     from phalanx.calibration.steps import timed
 
     device, compute, threads, seconds = words
-    return timed("cuda" if device == "cuda" else "cpu", "bf16" if compute == "bf16" else "fp32", int(threads), float(seconds))
+    assert device in ("cpu", "cuda") and compute in ("fp32", "bf16", "fp8"), words
+    return timed(device, compute, int(threads), float(seconds))  # type: ignore[arg-type]
 
 
 def _links(words: list[str]) -> Any:

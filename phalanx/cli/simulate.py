@@ -18,7 +18,7 @@ from phalanx.spec.load import load
 if TYPE_CHECKING:
     from phalanx.planning.hardware import Hardware
     from phalanx.planning.option import Option
-    from phalanx.planning.simulate_answer import Ask
+    from phalanx.planning.simulation.answer import Ask
     from phalanx.spec.run import Run
 
 _UNITS = {"s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "": 1.0}
@@ -77,7 +77,7 @@ def simulate(
         raise RunError(["--trace is of one step: give --step too, or --png for a picture of the whole run."])
     if lost := [path for path in (png, trace) if path is not None and not path.parent.is_dir()]:
         raise RunError([f"{path}: cannot be written: there is no folder {path.parent}" for path in lost])
-    from phalanx.planning.simulate_answer import Ask
+    from phalanx.planning.simulation.answer import Ask
 
     ask = Ask(
         days=days,
@@ -103,7 +103,7 @@ def simulate(
 def _whole(run: Run, hardware: Hardware, option: Option, ask: Ask, png: Path | None) -> dict[str, Any]:
     from phalanx.dashboard.simulated import text
     from phalanx.planning.search import judge
-    from phalanx.planning.simulate import simulate as simulated
+    from phalanx.planning.simulation.simulate import simulate as simulated
 
     found = simulated(run, hardware, option, ask, judge)
     console.print("\n".join(text(found.values())), markup=False, soft_wrap=True)
@@ -118,7 +118,7 @@ def _whole(run: Run, hardware: Hardware, option: Option, ask: Ask, png: Path | N
 
 def _step(run: Run, hardware: Hardware, option: Option, files: tuple[Path | None, Path | None]) -> dict[str, Any]:
     from phalanx.dashboard.simulated import step_text
-    from phalanx.planning.simulate_traffic import step_of
+    from phalanx.planning.simulation.traffic import step_of
 
     step, (png, trace) = step_of(run, hardware, option), files
     order = step.schedule

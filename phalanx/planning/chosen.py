@@ -15,6 +15,7 @@ from phalanx.planning.hardware import hardware
 from phalanx.planning.option import Option
 from phalanx.planning.placement import Placement, placement
 from phalanx.planning.search import search
+from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.machine import Machine
 from phalanx.spec.plan import Plan, Promise
@@ -35,11 +36,15 @@ class Better:
 
 
 def promised(run: Run, machine: Machine, plan: Plan) -> Promise | None:
-    """What a plan may promise; None for one's own module or schedule, of which the equations know nothing."""
+    """What a plan may promise; None for one's own module or schedule, of which the equations know nothing, and for what only a proof
+    lays out, such as one replica that others would meet now and then."""
     if run.model.module is not None or run.layout.schedule_file is not None:
         return None
     devices = devices_of(run, machine, plan.ranks, plan.threads, plan.device)
-    option = judge(_filled(run, plan), devices)
+    try:
+        option = judge(_filled(run, plan), devices)
+    except RunError:
+        return None
     if plan.device == "cpu":
         option = replace(option, memory=resident(run, plan, option.memory, machine))
     return promise_of(option)

@@ -8,7 +8,7 @@ every layout: a test does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -30,9 +30,9 @@ _BEAMS, _BEAMS_SPARSE = (60, 600), (200, 4000)
 """How many of each level are opened at first, in order to know what is good; experts have more ways to be dealt."""
 _FIRST, _LARGEST = 64, 2048
 """Bases that are opened at a time: few at first, as what they come to spares opening others."""
-_SLACK = 0.85
+_SLACK = 0.9
 """Of the memory bound of a base: it stands for layouts whose stages are cut a little otherwise."""
-_ALMOST = 0.9
+_ALMOST = 0.97
 """The same where stages are known: what spreads a state best differs by little from what is taken for it."""
 _SPLITS = [SCHEDULES.index(name) for name in ("interleaved-zero-bubble", "zbv", "dualpipev")]
 _NEAREST = 32
@@ -99,6 +99,7 @@ class Explorer:
         beams = _BEAMS if self.space.run.model.moe is None else _BEAMS_SPARSE
         for beam in beams if len(bound) else ():  # something good to begin with spares opening much else
             _open(self.space, self._rates, capacity, pick(bases, slice(beam)), front, beam)
+        first = front.columns, front.seconds, front.bytes
         front.columns, front.seconds, front.bytes = {}, front.seconds[:0], front.bytes[:0]
         at, size = 0, _FIRST
         while at < len(bound):
@@ -107,6 +108,8 @@ class Explorer:
                 break
             _open(self.space, self._rates, capacity, pick(bases, slice(at, stop)), front)
             at, size = at + size, min(2 * size, _LARGEST)
+        if len(first[1]) and not (len(front.seconds) and front.seconds[0] <= first[1][0]):
+            front.add(*first)  # found already, whatever a bound says of it
         if not len(front.seconds):
             self._last(capacity, front)
         return front
@@ -225,7 +228,7 @@ def _base_bound(space: Space, rates: Rates, bases: Columns) -> Floats:
     if undealt:
         easy["expert"] = 1 << 40
     work = space.work(bases, data=bases["replicas"], **easy)
-    times = step_times(work, rates)
+    times = step_times(work, _unadded(rates))
     layers = np.ceil(work.layers / work.pipeline)
     even = work.layers / (work.pipeline * layers)
     each = (times.forward + times.input + times.weight) * work.accumulation
@@ -234,6 +237,11 @@ def _base_bound(space: Space, rates: Rates, bases: Columns) -> Floats:
     each = each * even + np.where(work.pipeline == 1, times.head * work.accumulation, 0.0)
     spread = rates.spread * np.log2(max(space.gpus / 8, 1.0))
     return np.broadcast_to(each * (1 + spread), len(bases["pipeline"]))
+
+
+def _unadded(rates: Rates) -> Rates:
+    """For bounds: shards of gradients are added up in no time, while whole replicas, as which the jobs are judged, take some."""
+    return replace(rates, adding=0.0)
 
 
 def _stretch(times: Times) -> Any:
@@ -272,7 +280,8 @@ def _order_bound(space: Space, rates: Rates, rows: Columns, front: Front) -> Flo
     """Seconds of a step in which replicas need not meet."""
     if not len(rows["pipeline"]):
         return np.zeros(0)
-    times = step_times(space.work(rows, data=rows["replicas"], offload=int(space.savings["offload"].min())), rates)
+    work = space.work(rows, data=rows["replicas"], offload=int(space.savings["offload"].min()))
+    times = step_times(work, _unadded(rates))
     front.timed += len(rows["pipeline"])
     bound = (times.step - times.other - times.data - times.optimizer - times.offload) * _stretch(times)
     return np.broadcast_to(bound, len(rows["pipeline"]))

@@ -22,6 +22,8 @@ CONNECT = 2e-3
 """Seconds for each rank of building process groups anew: 33 for 16,384, as careful set-ups report; careless ones take many minutes."""
 PAUSE = 0.05
 """Seconds that ranks wait for each other around a save, whatever its size."""
+_LEAST = 1e-9
+"""Goodput of a cluster that fails faster than it starts: nothing, but days and dollars stay numbers."""
 _COPIES = 2
 """Of a rank's state in host memory: its own, and one for a neighbouring node."""
 _HOST_SHARE = 0.5
@@ -81,7 +83,7 @@ def upkeep(hardware: Hardware, *, state: Column, ranks: Column, step: Column) ->
         stall=stall,
         restart=restart,
         save_every=every,
-        goodput=goodput(every, mtbf, stall, restart),
+        goodput=np.maximum(goodput(every, mtbf, stall, restart), _LEAST),
         in_memory=in_memory,
     )
 

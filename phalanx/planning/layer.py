@@ -78,7 +78,7 @@ def block(work: Work, rates: Rates) -> Part:
 
 def _aligned(size: Column, parts: Column) -> Column:
     """How much longer products take whose inner size, cut in parts, tensor cores cannot cut evenly: as measured on an H200."""
-    if np.all(np.asarray(size) % (64 * np.max(parts)) == 0):
+    if np.all(np.asarray(size) % (64 * np.max(parts, initial=1)) == 0):
         return 1.0
     inner = size / parts
     return np.where(inner % 8 > 0, 6.5, np.where(inner % 64 > 0, 1.15, 1.0))
@@ -102,12 +102,15 @@ def _experts(work: Work, rates: Rates, sparse: Column) -> tuple[Column, Column]:
     experts = np.maximum(work.experts, 1)
     width = np.maximum(work.expert_ffn, 1)
     rows = routed * work.expert * work.expert_tensor / experts
-    slow = 1 + rates.knee * (1 / work.dim + 1 / np.maximum(rows, 1) + work.expert_tensor / width)
+    # Two of an expert's three matrices are one product, twice as wide.
+    slow = 1 + rates.knee * (1 / work.dim + 1 / np.maximum(rows, 1) + 2 / 3 * work.expert_tensor / width)
     flops = 6 * work.dim * width
     router = 2 * tokens * work.dim * work.experts / (work.peak16 * rates.gemm)
     products = routed * flops * slow / (work.peak * rates.gemm) + router
     # Sorted by expert and back (read and written each), and the activation.
-    moved = routed * (8 * work.dim + 3 * width) * rates.traffic * work.compute_bytes / (work.bandwidth * rates.memory)
+    moved = (
+        routed * (rates.copies * work.dim + 3 * width) * rates.traffic * work.compute_bytes / (work.bandwidth * rates.memory)
+    )
     return sparse * products, sparse * moved
 
 

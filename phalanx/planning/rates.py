@@ -38,8 +38,10 @@ class Rates:
     """Part of those bytes that is left when the model is compiled."""
     scores: Column = 12.0
     """Bytes of traffic per attention score and pass, where the table of scores leaves the chip."""
+    reread: Column = 1.0
+    """Part of a block's memory-bound work that "selective" recomputation repeats …"""
     selective: Column = 0.0
-    """Part of attention's forward pass that "selective" recomputation repeats."""
+    """… and of attention's forward pass."""
     repeated: Column = 1.0
     """Part of a block's forward pass that "full" recomputation repeats."""
     launch: Column = 6e-6
@@ -50,6 +52,10 @@ class Rates:
     """Seconds of the device per kernel, in which it fills and empties."""
     expert_kernels: Column = 40.0
     """Those that a block with experts has besides."""
+    expert_wait: Column = 0.0
+    """Seconds in which the device waits in a block with experts, each way, for the host to learn how many tokens each one gets."""
+    copies: Column = 8.0
+    """Times that a token's copy for an expert is read or written on its way there and back."""
     gather_host: Column = 1.5e-4
     """Seconds of the host per block whose parameters are gathered, each time."""
     island: Column = 0.80
@@ -66,6 +72,8 @@ class Rates:
     """Part of each communication that computing covers."""
     context_hidden: Column = 0.7
     expert_hidden: Column = 0.2
+    paired: Column = 0.75
+    """The part of what is left of it that a schedule covers which was made for that: one micro-batch forward beside another's back."""
     data_hidden: Column = 0.65
     """Part of the computing that gradients and gathered parameters can travel behind …"""
     contention: Column = 0.2
@@ -89,9 +97,11 @@ class Rates:
     software: Column = 1.0
     """How much longer everything takes with this software."""
     low: Column = 0.8
-    """P10 of the step's time as part of the median …"""
+    """P10 of the time of a step that only computes, as part of the median …"""
     high: Column = 1.25
     """… and P90."""
+    doubt: Column = 1.0
+    """How many times as far off the logarithm is on devices that few have published about."""
 
 
 NAMES = tuple(field.name for field in fields(Rates))
@@ -107,11 +117,17 @@ def rates_for(hardware: Hardware, compute: str, *, moe: bool = False) -> Rates:
         values.update(table.get("common", {}))
         values.update(table.get("format", {}).get(key, {}))
         values.update(family.get(key, {}))
+        doubts = table.get("doubt", {})
+        values["doubt"] = doubts.get(hardware.family, doubts.get("other", 1.0))
         for name, factor in table.get("times", {}).get(hardware.gpu.key, {}).items():
             values[name] = values[name] * factor
     values.update(table.get("moe" if moe else "dense", {}))
-    values.update(hardware.measured)
-    if "island" in dict(hardware.measured):
+    own = dict(hardware.measured)
+    own |= {name.removeprefix(f"{compute}."): value for name, value in own.items() if name.startswith(f"{compute}.")}
+    values.update(own)
+    if "gemm" in own:
+        values["doubt"] = 1.0
+    if "island" in own:
         values["bus"] = 1.0  # what was measured was the bus
     return Rates(**{name: value for name, value in values.items() if name in NAMES})
 

@@ -105,6 +105,9 @@ def corrected(scale: Mapping[str, float], hardware: Hardware, compute: str, base
     for name, factor in scale.items():
         of = f"{hardware.device}.{compute}" if hardware.device == "cuda" and name in OF_FORMAT else hardware.device
         found[f"{of}.{name}"] = float(base.get(name, getattr(rates, name))) * factor
+    if "launch" in scale and hardware.device == "cuda":
+        # The steps were of dense models: what launching costs there says nothing of experts, whose cost stays what it was.
+        found[f"{hardware.device}.expert_kernels"] = float(rates.expert_kernels) / scale["launch"]
     return found
 
 

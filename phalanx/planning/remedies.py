@@ -60,6 +60,8 @@ def remedies(run: Run, hardware: Hardware, fits_in: float | None = None) -> Reme
 def _missing(run: Run, hardware: Hardware, fits_in: float | None) -> str:
     here, limit = space(run, hardware), capacity_of(hardware, fits_in)
     need, row = smallest(here)
+    if not row and run.layout != Layout():
+        return f"The run file's [layout] cannot be laid on {hardware.gpus:,} devices with a batch of {run.batch:,} sequences."
     if not row:
         return (
             f"No layout divides this run among {hardware.gpus:,} devices: a batch of {run.batch:,} sequences, {run.model.heads} heads and "

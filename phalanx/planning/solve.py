@@ -111,7 +111,7 @@ def _cluster(run: Run, hardware: Hardware, limits: Limits) -> Solved:
         raise RunError(
             [
                 f"No number of {hardware.gpu.name or hardware.gpu.key} carries this run within the limits: "
-                "take devices with more memory, a smaller model, or a later deadline."
+                "take devices with more memory, a smaller model, a later deadline or a larger budget."
             ]
         )
     sentence = (

@@ -67,7 +67,9 @@ def optimizer_seconds(work: Work, rates: Rates, held: Held) -> Column:
     apart = work.expert * work.expert_tensor
     same = np.clip(work.ranks / work.pipeline / np.maximum(apart, 1), 1, None)
     mine = held.dense / (work.shard * work.context) + held.experts / np.minimum(work.shard * work.context, same)
-    return rates.optimizer_bytes * mine / (work.bandwidth * rates.memory)
+    # Moments of 4 bytes each are 16 of some 28 bytes that are read and written.
+    size = rates.optimizer_bytes * (12 + 2 * np.asarray(work.moments)) / 28
+    return size * mine / (work.bandwidth * rates.memory)
 
 
 def offload_seconds(work: Work, held: Held, count: Column, layers: Column, busy: Column) -> Column:

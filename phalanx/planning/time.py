@@ -11,12 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from phalanx.planning.bubble import bubble
+from phalanx.planning.doubt import unsure
 from phalanx.planning.layer import Part, block, expert_tokens, head, sparse_part
 from phalanx.planning.rates import Rates
 from phalanx.planning.states import adding_seconds, data_seconds, held_by, offload_seconds, optimizer_seconds
 from phalanx.planning.times import Times
 from phalanx.planning.wire import exchange, gather, group, hop
-from phalanx.planning.work import METHODS, RECOMPUTE, Column, Work
+from phalanx.planning.work import METHODS, RECOMPUTE, SCHEDULES, Column, Work
 
 CHUNK = 1 << 15
 """Jobs judged at a time: their columns stay in the processor's cache."""
@@ -76,8 +77,9 @@ def _judge(work: Work, rates: Rates) -> Times:
     host_forward, host_backward = _host(work, rates)
     gpu_forward = layers * (here.forward + shown.forward)
     gpu_backward = layers * (here.whole - here.forward + shown.backward + again)
-    late_forward = _late(work, layers * host_forward, gpu_forward)
-    late_backward = _late(work, layers * host_backward, gpu_backward)
+    waits = layers * sparse_part(work) * rates.expert_wait if np.any(np.asarray(work.sparse_layers) > 0) else 0.0
+    late_forward = _late(work, layers * host_forward, gpu_forward) + waits
+    late_backward = _late(work, layers * host_backward, gpu_backward) + waits
     forward = gpu_forward + late_forward
     count = work.accumulation
     added = adding_seconds(work, rates, held) * (1 - 1 / count)
@@ -89,10 +91,7 @@ def _judge(work: Work, rates: Rates) -> Times:
     uneven = np.where(np.asarray(rates.balanced) > 0, of_head / work.pipeline, np.maximum(0.0, of_head - slack * of_block))
     extra = np.where(np.asarray(work.pipeline) > 1, uneven, of_head)
 
-    stride = work.ranks / work.pipeline
-    shared = (np.asarray(work.sequence_parallel) > 0) | (np.asarray(rates.split) > 0)
-    message = work.tokens * work.dim * work.compute_bytes / np.where(shared, work.tensor, 1)
-    one_hop = np.where(np.asarray(work.pipeline) > 1, hop(work, rates, message, stride), 0.0)
+    one_hop = _hop(work, rates)
     waited, hops = bubble(work, count, forward, backward - weight, weight)
     again_forward = _repeats(work, rates)
     both = count * layers
@@ -113,11 +112,13 @@ def _judge(work: Work, rates: Rates) -> Times:
     parts["other"] = named * (rates.spread * np.log2(np.maximum(work.ranks / 8, 1))) + rates.overhead
     step = named + parts["other"]
     scale = rates.software
+    # What was measured on cores is all of a step.
+    far = 1.0 if np.all(work.on_cpu) else rates.doubt * unsure(parts, step)
     return Times(
         **parts,
         step=step,
-        low=step * rates.low,
-        high=step * rates.high,
+        low=step * np.exp(far * np.log(rates.low)),
+        high=step * np.exp(far * np.log(rates.high)),
         forward=forward * scale,
         input=(backward - weight) * scale,
         weight=weight * scale,
@@ -125,6 +126,13 @@ def _judge(work: Work, rates: Rates) -> Times:
         hop=one_hop * scale,
         tail=parts["data"] + parts["optimizer"] + parts["offload"],
     )
+
+
+def _hop(work: Work, rates: Rates) -> Column:
+    """Seconds of a message between neighbouring stages."""
+    shared = (np.asarray(work.sequence_parallel) > 0) | (np.asarray(rates.split) > 0)
+    message = work.tokens * work.dim * work.compute_bytes / np.where(shared, work.tensor, 1)
+    return np.where(np.asarray(work.pipeline) > 1, hop(work, rates, message, work.ranks / work.pipeline), 0.0)
 
 
 def _late(work: Work, host: Column, device: Column) -> Column:
@@ -145,7 +153,7 @@ def _repeats(work: Work, rates: Rates) -> Column:
 def _again(work: Work, rates: Rates, here: Part, shown: Shown) -> Column:
     """Recomputed in the backward pass of a block: all of it, or what memory bounds (and attention, where that is meant)."""
     selective = np.asarray(work.recompute) == RECOMPUTE.index("selective")
-    some = (here.moved + rates.selective * here.attention) / work.recompute_every
+    some = (rates.reread * here.moved + rates.selective * here.attention) / work.recompute_every
     return _repeats(work, rates) * (here.forward + shown.forward) + selective * some
 
 
@@ -170,7 +178,8 @@ def _shown(work: Work, rates: Rates, here: Part) -> Shown:
     if np.any(np.asarray(work.context) > 1):
         context, back = _contexts(work, rates, here)
     if np.any(np.asarray(work.sparse_layers) > 0):
-        expert = _routed(work, rates) * sparse_part(work) * (1 - rates.expert_hidden)
+        paired = np.where(np.asarray(work.schedule) == SCHEDULES.index("dualpipev"), rates.paired, 0.0)
+        expert = _routed(work, rates) * sparse_part(work) * ((1 - rates.expert_hidden) * (1 - paired))
     return Shown(tensor, context, back, expert, tensor_back)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from phalanx.planning.cluster import Hardware
 from phalanx.planning.hardware import hardware, planned
 from phalanx.planning.search import search
 from phalanx.planning.settle import settle
@@ -53,6 +54,8 @@ def laid_out(run: Run, machine: Machine, size: Size | None = None, memory: int |
         node = island = max(gpus, 1) if device == "cuda" else 1 << 30
     if run.train.micro_batch is not None and (run.layout.data is not None or gpus):
         run, plan = _given(run, gpus, device, size)
+        if device == "cuda" and run.model.module is None:
+            run = _as_planned(run, plan, cluster or hardware(run, machine))
     elif cluster is not None:
         best = search(run, cluster).best
         memory_ = replace(run.memory, recompute=best.recompute, offload=best.offload)
@@ -88,6 +91,17 @@ def _given(run: Run, gpus: int, device: str, size: Size | None) -> tuple[Run, Pl
     if (order := schedule(layout, plan.accumulation)) and (problems := order.problems()):
         raise RunError(problems)
     return run, plan
+
+
+def _as_planned(run: Run, plan: Plan, devices: Hardware) -> Run:
+    """With what [memory] leaves open as the plan would choose it; where nothing fits, as it is: the rehearsal says what is missing."""
+    if "auto" not in (run.memory.recompute, run.memory.offload):
+        return run
+    try:
+        best = search(replace(run, layout=plan.layout), devices, most=1).best
+    except RunError:
+        return run
+    return replace(run, memory=replace(run.memory, recompute=best.recompute, offload=best.offload))
 
 
 def _plan(run: Run, layout: Layout, micro_batch: int, accumulation: int, rest: tuple[Any, Any, Size | None]) -> Plan:

@@ -65,9 +65,9 @@ class Plan:
     """Parameters that one token goes through; None in plans of versions that knew no experts: all of them."""
     machine: str | None = None
     """What it was made for, in words: a run whose layout is left open keeps it where it goes on on the same."""
-    promise: Promise | None = None
+    promise: Promise | None = field(default=None, hash=False)
     """None: nothing is promised, as for one's own module, whose shape the equations do not know."""
-    placement: dict[str, Any] | None = None
+    placement: dict[str, Any] | None = field(default=None, hash=False)
     """Which ranks share a node, a rail, a pipeline: `planning/placement` says what is in it. None in plans of older versions."""
 
     @property

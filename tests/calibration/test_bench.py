@@ -15,10 +15,15 @@ from phalanx.calibration.bench import bench
 from phalanx.calibration.steps import jobs, plan_of, step_seconds
 from phalanx.dashboard.benched import show
 from phalanx.launch.probe import probe
-from phalanx.planning.rates import NAMES
+from phalanx.planning.hardware import hardware
+from phalanx.planning.rates import NAMES, rates_for
+from phalanx.planning.refit import Measured, corrected, refitted
 from phalanx.planning.settle import choose
+from phalanx.spec.machine import Gpu, Machine
+from phalanx.spec.run import Cluster, Run, Train
 
 CPU = torch.device("cpu")
+ASKING = Run(train=Train(batch=1, steps=1), cluster=Cluster(device="cuda"))
 
 
 def test_products_are_counted_in_operations_a_second() -> None:
@@ -69,3 +74,31 @@ def test_a_whole_bench_makes_plans_that_use_it(tmp_path: Path) -> None:
     ):
         promise = choose(replace(run, cluster=replace(run.cluster, threads=1)), told).promise
         assert promise is not None and promise.seconds == pytest.approx(seconds, rel=0.5)
+
+
+def test_a_format_of_its_own_is_fitted_to_steps_in_it() -> None:
+    """What a GPU's steps in fp8 would be made of, on a machine that has none: casting slows them, and only their products follow."""
+    machine = Machine(
+        host="h",
+        cpu="c",
+        cores=8,
+        memory=1 << 37,
+        gpus=(Gpu(name="NVIDIA H200", memory=140 << 30),),
+        measured=(("cuda.fp8.gemm", 0.7),),
+    )
+    devices = hardware(ASKING, machine)
+    steps = [Measured(run=run, plan=plan_of(run, "cuda", "fp8", 1), seconds=0.3) for run in jobs("cuda", "fp8")]
+    found = corrected(refitted([(step, devices) for step in steps], "fp8", {"gemm": 1.0}), devices, "fp8", {})
+    assert list(found) == ["cuda.fp8.gemm"] and 0 < found["cuda.fp8.gemm"] < 0.7
+    slower = hardware(ASKING, replace(machine, measured=tuple(found.items())))
+    assert rates_for(slower, "fp8").gemm == found["cuda.fp8.gemm"]
+    assert rates_for(slower, "bf16").gemm == rates_for(devices, "bf16").gemm, "other formats are what they were"
+
+
+def test_dense_steps_leave_the_cost_of_experts_as_it_was() -> None:
+    machine = Machine(host="h", cpu="c", cores=8, memory=1 << 37, gpus=(Gpu(name="NVIDIA H200", memory=140 << 30),))
+    devices = hardware(ASKING, machine)
+    before = rates_for(devices, "bf16")
+    found = corrected({"launch": 4.0}, devices, "bf16", {})
+    assert found["cuda.launch"] == pytest.approx(4 * before.launch)
+    assert found["cuda.launch"] * found["cuda.expert_kernels"] == pytest.approx(before.launch * before.expert_kernels)

@@ -20,6 +20,11 @@ def test_the_catalogue_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert any(line.split()[:4] == ["h100-16384", "16,384", "h100-sxm", "grand-teton"] for line in shown)
 
 
+def test_help_loses_no_word() -> None:
+    """Words in square brackets are taken for markup where help is printed."""
+    assert clusters.__doc__ is not None and "[" not in clusters.__doc__
+
+
 def test_one_kind(capsys: pytest.CaptureFixture[str]) -> None:
     clusters(kind="links")
     out = capsys.readouterr().out

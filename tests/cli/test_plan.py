@@ -66,6 +66,16 @@ def test_what_is_pasted_is_planned_the_same_again(plan: Callable[..., Any], tmp_
     assert load(tmp_path / "run.toml", words).layout == Layout(**best["layout"])
 
 
+def test_limits_hold_for_the_run_files_own_layout_too(plan: Callable[..., Any]) -> None:
+    own = plan("layout.tensor=4", "layout.data=4", "--given", "--json").json["best"]
+    less = plan("layout.tensor=4", "layout.data=4", "--given", "--fits-in", f"{own['bytes'] / 2**20 - 1}MiB", "--json").json[
+        "best"
+    ]
+    assert own["fits"] and less["capacity"] < own["bytes"] and (less["bytes"] < own["bytes"] or not less["fits"])
+    late = plan("layout.tensor=4", "layout.data=4", "--given", "--deadline", "1s")
+    assert late.code == 2 and "more than the deadline" in late.err
+
+
 def test_the_run_files_own_layout_is_kept_or_compared(plan: Callable[..., Any]) -> None:
     kept = plan("layout.tensor=4", "--json").json
     assert kept["best"]["layout"]["tensor"] == 4

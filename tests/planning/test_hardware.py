@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.planning.entries import entries
+from phalanx.planning.goodput import upkeep
 from phalanx.planning.hardware import Hardware, hardware, mismatch, planned
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import loads
@@ -97,6 +98,27 @@ def test_parts_without_a_gpu_are_refused_with_the_run_file(key: str) -> None:
         run(key)
 
 
+def test_other_numbers_of_the_same_machines() -> None:
+    one, eight, many = (built(f'gpu = "h100-sxm"\ngpus = {number}') for number in (1, 8, 24))
+    for made in (one.sized(24), eight.sized(24), many.sized(24)):
+        assert (made.gpus, made.node, made.island, made.host_memory) == (24, many.node, many.island, many.host_memory)
+    fewer = many.sized(2).sized(8)
+    assert (fewer.node, fewer.island, fewer.host_memory) == (eight.node, eight.island, eight.host_memory)
+    assert built('name = "gb200-576"').sized(8).sized(144).island == 72
+
+
+def test_a_cluster_that_fails_faster_than_it_starts_has_a_plan_all_the_same() -> None:
+    endless = upkeep(built('gpu = "h100-sxm"\ngpus = 10000000'), state=1e9, ranks=10**7, step=1.0)
+    assert 0 < float(endless.goodput) < 1e-6
+
+
+def test_a_format_that_the_device_lacks_is_refused() -> None:
+    text = '[train]\nbatch = 8\nsteps = 2\n[precision]\ncompute = "fp8"\n[cluster]\ngpu = "{}"\n'
+    assert hardware(loads(text.format("h100-sxm")), None).gpu.peak("fp8")
+    with pytest.raises(RunError, match=r'precision.compute = "fp8" but NVIDIA A100.*set precision.compute = "bf16"'):
+        hardware(loads(text.format("a100-sxm-80gb")), None)
+
+
 def test_own_file(tmp_path: Path) -> None:
     file = tmp_path / "ours.toml"
     file.write_text(
@@ -116,6 +138,17 @@ def test_own_file(tmp_path: Path) -> None:
         "did you mean storage",
         "node = 7 is an integer",
         'gemm = "x"',
+    ):
+        assert part in said, said
+    file.write_text('gpu = "h100-sxm"\ngpus = 8\nprice = nan\n[measured]\ngemmm = 0.6\nlaunch = 0\n')
+    with pytest.raises(RunError) as caught:
+        built(f'name = "{file}"')
+    said = "\n".join(caught.value.problems)
+    for part in (
+        "price = nan must be above 0 and finite",
+        "gemmm is not a key",
+        "did you mean gemm",
+        "launch = 0 must be above 0",
     ):
         assert part in said, said
     file.write_text("[gpu]\nname = 'x'\ndevice = 'abacus'\n")

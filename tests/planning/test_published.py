@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phalanx.planning.constants import shipped
-from phalanx.planning.fit import Solved, fitted, predict
-from phalanx.planning.judge import covered, left_out, summary
-from phalanx.planning.published import Table, publication, read, table
-from phalanx.planning.published_model import model
+from phalanx.planning.fitting.constants import shipped
+from phalanx.planning.fitting.fit import Solved, fitted, predict
+from phalanx.planning.fitting.judge import covered, doubts, factors, known_by, left_out, summary
+from phalanx.planning.fitting.published import Table, publication, read, table
+from phalanx.planning.fitting.published_model import model
+from phalanx.planning.fitting.sweeps import sweeps
 from phalanx.planning.rates import constants
-from phalanx.planning.sweeps import sweeps
-from phalanx.planning.work import SCHEDULES
+from phalanx.planning.work import RECOMPUTE, SCHEDULES
 from phalanx.spec.errors import RunError
 
 ROOT = Path(__file__).parents[2]
@@ -57,10 +57,11 @@ def test_the_shipped_constants_reproduce_the_documented_errors(published: Table)
         assert own.ninetieth * 100 == pytest.approx(float(far[name]), abs=0.1)
 
 
-def test_sources_left_out_are_predicted_within_the_targets(published: Table) -> None:
-    solved = Solved.of(published, shipped(constants()))
-    predicted = left_out(solved, published.sources, published.core)
-    inside = covered(published, predicted, published.sources)
+@pytest.mark.parametrize("by", ["publications", pytest.param("sources", marks=pytest.mark.slow)])
+def test_what_is_left_out_is_predicted_within_the_targets(published: Table, by: str) -> None:
+    solved, groups = Solved.of(published, shipped(constants())), getattr(published, by)
+    predicted = left_out(solved, groups, published.core)
+    inside = covered(published, predicted, groups, doubts(solved.fit, published))
     for moe, median, ninetieth in ((False, 0.08, 0.20), (True, 0.13, 0.35)):
         rows = published.core & (published.moe == moe)
         own = summary(published.seconds[rows], predicted[rows])
@@ -82,6 +83,18 @@ def test_leaving_out_by_kept_slopes_is_leaving_out(published: Table) -> None:
     assert predict(quick, there) == pytest.approx(predict(slow, there), rel=0.02)
 
 
+def test_intervals_are_wider_where_less_is_known(published: Table) -> None:
+    wide = doubts(shipped(constants()), published)
+    assert np.all(wide >= 1) and wide.max() > 1.5
+    few, many = known_by(np.array(["v100", "a100"]), published)
+    assert few > many > 1 and known_by(np.array(["abacus"]), published)[0] > few
+    # Of a hundred misses: the outer tenths, and further out the fewer publications they come from.
+    misses = np.linspace(-1, 1, 101)
+    one, several = (factors(misses, np.arange(101) % count) for count in (1, 50))
+    assert several == pytest.approx((-0.8, 0.8), abs=0.01)
+    assert one[0] < several[0] and one[1] > several[1]
+
+
 def test_few_rows_are_excluded_and_each_has_a_reason(published: Table) -> None:
     core = [reason for name, reason in published.excluded if name in set(published.excluded_core)]
     assert len(core) < 0.07 * (published.core.sum() + len(core))
@@ -96,6 +109,17 @@ def test_a_row_is_read_as_it_says(row: dict[str, str]) -> None:
     assert (hybrid.shard[0], hybrid.data[0]) == (8, 8)
     piped = row | {"pp": "4", "vpp": "4", "schedule": "interleaved 1F1B", "zero_or_fsdp": "distributed optimizer"}
     assert SCHEDULES[int(table([piped]).work.schedule[0])] == "interleaved-1f1b"
+
+
+def test_software_that_rows_name_has_its_habits(row: dict[str, str]) -> None:
+    fsdp = table([row | {"source": "torchtitan", "recompute": "selective", "precision": "float8"}])
+    assert (RECOMPUTE[int(fsdp.work.recompute[0])], fsdp.repeated[0], fsdp.work.gathered[0]) == ("full", 0.5, 1)
+    pure = table([row | {"precision": "bf16/PURE"}]).work
+    assert (pure.wire[0], pure.moments[0]) == (2, 4)
+    # What is not said: 16k tokens, but not so many that most blocks would have to be computed twice.
+    silent = row | {"micro_batch": "", "global_batch_seqs": "64", "recompute": ""}
+    assert table([silent]).work.micro_batch[0] == 2
+    assert table([silent | {"gpu": "H100-SXM-20GB"}]).work.micro_batch[0] == 1
 
 
 def test_times_come_from_seconds_then_tokens_then_flops(row: dict[str, str]) -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.planning.constants import FAMILIES, rates_here, shipped
 from phalanx.planning.devices import gpus, named_gpu
+from phalanx.planning.fitting.constants import FAMILIES, rates_here, shipped
 from phalanx.planning.hardware import Hardware
 from phalanx.planning.rates import NAMES, Rates, constants, rates_for
 

@@ -13,7 +13,7 @@ from planning_cases import SMALL, SPARSE, cluster, run_of, with_memory
 
 from phalanx.planning.candidates import all_columns, space
 from phalanx.planning.cluster import Hardware
-from phalanx.planning.explore import NEAR, Explorer
+from phalanx.planning.explore import NEAR, Explorer, smallest
 from phalanx.planning.find import capacity_of, rates_of
 from phalanx.planning.footprint import footprint
 from phalanx.planning.search import Limits, judge, search
@@ -64,6 +64,27 @@ def test_the_quickest_layout_is_found(case: int) -> None:
     found = search(run, hardware)
     assert found.best.seconds <= NEAR * expected * (1 + 1e-12)
     assert found.considered == count
+
+
+def test_what_fits_only_with_the_best_cut_of_stages_is_found() -> None:
+    run = run_of("llama3-70b", 64, 8192)
+    here = space(run, cluster(8))
+    need, row = smallest(here)
+    assert row["stages"][0] > 1
+    front = Explorer(here, rates_of(run, here.hardware)).best(need)
+    assert len(front.seconds) and front.bytes[0] <= need
+
+
+def test_what_looks_best_at_first_is_not_lost() -> None:
+    """A bound that is too high for a layout must not drop it: what adding up gradients takes differs between shards and replicas."""
+    run = run_of(DEEP, 16, 2048)
+    here = space(run, cluster(8))
+    rates = replace(rates_of(run, here.hardware), adding=50.0)
+    explorer = Explorer(here, rates)
+    found, first = explorer.best(1e12), explorer.glimpse(1e12)
+    work = here.work(all_columns(here))
+    every = np.broadcast_to(step_times(work, rates).step, explorer.count)
+    assert found.seconds[0] == pytest.approx(float(every.min()), rel=1e-12) and found.seconds[0] <= first.seconds[0]
 
 
 def test_judging_the_winner_gives_the_winner() -> None:

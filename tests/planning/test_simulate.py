@@ -11,9 +11,9 @@ import pytest
 from phalanx.planning.goodput import goodput
 from phalanx.planning.hardware import hardware
 from phalanx.planning.search import judge
-from phalanx.planning.simulate import simulate
-from phalanx.planning.simulate_answer import Ask, Simulated
-from phalanx.planning.simulate_traffic import step_of, tiers
+from phalanx.planning.simulation.answer import Ask, Simulated
+from phalanx.planning.simulation.simulate import simulate
+from phalanx.planning.simulation.traffic import step_of, tiers
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec

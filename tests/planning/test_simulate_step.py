@@ -8,8 +8,8 @@ from itertools import pairwise, product
 import pytest
 
 from phalanx.dashboard.simulated_trace import trace
-from phalanx.planning.simulate_links import Links
-from phalanx.planning.simulate_step import Step, Traffic, durations_of, simulate_step
+from phalanx.planning.simulation.links import Links
+from phalanx.planning.simulation.step import Step, Traffic, durations_of, simulate_step
 from phalanx.spec.schedule_make import NAMES, make
 from phalanx.spec.schedule_time import bubble, simulate
 

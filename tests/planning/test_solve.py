@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 from planning_cases import SMALL, SPARSE, cluster, run_of
 
 from phalanx.planning.find import find
+from phalanx.planning.scale import scaled
 from phalanx.planning.search import Limits
-from phalanx.planning.solve import scaled, solve, what_if
+from phalanx.planning.solve import solve, what_if
 from phalanx.spec.presets import PRESETS
 
 RUN = run_of("llama3-8b", 32, 4096)
@@ -30,11 +32,24 @@ def test_a_deadline_asks_for_more_devices() -> None:
     assert hurried.found.best.expected_days <= limit
 
 
+def test_a_budget_may_ask_for_more_devices() -> None:
+    """The smallest cluster that it fits on recomputes and offloads, which a larger one need not."""
+    hardware = cluster(64, failures=None)
+    smallest = solve(RUN, hardware, "gpus").found.best
+    dearest, roomy = smallest.price, find(RUN, cluster(4 * smallest.layout.ranks), most=1)
+    assert roomy is not None and dearest is not None and roomy.best.price is not None and roomy.best.price < dearest
+    limit = (dearest + roomy.best.price) / 2
+    answer = solve(RUN, hardware, "gpus", Limits(budget=limit))
+    assert answer.value > smallest.layout.ranks and answer.found.best.price is not None and answer.found.best.price <= limit
+
+
 def test_the_largest_model_fits_and_a_tenth_more_does_not() -> None:
     hardware = cluster(4)
     answer = solve(RUN, hardware, "model")
     assert answer.value == answer.run.model.parameters() > 8e9
     assert find(replace(RUN, model=scaled(answer.run.model, 1.15)), hardware, most=1) is None
+    sizes = {key: int(value) for key, value in re.findall(r"model\.(\w+) = (\d+)", answer.sentence)}
+    assert replace(RUN.model, **sizes).parameters() == answer.value  # what one would type
 
 
 def test_the_batch_that_pays_is_nearly_as_quick_as_any() -> None:

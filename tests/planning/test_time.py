@@ -134,3 +134,36 @@ def test_what_costs_more_takes_longer() -> None:
     assert float(step_times(slow, Rates()).expert) > float(step_times(work("mixtral-8x7b", expert=8), Rates()).expert)
     small = work("tiny-dense", sequence=128)
     assert float(step_times(small, Rates()).launch) > 0.3 * float(step_times(small, Rates()).step)
+
+
+def test_no_jobs_at_all_are_judged_too() -> None:
+    none = np.zeros(0)
+    assert np.size(step_times(work("mixtral-8x7b", micro_batch=none, tensor=none + 1, context=none + 1), Rates()).step) == 0
+    assert np.size(step_times(work(micro_batch=none, tensor=none + 1, pipeline=none + 1), Rates()).high) == 0
+
+
+def test_intervals_widen_with_what_is_hard_to_foresee() -> None:
+    def width(job: Work, rates: Rates) -> float:
+        times = step_times(job, rates)
+        return float(np.log(times.high / times.low))
+
+    plain = width(work(), IDEAL)
+    slow = replace(work(shard=8, data=1, zero=3), island_bandwidth=5e9)
+    assert width(slow, Rates()) > 1.5 * plain
+    assert width(work(), replace(IDEAL, doubt=1.5)) == pytest.approx(1.5 * plain)
+    assert width(replace(slow, on_cpu=1), Rates()) == pytest.approx(float(np.log(Rates().high / Rates().low)))
+
+
+def test_a_schedule_that_pairs_micro_batches_hides_what_experts_send() -> None:
+    deep = {"pipeline": 8, "ranks": 64, "data": 8, "expert": 8, "stages": 2}
+    shown = [
+        float(step_times(work("mixtral-8x7b", schedule=SCHEDULES.index(name), **deep), Rates()).expert)
+        for name in ("zbv", "dualpipev")
+    ]
+    assert shown[1] == pytest.approx((1 - Rates().paired) * shown[0])
+
+
+def test_stages_cut_by_cost_share_the_head() -> None:
+    job = work(pipeline=4, ranks=32, data=8)
+    whole, shared = (float(step_times(job, Rates(balanced=part)).head) for part in (0.0, 1.0))
+    assert shared == pytest.approx(whole / 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -75,3 +76,10 @@ def test_columns_are_judged_like_numbers() -> None:
     sizes = np.array([1, 2, 8, 64])
     together = gather(group(work(), RATES, sizes), 1e9)
     assert together == pytest.approx([float(gather(group(work(), RATES, int(size)), 1e9)) for size in sizes])
+
+
+def test_a_shared_bus_gives_each_rank_less() -> None:
+    rates = replace(RATES, bus=0.5)
+    bus, links = (group(work(island_bandwidth=speed), rates, 8).per_byte for speed in (32e9, 400e9))
+    assert bus == pytest.approx((1 - 1 / 8) / 16e9)
+    assert links == pytest.approx((1 - 1 / 8) / 400e9)

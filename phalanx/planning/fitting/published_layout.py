@@ -1,4 +1,4 @@
-"""The layouts of measured steps: degrees that rows print, and rules for what they leave out. `planning/published` calls it."""
+"""The layouts of measured steps: degrees that rows print, and rules for what they leave out. `planning/fitting/published` calls it."""
 
 from __future__ import annotations
 
@@ -137,6 +137,8 @@ def batch_and_micro(row: Row, replicas: float, work: dict[str, Any], assumed: li
         micro = max(
             (each / count for count in range(1, int(each) + 1) if each % count == 0 and each / count <= most), default=each
         )
+        while micro >= 2 and held(work, sequence, micro) + kept(work, sequence, micro, 1.0) / 2 > work["memory"]:
+            micro /= 2  # rather than computing more than half of the blocks twice
         assumed.append("16k tokens a micro-batch with sharded parameters")
     if not micro:
         micro = 1.0

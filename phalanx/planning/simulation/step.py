@@ -1,5 +1,5 @@
 """One step, simulated: the schedule's actions take the plan's times, and messages that share a link at the same time divide it.
-`planning/simulate_traffic` says what is sent; the CLI shows the result.
+`planning/simulation/traffic` says what is sent; the CLI shows the result.
 
 Where nothing shares a link it is what `spec/schedule_time.simulate` says of the same list.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
-from phalanx.planning.simulate_links import Flow, Link, Links
+from phalanx.planning.simulation.links import Flow, Link, Links
 from phalanx.spec.schedule import Action, Schedule
 from phalanx.spec.schedule_time import Durations, Timed, Timeline, bubble, simulate
 

@@ -1,7 +1,7 @@
 """Measured steps of real runs, as published: a csv file's rows become columns that `planning/time` can judge beside their times.
 
 The columns of the file are those of benchmarks/published/steps.csv. What a row leaves out is inferred by rules and counted; rows that
-no rule can use are excluded with a reason. `planning/fit` and the accuracy benchmark call it; nothing here knows any particular row.
+no rule can use are excluded with a reason. `planning/fitting/fit` and the accuracy benchmark call it; nothing here knows any particular row.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.planning import published_layout as layouts
-from phalanx.planning.published_machine import kind_of, machine, precision_of
-from phalanx.planning.published_model import model, number
+from phalanx.planning.fitting import published_layout as layouts
+from phalanx.planning.fitting.published_machine import kind_of, machine, precision_of
+from phalanx.planning.fitting.published_model import model, number
 from phalanx.planning.work import RECOMPUTE, Work
 from phalanx.spec.errors import RunError
 
@@ -209,6 +209,7 @@ def _row(row: Row, assumed: list[str]) -> dict[str, Any] | str:
     found["scores"] = 2 * int(year < (2024 if stack == "megatron" else 2023) and "flash" not in said)
     found |= {"recipe": layouts.recipe(row), "routing": layouts.routing(row), "dispatch": layouts.dispatch(row)}
     found["wire"] = 2.0 if "pure" in row["precision"].lower() else 4.0
+    found["moments"] = 4.0 if "pure" in row["precision"].lower() or "bf16 moments" in said else 8.0
     found["gathered"] = 1.0 if "float8" in row["precision"].lower() else 0.0  # torchao's name, and its habit
     found["schedule"], found["stages"] = layouts.schedule(row, found, assumed)
     found["sequence_parallel"] = layouts.sequence_parallel(row, stack, degrees["tensor"], assumed)

@@ -1,5 +1,5 @@
 """One simulated run, from failure to failure: what breaks when, what the live policy does about it, and where the time goes.
-`planning/simulate` makes as many of these as it needs.
+`planning/simulation/simulate` makes as many of these as it needs.
 
 Between two events everything is closed form, so that months of a large cluster take milliseconds.
 """
@@ -14,9 +14,9 @@ from functools import partial
 from itertools import accumulate
 
 from phalanx.planning.cluster import Failures
-from phalanx.planning.simulate_faults import Dice, Fault, detection, kind_of
-from phalanx.planning.simulate_policy import Policy, Situations
-from phalanx.planning.simulate_saves import Progress, Saves
+from phalanx.planning.simulation.faults import Dice, Fault, detection, kind_of
+from phalanx.planning.simulation.policy import Policy, Situations
+from phalanx.planning.simulation.saves import Progress, Saves
 from phalanx.recovery.state import Action, End, Go, Wait
 from phalanx.spec.layout import Layout
 

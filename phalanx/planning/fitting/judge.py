@@ -5,16 +5,22 @@ The accuracy benchmark and the fit that ships call it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from phalanx.planning.fit import Solved, predict
-from phalanx.planning.published import Table
+from phalanx.planning.doubt import unfamiliar
+from phalanx.planning.fitting.fit import Solved, predict
+from phalanx.planning.fitting.knobs import Fit, rates_of
+from phalanx.planning.fitting.published import Table
+from phalanx.planning.time import step_times
 from phalanx.planning.work import RECOMPUTE
 
-COVER = (0.10, 0.90)
-"""Quantiles of an interval."""
+COVER = 0.90
+"""The upper quantile of an interval; the lower one is as far from the other end."""
+TOGETHER = 5
+"""Rows of a publication err together: it counts as so many independent ones when quantiles are corrected for how few there are."""
 
 
 def left_out(solved: Solved, groups: np.ndarray, wanted: np.ndarray) -> np.ndarray:
@@ -26,23 +32,44 @@ def left_out(solved: Solved, groups: np.ndarray, wanted: np.ndarray) -> np.ndarr
     return np.where(wanted, found, np.nan)
 
 
-def factors(misses: np.ndarray) -> tuple[float, float]:
-    """P10 and P90 of measured over predicted, from the logarithms of that."""
-    low, high = np.quantile(misses, COVER)
-    return float(np.exp(low)), float(np.exp(high))
+def doubts(fit: Fit, table: Table) -> np.ndarray:
+    """How many times as far off each row may be as one that only computes, by the shares of its parts."""
+    rates = replace(rates_of(fit, table), low=1.0, high=np.e)
+    times = step_times(table.work, rates)
+    return np.asarray(np.log(times.high / times.step))
 
 
-def covered(table: Table, predicted: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Whether each row's time lies in its interval: quantiles of what all other sources of its kind missed by."""
-    misses = np.log(table.seconds / predicted)
+def known_by(families: np.ndarray, known: Table, left: np.ndarray | None = None) -> np.ndarray:
+    """How many times as far off rows of these families may be, by what is published about them in some known rows, those left out
+    not counted."""
+    rows = known.core if left is None else known.core & ~left
+    counts = {family: len(set(known.publications[rows & (known.family == family)])) for family in np.unique(families)}
+    return np.array([float(unfamiliar(counts[family])) for family in families])
+
+
+def factors(misses: np.ndarray, publications: np.ndarray) -> tuple[float, float]:
+    """P10 and P90 of such logarithms of measured over predicted, a little outside of theirs: few say little about the tails."""
+    far = min(1.0, COVER * (1 + 1 / (TOGETHER * len(set(publications)))))
+    low, high = np.quantile(misses, (1 - far, far))
+    return float(low), float(high)
+
+
+def covered(table: Table, predicted: np.ndarray, groups: np.ndarray, unsure: np.ndarray) -> np.ndarray:
+    """Whether each row's time lies in its interval: quantiles of what all other sources of its kind missed by, each as a multiple of
+    its own doubts."""
+    wide = unsure.copy()
+    for group in np.unique(groups):
+        mine = groups == group
+        wide[mine] *= known_by(table.family[mine], table, mine)
+    misses = np.log(table.seconds / predicted) / wide
     inside = np.zeros(len(misses), dtype=bool)
     for kind in (False, True):
         of_kind = (table.moe == kind) & ~np.isnan(misses)
         for group in np.unique(groups[of_kind]):
             mine = of_kind & (groups == group)
-            others = misses[of_kind & ~mine]
-            if len(others) >= 10:
-                low, high = np.quantile(others, COVER)
+            others = of_kind & ~mine
+            if others.sum() >= 10:
+                low, high = factors(misses[others], table.publications[others])
                 inside[mine] = (misses[mine] >= low) & (misses[mine] <= high)
     return inside
 

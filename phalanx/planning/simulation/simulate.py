@@ -1,5 +1,5 @@
 """The whole run, simulated many times: how much of the time counts, when it ends, how many spare nodes pay, how often to save. The CLI
-calls `simulate`; `planning/simulate_run` plays each run with the live recovery policy."""
+calls `simulate`; `planning/simulation/run` plays each run with the live recovery policy."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from statistics import fmean
 
 from phalanx.planning.cluster import Hardware
 from phalanx.planning.option import Option
-from phalanx.planning.simulate_answer import Ask, Band, Simulated, Tried
-from phalanx.planning.simulate_faults import Dice
-from phalanx.planning.simulate_run import SPENT, World, play
-from phalanx.planning.simulate_world import Judge, Setting
+from phalanx.planning.simulation.answer import Ask, Band, Simulated, Tried
+from phalanx.planning.simulation.faults import Dice
+from phalanx.planning.simulation.run import SPENT, World, play
+from phalanx.planning.simulation.world import Judge, Setting
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Run
 

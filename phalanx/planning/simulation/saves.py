@@ -1,4 +1,4 @@
-"""How often a simulated run saves, what that costs, and how far it has come after some seconds, in closed form. `planning/simulate_run`
+"""How often a simulated run saves, what that costs, and how far it has come after some seconds, in closed form. `planning/simulation/run`
 reads it between two failures: no step is simulated by itself."""
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from phalanx.planning.simulate_faults import Fault
+from phalanx.planning.simulation.faults import Fault
 from phalanx.recovery.history import failures, remembered, verdict
 from phalanx.recovery.places import placed
 from phalanx.recovery.policy import decide

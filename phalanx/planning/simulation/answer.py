@@ -1,4 +1,4 @@
-"""What is asked of a simulation of a whole run, and what it answers: plain values. `planning/simulate` makes the answer, the CLI asks and
+"""What is asked of a simulation of a whole run, and what it answers: plain values. `planning/simulation/simulate` makes the answer, the CLI asks and
 shows it."""
 
 from __future__ import annotations
@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from phalanx.planning.option import Option
-from phalanx.planning.simulate_run import Trial
-from phalanx.planning.simulate_saves import Keep
+from phalanx.planning.simulation.run import Trial
+from phalanx.planning.simulation.saves import Keep
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Links that messages share: whoever travels at the same time divides the bandwidth. `planning/simulate_step` sends over them."""
+"""Links that messages share: whoever travels at the same time divides the bandwidth. `planning/simulation/step` sends over them."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from phalanx.planning.knobs import KNOBS, SHIFTS, Fit, Shift
+from phalanx.planning.fitting.knobs import KNOBS, SHIFTS, Fit, Shift
 
 FAMILIES = ("v100", "a100", "h100", "b200", "mi300", "tpu", "tpu6")
 FORMATS = ("bf16", "fp8", "fp4")
@@ -22,7 +22,8 @@ def rates_here(fit: Fit, family: str | None, precision: str) -> dict[str, float]
     """Constants of the project's own runs on a family of devices; of a family nobody has measured, where that is None."""
     stack = "tpu" if family and family.startswith("tpu") else "fsdp"
     keys = {"family": family, "precision": precision, "both": f"{family} {precision}", "stack": stack, "era": "new"}
-    keys |= {"kernels": f"{stack} new", "routing": "dropless", "dispatch": "plain", "recipe": "plain", "kind": None, "tuned": "plain"}
+    keys |= {"kernels": f"{stack} new", "routing": "dropless", "dispatch": "plain", "recipe": "plain", "kind": None}
+    keys["tuned"] = "hopper" if family == "h100" else "plain"  # torch takes cuDNN's attention there
     logs = {knob.name: fit.values[place] for place, knob in enumerate(KNOBS)}
     for place, shift in enumerate(SHIFTS):
         if keys[shift.column] == shift.key:
@@ -31,7 +32,7 @@ def rates_here(fit: Fit, family: str | None, precision: str) -> dict[str, float]
     return {name: float(1 / (1 + np.exp(-value)) if name in parts else np.exp(value)) for name, value in logs.items()}
 
 
-def written(fit: Fit, intervals: Mapping[str, tuple[float, float]], told: str) -> str:
+def written(fit: Fit, intervals: Mapping[str, tuple[float, float]], doubts: Mapping[str, float], told: str) -> str:
     """The file's text."""
     common = rates_here(fit, None, "bf16")
     lines = [HEAD + f"# {told}\n", "[common]", *_lines(common)]
@@ -41,11 +42,15 @@ def written(fit: Fit, intervals: Mapping[str, tuple[float, float]], told: str) -
         for precision in FORMATS:
             different = _other(rates_here(fit, family, precision), common)
             lines += ["", f"[family.{family}.{precision}]", *_lines(different)]
+    kinds: dict[str, dict[str, float]] = {}
     for place, shift in enumerate(SHIFTS):
         if shift.column == "kind":
-            lines += ["", f"[times.{shift.key}]", *_lines({shift.name: float(np.exp(fit.values[len(KNOBS) + place]))})]
+            kinds.setdefault(shift.key, {})[shift.name] = float(np.exp(fit.values[len(KNOBS) + place]))
+    for kind, factors in kinds.items():
+        lines += ["", f"[times.{kind}]", *_lines(factors)]
     for kind, (low, high) in intervals.items():
         lines += ["", f"[{kind}]", *_lines({"low": low, "high": high})]
+    lines += ["", "# How many times as far off, by the publications that each family rests on.", "[doubt]", *_lines(doubts)]
     lines += ["", "# The fit itself: logarithms, or log odds of parts; shifts are added to the constant they name.", "[fit]"]
     lines += [f'"{name}" = {value:.6f}' for name, value in zip(names(), fit.values, strict=True)]
     return "\n".join(lines) + "\n"

@@ -1,5 +1,5 @@
 """The world of a simulated run: what the run file, the catalogue and the plan say of nodes, failures, saves and other layouts.
-`planning/simulate` plays runs in it, and in variations of it."""
+`planning/simulation/simulate` plays runs in it, and in variations of it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import replace
 from phalanx.planning.cluster import Hardware
 from phalanx.planning.goodput import DETECT, best_interval, goodput, upkeep
 from phalanx.planning.option import Option
-from phalanx.planning.simulate_answer import Ask
-from phalanx.planning.simulate_faults import mean_detection
-from phalanx.planning.simulate_policy import Situations
-from phalanx.planning.simulate_run import Trial, World
-from phalanx.planning.simulate_saves import Keep, Saves
+from phalanx.planning.simulation.answer import Ask
+from phalanx.planning.simulation.faults import mean_detection
+from phalanx.planning.simulation.policy import Situations
+from phalanx.planning.simulation.run import Trial, World
+from phalanx.planning.simulation.saves import Keep, Saves
 from phalanx.recovery.places import elsewhere
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError

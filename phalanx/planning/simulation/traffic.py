@@ -1,11 +1,11 @@
-"""What a step's ranks send, and over which links: from an option of the plan to the traffic that `planning/simulate_step` lets share
+"""What a step's ranks send, and over which links: from an option of the plan to the traffic that `planning/simulation/step` lets share
 links. Called by the CLI."""
 
 from __future__ import annotations
 
 from phalanx.planning.cluster import Hardware
 from phalanx.planning.option import Option
-from phalanx.planning.simulate_step import Step, Tier, Traffic, simulate_step
+from phalanx.planning.simulation.step import Step, Tier, Traffic, simulate_step
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Run
 from phalanx.spec.schedule_choice import schedule

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from phalanx.planning.published import Table
+from phalanx.planning.fitting.published import Table
 
 LAYOUT = (
     *("tensor", "context", "pipeline", "stages", "expert", "expert_tensor", "data", "shard", "zero"),

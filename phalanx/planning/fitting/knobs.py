@@ -2,7 +2,7 @@
 
 Every constant has a prior that physics or the literature suggests; what belongs to a family, a format or a software stack is an offset
 drawn towards none, so that a family seen in one source only, or in none, still gets sensible constants. Offsets with a prior of their own
-got it after a look at what the first fits missed, so leaving a source out does not hide it from them entirely. `planning/fit` moves them, `planning/constants` writes them.
+got it after a look at what the first fits missed, so leaving a source out does not hide it from them entirely. `planning/fitting/fit` moves them, `planning/fitting/constants` writes them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.planning.published import Table
+from phalanx.planning.fitting.published import Table
 from phalanx.planning.rates import Rates
 
 
@@ -52,7 +52,9 @@ KNOBS = (
     Knob("repeated", 0.95, 0.07),
     Knob("launch", 6e-6, 0.4),
     Knob("drain", 8e-6, 0.4),
-    Knob("expert_kernels", 120.0, 0.7),
+    Knob("expert_kernels", 200.0, 0.35),
+    Knob("expert_wait", 3e-4, 0.5),
+    Knob("copies", 7.0, 0.4),
     Knob("gather_host", 1.5e-4, 0.5),
     Knob("island", 0.75, 0.15),
     Knob("bus", 0.5, 0.3),
@@ -81,12 +83,13 @@ SHIFTS = (
     Shift("gemm", "kind", "gb300", 0.1, 0.05),
     Shift("gemm", "precision", "fp8", 0.15, -0.12),
     Shift("gemm", "precision", "fp4", 0.25, -0.25),
-    Shift("expert_kernels", "routing", "dropping", 0.7, -0.7),
-    Shift("expert_kernels", "routing", "graphs", 0.7, -0.7),
+    *(Shift(name, "routing", key, 0.5, -0.7) for name in ("expert_kernels", "expert_wait") for key in ("dropping", "graphs")),
     Shift("expert_hidden", "dispatch", "fast", 0.7, 1.5),
+    Shift("copies", "dispatch", "fast", 0.4, -0.4),  # sorted while they are sent
     *(Shift("gemm", "both", f"{key} fp8", 0.15) for key in ("h100", "b200", "tpu6", "mi300")),
     *(Shift("attention", "family", key, 0.25) for key in ("v100", "a100", "b200", "tpu", "tpu6", "mi300")),
     Shift("attention", "family", "h100", 0.25, -0.4),  # the usual kernels were written for the generation before
+    *(Shift("attention", "kind", key, 0.3, 0.4) for key in ("b300", "gb300")),  # exponentials twice as quick
     Shift("attention", "tuned", "hopper", 0.3, 0.6),  # cuDNN's were not
     Shift("island", "stack", "tpu", 0.3, 0.3),  # collectives on a torus use more than one axis
     Shift("attention", "kernels", "fsdp old", 0.3, -0.3),  # the first fused kernels, before their second edition
@@ -99,7 +102,7 @@ SHIFTS = (
     *(Shift("software", "stack", key, 0.06) for key in ("megatron", "deepspeed", "fsdp", "nanotron", "jax")),
     Shift("software", "kernels", "megatron new", 0.06),
     Shift("software", "recipe", "nemo", 0.08),
-    *(Shift("launch", "stack", key, 0.3) for key in ("megatron", "deepspeed", "fsdp", "nanotron", "jax")),
+    Shift("launch", "stack", "megatron", 0.3),
 )
 
 
@@ -169,6 +172,7 @@ def special(rates: Rates, table: Table) -> Rates:
         tensor_hidden=rates.tensor_hidden * shown,
         data_hidden=rates.data_hidden * shown,
         selective=((table.stack == "megatron") & (table.year < 2024)).astype(float),
+        reread=np.where((table.stack == "megatron") & (table.year > 2023), 0.5, 1.0),  # norms and activations alone
         slack=0.5,
         balanced=(table.stack == "nanotron").astype(float),
         repeated=rates.repeated * table.repeated,

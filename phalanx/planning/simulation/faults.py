@@ -1,4 +1,4 @@
-"""What fails in a simulated run, what the live system makes of it, and how long it takes to be noticed. `planning/simulate_run` draws from it."""
+"""What fails in a simulated run, what the live system makes of it, and how long it takes to be noticed. `planning/simulation/run` draws from it."""
 
 from __future__ import annotations
 
