@@ -74,19 +74,10 @@ def told(run: Run, hardware: Hardware, found: Found, *, aim: str = "time") -> di
         "fitting": found.fitting,
         "timed": found.timed,
         "seconds": found.seconds,
-        "assumed": list(dict.fromkeys((*_own_module(run), *_paired(run, found), *found.assumed, *hardware.assumed))),
+        "assumed": list(dict.fromkeys((*_own_module(run), *found.assumed, *hardware.assumed))),
         "placement": places.table() | {"lines": placed(places)},
         "words": WORDS,
     }
-
-
-def _paired(run: Run, found: Found) -> tuple[str, ...]:
-    if run.model.moe is None or found.best.layout.schedule != "dualpipev":
-        return ()
-    return (
-        "dualpipev hides most of the experts' messages behind the other direction's computing, as DeepSeek's own program does; "
-        "Phalanx's executor does not overlap them yet.",
-    )
 
 
 def _own_module(run: Run) -> list[str]:

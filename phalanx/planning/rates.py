@@ -72,8 +72,9 @@ class Rates:
     """Part of each communication that computing covers."""
     context_hidden: Column = 0.7
     expert_hidden: Column = 0.2
-    paired: Column = 0.75
-    """The part of what is left of it that a schedule covers which was made for that: one micro-batch forward beside another's back."""
+    paired: Column = 0.0
+    """The part of what is left of it that a schedule covers which was made for that: one micro-batch forward beside another's back. None
+    in Phalanx, whose executor does the one after the other."""
     data_hidden: Column = 0.65
     """Part of the computing that gradients and gathered parameters can travel behind …"""
     contention: Column = 0.2
@@ -104,6 +105,8 @@ class Rates:
     """How many times as far off the logarithm is on devices that few have published about."""
 
 
+PAIRED = 0.75
+"""The same in programs that overlap the two, as DeepSeek's does. No row of the published tells; set with DeepSeek-V3's hours in view."""
 NAMES = tuple(field.name for field in fields(Rates))
 
 

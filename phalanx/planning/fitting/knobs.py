@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.planning.fitting.published import Table
-from phalanx.planning.rates import Rates
+from phalanx.planning.rates import PAIRED, Rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,4 +177,5 @@ def special(rates: Rates, table: Table) -> Rates:
         balanced=(table.stack == "nanotron").astype(float),
         repeated=rates.repeated * table.repeated,
         split=1.0,
+        paired=PAIRED,
     )
