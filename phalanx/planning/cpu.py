@@ -38,19 +38,19 @@ _THREADED = 0.75
 """Power of the number of threads that an operation gains by: they have to be woken and waited for, and two are 1.7 times as quick."""
 
 CONSTANTS: dict[str, float] = {
-    "gemm": 1.0,
+    "gemm": 1.05,
     "knee": 6.0,
-    "attention": 0.28,
+    "attention": 0.5,
     "attention_backward": 0.8,
     "memory": 1.0,
     "traffic": 1.6,
-    "launch": 8e-6,
+    "launch": 7.5e-6,
     "kernels": 40.0,
     "expert_kernels": 60.0,
     "gather_host": 2e-3,
     "island": 1.0,
     "network": 1.0,
-    "latency": 5e-4,
+    "latency": 3e-4,
     "far_latency": 0.0,
     "tensor_hidden": 0.0,
     "context_hidden": 0.0,
