@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +22,15 @@ console = Console(highlight=False)
 def print_json(value: dict[str, Any]) -> None:
     """One line, to be read by programs: never wrapped, never coloured."""
     print(json.dumps(value), flush=True)
+
+
+def write_file(path: Path, write: Callable[[], Any]) -> None:
+    """Have a file written that somebody asked for, and say so; what stands in the way is an error of theirs."""
+    try:
+        write()
+    except OSError as error:
+        raise RunError([f"{path}: cannot be written: {error.strerror}"]) from None
+    console.print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
 def print_error(error: PhalanxError) -> None:

@@ -3,14 +3,14 @@ cluster or the largest model would be; and what a plan promised beside what a ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 from rich.console import Console
 
-from phalanx.cli.output import AsJson, console, print_json
+from phalanx.cli.output import AsJson, console, print_json, write_file
 from phalanx.cli.units import memory, money, span
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import load
@@ -125,11 +125,11 @@ def _show(
     if png is not None:
         from phalanx.dashboard.plan_picture import draw
 
-        _write(png, lambda: draw(told, png))
+        write_file(png, lambda: draw(told, png))
     if html is not None:
         from phalanx.dashboard.plan_page import page
 
-        _write(html, lambda: html.write_text(page(told), encoding="utf-8"))
+        write_file(html, lambda: html.write_text(page(told), encoding="utf-8"))
 
 
 def _limits(fits_in: str | None, deadline: str | None, budget: str | None) -> Limits:
@@ -202,11 +202,3 @@ def _refuse(run_file: Path | None, compare: Path | None, options: Mapping[str, A
     problems += [f"{path}: cannot be written: there is no folder {path.parent}" for path in files if not path.parent.is_dir()]
     if problems:
         raise RunError(problems)
-
-
-def _write(path: Path, write: Callable[[], Any]) -> None:
-    try:
-        write()
-    except OSError as error:
-        raise RunError([f"{path}: cannot be written: {error.strerror}"]) from None
-    console.print(f"wrote {path}", markup=False, soft_wrap=True)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from phalanx.cli.output import AsJson, console, print_json
+from phalanx.cli.output import AsJson, console, print_json, write_file
 from phalanx.dashboard.schedule import draw, legend, text
 from phalanx.spec.errors import RunError
 from phalanx.spec.schedule import Schedule
@@ -53,9 +52,9 @@ def schedule(
     lines += [legend(found), f"idle {idle:.1%} of the time where forward, input backward and weight backward take {times}"]
     console.print("\n".join(lines), markup=False, soft_wrap=True)
     if png is not None:
-        _write(png, lambda: draw(found, timeline, png))
+        write_file(png, lambda: draw(found, timeline, png))
     if csv is not None:
-        _write(csv, lambda: csv.write_text(dump(found)))
+        write_file(csv, lambda: csv.write_text(dump(found)))
     if json:
         print_json(
             {
@@ -108,11 +107,3 @@ def _together(*times: Fraction) -> float:
     """The longest time that all are multiples of."""
     below = math.lcm(*(time.denominator for time in times))
     return math.gcd(*(time.numerator * below // time.denominator for time in times)) / below
-
-
-def _write(path: Path, write: Callable[[], Any]) -> None:
-    try:
-        write()
-    except OSError as error:
-        raise RunError([f"{path}: cannot be written: {error.strerror}"]) from None
-    console.print(f"wrote {path}", markup=False, soft_wrap=True)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from phalanx.cli.output import AsJson, console, print_json
+from phalanx.cli.output import AsJson, console, print_json, write_file
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import load
@@ -112,7 +111,7 @@ def _whole(run: Run, hardware: Hardware, option: Option, ask: Ask, png: Path | N
 
         spans = [(span.start, span.stop, span.state, span.devices) for span in found.trial.spans]
         marks = [(mark.at, mark.component, mark.action) for mark in found.trial.marks]
-        _write(png, lambda: draw_run(found.values(), spans, marks, png))
+        write_file(png, lambda: draw_run(found.values(), spans, marks, png))
     return {"seed": ask.seed} | found.values()
 
 
@@ -137,11 +136,11 @@ def _step(run: Run, hardware: Hardware, option: Option, files: tuple[Path | None
     if png is not None:
         from phalanx.dashboard.simulated_picture import draw_step
 
-        _write(png, lambda: draw_step(found, step.timeline, step.messages, png))
+        write_file(png, lambda: draw_step(found, step.timeline, step.messages, png))
     if trace is not None:
         from phalanx.dashboard.simulated_trace import trace as text
 
-        _write(trace, lambda: trace.write_text(text(step.timeline, step.messages, step.seconds)))
+        write_file(trace, lambda: trace.write_text(text(step.timeline, step.messages, step.seconds)))
     return found
 
 
@@ -181,11 +180,3 @@ def _maintenance(given: str | None) -> tuple[float, float] | None:
     if not often or long is None:
         raise RunError([f'--maintenance "{given}": give how often and how long, such as 7d/4h.'])
     return often, long
-
-
-def _write(path: Path, write: Callable[[], Any]) -> None:
-    try:
-        write()
-    except OSError as error:
-        raise RunError([f"{path}: cannot be written: {error.strerror}"]) from None
-    console.print(f"wrote {path}", markup=False, soft_wrap=True)
