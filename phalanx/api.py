@@ -43,12 +43,13 @@ def explain(run: Run) -> str:
     from rich.console import Console
 
     from phalanx.dashboard.plan_text import show_plan
-    from phalanx.planning.answers import explained
-    from phalanx.planning.hardware import hardware
+    from phalanx.planning.answers import explained, here
+    from phalanx.planning.hardware import hardware, planned
 
     run = _checked(run)
     text = StringIO()
-    show_plan(Console(file=text, width=100, highlight=False), explained(run, hardware(run, probe(visible_gpus()))))
+    told = explained(run, hardware(run, None)) if planned(run) else here(run, probe(visible_gpus()))
+    show_plan(Console(file=text, width=100, highlight=False), told)
     return text.getvalue()
 
 

@@ -102,10 +102,17 @@ def cluster_of(run: Run) -> Hardware:
 
 
 def _told(run: Run, cluster: Hardware, asked: Asked) -> dict[str, Any]:
-    from phalanx.planning.answers import explained, judged
+    from phalanx.planning.answers import explained, here, judged
+    from phalanx.planning.hardware import planned
+    from phalanx.planning.search import NONE
 
     if asked.given:
         return judged(run, cluster, asked.limits)
+    if (asked.aim, asked.limits, asked.free) == ("time", NONE, False) and not planned(run):
+        from phalanx.launch.env import visible_gpus
+        from phalanx.launch.probe import probe
+
+        return here(run, probe(visible_gpus()), max(10, asked.top))
     return explained(run, cluster, aim=asked.aim, limits=asked.limits, most=max(10, asked.top), free=asked.free)
 
 

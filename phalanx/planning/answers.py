@@ -7,14 +7,20 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from phalanx.planning.candidates import space
+from phalanx.planning.chosen import devices_of
 from phalanx.planning.explain import lost, short, told, told_option
-from phalanx.planning.find import assumed, find, judge
+from phalanx.planning.find import assumed, find, judge, rates_of
 from phalanx.planning.hardware import Hardware
+from phalanx.planning.hardware import hardware as hardware_of
 from phalanx.planning.option import Found, Option, WhyNot
 from phalanx.planning.search import NONE, Aim, Limits, beyond, search
+from phalanx.planning.settle import settle
 from phalanx.planning.solve import What, solve, what_if
+from phalanx.planning.why import why_not
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
+from phalanx.spec.machine import Machine
 from phalanx.spec.run import Memory, Run
 
 
@@ -26,6 +32,26 @@ def explained(
     if free and run.layout != Layout():
         found = replace(found, why_not=(_own(run, hardware, found.best), *found.why_not))
     return told(run, hardware, found, aim=aim)
+
+
+def here(run: Run, machine: Machine, most: int = 10) -> dict[str, Any]:
+    """For this very machine: what `phalanx train` takes there, and the search's winner beside it where that is another."""
+    devices = hardware_of(run, machine)
+    found = search(run, devices, most=most)
+    if run.layout != Layout() or run.model.module is not None:
+        return told(run, devices, found)
+    plan, quickest = settle(run, machine).plan, found.best
+    if (plan.layout, plan.micro_batch) == (quickest.layout, quickest.micro_batch):
+        return told(run, devices, found)
+    devices = devices_of(run, machine, plan.ranks, plan.threads, plan.device)
+    best = judge(replace(run, layout=plan.layout, train=replace(run.train, micro_batch=plan.micro_batch)), devices)
+    gain = 1 - quickest.seconds / best.seconds
+    kept = "replicas are kept unless something else is clearly better, as they compute the same bits however many there are"
+    reason = f"{gain:.1%} quicker by the equations: {kept}" if gain > 0 else f"no quicker: {kept}"
+    others = (quickest, *(option for option in found.others if option.layout != best.layout))[:most]
+    why = why_not(space(run, devices, plan.ranks), rates_of(run, devices), best)
+    other = WhyNot(option=quickest, name=short(quickest.layout), reason=reason)
+    return told(run, devices, replace(found, best=best, others=others, why_not=(other, *why)))
 
 
 def freed(run: Run) -> Run:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from phalanx.planning.explore import NEAR
 from phalanx.planning.hardware import Hardware
 from phalanx.planning.option import Found, Option
 from phalanx.planning.placement import Placement, placement
@@ -202,6 +203,10 @@ def why(found: Found, aim: str) -> list[str]:
     said = [f"It is the {most} that fits, of {found.considered:,} legal layouts."]
     if any(other.seconds < best.seconds for other in found.others):
         said[0] = f"It is the simplest of those as quick as the quickest that fits, of {found.considered:,} legal layouts."
+    if any(other.seconds < best.seconds / NEAR for other in found.others) and best.layout == Layout(data=best.layout.data):
+        said[0] = (
+            f"It is what `phalanx train` takes here: replicas, as none of {found.considered:,} legal layouts is clearly better."
+        )
     if found.considered <= 1:
         said = [f"It is the run file's own layout, judged as it stands{'' if best.fits else '; it does not fit'}."]
     waiting = sum(seconds for part, seconds in best.split.items() if part not in ("compute", "optimizer"))

@@ -183,3 +183,13 @@ def test_the_commands_of_the_page_run(here: Callable[..., Any], tmp_path: Path, 
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     ended = here(*shlex.split(line))
     assert ended.code == 0 and "P10 – P90" in ended.out, ended
+
+
+def test_what_is_planned_for_this_machine_is_what_training_takes(here: Callable[..., Any]) -> None:
+    file = ROOT / "examples" / "quickstart.toml"
+    told = json.loads(here("plan", str(file), "--json").out.splitlines()[-1])
+    taken = px.plan(load(file, []))
+    assert told["best"]["layout"]["data"] == 4 and taken.layout == Layout(data=4)
+    assert taken.promise is not None and told["best"]["seconds"] == pytest.approx(taken.promise.seconds)
+    quicker = [one for one in told["others"] if one["seconds"] < told["best"]["seconds"]]
+    assert not quicker or "replicas are kept" in told["why_not"][0]["reason"]
