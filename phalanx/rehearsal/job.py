@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from phalanx.launch.rehearse import DRIVER
 from phalanx.planning.cluster import Hardware
 from phalanx.planning.hardware import hardware, planned
 from phalanx.planning.search import search
@@ -24,8 +25,6 @@ from phalanx.spec.run import Run
 from phalanx.spec.schedule_choice import schedule
 from phalanx.spec.stages import cut, flop_costs
 
-_DRIVER = 614 << 20
-"""Bytes of what nvidia-smi shows that the driver keeps for itself; measured on an H200."""
 _CPU_SHARE = 0.9
 
 
@@ -50,7 +49,7 @@ def laid_out(run: Run, machine: Machine, size: Size | None = None, memory: int |
         device = run.cluster.device or ("cuda" if machine.gpus else "cpu")
         cluster, gpus = None, len(machine.gpus) if device == "cuda" else 0
         name = machine.gpus[0].name if machine.gpus else ""
-        has = min((gpu.memory for gpu in machine.gpus), default=0) - _DRIVER if device == "cuda" else machine.memory
+        has = min((gpu.memory for gpu in machine.gpus), default=0) - DRIVER if device == "cuda" else machine.memory
         node = island = max(gpus, 1) if device == "cuda" else 1 << 30
     if run.train.micro_batch is not None and (run.layout.data is not None or gpus):
         run, plan = _given(run, gpus, device, size)

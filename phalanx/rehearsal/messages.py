@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from phalanx.parallel.account import traffic
 
-TIERS = ("node", "island", "across")
-
 
 @dataclass(frozen=True, slots=True)
 class Message:

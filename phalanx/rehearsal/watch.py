@@ -195,10 +195,6 @@ class Watch(TorchDispatchMode):
             if tensor is not None and (ref := self._refs.get(tensor.untyped_storage()._cdata)) is not None:
                 ref.ledger.components[ref.number] = component
 
-    def number_of(self, tensor: Tensor) -> int | None:
-        ref = self._refs.get(tensor.untyped_storage()._cdata)
-        return None if ref is None else ref.number
-
     @property
     def again(self) -> int:
         """How many repeated forwards are under way: blocks that recompute say so, as to whoever counts in a real run."""
