@@ -65,6 +65,7 @@ class _Raised:
     error: str
     trace: list[str]
     when: float
+    died: bool = False
 
 
 @dataclass(slots=True)
@@ -186,7 +187,8 @@ class Pool:
                     else:
                         results[worker.rank] = result[0]
         if raised:
-            rank, first = min(raised.items(), key=lambda pair: pair[1].when)
+            # A rank that died outranks one that raised, however early: ranks raise of another's death, none dies of an error.
+            rank, first = min(raised.items(), key=lambda pair: (not pair[1].died, pair[1].when))
             raise RankFailed(rank, first.error, first.trace)
         missing = [worker for worker in workers if worker.rank not in results]
         if missing:
@@ -267,7 +269,7 @@ def _result(worker: _Worker) -> tuple[Any] | None:
     part = os.read(worker.results, 1 << 20)
     worker.received += part
     if not part:
-        return (_Raised(_death(worker), _last_lines(worker.log), time.monotonic()),)
+        return (_Raised(_death(worker), _last_lines(worker.log), time.monotonic(), died=True),)
     if len(worker.received) < _LENGTH.size:
         return None
     (length,) = _LENGTH.unpack_from(worker.received)

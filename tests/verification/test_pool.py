@@ -39,6 +39,13 @@ def dying(mesh: Mesh) -> None:
     mesh.barrier()
 
 
+def raising_before_another_dies(mesh: Mesh) -> None:
+    if mesh.rank == 1:
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGABRT)
+    raise RuntimeError("the connection to rank 1 is closed")
+
+
 def stuck_here(mesh: Mesh) -> None:
     if mesh.rank == 0:
         time.sleep(60)
@@ -96,6 +103,12 @@ def test_a_rank_that_dies_is_told_by_its_signal(pool: Pool) -> None:
         pool.run(dying, TWO)
     assert failed.value.rank == 1
     assert failed.value.error == "was ended by SIGABRT"
+
+
+def test_a_rank_that_dies_is_to_blame_also_when_another_complains_first(pool: Pool) -> None:
+    with pytest.raises(RankFailed) as failed:
+        pool.run(raising_before_another_dies, TWO)
+    assert str(failed.value) == "rank 1: was ended by SIGABRT"
 
 
 def test_what_goes_wrong_in_one_process_is_nobody_elses(pool: Pool) -> None:
