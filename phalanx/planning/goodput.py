@@ -35,6 +35,7 @@ def goodput(interval: Column, mtbf: Column, save: Column, restart: Column) -> Co
 
     `interval`: seconds of training between two saves; `save`: seconds that training stands still for one; `restart`: seconds from a
     failure to training again. Failures strike during saves and restarts too, and what was trained since the last save is trained again.
+    Where a save is written behind training and counts only then, the seconds of writing belong to `restart`: that much more is lost.
     """
     with np.errstate(over="ignore"):  # failures that leave nothing: the time they take is infinite
         spent = mtbf * np.expm1((interval + save) / mtbf) * np.exp(restart / mtbf)
@@ -77,13 +78,14 @@ def upkeep(hardware: Hardware, *, state: Column, ranks: Column, step: Column) ->
         return Upkeep(mtbf=np.inf, stall=stall, restart=restart, save_every=None, goodput=1.0, in_memory=in_memory)
     mtbf = 3600.0 / (hardware.failures.rate * ranks)
     # Not oftener than every step, and to storage not before the last save is written, as training goes on behind it.
-    every = np.maximum(best_interval(mtbf, stall), np.maximum(step, _choose(in_memory, 0.0, written)))
+    behind = _choose(in_memory, 0.0, written)
+    every = np.maximum(best_interval(mtbf, stall), np.maximum(step, behind))
     return Upkeep(
         mtbf=mtbf,
         stall=stall,
         restart=restart,
         save_every=every,
-        goodput=np.maximum(goodput(every, mtbf, stall, restart), _LEAST),
+        goodput=np.maximum(goodput(every, mtbf, stall, restart + behind), _LEAST),
         in_memory=in_memory,
     )
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import dropwhile
 
 from phalanx.recovery.state import (
     Action,
@@ -26,6 +27,12 @@ from phalanx.recovery.state import (
 SAME = 3
 """So often the same failure at the same step is a bug, not bad luck."""
 
+WINDOW = 1000
+"""New steps in which failures are counted together: `resilience.restarts` is there to end a run that does not get on, not one that lasts
+for months. Steps, not hours: a program that fails after every step must end, however long starting it takes."""
+
+_REMEMBERED = 10 * WINDOW
+"""New steps after which a failure is forgotten: no run goes back so far to meet it again, and months of failures need not be searched."""
 _MOST_TOLD = 10
 _NUMBER = re.compile(r"(?<!rank )(?<!node )\b(0x[0-9a-f]+|\d+(\.\d+)?)")
 _TRIED = {
@@ -84,7 +91,8 @@ def failures(situation: Situation, event: Event) -> tuple[Failure, ...]:
 def remembered(situation: Situation, event: Event, action: Action) -> tuple[Failure, ...]:
     """The history after a decision: `Situation.history` of the next."""
     tried = action.action if isinstance(action, Go) else "wait" if isinstance(action, Wait) else ""
-    return situation.history + tuple(replace(failure, tried=tried) for failure in failures(situation, event))
+    now = [replace(failure, tried=tried) for failure in failures(situation, event)]
+    return tuple(_within(_REMEMBERED, situation.begun, [*situation.history, *now]))
 
 
 def verdict(situation: Situation, now: Sequence[Failure]) -> End | None:
@@ -100,10 +108,25 @@ def verdict(situation: Situation, now: Sequence[Failure]) -> End | None:
         if len(alike) >= SAME:
             why = f"The same failure came {len(alike)} times {_when(failure)}: that is a bug or a broken machine, not bad luck."
             return End(_story(why, alike))
-    if now and len(everything) > situation.restarts:
-        count = f"{len(everything)} failure{'s' if len(everything) > 1 else ''}"
-        return End(_story(f"There were {count} in this launch, and resilience.restarts = {situation.restarts}.", everything))
+    counted = lately(situation, now) if now else []
+    if len(counted) > situation.restarts:
+        many = len(counted) > 1
+        count = f"There {'were' if many else 'was'} {len(counted)} failure{'s' if many else ''}"
+        where = "in this launch" if len(counted) == len(everything) else f"within {WINDOW:,} steps"
+        return End(_story(f"{count} {where}, and resilience.restarts = {situation.restarts}.", counted))
     return None
+
+
+def lately(situation: Situation, now: Sequence[Failure]) -> list[Failure]:
+    """Failures that count against `resilience.restarts`."""
+    return _within(WINDOW, situation.begun, [*situation.history, *now])
+
+
+def _within(steps: int, begun: int, told: list[Failure]) -> list[Failure]:
+    """Failures since the run was so many steps less far than it ever was. Steps that were lost and done again are no progress: a run that
+    never comes beyond its next checkpoint must end too."""
+    since = max([begun, *(one.step or 0 for one in told)]) - steps
+    return told if begun > since else list(dropwhile(lambda one: (one.step or 0) <= since, told))
 
 
 def _same(failure: Failure) -> tuple[str, str, int | None]:

@@ -56,7 +56,7 @@ class Situation:
     begun: int = 0
     """The step that this launch began from."""
     restarts: int = 100
-    """Failures that are recovered from; one more ends the run."""
+    """Failures within 1,000 new steps that are recovered from; one more ends the run."""
     shrink: bool = True
     """Go on with fewer ranks where there is no room for all."""
     go_on: bool = False

@@ -253,7 +253,7 @@ class Resilience:
     timeout: float = field(default=600.0, metadata=within(above=0.0))
     """Seconds a rank waits for the others in one collective operation."""
     restarts: int = field(default=100, metadata=within(0))
-    """Failures that the run recovers from by itself; one more ends it. 0: the first does. The same failure at the same step three times ends it too."""
+    """Failures within 1,000 new steps that the run recovers from by itself; one more ends it, however long the run has been going. Steps done again are not new. 0: the first failure ends it. The same failure at the same step three times ends it too."""
     spares: int = field(default=0, metadata=within(0))
     """Nodes of `cluster.nodes` that are kept idle and step in for one that is lost."""
     shrink: bool = True

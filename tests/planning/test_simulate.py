@@ -27,7 +27,7 @@ LLAMA3 = Run(
     train=Train(batch=2048, sequence_length=8192, micro_batch=1, tokens=15_600_000_000_000),
     layout=Layout(pipeline=16, data=1, shard=128, tensor=8, zero=1, sequence=True, schedule="interleaved-1f1b", stages=4),
     cluster=Cluster(name="h100-16384"),
-    resilience=Resilience(restarts=10**6, spares=16),
+    resilience=Resilience(spares=16),
 )
 
 
@@ -52,7 +52,7 @@ def test_llama_3_with_its_published_failures() -> None:
     found = answered(LLAMA3, days=54.0, runs=6, study=False, keep="memory", restart=600.0, stall=5.0, interval=328.0)
     assert time.process_time() - began < 10.0
     assert sum(found.failures.values()) == pytest.approx(419, rel=0.08)  # spare nodes are few
-    assert found.goodput.low > 0.90
+    assert found.goodput.low > 0.90 and "end" not in found.actions  # 100 failures are no reason to give up a run that gets on
     assert found.goodput.mean == pytest.approx(found.closed, abs=0.01)
     assert found.mtbf is not None
     assert found.closed == pytest.approx(float(goodput(328.0, found.mtbf, 5.0, 603.0)), abs=0.002)
@@ -74,7 +74,7 @@ def test_spares_pay_until_there_are_enough() -> None:
 
 
 def test_the_best_interval_is_near_the_closed_forms() -> None:
-    run = small(checkpoint=Checkpoint(every=100), resilience=Resilience(restarts=10**6, spares=8))
+    run = small(checkpoint=Checkpoint(every=100), resilience=Resilience(spares=8))
     machines = hardware(run, None)
     assert machines.failures is not None
     worse = replace(

@@ -167,12 +167,24 @@ def test_what_is_lost_depends_on_where_the_state_is() -> None:
 
 
 def test_a_run_that_gives_up_is_started_by_somebody() -> None:
+    """A failure in about 14 steps: 31 of them lie within 1,000."""
     settings = replace(AT_ONCE, restarts=30)
-    saves = Saves(keep="memory", memory_every=1, memory_stall=0.0, disk_every=900, disk_stall=0.0)
-    trial = play(world(LLAMA3, 16, settings, saves=saves), Dice(0, 0))
+    saves = Saves(keep="memory", memory_every=1, memory_stall=0.0, disk_every=1, disk_stall=0.0)
+    trial = play(world(LLAMA3, 400, settings, saves=saves, failures=rates(LLAMA * 200), restart=1.0, horizon=DAY), Dice(0, 0))
     adds_up(trial)
+    assert trial.components.total() > 600
     assert trial.actions["end"] == trial.components.total() // 31
     assert trial.spent["waiting"] == pytest.approx(1800.0 * trial.actions["end"], rel=0.05)
+
+
+@pytest.mark.parametrize("keep", ["memory", "disk"])
+def test_months_of_failures_are_no_reason_to_give_up(keep: Any) -> None:
+    """Llama 3's 419 of 54 days, and more than twice as many: each of them is got over."""
+    saves = Saves(keep=keep, memory_every=82, memory_stall=5.0, disk_every=82, disk_stall=0.0)
+    for worse in (1, 2.5):
+        here = world(LLAMA3, 40, replace(AT_ONCE, restarts=Resilience().restarts), saves=saves, failures=rates(LLAMA * worse))
+        trial = play(here, Dice(0, 0))
+        assert trial.components.total() > 300 * worse and not trial.actions["end"]
 
 
 def test_planned_pauses_lose_nothing() -> None:

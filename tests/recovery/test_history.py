@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
-from phalanx.recovery.history import failures, remembered
+from phalanx.recovery.history import failures, remembered, verdict
 from phalanx.recovery.policy import decide
 from phalanx.recovery.state import (
     Action,
@@ -19,6 +20,7 @@ from phalanx.recovery.state import (
     NodeLost,
     Several,
     Situation,
+    Wait,
     WorkerDied,
 )
 from phalanx.spec.layout import Layout
@@ -98,7 +100,47 @@ def test_more_failures_than_allowed() -> None:
     told = story(last)
     assert "There were 3 failures in this launch, and resilience.restarts = 2." in told
     assert "no single rank, connection lost" in told and "rank 0 (node 0), failed" in told and "rank 2 (node 1), died" in told
-    assert "1 failure in this launch" in story(play(replace(START, restarts=0), Disconnected(3))[0])
+    assert "There was 1 failure in this launch" in story(play(replace(START, restarts=0), Disconnected(3))[0])
+
+
+@pytest.mark.parametrize(
+    ("steps", "end"),
+    [
+        (range(0, 20_000, 10), None),  # one in ten steps, for ever: 100 within any 1,000
+        (range(0, 20_000, 9), 101),  # more: 101 within 900
+        (range(2000), 101),  # a step each time
+        ([0, 50, 5000, *range(7000, 9000)], 104),  # what was long ago counts no more
+        (
+            [0, *(900 + 7 * (number % 100) for number in range(2000))],
+            102,
+        ),  # steps that are lost, and done again, are no progress
+        ([None] * 2000, 101),
+    ],
+    ids=["rare", "often", "every step", "old ones", "again", "unknown"],
+)
+def test_a_run_that_gets_on_may_fail_for_ever(steps: Iterable[int | None], end: int | None) -> None:
+    """`resilience.restarts` is for those within 1,000 new steps. Each of these failures is another one."""
+    state = replace(START, restarts=100)
+    for number, step in enumerate(steps, 1):
+        words = f"{number:b}".translate({48: "a", 49: "b"})
+        event = WorkerDied(1, step, "died", f"killed by {words}")
+        found = verdict(state, failures(state, event))
+        assert (found is not None) == (number == end), (number, step)
+        if found is not None:
+            within = "in this launch" if end == 101 else "within 1,000 steps"
+            assert f"There were 101 failures {within}, and resilience.restarts = 100." in found.story
+            return
+        state = replace(state, history=remembered(state, event, Wait("", ())))
+
+
+def test_a_launch_counts_from_its_first_step() -> None:
+    """Of a run that was started again at step 40,000: what it does since is what counts."""
+    resumed = replace(START, restarts=2, begun=40_000)
+    *others, last = play(resumed, Disconnected(40_000), Disconnected(40_001), Disconnected(40_500))
+    assert all(isinstance(action, Go) for action in others) and "3 failures in this launch" in story(last)
+    assert all(
+        isinstance(one, Go) for one in play(resumed, *(Disconnected(40_000 + step) for step in (0, 1, 1002, 1003, 2003)))
+    )
 
 
 def test_a_long_story_tells_the_last_ones() -> None:

@@ -11,10 +11,11 @@ from phalanx.planning.cluster import Hardware
 from phalanx.planning.goodput import DETECT, best_interval, goodput, upkeep
 from phalanx.planning.option import Option
 from phalanx.planning.simulation.answer import Ask
-from phalanx.planning.simulation.faults import mean_detection
+from phalanx.planning.simulation.faults import kind_of, mean_detection
 from phalanx.planning.simulation.policy import Situations
 from phalanx.planning.simulation.run import Trial, World
 from phalanx.planning.simulation.saves import Keep, Saves
+from phalanx.recovery.history import WINDOW
 from phalanx.recovery.places import elsewhere
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError
@@ -47,11 +48,10 @@ class Setting:
         # What that names whole is here two things: being noticed, which differs by what fails, and starting again.
         self._restart = ask.restart if ask.restart is not None else float(self._up.restart) - DETECT
         self._stall = ask.stall if ask.stall is not None else float(self._up.stall)
+        self._written = state_bytes(run, option.layout) * hardware.node / hardware.storage
         situations = Situations(option.layout, hardware.node, self._legal, run.resilience, run.batch)
         self.keep = ask.keep or self._live_keep(situations)
-        self.best = (
-            None if self.keep == "replicas" or not math.isfinite(self.mtbf) else float(best_interval(self.mtbf, self._stall))
-        )
+        self.best = None if self.keep == "replicas" or not math.isfinite(self.mtbf) else self._best()
         self.interval = self._interval()
         self.world = World(
             situations=situations,
@@ -80,6 +80,17 @@ class Setting:
         asked = self._ask.spares if self._ask.spares is not None else self._run.resilience.spares
         return self.used + asked if asked or self._ask.spares is not None else max(self._hardware.nodes, self.used)
 
+    def _disk(self) -> tuple[float, float]:
+        """Seconds that training waits for a checkpoint, and those until it is complete behind training."""
+        if self._ask.stall is not None:
+            return self._ask.stall, 0.0
+        return (self._stall, self._written) if self._run.checkpoint.asynchronous else (self._stall + self._written, 0.0)
+
+    def _best(self) -> float:
+        """The closed form's best interval: not oftener than a step, nor than checkpoints are written."""
+        stall, behind = self._disk() if self.keep == "disk" else (self._stall, 0.0)
+        return max(float(best_interval(self.mtbf, stall)), behind, self.step)
+
     def _interval(self) -> float | None:
         """Seconds of training between saves that failures go back to."""
         step, saving = self._option.seconds, self._run.checkpoint
@@ -95,20 +106,20 @@ class Setting:
         return self.best or _LONGEST * self._option.days * DAY
 
     def saves(self, interval: float | None) -> Saves:
-        step, saving = self._option.seconds, self._run.checkpoint
-        every = None if interval is None else max(1, round(interval / step))
-        written = state_bytes(self._run, self._option.layout) * self._hardware.node / self._hardware.storage
-        disk = every if self.keep == "disk" else saving.every
-        if disk is None:  # a run in which everything is lost wants something on disk
-            disk = max(1, round(max(float(best_interval(self.mtbf * 100, self._stall)), written) / step)) if self.best else None
-        wait = self._stall if saving.asynchronous or self._ask.stall is not None else self._stall + written
-        behind = written if saving.asynchronous and self._ask.stall is None else 0.0
+        every = None if interval is None else max(1, round(interval / self.step))
+        stall, behind = self._disk()
+        disk = every if self.keep == "disk" else self._run.checkpoint.every
+        if disk is None and self.best:  # a run in which everything is lost wants something on disk
+            rare = max(float(best_interval(self.mtbf * 100, stall)), behind, interval or 0.0)
+            disk = max(1, round(rare / self.step))
+        if disk is not None:  # one begins when the one before it is written
+            stall += max(0.0, behind - disk * self.step)
         return Saves(
             keep=self.keep,
             memory_every=every if self.keep == "memory" else None,
             memory_stall=self._stall,
             disk_every=disk,
-            disk_stall=wait,
+            disk_stall=stall,
             disk_write=behind,
         )
 
@@ -155,13 +166,23 @@ class Setting:
         return trial.seconds / DAY if trial.finished else trial.seconds / DAY * self._run.steps / steps
 
     def closed(self, interval: float | None) -> float:
-        failing = self._hardware.failures
+        """Goodput of the closed form, with nodes enough, for the saves that are simulated."""
+        saves, failing = self.saves(interval), self._hardware.failures
+        every = {"replicas": 1, "memory": saves.memory_every, "disk": saves.disk_every}[self.keep]
+        assert every is not None, "there is an interval where the state is saved"
+        stall = saves.memory_stall if self.keep == "memory" else 0.0
+        if saves.disk_every is not None:
+            stall += saves.disk_stall * every / saves.disk_every
+        trained = every * self.step
         if failing is None or not math.isfinite(self.mtbf):
-            return 1.0
-        restart = self._restart + mean_detection(failing, self._run.resilience, self._option.seconds)
-        if interval is None:  # what is lost is the step under way
-            return float(goodput(self._option.seconds, self.mtbf, 0.0, restart))
-        return float(goodput(interval, self.mtbf, self._stall, restart))
+            return trained / (trained + stall)
+        restart = self._restart + mean_detection(failing, self._run.resilience, self.step)
+        if self.keep == "disk":
+            restart += saves.disk_write
+        elif self.used == 1 and saves.disk_every is not None:  # who loses the only node goes back to half a checkpoint ago
+            lone = sum(rate for name, rate in failing.rates if kind_of(name) == "node") / failing.rate
+            restart += lone * (saves.disk_every * self.step / 2 + saves.disk_write)
+        return float(goodput(trained, self.mtbf, stall, restart))
 
     def assumed(self) -> tuple[str, ...]:
         said = [*self._hardware.assumed]
@@ -175,8 +196,8 @@ class Setting:
         said.append(f"From the decision to the next step {self._restart:.0f} s; a save stops training for {self._stall:.2f} s.")
         if self._hardware.failures is not None:
             said.append(
-                f"A run that gives up, as after more than resilience.restarts = {self._run.resilience.restarts} failures, is started again by "
-                f"somebody after {self._ask.relaunch / 60:.0f} min, from disk."
+                f"A run that gives up, as after more than resilience.restarts = {self._run.resilience.restarts} failures within {WINDOW:,} "
+                f"steps, is started again by somebody after {self._ask.relaunch / 60:.0f} min, from disk."
             )
         return tuple(said)
 
