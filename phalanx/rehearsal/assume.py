@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
@@ -24,7 +25,7 @@ from phalanx.parallel import busy, context_view, dispatch, fully
 from phalanx.parallel.dispatch import Seats
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.placement import Spot, chunk
+from phalanx.parallel.placement import Spot
 from phalanx.training import muon, offload, stores
 from phalanx.transforms import activations
 
@@ -43,27 +44,27 @@ def balanced(_: Tensor, seats: Seats, rows: int) -> list[int]:
     return [*given, *taken, *[sum(taken)] * seats.within.size]
 
 
-def tiled(group: Group, spots: Sequence[Spot], _: torch.device) -> list[list[list[int]]]:
-    """In place of `muon.boxes_of_all`: matrices lie on the ranks of a group as tiles of equal size, as far as they divide."""
-    found = []
-    for spot in spots:
-        across = max(1, round(spot.whole[1] / max(1, spot.shape[1])))
-        down = max(1, group.size // across)
-        tiles = [
-            (chunk(spot.whole[0], row, down), chunk(spot.whole[1], column, across))
-            for row in range(down)
-            for column in range(across)
-        ]
-        boxes = [[rows[0], columns[0], rows[1], columns[1]] for rows, columns in tiles]
-        boxes += [boxes[-1]] * (group.size - len(boxes))
-        own = [*spot.offset, *spot.shape]
-        if own in boxes:
-            boxes.remove(own)
-        else:
-            boxes.pop()
-        boxes.insert(group.index, own)
-        found.append(boxes)
-    return found
+def tiled(tensor: int) -> Callable[..., list[list[list[int]]]]:
+    """In place of `muon.boxes_of_all`, among so many tensor ranks: what cut this rank's box cuts those of the others."""
+
+    def boxes(group: Group, spots: Sequence[Spot], _: torch.device) -> list[list[list[int]]]:
+        return [tiles(group, spot, tensor if "tensor" in spot.split else 1) for spot in spots]
+
+    return boxes
+
+
+def tiles(group: Group, spot: Spot, tensor: int) -> list[list[int]]:
+    """Tensor ranks, which are neighbours, cut a matrix along one of its dimensions, and those that share state its parts."""
+    own, shards = [*spot.offset, *spot.shape], group.size // tensor
+    for first, second in product(range(2), repeat=2):
+        found = []
+        for index in range(group.size):
+            whole = Spot(whole=spot.whole, offset=(0, 0), shape=spot.whole)
+            part = whole.cut(first, index % tensor, tensor, "tensor").cut(second, index // tensor, shards, "shard")
+            found.append([*part.offset, *part.shape])
+        if found[group.index] == own:
+            return found
+    raise AssertionError(f"{spot} is cut in a way that rehearsals do not know")
 
 
 class _Even:
@@ -130,8 +131,18 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
 
 
+def given_memory(module: nn.Module, *, device: torch.device, recurse: bool = True) -> nn.Module:
+    """In place of `nn.Module.to_empty`: a module that two stages of a rank share keeps what the first gave it, as torch cannot exchange
+    tensors without memory a second time."""
+    for child in module.children() if recurse else ():
+        given_memory(child, device=device)
+    if any(one.is_meta for one in (*module._parameters.values(), *module._buffers.values()) if one is not None):
+        module._apply(lambda one: torch.empty_like(one, device=device), recurse=False)
+    return module
+
+
 @contextlib.contextmanager
-def assumed() -> Iterator[None]:
+def assumed(rank: Mesh) -> Iterator[None]:
     """While it is open."""
     loop, mesh = moe.loop_experts, fully._device_mesh
 
@@ -153,8 +164,9 @@ def assumed() -> Iterator[None]:
             (moe, "loop_experts", even),
             (context_view.View, "__post_init__", _mixed),
             (fully, "_device_mesh", real_mesh),
-            (muon, "boxes_of_all", tiled),
+            (muon, "boxes_of_all", tiled(rank.size("tensor"))),
             (muon, "_check", lambda *_: None),
+            (nn.Module, "to_empty", given_memory),
             (stores, "Buffer", Room),
             (offload, "Buffer", Room),
             (offload, "ScratchFile", Scratch),

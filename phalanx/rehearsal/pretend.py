@@ -165,6 +165,7 @@ _CUDA: dict[str, Any] = {
 @contextlib.contextmanager
 def gpu(card: attention.Card) -> Iterator[None]:
     """While it is open, fake tensors that the program made on "cuda" are on a GPU of this kind as far as Python can tell."""
+    STREAM.now = STREAM.count = 0  # or a rehearsal would hang on how many there were before
     with contextlib.ExitStack() as stack:
 
         def patch(owner: Any, name: str, value: Any) -> None:

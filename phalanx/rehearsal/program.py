@@ -45,6 +45,8 @@ class Program:
         self.stepper = Stepper(run, plan, self.built.placed, self.built.experts, pipeline)
         self.pipeline = pipeline
         self._micro_batch = 0
+        self._waiting: list[MicroBatch] = []
+        """Those that a shortened step leaves out, on the device."""
         self._tell()
         self._settle()
 
@@ -55,12 +57,11 @@ class Program:
         watch.enter("inputs", "", "")
         batches = [self._batch() for _ in range(micro_batches)]
         others = (all_of_them or micro_batches) - micro_batches if self.pipeline is not None else 0
-        waiting = [self._batch().to(self.mesh.device) for _ in range(others)]
+        self._waiting = [self._batch().to(self.mesh.device) for _ in range(others)]
         watch.enter("step", "", "")
         rate = learning_rate(self.run.optimizer, 0, self.run.steps)
         self.stepper.step(batches, self.built.optimizer, rate, lambda: 0)
         watch.enter("update", "", "")
-        del waiting
         if self.built.outer is not None:
             self.built.outer.step()
             self.built.optimizer.adopt()
@@ -121,6 +122,7 @@ class Program:
         """The end of the gradients' way, which is no single micro-batch's."""
 
         def alone() -> None:
+            self._waiting.clear()  # the pipeline is done with its micro-batches
             self.watch.enter("reduce", "", "")
             finish()
 
@@ -210,7 +212,7 @@ def opened(run: Run, plan: Plan, rank: int, card: Card | None, messages: Message
         stack.callback(setattr, WAITED, "passed", passed)
         stack.enter_context(absent_ranks(mesh))
         stack.enter_context(lazy_cuts())
-        stack.enter_context(assumed())
+        stack.enter_context(assumed(mesh))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         if card:
             stack.enter_context(pretend.gpu(card))

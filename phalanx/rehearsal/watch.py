@@ -22,6 +22,7 @@ from phalanx.rehearsal import pretend
 from phalanx.rehearsal.attention import NONE, Card
 from phalanx.rehearsal.ledger import Ledger, Where
 from phalanx.rehearsal.messages import Messages
+from phalanx.rehearsal.recall import Recall
 from phalanx.rehearsal.temporaries import hidden
 from phalanx.transforms.measure import flops_of
 
@@ -69,6 +70,7 @@ class Watch(TorchDispatchMode):
         self.weights: set[int] = set()
         """Storages of parameters."""
         self._refs: dict[int, _Ref] = {}
+        self._recall = Recall()
         done = torch.futures.Future()  # type: ignore[var-annotated]
         done.set_result([])
         distributed: Any = torch._C._distributed_c10d
@@ -99,7 +101,7 @@ class Watch(TorchDispatchMode):
         on_gpu, kwargs = self._place(args, kwargs)
         inside, pretend.INSIDE.now = pretend.INSIDE.now, True
         try:
-            result = _grouped(func, args, kwargs) if func is _GROUPED else func(*args, **kwargs)
+            result = _grouped(*args, **kwargs) if func is _GROUPED else self._recall(func, args, kwargs)
         finally:
             pretend.INSIDE.now = inside
         if type(result) is FakeTensor:
@@ -248,12 +250,12 @@ class Watch(TorchDispatchMode):
         self._refs.clear()
 
 
-def _grouped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """CPUs have grouped products in formats that torch's fake ones refuse: the shape is the same in all."""
-    low = [arg.to(torch.bfloat16) if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args]
-    found: Tensor = func(*low, **kwargs)
-    same = found.dtype == args[0].dtype
-    return found if same else torch.empty_strided(found.shape, found.stride(), dtype=args[0].dtype)
+def _grouped(first: Tensor, second: Tensor, ends: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """A grouped product by its shape: torch's fake one refuses what CPUs take, formats but bf16 and what their rows are aligned to."""
+    if first.ndim == second.ndim:
+        groups = first.shape[0] if first.ndim == 3 or ends is None else ends.shape[0]
+        return torch.empty((groups, first.shape[-2], second.shape[-1]), dtype=first.dtype)
+    return torch.empty((first.shape[-2], second.shape[-1]), dtype=first.dtype)
 
 
 def _unplaced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -42,6 +42,19 @@ CASES: dict[str, tuple[Layout, tuple[str, ...]]] = {
     "offloaded": (Layout(data=1, shard=2, zero=2), ("memory.offload=cpu",)),
     "states in files": (Layout(data=2), ("memory.offload=nvme",)),
     "muon": (Layout(data=1, shard=2, zero=3), ("optimizer.name=muon",)),
+    "muon, tensor, zero 1": (Layout(data=1, shard=2, zero=1, tensor=2), ("optimizer.name=muon", "model.ffn=20")),
+    "muon, tensor, zero 3, uneven": (
+        Layout(data=1, shard=3, zero=3, tensor=2),
+        ("optimizer.name=muon", "train.batch=6", "model.ffn=20"),
+    ),
+    "zbv, tied": (Layout(data=1, pipeline=2, schedule="zbv"), (FOUR, "model.tied=true")),
+    "dualpipev, tied, zero 3": (Layout(data=1, pipeline=2, shard=2, zero=3, schedule="dualpipev"), (FOUR, "model.tied=true")),
+    "1f1b, zero 2, many micro-batches": (Layout(data=1, pipeline=2, shard=2, zero=2), (FOUR, "train.batch=24")),
+    "experts, fp16, narrow": (Layout(data=2, expert=2), (*MOE, "precision.compute=fp16", "model.moe.ffn=8")),
+    "experts, fp32, narrow": (
+        Layout(data=1, shard=2, zero=3),
+        (*MOE, "model.moe.ffn=4", "model.dim=36", "model.heads=6", "model.kv_heads=3"),
+    ),
     "local steps, fp16": (Layout(data=2), ("optimizer.local_steps=2", "precision.compute=fp16")),
     "fp8, activations on the host, chunks": (
         Layout(data=2),

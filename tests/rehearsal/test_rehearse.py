@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from ranks import tiny_run
 
 from phalanx.rehearsal import attention
+from phalanx.rehearsal import rehearse as rehearsing
 from phalanx.rehearsal.job import kinds, laid_out
 from phalanx.rehearsal.messages import Messages
 from phalanx.rehearsal.program import opened
@@ -72,19 +74,50 @@ def test_one_step_tells_what_a_second_takes() -> None:
         assert watch.device.peak == pytest.approx(told.peak, abs=1 << 13)  # but for a few single numbers
 
 
-def test_fewer_micro_batches_tell_what_all_do() -> None:
-    run = tiny_run("train.batch=16", "train.micro_batch=1", "model.layers=4")
-    layout = Layout(data=1, pipeline=2, schedule="dualpipev")
-    plan = replace(on_gpu(run), layout=layout)
-    told = rehearse(run, plan, 0, Stage(card=H200))
-    assert told.taken < told.micro_batches == 16
-    with opened(run, plan, 0, H200, Messages()) as (program, watch):
-        before = len(watch.messages.all)
-        program.step(16)
-        whole = sum(one.bytes for one in watch.messages.all[before:])
-        assert watch.device.peak == pytest.approx(told.peak, abs=1 << 13)
-        assert sum(watch.flops.values()) == sum(told.flops.values())
-    assert whole == sum(size for uses in told.sent.values() for size in uses.values())
+SHORTENED: dict[str, tuple[Layout, tuple[str, ...]]] = {
+    "dualpipev": (Layout(data=1, pipeline=2, schedule="dualpipev"), ()),
+    "1f1b, zero 1, tied": (
+        Layout(data=1, pipeline=2, shard=2, zero=1, schedule="1f1b"),
+        ("model.tied=true", "memory.recompute=selective"),
+    ),
+    "1f1b, zero 3": (Layout(data=1, pipeline=2, shard=2, zero=3, schedule="1f1b"), ("memory.recompute=full",)),
+    "interleaved, zero 2": (Layout(data=1, pipeline=2, shard=2, zero=2, schedule="interleaved-1f1b"), ()),
+    "interleaved, zero 3": (Layout(data=1, pipeline=2, shard=2, zero=3, schedule="interleaved-1f1b"), ()),
+    "zero bubble, zero 3": (
+        Layout(data=1, pipeline=2, shard=2, zero=3, schedule="interleaved-zero-bubble"),
+        ("memory.recompute=full",),
+    ),
+    "zbv, zero 2": (Layout(data=1, pipeline=2, shard=2, zero=2, schedule="zbv"), ()),
+    "dualpipev, zero 3": (Layout(data=1, pipeline=2, shard=2, zero=3, schedule="dualpipev"), ()),
+    "no pipeline, zero 3": (Layout(data=1, shard=2, zero=3), ("memory.recompute=full",)),
+    "no pipeline, zero 2": (Layout(data=1, shard=2, zero=2), ()),
+}
+
+
+def shortened(case: str, ranks: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, settings = SHORTENED[case]
+    run = tiny_run(f"train.batch={16 * layout.shard}", "train.micro_batch=1", "model.layers=4", *settings)
+    plan = replace(on_gpu(run), layout=layout, accumulation=16)
+    for rank in ranks:
+        told = rehearse(run, plan, rank % layout.ranks, Stage(card=H200))
+        with monkeypatch.context() as patch:
+            patch.setattr(rehearsing, "enough", lambda order, plan, rank: plan.accumulation)
+            whole = rehearse(run, plan, rank % layout.ranks, Stage(card=H200))
+        assert told.error is None and told.taken < told.micro_batches == 16 == whole.taken
+        assert told.peak == pytest.approx(whole.peak, abs=1 << 13)  # but for a few single numbers
+        assert told.sent == whole.sent
+        assert sum(one.times for one in told.messages) == len(whole.messages)
+        assert told.flops == whole.flops and told.repeated_flops == whole.repeated_flops
+
+
+def test_fewer_micro_batches_tell_what_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    shortened("dualpipev", (0,), monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SHORTENED)
+def test_so_they_do_with_shared_states(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shortened(case, (0, -1), monkeypatch)
 
 
 def test_out_of_memory_is_told_with_its_place() -> None:
