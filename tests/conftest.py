@@ -1,4 +1,5 @@
-"""For all tests: GPUs are hidden, since tests fork ranks and a process that has touched a GPU cannot be forked.
+"""For all tests: GPUs are hidden, since tests fork ranks and a process that has touched a GPU cannot be forked; nor can one that has
+multiplied matrices by several threads, as PyTorch does on ARM cores whatever it is told later.
 
 Tests marked `gpu` start processes of their own, with what was hidden here.
 """
@@ -15,6 +16,14 @@ from pathlib import Path
 
 import pytest
 
+_THREADS = os.environ.get("OMP_NUM_THREADS")
+os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is first imported; what tests start is not to see it
+import torch  # noqa: E402, F401
+
+if _THREADS is None:
+    del os.environ["OMP_NUM_THREADS"]
+else:
+    os.environ["OMP_NUM_THREADS"] = _THREADS
 _HIDDEN = os.environ.get("CUDA_VISIBLE_DEVICES")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # What somebody has measured on this machine must not decide what tests see.

@@ -33,6 +33,7 @@ def probe(visible: str | None = None, *, root: Path = Path("/")) -> Machine:
         cores=_cores(root),
         memory=memory,
         core_flops=_core_flops(cpuinfo, root),
+        scalar=_scalar(cpuinfo),
         gpus=_gpus(visible, memory),
     )
     return replace(machine, measured=read_entry(machine))
@@ -129,7 +130,7 @@ def _clock(cpuinfo: dict[str, str], root: Path) -> float | None:
 
 def _flops_per_cycle(cpuinfo: dict[str, str]) -> int | None:
     """fp32 operations of one core per cycle, taking two vector units with fused multiply-add as the usual case."""
-    flags = set(cpuinfo.get("flags", cpuinfo.get("Features", "")).split())
+    flags = _flags(cpuinfo)
     if "avx512f" in flags:
         zen4 = cpuinfo.get("vendor_id") == "AuthenticAMD" and cpuinfo.get("cpu family") == "25"
         return 32 if zen4 else 64  # Zen 4 runs a 512-bit operation as two halves
@@ -140,6 +141,16 @@ def _flops_per_cycle(cpuinfo: dict[str, str]) -> int | None:
     if "sse" in flags:
         return 8
     return 16 if "asimd" in flags else None
+
+
+def _scalar(cpuinfo: dict[str, str]) -> tuple[str, ...]:
+    """ARM cores up to Neoverse N1 have no bf16; what PyTorch does on old x86 cores nobody has measured here."""
+    flags = _flags(cpuinfo)
+    return ("bf16",) if "asimd" in flags and not flags & {"bf16", "svebf16"} else ()
+
+
+def _flags(cpuinfo: dict[str, str]) -> set[str]:
+    return set(cpuinfo.get("flags", cpuinfo.get("Features", "")).split())
 
 
 def _smi(*arguments: str) -> tuple[str | None, str | None]:

@@ -26,6 +26,8 @@ class Machine:
     """Bytes of main memory this process may use."""
     core_flops: float | None = None
     """Peak fp32 FLOP/s of one core from its clock and vector width; None where that cannot be told."""
+    scalar: tuple[str, ...] = ()
+    """Number formats that its cores have no vector instructions for, so that PyTorch multiplies them number by number."""
     gpus: tuple[Gpu, ...] = ()
     measured: tuple[tuple[str, float], ...] = ()
     """What `phalanx bench`, or a comparison with a run, measured here, by names such as "cpu.launch": plans rely on it."""

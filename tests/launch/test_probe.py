@@ -95,6 +95,19 @@ def test_arm_with_a_frequency_driver(tmp_path: Path) -> None:
     assert probe(root=write(tmp_path, files)).core_flops == pytest.approx(2.6e9 * 16)
 
 
+@pytest.mark.parametrize(
+    ("cpuinfo", "scalar"),
+    [
+        (GRAVITON, ("bf16",)),
+        (GRAVITON.replace("crc32", "crc32 asimdhp bf16"), ()),
+        (XEON.format(flags="avx2 fma", siblings=24), ()),
+        ("", ()),
+    ],
+)
+def test_formats_without_instructions(tmp_path: Path, cpuinfo: str, scalar: tuple[str, ...]) -> None:
+    assert probe(root=write(tmp_path, {"proc/cpuinfo": cpuinfo})).scalar == scalar
+
+
 def test_unknown_clock_means_unknown_peak(tmp_path: Path) -> None:
     assert probe(root=write(tmp_path, {"proc/cpuinfo": GRAVITON})).core_flops is None
 
