@@ -92,6 +92,20 @@ class StepAccounted(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StepTimed(Event):
+    """What one of the early steps of this launch was made of on a rank."""
+
+    kind: ClassVar[str] = "step_timed"
+    step: int
+    rank: int
+    seconds: float
+    """Of the step on this rank."""
+    parts: dict[str, float]
+    """Seconds that add up to it: "compute" (launching too), "tensor", "context", "expert" and "data" (waiting for messages of that
+    technique), "bubble" (for another pipeline stage), "optimizer", "loading" (waiting for the batch), "other"."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Restored(Event):
     """State was read from a checkpoint; training goes on after `step`."""
 
@@ -308,8 +322,8 @@ class Finished(Event):
 KINDS: dict[str, type[Event]] = {
     record.kind: record
     for record in (
-        RunStarted, WorkerStarted, ModelPlaced, StepAccounted, Restored, WeightsLoaded, Step, StepSkipped, Evaluated, Saved,
-        SaveFailed, Copied, Exported, ExportFailed, Uploaded, UploadFailed, CheckpointDamaged, Warned, WorkerFailed,
+        RunStarted, WorkerStarted, ModelPlaced, StepAccounted, StepTimed, Restored, WeightsLoaded, Step, StepSkipped, Evaluated,
+        Saved, SaveFailed, Copied, Exported, ExportFailed, Uploaded, UploadFailed, CheckpointDamaged, Warned, WorkerFailed,
         FailureNoticed, Recovered, ControllerChanged, Straggling, Corrupted, NotFinite, Rewound, StrangerRefused, FaultInjected,
         Stopped, Finished,
     )

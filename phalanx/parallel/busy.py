@@ -8,11 +8,14 @@ On GPUs the host goes on where the device waits, and its own time says nothing. 
 each wait, and read after the step, when they have passed. Not measured: FSDP2 on GPUs, whose messages run beside the computation,
 the sums between its replicas, and what compiled code does between ranks. A wait that is not measured looks like work: there, a rank
 that waits for a slow one can look as slow as it.
+
+In a few steps of a launch a clock runs, which is told what each wait is for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from time import perf_counter
 from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
@@ -20,6 +23,8 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch.compiler import is_compiling
+
+from phalanx.parallel.clock import Clock, part_of
 
 if TYPE_CHECKING:
     from phalanx.parallel.group import Group
@@ -31,7 +36,7 @@ T = TypeVar("T")
 class Waiting:
     """Adds up. Of one thread: the one that computes, or autograd's while that stands still."""
 
-    __slots__ = ("_free", "passed", "seconds")
+    __slots__ = ("_free", "clock", "passed", "seconds")
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -39,6 +44,8 @@ class Waiting:
         self.passed: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
         """On a GPU: what stands in its stream before and behind each wait."""
         self._free: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.clock: Clock | None = None
+        """In a step that is timed by what is done in it."""
 
     def watch(self, device: torch.device) -> None:
         """Say once where this rank computes."""
@@ -86,6 +93,10 @@ def meet(collective: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """A collective that returns when all have taken part."""
     if is_compiling():
         return collective(*args, **kwargs)  # it becomes a part of the graph, in which there are no clocks
+    if WAITED.clock is not None:
+        handle = next((value for value in (*args, *kwargs.values()) if isinstance(value, dist.ProcessGroup)), None)
+        with _on_clock(part_of("step" if handle is None else handle.group_desc)):
+            return meet(collective, *args, **kwargs)
     if WAITED.passed is not None:
         return WAITED.on_device(collective, *args, **kwargs)
     started = perf_counter()
@@ -102,6 +113,9 @@ def meet(collective: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 def wait(work: dist.Work, group: Group | None = None, peer: int | None = None, operation: str | None = None) -> None:
     """Until what was begun is complete. `group`: whose it is, or all ranks'; `peer`: the rank that a message comes from or goes to;
     `operation`: what it is, where the work itself does not know."""
+    if WAITED.clock is not None:
+        with _on_clock(part_of("step" if group is None else group.use)):
+            return wait(work, group, peer, operation)
     if WAITED.passed is not None:
         WAITED.on_device(work.wait)
         return
@@ -111,6 +125,18 @@ def wait(work: dist.Work, group: Group | None = None, peer: int | None = None, o
     else:
         work.wait()  # given a time, gloo would give up the connection when that is over
     WAITED.seconds += perf_counter() - started
+
+
+@contextmanager
+def _on_clock(part: str) -> Iterator[None]:
+    """Meanwhile a step that is timed waits for this."""
+    clock, WAITED.clock = WAITED.clock, None  # once is enough
+    assert clock is not None
+    try:
+        with clock.inside(part):
+            yield
+    finally:
+        WAITED.clock = clock
 
 
 def _complete(work: dist.Work) -> None:

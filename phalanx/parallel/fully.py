@@ -156,6 +156,13 @@ class FullySharded:
         words += f"; {own}, as {parameter.placements} on a mesh of {tuple(parameter.device_mesh.shape)}"
         return words + (f"; of the rest, {self._rest.applied()}" if self._rest is not None else "")
 
+    def waits(self, device: torch.device) -> list[tuple[Any, str]]:
+        """Methods of FSDP2 in which the stream that computes waits for its messages, as objects and names; its custom messages on CPUs
+        are measured themselves, but for the sums over replicas."""
+        if device.type == "cuda":
+            return [(one, name) for one in self._groups for name in ("wait_for_unshard", "post_backward", "finalize_backward")]
+        return [(one, "post_backward") for one in self._groups if one._is_hsdp]
+
     def _set_travel(self, on: bool) -> None:
         for root in self._roots:
             root._state_ctx.is_last_backward = on

@@ -18,17 +18,7 @@ from phalanx.checkpointing.location import Location
 from phalanx.checkpointing.pieces import Piece
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.events.pulse import Pulse
-from phalanx.events.records import (
-    Evaluated,
-    Event,
-    ModelPlaced,
-    Saved,
-    SaveFailed,
-    Step,
-    StepAccounted,
-    StepSkipped,
-    WeightsLoaded,
-)
+from phalanx.events.records import Evaluated, Event, ModelPlaced, Saved, SaveFailed, Step, StepSkipped, WeightsLoaded
 from phalanx.parallel.busy import WAITED
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.errors import RunFailed
@@ -50,6 +40,7 @@ from phalanx.training.saving import Saving
 from phalanx.training.schedule import learning_rate
 from phalanx.training.state import pieces, placement
 from phalanx.training.step import Stepper
+from phalanx.training.timing import Timing
 from phalanx.training.totals import PAUSE, STOP
 
 
@@ -87,6 +78,7 @@ class Trainer:
         self.faults = self._faults
         WAITED.watch(self.mesh.device)
         self._accounting = Accounting(self.placed, self.placement, self.tensors, on=not self.run.memory.compile)
+        self._timing = Timing(self)
 
     def begin(self) -> list[Event]:
         """Take the weights that the run is to start from, where model.from names some; once, and before any step."""
@@ -155,9 +147,9 @@ class Trainer:
         """What this rank really holds, and what was done to it."""
         return placement(self.placed, self.optimizer, self.outer)
 
-    def account(self) -> StepAccounted | None:
-        """What a step cost this rank: once in each launch, after the step that was counted."""
-        return self._accounting.take()
+    def account(self) -> Event | None:
+        """What a step cost this rank in messages and memory, or in time: after those early steps of a launch that are counted."""
+        return self._accounting.take() or self._timing.take()
 
     def _adopt(self) -> None:
         """The values were written by somebody else than the optimizer: whoever keeps copies takes them over."""
@@ -186,6 +178,9 @@ class Trainer:
 
     def step(self) -> Step | StepSkipped | None:
         """Take one step; None if a rank was told to stop, and then nothing has changed. Corruption, where replicas differ."""
+        return self._timing.around(self._step)
+
+    def _step(self) -> Step | StepSkipped | None:
         started, number = time.perf_counter(), self.progress.step + 1
         WAITED.take()  # what was waited for between steps
         rate = learning_rate(self.run.optimizer, self.progress.step, self.run.steps)
@@ -212,8 +207,10 @@ class Trainer:
         self.progress.take(outcome, self.run, self.stepper.scale)
         seconds = time.perf_counter() - started
         self.pulse.stepped(self.progress.step, seconds, max(seconds - WAITED.take(), 0.0), outcome.memory)
-        self.taken = report(self.progress, outcome, rate, time.perf_counter() - started, (self.run, self.plan))
+        told = partial(report, self.progress, outcome, rate, job=(self.run, self.plan))
+        self.taken = told(seconds=seconds)  # should a rank be lost in what follows, the step is taken all the same
         self._settle_update()
+        self.taken = told(seconds=time.perf_counter() - started)
         return self.taken
 
     def _heed(self, told: int) -> None:

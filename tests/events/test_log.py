@@ -33,6 +33,7 @@ VALUES: dict[str, Any] = {
     "dict[str, Any] | None": {"seconds": 0.1 + 0.2, "memory": {"parameters": 7.0}, "price": None},
     "dict[str, str]": {"tensor": "32 of 64 rows"},
     "dict[str, int]": {"parameters": 1 << 40},
+    "dict[str, float]": {"compute": 0.1 + 0.2},
     "dict[str, dict[str, int]]": {"tensor": {"all-reduce": 7}},
 }
 
