@@ -51,7 +51,7 @@ def option(**changes: Any) -> Option:
     }
     made = Option(
         layout=Layout(pipeline=16, data=1, shard=128, tensor=8, zero=1, sequence=True, schedule="interleaved-1f1b", stages=8),
-        micro_batch=1, accumulation=16, compute="bf16", recompute="none", offload="none",
+        micro_batch=1, accumulation=16, compute="bf16", recompute="none", recompute_every=1, offload="none",
         memory={"parameters": 6 * GIB, "gradients": 12 * GIB, "optimizer": 1 * GIB, "activations": 36 * GIB, "logits": 2 * GIB, "fixed": 4 * GIB},
         fullest=0, capacity=CARD, seconds=5.0, low=4.0, high=6.0, split=split,
         pieces={"forward": 0.1, "input": 0.1, "weight": 0.1, "head": 0.02, "hop": 0.001, "tail": 0.3},

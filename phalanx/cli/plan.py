@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from phalanx.planning.hardware import Hardware
     from phalanx.planning.search import Aim, Limits
     from phalanx.planning.solve import What
+    from phalanx.spec.machine import Machine
     from phalanx.spec.run import Run
 
 _WIDTH = 100
@@ -79,40 +80,38 @@ def plan(
     else:
         assert run_file is not None
         run, limits = load(run_file, overrides or []), _limits(fits_in, deadline, budget)
-        cluster = cluster_of(run)
+        cluster, machine = _cluster_of(run)
         if solve is not None:
             answer = _solve(wide, run, cluster, solve, limits, free)
         else:
-            answer = _told(run, cluster, Asked(aim, limits, given, free, top))
+            answer = _told(run, cluster, machine, Asked(aim, limits, given, free, top))
             _show(wide, run, cluster, answer, top, (png, html))
     if json:
         print_json(answer)
 
 
-def cluster_of(run: Run) -> Hardware:
-    """What the run is planned for; this machine is looked at only where the run file names no other."""
+def _cluster_of(run: Run) -> tuple[Hardware, Machine | None]:
+    """What the run is planned for, and this machine where it is that: looked at only where the run file names no other, and once, as a
+    driver of GPUs takes its time to answer."""
     from phalanx.planning.hardware import hardware, planned
 
     if planned(run):
-        return hardware(run, None)
+        return hardware(run, None), None
     from phalanx.launch.env import visible_gpus
     from phalanx.launch.probe import probe
 
-    return hardware(run, probe(visible_gpus()))
+    machine = probe(visible_gpus())
+    return hardware(run, machine), machine
 
 
-def _told(run: Run, cluster: Hardware, asked: Asked) -> dict[str, Any]:
+def _told(run: Run, cluster: Hardware, machine: Machine | None, asked: Asked) -> dict[str, Any]:
     from phalanx.planning.answers import explained, here, judged
-    from phalanx.planning.hardware import planned
     from phalanx.planning.search import NONE
 
     if asked.given:
         return judged(run, cluster, asked.limits)
-    if (asked.aim, asked.limits, asked.free) == ("time", NONE, False) and not planned(run):
-        from phalanx.launch.env import visible_gpus
-        from phalanx.launch.probe import probe
-
-        return here(run, probe(visible_gpus()), max(10, asked.top))
+    if machine is not None and (asked.aim, asked.limits, asked.free) == ("time", NONE, False):
+        return here(run, machine, max(10, asked.top))
     return explained(run, cluster, aim=asked.aim, limits=asked.limits, most=max(10, asked.top), free=asked.free)
 
 
@@ -168,12 +167,14 @@ def _compare(wide: Console, directory: Path, refit: bool) -> dict[str, Any]:
 
     machine = probe(visible_gpus())
     found = compare(directory, machine)
-    told = found.to_json()
-    show_comparison(wide, told)
     if not refit:
+        told = found.to_json()
+        show_comparison(wide, told)
         return told
     constants = correction(found, machine)
     again = after(found, machine, constants)
+    told = found.to_json(again)
+    show_comparison(wide, told)
     path = write_entry(machine, constants)
     wide.print(
         f"kept in {path} for plans on this machine, which now promise {instant(again.seconds)} and {size(again.total_memory)} for this run",

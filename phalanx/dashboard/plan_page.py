@@ -1,5 +1,5 @@
-"""A plan as one page to look around in: hover for values, click a layout to see its promise and what to paste, sort the candidates,
-choose whose bars are drawn. `phalanx plan --html` calls it with the values that `planning/explain` makes."""
+"""A plan as one page to look around in: hover for values, click a layout to see its promise and what to paste, sort and filter the
+candidates, choose whose bars are drawn. `phalanx plan --html` calls it with the values that `planning/explain` makes."""
 
 from __future__ import annotations
 
@@ -10,55 +10,59 @@ from typing import Any
 
 from phalanx.dashboard.numbers import count, dollars, instant, percent, size
 from phalanx.dashboard.plan_page_parts import SCRIPT, STYLE
-from phalanx.dashboard.plan_picture import MEMORY, STEP, long_unit
-from phalanx.dashboard.plan_text import days, interval, promise, searched_words
+from phalanx.dashboard.plan_picture import MEMORY, OTHERS, STEP, compared, long_unit, memory_unit, step_unit
+from phalanx.dashboard.plan_text import SHORTHAND, days, interval, promise, recomputed, searched_words
 
-_REST = "#d946ef"
-_SHOWN = 6
-"""Layouts whose bars are drawn at first."""
 _COLUMNS = (
-    "layout",
-    "",
-    "micro-batch",
-    "recompute",
-    "step",
-    "P10–P90",
-    "memory",
-    "MFU",
-    "tokens/s",
-    "days",
-    "price",
-    "bubble",
-    "exposed communication",
+    ("layout", ""),
+    ("micro-batch", "sequences that a replica computes at once"),
+    ("recompute", "what of the forward pass is computed again in the backward pass, to keep less"),
+    ("step", "seconds from one update of the weights to the next"),
+    ("P10–P90", "four of five real steps are expected within"),
+    ("memory", "of the fullest rank"),
+    ("MFU", "model FLOP/s, as a part of what the devices could do at most"),
+    ("tokens/s", "of the whole cluster"),
+    ("run", "the whole run, failures considered"),
+    ("price", "of the whole run, failures considered"),
+    ("bubble", "part of the step that pipeline ranks wait for each other"),
+    ("exposed", "part of the step that communication takes beyond what computing hides"),
 )
+"""Of the candidates, each with what it means."""
+_EXCHANGE = ("tensor", "context", "expert", "data", "pipeline")
 
 
 def page(told: Mapping[str, Any]) -> str:
     """The whole file."""
-    model, cluster, train = told["model"], told["cluster"], told["train"]
+    model, cluster, train, best = told["model"], told["cluster"], told["train"], told["best"]
     title = f"{model['name']} on {cluster['gpus']:,} × {cluster['gpu']}"
     head = (
         f"{count(model['parameters'])} parameters, {train['batch']:,} sequences of {train['sequence_length']:,} tokens a step, "
-        f"{train['steps']:,} steps, {count(train['tokens'])} tokens. {searched_words(told)}."
+        f"{train['steps']:,} steps, {count(train['tokens'])} tokens. "
+        + (f"{searched_words(told)}." if told["considered"] > 1 else "The run file's own layout, judged as it stands.")
     )
-    why_not = [(one["name"], one["reason"]) for one in told["why_not"]]
+    memory, step = memory_unit(best["bytes"])[0], step_unit(best["seconds"])[0]
     # A text inside a script ends where a tag would end it, so that none may begin.
     data = json.dumps(page_data(told)).replace("<", "\\u003c")
     return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark"><title>{escape(title)}</title>
 <style>{STYLE}</style></head><body>
 <h1>{escape(title)}</h1><p class="muted">{escape(head)}</p>
-<h2 id="name">{escape(told["best"]["name"])}</h2>
-<div class="two"><table id="promise">{_rows(promise(told["best"]))}</table><div><pre id="toml">{escape(told["best"]["toml"])}</pre>
+<h2 id="name">{escape(best["name"])}</h2>
+<div class="two"><table id="promise">{_rows(promise(best))}</table><div><pre id="toml">{escape(best["toml"])}</pre>
 <p><button id="copy">copy for the run file</button></p></div></div>
-<div class="two"><div><h2>memory of the fullest rank</h2><div id="memory"></div></div><div><h2>a step; line below: P10–P90</h2><div id="step"></div></div>
-<div><h2>what memory buys</h2><div id="trade"></div></div><div><h2>what days cost</h2><div id="cost"></div></div></div>
-<h2>candidates</h2><table id="candidates"><thead><tr id="head"></tr></thead><tbody id="body"></tbody></table>
 {_part("why this one", told["why"])}
-{f'<h2>why not</h2><table id="why-not">{_rows(why_not)}</table>' if why_not else ""}
+<div class="two"><div><h2>memory of the fullest rank, {memory}</h2><div id="memory"></div></div>
+<div><h2>a step, {step}; thin line: P10–P90</h2><div id="step"></div></div>
+<div><h2>what memory buys</h2><div id="trade"></div></div><div><h2>{escape(_cost_title(told))}</h2><div id="cost"></div></div></div>
+{_why_not(told["why_not"])}
+<h2>all candidates</h2><p class="tools"><input id="filter" type="search" placeholder="filter, such as: TP8 selective" aria-label="filter">
+<label><input id="fitting" type="checkbox"> only what fits</label> <span id="many" class="muted"></span></p>
+<div class="scroll"><table id="candidates"><thead><tr id="head"></tr></thead><tbody id="body"></tbody></table></div>
+<p class="muted">{escape(SHORTHAND)}</p>
 {_part("placement", told["placement"].get("lines", ()))}
 {_part("assumed", told["assumed"])}
-<div id="tip"></div>
+<div id="tip" role="tooltip"></div>
 <script type="application/json" id="plan">{data}</script>
 <script>{SCRIPT}</script>
 </body></html>
@@ -67,36 +71,42 @@ def page(told: Mapping[str, Any]) -> str:
 
 def page_data(told: Mapping[str, Any]) -> dict[str, Any]:
     """What the page's program reads: every option once, in the words that the page shows."""
-    named = [("winner", told["best"]), *(("runner-up", other) for other in told["others"])]
+    named = [("winner" if told["considered"] > 1 else "the run file's", told["best"])]
+    named += [("runner-up", other) for other in told["others"]]
     named += [(f"why not {one['name']}", one["option"]) for one in told["why_not"] if one["option"] is not None]
     named += [("trade-off", option) for option in told["curve"]]
     named += [(f"{option['ranks']:,} devices", option) for option in told.get("scaling", ())]
     every: dict[str, tuple[str, Mapping[str, Any]]] = {}
     for role, option in named:
         every.setdefault(option["toml"], (role, option))  # under the first of its names
+    drawn = [option["toml"] for option in compared(told)]
+    places = {toml: place for place, toml in enumerate(every)}
     options = [option for _, option in every.values()]
-    shown = [
-        _option(option, role, told["words"]) | {"shown": place < _SHOWN and role in ("winner", "runner-up")}
-        for place, (role, option) in enumerate(every.values())
-    ]
     return {
-        "options": shown,
-        "columns": list(_COLUMNS),
+        "options": [
+            _option(option, role, told["words"]) | {"shown": option["toml"] in drawn} for role, option in every.values()
+        ],
+        "columns": [{"name": name, "means": means} for name, means in _COLUMNS],
         "capacity": told["best"]["capacity"],
         "capacity_text": size(told["best"]["capacity"]),
+        "units": {"memory": memory_unit(told["best"]["bytes"])[1], "step": step_unit(told["best"]["seconds"])[1]},
+        "why_not": [None if one["option"] is None else places[one["option"]["toml"]] for one in told["why_not"]],
         "trade": _trade(told, options),
         "cost": _cost(told, options),
     }
 
 
 def _option(option: Mapping[str, Any], role: str, words: Mapping[str, str]) -> dict[str, Any]:
-    memory = [_piece(name, name, value, size(value), MEMORY) for name, value in option["memory"].items() if value > 0]
+    memory = [
+        _piece(name, words.get(name, name), value, size(value), MEMORY) for name, value in option["memory"].items() if value > 0
+    ]
     step = [
         _piece(name, words.get(name, name), value, instant(value), STEP) for name, value in option["split"].items() if value > 0
     ]
     return {
         "name": option["name"],
         "role": role,
+        "fits": option["fits"],
         "toml": option["toml"],
         "promise": [list(row) for row in promise(option)],
         "memory": {"parts": memory, "end": option["bytes"], "text": size(option["bytes"])},
@@ -108,21 +118,22 @@ def _option(option: Mapping[str, Any], role: str, words: Mapping[str, str]) -> d
             "between": interval(option["ranges"]["seconds"], instant),
             "text": instant(option["seconds"]),
         },
-        "cells": _cells(option, role),
+        "cells": _cells(option),
     }
 
 
 def _piece(name: str, words: str, value: float, text: str, colours: Mapping[str, str]) -> dict[str, Any]:
-    return {"words": words, "value": value, "text": text, "colour": colours.get(name, _REST)}
+    return {"words": words, "value": value, "text": text, "colour": colours.get(name, OTHERS)}
 
 
-def _cells(option: Mapping[str, Any], role: str) -> list[dict[str, Any]]:
-    exposed = sum(option["split"].get(part, 0.0) for part in ("tensor", "context", "expert", "data", "pipeline"))
+def _cells(option: Mapping[str, Any]) -> list[dict[str, Any]]:
+    bubble = option["split"].get("bubble", 0.0) / option["seconds"]
+    exposed = sum(option["split"].get(part, 0.0) for part in _EXCHANGE) / option["seconds"]
+    saved = recomputed(option) + ("" if option["offload"] == "none" else ", offload")
     values: list[tuple[str, Any]] = [
         (option["name"], option["name"]),
-        (role, role),
         (str(option["micro_batch"]), option["micro_batch"]),
-        (option["recompute"], option["recompute"]),
+        (saved, saved),
         (instant(option["seconds"]), option["seconds"]),
         (interval(option["ranges"]["seconds"], instant), option["low"]),
         (size(option["bytes"]), option["bytes"]),
@@ -130,47 +141,70 @@ def _cells(option: Mapping[str, Any], role: str) -> list[dict[str, Any]]:
         (count(option["tokens_per_second"]), option["tokens_per_second"]),
         (days(option["expected_days"]), option["expected_days"]),
         (dollars(option["price"]), option["price"] or 0.0),
-        (
-            percent(option["split"].get("bubble", 0.0) / option["seconds"]),
-            option["split"].get("bubble", 0.0) / option["seconds"],
-        ),
-        (percent(exposed / option["seconds"]), exposed / option["seconds"]),
+        (percent(bubble), bubble),
+        (percent(exposed), exposed),
     ]
     return [{"text": text, "sort": sort} for text, sort in values]
 
 
 def _trade(told: Mapping[str, Any], options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     line = [option["toml"] for option in told["curve"]]
+    (memory, large), (step, long) = memory_unit(told["best"]["bytes"]), step_unit(told["best"]["seconds"])
     points = [
         {
-            "x": option["bytes"] / 2**30,
-            "y": option["seconds"],
+            "x": option["bytes"] / large,
+            "y": option["seconds"] / long,
             "text": f"{option['name']}\n{size(option['bytes'])}, {instant(option['seconds'])} ({interval(option['ranges']['seconds'], instant)})",
             "option": place,
             "line": option["toml"] in line,
+            "label": "",
         }
         for place, option in enumerate(options)
         if option["ranks"] == told["best"]["ranks"]
     ]
-    return {"points": points, "x": "memory, GiB", "y": "step, seconds", "prefix": "", "limit": told["best"]["capacity"] / 2**30}
+    limit = told["best"]["capacity"] / large
+    axes = {"x": f"memory of the fullest rank, {memory}", "y": f"step, {step}", "line": "quickest at this memory"}
+    return {"points": points, **axes, "prefix": "", "limit": limit}
 
 
 def _cost(told: Mapping[str, Any], options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    key, name, form = ("price", "price", dollars) if told["best"]["price"] is not None else ("gpu_hours", "device-hours", count)
+    key, name, form = (
+        ("price", "price, $", dollars) if told["best"]["price"] is not None else ("gpu_hours", "device-hours", count)
+    )
     scale, unit = long_unit(told["best"]["expected_days"])
     sizes = [option["toml"] for option in told.get("scaling", ())]
     points = [
         {
             "x": scale * option["expected_days"],
             "y": option[key],
-            "text": f"{option['name']} on {option['ranks']:,}\n{days(option['expected_days'])}, {form(option[key])}",
+            "text": f"{option['name']} on {option['ranks']:,} devices\n{days(option['expected_days'])}, {form(option[key])}",
             "option": place,
             "line": option["toml"] in sizes,
+            "label": f"{option['ranks']:,}" if option["toml"] in sizes else "",
         }
         for place, option in enumerate(options)
         if option[key] is not None
     ]
-    return {"points": points, "x": f"{unit}, failures considered", "y": name, "prefix": "$" if key == "price" else ""}
+    axes = {"x": f"{unit} of the run, failures considered", "y": name, "line": "quickest on this many devices"}
+    return {
+        "points": points,
+        **axes,
+        "prefix": "$" if key == "price" else "",
+        "limit": None,
+        "own": f"{told['best']['ranks']:,}",
+    }
+
+
+def _cost_title(told: Mapping[str, Any]) -> str:
+    return f"what {long_unit(told['best']['expected_days'])[1]} cost"
+
+
+def _why_not(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return ""
+    cells = [(one["name"], one["reason"], (one["option"] or {}).get("change", "")) for one in rows]
+    said = "A click shows one at the top, with what to paste; the last column has the keys to set where the run file has the winner's tables."
+    return f'<h2>why not</h2><p class="muted">{said}</p><table id="why-not">{_rows(cells)}</table>'
 
 
 def _part(title: str, lines: Sequence[str]) -> str:

@@ -8,25 +8,38 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.dashboard.numbers import count, dollars, instant, percent, size
+from phalanx.dashboard.plan_text import recomputed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _INK, _MUTED, _GRID, _BEST, _LIMIT = "#1f2933", "#7b8794", "#e4e7eb", "#2563eb", "#dc2626"
 
+# Okabe and Ito's colours, which people who confuse red and green tell apart; white gaps part neighbours that are alike in print.
 MEMORY = {
-    "parameters": "#2563eb", "gradients": "#06b6d4", "optimizer": "#9333ea", "activations": "#10b981", "logits": "#f59e0b",
-    "gathered": "#93c5fd", "buffers": "#9ca3af", "fixed": "#4b5563",
+    "parameters": "#0072b2", "gradients": "#56b4e9", "optimizer": "#cc79a7", "activations": "#009e73", "logits": "#e69f00",
+    "gathered": "#f0e442", "buffers": "#b8bfc8", "fixed": "#76808c",
 }  # fmt: skip
 STEP = {
-    "compute": "#10b981", "launch": "#6ee7b7", "tensor": "#f59e0b", "context": "#fbbf24", "expert": "#f97316", "data": "#2563eb",
-    "pipeline": "#60a5fa", "bubble": "#d1d5db", "optimizer": "#9333ea", "offload": "#c084fc", "other": "#4b5563",
+    "compute": "#009e73", "launch": "#8fd3bd", "tensor": "#e69f00", "context": "#f0e442", "expert": "#d55e00", "data": "#0072b2",
+    "pipeline": "#56b4e9", "bubble": "#d1d5db", "optimizer": "#cc79a7", "offload": "#8a4f79", "other": "#76808c",
 }  # fmt: skip
 """A colour for each component of memory and each part of a step; the page has the same."""
-_REST = "#d946ef"
-
+OTHERS = "#332288"
+"""Of what has no colour of its own."""
 _ROWS = 6
 """Layouts that bars are drawn of."""
+_FAR = 8.0
+"""A device with more than so many times the memory that is used is told of, not drawn to scale: bars would be specks."""
+
+
+def compared(told: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Layouts whose bars stand beside the winner's: runners-up, or what was told why not where there are few."""
+    fitting = [one["option"] for one in told["why_not"] if one["option"] is not None and one["option"]["fits"]]
+    every: dict[str, Mapping[str, Any]] = {}
+    for option in (told["best"], *told["others"], *fitting):
+        every.setdefault(option["toml"], option)
+    return list(every.values())[:_ROWS]
 
 
 def draw(told: Mapping[str, Any], path: Path) -> None:
@@ -35,11 +48,11 @@ def draw(told: Mapping[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    options = [told["best"], *told["others"]][:_ROWS]
+    options = compared(told)
     engine = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, hspace=0.06, wspace=0.04)
     figure = Figure(figsize=(15.0, 6.4 + 0.5 * len(options)), dpi=120, layout=engine, facecolor="white")
     (memory, step), (curve, money) = figure.subplots(2, 2, height_ratios=(1.2 + 0.55 * len(options), 4.2))
-    _memory(memory, options)
+    _memory(memory, options, told["words"])
     _steps(step, options, told["words"])
     _trade(curve, told)
     _cost(money, told)
@@ -66,29 +79,39 @@ def description(told: Mapping[str, Any]) -> str:
     return ", ".join(parts + ([] if best["price"] is None else [f"USD {count(best['price'])}"]))
 
 
-def _memory(axes: Axes, options: Sequence[Mapping[str, Any]]) -> None:
-    rows = [{name: _gib(value) for name, value in option["memory"].items()} for option in options]
-    used = _stacked(axes, rows, MEMORY, {})
-    capacity = _gib(options[0]["capacity"])
-    axes.axvline(capacity, color=_LIMIT, linewidth=1.4, linestyle="--")
-    axes.annotate(
-        f"{capacity:.1f} GiB", (capacity, -0.62), color=_LIMIT, fontsize=8, ha="right", va="center", annotation_clip=False
-    )
-    for place, option in enumerate(options):
-        axes.text(_gib(option["bytes"]) + 0.01 * capacity, place, size(option["bytes"]), va="center", fontsize=8, color=_INK)
-    axes.set_xlim(0, 1.1 * max(capacity, *used))
-    _frame(axes, options, "memory of the fullest rank, GiB", ncols=4)
+def memory_unit(value: float) -> tuple[str, float]:
+    """The unit that suits so many bytes, and its size."""
+    return ("GiB", 2.0**30) if value >= 2**30 else ("MiB", 2.0**20)
+
+
+def step_unit(seconds: float) -> tuple[str, float]:
+    """The unit that suits such a step, and its size."""
+    return ("s", 1.0) if seconds >= 1 else ("ms", 1e-3)
+
+
+def _memory(axes: Axes, options: Sequence[Mapping[str, Any]], words: Mapping[str, str]) -> None:
+    unit, scale = memory_unit(options[0]["bytes"])
+    rows = [{name: value / scale for name, value in option["memory"].items()} for option in options]
+    used, capacity = max(_stacked(axes, rows, MEMORY, words)), options[0]["capacity"] / scale
+    near = capacity < _FAR * used
+    if near:
+        axes.axvline(capacity, color=_LIMIT, linewidth=1.4, linestyle="--")
+    # Above the uppermost bar.
+    said = f"the device has {size(options[0]['capacity'])} "
+    axes.text(capacity if near else 1.04 * used, -0.6, said, color=_LIMIT, fontsize=8.5, ha="right", va="center")
+    axes.set_xlim(0, 1.04 * max(capacity if near else 0.0, used))
+    _frame(axes, options, f"memory of the fullest rank, {unit}", [size(option["bytes"]) for option in options])
 
 
 def _steps(axes: Axes, options: Sequence[Mapping[str, Any]], words: Mapping[str, str]) -> None:
-    rows = [option["split"] for option in options]
+    unit, scale = step_unit(options[0]["seconds"])
+    rows = [{name: value / scale for name, value in option["split"].items()} for option in options]
     lengths = _stacked(axes, rows, STEP, words)
     for place, option in enumerate(options):
-        low, high = option["ranges"]["seconds"]
-        axes.plot([low, high], [place + 0.38, place + 0.38], color=_INK, linewidth=1.2, marker="|", markersize=5)
-        axes.text(max(high, option["seconds"]), place, f"  {instant(option['seconds'])}", va="center", fontsize=8, color=_INK)
-    axes.set_xlim(0, 1.15 * max(*lengths, *(option["high"] for option in options)))
-    _frame(axes, options, "a step, seconds; thin line: P10–P90", ncols=4)
+        ends = [value / scale for value in option["ranges"]["seconds"]]
+        axes.plot(ends, [place + 0.4, place + 0.4], color=_INK, linewidth=1.2, marker="|", markersize=5)
+    axes.set_xlim(0, 1.04 * max(*lengths, *(option["high"] / scale for option in options)))
+    _frame(axes, options, f"a step, {unit}; thin line: P10–P90", [instant(option["seconds"]) for option in options])
 
 
 def _stacked(
@@ -106,48 +129,66 @@ def _stacked(
         values = [row.get(name, 0.0) for row in rows]
         if max(values) < 1e-3 * whole:
             continue
-        axes.barh(range(len(rows)), values, left=ends, height=0.62, color=colours.get(name, _REST), label=words.get(name, name))
+        look: dict[str, Any] = {"height": 0.62, "edgecolor": "white", "linewidth": 0.7}
+        axes.barh(range(len(rows)), values, left=ends, color=colours.get(name, OTHERS), label=words.get(name, name), **look)
         ends = [end + value for end, value in zip(ends, values, strict=True)]
     return ends
 
 
-def _frame(axes: Axes, options: Sequence[Mapping[str, Any]], name: str, ncols: int) -> None:
-    axes.set_ylim(len(options) - 0.4, -0.8)
-    axes.set_yticks(range(len(options)), [_safe(option["name"]) for option in options], fontsize=8.5)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.1), ncols=ncols, frameon=False, fontsize=8, labelcolor=_INK)
+def _frame(axes: Axes, options: Sequence[Mapping[str, Any]], name: str, values: Sequence[str]) -> None:
+    axes.set_ylim(len(options) - 0.4, -0.85)
+    axes.set_yticks(range(len(options)), _labels(options), fontsize=9)
+    for place, value in enumerate(values):  # in a column of their own, where no bar or line runs through them
+        axes.text(1.015, place, value, transform=axes.get_yaxis_transform(), va="center", fontsize=9, color=_INK)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.1), ncols=4, frameon=False, fontsize=8.5, labelcolor=_INK)
     _plain(axes, name)
     axes.grid(False, axis="y")
     if labels := axes.get_yticklabels():
         labels[0].set_fontweight("bold")
 
 
+def _labels(options: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Their names; those of the same layout with what sets them apart."""
+    names = [_safe(option["name"]) for option in options]
+    return [
+        name if names.count(name) == 1 else f"{name}\nmicro-batch {option['micro_batch']}, recompute {recomputed(option)}"
+        for name, option in zip(names, options, strict=True)
+    ]
+
+
 def _trade(axes: Axes, told: Mapping[str, Any]) -> None:
-    """The quickest at every memory."""
-    best, curve = told["best"], told["curve"] or [told["best"]]
-    axes.plot(
-        [_gib(option["bytes"]) for option in curve], [option["seconds"] for option in curve],
-        color=_INK, linewidth=1.2, marker="o", markersize=4, drawstyle="steps-post", label="quickest at this memory",
-    )  # fmt: skip
-    others = told["others"]
-    axes.scatter(
-        [_gib(one["bytes"]) for one in others],
-        [one["seconds"] for one in others],
-        s=26,
-        color=_MUTED,
-        label="runners-up" if others else None,
-        zorder=3,
-    )
+    """The quickest at every memory, and what else was looked at."""
+    best, curve = told["best"], told["curve"]
+    (memory, large), (step, long) = memory_unit(best["bytes"]), step_unit(best["seconds"])
+
+    def places(options: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
+        return [one["bytes"] / large for one in options], [one["seconds"] / long for one in options]
+
+    rest = [one for one in (*told["others"], *compared(told)) if one["toml"] != best["toml"]]
+    if len(curve) > 1:
+        line: dict[str, Any] = {"linewidth": 1.2, "marker": "o", "markersize": 4, "drawstyle": "steps-post"}
+        axes.plot(*places(curve), color=_INK, label="quickest at this memory", **line)
+    if rest:
+        axes.scatter(*places(rest), s=26, color=_MUTED, label="others that fit", zorder=3)
+    error = [[(best["seconds"] - best["low"]) / long], [(best["high"] - best["seconds"]) / long]]
     axes.errorbar(
-        [_gib(best["bytes"])], [best["seconds"]], yerr=[[best["seconds"] - best["low"]], [best["high"] - best["seconds"]]],
-        fmt="o", markersize=7, color=_BEST, capsize=3, label="winner, P10–P90", zorder=4,
-    )  # fmt: skip
-    axes.axvline(_gib(best["capacity"]), color=_LIMIT, linewidth=1.4, linestyle="--", label="the device's memory")
-    axes.set_ylim(bottom=0)
-    axes.set_xlim(left=0)
-    axes.set_xlabel("memory of the fullest rank, GiB", color=_INK, fontsize=9)
-    axes.set_ylabel("step, seconds", color=_INK, fontsize=9)
-    axes.legend(frameon=False, fontsize=8, labelcolor=_INK, loc="lower left")
+        *places([best]), yerr=error, fmt="o", markersize=8, color=_BEST, capsize=3, label=f"{_first(told)}, P10–P90", zorder=4
+    )
+    widest = max(one["bytes"] for one in (best, *rest, *curve))
+    if best["capacity"] < _FAR * widest:
+        axes.axvline(best["capacity"] / large, color=_LIMIT, linewidth=1.4, linestyle="--", label="the device's memory")
+        widest = max(widest, best["capacity"])
+    # No point may lie on the frame, which would cut it in half.
+    axes.set_xlim(0, 1.06 * widest / large)
+    axes.set_ylim(0, 1.06 * max(best["high"], *(one["seconds"] for one in (best, *rest, *curve))) / long)
+    axes.set_xlabel(f"memory of the fullest rank, {memory}", color=_INK, fontsize=9)
+    axes.set_ylabel(f"step, {step}", color=_INK, fontsize=9)
+    axes.legend(frameon=False, fontsize=8.5, labelcolor=_INK, loc="lower left")
     _plain(axes, "what memory buys")
+
+
+def _first(told: Mapping[str, Any]) -> str:
+    return "winner" if told["considered"] > 1 else "the run file's layout"
 
 
 def _cost(axes: Axes, told: Mapping[str, Any]) -> None:
@@ -155,43 +196,34 @@ def _cost(axes: Axes, told: Mapping[str, Any]) -> None:
     from matplotlib.ticker import FuncFormatter
 
     best = told["best"]
-    key, name, form = ("price", "price", dollars) if best["price"] is not None else ("gpu_hours", "device-hours", count)
-    scale, unit = long_unit(best["expected_days"])
-    rest = [option for option in (*told["others"], *told["curve"]) if option[key] is not None]
-    axes.scatter(
-        [scale * one["expected_days"] for one in rest],
-        [one[key] for one in rest],
-        s=26,
-        color=_MUTED,
-        label="runners-up" if rest else None,
-        zorder=3,
+    key, name, form = (
+        ("price", "price, US dollars", dollars) if best["price"] is not None else ("gpu_hours", "device-hours", count)
     )
+    scale, unit = long_unit(best["expected_days"])
+
+    def places(options: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
+        return [scale * one["expected_days"] for one in options], [one[key] for one in options]
+
+    rest = [one for one in compared(told) if one[key] is not None and one["toml"] != best["toml"]]
+    if rest:
+        axes.scatter(*places(rest), s=26, color=_MUTED, label="others that fit", zorder=3)
     sizes = [one for one in told.get("scaling", ()) if one[key] is not None]
     if sizes:
-        places = [scale * one["expected_days"] for one in sizes]
-        axes.plot(
-            places,
-            [one[key] for one in sizes],
-            color=_INK,
-            linewidth=1.2,
-            marker="s",
-            markersize=4,
-            label="other numbers of devices",
-        )
-        for place, one in zip(places, sizes, strict=True):
-            axes.annotate(
-                f"{one['ranks']:,}", (place, one[key]), xytext=(4, 5), textcoords="offset points", fontsize=8, color=_INK
-            )
+        axes.plot(*places(sizes), color=_INK, linewidth=1.2, marker="s", markersize=4, label="quickest on this many devices")
+        for one, day, cost in zip(sizes, *places(sizes), strict=True):
+            # The line falls and bends up: there is room above it on the right, but where the winner's interval rises.
+            place = (7, -15) if one["ranks"] == best["ranks"] else (5, 5)
+            near: dict[str, Any] = {"xytext": place, "textcoords": "offset points", "fontsize": 8.5, "color": _INK}
+            axes.annotate(f"{one['ranks']:,}", (day, cost), **near)
     (early, late), (less, more) = best["ranges"]["expected_days"], best["ranges"][key]
     axes.plot([scale * early, scale * late], [less, more], color=_BEST, linewidth=1.2, marker="|", markersize=7, zorder=4)
-    axes.scatter([scale * best["expected_days"]], [best[key]], s=55, color=_BEST, label="winner, P10–P90", zorder=5)
+    axes.scatter(*places([best]), s=60, color=_BEST, label=f"{_first(told)}, P10–P90", zorder=5)
     axes.set_xlabel(f"{unit} of the run, failures considered", color=_INK, fontsize=9)
     axes.set_ylabel(name, color=_INK, fontsize=9)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: form(value)))
-    axes.margins(0.12)
-    axes.set_ylim(bottom=0)
-    axes.set_xlim(left=0)
-    axes.legend(frameon=False, fontsize=8, labelcolor=_INK, loc="lower right")
+    axes.set_xlim(0, 1.1 * max(scale * late, *places([best, *rest, *sizes])[0]))
+    axes.set_ylim(0, 1.1 * max(more, *places([best, *rest, *sizes])[1]))
+    axes.legend(frameon=False, fontsize=8.5, labelcolor=_INK, loc="lower right")
     _plain(axes, f"what {unit} cost")
 
 

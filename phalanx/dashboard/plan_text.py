@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.rule import Rule
 from rich.table import Table
@@ -19,6 +20,12 @@ COLOURS = {
     "parameters": "blue", "gradients": "cyan", "optimizer": "magenta", "activations": "green", "logits": "yellow",
     "gathered": "bright_blue", "buffers": "bright_black", "fixed": "bright_black", "compute": "green", "bubble": "red",
 }  # fmt: skip
+SHORTHAND = (
+    "PP pipeline ranks, v stages of a rank, -zb zero-bubble and -bfs breadth-first order; DP replicas; ZeRO1×128 optimizer states "
+    "shared by 128 (ZeRO2: gradients too, FSDP: parameters too); CP context, TP tensor, +SP sequence, EP expert parallelism. "
+    "Recompute full 1/2: of every second block."
+)
+"""How layouts, and what they recompute, are written in short."""
 _WIDE = 96
 """Columns from which things stand side by side."""
 
@@ -30,11 +37,12 @@ def show_plan(console: Console, told: Mapping[str, Any], top: int = 5) -> None:
     """All of it; `top`: how many runners-up."""
     console.print(_head(told))
     console.print(_winner(console, told))
-    bars: list[RenderableType] = [_memory(told["best"]), _step(told)]
+    bars: list[RenderableType] = [_memory(told), _step(told)]
     console.print(_abreast(bars) if console.width >= _WIDE else Group(*bars))
     _section(console, "why this one", [Text(sentence) for sentence in told["why"]])
     if told["others"] and top:
-        _section(console, "runners-up", [_others(told, top)])
+        shown = [_others(told, top)] if console.width >= _WIDE else _listed_others(told, top)
+        _section(console, "runners-up", shown)
     if told["why_not"]:
         _section(console, "why not", [_why_not(told["why_not"], max(_REASONS, 2 * top))])
     if told["placement"].get("lines"):
@@ -117,7 +125,7 @@ def promise(option: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         ("speed", f"{count(option['tokens_per_second'])} tok/s", interval(ranges["tokens_per_second"], count)),
         ("MFU", percent(option["mfu"]), interval(ranges.get("mfu"), percent)),
         ("memory", size(option["bytes"]), f"of {size(option['capacity'])}"),
-        ("days", days(option["days"]), interval(ranges["days"], days)),
+        ("whole run", days(option["days"]), interval(ranges["days"], days)),
     ]
     if option["save_every"] is not None:
         rows += [
@@ -137,9 +145,10 @@ def days(value: float) -> str:
     return f"{value:,.1f} d" if value >= 2 else duration(86400 * value)
 
 
-def _memory(best: Mapping[str, Any]) -> Group:
+def _memory(told: Mapping[str, Any]) -> Group:
+    best = told["best"]
     parts = sorted(((name, value) for name, value in best["memory"].items() if value > 0), key=lambda one: -one[1])
-    rows = [(name, value, size(value), COLOURS.get(name, "white")) for name, value in parts]
+    rows = [(told["words"].get(name, name), value, size(value), COLOURS.get(name, "white")) for name, value in parts]
     free = best["capacity"] - best["bytes"]
     rows.append(("free" if free >= 0 else "missing", abs(free), size(abs(free)), "bright_black" if free >= 0 else "bold red"))
     rank = f"pipeline rank {best['fullest']}, the fullest" if best["layout"]["pipeline"] > 1 else "a rank"
@@ -174,6 +183,12 @@ def bar(part: float, width: int) -> str:
     return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
+def recomputed(option: Mapping[str, Any]) -> str:
+    """What is computed again, and of which part of the blocks: "full 1/2"."""
+    every = option["recompute_every"]
+    return str(option["recompute"]) + (f" 1/{every}" if every > 1 else "")
+
+
 def _others(told: Mapping[str, Any], top: int) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     priced = told["best"]["price"] is not None
@@ -186,7 +201,7 @@ def _others(told: Mapping[str, Any], top: int) -> Table:
         table.add_row(
             Text(option["name"]),
             str(option["micro_batch"]),
-            option["recompute"] + ("" if option["offload"] == "none" else ", offload"),
+            recomputed(option) + ("" if option["offload"] == "none" else ", offload"),
             instant(option["seconds"]),
             f"{behind:+.1%}" if place else "",
             size(option["bytes"]),
@@ -199,17 +214,40 @@ def _others(told: Mapping[str, Any], top: int) -> Table:
 
 def _more(option: Mapping[str, Any]) -> str:
     lost = next((one for one in option.get("beside", ()) if one["seconds"] > 0), None)
-    return "" if lost is None else f"{lost['part']} +{instant(lost['seconds'])}"
+    return "" if lost is None else f"{lost['words']} +{instant(lost['seconds'])}"
+
+
+def _listed_others(told: Mapping[str, Any], top: int) -> list[RenderableType]:
+    """The same where a table would be too wide: two lines for each."""
+    lines: list[RenderableType] = []
+    for option in told["others"][:top]:
+        behind = option["seconds"] / told["best"]["seconds"] - 1
+        facts = [f"{instant(option['seconds'])} ({behind:+.1%})", size(option["bytes"])]
+        facts += [] if option["price"] is None else [dollars(option["price"])]
+        facts += [f"micro-batch {option['micro_batch']}", f"recompute {recomputed(option)}"]
+        facts += [] if option["offload"] == "none" else ["offload"]
+        facts += [f"more: {more}"] if (more := _more(option)) else []
+        lines += [Text(option["name"], style="bold"), Padding(Text(", ".join(facts)), (0, 0, 0, 2))]
+    return lines
 
 
 def _why_not(rows: Sequence[Mapping[str, Any]], most: int) -> Group:
+    """Reasons, each with the keys that lead there."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for row in rows[:most]:
-        table.add_row(Text(row["name"], style="bold"), Text(row["reason"]))
+        said = Text(row["reason"])
+        if row["option"] is not None and row["option"]["change"]:
+            said.append(f"\n{row['option']['change']}", style="dim")
+        table.add_row(Text(row["name"], style="bold"), said)
     left = len(rows) - most
-    return Group(table, *([Text(f"({left} more with --json or --html, or a larger --top)", style="dim")] if left > 0 else []))
+    notes = [f"({left} more with --json or --html, or a larger --top)"] if left > 0 else []
+    if any(row["option"] is not None and row["option"]["change"] for row in rows[:most]):
+        notes.append(
+            "keys are what to set where the run file has the winner's tables: phalanx plan RUN.toml --given KEY=VALUE …"
+        )
+    return Group(table, *(Text(note, style="dim") for note in notes))
 
 
 def _points(lines: Sequence[str]) -> Table:

@@ -10,7 +10,6 @@ import sys
 from typing import Any
 
 from phalanx.launch.env import for_python
-from phalanx.planning.memory import rank_state_bytes, sequence_bytes, sequence_share
 from phalanx.spec.dump import dump
 from phalanx.spec.machine import Machine
 from phalanx.spec.plan import Plan
@@ -32,7 +31,7 @@ REMEDY = (
 def memory_problems(run: Run, plan: Plan, machine: Machine) -> list[str]:
     """Why the run does not fit into this machine's devices, in sentences; empty where it does, or nobody can tell."""
     have = _have(plan, machine)
-    if have <= 0 or _estimate(run, plan) * (plan.ranks if plan.device == "cpu" else 1) < _CLOSE * have:
+    if have <= 0 or _estimate(run, plan, machine) * (plan.ranks if plan.device == "cpu" else 1) < _CLOSE * have:
         return []
     answer = _ask(run, plan, have, machine)
     if answer is None or "problems" in answer:
@@ -61,15 +60,14 @@ def _have(plan: Plan, machine: Machine) -> int:
     return min((gpu.memory for gpu in machine.gpus[: plan.ranks]), default=0) - DRIVER
 
 
-def _estimate(run: Run, plan: Plan) -> float:
-    """Bytes of a rank, coarsely."""
-    if plan.promise is not None and plan.device == "cuda":
-        return plan.promise.total_memory
-    offload = run.memory.offload if run.memory.offload in ("cpu", "nvme") and plan.device == "cuda" else "none"
-    states = rank_state_bytes(run.model, plan.parameters, plan.layout, plan.compute, offload)
-    recompute = run.memory.recompute if run.memory.recompute in ("full", "selective") else "none"
-    each = sequence_bytes(run.model, run.train.sequence_length, plan.compute) * sequence_share(plan.layout, recompute)
-    return states + plan.micro_batch * each
+def _estimate(run: Run, plan: Plan, machine: Machine) -> float:
+    """Bytes of a rank, as the plan has them; of one on cores without the interpreter, which no rehearsal counts."""
+    from phalanx.planning.chosen import promised, rank_bytes  # with numpy, which whoever does not start a run need not wait for
+
+    promise = plan.promise or promised(run, machine, plan)
+    if promise is None:
+        return rank_bytes(run, machine, plan)
+    return promise.total_memory - (promise.memory.get("fixed", 0.0) if plan.device == "cpu" else 0.0)
 
 
 def _ask(run: Run, plan: Plan, have: int, machine: Machine) -> dict[str, Any] | None:

@@ -9,18 +9,21 @@ from typing import Any
 
 from phalanx.planning.candidates import space
 from phalanx.planning.chosen import devices_of
+from phalanx.planning.chosen import judged as judged_here
+from phalanx.planning.cpu import resident
 from phalanx.planning.explain import lost, short, told, told_option
 from phalanx.planning.find import assumed, find, judge, rates_of
 from phalanx.planning.hardware import Hardware
 from phalanx.planning.hardware import hardware as hardware_of
 from phalanx.planning.option import Found, Option, WhyNot
 from phalanx.planning.search import NONE, Aim, Limits, beyond, search
-from phalanx.planning.settle import settle
+from phalanx.planning.settle import Settled, settle
 from phalanx.planning.solve import What, solve, what_if
 from phalanx.planning.why import why_not
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.machine import Machine
+from phalanx.spec.plan import Plan
 from phalanx.spec.run import Memory, Run
 
 
@@ -28,36 +31,105 @@ def explained(
     run: Run, hardware: Hardware, *, aim: Aim = "time", limits: Limits = NONE, most: int = 10, free: bool = False
 ) -> dict[str, Any]:
     """The search's answer, told. `free`: the layout that the run file gives is not kept but compared. RunError where there is none."""
-    found = search(freed(run) if free else run, hardware, aim=aim, limits=limits, most=most)
+    open_ = freed(run) if free else run
+    found = search(open_, hardware, aim=aim, limits=limits, most=most)
     if free and run.layout != Layout():
         found = replace(found, why_not=(_own(run, hardware, found.best), *found.why_not))
-    return told(run, hardware, found, aim=aim)
+    return told(open_, hardware, found, aim=aim)
 
 
 def here(run: Run, machine: Machine, most: int = 10) -> dict[str, Any]:
-    """For this very machine: what `phalanx train` takes there, and the search's winner beside it where that is another."""
+    """For this very machine: what `phalanx train` takes there, and the search's winner beside it where that is another. RunError where
+    neither finds anything that fits."""
     devices = hardware_of(run, machine)
-    found = search(run, devices, most=most)
-    if run.layout != Layout() or run.model.module is not None:
-        return told(run, devices, found)
-    plan, quickest = settle(run, machine).plan, found.best
-    if (plan.layout, plan.micro_batch) == (quickest.layout, quickest.micro_batch):
-        return told(run, devices, found)
+    if run.model.module is not None:
+        return told(run, devices, search(run, devices, most=most))
+    refused: RunError | None = None
+    found: Found | None = None
+    try:
+        settled = settle(run, machine)
+    except RunError as error:
+        refused = error
+    try:
+        found = search(run, devices, most=most)
+    except RunError:
+        if refused is not None:
+            raise  # it says what would make it fit
+    if refused is not None:
+        assert found is not None
+        own = WhyNot(option=None, name="as the run file has it", reason=" ".join(refused.problems))
+        return told(run, devices, replace(found, why_not=(own, *found.why_not)))
+    return _taken(run, machine, settled, found, most)
+
+
+def _taken(run: Run, machine: Machine, settled: Settled, found: Found | None, most: int) -> dict[str, Any]:
+    """What training takes, told as the best."""
+    plan = settled.plan
     devices = devices_of(run, machine, plan.ranks, plan.threads, plan.device)
-    best = judge(replace(run, layout=plan.layout, train=replace(run.train, micro_batch=plan.micro_batch)), devices)
+    exact = replace(settled.run, layout=plan.layout, train=replace(run.train, micro_batch=plan.micro_batch))
+    best = judged_here(exact, machine, plan)
+    if best is None:  # a schedule of one's own, of which a search knows nothing either
+        return told(run, devices, found or _alone(judge(exact, devices), run, devices))
+    if found is None:
+        return told(run, devices, _alone(best, run, devices))
+    quickest = _as_here(run, machine, plan, found.best)
+    others = tuple(_as_here(run, machine, plan, option) for option in found.others)
+    curve = tuple(_as_here(run, machine, plan, option) for option in found.curve)
+    if _choices(best) == _choices(quickest):
+        return told(run, devices, replace(found, best=quickest, others=others, curve=curve))
+    reasons = why_not(space(run, devices, plan.ranks), rates_of(run, devices), best)
+    if best.layout == quickest.layout:
+        others = others[:most]
+    else:
+        others = (quickest, *(option for option in others if option.layout != best.layout))[:most]
+    beside = WhyNot(option=quickest, name=short(quickest.layout), reason=_kept(best, quickest))
+    return told(run, devices, replace(found, best=best, others=others, curve=curve, why_not=(beside, *reasons)))
+
+
+def _choices(option: Option) -> tuple[object, ...]:
+    return option.layout, option.micro_batch, option.recompute, option.recompute_every, option.offload
+
+
+def _kept(best: Option, quickest: Option) -> str:
+    """Why training does not take the search's winner."""
     gain = 1 - quickest.seconds / best.seconds
-    kept = "replicas are kept unless something else is clearly better, as they compute the same bits however many there are"
-    reason = f"{gain:.1%} quicker by the equations: {kept}" if gain > 0 else f"no quicker: {kept}"
-    others = (quickest, *(option for option in found.others if option.layout != best.layout))[:most]
-    why = why_not(space(run, devices, plan.ranks), rates_of(run, devices), best)
-    other = WhyNot(option=quickest, name=short(quickest.layout), reason=reason)
-    return told(run, devices, replace(found, best=best, others=others, why_not=(other, *why)))
+    if best.layout == quickest.layout:
+        how = f"with a micro-batch of {quickest.micro_batch}"
+        how += f", {quickest.recompute} recomputation" if quickest.recompute != best.recompute else ""
+        how += f", states in {quickest.offload}" if quickest.offload != best.offload else ""
+        kept = "less memory is taken, and nothing traded for it, unless that is clearly better"
+    else:
+        how = ""
+        kept = "replicas are kept unless something else is clearly better, as they compute the same bits however many there are"
+    speed = f"{gain:.1%} quicker by the equations" if gain > 0 else "no quicker"
+    return f"{how}{' ' if how else ''}{speed}: {kept}"
+
+
+def _as_here(run: Run, machine: Machine, plan: Plan, option: Option) -> Option:
+    """With all that a process on this machine's cores keeps."""
+    if plan.device != "cpu":
+        return option
+    return replace(option, memory=resident(run, replace(plan, layout=option.layout), option.memory, machine))
+
+
+def _alone(option: Option, run: Run, hardware: Hardware) -> Found:
+    """One way of laying a run out, with nothing beside it."""
+    return Found(
+        best=option,
+        others=(),
+        why_not=(),
+        considered=1,
+        fitting=int(option.fits),
+        seconds=0.0,
+        assumed=assumed(run, hardware),
+        curve=(option,),
+    )
 
 
 def freed(run: Run) -> Run:
     """The run with everything open that a search can choose."""
     usual = Memory()
-    memory = replace(run.memory, recompute=usual.recompute, offload=usual.offload)
+    memory = replace(run.memory, recompute=usual.recompute, recompute_every=usual.recompute_every, offload=usual.offload)
     return replace(run, layout=Layout(), memory=memory, train=replace(run.train, micro_batch=None))
 
 
@@ -84,16 +156,7 @@ def judged(run: Run, hardware: Hardware, limits: Limits = NONE) -> dict[str, Any
     option = judge(run, hardware, limits.fits_in)
     if problems := beyond(option, limits):
         raise RunError(problems)
-    found = Found(
-        best=option,
-        others=(),
-        why_not=(),
-        considered=1,
-        fitting=int(option.fits),
-        seconds=time.process_time() - began,
-        assumed=assumed(run, hardware),
-        curve=(option,),
-    )
+    found = replace(_alone(option, run, hardware), seconds=time.process_time() - began)
     return told(run, hardware, found)
 
 

@@ -25,6 +25,14 @@ _DEFAULT, _MEMORY = Layout(), Memory()
 _HOPPER = ("h", "b", "gb")
 """How the catalogue's names of GPUs of that generation and later begin."""
 _SINGLE, _V_SHAPED = ("gpipe", "1f1b"), ("zbv", "dualpipev")
+_NONE, _SELECTIVE, _FULL = (RECOMPUTE.index(mode) for mode in ("none", "selective", "full"))
+_LEVELS = ((_NONE, 1), (_SELECTIVE, 1), (_FULL, 4), (_FULL, 3), (_FULL, 2), (_FULL, 1))
+"""What of the blocks may be computed again, and in every so manieth of them: what costs least time first."""
+_DIVIDED = {"pipeline", "data", "shard", "context", "tensor", "expert", "expert_tensor", "micro_batch"}
+"""Columns that the equations divide by, over and over: as floats from the beginning that takes half the time."""
+_FEW = 64
+"""Devices up to which some of the blocks may be recomputed. Beyond, stages have too few blocks for that to be even, and layouts are so
+many that looking at it would take most of a search's time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +81,7 @@ class Space:
         return self._join(columns, columns["replicas"], "spreads", self._spreads)
 
     def with_savings(self, columns: Columns) -> Columns:
-        """… with what may be traded for memory: recompute, offload."""
+        """… with what may be traded for memory: recompute, recompute_every, offload."""
         return self._join(columns, np.zeros_like(columns["pipeline"]), "savings", lambda _: self.savings)
 
     def count(self, columns: Columns) -> int:
@@ -90,7 +98,8 @@ class Space:
         return int((experts * orders * spreads).sum()) * len(self.savings["recompute"])
 
     def work(self, columns: Columns, **more: Any) -> Work:
-        """The columns as jobs; what is not in them is taken from the run, the machine and `more`."""
+        """The columns as jobs; what is not in them is taken from the run, the machine and `more`. "level", among them, is a place in
+        `levels`, for recompute and recompute_every."""
         run, memory = self.run, self.run.memory
         known: dict[str, Any] = {
             **model_columns(run.model),
@@ -105,28 +114,46 @@ class Space:
             "fp8": int(self.compute == "fp8"),
             "compiled": int(memory.compile),
         }
-        mine = {name: column for name, column in columns.items() if name != "replicas"}
-        return Work(**(known | mine | more))
+        mine = {name: column for name, column in columns.items() if name != "replicas"} | more
+        if "level" in mine:
+            mine |= self.of_level(mine.pop("level"))
+        for name in _DIVIDED & mine.keys():
+            mine[name] = np.asarray(mine[name], np.float64)
+        return Work(**(known | mine))
+
+    @property
+    def levels(self) -> list[tuple[int, int]]:
+        """Codes of recompute with recompute_every, as they may be had: what costs least time first."""
+        memory = self.run.memory
+        if memory.recompute != _MEMORY.recompute:
+            return [(RECOMPUTE.index(memory.recompute), memory.recompute_every)]
+        whole, every = memory.compile or memory.activations == "cpu", memory.recompute_every
+        modes = [level for level in _LEVELS if not (whole and level[0] == _SELECTIVE)]
+        if every > 1:
+            return [(mode, every) for mode, often in modes if mode != _NONE and often == 1]
+        most = self.run.model.layers if self.exact or self.gpus <= _FEW else 1
+        return [level for level in modes if level[1] <= most]
+
+    def of_level(self, level: Any) -> dict[str, Any]:
+        """recompute and recompute_every of places in `levels`."""
+        table = np.array(self.levels, dtype=np.int64)
+        return {"recompute": table[level, 0], "recompute_every": table[level, 1]}
 
     @property
     def savings(self) -> Columns:
-        """Pairs of recompute and offload that may be had, as codes."""
+        """Whatever of recompute, recompute_every and offload may be had together, as codes."""
         return self._table("savings", 0, self._savings)
 
     def _savings(self, _: int) -> Columns:
         memory = self.run.memory
-        recompute = [RECOMPUTE.index(memory.recompute)] if memory.recompute != _MEMORY.recompute else [0, 1, 2]
-        if memory.compile or memory.activations == "cpu":
-            recompute = [mode for mode in recompute if mode != RECOMPUTE.index("selective")]
-        if memory.recompute_every > 1:
-            recompute = [mode for mode in recompute if mode]
         open_ = [0, 2] if self.hardware.device == "cpu" else [0, 1, 2]  # cores compute where "cpu" would put things
         offload = [OFFLOAD.index(memory.offload)] if memory.offload != _MEMORY.offload else open_
         if self.run.optimizer.name == "muon":
             offload = [place for place in offload if not place]
         if memory.offload_path is not None:
             offload = [place for place in offload if place == OFFLOAD.index("nvme")]
-        return columns_of(("recompute", "offload"), [(mode, place) for mode in recompute for place in offload])
+        rows = [(*level, place) for level in self.levels for place in offload]
+        return columns_of(("recompute", "recompute_every", "offload"), rows)
 
     def _micro_batches(self, replicas: int) -> Columns:
         share, given = self.run.batch // replicas, self.run.train.micro_batch

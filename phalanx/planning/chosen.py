@@ -12,6 +12,7 @@ from phalanx.planning.cluster import Hardware
 from phalanx.planning.cpu import cpu_hardware, resident
 from phalanx.planning.find import find, judge
 from phalanx.planning.hardware import hardware
+from phalanx.planning.module import module_bytes
 from phalanx.planning.option import Option
 from phalanx.planning.placement import Placement, placement
 from phalanx.planning.search import search
@@ -21,7 +22,7 @@ from phalanx.spec.machine import Machine
 from phalanx.spec.plan import Plan, Promise
 from phalanx.spec.run import Run
 
-_CLEARLY = 0.95
+CLEARLY = 0.95
 """Part of the replicas' step that another layout may take at most to be preferred."""
 
 
@@ -38,16 +39,33 @@ class Better:
 def promised(run: Run, machine: Machine, plan: Plan) -> Promise | None:
     """What a plan may promise; None for one's own module or schedule, of which the equations know nothing, and for what only a proof
     lays out, such as one replica that others would meet now and then."""
-    if run.model.module is not None or run.layout.schedule_file is not None:
+    option = judged(_with_micro_batch(run, plan), machine, plan) if run.layout.schedule_file is None else None
+    return None if option is None else promise_of(option)
+
+
+def rank_bytes(run: Run, machine: Machine, plan: Plan) -> float:
+    """Bytes of the fullest rank, coarsely where the equations do not know it."""
+    option = judged(_with_micro_batch(run, plan), machine, plan)
+    return module_bytes(run, plan) if option is None else option.bytes
+
+
+def judged(run: Run, machine: Machine, plan: Plan) -> Option | None:
+    """What the plan's layout comes to on this machine, with the micro-batch and what is traded for memory as the run has them, or the
+    quickest that fit; on cores with all that a process keeps. A schedule of one's own counts as one that keeps most. None where the
+    equations know nothing."""
+    if run.model.module is not None:
         return None
+    layout = plan.layout
+    if layout.schedule_file is not None:
+        layout = replace(layout, schedule_file=None, schedule="gpipe", stages=None)
     devices = devices_of(run, machine, plan.ranks, plan.threads, plan.device)
     try:
-        option = judge(_filled(run, plan), devices)
+        option = judge(replace(run, layout=layout), devices)
     except RunError:
         return None
     if plan.device == "cpu":
         option = replace(option, memory=resident(run, plan, option.memory, machine))
-    return promise_of(option)
+    return option
 
 
 def plan_for(run: Run, cluster: Hardware) -> Plan:
@@ -118,7 +136,7 @@ def better(run: Run, machine: Machine, started: int | None, usual: Plan | None) 
         return None
     seconds, option = best
     same = usual is not None and (usual.layout, usual.micro_batch) == (option.layout, option.micro_batch)
-    if usual is not None and (same or usual.promise is None or seconds >= _CLEARLY * usual.promise.seconds):
+    if usual is not None and (same or usual.promise is None or seconds >= CLEARLY * usual.promise.seconds):
         return None
     return _taken(run, best[1])
 
@@ -133,13 +151,13 @@ def _fewer(run: Run, machine: Machine, started: int | None, usual: Plan) -> Bett
     while ranks > 1:
         ranks = max(number for number in range(1, ranks // 2 + 1) if run.batch % number == 0)
         option = judge(replace(run, layout=Layout(data=ranks)), cpu_hardware(machine, ranks, _threads(run, machine, ranks)))
-        if option.fits and option.high < min(least, _CLEARLY * usual.promise.seconds):
+        if option.fits and option.high < min(least, CLEARLY * usual.promise.seconds):
             best, least = _taken(run, option), option.high
     return best
 
 
 def _taken(run: Run, option: Option) -> Better:
-    memory = replace(run.memory, recompute=option.recompute, offload=option.offload)
+    memory = option.traded(run.memory)
     train = replace(run.train, micro_batch=option.micro_batch)
     return Better(run, replace(run, layout=option.layout, memory=memory, train=train))
 
@@ -167,6 +185,5 @@ def devices_of(run: Run, machine: Machine, ranks: int, threads: int, device: str
     return replace(found, gpus=ranks, node=min(found.node, ranks), island=min(found.island, ranks))
 
 
-def _filled(run: Run, plan: Plan) -> Run:
-    train = replace(run.train, micro_batch=plan.micro_batch)
-    return replace(run, layout=plan.layout, train=train)
+def _with_micro_batch(run: Run, plan: Plan) -> Run:
+    return replace(run, train=replace(run.train, micro_batch=plan.micro_batch))

@@ -52,7 +52,7 @@ def machine_columns(hardware: Hardware, compute: str) -> dict[str, float]:
     peak = peaks.get(compute) or half
     return {
         "peak": peak,
-        "peak16": peak if compute == "fp32" else half,
+        "peak16": half if compute == "fp8" else peak,
         "bandwidth": gpu.bandwidth,
         "memory": gpu.memory,
         "island": hardware.island,

@@ -6,19 +6,20 @@ The prediction is made anew with the constants of now, so that a second comparis
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from phalanx.events.log import read_events
-from phalanx.events.records import Event, RunStarted, Step, StepAccounted
+from phalanx.events.records import Event, RunStarted, Step, StepAccounted, StepTimed
 from phalanx.events.rundir import RunDir
 from phalanx.planning.chosen import devices_of, promised
-from phalanx.planning.cpu import CONSTANTS, FIXED
+from phalanx.planning.cpu import CONSTANTS, FIXED, unnamed
 from phalanx.planning.measured import measured_constants
 from phalanx.planning.refit import Measured, corrected, refitted
+from phalanx.planning.timed import Timed, beside, timed
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import load
 from phalanx.spec.machine import Machine
@@ -28,8 +29,17 @@ from phalanx.spec.run import Run
 _KINDS = {"parameters": ("parameters",), "gradients": ("gradients",), "optimizer": ("optimizer",)}
 _MOVING = ("activations", "logits", "gathered", "buffers")
 _WIDTHS = {"gemm": 0.3, "traffic": 0.5, "launch": 0.5, "latency": 0.5, "attention": 0.3, "overhead": 0.5}
-"""How far a run may move each constant: it tells of their sum only."""
+"""How far a run may move each constant where it tells of their sum only …"""
+_APART = {
+    "gemm": 0.3, "attention": 0.3, "traffic": 0.5, "launch": 0.5, "latency": 1.0, "island": 0.7, "network": 0.7,
+    "optimizer_bytes": 1.0, "overhead": 1.5,
+}  # fmt: skip
+"""… and where it tells what computing, messages, the update and the rest took …"""
+_TOGETHER = 1.5
+"""… and those of computing all together."""
 _SURE = 0.005
+_NOTHING = 1e-5
+"""Logarithm of a factor to a constant of which the run tells nothing, such as that of messages where none are sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +66,68 @@ class Comparison:
 
     run: Run
     plan: Plan
-    steps: int
-    """Steps that were measured, the first of the launch left out."""
-    rows: tuple[Beside, ...]
-    seconds: float
-    """Measured, of a step."""
-    memory: float
-    """Measured, of the fullest rank."""
     now: Promise
     """Predicted with the constants of now."""
-    sent: dict[str, dict[str, int]]
-    """Bytes that rank 0 sent in a step, by technique and collective."""
+    taken: tuple[Step, ...]
+    """Every step of the launch."""
+    accounted: tuple[StepAccounted, ...]
+    timed: Timed | None
+    """What a step was made of; None where that could not be told."""
 
-    def to_json(self) -> dict[str, Any]:
+    @property
+    def steps(self) -> int:
+        """That were measured: the first warms up, the second is counted operation by operation."""
+        return len(self.taken) - 2
+
+    @property
+    def seconds(self) -> float:
+        """Measured, of a step."""
+        return median(step.seconds for step in (self.taken[2:] if len(self.taken) > 3 else self.taken[-1:]))
+
+    @property
+    def memory(self) -> float:
+        """Measured, of the fullest rank."""
+        return float(max(step.memory for step in self.taken))
+
+    @property
+    def sent(self) -> dict[str, dict[str, int]]:
+        """Bytes that rank 0 sent in a step, by technique and collective."""
+        return next((event.sent for event in self.accounted if event.rank == 0), {})
+
+    @property
+    def rows(self) -> tuple[Beside, ...]:
+        return self.against(self.now)
+
+    def against(self, promise: Promise) -> tuple[Beside, ...]:
+        """What was measured beside one promise."""
+        return (*self._times(promise), *self._memories(promise))
+
+    def _times(self, promise: Promise) -> Iterator[Beside]:
+        speed = median(step.tokens_per_second for step in self.taken[2:] or self.taken)
+        yield Beside("step", promise.seconds, self.seconds, "s")
+        yield Beside("speed", promise.tokens_per_second, speed, "tokens/s")
+        for name, predicted, measured in beside(promise.split, self.timed, self.seconds):
+            yield Beside(f"  {name}", predicted, measured, "s")
+        if self.accounted:
+            work = sum(event.flops.get("all", 0) for event in self.accounted)
+            yield Beside("operations", self.plan.flops_per_token * self.taken[-1].tokens, float(work) or None, "FLOP")
+
+    def _memories(self, promise: Promise) -> Iterator[Beside]:
+        fullest = max(self.accounted, key=lambda event: sum(event.memory.values()), default=None)
+        for name, parts in (*_KINDS.items(), ("activations", _MOVING)):
+            predicted = math.fsum(promise.memory.get(part, 0.0) for part in parts)
+            yield Beside(name, predicted, float(fullest.memory[name]) if fullest else None, "B")
+        yield Beside("fixed", promise.memory.get("fixed", 0.0), None, "B")
+        yield Beside("memory", promise.total_memory, self.memory, "B")
+
+    def to_json(self, again: Promise | None = None) -> dict[str, Any]:
+        """`again`: the same run's promise with corrected constants, as a further column."""
         rows = [asdict(row) | {"error": row.error} for row in self.rows]
-        return {"steps": self.steps, "rows": rows, "sent": self.sent}
+        if again is not None:
+            later = {row.name: row.predicted for row in self.against(again)}
+            rows = [row | {"refitted": later.get(row["name"])} for row in rows]
+        when = None if self.timed is None else self.timed.to_json()
+        return {"steps": self.steps, "rows": rows, "timed": when, "split": self.now.split, "sent": self.sent}
 
 
 def compare(directory: Path, machine: Machine) -> Comparison:
@@ -92,32 +149,32 @@ def compare(directory: Path, machine: Machine) -> Comparison:
         raise RunError(
             [f"{directory} has {len(steps)} steps in its last launch: train at least 3, of which the first two warm up."]
         )
-    accounted = [event for event in launch if isinstance(event, StepAccounted)]
-    # The first warms up, the second is counted operation by operation.
-    seconds = median(step.seconds for step in (steps[2:] if len(steps) > 3 else steps[-1:]))
-    memory = float(max(step.memory for step in steps))
     return Comparison(
         run=run,
         plan=plan,
-        steps=len(steps) - 2,
-        rows=tuple(_rows(plan, now, steps, accounted, seconds)),
-        seconds=seconds,
-        memory=memory,
         now=now,
-        sent=next((event.sent for event in accounted if event.rank == 0), {}),
+        taken=tuple(steps),
+        accounted=tuple(event for event in launch if isinstance(event, StepAccounted)),
+        timed=timed([event for event in launch if isinstance(event, StepTimed)]),
     )
 
 
 def correction(found: Comparison, machine: Machine) -> dict[str, float]:
-    """Constants with which the same run would have been predicted as it was measured, by the names of the machine's entry."""
+    """Constants with which the same run would have been predicted as it was measured, by the names of the machine's entry: each by the
+    part of the step that it makes, where the run has measured its parts."""
     run, plan, device = found.run, found.plan, found.plan.device
     hardware = devices_of(run, machine, plan.ranks, plan.threads, device)
-    steps = [(Measured(run=run, plan=plan, seconds=found.seconds), hardware)]
-    scale = refitted(steps, plan.compute, _WIDTHS, _SURE)
+    parts = {} if found.timed is None else found.timed.told(found.seconds)
+    steps = [(Measured(run=run, plan=plan, seconds=found.seconds, parts=parts), hardware)]
+    how = (_APART, _SURE, _TOGETHER) if parts else (_WIDTHS, _SURE)
+    scale = refitted(steps, plan.compute, *how)
     own = dict(measured_constants(machine, device))
     base = CONSTANTS | own if device == "cpu" else {}
-    constants = corrected(scale, hardware, plan.compute, base)
+    told = {name: factor for name, factor in scale.items() if abs(math.log(factor)) > _NOTHING}
+    constants = corrected(told, hardware, plan.compute, base, moe=run.model.moe is not None)
     if device == "cpu":
+        latency = scale["latency"] * base["latency"]
+        constants["cpu.overhead"] = unnamed(base, latency, scale["overhead"], plan.ranks)
         more = found.memory - found.now.total_memory
         constants["cpu.fixed_memory"] = max(own.get("fixed_memory", FIXED) + more, 2.0**26)
     return constants
@@ -129,23 +186,6 @@ def after(found: Comparison, machine: Machine, constants: dict[str, float]) -> P
     again = promised(found.run, told, found.plan)
     assert again is not None, "it was promised something before"
     return again
-
-
-def _rows(plan: Plan, now: Promise, steps: Sequence[Step], accounted: Sequence[StepAccounted], seconds: float) -> list[Beside]:
-    speed = median(step.tokens_per_second for step in steps[2:] or steps)
-    rows = [Beside("step", now.seconds, seconds, "s"), Beside("speed", now.tokens_per_second, speed, "tokens/s")]
-    rows += [Beside(f"  {part}", spent, None, "s") for part, spent in now.split.items() if spent > 0]
-    if accounted:
-        work = sum(event.flops.get("all", 0) for event in accounted)
-        tokens = steps[-1].tokens
-        rows.append(Beside("operations", plan.flops_per_token * tokens, float(work) or None, "FLOP"))
-    fullest = max(accounted, key=lambda event: sum(event.memory.values()), default=None)
-    for name, parts in (*_KINDS.items(), ("activations", _MOVING)):
-        predicted = math.fsum(now.memory.get(part, 0.0) for part in parts)
-        rows.append(Beside(name, predicted, float(fullest.memory[name]) if fullest else None, "B"))
-    rows.append(Beside("fixed", now.memory.get("fixed", 0.0), None, "B"))
-    rows.append(Beside("memory", now.total_memory, float(max(step.memory for step in steps)), "B"))
-    return rows
 
 
 def _last_launch(events: Sequence[Event]) -> Sequence[Event]:

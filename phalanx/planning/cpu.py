@@ -8,6 +8,8 @@ replaces them by this machine's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from phalanx.planning.cluster import Hardware
 from phalanx.planning.devices import GpuEntry
 from phalanx.planning.measured import measured_constants
@@ -18,6 +20,8 @@ from phalanx.spec.run import Run
 
 _CORE_FLOPS = 48e9
 """A core whose clock or vector width cannot be read: AVX2 with two multiply-add units at 1.5 GHz."""
+_SCALAR = 1 / 350
+"""Of that, a core that multiplies number by number: 0.126e9 instead of 32e9 to 52e9 in fp32, measured on Neoverse N1."""
 _CORE_BANDWIDTH = 10e9
 _COPY = 1.2e9
 """Bytes/s that a process sends to another of the same machine through sockets …"""
@@ -86,7 +90,8 @@ def cpu_hardware(machine: Machine, ranks: int | None = None, threads: int | None
         gpu=GpuEntry(
             key="cpu",
             match="(?!)",
-            peaks=dict.fromkeys(("fp32", "bf16", "fp16"), peak),  # most CPUs compute 16-bit formats in fp32 units
+            # Most CPUs compute 16-bit formats in fp32 units.
+            peaks={form: peak * (_SCALAR if form in machine.scalar else 1.0) for form in ("fp32", "bf16", "fp16")},
             memory=machine.memory / ranks,
             bandwidth=bandwidth,
             source="read off this machine",
@@ -122,6 +127,13 @@ def _turns(own: dict[str, float], share: float, ranks: int, threads: int) -> dic
         "latency": usual["latency"] * waiting,
         "overhead": (usual["overhead"] + (_AGREED * usual["latency"] if ranks > 1 else 0.0)) * waiting,
     }
+
+
+def unnamed(before: Mapping[str, float], latency: float, factor: float, ranks: int) -> float:
+    """The constant "overhead" where a step has `factor` times as much that no equation names. The messages that ranks agree by are a part
+    of that, and a latency of theirs is new."""
+    messages = _AGREED if ranks > 1 else 0
+    return max(factor * (before["overhead"] + messages * before["latency"]) - messages * latency, 1e-5)
 
 
 def _assumed(machine: Machine, own: dict[str, float]) -> list[str]:

@@ -22,6 +22,8 @@ WORDS = {
     "optimizer": "optimizer", "offload": "offload", "other": "everything else",
 }  # fmt: skip
 """What the parts of a step are called."""
+_HELD = {"gathered": "gathered layers", "buffers": "message buffers", "fixed": "runtime and fragments"}
+"""What components of memory are called whose names say too little."""
 
 _ORDERS = {
     "1f1b": "", "interleaved-1f1b": "", "looped-bfs": "-bfs", "interleaved-zero-bubble": "-zb",
@@ -60,16 +62,9 @@ def told(run: Run, hardware: Hardware, found: Found, *, aim: str = "time") -> di
         },
         "aim": aim,
         "best": told_option(found.best),
-        "others": [told_option(other) | {"beside": beside(found.best, other)} for other in found.others],
-        "why": why(found, aim),
-        "why_not": [
-            {
-                "name": one.name,
-                "reason": one.reason,
-                "option": None if one.option is None else told_option(one.option) | {"beside": beside(found.best, one.option)},
-            }
-            for one in found.why_not
-        ],
+        "others": [told_option(other) | _against(found.best, other) for other in found.others],
+        "why": [*why(found, aim), *_kept(run, found)],
+        "why_not": _why_not(found),
         "curve": [told_option(option) for option in found.curve],
         "considered": found.considered,
         "fitting": found.fitting,
@@ -77,8 +72,32 @@ def told(run: Run, hardware: Hardware, found: Found, *, aim: str = "time") -> di
         "seconds": found.seconds,
         "assumed": list(dict.fromkeys((*_own_module(run), *found.assumed, *hardware.assumed))),
         "placement": places.table() | {"lines": placed(places)},
-        "words": WORDS,
+        "words": WORDS | _HELD,
     }
+
+
+def _why_not(found: Found) -> list[dict[str, Any]]:
+    """Each layout once, with its first reason: neighbours of the best may be what somebody has already named."""
+    rows, seen = [], {pasted(found.best)}
+    for one in found.why_not:
+        option = None if one.option is None else told_option(one.option) | _against(found.best, one.option)
+        if option is None or option["toml"] not in seen:
+            rows.append({"name": one.name, "reason": one.reason, "option": option})
+            seen |= set() if option is None else {option["toml"]}
+    return rows
+
+
+def _against(best: Option, other: Option) -> dict[str, Any]:
+    return {"beside": beside(best, other), "change": change(best, other)}
+
+
+def _kept(run: Run, found: Found) -> list[str]:
+    """What the search was not free to choose."""
+    usual = asdict(Layout())
+    keys = [key for key, value in asdict(run.layout).items() if value != usual[key]]
+    if not keys or found.considered <= 1:
+        return []
+    return [f"The run file's [layout] was kept ({', '.join(keys)}): --free searches all layouts, and compares."]
 
 
 def _own_module(run: Run) -> list[str]:
@@ -111,6 +130,7 @@ def told_option(option: Option) -> dict[str, Any]:
         "accumulation": option.accumulation,
         "compute": option.compute,
         "recompute": option.recompute,
+        "recompute_every": option.recompute_every,
         "offload": option.offload,
         "memory": dict(option.memory),
         "bytes": option.bytes,
@@ -149,18 +169,47 @@ def short(layout: Layout) -> str:
 
 def pasted(option: Option) -> str:
     """What to write into the run file to get it, whatever a later plan would choose."""
-    layout, usual = asdict(option.layout), asdict(Layout())
-    lines = ["[layout]"]
-    for key, value in layout.items():
-        # `zero` means nothing without `shard`, nor the schedule without a pipeline; `data` left out would be chosen anew.
-        idle = (key == "zero" and option.layout.shard == 1) or (key in ("schedule", "stages") and option.layout.pipeline == 1)
-        idle = idle or (key == "context_method" and option.layout.context == 1)
-        if value is not None and not idle and (value != usual[key] or key == "data"):
-            lines.append(f"{key} = {toml(value)}")
+    lines = ["[layout]", *(f"{key} = {toml(value)}" for key, value in _written(option.layout).items())]
     lines += ["", "[train]", f"micro_batch = {option.micro_batch}"]
     lines += ["", "[precision]", f"compute = {toml(option.compute)}"]
-    lines += ["", "[memory]", f"recompute = {toml(option.recompute)}", f"offload = {toml(option.offload)}"]
+    lines += ["", "[memory]", f"recompute = {toml(option.recompute)}"]
+    lines += [f"recompute_every = {option.recompute_every}"] if option.recompute_every > 1 else []
+    lines.append(f"offload = {toml(option.offload)}")
     return "\n".join(lines)
+
+
+def _written(layout: Layout) -> dict[str, Any]:
+    """The keys of a layout that have to be said; `data` left out would be chosen anew."""
+    usual = asdict(Layout())
+    return {
+        key: value
+        for key, value in asdict(layout).items()
+        if value is not None and key not in _idle(layout) and (value != usual[key] or key == "data")
+    }
+
+
+def _idle(layout: Layout) -> set[str]:
+    """Keys that mean nothing, as there is nobody to share with."""
+    needed = {"zero": layout.shard, "context_method": layout.context, "schedule": layout.pipeline, "stages": layout.pipeline}
+    return {key for key, degree in needed.items() if degree == 1}
+
+
+def change(best: Option, other: Option) -> str:
+    """The keys to set on the command line to get another layout where the run file has the best one's tables. Empty where a key would
+    have to go, which no value does."""
+    usual = asdict(Layout())
+    old, new = usual | _written(best.layout), usual | _written(other.layout)
+    keys = {key: value for key, value in new.items() if value != old[key]}
+    if "stages" in keys and keys["stages"] is None:
+        if other.layout.pipeline == 1:
+            return ""
+        keys["stages"] = other.layout.stages_per_rank
+    found = {f"layout.{key}": value for key, value in keys.items()}
+    for key in ("train.micro_batch", "memory.recompute", "memory.recompute_every", "memory.offload"):
+        name = key.partition(".")[2]
+        if getattr(other, name) != getattr(best, name):
+            found[key] = getattr(other, name)
+    return " ".join(f"{key}={value if isinstance(value, str) else toml(value)}" for key, value in found.items())
 
 
 def placed(places: Placement) -> list[str]:
@@ -209,11 +258,7 @@ def why(found: Found, aim: str) -> list[str]:
         )
     if found.considered <= 1:
         said = [f"It is the run file's own layout, judged as it stands{'' if best.fits else '; it does not fit'}."]
-    waiting = sum(seconds for part, seconds in best.split.items() if part not in ("compute", "optimizer"))
-    said.append(
-        f"{best.split.get('compute', 0.0) / best.seconds:.0%} of a step is computing, {waiting / best.seconds:.0%} is waiting"
-        f"{_mostly(best)}; the fullest rank uses {best.bytes / best.capacity:.0%} of its memory."
-    )
+    said.append(f"Of a step, {_shares(best)}; the fullest rank uses {best.bytes / best.capacity:.0%} of its memory.")
     if not found.others:
         return said
     near = [other for other in found.others if other.seconds <= (1 + _EQUAL) * best.seconds]
@@ -228,10 +273,12 @@ def why(found: Found, aim: str) -> list[str]:
     return said
 
 
-def _mostly(option: Option) -> str:
-    waits = {part: option.split.get(part, 0.0) for part in PARTS if part not in ("compute", "optimizer")}
-    part = max(waits, key=lambda name: waits[name])
-    return f", mostly {WORDS[part]}" if waits[part] > 0 else ""
+def _shares(option: Option) -> str:
+    """What a step's time goes to: computing, and the three largest of the other parts that show in whole percents."""
+    share = {part: seconds / option.seconds for part, seconds in option.split.items()}
+    others = sorted((part for part in share if part != "compute"), key=lambda part: -share[part])[:3]
+    said = [f"{share[part]:.0%} {WORDS[part]}" for part in others if share[part] >= 0.005]
+    return ", ".join([f"{share.get('compute', 0.0):.0%} is {WORDS['compute']}", *said])
 
 
 def lost(best: Option, other: Option) -> str:

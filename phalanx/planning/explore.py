@@ -16,11 +16,12 @@ import numpy.typing as npt
 
 from phalanx.planning.candidates import Space
 from phalanx.planning.footprint import footprint
+from phalanx.planning.least import SELECTIVE, fitted, fitting, least, unordered
 from phalanx.planning.rates import Rates
 from phalanx.planning.table import Columns, pick, stack
 from phalanx.planning.time import step_times
 from phalanx.planning.times import Times
-from phalanx.planning.work import OFFLOAD, RECOMPUTE, SCHEDULES
+from phalanx.planning.work import OFFLOAD, SCHEDULES
 
 Floats = npt.NDArray[np.float64]
 
@@ -86,11 +87,11 @@ class Explorer:
         """Legal layouts."""
         self._least: dict[int, Floats] = {}
         if self.count:  # what not even the most recomputation brings onto the device is never looked at again
-            modes = _modes(space)
-            hardest = _least(space, self._bases, modes[-1:])[modes[-1]]
+            levels = list(range(len(space.levels)))
+            hardest = least(space, self._bases, levels[-1:])[levels[-1]]
             small = hardest * _SLACK <= space.hardware.gpu.memory
             self._bases = pick(self._bases, small)
-            self._least = {modes[-1]: hardest[small]} | _least(space, self._bases, modes[:-1])
+            self._least = {levels[-1]: hardest[small]} | least(space, self._bases, levels[:-1])
 
     def best(self, capacity: float, most: int = 10) -> Front:
         """The quickest layouts that fit into so many bytes, with all that are nearly as quick."""
@@ -120,7 +121,7 @@ class Explorer:
         if need > capacity:
             return
         place = int(row["offload"][0])
-        if _on_host(self.space, row, place) > self.space.hardware.host_memory:
+        if on_host(self.space, row, place) > self.space.hardware.host_memory:
             place = OFFLOAD.index("nvme")
         if place in self.space.savings["offload"]:
             row = row | {"offload": np.array([place])}
@@ -140,7 +141,8 @@ class Explorer:
         """Bases that could fit, those with the lowest bound first."""
         if not len(self._bases["pipeline"]):
             return self._bases, np.zeros(0)
-        bases = _fitting(self._bases, self._least, capacity / _SLACK)
+        level = fitting(self.space, self._bases, self._least, capacity / _SLACK)
+        bases = pick(self._bases | {"level": level}, level >= 0)
         bound = _base_bound(self.space, self._rates, bases)
         order = np.argsort(bound, kind="stable")
         return pick(bases, order), bound[order]
@@ -152,7 +154,7 @@ def smallest(space: Space) -> tuple[float, Columns]:
     if not len(bases["pipeline"]):
         return np.inf, {}
     bases = space.with_experts(pick(bases, bases["micro_batch"] == bases["micro_batch"].min()))
-    hard = {name: int(column.max()) for name, column in space.savings.items()}
+    hard = {"level": len(space.levels) - 1, "offload": int(space.savings["offload"].max())}
     hard["offload"] = min(hard["offload"], OFFLOAD.index("cpu"))  # files spare a device no more than its host does
     if hard["offload"] not in space.savings["offload"]:
         hard["offload"] = int(space.savings["offload"].max())
@@ -166,7 +168,7 @@ def smallest(space: Space) -> tuple[float, Columns]:
     rows, total = _spread(space, space.with_orders({name: rows[name][near] for name in bases}), hard)
     best = int(np.argmin(total))
     row = pick(rows, slice(best, best + 1))
-    return float(total[best]), row | {name: np.array([value]) for name, value in hard.items()}
+    return float(total[best]), row | _codes(space, hard["level"], hard["offload"], 1)
 
 
 def _spread(space: Space, rows: Columns, hard: dict[str, int]) -> tuple[Columns, Floats]:
@@ -178,42 +180,10 @@ def _spread(space: Space, rows: Columns, hard: dict[str, int]) -> tuple[Columns,
     return rows, np.broadcast_to(footprint(space.work(rows, **hard)).total, len(rows["pipeline"]))
 
 
-def _modes(space: Space) -> list[int]:
-    """Codes of the recomputation that may be had, the least first."""
-    return sorted(set(space.savings["recompute"].tolist()))
-
-
-def _least(space: Space, rows: Columns, modes: list[int]) -> dict[int, Floats]:
-    """Bytes with everything spread and offloaded, by the recomputation; of stages as even and as small as they can be where they are
-    still open. Whether spreading parameters spares anything over spreading gradients depends on the stages: both are looked at."""
-    pipelined = rows["pipeline"] > 1
-    if not len(pipelined):
-        return {mode: np.zeros(0) for mode in modes}
-    spread: dict[str, Any] = {"data": 1, "shard": rows["replicas"], "offload": int(space.savings["offload"].max())}
-    moe = space.run.model.moe
-    if moe is not None and "expert" not in rows:
-        spread["expert"] = np.gcd(moe.experts, space.gpus // rows["pipeline"])
-    rows = {name: column for name, column in rows.items() if name != "recompute"}
-    ways: list[dict[str, Any]] = [{"zero": np.where(pipelined, 2, 3)}]
-    if np.any(pipelined & (rows["replicas"] > 1)):
-        ways.append({"zero": 3})
-    if "schedule" not in rows and pipelined.any():
-        most = np.where(pipelined, np.maximum(space.run.model.layers // rows["pipeline"], 1), 1)
-        order = np.where(most > 1, SCHEDULES.index("interleaved-1f1b"), SCHEDULES.index("1f1b"))
-        ways.append({"zero": 3, "schedule": order, "stages": most})
-    found = {}
-    for mode in modes:
-        totals = [footprint(space.work(rows, **spread, **way, recompute=mode)).total for way in ways]
-        found[mode] = np.broadcast_to(np.minimum.reduce(np.broadcast_arrays(*totals)), len(pipelined))
-    return found
-
-
-def _fitting(rows: Columns, least: dict[int, Floats], capacity: float) -> Columns:
-    """Those that fit so, each with the least recomputation that this takes."""
-    mode = np.full(len(rows["pipeline"]), -1)
-    for recompute in sorted(least, reverse=True):
-        mode = np.where(least[recompute] <= capacity, recompute, mode)
-    return pick(rows | {"recompute": mode}, mode >= 0)
+def _codes(space: Space, level: int, offload: int, count: int) -> Columns:
+    """Columns of what is traded for memory, the same in so many rows."""
+    codes = space.of_level(level) | {"offload": offload}
+    return {name: np.full(count, code) for name, code in codes.items()}
 
 
 def _base_bound(space: Space, rates: Rates, bases: Columns) -> Floats:
@@ -253,27 +223,31 @@ def _open(space: Space, rates: Rates, capacity: float, bases: Columns, front: Fr
     """Every layout of these bases that could matter; or, of each level, the `beam` that look best."""
     rows = space.with_experts(bases)
     if space.run.model.moe is not None:
-        rows = _promising(rows, _base_bound(space, rates, rows), front, beam)
+        rows, _ = _promising(rows, _base_bound(space, rates, rows), front, beam)
     rows = space.with_orders(rows)
-    rows = _promising(rows, _order_bound(space, rates, rows, front), front, beam)
-    rows = _fitting(rows, _least(space, rows, _modes(space)), capacity / _ALMOST)
-    rows = _promising(rows, _order_bound(space, rates, rows, front), front, beam)
+    rows, bound = _promising(rows, _order_bound(space, rates, rows, front), front, beam)
+    before, fits = rows["level"], fitted(space, rows, capacity / _ALMOST)
+    rows, bound, more = pick(rows | {"level": fits}, fits >= 0), bound[fits >= 0], (fits != before)[fits >= 0]
+    bound[more] = _order_bound(space, rates, pick(rows, more), front)
+    rows, _ = _promising(rows, bound, front, beam)
     rows = space.with_spreads(rows)
     if not len(rows["pipeline"]):
         return
     easy = int(space.savings["offload"].min())
     seconds = np.broadcast_to(step_times(space.work(rows, offload=easy), rates).step, len(rows["pipeline"]))
     front.timed += len(seconds)
-    rows = _promising(rows, seconds, front, None)
+    rows, seconds = _promising(rows, seconds, front, None)
     if len(rows["pipeline"]):
-        _save(space, rates, capacity, rows, front)
+        _save(space, rates, capacity, rows, seconds, front)
 
 
-def _promising(rows: Columns, bound: Floats, front: Front, beam: int | None) -> Columns:
+def _promising(rows: Columns, bound: Floats, front: Front, beam: int | None) -> tuple[Columns, Floats]:
+    """Those that could still be among the best, with their bounds; at most `beam`, the best of them."""
     if beam is not None and len(bound) > beam:
         kept = np.argpartition(bound, beam)[:beam]
         rows, bound = pick(rows, kept), bound[kept]
-    return pick(rows, bound <= front.limit)
+    keep = bound <= front.limit
+    return pick(rows, keep), bound[keep]
 
 
 def _order_bound(space: Space, rates: Rates, rows: Columns, front: Front) -> Floats:
@@ -293,42 +267,45 @@ def _seconds(space: Space, rates: Rates, rows: Columns, savings: dict[str, int])
     return np.broadcast_to(step_times(space.work(rows, **savings), rates).step, len(rows["pipeline"]))
 
 
-def _save(space: Space, rates: Rates, capacity: float, rows: Columns, front: Front) -> None:
-    """What is traded for memory, the cheapest first: where less fits, more of it only costs time.
+def _save(space: Space, rates: Rates, capacity: float, rows: Columns, first: Floats, front: Front) -> None:
+    """What is traded for memory, the cheapest first: where less fits, more of it only costs time. `first`: seconds with the level that
+    each has to begin with, and least offloaded.
 
-    Selective recomputation undoes halved backwards, so schedules that live of them are tried with full recomputation too.
+    Selective recomputation undoes halved backwards, so schedules that live of them are tried with full recomputation too, as is
+    recomputing only some of the blocks.
     """
-    least = rows["recompute"]
-    rows = {name: column for name, column in rows.items() if name != "recompute"}
+    loose, lowest = unordered(space), rows["level"]
+    rows = {name: column for name, column in rows.items() if name != "level"}
     splits = np.isin(rows["schedule"], _SPLITS)
-    reached = np.full(len(least), len(RECOMPUTE))  # the least recomputation that fits, with less offloaded
-    for offload in sorted(set(space.savings["offload"].tolist())):
-        open_ = np.ones(len(least), bool)
-        for mode in _modes(space):
-            trying = np.flatnonzero(open_ & (reached > mode) & (least <= mode))
-            taken = {"recompute": mode, "offload": offload}
-            seconds = _seconds(space, rates, pick(rows, trying), taken)
+    reached = np.full(len(lowest), len(space.levels))  # the least recomputation that fits, with less offloaded
+    places = sorted(set(space.savings["offload"].tolist()))
+    for offload in places:
+        open_ = np.ones(len(lowest), bool)
+        for level, (mode, _) in enumerate(space.levels):
+            trying = np.flatnonzero(open_ & (reached > level) & (lowest <= level))
+            taken = {"level": level, "offload": offload}
+            seconds = first[trying]
+            new = lowest[trying] < level if offload == places[0] else np.ones(len(trying), bool)
+            seconds[new] = _seconds(space, rates, pick(rows, trying[new]), taken)
             quick = seconds <= front.limit
             trying, seconds = trying[quick], seconds[quick]
-            front.timed += len(quick)
+            front.timed += int(new.sum())
             if not len(trying):
                 continue
             some = pick(rows, trying)
             total = np.broadcast_to(footprint(space.work(some, **taken)).total, len(trying))
-            fits = (total <= capacity) & (_on_host(space, some, offload) <= space.hardware.host_memory)
+            fits = (total <= capacity) & (on_host(space, some, offload) <= space.hardware.host_memory)
             done = trying[fits]
-            codes = {name: np.full(len(done), code) for name, code in taken.items()}
+            codes = _codes(space, level, offload, len(done))
             front.fitting += len(done)
             front.add(pick(some, fits) | codes, seconds[fits], total[fits])
-            final = done[~(splits[done] & (mode == RECOMPUTE.index("selective")))]
+            final = done[~((mode == SELECTIVE) & (splits[done] | (level == loose)))]
             open_[final] = False
-            reached[final] = mode
+            reached[final] = level
 
 
-def _on_host(space: Space, rows: Columns, offload: int) -> Any:
+def on_host(space: Space, rows: Columns, offload: Any) -> Any:
     """Bytes of one host's memory that offloaded states take: a master and the moments of every value that its ranks own."""
-    if offload != OFFLOAD.index("cpu"):
-        return 0.0
     moments = 4 if space.run.precision.optimizer == "bf16" else 8
     everywhere = space.run.model.parameters() * (4 + moments) * rows["data"] * rows["context"]
-    return everywhere / space.gpus * min(space.hardware.node, space.gpus)
+    return np.where(offload == OFFLOAD.index("cpu"), everywhere / space.gpus * min(space.hardware.node, space.gpus), 0.0)

@@ -8,14 +8,16 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.planning.candidates import Space, compute_of, exactly, scores_kept, space
-from phalanx.planning.explore import NEAR, Explorer, Front, smallest
+from phalanx.planning.candidates import Space, all_columns, compute_of, exactly, scores_kept, space
+from phalanx.planning.explore import NEAR, Explorer, Front, on_host, smallest
+from phalanx.planning.footprint import footprint
 from phalanx.planning.goodput import assumptions
 from phalanx.planning.hardware import Hardware
 from phalanx.planning.option import Found, Option
 from phalanx.planning.options import one, options
 from phalanx.planning.rates import Rates, rates_for
 from phalanx.planning.table import Columns, pick
+from phalanx.planning.time import step_times
 from phalanx.planning.work import OFFLOAD, SCHEDULES
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError
@@ -74,13 +76,19 @@ def judge(run: Run, hardware: Hardware, fits_in: float | None = None) -> Option:
     """What the layout that the run file gives would come to, with `data` filled in; the micro-batch, recomputation and offload that
     it leaves open are the quickest that fit. Whether it fits is for the caller to see. RunError where it is not legal."""
     here, rates = exactly(run, hardware), rates_of(run, hardware)
-    explorer = Explorer(here, rates)
-    if not explorer.count:
+    columns = all_columns(here)
+    if not len(columns["pipeline"]):
         raise RunError(_illegal(here))
-    front = explorer.best(capacity_of(hardware, fits_in), 1)
-    if len(front.seconds):
-        return one(here, rates, front.columns, _simplest(front), fits_in)
-    return one(here, rates, smallest(here)[1], 0, fits_in)
+    # So few that all of them are judged at once.
+    work, size = here.work(columns), len(columns["pipeline"])
+    total = np.broadcast_to(footprint(work).total, size)
+    hosted = np.broadcast_to(on_host(here, columns, columns["offload"]), size) <= hardware.host_memory
+    fits = hosted & (total <= capacity_of(hardware, fits_in))
+    if not fits.any():
+        return one(here, rates, columns, int(np.argmin(np.where(hosted | ~hosted.any(), total, np.inf))), fits_in)
+    front = Front(1)
+    front.add(pick(columns, fits), np.broadcast_to(step_times(work, rates).step, size)[fits], total[fits])
+    return one(here, rates, front.columns, _simplest(front), fits_in)
 
 
 def possible(run: Run, hardware: Hardware, fits_in: float | None = None) -> bool:
@@ -106,6 +114,12 @@ def assumed(run: Run, hardware: Hardware) -> tuple[str, ...]:
         said.append(f"The run computes in {compute_of(run, hardware)}.")
     if compute_of(run, hardware) == "bf16" and hardware.device == "cuda" and hardware.gpu.peak("bf16") is None:
         said.append(f'{hardware.gpu.name} has no bf16, and is counted with its fp16: set precision.compute = "fp16".')
+    computing = hardware.gpu.peak(compute_of(run, hardware))
+    if hardware.device == "cpu" and computing and (slower := (hardware.gpu.peak("fp32") or 0.0) / computing) > 10:
+        said.append(
+            f"{hardware.gpu.name} has no instructions for {compute_of(run, hardware)}, which takes about {slower:.0f} times as long there "
+            'as fp32: set precision.compute = "fp32".'
+        )
     if hardware.device != "cpu" and run.model.module is None:
         said.append(_ATTENTION[scores_kept(run, hardware)])
     if run.model.moe is not None:
@@ -153,11 +167,14 @@ def _ranked(front: Front, most: int) -> tuple[int, list[int]]:
 
 
 def _simplest(front: Front) -> int:
-    """Of those as quick as the quickest, the one with the fewest techniques, then the one with the lowest degrees."""
+    """Of those as quick as the quickest, the one with the fewest techniques, then the one with the lowest degrees; of that, the
+    smallest micro-batch, as a larger one would only take memory."""
     near = front.seconds <= NEAR * front.seconds[0]
     columns = {name: column[near] for name, column in front.columns.items()}
-    order = np.lexsort((front.seconds[near], _size(columns), _techniques(columns)))
-    return int(np.flatnonzero(near)[order[0]])
+    first = np.lexsort((front.seconds[near], _size(columns), _techniques(columns)))[0]
+    alike = np.all([column == column[first] for name, column in columns.items() if name != "micro_batch"], axis=0)
+    least = np.argmin(np.where(alike, columns["micro_batch"], np.inf))
+    return int(np.flatnonzero(near)[least])
 
 
 def _techniques(columns: Columns) -> npt.NDArray[np.float64]:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import reduce
+from typing import NamedTuple
 
 import numpy as np
 
-from phalanx.planning.kept import Head, Kept, kept, kv_cut, logits, stream
+from phalanx.planning.kept import Head, Kept, kept, logits, repeated, stream
 from phalanx.planning.stage import Share, shares
+from phalanx.planning.values import Bytes, Sizes, Values, bytes_of, held, sizes, values
 from phalanx.planning.work import SCHEDULES, Column, Work
 
 COMPONENTS = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "buffers", "fixed")
@@ -24,8 +26,8 @@ LOOSE = 0.03
 CHUNK = 1 << 14
 """Jobs judged at a time: their columns stay in the processor's cache."""
 _BUCKET = 32 * 2**20
-_ALL_FIRST = tuple(SCHEDULES.index(name) for name in ("gpipe", "looped-bfs"))
-_SPLITS = tuple(SCHEDULES.index(name) for name in ("interleaved-zero-bubble", "zbv", "dualpipev"))
+_ALL_FIRST = np.array([name in ("gpipe", "looped-bfs") for name in SCHEDULES])
+_SPLITS = np.array([name in ("interleaved-zero-bubble", "zbv", "dualpipev") for name in SCHEDULES])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,8 +78,17 @@ def footprint(work: Work) -> Footprint:
 
 
 def _judge(work: Work) -> Footprint:
-    of_block, of_head = kept(work), logits(work)
-    return reduce(_fuller, (_of(work, share, of_block, of_head) for share in shares(work)))
+    of_model = _Model(kept(work), logits(work), of := sizes(work), bytes_of(work, of))
+    return reduce(_fuller, (_of(work, share, of_model) for share in shares(work)))
+
+
+class _Model(NamedTuple):
+    """What all ranks of a job have in common."""
+
+    block: Kept
+    head: Head
+    sizes: Sizes
+    bytes: Bytes
 
 
 def _fuller(one: Footprint, other: Footprint) -> Footprint:
@@ -86,82 +97,27 @@ def _fuller(one: Footprint, other: Footprint) -> Footprint:
     return Footprint(**{name: np.where(more, theirs, mine) for name, (mine, theirs) in values.items()})
 
 
-@dataclass(frozen=True, slots=True)
-class _Values:
-    """Trained values of a rank, before shards divide them."""
-
-    dense: Column
-    """Matrices but those of routed experts."""
-    exact: Column
-    """Norms and routers, which stay in fp32."""
-    experts: Column
-    block: Column
-    """Matrices of its largest block, its experts too."""
-    ends: Column
-    """Embedding and head."""
-    table: Column
-    """Embedding or head."""
-    matrix: Column
-    """The largest of a block, all its experts together."""
-    unspread: Column
-    """Of its largest block, those that ZeRO-3 leaves whole: experts that nobody shares."""
-
-
-def _values(work: Work, share: Share) -> _Values:
-    tensor, dim = np.asarray(work.tensor), work.dim
-    norm = dim * (1 + np.asarray(work.layer_norm))
-    keys = dim * work.kv_width * (np.asarray(work.latent) == 0)
-    narrow = dim * np.asarray(work.latent) + dim * np.asarray(work.rotated) * (np.asarray(work.latent) > 0)
-    cut = (work.attention_weights - keys - narrow) / tensor + keys / kv_cut(work) + narrow
-    ffn = (2 + np.asarray(work.gated)) * dim * work.ffn / tensor
-    shared, router = 3 * dim * np.asarray(work.shared_ffn) / tensor, dim * np.asarray(work.experts)
-    routed = 3.0 * dim * np.asarray(work.expert_ffn) * work.experts / (np.asarray(work.expert) * work.expert_tensor)
-    ahead = np.asarray(work.ahead) * share.ends
-    sparse = share.sparse + np.where(np.asarray(work.sparse_layers) > 0, ahead, 0)
-    plain = share.blocks + ahead - sparse
-    table = work.vocab * dim / tensor
-    tables = np.where(np.asarray(work.tied) > 0, np.maximum(share.begins, share.ends), share.begins + np.asarray(share.ends))
-    ends = table * tables + share.begins * np.asarray(work.learned_positions) * dim
-    ends = ends + ahead * 2 * dim * dim
-    has = np.asarray(work.sparse_layers) > 0
-    return _Values(
-        dense=(sparse + plain) * cut + plain * ffn + sparse * shared + ends,
-        exact=(sparse + plain) * 2 * norm + sparse * router + share.ends * norm,
-        experts=sparse * routed,
-        block=cut + np.where(has, shared + routed, ffn),
-        ends=ends,
-        table=table,
-        matrix=np.where(has, routed / 3, dim * work.ffn / tensor),
-        unspread=np.where(_experts_shard(work) == 1, routed, 0.0),
-    )
-
-
-def _experts_shard(work: Work) -> Column:
-    """Ranks that share the state of the same experts."""
-    alike = np.asarray(work.ranks) // (np.asarray(work.pipeline) * np.asarray(work.expert) * np.asarray(work.expert_tensor))
-    return np.gcd(np.asarray(work.shard).astype(np.int64), np.maximum(alike, 1).astype(np.int64))
-
-
-def _of(work: Work, share: Share, of_block: Kept, of_head: Head) -> Footprint:
+def _of(work: Work, share: Share, model: _Model) -> Footprint:
     """One rank's memory at the worst moment of a step: at the loss, in a block's backward, or when the embedding gets its gradient."""
-    values = _values(work, share)
+    of_block, of_head, of, each = model
+    found = values(work, of, share)
     stages, shard, zero = np.asarray(work.stages), np.asarray(work.shard), np.asarray(work.zero)
     pipelined, low, spread = np.asarray(work.pipeline) > 1, np.asarray(work.compute_bytes) < 4, np.asarray(work.shard) > 1
-    parameters, gradients, optimizer = _states(work, values)
+    parameters, gradients, optimizer = held(found, each)
     unit = (of_block.dense * (share.blocks - share.sparse) + of_block.sparse * share.sparse) / stages
     unit = unit + of_block.sparse * np.asarray(work.ahead) * share.ends
     at_end = _at_end(work, share)
-    kept_casts, cast = _casts(work, values, share, at_end)
+    kept_casts, cast = _casts(work, found, of, share, at_end)
     activations = _owed(work, share, of_block, unit, _on_device(work, share, of_block, unit)) + kept_casts
-    all_first = np.isin(np.asarray(work.schedule), _ALL_FIRST) & pipelined
+    all_first = _ALL_FIRST[np.asarray(work.schedule)] & pipelined
     activations = activations + share.ends * (of_head.states * at_end + np.where(all_first, of_head.kept * (at_end - 1), 0.0))
-    gathered, in_block = _gathered(work, values, unit)
-    travelling = _travelling(work, values, share)
+    gathered, in_block = _gathered(work, found, of, unit)
+    travelling = _travelling(work, found, of, share)
     at_loss = of_head.most * share.ends
     in_backward = np.maximum(of_block.live + of_block.passing + in_block, cast) + travelling
     # The embedding's gradient comes when its micro-batch's activations are gone.
-    at_embedding = np.where(spread, 0.0, 4.0 * values.table * share.begins) - unit - kept_casts / share.flying
-    left, whole = _left_flying(work, values, share)
+    at_embedding = np.where(spread, 0.0, 4.0 * of.table * share.begins) - unit - kept_casts / share.flying
+    left, whole = _left_flying(work, found, of, share)
     worst = np.maximum(np.maximum(at_loss, in_backward), np.maximum(at_embedding, whole - unit))
     in_logits = np.clip(worst, 0.0, at_loss)
     both = activations + worst - in_logits
@@ -169,7 +125,7 @@ def _of(work: Work, share: Share, of_block: Kept, of_head: Head) -> Footprint:
     once = spread & (share.flying > np.asarray(work.accumulation) * stages - 0.5)
     both = np.where(once, np.maximum(both - gradients, 0.0), both)
     mail = np.where(pipelined, 3 * 4.0 * work.dim * stream(work), 0.0)
-    staged = np.where(spread & low & (zero < 3), np.minimum(4.0 * 2**24, 4 * (values.dense + values.experts) / shard), 0.0)
+    staged = np.where(spread & low & (zero < 3), np.minimum(4.0 * 2**24, 4 * (found.dense + found.experts) / shard), 0.0)
     buffers = mail + staged + left
     moving = both + in_logits + gathered + buffers
     cpu = np.asarray(work.on_cpu) > 0
@@ -211,57 +167,28 @@ def _owed(work: Work, share: Share, of_block: Kept, unit: Column, flying: Column
     return np.where(looped, beside, np.maximum(flying, count * (unit + gradients)))
 
 
-def _travelling(work: Work, values: _Values, share: Share) -> Column:
+def _travelling(work: Work, found: Values, of: Sizes, share: Share) -> Column:
     """Gradients on their way while activations are still there: of the head at first, then of blocks' matrices, three buckets at a time.
     A pipeline's travel when all is done; of whole replicas, one matrix is cast before it goes to its bucket."""
     shard, pipelined = np.asarray(work.shard), np.asarray(work.pipeline) > 1
-    alone = 6.0 * np.maximum(values.table * share.ends, values.matrix)
+    alone = 6.0 * np.maximum(of.table * share.ends, of.matrix)
     buckets = (
-        np.maximum(values.table * share.ends, 3 * np.maximum(values.matrix, _BUCKET / 4))
-        * np.asarray(work.wire)
-        * (1 + 1 / shard)
+        np.maximum(of.table * share.ends, 3 * np.maximum(of.matrix, _BUCKET / 4)) * np.asarray(work.wire) * (1 + 1 / shard)
     )
-    buckets = np.minimum(buckets, np.asarray(work.wire) * (values.dense + values.experts))
+    buckets = np.minimum(buckets, np.asarray(work.wire) * (found.dense + found.experts))
     return np.where(shard == 1, alone, np.where(pipelined | (np.asarray(work.zero) == 3), 0.0, buckets))
 
 
-def _left_flying(work: Work, values: _Values, share: Share) -> tuple[Column, Column]:
+def _left_flying(work: Work, found: Values, of: Sizes, share: Share) -> tuple[Column, Column]:
     """ZeRO-2 sends after every backward: (the last two buckets, still on their way in the next forward; a pipeline stage's gradients,
     which are whole until its backward is done)."""
     shard, second = np.asarray(work.shard), (np.asarray(work.zero) == 2) & (np.asarray(work.shard) > 1)
     if not np.any(second):
         return 0.0, 0.0
     pipelined, several = np.asarray(work.pipeline) > 1, np.asarray(work.accumulation) > 1.5
-    last = (values.table * share.begins + values.matrix) * np.asarray(work.wire) * (1 + 1 / shard)
-    whole = np.where(np.asarray(work.compute_bytes) < 4, 2, 4) * (values.dense + values.experts) / np.asarray(work.stages)
+    last = (of.table * share.begins + of.matrix) * np.asarray(work.wire) * (1 + 1 / shard)
+    whole = np.where(np.asarray(work.compute_bytes) < 4, 2, 4) * (found.dense + found.experts) / np.asarray(work.stages)
     return np.where(second & several, last, 0.0), np.where(second & pipelined, whole, 0.0)
-
-
-def _states(work: Work, values: _Values) -> tuple[Column, Column, Column]:
-    """Parameters, gradients and the optimizer's states, by the formulas of ZeRO."""
-    shard, zero = np.asarray(work.shard), np.asarray(work.zero)
-    low, pipelined = np.asarray(work.compute_bytes) < 4, np.asarray(work.pipeline) > 1
-    experts_shard = _experts_shard(work)
-    states = np.where(np.asarray(work.offload) > 0, 0, work.moments)
-    third, spread = (zero == 3) & (shard > 1), shard > 1
-    value = np.where(low, 2.0, 4.0)
-    master = np.where(low, 4.0, 0.0)
-
-    def each(count: Column, shares: Column, whole: Column) -> tuple[Column, Column]:
-        """Bytes of parameter and gradient; `whole`: they stay whole though ZeRO-3 spreads the rest."""
-        aside = value + master / shares
-        parameter = np.where(spread, np.where(third & ~whole, 4.0 / shares, aside), 4.0)
-        # A pipeline's backwards add up on each rank before anything travels.
-        adding = np.where(low, np.asarray(work.wire), 4.0)
-        spread_gradient = np.where(pipelined, adding, 4.0 / shares)
-        kept_gradient = np.where((zero == 2) & (shares > 1), value / shares, value)
-        gradient = np.where(spread, np.where(third & ~whole, spread_gradient, kept_gradient), 4.0)
-        return count * parameter, count * gradient
-
-    dense, experts = each(values.dense, shard, False), each(values.experts, experts_shard, experts_shard == 1)
-    exact = values.exact * 4.0
-    optimizer = states * ((values.dense + values.exact) / shard + values.experts / experts_shard)
-    return dense[0] + experts[0] + exact, dense[1] + experts[1] + exact, optimizer
 
 
 def _at_end(work: Work, share: Share) -> Column:
@@ -269,37 +196,36 @@ def _at_end(work: Work, share: Share) -> Column:
     are put off."""
     kind, pipelined = np.asarray(work.schedule), np.asarray(work.pipeline) > 1
     some = np.where(kind == SCHEDULES.index("interleaved-zero-bubble"), share.flying / np.asarray(work.stages), 1.0)
-    return np.where(pipelined, np.where(np.isin(kind, _ALL_FIRST), work.accumulation, some), 1.0)
+    return np.where(pipelined, np.where(_ALL_FIRST[kind], work.accumulation, some), 1.0)
 
 
-def _casts(work: Work, values: _Values, share: Share, at_end: Column) -> tuple[Column, Column]:
+def _casts(work: Work, found: Values, of: Sizes, share: Share, at_end: Column) -> tuple[Column, Column]:
     """Copies of fp32 weights that autocast makes: (kept by every forward under way, while one runs)."""
     plain = (np.asarray(work.shard) == 1) & (np.asarray(work.compute_bytes) < 4)
-    blocks = 2.0 * (values.dense + values.experts - values.ends) / np.asarray(work.stages)
-    head = 2.0 * values.table * share.ends
-    repeated = np.asarray(work.recompute) > 0
-    return np.where(plain & ~repeated, blocks * share.flying + head * at_end, 0.0), np.where(
-        plain & repeated, blocks + head, 0.0
-    )
+    blocks = 2.0 * (found.dense + found.experts - found.ends) / np.asarray(work.stages)
+    head = 2.0 * of.table * share.ends
+    again, some = repeated(work), np.asarray(work.recompute) > 0
+    held = (1 - again) * blocks * share.flying + np.where(some, 0.0, head * at_end)
+    return np.where(plain, held, 0.0), np.where(plain & some, again * blocks + head, 0.0)
 
 
-def _gathered(work: Work, values: _Values, unit: Column) -> tuple[Column, Column]:
+def _gathered(work: Work, found: Values, of: Sizes, unit: Column) -> tuple[Column, Column]:
     """ZeRO-3: (parameters of others that lie here all the time, what a block's backward has beside its activations)."""
     shard, stages = np.asarray(work.shard), np.asarray(work.stages)
     third, size = (np.asarray(work.zero) == 3) & (shard > 1), np.asarray(work.compute_bytes)
     if not np.any(third):
         return 0.0, 0.0
     kind, pipelined = np.asarray(work.schedule), np.asarray(work.pipeline) > 1
-    splits = np.isin(kind, _SPLITS) & pipelined
-    experts = np.where(values.unspread > 0, 0.0, values.experts)
-    everything, block = values.dense + experts, values.block - values.unspread
+    splits = _SPLITS[kind] & pipelined
+    experts = np.where(of.unspread > 0, 0.0, found.experts)
+    everything, block = found.dense + experts, of.block - of.unspread
     part = size * everything / stages
     # A stage's blocks stay where its last backward left them, until its next forward; by then that one's activations are gone.
-    left = size * everything - part + np.maximum(np.minimum(size * (2 * block + values.ends), part), part - unit)
-    found = np.where(pipelined, np.where(splits, size * everything, left), size * values.ends)
+    left = size * everything - part + np.maximum(np.minimum(size * (2 * block + found.ends), part), part - unit)
+    gathered = np.where(pipelined, np.where(splits, size * everything, left), size * found.ends)
     # Two blocks gathered and one's gradient, or the sum of one's gradients on its way.
     in_block = np.where(pipelined, 0.0, np.maximum(3 * size, np.asarray(work.wire)) * block)
-    return np.where(third, found, 0.0), np.where(third, in_block, 0.0)
+    return np.where(third, gathered, 0.0), np.where(third, in_block, 0.0)
 
 
 def _groups(work: Work) -> Column:

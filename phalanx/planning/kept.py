@@ -51,7 +51,7 @@ def kept(work: Work) -> Kept:
     if not np.any(mode):
         return Kept(dense, sparse, 0.0, _passing(work), owed)
     full, selective = mode == RECOMPUTE.index("full"), mode == RECOMPUTE.index("selective")
-    part = 1.0 / np.asarray(work.recompute_every)
+    part = repeated(work)
 
     def mixed(whole: Column, products: Column) -> Column:
         less = np.where(full, enters, np.where(selective, enters + products, whole))
@@ -63,6 +63,15 @@ def kept(work: Work) -> Kept:
     return Kept(mixed(dense, of.products), mixed(sparse, of.sparse_products), live, _passing(work), owed)
 
 
+def repeated(work: Work) -> Column:
+    """Part of the blocks that is computed again, on the rank that has the smallest: every so manieth of the whole model, of which
+    stages of few blocks have more or fewer."""
+    every, pipelined = np.asarray(work.recompute_every), np.asarray(work.pipeline) > 1
+    most = np.where(pipelined, np.ceil(work.layers / (np.asarray(work.pipeline) * np.asarray(work.stages))), work.layers)
+    count = np.where(pipelined, np.floor(most / every), np.ceil(most / every))
+    return np.where(np.asarray(work.recompute) > 0, count / most, 0.0)
+
+
 def stream(work: Work) -> Column:
     """Tokens of the stream of residuals on one rank."""
     return work.tokens / np.where(np.asarray(work.sequence_parallel) > 0, work.tensor, 1)
@@ -70,7 +79,8 @@ def stream(work: Work) -> Column:
 
 def kv_cut(work: Work) -> Column:
     """By how much keys and values are cut: heads that cannot be dealt evenly are whole on every rank."""
-    return np.where(np.asarray(work.kv_heads) % np.asarray(work.tensor) == 0, work.tensor, 1)
+    each = work.kv_heads / np.asarray(work.tensor)
+    return np.where(each == np.floor(each), work.tensor, 1)
 
 
 def _widths(work: Work) -> Widths:

@@ -3,10 +3,11 @@ shows, compares, simulates or obeys a plan reads them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from phalanx.spec.layout import Layout
+from phalanx.spec.run import Memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,6 +19,8 @@ class Option:
     accumulation: int
     compute: Literal["fp32", "bf16", "fp16", "fp8"]
     recompute: Literal["none", "selective", "full"]
+    recompute_every: int
+    """Every so manieth block is."""
     offload: Literal["none", "cpu", "nvme"]
 
     memory: dict[str, float]
@@ -58,6 +61,10 @@ class Option:
     @property
     def fits(self) -> bool:
         return self.bytes <= self.capacity
+
+    def traded(self, memory: Memory) -> Memory:
+        """The run file's table with what is recomputed and what leaves the device filled in."""
+        return replace(memory, recompute=self.recompute, recompute_every=self.recompute_every, offload=self.offload)
 
     @property
     def expected_days(self) -> float:

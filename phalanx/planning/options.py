@@ -55,6 +55,7 @@ def _option(space: Space, judged: _Judged, row: int, capacity: float | None) -> 
         accumulation=run.batch // layout.replicas // _at(work.micro_batch, row),
         compute=cast(Literal["fp32", "bf16", "fp16", "fp8"], space.compute),
         recompute=cast(Literal["none", "selective", "full"], RECOMPUTE[_at(work.recompute, row)]),
+        recompute_every=_at(work.recompute_every, row) if _at(work.recompute, row) else 1,
         offload=cast(Literal["none", "cpu", "nvme"], OFFLOAD[_at(work.offload, row)]),
         memory=held.at(row),
         fullest=_at(held.fullest, row),

@@ -1,11 +1,11 @@
 """Draws constants towards what was measured on a machine: a few steps, and priors for what these do not tell. `phalanx bench` calls it
-with steps of small models, a comparison with the steps of a run.
+with steps of small models, a comparison with the steps of a run and what they were made of.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +14,31 @@ from phalanx.planning.candidates import space
 from phalanx.planning.cluster import Hardware
 from phalanx.planning.rates import Rates, rates_for
 from phalanx.planning.time import step_times
+from phalanx.planning.times import Times
+from phalanx.planning.wire import BUS
 from phalanx.planning.work import METHODS, OFFLOAD, RECOMPUTE, SCHEDULES, Work
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 
 _SURE = 0.05
 """Scatter of a measured step, as a part of it."""
+
+_PART_SURE = 0.1
+"""The same of one part of a step …"""
+_SMALL = 0.01
+"""… unless it is less than about this part of the step, where nobody measures well and little depends on it."""
+
+TOLD_BY = {
+    "compute": ("compute", "launch"),
+    "tensor": ("tensor",),
+    "context": ("context",),
+    "expert": ("expert",),
+    "data": ("data",),
+    "bubble": ("bubble", "pipeline"),
+    "optimizer": ("optimizer", "offload"),
+    "other": ("other",),
+}
+"""Parts of a step that a run measures, and those of `planning/times` that are one with it: within a rank they cannot be told apart."""
 
 WIDTHS = {
     "gemm": 0.2,
@@ -33,6 +52,9 @@ WIDTHS = {
 """How far each may move: the deviation of its logarithm."""
 
 
+_ALIKE = {"gemm": -1.0, "attention": -1.0, "traffic": 1.0}
+"""Constants that are all worse on a slow device, and in which direction; on cores launching is too."""
+
 OF_FORMAT = ("gemm", "attention")
 """Constants that hold for one number format; the others hold for all."""
 
@@ -44,6 +66,8 @@ class Measured:
     run: Run
     plan: Plan
     seconds: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """What it was made of, by the names of TOLD_BY; none: it was not looked at."""
 
 
 def work_of(run: Run, plan: Plan, hardware: Hardware) -> Work:
@@ -72,24 +96,35 @@ def work_of(run: Run, plan: Plan, hardware: Hardware) -> Work:
 
 
 def refitted(
-    steps: Sequence[tuple[Measured, Hardware]], compute: str, widths: Mapping[str, float] = WIDTHS, sure: float = _SURE
+    steps: Sequence[tuple[Measured, Hardware]],
+    compute: str,
+    widths: Mapping[str, float] = WIDTHS,
+    sure: float = _SURE,
+    common: float = 0.0,
 ) -> dict[str, float]:
-    """Factors to the constants that explain the steps best, not far from one: Gauss-Newton on logarithms. `sure`: scatter of a step."""
+    """Factors to the constants that explain the steps best, not far from one: Gauss-Newton on logarithms. `sure`: scatter of a step.
+    `common`: how far those of computing may move together, where steps tell of their sum; it takes less than moving one of them."""
     works = [work_of(step.run, step.plan, hardware) for step, hardware in steps]
     firsts = [rates_for(hardware, compute, moe=step.run.model.moe is not None) for step, hardware in steps]
-    target = np.log([step.seconds for step, _ in steps])
     names, spread = list(widths), np.array(list(widths.values()))
+    alike = _ALIKE | ({"launch": 1.0} if all(hardware.device == "cpu" for _, hardware in steps) else {})
+    together = common * np.array([alike.get(name, 0.0) for name in names])
+    likely = np.linalg.inv(np.diag(spread**2) + np.outer(together, together))
 
     def misses(logs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         scale = dict(zip(names, np.exp(logs), strict=True))
-        return np.array([_log_step(work, _scaled(rates, scale)) for work, rates in zip(works, firsts, strict=True)]) - target
+        found = [
+            _missed(step_times(work, _scaled(rates, scale)), step, sure)
+            for (step, _), work, rates in zip(steps, works, firsts, strict=True)
+        ]
+        return np.concatenate(found)
 
     logs = np.zeros(len(names))
     for _ in range(12):
         miss = misses(logs)
         slopes = np.stack([(misses(logs + 1e-3 * unit) - miss) / 1e-3 for unit in np.eye(len(names))], axis=1)
-        square = slopes.T @ slopes / sure**2 + np.diag(spread**-2.0)
-        slope = slopes.T @ miss / sure**2 + logs / spread**2
+        square = slopes.T @ slopes + likely
+        slope = slopes.T @ miss + likely @ logs
         move = np.clip(np.linalg.solve(square, -slope), -0.7, 0.7)
         logs = logs + move
         if np.abs(move).max() < 1e-3:
@@ -97,15 +132,19 @@ def refitted(
     return {name: float(np.exp(log)) for name, log in zip(names, logs, strict=True)}
 
 
-def corrected(scale: Mapping[str, float], hardware: Hardware, compute: str, base: Mapping[str, float]) -> dict[str, float]:
+def corrected(
+    scale: Mapping[str, float], hardware: Hardware, compute: str, base: Mapping[str, float], *, moe: bool = False
+) -> dict[str, float]:
     """Constants with their factors applied, by the names under which a machine's entry keeps them. `base`: those of them that are not
-    what `rates_for` says, such as a core's before ranks take turns on it."""
-    rates = rates_for(hardware, compute)
+    what `rates_for` says, such as a core's before ranks take turns on it. `moe`: the steps were of a model with experts."""
+    rates = rates_for(hardware, compute, moe=moe)
     found = {}
     for name, factor in scale.items():
         of = f"{hardware.device}.{compute}" if hardware.device == "cuda" and name in OF_FORMAT else hardware.device
         found[f"{of}.{name}"] = float(base.get(name, getattr(rates, name))) * factor
-    if "launch" in scale and hardware.device == "cuda":
+    if "island" in scale and hardware.device == "cuda" and hardware.island_bandwidth < BUS:
+        found["cuda.island"] *= float(rates.bus)  # what is measured is taken for that of the bus
+    if "launch" in scale and hardware.device == "cuda" and not moe:
         # The steps were of dense models: what launching costs there says nothing of experts, whose cost stays what it was.
         found[f"{hardware.device}.expert_kernels"] = float(rates.expert_kernels) / scale["launch"]
     return found
@@ -116,5 +155,11 @@ def _scaled(rates: Rates, scale: Mapping[str, float]) -> Rates:
     return replace(rates, **{name: getattr(rates, name) * value for name, value in scale.items() if name in names})
 
 
-def _log_step(work: Work, rates: Rates) -> float:
-    return float(np.log(np.ravel(step_times(work, rates).step)[0]))
+def _missed(times: Times, step: Measured, sure: float) -> npt.NDArray[np.float64]:
+    """How far a step, and each of its parts that was measured, is from what was measured, in units of their scatter."""
+    found = [np.log(float(np.ravel(times.step)[0]) / step.seconds) / sure]
+    small = _SMALL * step.seconds
+    for part, seconds in step.parts.items():
+        predicted = sum(float(np.ravel(getattr(times, name))[0]) for name in TOLD_BY[part])
+        found.append(np.log((predicted + small) / (seconds + small)) / _PART_SURE)
+    return np.array(found)

@@ -90,7 +90,7 @@ def _changes(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
 def _settings(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
     """What a run file can say otherwise without becoming another run."""
     memory, plain = run.memory, Memory()
-    free = replace(memory, recompute=plain.recompute, offload=plain.offload)
+    free = replace(memory, recompute=plain.recompute, recompute_every=plain.recompute_every, offload=plain.offload)
     muon = run.optimizer.name == "muon"
     if free != memory and not muon and fits(replace(run, memory=free), hardware):
         yield "Leave memory.recompute and memory.offload out: the plan then recomputes and offloads as much as it must."

@@ -39,9 +39,9 @@ def shares(work: Work) -> tuple[Share, ...]:
         one = np.ones_like(ranks)
         return (Share(0 * one, work.layers, work.sparse_layers, work.layers, one, 0 * one, one, one),)
     table = _cuts(work)
-    stages = ranks * np.asarray(work.stages)
+    stages = (ranks * np.asarray(work.stages)).astype(np.int64)
     small, last, fewer = (column[stages] for column in table)
-    middle = np.minimum(fewer % np.maximum(ranks, 1), np.maximum(ranks - 2, 0))
+    middle = np.minimum(fewer - ranks * np.floor(fewer / ranks), np.maximum(ranks - 2, 0))
     return tuple(_share(work, rank, (small, last, fewer)) for rank in (0 * ranks, middle, ranks - 1))
 
 
@@ -52,7 +52,7 @@ def _share(work: Work, rank: Column, cut: tuple[Column, Column, Column]) -> Shar
     total = ranks * stages
     v_shaped = (kind == _CODE["zbv"]) | (kind == _CODE["dualpipev"])
     # Stages in a loop: rank, rank + ranks, …; in a V: rank, and its mirror image.
-    passed = np.clip(-(-(fewer - rank) // ranks), 0, stages)  # of its stages, those that have `small` blocks
+    passed = np.minimum(np.maximum(np.ceil((fewer - rank) / ranks), 0), stages)  # of its stages, those that have `small` blocks
     looped = stages * small + (stages - passed)
     mirror = total - 1 - rank
     turned = 2 * small + (rank >= fewer) + (mirror >= fewer)
@@ -80,8 +80,9 @@ def _flying(work: Work, rank: Column) -> Column:
     """As the schedules of `spec/schedule_make` have them: a test counts them there."""
     kind, ranks, stages = np.asarray(work.schedule), np.asarray(work.pipeline), np.asarray(work.stages)
     count = np.floor(np.asarray(work.accumulation) + 0.5)
-    rounds = np.maximum(1, count // ranks)
-    size = -(-count // rounds)  # micro-batches of a round
+    # By division: numpy takes far longer for the floor of one of floats.
+    rounds = np.maximum(1, np.floor(count / ranks))
+    size = np.ceil(count / rounds)  # micro-batches of a round
     loops = (stages - 1) * size
     found = np.minimum(ranks - rank, count)
     found = np.where(kind == _CODE["gpipe"], count, found)

@@ -163,7 +163,7 @@ def _host(work: Work, rates: Rates) -> tuple[Column, Column]:
     forward = rates.launch * (rates.kernels * fused + sparse_part(work) * rates.expert_kernels)
     gathered = (np.asarray(work.zero) == 3) & (np.asarray(work.shard) > 1)
     waits = gathered * rates.gather_host
-    repeats = np.where(np.asarray(work.recompute) > 0, 1.0, 0.0)
+    repeats = (np.asarray(work.recompute) > 0) / np.asarray(work.recompute_every)
     return forward + waits, (2 + repeats) * forward + waits
 
 

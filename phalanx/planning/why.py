@@ -3,12 +3,13 @@ its numbers give. `planning/search` adds them to what it found."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import numpy as np
 
 from phalanx.planning.candidates import Space
+from phalanx.planning.find import SAFE
 from phalanx.planning.footprint import footprint
 from phalanx.planning.option import Option, WhyNot
 from phalanx.planning.options import options
@@ -17,6 +18,7 @@ from phalanx.planning.table import Columns
 from phalanx.planning.time import step_times
 from phalanx.planning.work import METHODS, OFFLOAD, RECOMPUTE, SCHEDULES
 from phalanx.spec.check_layout import layout_findings
+from phalanx.spec.dump import toml
 from phalanx.spec.layout import Layout, Schedule
 
 _COMMUNICATION = ("tensor", "context", "expert", "data", "pipeline")
@@ -27,6 +29,7 @@ _WORDS = {
 }  # fmt: skip
 _SHORT = {"tensor": "TP", "pipeline": "PP", "context": "CP", "expert": "EP", "expert_tensor": "ETP"}
 _MODES = {"none": "no recomputation", "selective": "selective recomputation", "full": "full recomputation"}
+_SAVINGS = ("recompute", "recompute_every", "offload")
 _EQUAL = 0.01
 
 
@@ -39,24 +42,41 @@ class _Variant:
     micro_batch: int
     recompute: str | None = None
     """None: whichever is the quickest that fits."""
+    every: int | None = None
+    """Of the recomputation; None: whichever."""
     offload: str | None = None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal where variants are."""
+        return self.layout, self.micro_batch, self.recompute, self.every, self.offload
+
+    def asks(self, recompute: str, every: int, offload: str) -> bool:
+        """Whether it is about these savings."""
+        return self.recompute in (None, recompute) and self.every in (None, every) and self.offload in (None, offload)
 
 
 def why_not(space: Space, rates: Rates, best: Option) -> tuple[WhyNot, ...]:
-    """Neighbours of the winner that are not better, each once."""
-    found: list[WhyNot] = []
+    """Neighbours of the winner, each once: those that are quicker but were not open to the search, the slower ones, those that do not
+    fit, those that cannot be."""
+    illegal: list[WhyNot] = []
     legal: list[_Variant] = []
     for variant in _variants(space, best):
         if (problem := _problem(space, variant)) is not None:
-            found.append(WhyNot(option=None, name=variant.name, reason=f"not legal: {problem}"))
+            illegal.append(WhyNot(option=None, name=variant.name, reason=f"not legal: {problem}"))
         else:
             legal.append(variant)
-    judged = _judge(space, rates, legal, best)
-    for variant, option in zip(legal, judged, strict=True):
-        reason = _reason(space, variant, option, best)
-        if reason is not None:
-            found.append(WhyNot(option=option, name=variant.name, reason=reason))
-    return tuple(sorted(found, key=lambda one: 2 if one.option is None else 0 if one.option.fits else 1))
+    # As the search does it: not quite all of the device is filled.
+    limit = max(min(best.capacity, SAFE * space.hardware.gpu.memory), best.bytes)
+    quicker: list[WhyNot] = []
+    slower: list[WhyNot] = []
+    large: list[WhyNot] = []
+    for variant, (option, tight) in zip(legal, _judge(space, rates, legal, best, limit), strict=True):
+        fits = option.bytes <= limit
+        reason = _reason(space, variant, option, best, tight) if fits else _lack(option, limit)
+        kind = large if not fits else quicker if option.seconds < (1 - _EQUAL) * best.seconds else slower
+        kind.append(WhyNot(option=option, name=variant.name, reason=reason))
+    return (*quicker, *slower, *large, *illegal)
 
 
 def _variants(space: Space, best: Option) -> list[_Variant]:
@@ -74,11 +94,12 @@ def _variants(space: Space, best: Option) -> list[_Variant]:
         for schedule in SCHEDULES:
             if schedule != layout.schedule:
                 found.append(_Variant(schedule, replace(layout, schedule=cast(Schedule, schedule), stages=None), micro))
-    offered = {(RECOMPUTE[mode], OFFLOAD[place]) for mode, place in zip(*space.savings.values(), strict=True)}
-    for mode in RECOMPUTE:
-        if mode != best.recompute and (mode, best.offload) in offered:
-            found.append(_Variant(_MODES[mode], layout, micro, recompute=mode, offload=best.offload))
-    if best.offload != "none" and any(place == "none" for _, place in offered):
+    offered = {(RECOMPUTE[mode], every, OFFLOAD[place]) for mode, every, place in _savings(space)}
+    for mode, every in sorted({(mode, every) for mode, every, _ in offered if every in (1, 2)}):
+        if (mode, every) != (best.recompute, best.recompute_every) and (mode, every, best.offload) in offered:
+            name = _MODES[mode] + ("" if every == 1 else f" 1/{every}")
+            found.append(_Variant(name, layout, micro, recompute=mode, every=every, offload=best.offload))
+    if best.offload != "none" and any(place == "none" for *_, place in offered):
         found.append(_Variant("nothing offloaded", layout, micro, offload="none"))
     share = space.run.batch // layout.replicas
     for other in (2 * micro, micro // 2):
@@ -88,8 +109,8 @@ def _variants(space: Space, best: Option) -> list[_Variant]:
         toggled = replace(layout, sequence=not layout.sequence)
         found.append(_Variant("no sequence parallelism" if layout.sequence else "sequence parallelism", toggled, micro))
     found += _expected(space, layout, micro)
-    unique = {(one.layout, one.micro_batch, one.recompute, one.offload): one for one in reversed(found)}
-    return [one for one in found if unique.get((one.layout, one.micro_batch, one.recompute, one.offload)) is one][:24]
+    unique = {one.key: one for one in reversed(found)}
+    return [one for one in found if unique.get(one.key) is one][:24]
 
 
 def _resized(space: Space, layout: Layout, key: str, degree: int, micro: int) -> list[_Variant]:
@@ -154,33 +175,38 @@ def _problem(space: Space, variant: _Variant) -> str | None:
     return None
 
 
-def _judge(space: Space, rates: Rates, variants: list[_Variant], best: Option) -> list[Option]:
-    """The quickest of each that fits, or what it would take with the winner's savings."""
+def _judge(space: Space, rates: Rates, variants: list[_Variant], best: Option, limit: float) -> list[tuple[Option, bool]]:
+    """The quickest of each that fits, or what it would take with the winner's savings; and whether those would not do for it."""
     if not variants:
         return []
-    savings = list(zip(space.savings["recompute"].tolist(), space.savings["offload"].tolist(), strict=True))
-    wanted = (RECOMPUTE.index(best.recompute), OFFLOAD.index(best.offload))
+    wanted = (RECOMPUTE.index(best.recompute), best.recompute_every, OFFLOAD.index(best.offload))
     rows = []
     for place, variant in enumerate(variants):
-        for mode, offload in {*savings, wanted}:
-            asked = variant.recompute in (None, RECOMPUTE[mode]) and variant.offload in (None, OFFLOAD[offload])
-            if asked or (mode, offload) == wanted:
-                rows.append((place, asked, mode, offload))
+        for saving in {*_savings(space), wanted}:
+            asked = variant.asks(RECOMPUTE[saving[0]], saving[1], OFFLOAD[saving[2]])
+            if asked or saving == wanted:
+                rows.append((place, asked, *saving))
     columns = _columns([variants[place] for place, *_ in rows], rows)
     work = space.work(columns)
     total = np.broadcast_to(footprint(work).total, len(rows))
     seconds = np.broadcast_to(step_times(work, rates).step, len(rows))
-    chosen = []
+    chosen, tight = [], []
     for place, variant in enumerate(variants):
         mine = [i for i, row in enumerate(rows) if row[0] == place and row[1]]
-        fitting = [i for i in mine if total[i] <= best.capacity]
+        fitting = [i for i in mine if total[i] <= limit]
+        tight.append(any(total[i] > limit for i, row in enumerate(rows) if row[0] == place and row[2:] == wanted))
         fallback = [i for i in mine if rows[i][2:] == wanted] or mine
         chosen.append(min(fitting, key=lambda i: seconds[i]) if fitting else fallback[0])
         assert variant.layout.ranks == space.gpus
-    return options(space, rates, {name: column[chosen] for name, column in columns.items()}, best.capacity)
+    made = options(space, rates, {name: column[chosen] for name, column in columns.items()}, best.capacity)
+    return list(zip(made, tight, strict=True))
 
 
-def _columns(variants: list[_Variant], rows: list[tuple[int, bool, int, int]]) -> Columns:
+def _savings(space: Space) -> list[tuple[int, int, int]]:
+    return list(zip(*(space.savings[name].tolist() for name in _SAVINGS), strict=True))
+
+
+def _columns(variants: list[_Variant], rows: list[tuple[int, bool, int, int, int]]) -> Columns:
     def column(values: list[int]) -> Any:
         return np.array(values, dtype=np.int64)
 
@@ -193,27 +219,73 @@ def _columns(variants: list[_Variant], rows: list[tuple[int, bool, int, int]]) -
         "schedule": column([SCHEDULES.index(layout.schedule) for layout in layouts]),
         "stages": column([layout.stages_per_rank if layout.pipeline > 1 else 1 for layout in layouts]),
         "micro_batch": column([one.micro_batch for one in variants]),
-        "recompute": column([row[2] for row in rows]),
-        "offload": column([row[3] for row in rows]),
+        **{name: column([row[place] for row in rows]) for place, name in enumerate(_SAVINGS, start=2)},
     }
 
 
-def _reason(space: Space, variant: _Variant, option: Option, best: Option) -> str | None:
-    """In numbers; None where it is the winner itself, or as good."""
-    if not option.fits:
-        return f"needs {option.bytes / 2**30:.0f} GiB of {option.capacity / 2**30:.0f}"
+def _lack(option: Option, limit: float) -> str:
+    needs = f"needs {_sizes(option.bytes, 'of', option.capacity)}"
+    return f"{needs}, of which plans fill at most {_size(limit)}" if option.fits else needs
+
+
+def _reason(space: Space, variant: _Variant, option: Option, best: Option, tight: bool) -> str:
+    """In numbers. `tight`: with the winner's savings it would not fit."""
     slower = option.seconds / best.seconds - 1
-    if slower <= _EQUAL:
-        return f"as quick within {max(abs(slower), 0.001):.1%}, but no simpler" if abs(slower) <= _EQUAL else None
-    said = []
+    if abs(slower) <= _EQUAL:
+        return f"as quick ({slower:+.1%}){_memory(option, best)}"
+    said = ["quicker"] if slower < 0 else []
     if option.layout.tensor > space.hardware.island and best.layout.tensor <= space.hardware.island:
         said.append("leaves the island of fast links")
-    if option.recompute != best.recompute and variant.recompute is None and option.recompute != "none":
-        said.append(f"fits only with {_MODES[option.recompute]}")
-    if option.offload != best.offload and option.offload != "none":
-        said.append("fits only with optimizer states off the device")
-    said.append(_grown(option, best))
-    return f"{', '.join(said)}; step +{slower:.0%}"
+    if (saved := _saved(option, best)) and variant.recompute is None:
+        said.append(f"{'fits ' if tight else ''}with {saved}")
+    said.append(_shrunk(option, best) if slower < 0 else _grown(option, best))
+    return f"{', '.join(said)}; step {slower:+.0%}{_forbidden(space, option) if slower < 0 else ''}"
+
+
+def _forbidden(space: Space, option: Option) -> str:
+    """The keys of the run file that kept the search from it, as the end of a sentence."""
+    usual, given, other = asdict(Layout()), asdict(space.run.layout), asdict(option.layout)
+    keys = [f"layout.{key} = {toml(value)}" for key, value in given.items() if value not in (usual[key], other[key])]
+    if (micro := space.run.train.micro_batch) not in (None, option.micro_batch):
+        keys.append(f"train.micro_batch = {micro}")
+    return f", but the run file has {', '.join(keys)}" if keys else ""
+
+
+def _memory(option: Option, best: Option) -> str:
+    """How its memory compares, as the end of a sentence."""
+    more, both = option.bytes - best.bytes, _sizes(option.bytes, "instead of", best.bytes)
+    if abs(more) < 0.01 * best.bytes:
+        return " and about as large"
+    return f", but takes {both}" if more > 0 else f" and takes {both}"
+
+
+def _sizes(one: float, word: str, other: float) -> str:
+    """69.6 GiB instead of 73.3: with the unit once, where both have the same."""
+    first, second = _size(one), _size(other)
+    number, _, unit = second.partition(" ")
+    return f"{first} {word} {number if first.endswith(unit) else second}"
+
+
+def _size(value: float) -> str:
+    return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
+
+
+def _saved(option: Option, best: Option) -> str:
+    """What it does to save memory that the winner does not."""
+    found = []
+    if option.recompute != "none" and (option.recompute, option.recompute_every) != (best.recompute, best.recompute_every):
+        part = "" if option.recompute_every == 1 else f" of 1/{option.recompute_every} of the blocks"
+        found.append(_MODES[option.recompute] + part)
+    if option.offload not in ("none", best.offload):
+        found.append("optimizer states off the device")
+    return " and ".join(found)
+
+
+def _shrunk(option: Option, best: Option) -> str:
+    """What of the step it saves most of: of a neighbour that is quicker, which the run file's own keys have ruled out."""
+    less = {part: best.split[part] - option.split[part] for part in option.split}
+    part = max(less, key=lambda name: less[name])
+    return f"-{less[part] / best.seconds:.0%} for {_WORDS[part]}"
 
 
 def _grown(option: Option, best: Option) -> str:
@@ -223,9 +295,9 @@ def _grown(option: Option, best: Option) -> str:
     part = max(more, key=lambda name: more[name])
     if part == "bubble":
         return f"bubble {option.split[part] / option.seconds:.0%} instead of {best.split[part] / best.seconds:.0%}"
-    if part in _COMMUNICATION and sent[1] > 0.01 * best.seconds and sent[0] < 3 * sent[1]:
+    if part in _COMMUNICATION and sent[0] > sent[1] > 0.01 * best.seconds and sent[0] < 3 * sent[1]:
         return f"+{sent[0] / sent[1] - 1:.0%} exposed communication ({_WORDS[part]})"
-    if part in _COMMUNICATION:
+    if part in _COMMUNICATION and sent[0] > sent[1]:
         shares = sent[0] / option.seconds, sent[1] / best.seconds
         return f"exposed communication {shares[0]:.0%} of the step instead of {shares[1]:.0%} ({_WORDS[part]})"
     return f"+{more[part] / best.seconds:.0%} for {_WORDS[part]}"

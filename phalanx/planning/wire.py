@@ -31,7 +31,9 @@ class Group(NamedTuple):
 
 def group(work: Work, rates: Rates, size: Column, stride: Column = 1) -> Group:
     """`size` ranks, `stride` apart. Out of an island each of its members drives a network card of its own: rings use them all."""
-    inside = np.clip(work.island / stride, 1, size)
+    if not np.any(np.asarray(size) > 1):
+        return Group(0.0, 0.0, 1.0)
+    inside = np.minimum(np.maximum(work.island / stride, 1.0), size)
     nodes = size / inside
     near = _near(work, rates)
     far = np.minimum(near, inside * work.network * rates.network)
@@ -62,7 +64,7 @@ def exchange(work: Work, rates: Rates, size: Column, copies: Column, stride: Col
     Inside the island its links carry them; what leaves goes through the rank's own card. A token goes to an island once, however
     many of its experts live there, and at most to `active_groups` of them.
     """
-    inside = np.clip(work.island / stride, 1, size)
+    inside = np.minimum(np.maximum(work.island / stride, 1.0), size)
     nodes = size / inside
     groups = np.where(np.asarray(work.active_groups) > 0, work.active_groups, 4)
     most = np.maximum(np.minimum(np.minimum(work.active, nodes), groups), 1)

@@ -13,7 +13,7 @@ import plans
 import pytest
 
 from phalanx.dashboard.plan_page import page, page_data
-from phalanx.planning.explain import told
+from phalanx.planning.explain import told, told_option
 
 DOM = """
 class Node {
@@ -31,22 +31,34 @@ class Node {
 const places = {};
 const byId = id => places[id] ??= new Node(id);
 globalThis.innerWidth = 1000;
-globalThis.document = { getElementById: byId, createElement: name => new Node(name), createElementNS: (space, name) => new Node(name) };
+globalThis.addEventListener = () => {};
+globalThis.document = {
+  getElementById: byId, createElement: name => new Node(name), createElementNS: (space, name) => new Node(name),
+  querySelectorAll: () => byId("why-not").all("tr"),
+};
 const [data, script] = JSON.parse(require("fs").readFileSync(0, "utf8"));
 byId("plan").textContent = data;
+for (const one of JSON.parse(data).why_not) byId("why-not").appendChild(new Node("tr"));
 new Function(script)();
-const rows = () => byId("body").all("tr").map(row => row.all("td").map(cell => cell.textContent)[1]);
+const rows = () => byId("body").all("tr").map(row => row.all("td")[1].own);
 const seen = () => ({
   name: byId("name").textContent, toml: byId("toml").textContent, rows: rows(), promise: byId("promise").textContent,
   memory: byId("memory").all("rect").length, bars: byId("step").textContent, points: byId("trade").all("circle").length,
-  ys: byId("trade").all("circle").map(dot => +dot.attributes.cy),
+  ys: byId("trade").all("circle").map(dot => +dot.attributes.cy), many: byId("many").textContent,
 });
 const said = [seen()];
 byId("body").all("tr")[1].click();
 said.push(seen());
-byId("head").all("th")[5].click(); byId("head").all("th")[5].click();
+const sort = name => byId("head").all("button").find(button => button.textContent === name).click();
+sort("step"); sort("step");
 said.push(seen());
 byId("body").all("input")[0].click();
+said.push(seen());
+byId("filter").value = "FULL 5.60"; byId("filter").listeners.input();
+said.push(seen());
+byId("filter").value = ""; byId("filter").listeners.input();
+byId("fitting").checked = true; byId("fitting").listeners.change();
+byId("why-not").all("tr")[0].click();
 said.push(seen());
 console.log(JSON.stringify(said));
 """
@@ -76,6 +88,20 @@ class Parts(HTMLParser):
         self.texts[self.place] = self.texts.get(self.place, "") + data
 
 
+def run_page(parts: Parts) -> list[dict[str, Any]]:
+    """What the page shows: as it comes, after a row was clicked, sorted, hidden, filtered, and a reason clicked."""
+    done = subprocess.run(
+        ["node", "-e", DOM],
+        input=json.dumps([parts.texts["plan"], parts.texts["script"]]),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    seen: list[dict[str, Any]] = json.loads(done.stdout)
+    return seen
+
+
 def test_the_page_holds_the_numbers_and_loads_nothing(values: dict[str, Any]) -> None:
     text = page(values)
     parts = Parts(text)
@@ -85,7 +111,7 @@ def test_the_page_holds_the_numbers_and_loads_nothing(values: dict[str, Any]) ->
     for number in ("5.00 s", "4.00 – 6.00 s", "61.0 GiB", "$47.2M", "42.0%", "60.0 d", "5 min 28 s"):
         assert number in parts.texts["promise"], number
     assert 'schedule = "interleaved-1f1b"' in parts.texts["toml"]
-    assert "+38 % exposed communication" in parts.texts["why-not"]
+    assert "+38 % exposed communication" in parts.texts["why-not"] and "layout.tensor=16" in parts.texts["why-not"]
     assert "tensor &lt;ranks&gt; are a node" in text and "374,400 legal layouts" in text
     assert json.loads(parts.texts["plan"]) == page_data(values)
 
@@ -100,6 +126,18 @@ def test_each_layout_is_told_once_under_its_first_name(values: dict[str, Any]) -
     assert all(len(option["cells"]) == len(data["columns"]) for option in data["options"])
 
 
+def test_units_suit_the_size_and_recomputed_blocks_are_told(values: dict[str, Any]) -> None:
+    assert "memory of the fullest rank, GiB" in page(values) and "a step, s;" in page(values)
+    small = told_option(
+        plans.option(seconds=0.2, low=0.1, high=0.3, memory={"fixed": 300 * 2.0**20}, recompute="full", recompute_every=2)
+    )
+    told_small = values | {"best": small, "others": [], "why_not": [], "curve": []}
+    assert "memory of the fullest rank, MiB" in page(told_small) and "a step, ms;" in page(told_small)
+    (option,) = page_data(told_small)["options"]
+    assert "full 1/2" in [cell["text"] for cell in option["cells"]] and "recompute_every = 2" in option["toml"]
+    assert [part["words"] for part in option["memory"]["parts"]] == ["runtime and fragments"]
+
+
 def test_a_name_cannot_break_out_of_the_page(values: dict[str, Any]) -> None:
     bad = "</script><script>alert(1)</script>"
     text = page(values | {"model": values["model"] | {"name": bad}, "assumed": [bad], "best": values["best"] | {"name": bad}})
@@ -108,20 +146,22 @@ def test_a_name_cannot_break_out_of_the_page(values: dict[str, Any]) -> None:
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no JavaScript here")
 def test_the_program_draws_chooses_sorts_and_hides(values: dict[str, Any]) -> None:
-    parts = Parts(page(values))
-    done = subprocess.run(
-        ["node", "-e", DOM],
-        input=json.dumps([parts.texts["plan"], parts.texts["script"]]),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    first, chosen, by_time, hidden = json.loads(done.stdout)
+    first, chosen, by_time, hidden, filtered, why_not = run_page(Parts(page(values)))
     best, flat, wide = (option["name"] for option in (values["best"], *values["others"]))
     assert first["name"] == f"{best} (winner)" and first["rows"] == [best, flat, wide]
     assert first["memory"] == 18 and first["points"] == 3 and "5.60 s" in first["bars"]
-    assert first["ys"][2] < first["ys"][1] < first["ys"][0]  # slower is higher up
+    assert first["ys"][1] < first["ys"][0] < first["ys"][2]  # slower is higher up; the winner is drawn last, above the others
     assert chosen["name"] == f"{flat} (runner-up)" and "pipeline = 8" in chosen["toml"] and "4.50 – 6.70 s" in chosen["promise"]
     assert by_time["rows"] == [wide, flat, best]  # twice clicked: slowest first
     assert hidden["memory"] == 12 and wide not in hidden["bars"]
+    assert filtered["rows"] == [flat] and filtered["many"] == "1 of 3"
+    assert why_not["name"] == f"{wide} (runner-up)" and wide in why_not["bars"]  # a click on TP16 draws it again
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no JavaScript here")
+def test_what_does_not_fit_is_said_and_can_be_left_out(values: dict[str, Any]) -> None:
+    large = told_option(plans.option(micro_batch=2, memory={"activations": 90 * plans.GIB})) | {"change": "", "beside": []}
+    parts = Parts(page(values | {"why_not": [{"name": "micro-batch 2", "reason": "needs 90.0 GiB", "option": large}]}))
+    *_, last = run_page(parts)
+    assert last["name"] == f"{large['name']} (why not micro-batch 2, does not fit)"
+    assert last["many"] == "3 of 4"

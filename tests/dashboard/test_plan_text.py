@@ -26,7 +26,7 @@ def shown(found: Found | None = None, width: int = 100, **hardware: Any) -> str:
 
 
 def test_winner_intervals_memory_step_and_reasons_are_there() -> None:
-    text = shown()
+    text = shown(width=140)
     lines = [line.strip("│ ") for line in text.splitlines()]
 
     def row(*words: str) -> bool:
@@ -39,10 +39,26 @@ def test_winner_intervals_memory_step_and_reasons_are_there() -> None:
     assert row("goodput", "90.0%", "saving every 5 min 28 s") and row("with failures", "60.0 d", "48.0 – 72.0 d")
     assert row("device-hours", "23.6M") and row("price", "$47.2M", "$37.8M – $56.6M") and row("energy", "30.6 GWh")
     assert row("activations", "36.0 GiB", "█") and row("free", "18.6 GiB") and row("pipeline bubble", "500 ms", "10.0%")
-    assert row("PP8 DP2 FSDP128 TP8+SP", "full", "5.60 s", "+12.0%", "45.0 GiB", "$52.9M", "compute +600 ms")
+    assert row("PP8 DP2 FSDP128 TP8+SP", "full", "5.60 s", "+12.0%", "45.0 GiB", "$52.9M", "computing +600 ms")
+    assert row("runtime and fragments", "4.0 GiB") and row("layout.shard=64 layout.tensor=16")
     assert row("TP16", "leaves the NVLink island, +38 % exposed communication")
     assert row("Inside a node: tensor groups of 8.") and row("Nothing is known of the switches")
     assert "pipeline rank 0, the fullest" in text
+
+
+def test_runners_up_are_told_below_each_other_where_a_table_is_too_wide() -> None:
+    lines = [line.strip() for line in shown(width=80).splitlines()]
+    place = lines.index("PP8 DP2 FSDP128 TP8+SP")
+    assert lines[place + 1].startswith("5.60 s (+12.0%), 45.0 GiB, $52.9M, micro-batch 1, recompute full, more:")
+    assert lines[place + 2] == "computing +600 ms"
+
+
+def test_some_of_the_blocks_recomputed_is_shown_and_pasted() -> None:
+    found = plans.found()
+    half = replace(found.others[0], recompute_every=2)
+    text = shown(replace(found, others=(half,), best=replace(found.best, recompute="full", recompute_every=3)))
+    assert "full 1/2" in text and "full 1/3" in text and "recompute_every = 3" in text
+    assert "recompute full 1/2" in shown(replace(found, others=(half,)), width=80)
 
 
 @pytest.mark.parametrize("width", [100, 80, 60, 140])

@@ -49,7 +49,7 @@ def test_ranks_on_cpus_are_held_against_the_memory_they_share() -> None:
 def test_what_is_rehearsed_and_fits_may_start() -> None:
     run = tiny_run(*MODEL)
     plan = plan_of(run, "cpu", 2)
-    assert rehearse._estimate(run, plan) * 2 > 3 << 30  # more than half of it, so somebody is asked
+    assert rehearse._estimate(run, plan, machine(6 << 30)) * 2 > 3 << 30  # more than half of it, so somebody is asked
     assert rehearse.memory_problems(run, plan, machine(6 << 30)) == []
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from dataclasses import replace
 
 import plans
 import pytest
 
-from phalanx.planning.explain import WORDS, beside, pasted, short, told, told_option, why
+from phalanx.planning.explain import WORDS, beside, change, pasted, short, told, told_option, why
+from phalanx.planning.option import WhyNot
 from phalanx.planning.times import PARTS
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
@@ -75,6 +77,73 @@ def test_what_is_pasted_is_the_option_again(layout: Layout) -> None:
     assert (run.memory.recompute, run.memory.offload) == ("selective", "cpu")
 
 
+def test_what_is_pasted_says_how_many_blocks_are_recomputed() -> None:
+    assert "recompute_every" not in pasted(plans.option(recompute="full"))
+    tables = tomllib.loads(pasted(plans.option(recompute="full", recompute_every=2)))
+    assert tables["memory"] == {"recompute": "full", "recompute_every": 2, "offload": "none"}
+    assert told_option(plans.option(recompute="full", recompute_every=2))["recompute_every"] == 2
+
+
+CHANGED = [
+    Layout(data=1, shard=8),
+    Layout(data=2, shard=4, zero=1),
+    Layout(data=8),
+    Layout(data=1, shard=4, tensor=2, sequence=True),
+    Layout(data=2, pipeline=4, schedule="zbv"),
+    Layout(data=2, pipeline=4),
+    Layout(data=1, pipeline=2, schedule="interleaved-1f1b", stages=4, shard=2, context=2, context_method="gather"),
+    Layout(data=2, pipeline=2, schedule="interleaved-zero-bubble", context=2),
+]
+
+
+@pytest.mark.parametrize("old", range(len(CHANGED)))
+@pytest.mark.parametrize("new", range(len(CHANGED)))
+def test_the_keys_to_set_make_the_best_into_another(old: int, new: int) -> None:
+    best = plans.option(layout=CHANGED[old], recompute="full", recompute_every=2)
+    other = plans.option(layout=CHANGED[new], micro_batch=2, recompute="selective", offload="cpu")
+    keys = change(best, other).split()
+    if best.layout.stages is not None and other.layout.pipeline == 1:
+        assert keys == []  # `stages` would have to go
+        return
+    run = loads(
+        pasted(best).replace("[train]", "[train]\nbatch = 64\nsteps = 1") + "\n[model]\nlayers = 8\ndim = 64\nheads = 4\n",
+        overrides=keys,
+    )
+    assert short(run.layout) == short(other.layout) and run.layout.ranks == 8
+    assert (run.layout.sequence, run.layout.stages_per_rank) == (other.layout.sequence, other.layout.stages_per_rank)
+    memory = run.memory.recompute, run.memory.recompute_every, run.memory.offload
+    assert (run.train.micro_batch, *memory) == (2, "selective", 1, "cpu")
+    assert change(best, best) == ""
+
+
+def test_only_keys_that_differ_are_to_be_set() -> None:
+    best = plans.option()
+    assert change(best, replace(best, layout=replace(best.layout, tensor=16, shard=64))) == "layout.shard=64 layout.tensor=16"
+    gpipe = replace(best, layout=replace(best.layout, schedule="gpipe", stages=None))
+    assert change(best, gpipe) == "layout.schedule=gpipe layout.stages=1"
+    whole = replace(best, layout=replace(best.layout, data=128, shard=1, zero=3))
+    assert change(best, whole) == "layout.data=128 layout.shard=1 layout.zero=3"  # else ZeRO-1 would have nothing to spread
+    half = replace(best, recompute="full", recompute_every=2)
+    assert change(best, half) == "memory.recompute=full memory.recompute_every=2"
+
+
+def test_a_layout_is_told_why_not_once_and_what_was_not_open_is_said() -> None:
+    found = plans.found()
+    twice = (
+        *found.why_not,
+        WhyNot(option=found.others[1], name="wide", reason="?"),
+        WhyNot(option=found.best, name="it", reason="?"),
+    )
+    value = told(plans.run(), plans.hardware(), replace(found, why_not=twice))
+    assert [one["name"] for one in value["why_not"]] == ["TP16", "PP128"]
+    assert value["why_not"][0]["option"]["change"] == value["others"][1]["change"] == "layout.shard=64 layout.tensor=16"
+    assert not any("--free" in sentence for sentence in value["why"])
+    kept = replace(plans.run(), layout=Layout(tensor=8, pipeline=16))
+    assert told(kept, plans.hardware(), found)["why"][-1] == (
+        "The run file's [layout] was kept (pipeline, tensor): --free searches all layouts, and compares."
+    )
+
+
 def test_where_another_loses_time_most_first() -> None:
     best, worse = plans.option(), plans.option()
     worse = replace(worse, split=worse.split | {"tensor": 2.3, "bubble": 0.2, "data": 0.3501}, seconds=6.6)
@@ -89,7 +158,10 @@ def test_why_says_what_is_so() -> None:
     found = plans.found()
     first, second, third = why(found, "time")
     assert first == "It is the quickest that fits, of 374,400 legal layouts."
-    assert second.startswith("70% of a step is computing, 27% is waiting, mostly pipeline bubble;") and "77%" in second
+    assert second == (
+        "Of a step, 70% is computing, 10% pipeline bubble, 8% tensor exchange, 7% gradients and shards; "
+        "the fullest rank uses 77% of its memory."
+    )
     assert third == "The next, PP8 DP2 FSDP128 TP8+SP, takes 12.0% longer, most of it computing."
     assert "cheapest" in why(found, "price")[0]
     close = replace(found, others=(replace(found.others[0], seconds=5.1), *found.others[1:]))

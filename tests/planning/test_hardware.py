@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from phalanx.planning.entries import entries
+from phalanx.planning.find import assumed, judge
 from phalanx.planning.goodput import upkeep
 from phalanx.planning.hardware import Hardware, hardware, mismatch, planned
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import loads
 from phalanx.spec.machine import Gpu, Machine
-from phalanx.spec.run import Run
+from phalanx.spec.run import Precision, Run
 
 GIB = 2**30
 LAPTOP = Machine(host="here", cpu="a core", cores=4, memory=16 * GIB, core_flops=1e11)
@@ -171,6 +173,21 @@ def test_this_machine() -> None:
         hardware(run('device = "cuda"'), LAPTOP)
     with pytest.raises(RunError, match="names no cluster"):
         hardware(run(), None)
+
+
+def test_a_format_that_cores_multiply_number_by_number_is_slow_and_said() -> None:
+    old = replace(LAPTOP, scalar=("bf16",))
+    low = replace(run(), precision=Precision(compute="bf16"))
+    quick, slow = judge(low, hardware(low, LAPTOP)), judge(low, hardware(low, old))
+    assert slow.split["compute"] > 100 * quick.split["compute"]
+    assert any(
+        "has no instructions for bf16" in one and 'set precision.compute = "fp32"' in one
+        for one in assumed(low, hardware(low, old))
+    )
+    assert judge(run(), hardware(run(), old)).seconds == judge(run(), hardware(run(), LAPTOP)).seconds
+    assert not any(
+        "no instructions" in one for one in (*assumed(run(), hardware(run(), old)), *assumed(low, hardware(low, LAPTOP)))
+    )
 
 
 def test_unknown_gpu_is_assumed_and_said() -> None:
