@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from phalanx.planning.candidates import space
@@ -72,12 +73,11 @@ def _taken(run: Run, machine: Machine, settled: Settled, found: Found | None, mo
         return told(run, devices, found or _alone(judge(exact, devices), run, devices))
     if found is None:
         return told(run, devices, _alone(best, run, devices))
-    quickest = _as_here(run, machine, plan, found.best)
-    others = tuple(_as_here(run, machine, plan, option) for option in found.others)
-    curve = tuple(_as_here(run, machine, plan, option) for option in found.curve)
+    here_too = partial(_as_here, run, machine, plan)
+    quickest, others, curve = here_too(found.best), tuple(map(here_too, found.others)), tuple(map(here_too, found.curve))
+    reasons = why_not(space(run, devices, plan.ranks), rates_of(run, devices), best, here_too)
     if _choices(best) == _choices(quickest):
-        return told(run, devices, replace(found, best=quickest, others=others, curve=curve))
-    reasons = why_not(space(run, devices, plan.ranks), rates_of(run, devices), best)
+        return told(run, devices, replace(found, best=quickest, others=others, curve=curve, why_not=reasons))
     if best.layout == quickest.layout:
         others = others[:most]
     else:

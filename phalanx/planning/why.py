@@ -3,6 +3,7 @@ its numbers give. `planning/search` adds them to what it found."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
@@ -56,9 +57,9 @@ class _Variant:
         return self.recompute in (None, recompute) and self.every in (None, every) and self.offload in (None, offload)
 
 
-def why_not(space: Space, rates: Rates, best: Option) -> tuple[WhyNot, ...]:
+def why_not(space: Space, rates: Rates, best: Option, seen: Callable[[Option], Option] = lambda one: one) -> tuple[WhyNot, ...]:
     """Neighbours of the winner, each once: those that are quicker but were not open to the search, the slower ones, those that do not
-    fit, those that cannot be."""
+    fit, those that cannot be. `seen`: an option as the winner is told, where that has more to it than the equations."""
     illegal: list[WhyNot] = []
     legal: list[_Variant] = []
     for variant in _variants(space, best):
@@ -71,7 +72,8 @@ def why_not(space: Space, rates: Rates, best: Option) -> tuple[WhyNot, ...]:
     quicker: list[WhyNot] = []
     slower: list[WhyNot] = []
     large: list[WhyNot] = []
-    for variant, (option, tight) in zip(legal, _judge(space, rates, legal, best, limit), strict=True):
+    for variant, (judged, tight) in zip(legal, _judge(space, rates, legal, best, limit), strict=True):
+        option = seen(judged)
         fits = option.bytes <= limit
         reason = _reason(space, variant, option, best, tight) if fits else _lack(option, limit)
         kind = large if not fits else quicker if option.seconds < (1 - _EQUAL) * best.seconds else slower
