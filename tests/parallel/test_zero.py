@@ -150,7 +150,7 @@ def test_matrices_are_low_and_what_is_small_is_not() -> None:
         }
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_bytes_of_state_fall_as_the_formula_says(ranks: int) -> None:
     spec = ModelSpec(vocab=1024, dim=128, layers=3, heads=4, ffn=320)
 
