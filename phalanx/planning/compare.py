@@ -16,7 +16,7 @@ from phalanx.events.log import read_events
 from phalanx.events.records import Event, RunStarted, Step, StepAccounted, StepTimed
 from phalanx.events.rundir import RunDir
 from phalanx.planning.chosen import devices_of, promised
-from phalanx.planning.cpu import CONSTANTS, FIXED, unnamed
+from phalanx.planning.cpu import FIXED, of_cores, unnamed
 from phalanx.planning.measured import measured_constants
 from phalanx.planning.refit import Measured, corrected, refitted
 from phalanx.planning.timed import Timed, beside, timed
@@ -169,7 +169,7 @@ def correction(found: Comparison, machine: Machine) -> dict[str, float]:
     how = (_APART, _SURE, _TOGETHER) if parts else (_WIDTHS, _SURE)
     scale = refitted(steps, plan.compute, *how)
     own = dict(measured_constants(machine, device))
-    base = CONSTANTS | own if device == "cpu" else {}
+    base = of_cores(machine) if device == "cpu" else {}
     told = {name: factor for name, factor in scale.items() if abs(math.log(factor)) > _NOTHING}
     constants = corrected(told, hardware, plan.compute, base, moe=run.model.moe is not None)
     if device == "cpu":

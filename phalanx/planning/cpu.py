@@ -70,6 +70,24 @@ CONSTANTS: dict[str, float] = {
 }
 """By the names of `planning/rates`. Nothing is hidden: the cores that would compute are those that copy."""
 
+_OLD_ARM: dict[str, float] = {
+    "gemm": 0.65,
+    "knee": 8.8,
+    "attention": 0.33,
+    "bandwidth": 32e9,
+    "traffic": 2.0,
+    "launch": 2.4e-5,
+    "latency": 1e-3,
+    "optimizer_bytes": 22.0,
+    "overhead": 8e-3,
+}
+"""Of ARM cores without bf16, as `phalanx bench` measured them on two of Neoverse N1: operations take three times as long to start."""
+
+
+def of_cores(machine: Machine) -> dict[str, float]:
+    """What plans take of this machine's cores: what was measured on it, else on others like it."""
+    return CONSTANTS | (_OLD_ARM if machine.scalar else {}) | dict(measured_constants(machine, "cpu"))
+
 
 def cpu_hardware(machine: Machine, ranks: int | None = None, threads: int | None = None) -> Hardware:
     """So many ranks of so many threads each; left out: one per core."""
@@ -77,7 +95,7 @@ def cpu_hardware(machine: Machine, ranks: int | None = None, threads: int | None
     ranks = ranks or cores
     threads = threads or max(1, cores // ranks)
     share = min(float(threads), cores / ranks)  # cores of a rank; less than one where several ranks take turns
-    own = dict(measured_constants(machine, "cpu"))
+    own = of_cores(machine)
     core = own.get("core_flops") or machine.core_flops or _CORE_FLOPS
     # Where threads share a rank's work, each operation waits for the slowest of them.
     worth = share if share < 1 else share**_THREADED
@@ -112,14 +130,13 @@ def cpu_hardware(machine: Machine, ranks: int | None = None, threads: int | None
         price=None,
         failures=None,
         family="cpu",
-        measured=tuple((CONSTANTS | own | _turns(own, share, ranks, threads)).items()),
-        assumed=tuple(_assumed(machine, own)),
+        measured=tuple((own | _turns(own, share, ranks, threads)).items()),
+        assumed=tuple(_assumed(machine)),
     )
 
 
-def _turns(own: dict[str, float], share: float, ranks: int, threads: int) -> dict[str, float]:
+def _turns(usual: dict[str, float], share: float, ranks: int, threads: int) -> dict[str, float]:
     """What starting operations and messages costs where ranks take turns on a core, or threads have to be woken."""
-    usual = CONSTANTS | own
     waiting = 1 / min(1.0, share)
     woken = max(min(threads, share), 1.0) ** (1 - _THREADED)
     return {
@@ -136,11 +153,12 @@ def unnamed(before: Mapping[str, float], latency: float, factor: float, ranks: i
     return max(factor * (before["overhead"] + messages * before["latency"]) - messages * latency, 1e-5)
 
 
-def _assumed(machine: Machine, own: dict[str, float]) -> list[str]:
-    if own:
+def _assumed(machine: Machine) -> list[str]:
+    if measured_constants(machine, "cpu"):
         return []
+    bandwidth = of_cores(machine).get("bandwidth", _CORE_BANDWIDTH)
     found = [
-        f"A core reads {_CORE_BANDWIDTH / 1e9:.0f} GB/s from memory, ranks exchange {_COPY / 1e9:.0f} GB/s: run `phalanx bench` to measure."
+        f"A core reads {bandwidth / 1e9:.0f} GB/s from memory, ranks exchange {_COPY / 1e9:.0f} GB/s: run `phalanx bench` to measure."
     ]
     if machine.core_flops is None:
         found.append(f"A core computes {_CORE_FLOPS / 1e9:.0f} GFLOP/s: its clock and vector width cannot be read.")

@@ -184,7 +184,8 @@ def test_a_format_that_cores_multiply_number_by_number_is_slow_and_said() -> Non
         "has no instructions for bf16" in one and 'set precision.compute = "fp32"' in one
         for one in assumed(low, hardware(low, old))
     )
-    assert judge(run(), hardware(run(), old)).seconds == judge(run(), hardware(run(), LAPTOP)).seconds
+    plain, usual = judge(run(), hardware(run(), old)), judge(run(), hardware(run(), LAPTOP))
+    assert usual.seconds < plain.seconds < slow.seconds / 20, "in fp32 such cores are slower than others, but not like that"
     assert not any(
         "no instructions" in one for one in (*assumed(run(), hardware(run(), old)), *assumed(low, hardware(low, LAPTOP)))
     )
