@@ -20,13 +20,13 @@ def module_bytes(run: Run, plan: Plan) -> float:
     layout = plan.layout
     parameters = plan.parameters / (layout.tensor * layout.pipeline)
     away = run.memory.offloads and not (plan.device == "cpu" and run.memory.offload == "cpu")
-    states = parameters * parameter_bytes(layout, low=plan.compute != "fp32", away=away)
+    states = parameters * _parameter_bytes(layout, low=plan.compute != "fp32", away=away)
     kept = {"selective": 0.5, "full": 0.25}.get(run.memory.recompute, 1.0) / (layout.context * layout.tensor)
     token = _KEPT * math.sqrt(plan.parameters) * (2 if plan.compute == "fp32" else 1) * kept
     return states + token * plan.micro_batch * run.train.sequence_length
 
 
-def parameter_bytes(layout: Layout, *, low: bool, away: bool) -> float:
+def _parameter_bytes(layout: Layout, *, low: bool, away: bool) -> float:
     """Of each parameter: value, gradient and Adam's states, by the formulas of ZeRO. `low`: computed in two bytes; `away`: the states are
     not on the device.
 

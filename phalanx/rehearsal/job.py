@@ -12,6 +12,7 @@ from typing import Any
 from phalanx.launch.rehearse import DRIVER
 from phalanx.planning.cluster import Hardware
 from phalanx.planning.hardware import hardware, planned
+from phalanx.planning.room import CPU_SHARE
 from phalanx.planning.search import search
 from phalanx.planning.settle import settle
 from phalanx.rehearsal.attention import card
@@ -24,8 +25,6 @@ from phalanx.spec.plan import Plan, Size
 from phalanx.spec.run import Run
 from phalanx.spec.schedule_choice import schedule
 from phalanx.spec.stages import cut, flop_costs
-
-_CPU_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ def laid_out(run: Run, machine: Machine, size: Size | None = None, memory: int |
         settled = settle(run, machine, size=size)
         run, plan = settled.run, settled.plan
     if device == "cpu":
-        has = int(_CPU_SHARE * has / plan.ranks)
+        has = int(CPU_SHARE * has / plan.ranks)
     capacity = memory if memory is not None else has
     return Job(run, plan, Stage(card=card(name) if device == "cuda" else None, capacity=capacity, node=node, island=island))
 
