@@ -34,6 +34,7 @@ from phalanx.checkpointing.wire import Caller
 
 _SELDOM = 1000  # steps between two copies at most
 _LOOK = 0.02  # seconds between two looks at whether all ranks are there
+_TOUCHED = 2**28  # bytes whose pages are mapped in one go
 _LAG = 2.0  # seconds that a patient one waits at most: a holder that takes longer is frozen, and will be noticed
 _PATIENCE = 600.0  # seconds that a holder may take for the checksums and for sending a rank's part to its peer
 
@@ -55,7 +56,7 @@ class Copied:
     problem: str | None = None
     """Why it is not, where there is a peer."""
     passed_over: int = 0
-    """Copies that were due before it and left out, as the one before them was still under way."""
+    """Copies that were due before it and left out, as the one before them, or the memory, was not ready."""
 
 
 class Slot(Staging):
@@ -68,12 +69,16 @@ class Slot(Staging):
 
     def _obtain(self, size: int) -> Tensor:
         with self._path.open("r+b") as file:
-            # Its pages are there already: mapped now, so that no copy waits for the system.
-            area = mmap.mmap(file.fileno(), len(self._head) + size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            area = mmap.mmap(file.fileno(), len(self._head) + size, flags=mmap.MAP_SHARED)
         area[: len(self._head)] = self._head
         if not size:
             return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(area, dtype=torch.uint8, count=size, offset=len(self._head))
+        memory = torch.frombuffer(area, dtype=torch.uint8, count=size, offset=len(self._head))
+        # Its pages are there already: mapped now, so that no copy waits for the system. Each is read once, for that the rest of the
+        # process goes on; MAP_POPULATE would hold up whoever asks for memory meanwhile, for half a second per GiB.
+        for some in memory.split(_TOUCHED):
+            some[:: mmap.PAGESIZE].amax()
+        return memory
 
     def map(self, size: int) -> None:
         """Now, in whatever thread this is: it has to be known whether it can be had."""
@@ -172,13 +177,16 @@ class MemoryCopies:
 
     def take(self, step: int, tensors: Mapping[str, Tensor | Piece], contents: dict[str, Any]) -> None:
         """Begin a copy of this moment, by all ranks together; call `release` before the state changes. Left out where the one
-        before it is still under way on some rank: training never waits for a peer, unless it is `patient`."""
+        before it is still under way on some rank: training never waits for a peer, unless it is `patient`. Left out too as long as
+        the memory that was to be prepared is not there; that is waited for, but not for long."""
         if self.off is not None or step < self._next:
             return
         started = time.perf_counter()
-        if self._ready is None:
+        patience = _LAG if self.pace is None else 0.0
+        if self._ready is None:  # nobody has thought of it earlier
+            patience = math.inf
             self.prepare(tensors)
-        plan = self._ranks.share(self._decide(step) if self._ranks.rank == 0 else None)
+        plan = self._ranks.share(self._decide(step, patience) if self._ranks.rank == 0 else None)
         if plan is None:
             self._passed_over += 1
             return
@@ -197,15 +205,17 @@ class MemoryCopies:
         self._thread = threading.Thread(target=self._seal, args=(copy, started, old), name=f"copy of step {step}", daemon=True)
         self._thread.start()
 
-    def _decide(self, step: int) -> tuple[str | None, int, str, bool, int] | None:
-        """On rank 0: why not, a number, where to, whether older generations may go, and when it is due again; None: not now."""
+    def _decide(self, step: int, patience: float) -> tuple[str | None, int, str, bool, int] | None:
+        """On rank 0: why not, a number, where to, whether older generations may go, and when it is due again; None: not now.
+        `patience`: seconds that the memory is waited for."""
         if self._thread is not None and self._patient:
             self._thread.join(_LAG)
         if self._thread is not None and self._thread.is_alive():
             return None
         problem = None
-        if not self._told:  # the first time: is the memory there, on all ranks?
-            self._wait_for_all()
+        if not self._told:  # the first time: is the memory there, on all ranks? For gigabytes that takes a while
+            if not self._wait_for_all(patience):
+                return None
             problem = self._failures()
         self._told = self._ranks.tally("copies", 1)
         slot = SLOTS[1] if self._whole == SLOTS[0] else SLOTS[0]
@@ -283,9 +293,10 @@ class MemoryCopies:
             passed_over=passed_over,
         )
 
-    def _wait_for_all(self) -> bool:
+    def _wait_for_all(self, seconds: float = math.inf) -> bool:
+        until = time.monotonic() + seconds
         while self._ranks.tally(f"{self._key}-done", 0) < self._ranks.ranks:
-            if self._left:
+            if self._left or time.monotonic() >= until:
                 return False
             time.sleep(_LOOK)
         return True

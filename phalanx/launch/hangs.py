@@ -71,9 +71,10 @@ class Hangs:
 
     async def _suspect(self, current: Generation, beats: dict[int, Beat], rank: int, silent: float) -> None:
         """Ask everybody, and act on what comes out."""
-        found = await self._asked(current, beats)
-        if self._c.troubles or self._c.generation is not current:
+        await self._ask(current, current.living)
+        if self._c.troubles or self._c.generation is not current or not current.living:
             return  # somebody died meanwhile: that is what it was
+        found = self._diagnosed(current, beats)
         if any(beat.step != current.beats[one][1][1] for one, beat in beats.items() if one in current.beats):
             return  # it goes on
         if found.culprits and (found.certain or silent > 2 * self._patience(rank, beats[rank].phase)):
@@ -111,8 +112,8 @@ class Hangs:
             c.order({"order": "inspect", "generation": current.number, "ranks": silent})
             await c.until(lambda: bool(c.troubles) or all(rank in self._answers for rank in silent), _INSPECT)
 
-    async def _asked(self, current: Generation, beats: dict[int, Beat]) -> Diagnosis:
-        await self._ask(current, current.living)
+    def _diagnosed(self, current: Generation, beats: dict[int, Beat]) -> Diagnosis:
+        """From the answers."""
         c = self._c
         each = current.ranks // current.plan.layout.pipeline
         now = time.monotonic()

@@ -25,7 +25,7 @@ from phalanx.checkpointing import disk, held, room, shelf, wire
 from phalanx.checkpointing.held import Held
 from phalanx.checkpointing.holder import Holder
 from phalanx.checkpointing.load import load
-from phalanx.checkpointing.memory import Copied, MemoryCopies
+from phalanx.checkpointing.memory import Copied, MemoryCopies, Slot
 from phalanx.checkpointing.pieces import Piece
 from phalanx.checkpointing.split import Copies
 from phalanx.parallel.mesh import Mesh
@@ -342,6 +342,40 @@ def test_no_step_waits_for_a_copy_that_is_still_under_way(tmp_path: Path, monkey
         told += copies.settle()
         assert [(one.step, one.passed_over) for one in told] == [(5, 2), (20, 0)]
         copies.close()
+
+
+@pytest.mark.parametrize("pace", [None, 0.005])
+def test_no_step_waits_long_for_memory_that_is_not_there_yet(
+    pace: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, reserve = threading.Event(), MemoryCopies._reserve
+    monkeypatch.setattr(MemoryCopies, "_reserve", lambda self: go_on.wait() and reserve(self))
+    monkeypatch.setattr("phalanx.checkpointing.memory._LAG", 0.1)
+    with nodes(tmp_path, 1) as (node,):
+        copies = MemoryCopies(ALONE, node.folder)
+        copies.pace = pace
+        copies.prepare(state_of(ALONE, 0))
+        for step in (1, 2):
+            copies.take(step, state_of(ALONE, step), {"of": step})
+            copies.release()
+        assert copies.settle() == []
+        go_on.set()
+        copies._ready.join()  # type: ignore[union-attr]
+        copies.take(3, state_of(ALONE, 3), {"of": 3})
+        assert [(one.step, one.failure, one.passed_over) for one in copies.settle()] == [(3, None, 2)]
+        assert loaded(held.newest(addresses([node]), TOKEN)) == (3, True)
+        copies.close()
+
+
+def test_no_copy_waits_for_pages_to_be_mapped(tmp_path: Path) -> None:
+    size, path = 2**25, tmp_path / "slot"
+    path.write_bytes(bytes(size + 100))
+    slot = Slot(torch.device("cpu"), path, bytes(100))
+    slot.map(size)
+    (mapping,) = [lines for lines in Path("/proc/self/smaps").read_text().split("VmFlags")[:-1] if str(path) in lines]
+    mapped = int(mapping.split("Rss:")[1].split()[0]) * 1024
+    slot.close()
+    assert mapped >= size
 
 
 def test_a_holder_started_again_takes_over_what_is_there(tmp_path: Path) -> None:

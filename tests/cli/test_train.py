@@ -87,7 +87,7 @@ def test_events(finished: Any, ranks: int) -> None:
     assert [event.step for event in events if isinstance(event, Evaluated)] == [4, 8]
     assert [event.step for event in events if isinstance(event, Saved)] == [4, 8]
     assert isinstance(events[-1], Finished) and events[-1].step == 8
-    told = [event.time for event in events if not isinstance(event, WorkerStarted | ModelPlaced | StepAccounted)]
+    told = [event.time for event in events if not hasattr(event, "rank")]
     assert told == sorted(told)  # ranks write side by side, but one of them tells the run's story
     placed = [event for event in events if isinstance(event, ModelPlaced)]
     assert sorted(event.rank for event in placed) == list(range(ranks))

@@ -18,10 +18,9 @@ PROGRAM = Path(__file__).parents[2] / "benchmarks" / "rehearsed.py"
 
 
 @pytest.mark.parametrize("name", ["1b, full recompute", "gpt-2, fp32", "experts"])
-def test_a_rehearsed_peak_is_the_real_one(name: str) -> None:
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), "--names", name, "--tries", '{"-": []}'], capture_output=True, text=True
-    )
+def test_a_rehearsed_peak_is_the_real_one(name: str, gpu_environment: dict[str, str]) -> None:
+    command = [sys.executable, str(PROGRAM), "--names", name, "--tries", '{"-": []}']
+    done = subprocess.run(command, capture_output=True, text=True, env=gpu_environment)
     assert done.returncode == 0, done.stderr
     real = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     row = next(line for line in done.stdout.splitlines() if line.startswith(f"| {name} |"))
