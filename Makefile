@@ -34,11 +34,11 @@ types: setup
 contracts: setup
 	$(BIN)/lint-imports
 
-# Tests that start processes of their own, look for what these leave behind or count seconds: one at a time. The others share the cores.
-ALONE := $(addprefix tests/,checkpointing cli gpu launch parallel training verification)
+# Tests that kill processes and count the seconds until something is done about it: one at a time, when the others are done.
+ALONE := tests/cli/test_recovery.py tests/cli/test_resume.py tests/launch/test_failures.py
 
 tests: setup
-	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 $(addprefix --ignore=,$(ALONE)) tests
+	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile $(addprefix --ignore=,$(ALONE)) tests
 	$(BIN)/python -m pytest -m "not slow" $(ALONE)
 
 # Proofs that take minutes: run before an issue is resolved.

@@ -65,7 +65,7 @@ def test_eight_ranks_with_a_hole_in_every_group() -> None:
     [
         (Layout(data=1, shard=2, expert=2), (1, 2, 3)),  # experts that nobody shares
         (Layout(data=2, shard=2, expert=2), (2, 3)),  # shared by others than the rest is
-        (Layout(data=2, shard=3, expert=3), (2, 3)),  # copies of experts that nobody shares
+        pytest.param(Layout(data=2, shard=3, expert=3), (2, 3), marks=pytest.mark.slow),  # copies of experts that nobody shares
     ],
 )
 def test_experts_lie_on_a_mesh_of_their_own(layout: Layout, zeros: tuple[int, ...]) -> None:
@@ -150,7 +150,7 @@ def test_matrices_are_low_and_what_is_small_is_not() -> None:
         }
 
 
-@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (4, 8))])
 def test_bytes_of_state_fall_as_the_formula_says(ranks: int) -> None:
     spec = ModelSpec(vocab=1024, dim=128, layers=3, heads=4, ffn=320)
 

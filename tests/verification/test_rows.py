@@ -164,9 +164,8 @@ def state_bytes(zero: int, ranks: int, compute: str, pool: Pool) -> None:
         assert sent == pytest.approx(report.theory.sent["shard"], rel=0.1)
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_sharded_state_is_what_theory_says(zero: int, pool: Pool) -> None:
-    state_bytes(zero, 4, "bf16", pool)
+def test_sharded_state_is_what_theory_says(pool: Pool) -> None:
+    state_bytes(3, 4, "bf16", pool)
 
 
 @pytest.mark.slow
