@@ -25,7 +25,7 @@ from phalanx.launch.env import for_workers
 from phalanx.planning.cluster import Hardware
 from phalanx.planning.cpu import cpu_hardware
 from phalanx.planning.hardware import hardware
-from phalanx.planning.refit import WIDTHS, Measured, corrected, refitted
+from phalanx.planning.refit import EIGHT_BITS, WIDTHS, Measured, corrected, refitted
 from phalanx.spec.errors import RunFailed
 from phalanx.spec.machine import Machine
 from phalanx.spec.plan import Plan
@@ -88,8 +88,8 @@ def bench(machine: Machine, folder: Path, minutes: float = 5.0, say: Callable[[s
         _steps(found, "fp32", budget * 0.45)
     else:
         _steps(found, "bf16", budget * 0.35)
-        if "cuda.fp8.gemm" in found.constants:  # casting to it counts as multiplying: no product by itself tells that
-            _steps(found, "fp8", budget * 0.1, {"gemm": 1.0})
+        if "cuda.fp8.gemm" in found.constants:  # what rounding to it costs, no product by itself tells
+            _steps(found, "fp8", budget * 0.1, EIGHT_BITS)
     found.seconds = time.perf_counter() - begin
     return found
 

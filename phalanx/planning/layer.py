@@ -90,9 +90,20 @@ def _moved(work: Work, rates: Rates, mean_ffn: Column) -> Column:
     scale = fused * (rates.traffic * work.compute_bytes / (work.bandwidth * rates.memory))
     whole = 10 * work.dim
     inside = 2 * work.score_width + work.kv_width + (2 + np.asarray(work.gated)) * mean_ffn
-    casts = np.asarray(work.fp8) * 2 * (2 * work.dim + work.score_width + mean_ffn)  # read in 16 bits, written twice in 8
+    fp8 = np.asarray(work.fp8)
+    casts = (fp8 > 0) * 2 * (2 * work.dim + work.score_width + mean_ffn)  # read in 16 bits, written twice in 8
     apart = np.where(np.asarray(work.sequence_parallel) > 0, work.tensor, 1)
-    return work.tokens * scale * (whole / apart + (inside + casts) / work.tensor)
+    moved = work.tokens * scale * (whole / apart + (inside + casts) / work.tensor)
+    return moved + _rounded(work, rates, mean_ffn) if np.any(fp8 > 1) else moved
+
+
+def _rounded(work: Work, rates: Rates, mean_ffn: Column) -> Column:
+    """Passes over all that goes into the linear layers and, as gradients, comes out of them, and over their weights."""
+    gated = 1 + np.asarray(work.gated)
+    each = (5 + gated) * work.dim + 2 * work.score_width + work.kv_width + (1 + gated) * mean_ffn
+    weights = work.attention_weights + (1 + gated) * work.dim * mean_ffn
+    values = (np.asarray(work.fp8) > 1) * (work.tokens * each + weights) / work.tensor
+    return values * (rates.rounding / (work.bandwidth * rates.memory))
 
 
 def _experts(work: Work, rates: Rates, sparse: Column) -> tuple[Column, Column]:

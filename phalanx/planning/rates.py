@@ -36,6 +36,8 @@ class Rates:
     """Elementwise bytes, times what the equations count; less where kernels are fused."""
     fused: Column = 0.6
     """Part of those bytes that is left when the model is compiled."""
+    rounding: Column = 15.0
+    """Bytes of traffic per value that is rounded to 8 bits in passes of their own, a third of them going forward."""
     scores: Column = 12.0
     """Bytes of traffic per attention score and pass, where the table of scores leaves the chip."""
     reread: Column = 1.0
@@ -46,6 +48,8 @@ class Rates:
     """Part of a block's forward pass that "full" recomputation repeats."""
     launch: Column = 6e-6
     """Seconds of the host per kernel."""
+    staged: Column = 1.0
+    """Times as many seconds where blocks are stages of a pipeline."""
     kernels: Column = 30.0
     """Kernels of a dense block, going forward; backward twice that."""
     drain: Column = 0.0
@@ -107,6 +111,15 @@ class Rates:
 
 PAIRED = 0.75
 """The same in programs that overlap the two, as DeepSeek's does. No row of the published tells; set with DeepSeek-V3's hours in view."""
+OWN = {"h100": {"attention": 0.6}}
+"""What this program reaches by family, where it was measured: attention by cuDNN on an H200 (`phalanx bench`: 0.56 to 0.63 with 4,096 to
+16,384 tokens). Published steps are of many kernels, older ones too."""
+LAUNCH = 3.3e-5
+"""Seconds of the host per kernel where this program launches them by itself, beside an H200 (`phalanx bench`). Published steps are of other
+programs, most of which leave that to a graph or to larger kernels, and next to none of them waits for its host."""
+STAGED = 1.3
+"""As measured between two CPU ranks with small blocks, where launching is all that counts: 1.22 with 1f1b, 1.29 with zbv, 1.4 with
+interleaved-zero-bubble."""
 NAMES = tuple(field.name for field in fields(Rates))
 
 
@@ -124,8 +137,13 @@ def rates_for(hardware: Hardware, compute: str, *, moe: bool = False) -> Rates:
         values["doubt"] = doubts.get(hardware.family, doubts.get("other", 1.0))
         for name, factor in table.get("times", {}).get(hardware.gpu.key, {}).items():
             values[name] = values[name] * factor
+        if hardware.device == "cuda" and values:
+            values["expert_kernels"] *= values["launch"] / LAUNCH  # counted in the launches of those published
+            values |= {"launch": LAUNCH, "staged": STAGED, **OWN.get(hardware.family, {})}
     values.update(table.get("moe" if moe else "dense", {}))
     own = dict(hardware.measured)
+    if compute == "fp8" and "bf16.attention" in own:
+        own["attention"] = own["bf16.attention"]  # which stays in 16 bits
     own |= {name.removeprefix(f"{compute}."): value for name, value in own.items() if name.startswith(f"{compute}.")}
     values.update(own)
     if "gemm" in own:

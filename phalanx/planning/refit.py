@@ -52,6 +52,9 @@ WIDTHS = {
 """How far each may move: the deviation of its logarithm."""
 
 
+EIGHT_BITS = {"gemm": 0.2, "rounding": 0.4}
+"""The same for steps in fp8, when those in bf16 have told the rest."""
+
 _ALIKE = {"gemm": -1.0, "attention": -1.0, "traffic": 1.0}
 """Constants that are all worse on a slow device, and in which direction; on cores launching is too."""
 

@@ -160,7 +160,8 @@ def _again(work: Work, rates: Rates, here: Part, shown: Shown) -> Column:
 def _host(work: Work, rates: Rates) -> tuple[Column, Column]:
     """Seconds that launching a block's kernels takes, going forward and back."""
     fused = np.where(np.asarray(work.compiled) > 0, 0.6, 1.0)
-    forward = rates.launch * (rates.kernels * fused + sparse_part(work) * rates.expert_kernels)
+    each = rates.launch * np.where(np.asarray(work.pipeline) > 1, rates.staged, 1.0)
+    forward = each * (rates.kernels * fused + sparse_part(work) * rates.expert_kernels)
     gathered = (np.asarray(work.zero) == 3) & (np.asarray(work.shard) > 1)
     waits = gathered * rates.gather_host
     repeats = (np.asarray(work.recompute) > 0) / np.asarray(work.recompute_every)

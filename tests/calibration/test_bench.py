@@ -17,7 +17,7 @@ from phalanx.dashboard.benched import show
 from phalanx.launch.probe import probe
 from phalanx.planning.hardware import hardware
 from phalanx.planning.rates import NAMES, rates_for
-from phalanx.planning.refit import Measured, corrected, refitted
+from phalanx.planning.refit import EIGHT_BITS, Measured, corrected, refitted
 from phalanx.planning.settle import choose
 from phalanx.spec.machine import Gpu, Machine
 from phalanx.spec.run import Cluster, Run, Train
@@ -77,7 +77,7 @@ def test_a_whole_bench_makes_plans_that_use_it(tmp_path: Path) -> None:
 
 
 def test_a_format_of_its_own_is_fitted_to_steps_in_it() -> None:
-    """What a GPU's steps in fp8 would be made of, on a machine that has none: casting slows them, and only their products follow."""
+    """What a GPU's steps in fp8 would be made of, on a machine that has none: rounding slows them, and bf16 is what it was."""
     machine = Machine(
         host="h",
         cpu="c",
@@ -87,11 +87,13 @@ def test_a_format_of_its_own_is_fitted_to_steps_in_it() -> None:
         measured=(("cuda.fp8.gemm", 0.7),),
     )
     devices = hardware(ASKING, machine)
-    steps = [Measured(run=run, plan=plan_of(run, "cuda", "fp8", 1), seconds=0.3) for run in jobs("cuda", "fp8")]
-    found = corrected(refitted([(step, devices) for step in steps], "fp8", {"gemm": 1.0}), devices, "fp8", {})
-    assert list(found) == ["cuda.fp8.gemm"] and 0 < found["cuda.fp8.gemm"] < 0.7
+    steps = [Measured(run=run, plan=plan_of(run, "cuda", "fp8", 1), seconds=0.1) for run in jobs("cuda", "fp8")]
+    found = corrected(refitted([(step, devices) for step in steps], "fp8", EIGHT_BITS), devices, "fp8", {})
+    assert list(found) == ["cuda.fp8.gemm", "cuda.rounding"] and 0 < found["cuda.fp8.gemm"] < 0.7
+    assert found["cuda.rounding"] > 1.2 * rates_for(devices, "fp8").rounding
     slower = hardware(ASKING, replace(machine, measured=tuple(found.items())))
     assert rates_for(slower, "fp8").gemm == found["cuda.fp8.gemm"]
+    assert rates_for(slower, "fp8").rounding == found["cuda.rounding"]
     assert rates_for(slower, "bf16").gemm == rates_for(devices, "bf16").gemm, "other formats are what they were"
 
 

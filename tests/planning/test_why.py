@@ -50,7 +50,7 @@ def test_quicker_comes_first_then_slower_then_too_large_then_what_is_not_legal()
 
 
 def test_a_quicker_neighbour_says_which_key_of_the_run_file_rules_it_out() -> None:
-    run = run_of(WIDE, 32, 2048, layout=LAYOUT)
+    run = run_of(WIDE, 32, 4096, layout=LAYOUT)
     _, found = reasons(run, 80 * 2.0**30)
     said = {one.name: one.reason for one in found}
     assert re.fullmatch(r"quicker, -\d+% for .*; step -\d+%, but the run file has layout.schedule = \"gpipe\"", said["zbv"])
