@@ -190,8 +190,8 @@ def page(found: list[Row]) -> str:
     return f"""# The cost of scale
 
 Six runs of the past, each a run file in [examples](../examples) with its layout: what was published beside what the equations predict
-for the same layout, with the catalogue's machines and fitted constants ([planner-accuracy.md](planner-accuracy.md) tells how sure they
-are; some of these steps are among those that the constants were fitted on).
+for the same layout, with the catalogue's machines and the constants of plans ([planner-accuracy.md](planner-accuracy.md) tells where they
+are from and how sure they are; some of these steps are among those that they were fitted on).
 
 {table}
 

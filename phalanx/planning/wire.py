@@ -33,13 +33,12 @@ def group(work: Work, rates: Rates, size: Column, stride: Column = 1) -> Group:
     """`size` ranks, `stride` apart. Out of an island each of its members drives a network card of its own: rings use them all."""
     if not np.any(np.asarray(size) > 1):
         return Group(0.0, 0.0, 1.0)
-    inside = np.minimum(np.maximum(work.island / stride, 1.0), size)
+    inside = np.maximum(np.minimum(work.island / stride, size), 1.0)
     nodes = size / inside
     near = _near(work, rates)
-    far = np.minimum(near, inside * work.network * rates.network)
-    bandwidth = np.where(nodes > 1, far, near)
-    latency = np.where(size > 1, rates.latency + rates.far_latency * (nodes - 1), 0.0)
-    return Group((1 - 1 / size) / bandwidth, latency, nodes)
+    bandwidth = np.where(nodes > 1, np.minimum(near, inside * (work.network * rates.network)), near)
+    latency = np.where(size > 1, (rates.latency - rates.far_latency) + rates.far_latency * nodes, 0.0)
+    return Group((size - 1) / (size * bandwidth), latency, nodes)
 
 
 def _near(work: Work, rates: Rates) -> Column:

@@ -7,7 +7,7 @@ layout, hundreds of thousands of them, or a table of measured runs of different 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -133,21 +133,21 @@ class Work:
     on_cpu: Column = 0
     """1: devices are cores, whose kernels keep more."""
 
-    @property
-    def accumulation(self) -> Column:
-        """Micro-batches of a replica in a step."""
-        return self.batch / (self.data * self.shard * self.micro_batch)
+    # What follows, computed once: all equations ask for it
+    accumulation: Column = field(init=False)
+    """Micro-batches of a replica in a step."""
+    tokens: Column = field(init=False)
+    """Of a micro-batch, on one rank: its part of each sequence."""
 
-    @property
-    def tokens(self) -> Column:
-        """Of a micro-batch, on one rank: its part of each sequence."""
-        return self.micro_batch * self.sequence / self.context
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "accumulation", self.batch / (self.data * self.shard * self.micro_batch))
+        object.__setattr__(self, "tokens", self.micro_batch * self.sequence / self.context)
 
     def size(self) -> int:
         """How many jobs it holds."""
-        return int(np.broadcast(*(getattr(self, field.name) for field in fields(self))).size)
+        return int(np.broadcast(*(getattr(self, one.name) for one in fields(self))).size)
 
     def take(self, index: Any) -> Work:
         """Some of the jobs: what is an array is indexed, what all have in common stays."""
-        picked = {field.name: getattr(self, field.name) for field in fields(self)}
+        picked = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
         return Work(**{name: value[index] if np.ndim(value) else value for name, value in picked.items()})

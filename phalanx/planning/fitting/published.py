@@ -127,7 +127,7 @@ def table(rows: list[Row]) -> Table:
         raise RunError(
             [f"None of {len(rows)} rows can be used, the first because {excluded[0][1] if excluded else 'there is none'}."]
         )
-    names = {field.name for field in fields(Work)}
+    names = {field.name for field in fields(Work) if field.init}
     columns = {name: np.array([found[name] for _, found in good], dtype=float) for name in names if good and name in good[0][1]}
 
     def column(name: str) -> np.ndarray:
