@@ -44,7 +44,9 @@ def test_small_steps(shape: tuple[int, int, int, int], accumulation: int, comput
     assert predicted(small_run(shape, "cuda", compute, accumulation), compute) == pytest.approx(real, rel=0.1)
 
 
-@pytest.mark.parametrize(("compute", "compiled", "real"), [("bf16", False, 274.5), ("bf16", True, 231.0), ("fp8", False, 367.5)])
+@pytest.mark.parametrize(
+    ("compute", "compiled", "real"), [("bf16", False, 274.5), ("bf16", True, 231.0), ("fp8", False, 367.5)]
+)
 def test_a_billion_parameters(compute: Compute, compiled: bool, real: float) -> None:
     run = small_run(BILLION, "cuda", compute)
     run = replace(run, model=replace(run.model, vocab=32768, ffn=8192), memory=replace(run.memory, compile=compiled))
