@@ -34,12 +34,12 @@ types: setup
 contracts: setup
 	$(BIN)/lint-imports
 
-# Tests that kill processes and count the seconds until something is done about it: one at a time, when the others are done.
+# Tests that kill processes and count the seconds until something is done about it: by themselves, when the others are done.
 ALONE := tests/cli/test_recovery.py tests/cli/test_resume.py tests/launch/test_failures.py
 
 tests: setup
 	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile $(addprefix --ignore=,$(ALONE)) tests
-	$(BIN)/python -m pytest -m "not slow" $(ALONE)
+	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile $(ALONE)
 
 # Proofs that take minutes: run before an issue is resolved.
 test-slow: setup

@@ -117,7 +117,8 @@ def _experts(work: Work, rates: Rates, sparse: Column) -> tuple[Column, Column]:
     slow = 1 + rates.knee * (1 / work.dim + 1 / np.maximum(rows, 1) + 2 / 3 * work.expert_tensor / width)
     flops = 6 * work.dim * width
     router = 2 * tokens * work.dim * work.experts / (work.peak16 * rates.gemm)
-    products = routed * flops * slow / (work.peak * rates.gemm) + router
+    peak = np.where(np.asarray(rates.eight) > 0, work.peak, work.peak16)
+    products = routed * flops * slow / (peak * rates.gemm) + router
     # Sorted by expert and back (read and written each), and the activation.
     moved = (
         routed * (rates.copies * work.dim + 3 * width) * rates.traffic * work.compute_bytes / (work.bandwidth * rates.memory)

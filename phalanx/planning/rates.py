@@ -58,6 +58,8 @@ class Rates:
     """Those that a block with experts has besides."""
     expert_wait: Column = 0.0
     """Seconds in which the device waits in a block with experts, each way, for the host to learn how many tokens each one gets."""
+    eight: Column = 1.0
+    """Above 0: routed experts multiply in 8 bits too, where the rest does."""
     copies: Column = 8.0
     """Times that a token's copy for an expert is read or written on its way there and back."""
     gather_host: Column = 1.5e-4
@@ -139,7 +141,7 @@ def rates_for(hardware: Hardware, compute: str, *, moe: bool = False) -> Rates:
             values[name] = values[name] * factor
         if hardware.device == "cuda" and values:
             values["expert_kernels"] *= values["launch"] / LAUNCH  # counted in the launches of those published
-            values |= {"launch": LAUNCH, "staged": STAGED, **OWN.get(hardware.family, {})}
+            values |= {"launch": LAUNCH, "staged": STAGED, "eight": 0.0, **OWN.get(hardware.family, {})}
     values.update(table.get("moe" if moe else "dense", {}))
     own = dict(hardware.measured)
     if compute == "fp8" and "bf16.attention" in own:

@@ -29,8 +29,18 @@ def loader(share: Share = ALONE, *, start: int = 0, prefetch: int = 2) -> Loader
     return Loader(SAMPLES, share, start=start, prefetch=prefetch, prepare=same)
 
 
+BEFORE: set[threading.Thread] = set()
+"""Threads that are there when a test begins: other tests of this process may have left trainers that nobody has collected yet."""
+
+
+@pytest.fixture(autouse=True)
+def before() -> None:
+    BEFORE.clear()
+    BEFORE.update(threading.enumerate())
+
+
 def threads() -> int:
-    return sum(thread.name == "loader" for thread in threading.enumerate())
+    return sum(thread.name == "loader" for thread in set(threading.enumerate()) - BEFORE)
 
 
 def wait_until(true: threading.Event) -> None:

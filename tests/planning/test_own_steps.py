@@ -58,3 +58,12 @@ def test_experts() -> None:
     experts = Moe(experts=16, active=4, ffn=1024, shared=1)
     run = replace(run, model=replace(run.model, vocab=32768, heads=8, kv_heads=None, moe=experts))
     assert predicted(run, "bf16") == pytest.approx(187.0, rel=0.12)
+
+
+def test_routed_experts_gain_nothing_from_fp8_as_they_stay_in_bf16() -> None:
+    def step(compute: Compute) -> float:
+        run = small_run((1024, 8, 4096, 4), "cuda", compute)
+        model = replace(run.model, vocab=257, heads=8, kv_heads=1, moe=Moe(experts=8, active=4, ffn=8192, shared=0))
+        return predicted(replace(run, model=model, memory=replace(run.memory, compile=True)), compute)
+
+    assert step("fp8") == pytest.approx(step("bf16"), rel=0.06)
