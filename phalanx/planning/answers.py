@@ -14,6 +14,7 @@ from phalanx.planning.chosen import judged as judged_here
 from phalanx.planning.cpu import resident
 from phalanx.planning.explain import lost, short, told, told_option
 from phalanx.planning.find import assumed, find, judge, rates_of
+from phalanx.planning.formats import other_formats
 from phalanx.planning.hardware import Hardware
 from phalanx.planning.hardware import hardware as hardware_of
 from phalanx.planning.option import Found, Option, WhyNot
@@ -75,7 +76,8 @@ def _taken(run: Run, machine: Machine, settled: Settled, found: Found | None, mo
         return told(run, devices, _alone(best, run, devices))
     here_too = partial(_as_here, run, machine, plan)
     quickest, others, curve = here_too(found.best), tuple(map(here_too, found.others)), tuple(map(here_too, found.curve))
-    reasons = why_not(space(run, devices, plan.ranks), rates_of(run, devices), best, here_too)
+    neighbours = why_not(space(run, devices, plan.ranks), rates_of(run, devices), best, here_too)
+    reasons = *other_formats(run, devices, best), *neighbours
     if _choices(best) == _choices(quickest):
         return told(run, devices, replace(found, best=quickest, others=others, curve=curve, why_not=reasons))
     if best.layout == quickest.layout:

@@ -111,7 +111,7 @@ class Space:
             "activations_on_host": int(memory.activations == "cpu"),
             "loss_chunk": memory.loss_chunk or 0,
             "compute_bytes": 4 if self.compute == "fp32" else 2,
-            "fp8": int(self.compute == "fp8") * (1 if memory.compile else 2),
+            "fp8": int(self.compute == "fp8") * (3 if memory.compile else 2),
             "compiled": int(memory.compile),
         }
         mine = {name: column for name, column in columns.items() if name != "replicas"} | more

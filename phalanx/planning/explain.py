@@ -129,6 +129,7 @@ def told_option(option: Option) -> dict[str, Any]:
         "micro_batch": option.micro_batch,
         "accumulation": option.accumulation,
         "compute": option.compute,
+        "compiled": option.compiled,
         "recompute": option.recompute,
         "recompute_every": option.recompute_every,
         "offload": option.offload,
@@ -175,6 +176,7 @@ def pasted(option: Option) -> str:
     lines += ["", "[memory]", f"recompute = {toml(option.recompute)}"]
     lines += [f"recompute_every = {option.recompute_every}"] if option.recompute_every > 1 else []
     lines.append(f"offload = {toml(option.offload)}")
+    lines += ["compile = true"] if option.compiled else []
     return "\n".join(lines)
 
 
@@ -209,6 +211,8 @@ def change(best: Option, other: Option) -> str:
         name = key.partition(".")[2]
         if getattr(other, name) != getattr(best, name):
             found[key] = getattr(other, name)
+    found |= {"precision.compute": other.compute} if other.compute != best.compute else {}
+    found |= {"memory.compile": other.compiled} if other.compiled != best.compiled else {}
     return " ".join(f"{key}={value if isinstance(value, str) else toml(value)}" for key, value in found.items())
 
 

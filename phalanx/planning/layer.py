@@ -102,8 +102,8 @@ def _rounded(work: Work, rates: Rates, mean_ffn: Column) -> Column:
     gated = 1 + np.asarray(work.gated)
     each = (5 + gated) * work.dim + 2 * work.score_width + work.kv_width + (1 + gated) * mean_ffn
     weights = work.attention_weights + (1 + gated) * work.dim * mean_ffn
-    values = (np.asarray(work.fp8) > 1) * (work.tokens * each + weights) / work.tensor
-    return values * (rates.rounding / (work.bandwidth * rates.memory))
+    left = np.where(np.asarray(work.fp8) > 2, rates.fused_rounding, 1.0) * (np.asarray(work.fp8) > 1)
+    return left * (work.tokens * each + weights) / work.tensor * (rates.rounding / (work.bandwidth * rates.memory))
 
 
 def _experts(work: Work, rates: Rates, sparse: Column) -> tuple[Column, Column]:

@@ -54,6 +54,9 @@ class Option:
     energy: float | None
     """Joules of the whole run; None: no power is known."""
 
+    compiled: bool = False
+    """Whether blocks are."""
+
     @property
     def bytes(self) -> float:
         return sum(self.memory.values())

@@ -72,6 +72,7 @@ def _option(space: Space, judged: _Judged, row: int, capacity: float | None) -> 
         save_every=None if kept.save_every is None else float(kept.save_every),
         price=spent.dollars,
         energy=spent.joules,
+        compiled=run.memory.compile,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from phalanx.planning.candidates import space
 from phalanx.planning.find import find, judge, rates_of
+from phalanx.planning.formats import other_formats
 from phalanx.planning.hardware import Hardware
 from phalanx.planning.option import Found, Option
 from phalanx.planning.remedies import remedies
@@ -47,7 +48,7 @@ def search(run: Run, hardware: Hardware, *, aim: Aim = "time", limits: Limits = 
     if problems := beyond(found.best, limits):
         raise RunError(problems)
     here = space(run, hardware, found.best.layout.ranks)
-    reasons = why_not(here, rates_of(run, hardware), found.best)
+    reasons = *other_formats(run, hardware, found.best), *why_not(here, rates_of(run, hardware), found.best)
     return replace(found, why_not=reasons, seconds=time.process_time() - began)
 
 

@@ -118,7 +118,7 @@ class Work:
     compute_bytes: Column = 2
     """Bytes of an activation: 2, or 4 in fp32."""
     fp8: Column = 0
-    """1: what is multiplied is rounded by kernels that do something else too; 2: in passes of their own."""
+    """1: what is multiplied is rounded by kernels that do something else too; 2: in passes of their own; 3: in passes that are compiled."""
     compiled: Column = 0
     recompute_every: Column = 1
     """Every so manieth block is recomputed."""

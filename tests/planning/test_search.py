@@ -138,7 +138,7 @@ def test_reasons_are_computed_from_the_numbers() -> None:
             assert one.reason.startswith("not legal: ")
         elif not one.option.fits:
             assert one.reason == f"needs {one.option.bytes / 2**30:.1f} GiB of {one.option.capacity / 2**30:.1f}"
-        else:
+        elif (one.option.compute, one.option.compiled) == ("bf16", False):  # others the search was not free to take
             assert one.option.seconds >= found.best.seconds / NEAR
     odd, hardware = run_of(replace(WIDE, heads=10, kv_heads=2, dim=1280), 8, 128, layout=Layout(tensor=2, data=4)), cluster(8)
     neighbours = why_not(space(odd, hardware), rates_of(odd, hardware), judge(odd, hardware))
