@@ -27,9 +27,9 @@ Floats = npt.NDArray[np.float64]
 
 NEAR = 1.01
 """Layouts within this of the quickest are as good as it, and the simplest of them is taken."""
-_BEAMS, _BEAMS_SPARSE = (60, 600), (200, 4000)
+_BEAMS, _BEAMS_SPARSE = (60, 600), (200, 2000)
 """How many of each level are opened at first, in order to know what is good; experts have more ways to be dealt."""
-_FIRST, _LARGEST = 64, 2048
+_FIRST, _LARGEST = 16, 2048
 """Bases that are opened at a time: few at first, as what they come to spares opening others."""
 _SLACK = 0.9
 """Of the memory bound of a base: it stands for layouts whose stages are cut a little otherwise."""
