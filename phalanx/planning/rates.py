@@ -142,7 +142,7 @@ def rates_for(hardware: Hardware, compute: str, *, moe: bool = False) -> Rates:
         values["doubt"] = doubts.get(hardware.family, doubts.get("other", 1.0))
         for name, factor in table.get("times", {}).get(hardware.gpu.key, {}).items():
             values[name] = values[name] * factor
-        if hardware.device == "cuda" and values:
+        if hardware.device == "cuda" and "launch" in values:
             values["expert_kernels"] *= values["launch"] / LAUNCH  # counted in the launches of those published
             values |= {"launch": LAUNCH, "staged": STAGED, "eight": 0.0, **OWN.get(hardware.family, {})}
     values.update(table.get("moe" if moe else "dense", {}))
