@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoint_planning.py [--ranks 8 64 512 2048 4096 16384] [--central 2048] [--models dense experts] [--folder DIR]
 
-No rank is started. What a rank holds is foreseen (`training/foresee`); all ranks' headers and checksums are then really written,
+No rank is started. What a rank holds is foreseen (`training/dry_build`); all ranks' headers and checksums are then really written,
 with files as long as they would be but without values, so that rank 0 can really commit them and any rank find its boxes in them.
 A sample of ranks is timed. Beside them DCP's own way, in which rank 0 plans for all, on plans of the same tensors.
 """
@@ -28,21 +28,21 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import SavePlan
 
-from phalanx.checkpointing import disk, image
-from phalanx.checkpointing.blocks import BLOCK
-from phalanx.checkpointing.files import Holding, Reader, Writer, box, laid_out
+from phalanx.checkpointing import directory, rank_file
+from phalanx.checkpointing.checksums import BLOCK
 from phalanx.checkpointing.location import at
-from phalanx.checkpointing.pieces import LoadPieces, Part, Piece, SavePieces, _write_item, written
 from phalanx.checkpointing.quiet import quiet
+from phalanx.checkpointing.shard_io import Holding, Reader, Writer, box, laid_out
+from phalanx.checkpointing.slices import LoadPieces, Part, Piece, SavePieces, _write_item, written
+from phalanx.optim.param_slices import copies, piece
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.placement import Spot
+from phalanx.parallel.owned_param import Spot
 from phalanx.parallel.sharding import own_box
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
 from phalanx.spec.place import Place
 from phalanx.spec.run import Run
-from phalanx.training.foresee import foreseen, held
-from phalanx.training.pieces import copies, piece
+from phalanx.training.dry_build import foreseen, held
 
 Result = TypeVar("Result")
 
@@ -142,7 +142,7 @@ class Planned(Writer):
     """All that a rank does for its save but the writing of its values."""
 
     def write_data(self, plan: SavePlan, planner: Any) -> Any:
-        self.head = image.header([box(part) for part in self._parts])
+        self.head = rank_file.header([box(part) for part in self._parts])
         self.bytes = len(self.head) + sum(part.bytes for part in self._parts)
         done: torch.futures.Future[list[Any]] = torch.futures.Future()
         done.set_result([])
@@ -191,12 +191,12 @@ def write_all(everyone: Everyone, folder: Path) -> None:
     zeros, ranks = bytes(BLOCK), everyone.layout.ranks
 
     def one(rank: int, head: bytes, size: int, about: dict[str, Any]) -> None:
-        file = folder / image.file_name(rank, ranks)
+        file = folder / rank_file.file_name(rank, ranks)
         with file.open("wb") as sink:
             sink.write(head)
             sink.truncate(size)
         about["crc32"][0] = zlib.crc32(memoryview(zeros)[: min(BLOCK, size) - len(head)], zlib.crc32(head))
-        (folder / image.beside(file.name)).write_text(json.dumps(about) + "\n")
+        (folder / rank_file.beside(file.name)).write_text(json.dumps(about) + "\n")
 
     each = ranks // everyone.layout.pipeline
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -205,10 +205,10 @@ def write_all(everyone: Everyone, folder: Path) -> None:
             names = {name: one.whole_bytes for name, one in pieces.items()} if rank % each == 0 else None
             parts = laid_out(written(pieces))
             boxes = [box(part) for part in parts]
-            head, values = image.header(boxes), sum(part.bytes for part in parts)
+            head, values = rank_file.header(boxes), sum(part.bytes for part in parts)
             size = len(head) + values
             sums = [1 << 31] * max(1, -(-size // BLOCK))  # of the first alone the real one: others are not read
-            about = image.about(image.file_name(rank, ranks), size, values, sums, boxes) | {"stage": rank // each}
+            about = rank_file.about(rank_file.file_name(rank, ranks), size, values, sums, boxes) | {"stage": rank // each}
             if names is not None:
                 about["names"] = names
             pool.submit(one, rank, head, size, about)
@@ -253,11 +253,11 @@ def measure(model: str, ranks: int, most_central: int, folder: Path) -> Iterator
     partial.mkdir()
     write_all(everyone, partial)
     yield "told about files, MB", sum(file.stat().st_size for file in partial.glob("*.json")) / 1e6
-    committed = timed(disk.commit, partial, {"step": 1, "run": RUN, "progress": {}}, ranks)
+    committed = timed(directory.commit, partial, {"step": 1, "run": RUN, "progress": {}}, ranks)
     yield "commit on rank 0", committed
     final = Path(str(committed.result))
-    yield "marker, MB", (final / disk.MARKER).stat().st_size / 1e6
-    yield "marker read", timed(disk.read_marker, final)
+    yield "marker, MB", (final / directory.MARKER).stat().st_size / 1e6
+    yield "marker read", timed(directory.read_marker, final)
     same = [timed(find, final, took.result) for took in foresight[:3]]
     yield "boxes found on the same layout, most", most(same)
     yield "files needed", max(took.result for took in same)

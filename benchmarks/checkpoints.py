@@ -22,16 +22,16 @@ from typing import Any
 
 import torch
 
-from phalanx.launch.env import for_workers
-from phalanx.launch.probe import probe
+from phalanx.host.env import for_workers
+from phalanx.host.probe import probe
 from phalanx.parallel.mesh import Mesh, connect
-from phalanx.planning.settle import choose
+from phalanx.planning.resolve import choose
 from phalanx.spec.load import loads
 from phalanx.spec.place import Place
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.training.trainer import Trainer
-from phalanx.verification.pool import Pool
+from phalanx.verification.rank_pool import Pool
 
 RUN = """
 [model]

@@ -25,7 +25,7 @@ import numpy as np
 from phalanx.data.dataset import open_dataset
 from phalanx.data.loader import Loader, Numbered, Share
 from phalanx.data.tokenfile import META, Part, TokenMeta
-from phalanx.data.tokenize import ByteTokenizer
+from phalanx.data.tokenizer import ByteTokenizer
 from phalanx.events.log import read_events
 from phalanx.events.records import Step
 from phalanx.spec.run import Data

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.models.dense import Decoder
+from phalanx.models.decoder import Decoder
 from phalanx.spec.load import load
 
 

@@ -28,10 +28,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
-from phalanx.models.dense import Decoder
+from phalanx.models.decoder import Decoder
+from phalanx.schedules.stage_split import cut, flop_costs
 from phalanx.spec.load import load
 from phalanx.spec.run import Run
-from phalanx.spec.stages import cut, flop_costs
 
 
 class Micro(NamedTuple):

@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-from phalanx.checkpointing.held import Held, newest, tell_peers
-from phalanx.checkpointing.load import load
-from phalanx.checkpointing.memory import MemoryCopies
-from phalanx.checkpointing.pieces import Piece
-from phalanx.checkpointing.shelf import default_root
-from phalanx.checkpointing.split import ALONE
+from phalanx.checkpointing.replicas.memory_checkpoint import MemoryCopies
+from phalanx.checkpointing.replicas.replica_index import Held, newest, tell_peers
+from phalanx.checkpointing.replicas.shm_slots import default_root
+from phalanx.checkpointing.restore import load
+from phalanx.checkpointing.slices import Piece
+from phalanx.checkpointing.write_partition import ALONE
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
-from phalanx.verification.pool import Pool
+from phalanx.verification.rank_pool import Pool
 
 TOKEN = "of the benchmark"
 TENSORS = 20
@@ -71,7 +71,7 @@ def restore(mesh: Mesh, place: Held, rows: int) -> float:
 
 
 def holder(node: int, folder: str) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
-    command = [sys.executable, "-m", "phalanx.checkpointing.holder"]
+    command = [sys.executable, "-m", "phalanx.checkpointing.replicas.replica_server"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(json.dumps({"run": "bench", "node": node, "root": f"{folder}/{node}", "token": TOKEN}).encode() + b"\n")

@@ -31,17 +31,17 @@ from common import RUN, contestants, starts
 from handwritten_parallel import LOOPS, Micro
 
 from phalanx.data.loader import Share
-from phalanx.launch.env import for_workers
-from phalanx.launch.probe import probe
+from phalanx.host.env import for_workers
+from phalanx.host.probe import probe
 from phalanx.models.init import build, materialize
 from phalanx.parallel.mesh import Mesh
-from phalanx.planning.settle import choose
+from phalanx.planning.resolve import choose
 from phalanx.spec.load import loads
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.training.step import MicroBatch
 from phalanx.training.trainer import Trainer
-from phalanx.verification.pool import Pool
+from phalanx.verification.rank_pool import Pool
 
 RANKS = 4
 WARM = 5

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from phalanx.rehearsal.attention import CARDS
+from phalanx.rehearsal.attention_kernels import CARDS
 from phalanx.rehearsal.rehearse import Stage, rehearse
 from phalanx.rehearsal.result import Rehearsal
 from phalanx.spec.layout import Layout

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import fill
 
+from phalanx.planning.candidate import Option
 from phalanx.planning.hardware import Hardware, hardware
-from phalanx.planning.option import Option
 from phalanx.planning.price import Cost, cost
 from phalanx.planning.rates import PAIRED
 from phalanx.planning.search import judge

@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.launch.env import torchrun_place, visible_gpus
+from phalanx.host.env import torchrun_place, visible_gpus
+from phalanx.host.probe import probe
 from phalanx.launch.local import Job
-from phalanx.launch.measure import measure
+from phalanx.launch.measure_model import measure
 from phalanx.launch.prepare import Request, prepare
-from phalanx.launch.probe import probe
 from phalanx.planning.hardware import hardware, planned
-from phalanx.planning.settle import choose, settle
+from phalanx.planning.resolve import choose, settle
 from phalanx.spec.check import check
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import resolve

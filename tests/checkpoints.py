@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpointing.location import Location, at
-from phalanx.checkpointing.pieces import Piece
 from phalanx.checkpointing.save import Saver
+from phalanx.checkpointing.slices import Piece
 from phalanx.checkpointing.stream import Saved
 from phalanx.parallel.mesh import Mesh
 

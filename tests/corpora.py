@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.data.corpus import Indexed
-from phalanx.data.tokenize import ByteTokenizer
+from phalanx.data.tokenizer import ByteTokenizer
 
 END = 256
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.placement import Spot
+from phalanx.parallel.owned_param import Spot
 
 
 def wholes(boxes: Mapping[str, tuple[Tensor, Spot]], mesh: Mesh) -> dict[str, Tensor]:

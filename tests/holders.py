@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from phalanx.checkpointing.held import tell_peers
-from phalanx.checkpointing.wire import Address
-from phalanx.launch.env import for_python
+from phalanx.checkpointing.replicas.replica_index import tell_peers
+from phalanx.checkpointing.replicas.replica_protocol import Address
+from phalanx.host.env import for_python
 
 TOKEN = "a secret of the test"
 
@@ -23,7 +23,7 @@ class Node:
 
     def __init__(self, root: Path, number: int):
         self.number, self.log = number, root / f"holder-{number}.log"
-        command = [sys.executable, "-m", "phalanx.checkpointing.holder"]
+        command = [sys.executable, "-m", "phalanx.checkpointing.replicas.replica_server"]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=for_python(), text=True

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from phalanx.data.pieces import Piece
-from phalanx.data.piecework import Result, Work
+from phalanx.data.source_pieces import Piece
+from phalanx.data.tokenize_piece import Result, Work
 
 
 class Here:

@@ -28,7 +28,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from phalanx.checkpointing import disk
+from phalanx.checkpointing import directory
 from phalanx.checkpointing.stream import Saved
 
 RUN = """
@@ -78,8 +78,8 @@ def victims(process: psutil.Process, target: str) -> list[psutil.Process]:
     """The launcher has one child, whose children are the holder, the nursery and the ranks, which a nursery has forked."""
     (supervisor,) = process.children()
     children = supervisor.children()
-    (holder,) = (child for child in children if "phalanx.checkpointing.holder" in child.cmdline())
-    forks = [child for child in children if "phalanx.cli.worker" in child.cmdline()]
+    (holder,) = (child for child in children if "phalanx.checkpointing.replicas.replica_server" in child.cmdline())
+    forks = [child for child in children if "phalanx.worker.fork_server" in child.cmdline()]
     (nursery,) = (child for child in forks if os.getsid(child.pid) == child.pid)
     ranks = [child for child in forks if child != nursery]
     choice = {
@@ -97,9 +97,9 @@ def victims(process: psutil.Process, target: str) -> list[psutil.Process]:
 
 def whole(checkpoints: Path) -> int:
     """Every folder with a checkpoint's name is one; returns how many there are."""
-    listed = disk.listed(checkpoints)
+    listed = directory.listed(checkpoints)
     for path in listed:
-        disk.verify(path)
+        directory.verify(path)
     return len(listed)
 
 
@@ -114,7 +114,7 @@ def once(folder: Path, dice: random.Random, killed: Counter[str]) -> bool:
     while job.poll() is None:
         assert time.monotonic() - begun < 600, f"{folder} makes no progress"
         names = os.listdir(checkpoints) if checkpoints.is_dir() else []
-        seen |= {name for name in names if name.endswith(disk.PARTIAL)}
+        seen |= {name for name in names if name.endswith(directory.PARTIAL)}
         if len(seen) >= wanted:
             time.sleep(dice.uniform(0, 0.06))
             try:
@@ -144,7 +144,7 @@ def cmdline(process: psutil.Process) -> list[str]:
 
 def equal(one: Path, other: Path) -> None:
     """The last checkpoints of two runs, bit for bit."""
-    (first, _), (second, _) = disk.newest_valid(one / "checkpoints"), disk.newest_valid(other / "checkpoints")
+    (first, _), (second, _) = directory.newest_valid(one / "checkpoints"), directory.newest_valid(other / "checkpoints")
     assert first is not None and second is not None and first.name == second.name
     a, b = Saved(first), Saved(second)
     assert a.names == b.names

@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from phalanx.control.channel import listen
+from phalanx.control.store_server import KeyValue, serve
 from phalanx.events.frames import Address
-from phalanx.launch.env import for_python
-from phalanx.launch.keyvalue import KeyValue, serve
-from phalanx.launch.link import listen
+from phalanx.host.env import for_python
 
 TOKEN = "a secret of the test"
 GENERATIONS = 10

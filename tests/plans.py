@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from phalanx.planning.candidate import Found, Option, WhyNot
 from phalanx.planning.devices import GpuEntry
 from phalanx.planning.hardware import Failures, Hardware
-from phalanx.planning.option import Found, Option, WhyNot
 from phalanx.planning.times import PARTS
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads

@@ -27,7 +27,7 @@ import torch._dynamo  # the first optimizer would import it, in every rank
 from torch import Tensor
 from torch.distributed.checkpoint import logger as dcp_logger
 
-from phalanx.checkpointing.pieces import Piece
+from phalanx.checkpointing.slices import Piece
 from phalanx.parallel.mesh import Mesh, connect, disconnect
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
@@ -35,7 +35,7 @@ from phalanx.spec.place import Place
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.training.trainer import Trainer
-from phalanx.verification.pool import fork, serve_store
+from phalanx.verification.rank_pool import fork, serve_store
 
 # A process that has run OpenMP in parallel leaves its forks a pool of threads that are not there. Modules are collected
 # before any test runs, so from here on no test of the session has one.

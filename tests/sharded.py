@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from phalanx.models.init import build, materialize
 from phalanx.parallel import expert
 from phalanx.parallel.apply import Recipe
-from phalanx.parallel.fully import FullySharded
+from phalanx.parallel.fsdp import FullySharded
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.placed import Placed
-from phalanx.parallel.placement import Spot
+from phalanx.parallel.owned_param import Spot
+from phalanx.parallel.sharded_model import Placed
 from phalanx.parallel.sharding import Sharding
 from phalanx.parallel.zero import Sharded, shard
 from phalanx.spec.layout import Layout

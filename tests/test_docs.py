@@ -15,7 +15,7 @@ from phalanx.cli.main import app
 from phalanx.dashboard.summary import Summary
 from phalanx.events.records import KINDS
 from phalanx.events.rundir import RunDir
-from phalanx.spec.chaos import parse
+from phalanx.faults.grammar import parse
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import load, loads
 

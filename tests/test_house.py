@@ -22,7 +22,7 @@ LONG_FUNCTIONS: set[str] = set()
 MANY_PARAMETERS: set[str] = set()
 """Exceptions, as "room/file.py" or "room/file.py:function"; each is a debt."""
 
-ENVIRONMENT = "launch/env.py"
+ENVIRONMENT = "host/env.py"
 """The only file that knows environment variables."""
 
 

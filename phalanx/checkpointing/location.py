@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from phalanx.events.chaos import DISK
+from phalanx.events.fault_log import DISK
 
 _FILE = "file://"
 

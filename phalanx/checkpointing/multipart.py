@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from phalanx.checkpointing.persist import persist, said
+from phalanx.checkpointing.retry import persist, said
 
 PART = 16 << 20
 _AT_ONCE = 4  # parts on their way; so many and the one being filled are in memory

@@ -18,7 +18,7 @@ import fsspec
 
 from phalanx.checkpointing.location import Location, Sink
 from phalanx.checkpointing.multipart import Parts, Stream
-from phalanx.checkpointing.persist import PAUSES, T, persist
+from phalanx.checkpointing.retry import PAUSES, T, persist
 
 _BUCKETS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "r2", "memory"}
 """Stores in which a folder is nothing but the beginning of names."""

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from phalanx.checkpointing import disk, image
-from phalanx.checkpointing.files import Holding, Writer, laid_out, live
-from phalanx.checkpointing.load import reason
+from phalanx.checkpointing import directory, rank_file
 from phalanx.checkpointing.location import Location
-from phalanx.checkpointing.pieces import Piece, SavePieces, pieces, written
+from phalanx.checkpointing.restore import reason
+from phalanx.checkpointing.shard_io import Holding, Writer, laid_out, live
+from phalanx.checkpointing.slices import Piece, SavePieces, pieces, written
 from phalanx.checkpointing.staging import Staging
 
 _LOOK = 0.02  # seconds between two looks at whether all ranks have written
@@ -110,7 +110,7 @@ class Saver:
         )
         no_copy = None if wait else self._staging.begin(parts)
         direct = wait or no_copy is not None
-        file = image.file_name(self._ranks.rank, self._ranks.ranks)
+        file = rank_file.file_name(self._ranks.rank, self._ranks.ranks)
         writer = Writer(folder, file, parts, partial(live, parts) if direct else self._staging.chunks, holding)
         self._stall = time.perf_counter() - started
         self._thread = threading.Thread(
@@ -127,18 +127,18 @@ class Saver:
     def _begin(self, step: int) -> Location | Outcome:
         """Rank 0 makes room for all."""
         failure, number = None, 0
-        folder = disk.folder(self._checkpoints, step)
+        folder = directory.folder(self._checkpoints, step)
         if self._ranks.rank == 0:
             number = self._ranks.tally("saves", 1)  # not counted here: these ranks may have saved through another Saver before
             try:
-                disk.begin(self._checkpoints, step)
+                directory.begin(self._checkpoints, step)
             except OSError as error:
                 failure = reason(error)
         failure, number = self._ranks.share((failure, number))
         if failure is not None:
             return Outcome(step=step, path=str(folder), failure=failure)
         self._key = f"save-{number}"
-        return folder.parent / f"{folder.name}{disk.PARTIAL}" if folder.renames else folder
+        return folder.parent / f"{folder.name}{directory.PARTIAL}" if folder.renames else folder
 
     def _write(
         self,
@@ -161,7 +161,7 @@ class Saver:
             self._ranks.tell(f"{key}-why-{self._ranks.tally(f'{key}-failed', 1)}", f"rank {self._ranks.rank}: {failure}")
         size = self._ranks.tally(f"{key}-bytes", writer.bytes)
         self._ranks.tally(f"{key}-done", 1)
-        path = disk.folder(self._checkpoints, step)
+        path = directory.folder(self._checkpoints, step)
         if self._ranks.rank == 0:
             try:
                 self._wait_for_all(f"{key}-done")
@@ -169,7 +169,7 @@ class Saver:
                 if failed := self._ranks.tally(f"{key}-failed", 0):
                     failure = "; ".join(self._ranks.told(f"{key}-why-{number + 1}") for number in range(failed))
                 else:
-                    disk.commit(folder, contents, self._ranks.ranks)
+                    directory.commit(folder, contents, self._ranks.ranks)
             except BaseException as error:
                 failure = f"rank 0: {reason(error)}"
             note = self._tidy(folder, path, failure) or note

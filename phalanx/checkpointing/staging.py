@@ -12,10 +12,10 @@ import threading
 import torch
 from torch import Tensor
 
-from phalanx.checkpointing.blocks import BLOCK
-from phalanx.checkpointing.files import raw
-from phalanx.checkpointing.pieces import Part
-from phalanx.checkpointing.room import free_memory
+from phalanx.checkpointing.checksums import BLOCK
+from phalanx.checkpointing.free_memory import free_memory
+from phalanx.checkpointing.shard_io import raw
+from phalanx.checkpointing.slices import Part
 
 
 class Staging:

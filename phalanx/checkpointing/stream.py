@@ -1,7 +1,7 @@
 """Checkpoints written and read a part at a time, for models larger than memory. Called by `phalanx import`, `export` and
 `checkpoint`.
 
-What is written is a checkpoint like any other: training, sampling and export read it with `checkpointing/load`.
+What is written is a checkpoint like any other: training, sampling and export read it with `checkpointing/restore`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from phalanx.checkpointing import blocks, disk, image
-from phalanx.checkpointing.blocks import BLOCK
-from phalanx.checkpointing.files import WORDS, Holding, Reader, raw
-from phalanx.checkpointing.image import Box
+from phalanx.checkpointing import checksums, directory, rank_file
+from phalanx.checkpointing.checksums import BLOCK
 from phalanx.checkpointing.location import Location, at
+from phalanx.checkpointing.rank_file import Box
+from phalanx.checkpointing.shard_io import WORDS, Holding, Reader, raw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,30 +78,30 @@ def _in_one_piece(sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 def write(checkpoints: Location | Path, step: int, tensors: Sequence[Streamed], contents: dict[str, Any]) -> Location:
     """Write a checkpoint of `tensors`, chunk by chunk, with `contents` beside them; returns where it is."""
-    partial = disk.begin(checkpoints, step)
+    partial = directory.begin(checkpoints, step)
     ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
     whole = [Box(t.name, WORDS[t.dtype], t.shape, (0,) * len(t.shape), t.shape) for t in ordered]
     holding = Holding(0, {box.name: box.bytes for box in whole})
     write_file(partial, (0, 1), whole, (part for tensor in ordered for part in tensor.values()), holding)
-    return disk.commit(partial, contents | {"step": step})
+    return directory.commit(partial, contents | {"step": step})
 
 
 def write_file(
     folder: Location, place: tuple[int, int], boxes: Sequence[Box], values: Iterator[memoryview], holding: Holding
 ) -> None:
     """One rank's file of a checkpoint, and what tells about it, where all ranks are written by one process; `place`: rank, ranks."""
-    name, head = image.file_name(*place), image.header(boxes)
+    name, head = rank_file.file_name(*place), rank_file.header(boxes)
 
     def chunks() -> Iterator[memoryview | bytes]:
         yield head
         yield from values
 
-    sums = blocks.write(folder / name, chunks())
+    sums = checksums.write(folder / name, chunks())
     size = sum(box.bytes for box in boxes)
-    about = image.about(name, len(head) + size, size, sums, boxes) | {"stage": holding.stage}
+    about = rank_file.about(name, len(head) + size, size, sums, boxes) | {"stage": holding.stage}
     if holding.names is not None:
         about["names"] = dict(holding.names)
-    blocks.write(folder / image.beside(name), [json.dumps(about).encode() + b"\n"])
+    checksums.write(folder / rank_file.beside(name), [json.dumps(about).encode() + b"\n"])
 
 
 class Saved:

@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from phalanx.checkpointing import blocks, disk, image
-from phalanx.checkpointing.load import reason
+from phalanx.checkpointing import checksums, directory, rank_file
 from phalanx.checkpointing.location import Location
-from phalanx.checkpointing.persist import persist
+from phalanx.checkpointing.restore import reason
+from phalanx.checkpointing.retry import persist
 from phalanx.checkpointing.save import Ranks
 from phalanx.spec.errors import PhalanxError
 
@@ -70,7 +70,7 @@ class Uploader:
     def held(self) -> set[str]:
         """Names of checkpoints that must stay at the near place for now."""
         with self._changed:
-            return {disk.folder(self._near, step).name for step in (self._waiting, self._running) if step is not None}
+            return {directory.folder(self._near, step).name for step in (self._waiting, self._running) if step is not None}
 
     def ended(self) -> list[Upload]:
         """What has ended since this was asked last; rank 0 knows."""
@@ -108,9 +108,9 @@ class Uploader:
 
     def _upload(self, step: int, skipped: list[int]) -> Upload:
         started = time.perf_counter()
-        target = disk.folder(self._far, step)
+        target = directory.folder(self._far, step)
         try:
-            folder = disk.begin(self._far, step)
+            folder = directory.begin(self._far, step)
             self._number += 1
             self._ranks.tell(f"upload-{self._number}", json.dumps(step))
             self._ranks.tally("uploads", 1)
@@ -120,7 +120,7 @@ class Uploader:
                 why = [self._ranks.told(f"upload-{self._number}-why-{one + 1}") for one in range(failed)]
                 raise PhalanxError("; ".join(why))
             size = self._ranks.tally(f"upload-{self._number}-bytes", 0)
-            disk.complete(folder, (disk.folder(self._near, step) / disk.MARKER).read())
+            directory.complete(folder, (directory.folder(self._near, step) / directory.MARKER).read())
         except Exception as error:
             return Upload(step=step, url=str(target), failure=reason(error), skipped=skipped)
         try:
@@ -154,14 +154,16 @@ class Uploader:
         """This rank's files; returns their bytes."""
         key, size = f"upload-{self._number}", 0
         try:
-            near = disk.folder(self._near, step)
-            far = disk.folder(self._far, step)
+            near = directory.folder(self._near, step)
+            far = directory.folder(self._far, step)
             if far.renames:
-                far = far.parent / f"{far.name}{disk.PARTIAL}"
-            files = disk.sealed(near)["files"]
+                far = far.parent / f"{far.name}{directory.PARTIAL}"
+            files = directory.sealed(near)["files"]
             # By turns, in the order of the ranks that wrote them: where as many upload, each its own.
-            for name in sorted(name for name in files if image.beside(name) in files)[self._ranks.rank :: self._ranks.ranks]:
-                for one in (name, image.beside(name)):
+            for name in sorted(name for name in files if rank_file.beside(name) in files)[
+                self._ranks.rank :: self._ranks.ranks
+            ]:
+                for one in (name, rank_file.beside(name)):
                     self._copy(near / one, far / one, files[one])
                     size += files[one]["bytes"]
         except BaseException as error:
@@ -173,13 +175,13 @@ class Uploader:
 
     def _copy(self, near: Location, far: Location, expected: dict[str, int | str]) -> None:
         """Read anew wherever the sending has to begin anew; and what was sent is what was saved."""
-        sums = persist(f"{far} cannot be written", lambda: blocks.write(far, self._blocks(near)))
-        if blocks.whole(sums) != expected["checksum"]:
-            raise disk.DamagedCheckpoint(near.parent, f"its file {near.name} does not have the contents that were saved")
+        sums = persist(f"{far} cannot be written", lambda: checksums.write(far, self._blocks(near)))
+        if checksums.whole(sums) != expected["checksum"]:
+            raise directory.DamagedCheckpoint(near.parent, f"its file {near.name} does not have the contents that were saved")
 
     def _blocks(self, file: Location) -> Iterator[bytes]:
         size = file.size() or 0
-        for begin in range(0, size, blocks.BLOCK):
+        for begin in range(0, size, checksums.BLOCK):
             if self._stopped:
                 raise PhalanxError("the run has ended")
-            yield file.read(begin, min(blocks.BLOCK, size - begin))
+            yield file.read(begin, min(checksums.BLOCK, size - begin))

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli.export import export, size_in_bytes
+from phalanx.cli.export_cmd import export, size_in_bytes
 from phalanx.cli.output import AsJson, print_json
-from phalanx.dashboard.numbers import size
+from phalanx.dashboard.format import size
 from phalanx.spec.errors import RunError
 
 _FORMATS = ("hf", "safetensors", "torch")
@@ -41,9 +41,9 @@ def checkpoint_export(
         export(checkpoint, out, dtype, shard_size, json=json)
         return
     limit = size_in_bytes(shard_size)
-    from phalanx.checkpointing.find import located
-    from phalanx.checkpointing.plain import to_safetensors, to_torch
+    from phalanx.checkpointing.find_checkpoint import located
     from phalanx.checkpointing.stream import Saved
+    from phalanx.checkpointing.tools.plain_export import to_safetensors, to_torch
     from phalanx.evaluation.convert import TORCH
 
     if dtype is not None and dtype not in TORCH:

@@ -10,22 +10,22 @@ from pathlib import Path
 import torch
 
 from phalanx.cli.output import console, print_error, print_json
-from phalanx.cli.rank import Signals, work
-from phalanx.cli.train import conclude
+from phalanx.cli.train_cmd import conclude
+from phalanx.control.replica_process import NO_COPIES
 from phalanx.dashboard.progress import display
-from phalanx.dashboard.reading import tokenizing
+from phalanx.dashboard.tokenize_progress import tokenizing
 from phalanx.events.log import EventLog
 from phalanx.events.records import Warned
 from phalanx.events.rundir import RunDir
-from phalanx.launch.copies import NO_COPIES
-from phalanx.launch.env import visible_gpus
+from phalanx.host.env import visible_gpus
+from phalanx.host.probe import probe
 from phalanx.launch.local import started
 from phalanx.launch.prepare import Prepared, Request, prepare
-from phalanx.launch.probe import probe
 from phalanx.parallel.mesh import connect, disconnect
 from phalanx.spec.errors import PhalanxError, RunError
 from phalanx.spec.load import load
 from phalanx.spec.place import Place
+from phalanx.worker.rank import Signals, work
 
 _UNTIL_PREPARED = 7 * 86400.0  # seconds that the others wait for rank 0, which may have a large corpus to tokenise
 _UNTIL_ENDED = 60.0  # seconds that torchrun has to end a rank once another has ended

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from phalanx.dashboard.numbers import UNKNOWN, size
+from phalanx.dashboard.format import UNKNOWN, size
 
 _SHOWN = 20  # tensors, files or ranks; more of them only where they were asked for
 _RIGHT = ("step", "size", "ranks", "bytes", "rank", "reads", "from files", "of tensors", "values", "largest", "relative")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from phalanx.dashboard.numbers import count, dollars, instant, percent, size
+from phalanx.dashboard.format import count, dollars, instant, percent, size
 from phalanx.dashboard.plan_page_parts import SCRIPT, STYLE
 from phalanx.dashboard.plan_picture import MEMORY, OTHERS, STEP, compared, long_unit, memory_unit, step_unit
 from phalanx.dashboard.plan_text import SHORTHAND, days, interval, promise, recomputed, searched_words

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.dashboard.numbers import count, dollars, instant, percent, size
+from phalanx.dashboard.format import count, dollars, instant, percent, size
 from phalanx.dashboard.plan_text import recomputed
 
 if TYPE_CHECKING:

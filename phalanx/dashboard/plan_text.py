@@ -14,7 +14,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.dashboard.numbers import count, dollars, duration, energy, instant, percent, size
+from phalanx.dashboard.format import count, dollars, duration, energy, instant, percent, size
 
 COLOURS = {
     "parameters": "blue", "gradients": "cyan", "optimizer": "magenta", "activations": "green", "logits": "yellow",

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.dashboard.numbers import duration, percent
+from phalanx.dashboard.format import duration, percent
 
 WORDS = {
     "computing": "computing",
@@ -35,7 +35,7 @@ _BAR = 40
 
 
 def text(found: Mapping[str, Any]) -> list[str]:
-    """Lines for a person; `found` is planning/simulation/answer's values."""
+    """Lines for a person; `found` is planning/simulate/simulation_report's values."""
     lines = [
         f"{found['ranks']:,} ranks on {_nodes(found['nodes'] - found['spares'])}, {found['spares']:,} spare; "
         f"steps of {found['step_seconds']:.3g} s; {found['runs']} runs of {_days(found['simulated_days'])}",

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.dashboard.numbers import percent
-from phalanx.dashboard.schedule import COLOURS, draw_rank
+from phalanx.dashboard.format import percent
+from phalanx.dashboard.schedule_picture import COLOURS, draw_rank
 from phalanx.dashboard.simulated import WORDS
-from phalanx.spec.schedule import KINDS
-from phalanx.spec.schedule_time import Timeline
+from phalanx.schedules.actions import KINDS
+from phalanx.schedules.timing import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.dashboard.simulated_picture import Sent
-from phalanx.spec.schedule import KINDS
-from phalanx.spec.schedule_time import Timeline
+from phalanx.schedules.actions import KINDS
+from phalanx.schedules.timing import Timeline
 
 _MICRO = 1e6
 _RANKS, _LINKS = 1, 2

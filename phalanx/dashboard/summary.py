@@ -18,10 +18,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.dashboard.curve import FILE_NAME
-from phalanx.dashboard.history import history
-from phalanx.dashboard.numbers import count, duration, instant, number, percent, size
-from phalanx.dashboard.troubles import recoveries
+from phalanx.dashboard.failure_lines import recoveries
+from phalanx.dashboard.format import count, duration, instant, number, percent, size
+from phalanx.dashboard.loss_curve import FILE_NAME
+from phalanx.dashboard.run_history import history
 from phalanx.events.records import Event, Finished, RunStarted, Saved, Stopped, WorkerFailed, plain
 
 

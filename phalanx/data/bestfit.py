@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.data.corpus import Corpus
+from phalanx.data.disk_array import Stored
+from phalanx.data.holdout import Intervals
 from phalanx.data.pack import IGNORED, Piece, Window, pieces_between, places
-from phalanx.data.split import Intervals
-from phalanx.data.stored import Stored
 from phalanx.spec.errors import RunError
 
 _KEPT = 1 << 16

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.data.records import MISSING, NOT_UTF8, Bad
 from phalanx.data.template import PLAIN, Message, Refused, Rendered, Template
-from phalanx.data.tokenize import Ids, Tokenizer
+from phalanx.data.text_records import MISSING, NOT_UTF8, Bad
+from phalanx.data.tokenizer import Ids, Tokenizer
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Source
 

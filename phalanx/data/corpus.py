@@ -1,6 +1,6 @@
 """What a run reads from: one flat stream of token ids in which every document is followed by the end token.
 
-`data/source` (text read as it lies), `data/tokenfile` (token files) and Chain (several of them) are corpora; `data/split`
+`data/source` (text read as it lies), `data/tokenfile` (token files) and Chain (several of them) are corpora; `data/holdout`
 divides one, `data/pack` and `data/bestfit` cut windows out of it.
 """
 

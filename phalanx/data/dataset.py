@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 from phalanx.data.bestfit import BestFit
 from phalanx.data.corpus import Chain, Corpus
 from phalanx.data.files import named_files, stdlib_files
+from phalanx.data.holdout import Intervals, split
 from phalanx.data.mix import Mixed, Mixture
 from phalanx.data.pack import Packing, Samples, Windows
 from phalanx.data.source import Memory, TextFiles
-from phalanx.data.split import Intervals, split
 from phalanx.data.tokenfile import META, TokenFiles
-from phalanx.data.tokenize import ByteTokenizer, Tokenizer, tokenizer
+from phalanx.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Data, MixedSource, Source
 from phalanx.spec.sources import kind

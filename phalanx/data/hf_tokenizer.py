@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.data.tokenize import Ids, Spans, TextStream
+from phalanx.data.tokenizer import Ids, Spans, TextStream
 from phalanx.spec.errors import RunError
 
 _FILE = "tokenizer.json"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from phalanx.data.listing import Found, files_of, key_of
-from phalanx.data.records import Bad, missing_extra, text_in
+from phalanx.data.text_records import Bad, missing_extra, text_in
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Source
 

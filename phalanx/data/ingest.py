@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.data.pieces import Piece, Plan, make_plan
-from phalanx.data.piecework import DONE, Advance, Result
-from phalanx.data.pool import Pool
-from phalanx.data.records import EMPTY, MISSING
+from phalanx.data.source_pieces import Piece, Plan, make_plan
+from phalanx.data.text_records import EMPTY, MISSING
 from phalanx.data.tokenfile import META, TokenMeta
-from phalanx.data.tokenize import Tokenizer
+from phalanx.data.tokenize_piece import DONE, Advance, Result
+from phalanx.data.tokenize_pool import Pool
+from phalanx.data.tokenizer import Tokenizer
 from phalanx.data.tokenwriter import replace_text, unfinished, write_meta
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Data, Source

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from phalanx.data.bestfit import best_fit
 from phalanx.data.corpus import Corpus
-from phalanx.data.tokenize import Tokenizer
+from phalanx.data.tokenizer import Tokenizer
 
 _I8 = npt.NDArray[np.int64]
 _MOST = 1 << 24

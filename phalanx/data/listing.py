@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.data.storage import bare_name, filesystem, is_url, reachable
+from phalanx.data.open_file import bare_name, filesystem, is_url, reachable
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Source
 

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.data.corpus import Corpus
+from phalanx.data.holdout import Intervals
 from phalanx.data.shuffle import Permutation, key
-from phalanx.data.split import Intervals
 
 IGNORED = -100
 """The target that no loss is computed for; what cross entropy ignores by default."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from phalanx.data.dataset import Dataset
 from phalanx.data.pack import Batch
-from phalanx.data.tokenize import Tokenizer
+from phalanx.data.tokenizer import Tokenizer
 from phalanx.spec.errors import RunError
 
 _PORTION = 256  # samples in memory at a time

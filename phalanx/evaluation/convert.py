@@ -17,16 +17,16 @@ import torch
 
 from phalanx._version import __version__
 from phalanx.checkpointing import stream
-from phalanx.checkpointing.find import find, one
-from phalanx.checkpointing.hf import Folder, Writer
-from phalanx.checkpointing.reference import Reference
-from phalanx.checkpointing.whole import whole
+from phalanx.checkpointing.atomic_dir import whole
+from phalanx.checkpointing.find_checkpoint import find, one
+from phalanx.checkpointing.hf_folder import Folder, Writer
+from phalanx.checkpointing.reference_logits import Reference
 from phalanx.evaluation import bytelevel
 from phalanx.evaluation.matching import Match, check
-from phalanx.evaluation.model import run_for, run_of, words_of
-from phalanx.models import layout, names
-from phalanx.models.layout import Entry
-from phalanx.spec import hf, hf_write
+from phalanx.evaluation.open_model import run_for, run_of, words_of
+from phalanx.models import hf_mapping, hf_names
+from phalanx.models.hf_mapping import Entry
+from phalanx.spec import hf_config, hf_config_write
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.model import ModelSpec
@@ -61,9 +61,9 @@ def import_folder(folder: Path, out: Path) -> Converted:
     """Write the folder's model as a run directory with one checkpoint, in the format its weights have."""
     if not folder.is_dir():
         raise RunError([f"{folder} is not a folder: name one with config.json and weights in safetensors."])
-    spec = hf.model_spec(folder)
+    spec = hf_config.model_spec(folder)
     files = Folder(folder)
-    table = names.match(files, spec, hf.interleaved(hf.read_config(folder)))
+    table = hf_names.match(files, spec, hf_config.interleaved(hf_config.read_config(folder)))
     notes = _notes_of_import(folder, spec)
     words = [folder / name for name in sorted(_WORDS) if (folder / name).is_file()]
     own = (folder / "tokenizer.json").is_file()
@@ -86,7 +86,7 @@ def import_folder(folder: Path, out: Path) -> Converted:
     read = {piece.theirs for entry in table for piece in entry.pieces}
     formats = sorted({_word(files.dtype(name)) for name in read})
     return Converted(
-        path=out, family=hf_write.family(spec), parameters=spec.parameters(), dtype="+".join(formats), notes=notes,
+        path=out, family=hf_config_write.family(spec), parameters=spec.parameters(), dtype="+".join(formats), notes=notes,
         files=len({files.tensors[name].file for name in read}),
         bytes=sum(files.tensors[name].end - files.tensors[name].begin for name in read),
     )  # fmt: skip
@@ -95,8 +95,8 @@ def import_folder(folder: Path, out: Path) -> Converted:
 def _streamed(entry: Entry, files: Folder) -> stream.Streamed:
     dtype = files.dtype(entry.pieces[0].theirs)
     chunks = [
-        stream.Chunk(offsets=block.offsets, sizes=block.sizes, read=partial(layout.read, block, files.rows))
-        for block in layout.blocks(entry, dtype.itemsize)
+        stream.Chunk(offsets=block.offsets, sizes=block.sizes, read=partial(hf_mapping.read, block, files.rows))
+        for block in hf_mapping.blocks(entry, dtype.itemsize)
     ]
     return stream.Streamed(name=f"model/{entry.name}", shape=entry.shape, dtype=dtype, chunks=chunks)
 
@@ -132,23 +132,25 @@ def export_checkpoint(
     found = find(path) if reference is None else one(path)  # what is read is checked; all of it was just written
     run = run_of(found)
     spec = run.model
-    family = hf_write.family(spec)
+    family = hf_config_write.family(spec)
     saved = stream.Saved(found.checkpoint)
-    table = names.table(spec)
+    table = hf_names.table(spec)
     _fits(saved, table, found.source)
     formats = {entry.name: _format(saved, entry, dtype) for entry in table}
     tensors = {piece.theirs: (piece.shape, formats[entry.name]) for entry in table for piece in entry.pieces}
-    copies = names.copies(spec)
+    copies = hf_names.copies(spec)
     tensors |= {copy: tensors[original] for copy, original in copies.items()}
     written = _word(formats["embed.weight"])
     words, special, notes = _words(run, found.tokenizer)
     if spec.ahead and family != "deepseek_v3":
-        notes.append(f"{hf_write.NAMES[family]} has no multi-token prediction: the {spec.ahead} modules of it are left out.")
+        notes.append(
+            f"{hf_config_write.NAMES[family]} has no multi-token prediction: the {spec.ahead} modules of it are left out."
+        )
     with whole(out) as unfinished:
         for name, text in words.items():
             (unfinished / name).write_bytes(text)
-        config = hf_write.config(spec, dtype=str(TORCH[written]).removeprefix("torch."), tokens=special)
-        (unfinished / hf.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        config = hf_config_write.config(spec, dtype=str(TORCH[written]).removeprefix("torch."), tokens=special)
+        (unfinished / hf_config.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         writer = Writer(unfinished, tensors, shard_size)
         for entry in table:
             _export(entry, saved, writer, [copy for copy, original in copies.items() if original == entry.pieces[0].theirs])
@@ -178,13 +180,13 @@ def _export(entry: Entry, saved: stream.Saved, writer: Writer, copies: list[str]
             part = saved.read(name, first, last)
             for piece in entry.pieces[first:last]:
                 assert piece.expert is not None
-                writer.write(piece.theirs, layout.theirs(piece, part[piece.expert - first]))
+                writer.write(piece.theirs, hf_mapping.theirs(piece, part[piece.expert - first]))
         return
     (piece,) = entry.pieces
     # Of a turned tensor, a part of ours is none of theirs.
     parts = [(0, entry.shape[0])] if piece.turned else saved.parts(name, piece.pairs[0] if piece.pairs else 1)
     for first, last in parts:
-        rows = layout.theirs(piece, saved.read(name, first, last))
+        rows = hf_mapping.theirs(piece, saved.read(name, first, last))
         for theirs in (piece.theirs, *copies):
             writer.write(theirs, rows, piece.rows[0] + first, None if piece.columns is None else piece.columns[0])
 
@@ -207,7 +209,7 @@ def _format(saved: stream.Saved, entry: Entry, dtype: str | None) -> torch.dtype
 
 def _words(run: Run, kept: Path | None) -> tuple[dict[str, bytes], dict[str, int | None], list[str]]:
     """The tokenizer's files by name, the ids of its special tokens as config.json has them, and what is to be said of them."""
-    from phalanx.data.tokenize import tokenizer
+    from phalanx.data.tokenizer import tokenizer
 
     if run.data.tokenizer == "byte":
         if run.model.rows < TOKENIZER_VOCAB["byte"]:

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx.data.template import Template
-from phalanx.data.tokenize import Tokenizer
+from phalanx.data.tokenizer import Tokenizer
 from phalanx.evaluation.instruments import scorer
-from phalanx.evaluation.model import open_model
+from phalanx.evaluation.open_model import open_model
 from phalanx.evaluation.score import Request, Scorer
-from phalanx.models.generate import Sampling, generate
+from phalanx.models.sampling import Sampling, generate
 from phalanx.spec.errors import PhalanxError, RunError
 
 if TYPE_CHECKING:

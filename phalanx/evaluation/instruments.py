@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from phalanx.evaluation.loss import Meter
-from phalanx.evaluation.model import Opened
+from phalanx.evaluation.open_model import Opened
+from phalanx.evaluation.perplexity import Meter
 from phalanx.evaluation.score import Scorer
 from phalanx.events.rundir import RunDir
 from phalanx.spec.plan import Plan

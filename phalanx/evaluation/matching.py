@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from phalanx.checkpointing.hf import Folder
-from phalanx.checkpointing.reference import Reference
-from phalanx.models import layout, names
-from phalanx.models.dense import Decoder
+from phalanx.checkpointing.hf_folder import Folder
+from phalanx.checkpointing.reference_logits import Reference
+from phalanx.models import hf_mapping, hf_names
+from phalanx.models.decoder import Decoder
 from phalanx.models.init import build, reset_buffers
-from phalanx.spec import hf
+from phalanx.spec import hf_config
 from phalanx.spec.errors import RunFailed
 from phalanx.spec.safefiles import SIZES
 from phalanx.transforms import fp8
@@ -84,7 +84,7 @@ def compare(folder: Path, reference: Reference) -> Match:
     scale = answer_KV.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
     worst_K, tokens_K = ((reference.logits_KV - answer_KV).abs() / scale).nan_to_num(torch.inf).max(1)
     rounding_K = ((rounded_KV - exact_KV).abs() / scale).amax(1)
-    decisive = math.ceil((1.0 if hf.model_spec(folder).moe is None else AGREEING) * len(worst_K)) - 1
+    decisive = math.ceil((1.0 if hf_config.model_spec(folder).moe is None else AGREEING) * len(worst_K)) - 1
     place = int(worst_K.argsort()[decisive])
     return Match(
         opened=opened,
@@ -99,8 +99,8 @@ def compare(folder: Path, reference: Reference) -> Match:
 
 def _ours(folder: Path, reference: Reference) -> tuple[Tensor, Tensor]:
     """The answer of our own model with the folder's weights in fp32, and in the format of the reference."""
-    spec, files = hf.model_spec(folder), Folder(folder)
-    table = names.match(files, spec, hf.interleaved(hf.read_config(folder)))
+    spec, files = hf_config.model_spec(folder), Folder(folder)
+    table = hf_names.match(files, spec, hf_config.interleaved(hf_config.read_config(folder)))
     model = build(spec)
     assert isinstance(model, Decoder)
     exact = rounded = reference.tokens_S[None]
@@ -109,7 +109,7 @@ def _ours(folder: Path, reference: Reference) -> tuple[Tensor, Tensor]:
         part = model.part(index, index + 1).eval().to_empty(device=_CPU)
         reset_buffers(part)
         state = {name: tensor for name, tensor in part.state_dict().items() if isinstance(tensor, Tensor)}
-        layout.fill(state, tuple(entry for entry in table if entry.name in state), files.rows)
+        hf_mapping.fill(state, tuple(entry for entry in table if entry.name in state), files.rows)
         exact = part(exact, positions)
         if reference.compute != "fp32":
             rounded = _in_format(part, rounded, positions, reference)

@@ -16,7 +16,7 @@ from phalanx.spec.errors import RunError
 from phalanx.transforms.precision import computing
 
 if TYPE_CHECKING:
-    from phalanx.data.tokenize import Tokenizer
+    from phalanx.data.tokenizer import Tokenizer
 
 
 class Request(NamedTuple):

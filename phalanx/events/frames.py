@@ -1,6 +1,6 @@
 """How the processes of one run speak to each other: both prove the run's secret before anything else is read, and neither sends it;
-then come JSON messages, each sealed with a key of that one connection. Used by `launch/link` (asyncio), `parallel/store` (blocking)
-and `checkpointing/wire` (the proof alone). Never loads torch.
+then come JSON messages, each sealed with a key of that one connection. Used by `control/channel` (asyncio), `parallel/store` (blocking)
+and `checkpointing/replicas/replica_protocol` (the proof alone). Never loads torch.
 
 The one who listens sends 32 random bytes; the one who asks answers with 32 of its own and its proof, and gets a proof back. Until then
 only these fixed sizes are read. A seal covers direction and number of a message, so bytes that were changed, repeated, left out or
@@ -98,7 +98,7 @@ class Channel:
 
 
 def channel(address: Address, token: str, use: bytes, timeout: float = GREETING) -> Channel:
-    """To a `launch/link` listener; Refused where either does not know the token of the other."""
+    """To a `control/channel` listener; Refused where either does not know the token of the other."""
     sock, key = knock(address, token, use, timeout)
     return Channel(sock, Seals(key, asking=True))
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from phalanx.events.chaos import DISK
+from phalanx.events.fault_log import DISK
 from phalanx.events.records import Event, Step, StepSkipped, decode, encode
 
 _WAITING = 10_000  # records kept in memory while the disk is full; then the oldest go

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar
 
 from phalanx.events.event import Event
-from phalanx.events.troubles import (
+from phalanx.events.failure_records import (
     ControllerChanged,
     Corrupted,
     FailureNoticed,

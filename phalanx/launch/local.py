@@ -1,7 +1,7 @@
 """A job on this machine: starts a supervisor for each of its nodes, hears how the run ends, starts lost nodes again where the run
 file says so. Never imports torch.
 
-The supervisors (`launch/agent`) do the rest; all of them, and all that they have started, die with this process.
+The supervisors (`control/agent`) do the rest; all of them, and all that they have started, die with this process.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from phalanx._version import __version__
+from phalanx.control.replica_process import ONE_NODE, give_back, room_for_copies
 from phalanx.events.log import EventLog, EventReader
 from phalanx.events.records import Event, RunStarted, Warned, WorkerFailed
-from phalanx.launch.copies import ONE_NODE, give_back, room_for_copies
-from phalanx.launch.env import for_python
-from phalanx.launch.family import deaf
+from phalanx.host.env import for_python
+from phalanx.host.process_tree import deaf
 from phalanx.launch.prepare import Prepared
 from phalanx.spec.errors import RunError, RunFailed
 from phalanx.spec.plan import Plan
@@ -46,7 +46,7 @@ class _Node:
         self.number = number
         with log.open("ab") as file, deaf():
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "phalanx.launch.agent"],
+                [sys.executable, "-P", "-m", "phalanx.control.agent"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,

@@ -14,21 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.checkpointing import disk
+from phalanx.checkpointing import directory
 from phalanx.checkpointing.location import at
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.events.log import read_events
 from phalanx.events.records import Finished
 from phalanx.events.rundir import RunDir
-from phalanx.launch.env import visible_gpus
-from phalanx.launch.measure import check_weights, measure
-from phalanx.launch.nodes import address_problems, node_problems
-from phalanx.launch.notices import data_notices, sources, too_little_data
-from phalanx.launch.probe import probe
-from phalanx.launch.rehearse import memory_problems
-from phalanx.launch.storage import check_lost, check_owner, newest_first, places, storage_problems
+from phalanx.host.env import visible_gpus
+from phalanx.host.probe import probe
+from phalanx.launch.checkpoint_storage import check_lost, check_owner, newest_first, places, storage_problems
+from phalanx.launch.data_notices import data_notices, sources, too_little_data
+from phalanx.launch.fit_check import memory_problems
+from phalanx.launch.measure_model import check_weights, measure
+from phalanx.launch.node_check import address_problems, node_problems
 from phalanx.planning.hardware import mismatch
-from phalanx.planning.settle import Settled, again, settle
+from phalanx.planning.resolve import Settled, again, settle
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.identity import changed
@@ -197,13 +197,13 @@ def _own(base: Path, run: Run, fresh: bool) -> RunDir:
 def _imported(rundir: RunDir) -> bool:
     """What `phalanx import` made: weights of no text, and no state of an optimizer to go on with."""
     try:
-        listed = disk.listed(rundir.checkpoints)
+        listed = directory.listed(rundir.checkpoints)
     except OSError:
         return False  # `_make` says what is wrong with it
     for path in listed:
         try:
-            return disk.read_marker(path)["data"] is None
-        except disk.DamagedCheckpoint:
+            return directory.read_marker(path)["data"] is None
+        except directory.DamagedCheckpoint:
             continue
     return False
 

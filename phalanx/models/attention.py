@@ -1,4 +1,4 @@
-"""Causal self-attention inside documents, and the seam through which others may compute it. Used by `models/dense`
+"""Causal self-attention inside documents, and the seam through which others may compute it. Used by `models/decoder`
 and `models/mla`.
 
 `attend` is a plain attribute: local by default, replaced by context parallelism without the model knowing.

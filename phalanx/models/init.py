@@ -16,8 +16,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from phalanx.models import own
-from phalanx.models.dense import INITIAL, Decoder
+from phalanx.models import custom
+from phalanx.models.decoder import INITIAL, Decoder
 from phalanx.spec.model import ModelSpec
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -26,9 +26,9 @@ _CHUNK = 1 << 20  # elements drawn at a time: bounds the 64-bit scratch memory t
 
 
 def build(spec: ModelSpec) -> nn.Module:
-    """The model on the meta device: names and shapes, no memory. A module of your own must pass the checks of `models/own`."""
+    """The model on the meta device: names and shapes, no memory. A module of your own must pass the checks of `models/custom`."""
     if spec.module is not None:
-        return own.build(spec, spec.module)
+        return custom.build(spec, spec.module)
     with torch.device("meta"):
         return Decoder(spec)
 
@@ -50,7 +50,7 @@ def table(model: nn.Module) -> Mapping[str, str]:
     """What each parameter's values start as: name pattern to rule."""
     spec = model.spec
     assert isinstance(spec, ModelSpec), "build gives every model its spec"
-    return INITIAL if spec.module is None else own.initial(model, spec.module)
+    return INITIAL if spec.module is None else custom.initial(model, spec.module)
 
 
 def reset_buffers(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""The parts a block is made of besides attention: norms, rotary positions, feed-forward. Used by `models/dense`, `mla` and `moe`."""
+"""The parts a block is made of besides attention: norms, rotary positions, feed-forward. Used by `models/decoder`, `mla` and `moe`."""
 
 from __future__ import annotations
 

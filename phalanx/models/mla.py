@@ -1,5 +1,5 @@
 """Multi-head latent attention (DeepSeek-V2 and V3): keys and values are expanded from one narrow vector per token, which is
-all that generation has to remember. Takes the place of grouped-query attention in a block of `models/dense`."""
+all that generation has to remember. Takes the place of grouped-query attention in a block of `models/decoder`."""
 
 from __future__ import annotations
 

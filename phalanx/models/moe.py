@@ -1,5 +1,5 @@
 """Mixture of experts in place of a block's feed-forward: a router sends each token to a few of many experts, and none is dropped.
-Mixtral, Qwen3-MoE and DeepSeek-V3 are settings of it. Used by `models/dense`; training reads `routers` to balance them.
+Mixtral, Qwen3-MoE and DeepSeek-V3 are settings of it. Used by `models/decoder`; training reads `routers` to balance them.
 
 `MoE.dispatch` is a plain attribute: local by default; expert parallelism gives it experts that lie elsewhere, without the model
 knowing.

@@ -12,17 +12,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from phalanx.parallel import context, expert, fully, tensor, vocabulary, zero
+from phalanx.parallel import expert, fsdp, tensor, vocab_parallel, zero
+from phalanx.parallel.context import context_parallel
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.pipeline import tied_group
-from phalanx.parallel.placed import Engine, Loss, Placed
-from phalanx.parallel.placement import Held, Spot
+from phalanx.parallel.owned_param import Held, Spot
+from phalanx.parallel.pipeline.executor import tied_group
 from phalanx.parallel.replicate import Replicated
+from phalanx.parallel.sharded_model import Engine, Loss, Placed
 from phalanx.parallel.sharding import Sharding
+from phalanx.schedules.actions import Schedule
 from phalanx.spec.errors import RunError
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
-from phalanx.spec.schedule import Schedule
 from phalanx.transforms import activations, compile, fp8, recompute
 
 
@@ -54,10 +55,10 @@ def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Reci
     spots = expert.split(parts, spots, recipe.axes, mesh)
     applied["expert"] = expert.applied(parts, spots, recipe.axes)
     if layout.context > 1:
-        applied["context"] = context.swap(parts, mesh, layout.context_method)
+        applied["context"] = context_parallel.swap(parts, mesh, layout.context_method)
     columns = mesh.group("tensor", use="tensor") if layout.tensor > 1 else None
-    loss = vocabulary.swap(parts, columns, chunk=run.memory.loss_chunk, sequence=layout.sequence, loss=recipe.loss)
-    applied["loss"] = vocabulary.applied(parts, loss)
+    loss = vocab_parallel.swap(parts, columns, chunk=run.memory.loss_chunk, sequence=layout.sequence, loss=recipe.loss)
+    applied["loss"] = vocab_parallel.applied(parts, loss)
     applied |= transform(parts, run, plan, mesh)
     engine = _engine(parts, _mirrored(parts, spots, recipe.tied), run, plan, mesh, recipe)
     applied["data"] = engine.applied()
@@ -97,7 +98,7 @@ def _engine(parts: list[nn.Module], spots: dict[str, Spot], run: Run, plan: Plan
     splits = recipe.schedule is not None and recipe.schedule.splits
     how = Sharding(zero=plan.layout.zero, axes=axes, compute=plan.compute, wire=wire, keep=splits)
     if plan.layout.zero == 3:
-        return fully.FullySharded(parts, spots, mesh, recipe, how)
+        return fsdp.FullySharded(parts, spots, mesh, recipe, how)
     return zero.shard(parts, spots, mesh, recipe, how)
 
 

@@ -14,9 +14,9 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from phalanx.parallel.dispatch import Dispatch, Seats
+from phalanx.parallel.expert_dispatch import Dispatch, Seats
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.placement import Spot, replace_parameter
+from phalanx.parallel.owned_param import Spot, replace_parameter
 from phalanx.spec.errors import RunError
 from phalanx.spec.words import either
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.parallel.busy import meet
+from phalanx.observe.comm_timer import meet
 
 # torch 2.13 has new names for these two, and warns of the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

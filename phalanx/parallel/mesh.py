@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from phalanx.parallel.busy import meet
+from phalanx.observe.comm_timer import meet
 from phalanx.parallel.group import Group
 from phalanx.parallel.store import ControlStore
 from phalanx.spec.layout import Layout

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.parallel.arriving import on_arrival
-from phalanx.parallel.busy import wait
+from phalanx.observe.comm_timer import wait
+from phalanx.parallel.grad_ready import on_arrival
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.placement import Held
+from phalanx.parallel.owned_param import Held
 
 _BUCKETS = {
     # Bytes of the first bucket and of the others. On GPUs the first is small, so that reducing starts early in the backward.

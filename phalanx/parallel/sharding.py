@@ -1,5 +1,5 @@
 """What ZeRO-1, 2 and 3 have in common: their settings, who owns which part of a parameter, and which parameters a model that
-computes in low precision holds in it. Used by `parallel/zero` and `parallel/fully`."""
+computes in low precision holds in it. Used by `parallel/zero` and `parallel/fsdp`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.placement import Spot, chunk
+from phalanx.parallel.owned_param import Spot, chunk
 from phalanx.spec.errors import RunError
 
 if TYPE_CHECKING:

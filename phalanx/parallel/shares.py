@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.parallel.group import Group
-from phalanx.parallel.placement import Held, Spot
+from phalanx.parallel.owned_param import Held, Spot
 from phalanx.parallel.sharding import Sharding, own_box
 
 _BUCKETS = {"cuda": 32 << 20, "cpu": 64 << 20, "meta": 32 << 20}

@@ -1,4 +1,4 @@
-"""The store in which ranks meet, kept by the controller's agent (`launch/keyvalue`): torch's own interface, over connections on which
+"""The store in which ranks meet, kept by the controller's agent (`control/store_server`): torch's own interface, over connections on which
 both sides have proved the run's token. Made by `parallel/mesh`. When the generation is over, whoever waits in here is told at once.
 """
 

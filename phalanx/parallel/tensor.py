@@ -21,8 +21,8 @@ from torch import nn
 
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.placement import Spot, replace_parameter
-from phalanx.parallel.tensor_seams import Enter, Join, KvSelect, Leave, Lookup, Part, Slice, Together, Unbiased
+from phalanx.parallel.owned_param import Spot, replace_parameter
+from phalanx.parallel.tensor_comm import Enter, Join, KvSelect, Leave, Lookup, Part, Slice, Together, Unbiased
 from phalanx.spec.errors import RunError
 from phalanx.spec.model import ModelSpec
 

@@ -1,5 +1,5 @@
 """ZeRO-1 and ZeRO-2: every rank has the whole model, but each owns a part of every parameter: its master weights, its optimizer
-states and, with ZeRO-2, its gradient. `parallel/apply` makes the engine; `parallel/fully` has one for what FSDP2 leaves whole.
+states and, with ZeRO-2, its gradient. `parallel/apply` makes the engine; `parallel/fsdp` has one for what FSDP2 leaves whole.
 
 Gradients go to their owners in buckets, in the background, and new values come back in the same ones.
 """
@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.parallel.arriving import on_arrival
-from phalanx.parallel.busy import wait
+from phalanx.observe.comm_timer import wait
+from phalanx.parallel.grad_ready import on_arrival
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.placement import Spot
+from phalanx.parallel.owned_param import Spot
 from phalanx.parallel.sharding import (
     Sharding,
     check,

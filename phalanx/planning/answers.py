@@ -8,18 +8,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from phalanx.planning.candidate import Found, Option, WhyNot
 from phalanx.planning.candidates import space
 from phalanx.planning.chosen import devices_of
 from phalanx.planning.chosen import judged as judged_here
 from phalanx.planning.cpu import resident
 from phalanx.planning.explain import lost, short, told, told_option
-from phalanx.planning.find import assumed, find, judge, rates_of
+from phalanx.planning.find_layout import assumed, find, judge, rates_of
 from phalanx.planning.formats import other_formats
 from phalanx.planning.hardware import Hardware
 from phalanx.planning.hardware import hardware as hardware_of
-from phalanx.planning.option import Found, Option, WhyNot
+from phalanx.planning.resolve import Settled, settle
 from phalanx.planning.search import NONE, Aim, Limits, beyond, search
-from phalanx.planning.settle import Settled, settle
 from phalanx.planning.solve import What, solve, what_if
 from phalanx.planning.why import why_not
 from phalanx.spec.errors import RunError

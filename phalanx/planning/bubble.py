@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from phalanx.planning.work import SCHEDULES, Column, Work
+from phalanx.planning.job_table import SCHEDULES, Column, Work
 
 
 def bubble(work: Work, count: Column, forward: Column, back: Column, weight: Column) -> tuple[Column, Column]:

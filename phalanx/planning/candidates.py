@@ -1,7 +1,7 @@
-"""Every legal layout of a run on a cluster, as columns of `planning/work`. `planning/search` takes the space level by level, as most
+"""Every legal layout of a run on a cluster, as columns of `planning/job_table`. `planning/search` takes the space level by level, as most
 of it can be told to be slower or too large before it is spelled out; `candidates` spells all of it out.
 
-What the run file gives is kept, the rest is enumerated. Legal is what `spec/check_layout` and `planning/settle` let pass, no more
+What the run file gives is kept, the rest is enumerated. Legal is what `spec/check_layout` and `planning/resolve` let pass, no more
 and no less: a test compares them.
 """
 
@@ -14,10 +14,10 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.planning.columns import machine_columns, model_columns
 from phalanx.planning.hardware import Hardware
+from phalanx.planning.job_columns import machine_columns, model_columns
+from phalanx.planning.job_table import METHODS, OFFLOAD, RECOMPUTE, SCHEDULES, Work
 from phalanx.planning.table import Columns, columns_of, divisors, join, lengths
-from phalanx.planning.work import METHODS, OFFLOAD, RECOMPUTE, SCHEDULES, Work
 from phalanx.spec.layout import Layout, Schedule
 from phalanx.spec.run import Memory, Run
 
@@ -291,7 +291,7 @@ def all_columns(found: Space) -> Columns:
 
 
 def compute_of(run: Run, hardware: Hardware) -> str:
-    """The run's number format, as `planning/settle` fills it in."""
+    """The run's number format, as `planning/resolve` fills it in."""
     return run.precision.compute or ("fp32" if hardware.device == "cpu" else "bf16")
 
 

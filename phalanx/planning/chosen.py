@@ -1,5 +1,5 @@
 """What the equations say of a run on this machine: the promise of a layout, and whether another one is clearly better than plain
-replicas. `planning/settle` asks; cores are judged for every number of ranks that they could be.
+replicas. `planning/resolve` asks; cores are judged for every number of ranks that they could be.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
+from phalanx.planning.candidate import Option
 from phalanx.planning.cluster import Hardware
 from phalanx.planning.cpu import cpu_hardware, resident
-from phalanx.planning.find import find, judge
+from phalanx.planning.find_layout import find, judge
 from phalanx.planning.hardware import hardware
 from phalanx.planning.module import module_bytes
-from phalanx.planning.option import Option
 from phalanx.planning.placement import Placement, placement
 from phalanx.planning.search import search
 from phalanx.spec.errors import RunError

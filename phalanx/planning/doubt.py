@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from phalanx.planning.work import Column
+from phalanx.planning.job_table import Column
 
 _COMPUTE = 0.07
 _PARTS = {"data": 0.4, "launch": 0.2, "expert": 0.2, "tensor": 0.25, "bubble": 0.1}

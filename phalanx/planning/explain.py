@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from phalanx.planning.candidate import Found, Option
 from phalanx.planning.explore import NEAR
 from phalanx.planning.hardware import Hardware
-from phalanx.planning.option import Found, Option
 from phalanx.planning.placement import Placement, placement
 from phalanx.planning.times import PARTS
 from phalanx.spec.dump import toml

@@ -16,12 +16,12 @@ import numpy.typing as npt
 
 from phalanx.planning.candidates import Space
 from phalanx.planning.footprint import footprint
+from phalanx.planning.job_table import OFFLOAD, SCHEDULES
 from phalanx.planning.least import SELECTIVE, fitted, fitting, least, unordered
 from phalanx.planning.rates import Rates
 from phalanx.planning.table import Columns, pick, stack
 from phalanx.planning.time import step_times
 from phalanx.planning.times import Times
-from phalanx.planning.work import OFFLOAD, SCHEDULES
 
 Floats = npt.NDArray[np.float64]
 

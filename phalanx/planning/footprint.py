@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from phalanx.planning.kept import Head, Kept, kept, logits, repeated, stream
+from phalanx.planning.activation_memory import Head, Kept, kept, logits, repeated, stream
+from phalanx.planning.job_table import SCHEDULES, Column, Work
 from phalanx.planning.stage import Share, shares
-from phalanx.planning.values import Bytes, Sizes, Values, bytes_of, held, sizes, values
-from phalanx.planning.work import SCHEDULES, Column, Work
+from phalanx.planning.state_memory import Bytes, Sizes, Values, bytes_of, held, sizes, values
 
 COMPONENTS = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "buffers", "fixed")
 CONTEXT = (767 + 64) * 2**20

@@ -7,10 +7,10 @@ from dataclasses import replace
 from itertools import product
 from typing import Literal
 
+from phalanx.planning.candidate import Option, WhyNot
 from phalanx.planning.candidates import compute_of
 from phalanx.planning.cluster import Hardware
-from phalanx.planning.find import judge
-from phalanx.planning.option import Option, WhyNot
+from phalanx.planning.find_layout import judge
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Run

@@ -1,5 +1,5 @@
 """How much of the time counts when devices fail and saving takes time: the closed form, the interval that is best, and what saving and
-recovering cost in this very runtime. Numbers or columns, like `planning/work`.
+recovering cost in this very runtime. Numbers or columns, like `planning/job_table`.
 
 `planning/search` puts it into each option; simulations are held against it.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.planning.cluster import Hardware
-from phalanx.planning.work import Column
+from phalanx.planning.job_table import Column
 
 DETECT = 10.0
 """Seconds until a failure is noticed: 2.5 without a heartbeat where a node is lost, longer where connections break and ranks only wait."""

@@ -13,7 +13,7 @@ from phalanx.planning.cpu import cpu_hardware
 from phalanx.planning.devices import GpuEntry, find_gpu, named_gpu
 from phalanx.planning.entries import entry
 from phalanx.planning.measured import with_measured
-from phalanx.planning.own import own_cluster
+from phalanx.planning.own_cluster import own_cluster
 from phalanx.spec.errors import RunError
 from phalanx.spec.machine import Machine
 from phalanx.spec.run import Run

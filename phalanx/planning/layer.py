@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from phalanx.planning.job_table import METHODS, Column, Work
 from phalanx.planning.rates import Rates
-from phalanx.planning.work import METHODS, Column, Work
 
 
 class Part(NamedTuple):

@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from phalanx.planning.candidates import Space
 from phalanx.planning.footprint import footprint
+from phalanx.planning.job_table import RECOMPUTE, SCHEDULES
 from phalanx.planning.table import Columns, pick
-from phalanx.planning.work import RECOMPUTE, SCHEDULES
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

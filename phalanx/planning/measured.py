@@ -1,4 +1,4 @@
-"""Constants that were measured on a machine: `phalanx bench` and comparisons with runs keep them in a file, `launch/probe` reads it into
+"""Constants that were measured on a machine: `phalanx bench` and comparisons with runs keep them in a file, `host/probe` reads it into
 the Machine, and plans for that machine take them from here.
 
 A name is "cpu.launch", "cuda.bf16.gemm", "cuda.host_bandwidth": the device, where it matters the number format, and a constant of

@@ -6,16 +6,16 @@ from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
+from phalanx.planning.candidate import Option
 from phalanx.planning.candidates import Space, layout_of
 from phalanx.planning.footprint import Footprint, footprint
 from phalanx.planning.goodput import upkeep
-from phalanx.planning.option import Option
+from phalanx.planning.job_table import OFFLOAD, RECOMPUTE, Work
 from phalanx.planning.price import cost
 from phalanx.planning.rates import Rates
 from phalanx.planning.table import Columns, pick
 from phalanx.planning.time import step_times
 from phalanx.planning.times import PARTS, Times
-from phalanx.planning.work import OFFLOAD, RECOMPUTE, Work
 
 _DAY = 86400.0
 _PIECES = ("forward", "input", "weight", "head", "hop", "tail")

@@ -1,11 +1,11 @@
-"""What a run costs: days, device-hours, dollars, energy. Numbers or columns, like `planning/work`. `planning/search` calls it."""
+"""What a run costs: days, device-hours, dollars, energy. Numbers or columns, like `planning/job_table`. `planning/search` calls it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from phalanx.planning.cluster import Hardware
-from phalanx.planning.work import Column
+from phalanx.planning.job_table import Column
 
 _DAY = 86400.0
 _JOULES_PER_KWH = 3.6e6

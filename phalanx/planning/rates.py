@@ -13,12 +13,12 @@ from importlib.resources import files
 from typing import Any
 
 from phalanx.planning.hardware import Hardware
-from phalanx.planning.work import Column
+from phalanx.planning.job_table import Column
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """Numbers, or columns beside those of `planning/work`."""
+    """Numbers, or columns beside those of `planning/job_table`."""
 
     gemm: Column = 0.72
     """Part of the peak that a very large matrix product reaches."""

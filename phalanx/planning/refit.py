@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from phalanx.planning.candidates import space
 from phalanx.planning.cluster import Hardware
+from phalanx.planning.communication import BUS
+from phalanx.planning.job_table import METHODS, OFFLOAD, RECOMPUTE, SCHEDULES, Work
 from phalanx.planning.rates import Rates, rates_for
 from phalanx.planning.time import step_times
 from phalanx.planning.times import Times
-from phalanx.planning.wire import BUS
-from phalanx.planning.work import METHODS, OFFLOAD, RECOMPUTE, SCHEDULES, Work
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 

@@ -12,7 +12,7 @@ from phalanx.planning.candidates import space
 from phalanx.planning.devices import GpuEntry
 from phalanx.planning.devices import gpus as catalogue
 from phalanx.planning.explore import smallest
-from phalanx.planning.find import capacity_of, possible, rates_of
+from phalanx.planning.find_layout import capacity_of, possible, rates_of
 from phalanx.planning.footprint import COMPONENTS
 from phalanx.planning.hardware import Hardware
 from phalanx.planning.hardware import hardware as cluster_of

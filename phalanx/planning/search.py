@@ -1,4 +1,4 @@
-"""The best layout of a run on a cluster: by time, by price, within limits. The CLI, `planning/settle` and `planning/solve` call it."""
+"""The best layout of a run on a cluster: by time, by price, within limits. The CLI, `planning/resolve` and `planning/solve` call it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from phalanx.planning.candidate import Found, Option
 from phalanx.planning.candidates import space
-from phalanx.planning.find import find, judge, rates_of
+from phalanx.planning.find_layout import find, judge, rates_of
 from phalanx.planning.formats import other_formats
 from phalanx.planning.hardware import Hardware
-from phalanx.planning.option import Found, Option
 from phalanx.planning.remedies import remedies
 from phalanx.planning.why import why_not
 from phalanx.spec.errors import RunError

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from phalanx.planning.find import find, possible
+from phalanx.planning.candidate import Found
+from phalanx.planning.find_layout import find, possible
 from phalanx.planning.hardware import Hardware
-from phalanx.planning.option import Found
 from phalanx.planning.remedies import fewest
 from phalanx.planning.scale import changed_keys, scaled
 from phalanx.planning.search import NONE, Limits, within

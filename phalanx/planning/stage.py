@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.planning.work import SCHEDULES, Column, Work
+from phalanx.planning.job_table import SCHEDULES, Column, Work
 
 _CODE = {name: place for place, name in enumerate(SCHEDULES)}
 
@@ -77,7 +77,7 @@ def _share(work: Work, rank: Column, cut: tuple[Column, Column, Column]) -> Shar
 
 
 def _flying(work: Work, rank: Column) -> Column:
-    """As the schedules of `spec/schedule_make` have them: a test counts them there."""
+    """As the schedules of `schedules/makers` have them: a test counts them there."""
     kind, ranks, stages = np.asarray(work.schedule), np.asarray(work.pipeline), np.asarray(work.stages)
     count = np.floor(np.asarray(work.accumulation) + 0.5)
     # By division: numpy takes far longer for the floor of one of floats.
@@ -111,7 +111,7 @@ def _owing(work: Work, rank: Column) -> Column:
 
 def _cuts(work: Work) -> tuple[npt.NDArray[np.int64], ...]:
     """For each number of stages: blocks of a small stage, of the last one, and how many small ones come before larger ones, as
-    `spec/stages` deals equal blocks out."""
+    `schedules/stage_split` deals equal blocks out."""
     layers = int(np.max(work.layers))
     head = float(np.max(_head_in_blocks(work)))
     stages = np.arange(layers + 1)

@@ -11,13 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from phalanx.planning.bubble import bubble
+from phalanx.planning.communication import exchange, gather, group, hop
 from phalanx.planning.doubt import unsure
+from phalanx.planning.job_table import METHODS, RECOMPUTE, SCHEDULES, Column, Work
 from phalanx.planning.layer import Part, block, expert_tokens, head, sparse_part
 from phalanx.planning.rates import Rates
-from phalanx.planning.states import adding_seconds, data_seconds, held_by, offload_seconds, optimizer_seconds
+from phalanx.planning.state_time import adding_seconds, data_seconds, held_by, offload_seconds, optimizer_seconds
 from phalanx.planning.times import Times
-from phalanx.planning.wire import exchange, gather, group, hop
-from phalanx.planning.work import METHODS, RECOMPUTE, SCHEDULES, Column, Work
 
 CHUNK = 1 << 15
 """Jobs judged at a time: their columns stay in the processor's cache."""

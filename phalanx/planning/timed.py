@@ -1,4 +1,4 @@
-"""What a run's steps were made of, from what its ranks have recorded: one step and one rank stand for it. `planning/compare` sets that
+"""What a run's steps were made of, from what its ranks have recorded: one step and one rank stand for it. `planning/compare_run` sets that
 beside the plan's parts."""
 
 from __future__ import annotations

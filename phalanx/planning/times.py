@@ -1,10 +1,10 @@
-"""What a step's time is made of, in columns like `planning/work`; `planning/time` computes it."""
+"""What a step's time is made of, in columns like `planning/job_table`; `planning/time` computes it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.planning.work import Column
+from phalanx.planning.job_table import Column
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

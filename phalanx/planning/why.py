@@ -9,15 +9,15 @@ from typing import Any, cast
 
 import numpy as np
 
+from phalanx.planning.candidate import Option, WhyNot
 from phalanx.planning.candidates import Space
-from phalanx.planning.find import SAFE
+from phalanx.planning.find_layout import SAFE
 from phalanx.planning.footprint import footprint
-from phalanx.planning.option import Option, WhyNot
+from phalanx.planning.job_table import METHODS, OFFLOAD, RECOMPUTE, SCHEDULES
 from phalanx.planning.options import options
 from phalanx.planning.rates import Rates
 from phalanx.planning.table import Columns
 from phalanx.planning.time import step_times
-from phalanx.planning.work import METHODS, OFFLOAD, RECOMPUTE, SCHEDULES
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.dump import toml
 from phalanx.spec.layout import Layout, Schedule

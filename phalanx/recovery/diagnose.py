@@ -24,7 +24,7 @@ _STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "Z": "dead"
 
 
 class Beat(Protocol):
-    """What a rank's pulse has to say (`events/pulse`)."""
+    """What a rank's pulse has to say (`events/heartbeat`)."""
 
     @property
     def step(self) -> int: ...
@@ -44,7 +44,7 @@ class Report:
     """Its place in the pipeline, where there is one."""
     beat: Beat | None = None
     where: Mapping[str, Any] | None = None
-    """Its own answer (`parallel/where`); None: it gave none."""
+    """Its own answer (`worker/hang_report`); None: it gave none."""
     state: str | None = None
     """The letter of its process in /proc."""
     fallback_stack: str | None = None

@@ -27,7 +27,7 @@ _CHANGED = 2.0
 
 
 class Beat(Protocol):
-    """What a rank's pulse has to say (`events/pulse`)."""
+    """What a rank's pulse has to say (`events/heartbeat`)."""
 
     @property
     def phase(self) -> str: ...

@@ -1,5 +1,5 @@
 """What a stack of Python calls says, in words: which collective somebody waits in, and what it does otherwise. Of plain values, so that
-a rank can ask about its own frames (`parallel/where`) and a supervisor about what a dying rank has written (`recovery/diagnose`)."""
+a rank can ask about its own frames (`worker/hang_report`) and a supervisor about what a dying rank has written (`recovery/diagnose`)."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ _NAMES = {
 _ENDINGS = re.compile(r"(_(into_tensor|tensor|single|object_list|object|coalesced))+$")
 
 _PLUMBING = ("/torch/distributed/c10d_logger.py", "/contextlib.py", "/socket.py", "/ssl.py", "/torch/utils/_contextlib.py")
-_OWN_PLUMBING = ("parallel/store.py", "events/frames.py", "parallel/busy.py")
+_OWN_PLUMBING = ("parallel/store.py", "events/frames.py", "observe/comm_timer.py")
 
 # Files of this program by what they are for; the first that fits.
 _ROOMS = (
     (("data/",), "the data loader"),
-    (("training/held_out.py", "training/fixed_prompt.py", "evaluation/"), "evaluation"),
-    (("checkpointing/load.py", "checkpointing/reshard.py", "training/initial.py"), "restoring"),
+    (("training/evaluate.py", "training/fixed_prompt.py", "evaluation/"), "evaluation"),
+    (("checkpointing/restore.py", "checkpointing/tools/reshard.py", "training/initial.py"), "restoring"),
     (
-        ("checkpointing/", "training/saving.py", "training/copying.py", "training/exporting.py", "training/uploading.py"),
+        ("checkpointing/", "training/saving.py", "training/memory_copies.py", "training/exporting.py", "training/uploading.py"),
         "saving",
     ),
     (tuple(f"training/{name}.py" for name in ("optimizer", "adamw", "muon", "outer", "offload")), "the optimizer"),
-    (("training/built.py", "parallel/apply.py"), "building the model"),
+    (("training/build.py", "parallel/apply.py"), "building the model"),
 )
 
 
@@ -71,7 +71,7 @@ def waited_in(frames: Sequence[Frame]) -> tuple[str, int] | None:
             found = called(frame.function), index
         elif own(frame.file) == "parallel/store.py":
             found = STORE, index
-        elif own(frame.file) == "parallel/busy.py" and frame.function in ("wait", "meet"):
+        elif own(frame.file) == "observe/comm_timer.py" and frame.function in ("wait", "meet"):
             return found or ("collective", index)
         elif not frame.file.endswith(_PLUMBING) and own(frame.file) not in _OWN_PLUMBING:
             break

@@ -9,22 +9,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from phalanx.launch.rehearse import DRIVER
+from phalanx.launch.fit_check import DRIVER
 from phalanx.planning.cluster import Hardware
 from phalanx.planning.hardware import hardware, planned
-from phalanx.planning.room import CPU_SHARE
+from phalanx.planning.memory_fit import CPU_SHARE
+from phalanx.planning.resolve import settle
 from phalanx.planning.search import search
-from phalanx.planning.settle import settle
-from phalanx.rehearsal.attention import card
+from phalanx.rehearsal.attention_kernels import card
 from phalanx.rehearsal.rehearse import Stage
+from phalanx.schedules.choose import schedule
+from phalanx.schedules.stage_split import cut, flop_costs
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.machine import Machine
 from phalanx.spec.plan import Plan, Size
 from phalanx.spec.run import Run
-from phalanx.spec.schedule_choice import schedule
-from phalanx.spec.stages import cut, flop_costs
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Every piece of memory of a rehearsal: when it came and went, how large, what for and where in the program. `rehearsal/watch` writes
+"""Every piece of memory of a rehearsal: when it came and went, how large, what for and where in the program. `rehearsal/op_tracker` writes
 it; peaks, components and pictures are read off it afterwards, when it is known what became of each piece."""
 
 from __future__ import annotations

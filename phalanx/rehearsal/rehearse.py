@@ -17,18 +17,18 @@ from torch._subclasses.fake_tensor import (
 )
 
 from phalanx.rehearsal import replay
-from phalanx.rehearsal.assume import ASSUMED
-from phalanx.rehearsal.attention import Card
+from phalanx.rehearsal.attention_kernels import Card
+from phalanx.rehearsal.environment import ASSUMED
+from phalanx.rehearsal.extrapolate import enough, times
 from phalanx.rehearsal.ledger import COMPONENTS, Ledger, Piece
-from phalanx.rehearsal.messages import Messages, Repeated
-from phalanx.rehearsal.program import Program, opened
-from phalanx.rehearsal.repeat import enough, times
+from phalanx.rehearsal.message_log import Messages, Repeated
+from phalanx.rehearsal.op_tracker import Watch
+from phalanx.rehearsal.rehearsed_rank import Program, opened
 from phalanx.rehearsal.result import Moment, Rehearsal
-from phalanx.rehearsal.watch import Watch
 from phalanx.spec.errors import RunError
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
-from phalanx.training.state import placement
+from phalanx.training.live_state import placement
 
 CONTEXT = 1 << 30
 """Bytes that CUDA takes for itself, its libraries and their kernels, which are loaded when they are first used: 695 to 895 MiB were

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from phalanx.rehearsal.messages import Repeated, by_tier, sums
+from phalanx.rehearsal.message_log import Repeated, by_tier, sums
 
 GIB = 2**30
 

@@ -1,5 +1,5 @@
 """Memory that kernels take for themselves and give back before they return: no operation shows it, and it can be the peak. The
-formulas were read off an H200 with torch 2.11, operation by operation. `rehearsal/watch` asks for them; on CPUs there are none.
+formulas were read off an H200 with torch 2.11, operation by operation. `rehearsal/op_tracker` asks for them; on CPUs there are none.
 """
 
 from __future__ import annotations

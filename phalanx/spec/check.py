@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from phalanx.spec import hf_write
+from phalanx.spec import hf_config_write
 from phalanx.spec.check_data import data_findings
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.check_model import model_findings
@@ -219,7 +219,7 @@ def _export(run: Run) -> Iterator[Finding]:
     if run.model.module is None and any(model_findings(run)):
         return  # what the model is has to be clear first
     try:
-        hf_write.config(replace(run.model, vocab=run.model.vocab or 1))
+        hf_config_write.config(replace(run.model, vocab=run.model.vocab or 1))
     except RunError as error:
         for sentence in error.problems:
             yield Finding(

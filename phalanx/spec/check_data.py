@@ -10,7 +10,7 @@ from phalanx.spec.errors import RunError
 from phalanx.spec.finding import Finding
 from phalanx.spec.run import Run, Source
 from phalanx.spec.sources import kinds
-from phalanx.spec.vocabulary import vocabulary
+from phalanx.spec.tokenizer_size import vocabulary
 from phalanx.spec.words import either, shown
 
 _OWNERS = {

@@ -1,4 +1,4 @@
-"""Rotary settings of a Hugging Face config.json, both ways. Used by `spec/hf`.
+"""Rotary settings of a Hugging Face config.json, both ways. Used by `spec/hf_config`.
 
 transformers 5 writes them as `rope_parameters`; older ones as `rope_theta` and `rope_scaling`, which 5 still reads, so
 that is what is written here.

@@ -20,8 +20,8 @@ from phalanx.spec.origin import Origin, origin, under
 from phalanx.spec.presets import PRESETS
 from phalanx.spec.run import Data, MixedSource, Run
 from phalanx.spec.settings import Draft, Where
+from phalanx.spec.tokenizer_size import vocabulary
 from phalanx.spec.typed import Wrong, read, refusal
-from phalanx.spec.vocabulary import vocabulary
 from phalanx.spec.words import cut, either, shown
 
 

@@ -1,4 +1,4 @@
-"""What a machine has, as a plain value: `launch/probe` reads it off, `planning` lays a run out on it."""
+"""What a machine has, as a plain value: `host/probe` reads it off, `planning` lays a run out on it."""
 
 from __future__ import annotations
 

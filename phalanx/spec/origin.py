@@ -12,7 +12,7 @@ from typing import NamedTuple
 from phalanx.spec.dump import toml
 from phalanx.spec.errors import RunError
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.vocabulary import FILE
+from phalanx.spec.tokenizer_size import FILE
 
 _TRAINING_ONLY = frozenset(
     {"model.moe.bias_rate", "model.moe.balance_loss", "model.ahead", "model.ahead_weight", "model.init_std"}
@@ -54,7 +54,7 @@ def origin(text: str) -> Origin | None:
     if os.path.isfile(folder / _MARKER):  # a checkpoint that was taken out of its run directory carries its run file
         return _carried(folder, text)
     if os.path.isfile(folder / "config.json"):
-        from phalanx.spec.hf import model_spec  # only those who start from such a folder pay for it
+        from phalanx.spec.hf_config import model_spec  # only those who start from such a folder pay for it
 
         return Origin(replace(model_spec(folder), from_=text), text if os.path.isfile(folder / FILE) else None)
     raise RunError(

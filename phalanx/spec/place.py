@@ -1,4 +1,4 @@
-"""Where one process stands among the others, as a plain value: `launch/env` reads it off, `parallel/mesh` connects by it."""
+"""Where one process stands among the others, as a plain value: `host/env` reads it off, `parallel/mesh` connects by it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a folder of safetensors files says it holds, from its index and headers alone: no weight is read and no torch is needed.
 
-Used by `spec/hf` to tell what a folder contains, and by `checkpointing/hf`, which reads the data.
+Used by `spec/hf_config` to tell what a folder contains, and by `checkpointing/hf_folder`, which reads the data.
 """
 
 from __future__ import annotations

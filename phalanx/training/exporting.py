@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from phalanx.checkpointing.disk import PARTIAL, step_of
+from phalanx.checkpointing.directory import PARTIAL, step_of
 from phalanx.checkpointing.location import Location
-from phalanx.checkpointing.reference import Reference
+from phalanx.checkpointing.reference_logits import Reference
 from phalanx.events.records import Event, Exported, ExportFailed
 
 LOGITS = ".logits"
@@ -145,7 +145,7 @@ class Exports:
     def _run(self, arguments: list[str]) -> dict[str, Any]:
         """What the command says on its last line, or why it says nothing."""
         # -P: a file of the working directory that is called like a module must not be taken for it.
-        command = [sys.executable, "-P", "-m", "phalanx.cli.exporter", *arguments]
+        command = [sys.executable, "-P", "-m", "phalanx.evaluation.export_process", *arguments]
         with self._lock:
             if self._closed:
                 return {"error": "the run has ended"}

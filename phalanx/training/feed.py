@@ -7,7 +7,7 @@ import numpy as np
 from phalanx.data.dataset import Dataset
 from phalanx.data.loader import Loader, Share
 from phalanx.data.pack import Batch
-from phalanx.parallel.context import places
+from phalanx.parallel.context.context_parallel import places
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.checkpointing.reference import Reference
+from phalanx.checkpointing.reference_logits import Reference
 from phalanx.data.pack import Batch
-from phalanx.parallel.context import places
+from phalanx.parallel.context.context_parallel import places
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.placed import Placed
-from phalanx.parallel.vocabulary import Projected, VocabularyLoss
+from phalanx.parallel.sharded_model import Placed
+from phalanx.parallel.vocab_parallel import Projected, VocabularyLoss
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run

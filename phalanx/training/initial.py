@@ -8,14 +8,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from phalanx.checkpointing.find import find
-from phalanx.checkpointing.hf import Folder
-from phalanx.checkpointing.load import load as load_tensors
+from phalanx.checkpointing.find_checkpoint import find
+from phalanx.checkpointing.hf_folder import Folder
 from phalanx.checkpointing.location import Location
-from phalanx.checkpointing.pieces import Piece
+from phalanx.checkpointing.restore import load as load_tensors
+from phalanx.checkpointing.slices import Piece
 from phalanx.checkpointing.stream import Saved
-from phalanx.models import layout, names
-from phalanx.spec import hf
+from phalanx.models import hf_mapping, hf_names
+from phalanx.spec import hf_config
 from phalanx.spec.errors import RunError
 
 
@@ -25,15 +25,15 @@ def load(tensors: Mapping[str, Piece], shapes: Mapping[str, tuple[int, ...]], fo
     What serves training only and is not in the folder keeps its initial values: modules of multi-token prediction, a router's
     bias. Anything else that does not fit is refused by name before a value is changed.
     """
-    if hf.is_folder(folder):
-        spec = hf.model_spec(folder)
+    if hf_config.is_folder(folder):
+        spec = hf_config.model_spec(folder)
         files = Folder(folder)
-        table = names.match(files, spec, hf.interleaved(hf.read_config(folder)))
+        table = hf_names.match(files, spec, hf_config.interleaved(hf_config.read_config(folder)))
         _fit(folder, shapes, {entry.name: entry.shape for entry in table})
         ours = tuple(entry for entry in table if entry.name in tensors)
         offsets = {name: piece.offset for name, piece in tensors.items()}
         values = {entry.name: _read(tensors[entry.name]) for entry in ours}
-        layout.fill(values, ours, files.rows, offsets)
+        hf_mapping.fill(values, ours, files.rows, offsets)
         for name, value in values.items():
             _write(tensors[name], value)
         return

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from phalanx.events.records import Event, Finished, Stopped
 from phalanx.spec.errors import RunFailed
-from phalanx.training.agreement import Corruption
-from phalanx.training.report import too_many_skipped
-from phalanx.training.rewinding import rewind
+from phalanx.training.hooks.replica_check import Corruption
+from phalanx.training.rollback import rewind
 from phalanx.training.saving import Saving
-from phalanx.training.totals import PAUSE
+from phalanx.training.step_report import too_many_skipped
+from phalanx.training.step_totals import PAUSE
 
 if TYPE_CHECKING:
     from phalanx.training.trainer import Trainer

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.data.pack import IGNORED
-from phalanx.models.ahead import ahead_targets
+from phalanx.models.mtp import ahead_targets
 
 
 def summed_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:

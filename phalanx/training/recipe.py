@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
+from phalanx.models.custom import axes
 from phalanx.models.init import Box, fill, reset_buffers, table
-from phalanx.models.own import axes
 from phalanx.parallel.apply import Recipe
-from phalanx.parallel.placement import Spot
+from phalanx.parallel.owned_param import Spot
+from phalanx.schedules.actions import Schedule
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.schedule import Schedule
 from phalanx.training.loss import summed_loss
 
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from phalanx._version import __version__
-from phalanx.checkpointing import disk
-from phalanx.checkpointing.held import Held
-from phalanx.checkpointing.load import load, reason
+from phalanx.checkpointing import directory
 from phalanx.checkpointing.location import Location, at
-from phalanx.checkpointing.pieces import Piece
-from phalanx.checkpointing.reference import Reference
+from phalanx.checkpointing.reference_logits import Reference
+from phalanx.checkpointing.replicas.replica_index import Held
+from phalanx.checkpointing.restore import load, reason
 from phalanx.checkpointing.save import Outcome, Saver
+from phalanx.checkpointing.slices import Piece
 from phalanx.data.dataset import Dataset
 from phalanx.events.records import CheckpointDamaged, Event, Restored, Saved, SaveFailed, Warned
 from phalanx.parallel.mesh import Mesh
@@ -27,9 +27,9 @@ from phalanx.spec.dump import dump
 from phalanx.spec.errors import PhalanxError, RunFailed
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
-from phalanx.training.copying import Copying
 from phalanx.training.exporting import Exports
-from phalanx.training.report import Progress
+from phalanx.training.memory_copies import Copying
+from phalanx.training.step_report import Progress
 from phalanx.training.uploading import Uploads
 
 _LONG = 7 * 24 * 3600.0
@@ -157,7 +157,7 @@ class Saving:
     def _prune(self, saved: Location) -> None:
         held = self._uploads.held | (self._exports.held if self._exports is not None else set())
         kept = self._run.checkpoint
-        removed = disk.prune(self._place, kept.keep_last, saved, kept.keep_every, held)
+        removed = directory.prune(self._place, kept.keep_last, saved, kept.keep_every, held)
         if self._exports is not None:
             self._exports.pruned(removed)
 
@@ -167,11 +167,11 @@ class Saving:
         events: list[Event] = []
         passed: set[str] = set()
         if self._mesh.rank == 0 and not path:
-            disk.mend(self._place)
+            directory.mend(self._place)
         while True:
             started = time.perf_counter()
             # One rank looks, so that all agree even while files come and go.
-            found = (at(path), []) if path else disk.newest(self._places, passed) if self._mesh.rank == 0 else None
+            found = (at(path), []) if path else directory.newest(self._places, passed) if self._mesh.rank == 0 else None
             chosen, damaged = self._mesh.share(found)
             if chosen is not None:
                 problem, contents = self._load(chosen, tensors)
@@ -199,8 +199,10 @@ class Saving:
         """The newest checkpoint of this step or before, all ranks together. `passed`: those that turned out to be damaged."""
         found = None
         if self._mesh.rank == 0:
-            later = {str(path) for place in self._places for path in disk.listed(place) if (disk.step_of(path) or 0) > step}
-            found, _ = disk.newest(self._places, {*later, *passed})
+            later = {
+                str(path) for place in self._places for path in directory.listed(place) if (directory.step_of(path) or 0) > step
+            }
+            found, _ = directory.newest(self._places, {*later, *passed})
         return cast(Location | None, self._mesh.share(found))
 
     def forget_after(self, step: int) -> None:
@@ -208,7 +210,7 @@ class Saving:
         failure = None
         if self._mesh.rank == 0:
             try:
-                removed = [name for place in self._places for name in disk.drop_after(place, step)]
+                removed = [name for place in self._places for name in directory.drop_after(place, step)]
                 if self._exports is not None:
                     self._exports.pruned(removed)
             except OSError as error:
@@ -216,7 +218,7 @@ class Saving:
         if failure := self._mesh.share(failure):
             raise RunFailed(f"The checkpoints after step {step}, to which the run went back, could not be removed: {failure}.")
 
-    def _load(self, path: Location, tensors: Mapping[str, Piece]) -> tuple[disk.DamagedCheckpoint | None, dict[str, Any]]:
+    def _load(self, path: Location, tensors: Mapping[str, Piece]) -> tuple[directory.DamagedCheckpoint | None, dict[str, Any]]:
         """What is wrong with it on any rank; and what was saved beside the tensors."""
         problem: BaseException | None = None
         contents: dict[str, Any] = {}
@@ -225,7 +227,7 @@ class Saving:
         except PhalanxError as error:
             problem = error
         for found in self._mesh.collect(problem):
-            if isinstance(found, disk.DamagedCheckpoint):
+            if isinstance(found, directory.DamagedCheckpoint):
                 return found, {}
             if found is not None:
                 raise found

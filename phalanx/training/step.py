@@ -16,22 +16,22 @@ import torch
 from torch import Tensor
 
 from phalanx.models.moe import routers
-from phalanx.parallel.busy import WAITED
+from phalanx.observe.comm_timer import WAITED
+from phalanx.optim.optimizer import Optimizer
 from phalanx.parallel.expert import Loads, imbalance
-from phalanx.parallel.pipeline import Pipeline
-from phalanx.parallel.placed import Placed
+from phalanx.parallel.pipeline.executor import Pipeline
+from phalanx.parallel.sharded_model import Placed
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
-from phalanx.training import faults, spikes
-from phalanx.training.agreement import Agreement, Corruption
+from phalanx.training.hooks import rank_faults, spikes
+from phalanx.training.hooks.replica_check import Agreement, Corruption
 from phalanx.training.loss import objective
 from phalanx.training.micro_batch import MicroBatch
-from phalanx.training.optimizer import Optimizer
-from phalanx.training.totals import Totals
+from phalanx.training.step_totals import Totals
 from phalanx.transforms.precision import LossScale, computing
 
 if TYPE_CHECKING:
-    from phalanx.training.tracing import Watch
+    from phalanx.training.hooks.nonfinite_trace import Watch
 
 GOOD, NOT_FINITE, SPIKE = 0, 1, 2
 """What becomes of a step: it is applied, or refused for one of two reasons."""
@@ -108,7 +108,7 @@ class Stepper:
         self._began = self._waited = 0.0
         self.limits = spikes.NONE
         """What its loss and gradient norm may not exceed."""
-        self.faults = faults.NONE
+        self.faults = rank_faults.NONE
         self.agreement: Agreement | None = None
         """Compares replicas now and then."""
         self.watch: Watch | None = None
@@ -316,7 +316,7 @@ class Stepper:
     def roll_forward(self, optimizer: Optimizer, divisor: float, bad: float) -> bool:
         """Apply the pending step as another rank has done, which then was lost or cut off; returns whether it was good."""
         assert self.pending is not None
-        self.faults, self.agreement = faults.NONE, None  # whoever was watched or struck, was so before
+        self.faults, self.agreement = rank_faults.NONE, None  # whoever was watched or struck, was so before
         if self.pending.divisor is None:
             self.pending.divisor = torch.tensor(divisor, dtype=torch.float32, device=self._mesh.device)
         self.pending.bad = torch.tensor(bad, dtype=torch.float32, device=self._mesh.device)

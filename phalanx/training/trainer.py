@@ -15,33 +15,33 @@ from typing import cast
 from torch import nn
 
 from phalanx.checkpointing.location import Location
-from phalanx.checkpointing.pieces import Piece
+from phalanx.checkpointing.slices import Piece
 from phalanx.data.dataset import Dataset, open_dataset
-from phalanx.events.pulse import Pulse
+from phalanx.events.heartbeat import Pulse
 from phalanx.events.records import Evaluated, Event, ModelPlaced, Saved, SaveFailed, Step, StepSkipped, WeightsLoaded
-from phalanx.parallel.busy import WAITED
+from phalanx.observe.comm_timer import WAITED
+from phalanx.optim.learning_rate import learning_rate
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.errors import RunFailed
 from phalanx.spec.origin import origin_folder
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
-from phalanx.training.accounting import Accounting
-from phalanx.training.agreement import Agreement, Corruption
-from phalanx.training.built import place
-from phalanx.training.faults import NONE, Faults
+from phalanx.training.build import place
+from phalanx.training.evaluate import Left, evaluate
 from phalanx.training.feed import Feed
 from phalanx.training.fixed_prompt import answer
-from phalanx.training.held_out import Left, evaluate
+from phalanx.training.hooks.rank_faults import NONE, Faults
+from phalanx.training.hooks.replica_check import Agreement, Corruption
+from phalanx.training.hooks.retry_nonfinite import once_more
+from phalanx.training.hooks.step_accounting import Accounting
+from phalanx.training.hooks.step_timing import Timing
+from phalanx.training.live_state import pieces, placement
 from phalanx.training.loop import end, loop
 from phalanx.training.micro_batch import step_seed
-from phalanx.training.once_more import once_more
-from phalanx.training.report import Progress, report
 from phalanx.training.saving import Saving
-from phalanx.training.schedule import learning_rate
-from phalanx.training.state import pieces, placement
 from phalanx.training.step import Stepper
-from phalanx.training.timing import Timing
-from phalanx.training.totals import PAUSE, STOP
+from phalanx.training.step_report import Progress, report
+from phalanx.training.step_totals import PAUSE, STOP
 
 
 class Trainer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
-from phalanx.checkpointing import disk
+from phalanx.checkpointing import directory
 from phalanx.checkpointing.location import Location, at
 from phalanx.checkpointing.upload import Upload, Uploader
 from phalanx.events.records import Event, Uploaded, UploadFailed
@@ -43,7 +43,7 @@ class Uploads:
 
     def saved(self, checkpoint: Location) -> None:
         """On rank 0: it is complete in the run directory."""
-        step = disk.step_of(checkpoint)
+        step = directory.step_of(checkpoint)
         if self._uploader is not None and step is not None:
             self._uploader.saved(step)
 
@@ -51,7 +51,7 @@ class Uploads:
         """On rank 0: the run goes on from this one. Whoever saved it may have been gone before it was uploaded."""
         if self.far is None or checkpoint.parent != self._near:
             return
-        if disk.MARKER not in (self.far / checkpoint.name).entries():
+        if directory.MARKER not in (self.far / checkpoint.name).entries():
             self.saved(checkpoint)
 
     def ended(self) -> list[Event]:
@@ -72,7 +72,7 @@ class Uploads:
         assert self.far is not None
         held = self.exporting()
         self._kept_for = uploaded if held else None
-        disk.prune(self.far, self._kept.keep_last, uploaded, self._kept.keep_every, held)
+        directory.prune(self.far, self._kept.keep_last, uploaded, self._kept.keep_every, held)
 
     def close(self) -> None:
         if self._uploader is not None:

@@ -1,5 +1,5 @@
 """What became of planted faults, and whether a disturbed run went where an undisturbed one did: computed from their events alone.
-`verification/chaos` runs the two and asks here."""
+`verification/chaos_campaign` runs the two and asks here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from phalanx.events.chaos import injected
+from phalanx.events.fault_log import injected
 from phalanx.events.records import (
     Corrupted,
     Event,
@@ -23,8 +23,8 @@ from phalanx.events.records import (
     Straggling,
     WorkerFailed,
 )
-from phalanx.spec.chaos import Fault
-from phalanx.verification.compare import number_difference
+from phalanx.faults.grammar import Fault
+from phalanx.verification.tolerance import number_difference
 
 LONG = 15.0
 """Seconds from which on a rank that hangs or is frozen must have been noticed."""

@@ -7,8 +7,8 @@ import random
 from dataclasses import dataclass, replace
 
 from phalanx.data.dataset import open_dataset
-from phalanx.launch.measure import measure
-from phalanx.planning.settle import choose
+from phalanx.launch.measure_model import measure
+from phalanx.planning.resolve import choose
 from phalanx.spec.check import check
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout

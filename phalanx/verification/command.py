@@ -1,4 +1,4 @@
-"""One run as a command of its own, with the faults that it is given, and what is left when it has ended. `verification/chaos` compares
+"""One run as a command of its own, with the faults that it is given, and what is left when it has ended. `verification/chaos_campaign` compares
 two of them."""
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.checkpointing import shelf
+from phalanx.checkpointing.replicas import shm_slots
 from phalanx.events.log import read_events
 from phalanx.events.records import Event
 from phalanx.events.rundir import RunDir
-from phalanx.launch.family import die_with
-from phalanx.spec.chaos import Fault, text_of
+from phalanx.faults.grammar import Fault, text_of
+from phalanx.host.process_tree import die_with
 
 _GONE = 5.0  # seconds that processes have to follow the one that started them
 
@@ -115,6 +115,6 @@ def _command(pid: int) -> str:
 def _half_written(directory: Path) -> Iterator[str]:
     for path in sorted(directory.rglob("*.partial")):
         yield f"{path.relative_to(directory)}, half-written"
-    known = hashlib.sha256(str(directory.absolute()).encode()).hexdigest()[:8]  # as launch/copies names them
-    for path in sorted(shelf.default_root().glob(f"{known}-*")):
+    known = hashlib.sha256(str(directory.absolute()).encode()).hexdigest()[:8]  # as control/replica_process names them
+    for path in sorted(shm_slots.default_root().glob(f"{known}-*")):
         yield f"{path}, copies in memory"

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from phalanx.spec.run import Run
-from phalanx.verification import account as accounts
-from phalanx.verification.account import RankAccount, Theory
+from phalanx.verification import step_cost as accounts
 from phalanx.verification.case import MOST_RANKS, Case, make
-from phalanx.verification.compare import RANGES, Check, Row, earliest, judge
-from phalanx.verification.layouts import generate
-from phalanx.verification.pool import Pool, RankFailed
+from phalanx.verification.layout_cases import generate
+from phalanx.verification.rank_pool import Pool, RankFailed
 from phalanx.verification.sides import Found, Reference, compare, leave
+from phalanx.verification.step_cost import RankAccount, Theory
+from phalanx.verification.tolerance import RANGES, Check, Row, earliest, judge
 
 References = dict[Any, Reference]
 """What one process has been found to do, by what it was given."""

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from phalanx.models.attention import attend_locally
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.placement import Spot
+from phalanx.parallel.owned_param import Spot
 from phalanx.training.trainer import Trainer
-from phalanx.verification.account import RankAccount, take
 from phalanx.verification.case import Case
-from phalanx.verification.compare import FLOOR, Row, difference, number_difference
-from phalanx.verification.local import replicas
-from phalanx.verification.watch import Box, Moment, copied, moments
+from phalanx.verification.local_sgd_reference import replicas
+from phalanx.verification.recorder import Box, Moment, copied, moments
+from phalanx.verification.step_cost import RankAccount, take
+from phalanx.verification.tolerance import FLOOR, Row, difference, number_difference
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,15 @@ import pytest
 import torch
 from rich.console import Console
 
-from phalanx.calibration import micro
-from phalanx.calibration.bench import bench
-from phalanx.calibration.steps import jobs, plan_of, step_seconds
-from phalanx.dashboard.benched import show
-from phalanx.launch.probe import probe
+from phalanx.calibration import op_bench
+from phalanx.calibration.measure_machine import bench
+from phalanx.calibration.step_bench import jobs, plan_of, step_seconds
+from phalanx.dashboard.bench_table import show
+from phalanx.host.probe import probe
 from phalanx.planning.hardware import hardware
 from phalanx.planning.rates import NAMES, rates_for
 from phalanx.planning.refit import EIGHT_BITS, Measured, corrected, refitted
-from phalanx.planning.settle import choose
+from phalanx.planning.resolve import choose
 from phalanx.spec.machine import Gpu, Machine
 from phalanx.spec.run import Cluster, Run, Train
 
@@ -27,20 +27,25 @@ ASKING = Run(train=Train(batch=1, steps=1), cluster=Cluster(device="cuda"))
 
 
 def test_products_are_counted_in_operations_a_second() -> None:
-    rows = list(micro.products(CPU, "fp32", 0.05))
+    rows = list(op_bench.products(CPU, "fp32", 0.05))
     assert {row["shape"] for row in rows} >= {"1024 x 1024 x 1024", "512 x 509 x 509"}
     one = torch.randn(512, 512)
-    seconds = micro.best_seconds(lambda: one @ one, CPU, 0.2)
+    seconds = op_bench.best_seconds(lambda: one @ one, CPU, 0.2)
     measured = next(row["value"] for row in rows if row["shape"] == "512 x 512 x 512")
     assert 0.1 < measured / (2 * 512**3 / seconds) < 10, "the same product, timed by hand"
-    assert list(micro.products(CPU, "fp8", 0.05)) == [], "no core multiplies in it"
+    assert list(op_bench.products(CPU, "fp8", 0.05)) == [], "no core multiplies in it"
 
 
 def test_the_rest_has_values_and_units(tmp_path: Path) -> None:
-    rows = [*micro.attention(CPU, "fp32", 0.1), micro.memory(CPU, 0.01), micro.launch(CPU, 0.01), micro.disk(tmp_path)]
+    rows = [
+        *op_bench.attention(CPU, "fp32", 0.1),
+        op_bench.memory(CPU, 0.01),
+        op_bench.launch(CPU, 0.01),
+        op_bench.disk(tmp_path),
+    ]
     assert all(row is not None and row["value"] > 0 for row in rows)
     assert list(tmp_path.iterdir()) == [], "what was written is gone"
-    assert micro.disk(tmp_path / "not there") is None
+    assert op_bench.disk(tmp_path / "not there") is None
     console = Console(width=100, record=True)
     show(console, [row for row in rows if row], {"cpu.launch": 8e-6})
     text = console.export_text()

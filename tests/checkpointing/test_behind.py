@@ -13,12 +13,12 @@ from checkpoints import contents
 from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
 from torch import Tensor
 
-from phalanx.checkpointing import blocks, disk, location, save, staging
+from phalanx.checkpointing import checksums, directory, location, save, staging
 from phalanx.checkpointing.location import at
-from phalanx.checkpointing.pieces import Piece, written
 from phalanx.checkpointing.save import Saver
-from phalanx.checkpointing.split import Copies
+from phalanx.checkpointing.slices import Piece, written
 from phalanx.checkpointing.staging import Staging
+from phalanx.checkpointing.write_partition import Copies
 from phalanx.events.records import Saved
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
@@ -61,7 +61,7 @@ def test_what_changes_after_the_state_was_released_does_not_reach_the_checkpoint
     (ended,) = saver.settle()
     assert ended.failure is None and (ended.step, ended.path) == (3, str(tmp_path / "step-00000003"))
     assert differing(contents(tmp_path / "step-00000003"), state(1)) == []
-    disk.verify(tmp_path / "step-00000003")
+    directory.verify(tmp_path / "step-00000003")
     saver.close()
 
 
@@ -98,7 +98,7 @@ def test_every_checkpoint_of_a_run_is_the_one_that_was_waited_for(
     assert [event.step for event in saves] == [1, 2, 3, 4, 5, 6]
     for event in saves:
         name = Path(event.path).name
-        disk.verify(tmp_path / "behind" / name)
+        directory.verify(tmp_path / "behind" / name)
         assert differing(contents(tmp_path / "behind" / name), contents(tmp_path / "waited" / name)) == []
         assert 0 < event.stall <= event.seconds and 0 < event.write_seconds <= event.seconds
         assert event.bytes_per_second == pytest.approx(event.bytes / event.write_seconds)
@@ -120,7 +120,7 @@ def saving_twice(mesh: Mesh, folder: Path) -> tuple[list[int], bool]:
     saver, tensors = Saver(at(folder), mesh), state(1)
     pieces = {name: Piece.of(tensor, Copies((), mesh.rank, mesh.ranks)) for name, tensor in tensors.items()}
     writing, most = 0, 0
-    write, lock = blocks.write, threading.Lock()
+    write, lock = checksums.write, threading.Lock()
 
     def watched(*args: Any) -> Any:
         nonlocal writing, most
@@ -134,7 +134,7 @@ def saving_twice(mesh: Mesh, folder: Path) -> tuple[list[int], bool]:
             with lock:
                 writing -= 1
 
-    blocks.write = watched  # type: ignore[assignment]
+    checksums.write = watched  # type: ignore[assignment]
     told = []
     for step in (1, 2, 3):
         told += [outcome.step for outcome in saver.save(step, pieces, {}, wait=False) if outcome.failure is None]
@@ -212,7 +212,7 @@ def test_a_copy_that_fails_fails_its_save_and_no_other(tmp_path: Path) -> None:
     source.broken = False
     saver.save(2, tensors, {}, wait=False)
     (ended,) = saver.settle()
-    assert ended.failure is None and [path.name for path in disk.listed(tmp_path)] == ["step-00000002"]
+    assert ended.failure is None and [path.name for path in directory.listed(tmp_path)] == ["step-00000002"]
     saver.close()
 
 
@@ -229,7 +229,7 @@ def alone_in_the_end(mesh: Mesh, folder: Path) -> float:
 
 def test_a_run_that_fails_amid_a_save_does_not_wait_for_ranks_that_are_gone(tmp_path: Path) -> None:
     assert max(run_ranks(alone_in_the_end, 2, tmp_path)) < 5
-    assert disk.listed(tmp_path) == []
+    assert directory.listed(tmp_path) == []
 
 
 def of_a_shape(mesh: Mesh, folder: Path) -> bool:

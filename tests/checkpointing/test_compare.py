@@ -9,10 +9,10 @@ from checkpoints import saved
 from ranks import ALONE, run_ranks
 from torch import Tensor
 
-from phalanx.checkpointing.compare import Difference, beside, compare
-from phalanx.checkpointing.pieces import Piece
-from phalanx.checkpointing.split import Copies
+from phalanx.checkpointing.slices import Piece
 from phalanx.checkpointing.stream import Saved
+from phalanx.checkpointing.tools.diff import Difference, beside, compare
+from phalanx.checkpointing.write_partition import Copies
 from phalanx.parallel.mesh import Mesh
 
 STATE = {

@@ -11,15 +11,15 @@ import pytest
 from checkpoints import flip
 from ranks import ALONE, differing, run_ranks, tiny_run, tiny_trainer
 
-from phalanx.checkpointing import disk
-from phalanx.checkpointing.disk import DamagedCheckpoint
+from phalanx.checkpointing import directory
+from phalanx.checkpointing.directory import DamagedCheckpoint
 from phalanx.events.records import CheckpointDamaged, Restored
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.errors import RunFailed
 from phalanx.spec.layout import Layout
 
 LAYOUT = Layout(data=1, pipeline=2, shard=2)
-FILES = [f"state-0000{rank}-of-00004.{kind}" for rank in range(4) for kind in ("safetensors", "json")] + [disk.MARKER]
+FILES = [f"state-0000{rank}-of-00004.{kind}" for rank in range(4) for kind in ("safetensors", "json")] + [directory.MARKER]
 
 
 def train_and_save(mesh: Mesh, folder: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_flipped_byte_is_named_by_verify_and_by_a_run_that_goes_on_with_the_on
     for place in (0, len(good) - 1, *(dice.randrange(len(good)) for _ in range(3))):
         flip(file, place, dice.randrange(8))
         with pytest.raises(DamagedCheckpoint, match=name) as told:
-            disk.verify(folder / "step-00000002")
+            directory.verify(folder / "step-00000002")
         assert told.value.path == str(folder / "step-00000002")
         damaged, restored = trainer.restore()
         assert isinstance(damaged, CheckpointDamaged) and isinstance(restored, Restored)
@@ -74,7 +74,7 @@ def restored(mesh: Mesh, folder: Path) -> tuple[list[Any], int]:
     return events, trainer.progress.step
 
 
-@pytest.mark.parametrize("name", [FILES[0], FILES[5], FILES[6], disk.MARKER])
+@pytest.mark.parametrize("name", [FILES[0], FILES[5], FILES[6], directory.MARKER])
 def test_all_ranks_go_back_together_though_only_some_of_them_read_it(name: str, folder: Path) -> None:
     file = folder / "step-00000002" / name
     flip(file, file.stat().st_size - 2, 1)

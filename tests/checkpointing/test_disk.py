@@ -14,24 +14,24 @@ from typing import Any
 import pytest
 from checkpoints import flip
 
-from phalanx.checkpointing import blocks, disk, image
-from phalanx.checkpointing.disk import DamagedCheckpoint, commit, listed, newest, newest_valid, prune, read_marker, verify
+from phalanx.checkpointing import checksums, directory, rank_file
+from phalanx.checkpointing.directory import DamagedCheckpoint, commit, listed, newest, newest_valid, prune, read_marker, verify
 from phalanx.checkpointing.location import Local, at
 from phalanx.spec.errors import PhalanxError
 
-DATA, LATER = image.file_name(0, 2), image.file_name(1, 2)
-ABOUT = image.beside(DATA)
+DATA, LATER = rank_file.file_name(0, 2), rank_file.file_name(1, 2)
+ABOUT = rank_file.beside(DATA)
 VALUES = {DATA: bytes(range(256)) * 5, LATER: b"a few bytes"}
 CONTENTS = {"progress": {"step": 3, "samples": 24}, "version": "1.2", "rate": 0.1, "small": 1e-05, "said": "naïve"}
 
 
 def write(checkpoints: Path, step: int, contents: dict[str, Any] = CONTENTS) -> Path:
     """A checkpoint, made the way saving makes it; its files hold no tensors, which nobody asks here."""
-    partial = disk.begin(checkpoints, step)
+    partial = directory.begin(checkpoints, step)
     for stage, (name, data) in enumerate(VALUES.items()):
-        about = image.about(name, len(data), len(data), blocks.write(partial / name, [data]))
+        about = rank_file.about(name, len(data), len(data), checksums.write(partial / name, [data]))
         about |= {"stage": stage, "names": {f"tensor {stage}": len(data)}}
-        blocks.write(partial / image.beside(name), [json.dumps(about).encode()])
+        checksums.write(partial / rank_file.beside(name), [json.dumps(about).encode()])
     return Path(str(commit(partial, contents | {"step": step}, 2)))
 
 
@@ -48,8 +48,8 @@ def test_a_committed_directory_has_its_name_its_files_and_its_contents(tmp_path:
     assert {key: marker[key] for key in CONTENTS} == CONTENTS
     assert marker["step"] == 12
     files = {name: file["bytes"] for name, file in marker["files"].items()}
-    assert files == {file.name: file.stat().st_size for file in path.iterdir() if file.name != disk.MARKER}
-    assert files.keys() == {DATA, LATER, ABOUT, image.beside(LATER)}
+    assert files == {file.name: file.stat().st_size for file in path.iterdir() if file.name != directory.MARKER}
+    assert files.keys() == {DATA, LATER, ABOUT, rank_file.beside(LATER)}
     assert {name: (path / name).read_bytes() for name in VALUES} == VALUES
     assert marker["names"] == [["tensor 0"], ["tensor 1"]]
     for name, file in marker["files"].items():  # as anybody can find them out: these are of one block
@@ -67,37 +67,37 @@ def test_the_newest_by_number_is_found_not_by_name_or_time(tmp_path: Path) -> No
 
 
 def no_marker(path: Path) -> None:
-    (path / disk.MARKER).unlink()
+    (path / directory.MARKER).unlink()
 
 
 def broken_marker(path: Path) -> None:
-    text = (path / disk.MARKER).read_text()
-    (path / disk.MARKER).write_text(text[: len(text) // 2])
+    text = (path / directory.MARKER).read_text()
+    (path / directory.MARKER).write_text(text[: len(text) // 2])
 
 
 def empty_marker(path: Path) -> None:
-    (path / disk.MARKER).write_text("")
+    (path / directory.MARKER).write_text("")
 
 
 def other_marker(path: Path) -> None:
-    (path / disk.MARKER).write_text("[1, 2]")
+    (path / directory.MARKER).write_text("[1, 2]")
 
 
 def null_marker(path: Path) -> None:
-    (path / disk.MARKER).write_text("null")
+    (path / directory.MARKER).write_text("null")
 
 
 def marker_of_other_keys(path: Path) -> None:
-    (path / disk.MARKER).write_text('{"files": {"data": {"size": 1}}}')
+    (path / directory.MARKER).write_text('{"files": {"data": {"size": 1}}}')
 
 
 def marker_not_text(path: Path) -> None:
-    (path / disk.MARKER).write_bytes(b"\xff\xfe\x00")
+    (path / directory.MARKER).write_bytes(b"\xff\xfe\x00")
 
 
 def marker_a_folder(path: Path) -> None:
-    (path / disk.MARKER).unlink()
-    (path / disk.MARKER).mkdir()
+    (path / directory.MARKER).unlink()
+    (path / directory.MARKER).mkdir()
 
 
 def missing_file(path: Path) -> None:
@@ -139,11 +139,11 @@ def not_a_folder(path: Path) -> None:
 
 
 def of_another_format(path: Path) -> None:
-    marker = json.loads((path / disk.MARKER).read_text())
+    marker = json.loads((path / directory.MARKER).read_text())
     del marker["sha256"]
     marker["format"] = 1
     seal = hashlib.sha256(json.dumps(marker, sort_keys=True).encode()).hexdigest()
-    (path / disk.MARKER).write_text(json.dumps(marker | {"sha256": seal}, indent=2) + "\n")
+    (path / directory.MARKER).write_text(json.dumps(marker | {"sha256": seal}, indent=2) + "\n")
 
 
 DAMAGES: dict[Callable[[Path], None], str] = {
@@ -195,15 +195,15 @@ def test_without_any_valid_one_all_are_named(tmp_path: Path) -> None:
 def test_no_bit_of_the_marker_can_change_what_is_restored(tmp_path: Path) -> None:
     # It holds the position in the data: a wrong digit there would go on silently on other samples.
     path = write(tmp_path, 3)
-    whole = (path / disk.MARKER).read_bytes()
+    whole = (path / directory.MARKER).read_bytes()
     dice = random.Random(0)
     for place in range(len(whole)):
         bits = range(8) if chr(whole[place]) in "eE" else [dice.randrange(8)]  # of which numbers are written in two ways
         for bit in bits:
-            flip(path / disk.MARKER, place, bit)
-            with pytest.raises(DamagedCheckpoint, match=disk.MARKER):
+            flip(path / directory.MARKER, place, bit)
+            with pytest.raises(DamagedCheckpoint, match=directory.MARKER):
                 verify(path)
-            (path / disk.MARKER).write_bytes(whole)
+            (path / directory.MARKER).write_bytes(whole)
     verify(path)
 
 
@@ -304,8 +304,8 @@ def test_the_marker_is_plain_json(tmp_path: Path) -> None:
 
 def test_ranks_that_disagree_about_who_writes_what_make_no_checkpoint(tmp_path: Path) -> None:
     write(tmp_path, 1)
-    partial = Path(str(disk.begin(tmp_path, 2)))
-    shutil.copytree(tmp_path / "step-00000001", partial, dirs_exist_ok=True, ignore=shutil.ignore_patterns(disk.MARKER))
+    partial = Path(str(directory.begin(tmp_path, 2)))
+    shutil.copytree(tmp_path / "step-00000001", partial, dirs_exist_ok=True, ignore=shutil.ignore_patterns(directory.MARKER))
     about = json.loads((partial / ABOUT).read_text())
     (partial / ABOUT).write_text(json.dumps(about | {"names": {"tensor 0": 1279}}))  # a byte of it would be there twice
     with pytest.raises(PhalanxError, match=r"holds 1291 bytes of tensors that have 1290"):

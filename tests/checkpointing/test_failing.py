@@ -12,7 +12,7 @@ import pytest
 from checkpoints import contents, various
 from ranks import ALONE, differing, run_ranks, tiny_run, tiny_trainer
 
-from phalanx.checkpointing import disk, location, staging
+from phalanx.checkpointing import directory, location, staging
 from phalanx.checkpointing.location import Local, at
 from phalanx.checkpointing.save import Saver
 from phalanx.events.records import Saved, SaveFailed, Step
@@ -61,7 +61,7 @@ def commit_of_rank_0(mesh: Mesh, trouble: Trouble) -> None:
     sink = Local.sink
 
     def fail(file: Local) -> Any:
-        if file.name == disk.MARKER and trouble.meets(file.path):
+        if file.name == directory.MARKER and trouble.meets(file.path):
             raise FULL
         return sink(file)
 
@@ -113,7 +113,7 @@ def train(mesh: Mesh, folder: Path, breaking: Breaking, trouble: Trouble, asynch
             if isinstance(event, SaveFailed) and mesh.rank == 0:
                 # Nothing passes for a checkpoint but the one before, and nothing takes room.
                 assert [path.name for path in folder.iterdir()] == ["step-00000002"]
-                disk.verify(folder / "step-00000002")
+                directory.verify(folder / "step-00000002")
     except RunFailed as error:
         return told, str(error)
     return told, None
@@ -135,7 +135,7 @@ def test_a_failed_save_is_told_and_the_run_goes_on(breaking: Breaking, asynchron
     assert [event.step for event in told if isinstance(event, Saved)] == [2, 6]
     assert told[-1].kind == "finished"
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000006"]
-    disk.verify(tmp_path / "step-00000006")
+    directory.verify(tmp_path / "step-00000006")
 
 
 @pytest.mark.parametrize("breaking", [part_of_rank_1, commit_of_rank_0])
@@ -146,12 +146,12 @@ def test_a_run_whose_last_save_fails_says_so_by_failing(breaking: Breaking, tmp_
         assert all(event.kind != "finished" for event in told)
     assert [event.step for event in results[0][0] if isinstance(event, SaveFailed)] == [4, 6]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"], "the only valid one stays"
-    disk.verify(tmp_path / "step-00000002")
+    directory.verify(tmp_path / "step-00000002")
 
 
 def test_a_run_that_was_stopped_after_a_failed_save_saves_again(tmp_path: Path, monkeypatch: Any) -> None:
     trainer = tiny_trainer(ALONE, tiny_run("checkpoint.every=2"), tmp_path)
-    commit, calls = disk.commit, []
+    commit, calls = directory.commit, []
 
     def first_fails(*args: Any) -> Any:
         calls.append(args)
@@ -159,7 +159,7 @@ def test_a_run_that_was_stopped_after_a_failed_save_saves_again(tmp_path: Path, 
             raise FULL
         return commit(*args)
 
-    monkeypatch.setattr(disk, "commit", first_fails)
+    monkeypatch.setattr(directory, "commit", first_fails)
     kinds = []
     for event in trainer.events():
         kinds.append((event.kind, getattr(event, "step", None)))
@@ -195,7 +195,7 @@ def test_what_cannot_be_removed_afterwards_is_told_but_the_checkpoint_is_there(t
         ended.note
         == f"{tmp_path / 'step-00000001'} is complete, but what it replaces could not be removed: Read-only file system."
     )
-    disk.verify(tmp_path / "step-00000001")
+    directory.verify(tmp_path / "step-00000001")
     saver.close()
 
 
@@ -220,7 +220,7 @@ def test_without_memory_for_a_copy_the_save_is_waited_for_and_says_so(tmp_path: 
 def test_a_new_saver_of_the_same_ranks_hears_nothing_of_an_earlier_ones_failure(tmp_path: Path, monkeypatch: Any) -> None:
     """A program may build a second trainer on the same mesh."""
     with monkeypatch.context() as patched:
-        patched.setattr(disk, "commit", lambda *args: (_ for _ in ()).throw(FULL))
+        patched.setattr(directory, "commit", lambda *args: (_ for _ in ()).throw(FULL))
         patched.setattr(Local, "sink", lambda self: (_ for _ in ()).throw(FULL))
         (failed,) = Saver(at(tmp_path), ALONE).save(1, various(1), {}, wait=True)
         assert failed.failure == "rank 0: No space left on device"

@@ -7,8 +7,8 @@ import pytest
 import torch
 from checkpoints import flip, values
 
-from phalanx.checkpointing.disk import DamagedCheckpoint
-from phalanx.checkpointing.find import every, find, is_checkpoint, located, named, one, places_of
+from phalanx.checkpointing.directory import DamagedCheckpoint
+from phalanx.checkpointing.find_checkpoint import every, find, is_checkpoint, located, named, one, places_of
 from phalanx.checkpointing.location import at
 from phalanx.checkpointing.stream import Chunk, Streamed, write
 from phalanx.spec.errors import RunError

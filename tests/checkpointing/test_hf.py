@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from phalanx.checkpointing.hf import Folder, Writer
+from phalanx.checkpointing.hf_folder import Folder, Writer
 from phalanx.spec.errors import RunError
 
 TENSORS = {

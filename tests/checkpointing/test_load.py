@@ -13,11 +13,11 @@ from checkpoints import saved
 from ranks import ALONE, run_ranks
 from torch import Tensor
 
-from phalanx.checkpointing import blocks, files
-from phalanx.checkpointing.load import load
+from phalanx.checkpointing import checksums, shard_io
 from phalanx.checkpointing.location import Local
-from phalanx.checkpointing.pieces import Piece
-from phalanx.checkpointing.split import Copies
+from phalanx.checkpointing.restore import load
+from phalanx.checkpointing.slices import Piece
+from phalanx.checkpointing.write_partition import Copies
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.errors import RunFailed
 
@@ -83,7 +83,7 @@ def test_what_the_checkpoint_lacks_is_said(boxes: Path) -> None:
 
 def test_only_the_blocks_that_hold_what_is_needed_are_read(tmp_path: Path, monkeypatch: Any) -> None:
     block = 8192
-    for module in (blocks, files):
+    for module in (checksums, shard_io):
         monkeypatch.setattr(module, "BLOCK", block)
     rows = torch.randn(4096, 64)
     path = saved(tmp_path, 1, {"rows": rows, "others": torch.randn(4096, 64)}, {}, ALONE)

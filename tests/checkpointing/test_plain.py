@@ -9,9 +9,9 @@ from checkpoints import saved
 from ranks import ALONE
 from safetensors.torch import load_file
 
-from phalanx.checkpointing import plain
-from phalanx.checkpointing.plain import to_safetensors, to_torch
 from phalanx.checkpointing.stream import Saved
+from phalanx.checkpointing.tools import plain_export
+from phalanx.checkpointing.tools.plain_export import to_safetensors, to_torch
 from phalanx.spec.errors import RunError
 
 STATE = {
@@ -85,7 +85,7 @@ def test_what_is_there_is_left_alone_and_what_fails_leaves_nothing(
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(plain, "_put", full)
-    with pytest.raises(plain.RunFailed, match=r"out.pt could not be written: No space left on device"):
+    monkeypatch.setattr(plain_export, "_put", full)
+    with pytest.raises(plain_export.RunFailed, match=r"out.pt could not be written: No space left on device"):
         to_torch(checkpoint, tmp_path / "out.pt", optimizer=False, dtype=None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "taken"]

@@ -13,7 +13,7 @@ import pytest
 from object_store import Store, after, serve, wire
 from ranks import run_ranks, tiny_run, tiny_trainer
 
-from phalanx.checkpointing import blocks, disk, image, multipart, persist, remote
+from phalanx.checkpointing import checksums, directory, multipart, rank_file, remote, retry
 from phalanx.checkpointing.location import Local, Location, at
 from phalanx.checkpointing.remote import Remote
 from phalanx.events.records import CheckpointDamaged, Event, Finished, Restored, Saved, Step, Uploaded, UploadFailed
@@ -62,10 +62,10 @@ def test_every_place_keeps_the_contract(place: Location) -> None:
     assert place.entries() == [] and place.sizes() == {} and place.unfinished() == []
     folder = place / "a"
     folder.make()
-    sums = blocks.write(folder / "large", [BYTES[: 7 << 20], BYTES[7 << 20 :]])
-    blocks.write(folder / "empty", [])
-    blocks.write(place / "ab", [b"a neighbour whose name begins alike"])
-    assert blocks.whole(sums) == blocks.whole_of(BYTES) == blocks.digest(folder / "large")
+    sums = checksums.write(folder / "large", [BYTES[: 7 << 20], BYTES[7 << 20 :]])
+    checksums.write(folder / "empty", [])
+    checksums.write(place / "ab", [b"a neighbour whose name begins alike"])
+    assert checksums.whole(sums) == checksums.whole_of(BYTES) == checksums.digest(folder / "large")
     assert (place.entries(), folder.entries()) == (["a", "ab"], ["empty", "large"])
     assert folder.sizes() == {"large": len(BYTES), "empty": 0}
     assert place.sizes() == {"ab": 35}
@@ -78,7 +78,7 @@ def test_every_place_keeps_the_contract(place: Location) -> None:
     assert file.read(len(BYTES) + 5, 10) == b""
     with pytest.raises(FileNotFoundError):
         (folder / "none").read()
-    blocks.write(file, [b"again"])
+    checksums.write(file, [b"again"])
     assert (file.read(), folder.sizes()["large"]) == (b"again", 5)
     assert (file.name, file.parent.name, str(file.parent)) == ("large", "a", str(folder))
     assert pickle.loads(pickle.dumps(file)) == file
@@ -104,31 +104,31 @@ def test_a_file_url_is_a_folder(tmp_path: Path) -> None:
 
 def written(place: Location, step: int, value: int) -> Location:
     """A checkpoint of one tensor, written by hand."""
-    folder = disk.begin(place, step)
-    file, body = image.file_name(0, 1), bytes([value]) * 64
-    head = image.header([image.Box("t", "U8", (64,), (0,), (64,))])
-    sums = blocks.write(folder / file, [head, body])
-    about = image.about(file, len(head) + 64, 64, sums, [image.Box("t", "U8", (64,), (0,), (64,))])
-    blocks.write(folder / image.beside(file), [json.dumps(about | {"stage": 0, "names": {"t": 64}}).encode()])
-    return disk.commit(folder, {"step": step})
+    folder = directory.begin(place, step)
+    file, body = rank_file.file_name(0, 1), bytes([value]) * 64
+    head = rank_file.header([rank_file.Box("t", "U8", (64,), (0,), (64,))])
+    sums = checksums.write(folder / file, [head, body])
+    about = rank_file.about(file, len(head) + 64, 64, sums, [rank_file.Box("t", "U8", (64,), (0,), (64,))])
+    checksums.write(folder / rank_file.beside(file), [json.dumps(about | {"stage": 0, "names": {"t": 64}}).encode()])
+    return directory.commit(folder, {"step": step})
 
 
 def test_only_a_marker_makes_a_checkpoint_and_leftovers_go(s3: Store) -> None:
     place = at(f"s3://{s3.bucket()}/run")
-    blocks.write(disk.begin(place, 1) / image.file_name(0, 1), [b"half"])
-    assert disk.newest(place) == (None, []), "a first save that was killed is no checkpoint: the run begins again"
+    checksums.write(directory.begin(place, 1) / rank_file.file_name(0, 1), [b"half"])
+    assert directory.newest(place) == (None, []), "a first save that was killed is no checkpoint: the run begins again"
     for step in (1, 2, 3):
         written(place, step, step)
-    interrupted = disk.begin(place, 2)  # a step that is taken again, and killed
-    blocks.write(interrupted / image.file_name(0, 1), [b"half"])
-    unseen = (disk.begin(place, 4) / "file").sink()  # killed while the first parts were on their way
+    interrupted = directory.begin(place, 2)  # a step that is taken again, and killed
+    checksums.write(interrupted / rank_file.file_name(0, 1), [b"half"])
+    unseen = (directory.begin(place, 4) / "file").sink()  # killed while the first parts were on their way
     unseen.write(BYTES)
-    newest, damaged = disk.newest_valid(place)
-    assert newest == disk.folder(place, 3) and damaged == []
+    newest, damaged = directory.newest_valid(place)
+    assert newest == directory.folder(place, 3) and damaged == []
     assert place.unfinished() == ["step-00000004"]
     saved = written(place, 5, 5)
     unseen._end()  # type: ignore[attr-defined]  # the parts have arrived; nobody will ever complete them
-    assert disk.prune(place, 2, saved) == ["step-00000001"]
+    assert directory.prune(place, 2, saved) == ["step-00000001"]
     assert place.entries() == ["step-00000003", "step-00000005"]
     assert place.unfinished() == []
 
@@ -136,13 +136,13 @@ def test_only_a_marker_makes_a_checkpoint_and_leftovers_go(s3: Store) -> None:
 def test_a_damaged_object_is_named_and_passed_over(s3: Store) -> None:
     place = at(f"s3://{s3.bucket()}/run")
     good, bad = written(place, 1, 1), written(place, 2, 2)
-    file = bad / image.file_name(0, 1)
+    file = bad / rank_file.file_name(0, 1)
     contents = bytearray(file.read())
     contents[-1] ^= 1
-    blocks.write(file, [bytes(contents)])
-    newest, damaged = disk.newest_valid(place)
+    checksums.write(file, [bytes(contents)])
+    newest, damaged = directory.newest_valid(place)
     assert newest == good
-    assert [(one.path, image.file_name(0, 1) in one.reason) for one in damaged] == [(str(bad), True)]
+    assert [(one.path, rank_file.file_name(0, 1) in one.reason) for one in damaged] == [(str(bad), True)]
 
 
 def test_connections_cut_in_the_middle_lose_nothing(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,8 +151,8 @@ def test_connections_cut_in_the_middle_lose_nothing(s3: Store, monkeypatch: pyte
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{cut.port}")
         _forget()
         file = at(f"s3://{bucket}/file")
-        blocks.write(file, [BYTES])
-        blocks.write(at(f"s3://{bucket}/small"), [BYTES[: 3 << 20]])
+        checksums.write(file, [BYTES])
+        checksums.write(at(f"s3://{bucket}/small"), [BYTES[: 3 << 20]])
         assert cut.cuts == 4
         assert file.read() == BYTES
         assert at(f"s3://{bucket}/small").size() == 3 << 20
@@ -162,13 +162,13 @@ def test_connections_cut_in_the_middle_lose_nothing(s3: Store, monkeypatch: pyte
 def test_a_store_that_is_gone_is_not_taken_for_damage(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     place = at(f"s3://{s3.bucket()}/run")
     written(place, 1, 1)
-    monkeypatch.setattr(persist, "PAUSES", (0.01,))
+    monkeypatch.setattr(retry, "PAUSES", (0.01,))
     with wire(s3.port, lambda sent, data: True) as cut:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{cut.port}")
         _forget()
-        with pytest.raises(persist.Unreachable, match=r"step-00000001.* cannot be read"):
-            disk.read_marker(disk.folder(place, 1))
-        assert isinstance(pickle.loads(pickle.dumps(persist.Unreachable("x"))), OSError)
+        with pytest.raises(retry.Unreachable, match=r"step-00000001.* cannot be read"):
+            directory.read_marker(directory.folder(place, 1))
+        assert isinstance(pickle.loads(pickle.dumps(retry.Unreachable("x"))), OSError)
 
 
 def test_tries_again_only_what_may_pass() -> None:
@@ -178,11 +178,11 @@ def test_tries_again_only_what_may_pass() -> None:
         asked.append(error)
         raise error
 
-    with pytest.raises(persist.Unreachable, match="x: no way"):
-        persist.persist("x", lambda: refuse(PermissionError("no way")), (0.0, 0.0))
+    with pytest.raises(retry.Unreachable, match="x: no way"):
+        retry.persist("x", lambda: refuse(PermissionError("no way")), (0.0, 0.0))
     assert len(asked) == 1
-    with pytest.raises(persist.Unreachable, match="x: later"):
-        persist.persist("x", lambda: refuse(TimeoutError("later")), (0.0, 0.0))
+    with pytest.raises(retry.Unreachable, match="x: later"):
+        retry.persist("x", lambda: refuse(TimeoutError("later")), (0.0, 0.0))
     assert len(asked) == 4
 
 
@@ -227,14 +227,14 @@ def test_two_ranks_save_to_a_store_and_go_on_from_it(
     assert near == (["step-00000004", "step-00000006"] if local_first else False)
     uploads = [event for event in second if isinstance(event, Uploaded)]
     assert [event.step for event in uploads][-1:] == ([6] if local_first else [])
-    disk.verify(disk.folder(at(url), 6))
+    directory.verify(directory.folder(at(url), 6))
 
 
 def test_damage_near_by_is_made_good_from_afar(s3: Store, tmp_path: Path) -> None:
     url = f"s3://{s3.bucket()}/run"
     (first,) = run_ranks(trained, 1, url, tmp_path / "near", True, 3)
     (saved,) = [event for event in first if isinstance(event, Saved) and event.step == 3]
-    file = Path(saved.path) / image.file_name(0, 1)
+    file = Path(saved.path) / rank_file.file_name(0, 1)
     contents = bytearray(file.read_bytes())
     contents[-1] ^= 1
     file.write_bytes(contents)
@@ -246,7 +246,7 @@ def test_damage_near_by_is_made_good_from_afar(s3: Store, tmp_path: Path) -> Non
 
 def test_a_store_that_fails_is_loud_and_the_run_goes_on(s3: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"s3://{s3.bucket()}/run"
-    monkeypatch.setattr(persist, "PAUSES", (0.01,))
+    monkeypatch.setattr(retry, "PAUSES", (0.01,))
     with wire(s3.port, lambda sent, data: sent > 100_000) as bad:  # nothing large gets through, ever
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{bad.port}")
         _forget()

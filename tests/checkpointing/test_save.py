@@ -17,10 +17,10 @@ from checkpoints import flip, saved, values, various
 from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
 from torch import Tensor
 
-from phalanx.checkpointing import disk, location
-from phalanx.checkpointing.disk import DamagedCheckpoint, newest_valid
-from phalanx.checkpointing.load import load
+from phalanx.checkpointing import directory, location
+from phalanx.checkpointing.directory import DamagedCheckpoint, newest_valid
 from phalanx.checkpointing.location import Local, at
+from phalanx.checkpointing.restore import load
 from phalanx.parallel.mesh import Mesh
 
 
@@ -31,7 +31,7 @@ def bits(tensors: dict[str, Tensor]) -> dict[str, bytes]:
 def test_what_is_saved_is_loaded_bit_for_bit_into_the_tensors_given(tmp_path: Path) -> None:
     path = saved(tmp_path, 7, various(1), {"progress": {"step": 7}}, ALONE)
     assert path == tmp_path / "step-00000007"
-    disk.verify(path)
+    directory.verify(path)
     tensors = various(2)
     same = dict(tensors)
     contents = load(path, tensors)
@@ -77,7 +77,7 @@ def train(mesh: Mesh, directory: Path, steps: int) -> tuple[list[Any], dict[str,
 def test_what_some_ranks_saved_any_number_restores_bit_for_bit(saving: int, tmp_path: Path) -> None:
     # Four micro-batches of two, so that the number of ranks does not show in the state itself.
     _, saved, _ = run_ranks(train, saving, tmp_path, 3)[0]
-    disk.verify(tmp_path / "step-00000003")
+    directory.verify(tmp_path / "step-00000003")
     for ranks in (1, 2, 4):
         for events, found, samples in run_ranks(train, ranks, tmp_path, 0):
             assert events == [("restored", None)]
@@ -140,9 +140,9 @@ def state(value: int) -> dict[str, Tensor]:
 def check_all(checkpoints: Path) -> list[location.Location]:
     """Every directory that passes for a checkpoint holds exactly one save; returns them."""
     valid = []
-    for path in disk.listed(checkpoints):
+    for path in directory.listed(checkpoints):
         try:
-            disk.verify(path)
+            directory.verify(path)
         except DamagedCheckpoint:
             continue
         tensors = state(-100)
@@ -164,7 +164,7 @@ def test_a_save_killed_at_any_moment_leaves_nothing_that_passes_for_one(tmp_path
             for step in range(3):
                 value = 1000 * attempt + step
                 path = saved(tmp_path, step, state(value), {"value": value}, ALONE)
-                disk.prune(tmp_path, 2, at(path))
+                directory.prune(tmp_path, 2, at(path))
             attempt += 1
 
     for _ in range(10):
@@ -215,11 +215,11 @@ def test_a_save_killed_between_any_two_of_its_writes_leaves_the_old_or_the_new(t
             break
         # Whatever was left, the next save works and tidies up.
         path = saved(tmp_path, 2, state(2), {"value": 2}, ALONE)
-        disk.prune(tmp_path, 2, at(path))
+        directory.prune(tmp_path, 2, at(path))
         assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
         assert len(check_all(tmp_path)) == 2
         path.rename(tmp_path / "step-00000002.removed.partial")
-        disk.prune(tmp_path, 1, at(tmp_path / "step-00000001"))
+        directory.prune(tmp_path, 1, at(tmp_path / "step-00000001"))
     assert call > 15
 
 
@@ -228,11 +228,11 @@ def test_a_replacement_killed_between_any_two_of_its_writes_leaves_the_old_or_th
     saved(tmp_path, 1, state(1001), {"value": 1001}, ALONE)
     for call in itertools.count():
         killed = killed_at(call, lambda: saved(tmp_path, 1, state(2001), {"value": 2001}, ALONE))
-        disk.mend(tmp_path)  # as every run does that goes on
+        directory.mend(tmp_path)  # as every run does that goes on
         assert [path.name for path in check_all(tmp_path)] == ["step-00000001"]
         if not killed:
             break
         path = saved(tmp_path, 1, state(1001), {"value": 1001}, ALONE)
-        disk.prune(tmp_path, 1, at(path))
+        directory.prune(tmp_path, 1, at(path))
         assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
     assert call > 15

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from ranks import tiny_run
 
-from phalanx.checkpointing import disk, image, stream
-from phalanx.checkpointing.files import Holding, Reader, box, laid_out, raw
-from phalanx.checkpointing.load import load
-from phalanx.checkpointing.pieces import Part, Piece, SavePieces, written
+from phalanx.checkpointing import directory, rank_file, stream
+from phalanx.checkpointing.restore import load
+from phalanx.checkpointing.shard_io import Holding, Reader, box, laid_out, raw
+from phalanx.checkpointing.slices import Part, Piece, SavePieces, written
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Run
-from phalanx.training.foresee import held
+from phalanx.training.dry_build import held
 
 
 def big() -> Run:
@@ -35,7 +35,7 @@ def planned(pieces: dict[str, Piece]) -> tuple[list[Part], bytes]:
     planner.set_up_planner({}, None, True)
     plans, _ = planner.create_global_plan([planner.create_local_plan()])
     assert len(planner.finish_plan(plans[0]).items) == len(parts)
-    return parts, image.header([box(part) for part in parts])
+    return parts, rank_file.header([box(part) for part in parts])
 
 
 def calls(function: Callable[..., Any], *args: Any) -> tuple[Any, int]:
@@ -77,7 +77,7 @@ def test_planning_does_not_grow_with_the_number_of_ranks(zero: int, monkeypatch:
 def whole(name: str, piece: Piece) -> torch.Tensor:
     """Values that tell tensors and places apart."""
     count = torch.Size(piece.whole).numel()
-    return (torch.arange(count) + image.mark(name) % 1000).view(piece.whole).to(piece.tensor.dtype)
+    return (torch.arange(count) + rank_file.mark(name) % 1000).view(piece.whole).to(piece.tensor.dtype)
 
 
 def of(name: str, piece: Piece) -> torch.Tensor:
@@ -86,7 +86,7 @@ def of(name: str, piece: Piece) -> torch.Tensor:
 
 def write_all(folder: Path, run: Run, layout: Layout) -> Path:
     """The checkpoint that all ranks of a layout would write together."""
-    partial = disk.begin(folder, 1)
+    partial = directory.begin(folder, 1)
     each = layout.ranks // layout.pipeline
     for rank in range(layout.ranks):
         pieces = held(run, layout, rank)
@@ -94,7 +94,7 @@ def write_all(folder: Path, run: Run, layout: Layout) -> Path:
         values = (raw(part.of(of(part.name, part.piece))) for part in parts)
         names = {name: piece.whole_bytes for name, piece in pieces.items()} if rank % each == 0 else None
         stream.write_file(partial, (rank, layout.ranks), [box(part) for part in parts], values, Holding(rank // each, names))
-    return Path(str(disk.commit(partial, {"step": 1}, layout.ranks)))
+    return Path(str(directory.commit(partial, {"step": 1}, layout.ranks)))
 
 
 def test_a_loading_rank_looks_into_the_files_that_hold_its_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

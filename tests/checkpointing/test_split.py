@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from phalanx.checkpointing.pieces import Piece, written
-from phalanx.checkpointing.split import Copies, portions
+from phalanx.checkpointing.slices import Piece, written
+from phalanx.checkpointing.write_partition import Copies, portions
 
 
 def line(dice: random.Random) -> list[tuple[int, int]]:

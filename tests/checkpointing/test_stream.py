@@ -10,9 +10,9 @@ import torch
 from checkpoints import contents, saved
 from ranks import ALONE
 
-from phalanx.checkpointing import disk
-from phalanx.checkpointing.blocks import BLOCK
-from phalanx.checkpointing.load import load
+from phalanx.checkpointing import directory
+from phalanx.checkpointing.checksums import BLOCK
+from phalanx.checkpointing.restore import load
 from phalanx.checkpointing.stream import Chunk, Saved, Streamed, write
 
 WHOLE = torch.arange(60.0).view(6, 10)
@@ -30,8 +30,8 @@ def test_it_is_a_checkpoint_like_any_other(tmp_path: Path) -> None:
     columns = [Chunk(offsets=(0, at), sizes=(6, 5), read=WHOLE[:, at : at + 5].bfloat16) for at in (0, 5)]
     across = Streamed(name="model/across", shape=(6, 10), dtype=torch.bfloat16, chunks=columns)
     path = write(tmp_path, 0, [streamed(2), across], {"version": "1"})
-    assert path == disk.folder(tmp_path, 0)
-    disk.verify(path)
+    assert path == directory.folder(tmp_path, 0)
+    directory.verify(path)
     # Into another format: a run computes in its own.
     tensors = {"model/w": torch.zeros(6, 10, dtype=torch.float64), "model/across": torch.zeros(6, 10)}
     beside = load(path, tensors)

@@ -15,13 +15,13 @@ from checkpoints import flip, saved, values
 from ranks import ALONE, run_ranks
 from safetensors import safe_open
 
-from phalanx.checkpointing import blocks, disk
-from phalanx.checkpointing.disk import DamagedCheckpoint
+from phalanx.checkpointing import checksums, directory
+from phalanx.checkpointing.directory import DamagedCheckpoint
+from phalanx.checkpointing.info import degrees, kinds, leftovers, listing, named_like, tensors, told
 from phalanx.checkpointing.location import at
-from phalanx.checkpointing.pieces import Piece
-from phalanx.checkpointing.rehash import Damage, damages
-from phalanx.checkpointing.split import Copies
-from phalanx.checkpointing.tell import degrees, kinds, leftovers, listing, named_like, tensors, told
+from phalanx.checkpointing.slices import Piece
+from phalanx.checkpointing.tools.check_bytes import Damage, damages
+from phalanx.checkpointing.write_partition import Copies
 from phalanx.parallel.mesh import Mesh
 
 LAYOUT = {"pipeline": 1, "data": 2, "shard": 1, "tensor": 1, "zero": 3, "sequence": True, "schedule_file": None}
@@ -74,7 +74,7 @@ def test_a_layout_in_words() -> None:
 
 def test_tensors_are_told_as_the_library_reads_them(tmp_path: Path) -> None:
     (path, _) = run_ranks(save, 2, tmp_path, 3)
-    marker = disk.read_marker(path)
+    marker = directory.read_marker(path)
     found = tensors(at(path), marker)
     assert list(found) == ["model/w", "optimizer/w/exp_avg"]
     assert {name: (one.dtype, one.shape, one.bytes) for name, one in found.items()} == {
@@ -103,7 +103,7 @@ def test_every_file_that_is_damaged_is_named_with_its_bytes(tmp_path: Path, monk
     (path, _) = run_ranks(save, 2, tmp_path, 3)
     read: list[int] = []
     assert damages(at(path), read.append) == []
-    assert sum(read) == sum(file["bytes"] for file in disk.read_marker(path)["files"].values())
+    assert sum(read) == sum(file["bytes"] for file in directory.read_marker(path)["files"].values())
     first, second = "state-00000-of-00002", "state-00001-of-00002"
     flip(path / f"{first}.safetensors", 30)
     os.truncate(path / f"{second}.safetensors", 100)
@@ -115,7 +115,7 @@ def test_every_file_that_is_damaged_is_named_with_its_bytes(tmp_path: Path, monk
         ),
         f"{second}.safetensors": Damage(
             file=f"{second}.safetensors",
-            reason=f"it has 100 bytes instead of {disk.sealed(at(path))['files'][f'{second}.safetensors']['bytes']}",
+            reason=f"it has 100 bytes instead of {directory.sealed(at(path))['files'][f'{second}.safetensors']['bytes']}",
         ),
         f"{second}.json": Damage(file=f"{second}.json", reason="it does not have the contents that were saved"),
     }
@@ -129,7 +129,7 @@ def test_every_file_that_is_damaged_is_named_with_its_bytes(tmp_path: Path, monk
 def test_damage_is_told_to_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("blocks", "image", "rehash"):
         monkeypatch.setattr(f"phalanx.checkpointing.{module}.BLOCK", 4096)
-    assert blocks.BLOCK == 4096
+    assert checksums.BLOCK == 4096
     big = {"model/w": torch.arange(4096.0)}
     path = saved(tmp_path, 1, big, {}, ALONE)
     file = values(path)

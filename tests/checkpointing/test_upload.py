@@ -11,20 +11,20 @@ from pathlib import Path
 import pytest
 from ranks import ALONE
 
-from phalanx.checkpointing import blocks, disk, image
+from phalanx.checkpointing import checksums, directory, rank_file
 from phalanx.checkpointing.location import Location, at
 from phalanx.checkpointing.upload import Uploader
 
 
 def written(place: Location, step: int) -> Location:
     """A checkpoint of one tensor, written by hand."""
-    folder = disk.begin(place, step)
-    file, boxes = image.file_name(0, 1), [image.Box("t", "U8", (64,), (0,), (64,))]
-    head = image.header(boxes)
-    sums = blocks.write(folder / file, [head, bytes([step]) * 64])
-    about = image.about(file, len(head) + 64, 64, sums, boxes)
-    blocks.write(folder / image.beside(file), [json.dumps(about | {"stage": 0, "names": {"t": 64}}).encode()])
-    return disk.commit(folder, {"step": step})
+    folder = directory.begin(place, step)
+    file, boxes = rank_file.file_name(0, 1), [rank_file.Box("t", "U8", (64,), (0,), (64,))]
+    head = rank_file.header(boxes)
+    sums = checksums.write(folder / file, [head, bytes([step]) * 64])
+    about = rank_file.about(file, len(head) + 64, 64, sums, boxes)
+    checksums.write(folder / rank_file.beside(file), [json.dumps(about | {"stage": 0, "names": {"t": 64}}).encode()])
+    return directory.commit(folder, {"step": step})
 
 
 @pytest.fixture
@@ -48,13 +48,13 @@ def test_what_arrives_is_the_same_checkpoint(uploader: Uploader, near: Location,
     saved = written(near, 7)
     uploader.saved(7)
     (upload,) = uploader.wait()
-    assert (upload.step, upload.url, upload.failure) == (7, str(disk.folder(far, 7)), None)
-    arrived = disk.folder(far, 7)
+    assert (upload.step, upload.url, upload.failure) == (7, str(directory.folder(far, 7)), None)
+    arrived = directory.folder(far, 7)
     assert {name: (arrived / name).read() for name in arrived.entries()} == {
         name: (saved / name).read() for name in saved.entries()
     }
-    assert upload.bytes == sum(size for name, size in saved.sizes().items() if name != disk.MARKER)
-    disk.verify(arrived)
+    assert upload.bytes == sum(size for name, size in saved.sizes().items() if name != directory.MARKER)
+    directory.verify(arrived)
 
 
 def test_of_those_that_wait_the_newest_goes(
@@ -63,14 +63,14 @@ def test_of_those_that_wait_the_newest_goes(
     for step in (1, 2, 3):
         written(near, step)
     begun, go_on = threading.Event(), threading.Event()
-    write = blocks.write
+    write = checksums.write
 
     def held_up(*given: object) -> list[int]:
         begun.set()
         assert go_on.wait(20)
         return write(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(blocks, "write", held_up)
+    monkeypatch.setattr(checksums, "write", held_up)
     uploader.saved(1)
     assert begun.wait(20)
     uploader.saved(2)
@@ -79,16 +79,16 @@ def test_of_those_that_wait_the_newest_goes(
     go_on.set()
     assert [(upload.step, upload.skipped) for upload in uploader.wait()] == [(1, []), (3, [2])]
     assert uploader.held == set()
-    assert [path.name for path in disk.listed(far)] == ["step-00000003", "step-00000001"]
+    assert [path.name for path in directory.listed(far)] == ["step-00000003", "step-00000001"]
 
 
 def test_damage_is_not_passed_on(uploader: Uploader, near: Location, far: Location) -> None:
     saved = written(near, 4)
-    file = saved / image.file_name(0, 1)
+    file = saved / rank_file.file_name(0, 1)
     contents = bytearray(file.read())
     contents[-1] ^= 1
-    blocks.write(file, [bytes(contents)])
+    checksums.write(file, [bytes(contents)])
     uploader.saved(4)
     (upload,) = uploader.wait()
-    assert upload.failure is not None and image.file_name(0, 1) in upload.failure
-    assert disk.newest(far)[0] is None
+    assert upload.failure is not None and rank_file.file_name(0, 1) in upload.failure
+    assert directory.newest(far)[0] is None

@@ -186,7 +186,7 @@ class Workshop:
         folder = self.path / "sabotage"
         folder.mkdir(exist_ok=True)
         body = "".join(f"    {line}\n" for line in code.strip().splitlines())
-        (folder / "sitecustomize.py").write_text(f"import sys\nif 'phalanx.cli.worker' in sys.orig_argv:\n{body}")
+        (folder / "sitecustomize.py").write_text(f"import sys\nif 'phalanx.worker.fork_server' in sys.orig_argv:\n{body}")
         return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
 
     def copy(self, run_dir: str, name: str) -> str:

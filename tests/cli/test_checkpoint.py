@@ -17,7 +17,7 @@ from checkpoints import contents, flip, values
 from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
 from safetensors.torch import load_file
 
-from phalanx.checkpointing import disk
+from phalanx.checkpointing import directory
 from phalanx.checkpointing.location import at
 from phalanx.events.rundir import RunDir
 from phalanx.parallel.mesh import Mesh
@@ -220,7 +220,7 @@ def test_prune(phalanx: Phalanx, one: Path) -> None:
     assert sorted(path.name for path in (one / "hf").iterdir()) == ["step-00000002", "step-00000002.logits"]
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000003"]
     assert "left for you to look at" in done.out and "step-00000003 is damaged" in done.out
-    disk.verify(folder / "step-00000002")
+    directory.verify(folder / "step-00000002")
 
 
 def test_prune_leaves_a_running_job_and_what_nothing_is_valid_in_alone(phalanx: Phalanx, one: Path) -> None:

@@ -5,7 +5,7 @@ import json
 import pytest
 import typer
 
-from phalanx.cli.clusters import clusters
+from phalanx.cli.clusters_cmd import clusters
 from phalanx.planning.entries import KINDS, entries
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from phalanx.cli.main import main
-from phalanx.data.tokenize import ByteTokenizer
+from phalanx.data.tokenizer import ByteTokenizer
 from phalanx.data.tokenwriter import write_token_files
 
 Command = Callable[..., tuple[dict[str, Any], str]]
@@ -172,7 +172,7 @@ def test_mistakes(command: Command, mixed: Path, name: str) -> None:
 
 def test_nothing_reaches_torch(mixed: Path) -> None:
     code = (
-        "import sys\nfrom phalanx.cli.data import app\n"
+        "import sys\nfrom phalanx.cli.data_cmd import app\n"
         "app(['preview', 'run.toml', '--step', '2'], standalone_mode=False)\n"
         "app(['inspect', 'run.toml'], standalone_mode=False)\n"
         "assert 'torch' not in sys.modules"

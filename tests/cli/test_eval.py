@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from phalanx.cli.main import main
-from phalanx.data.tokenize import ByteTokenizer
+from phalanx.data.tokenizer import ByteTokenizer
 from phalanx.data.tokenwriter import write_token_files
-from phalanx.evaluation.model import open_model
+from phalanx.evaluation.open_model import open_model
 from phalanx.events.log import read_events
 from phalanx.events.records import Evaluated
 

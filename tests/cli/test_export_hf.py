@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.checkpointing.reference import read
+from phalanx.checkpointing.reference_logits import read
 from phalanx.events.records import Exported, ExportFailed, Step
 
 transformers = pytest.importorskip("transformers")
@@ -88,7 +88,7 @@ def test_an_export_that_says_something_else_is_not_kept(workshop: Any) -> None:
     """Keys and values are swapped on the way to the folder, and training goes on."""
     sabotage = workshop.sabotage("")
     body = (
-        "import sys\nif 'phalanx.cli.exporter' in sys.orig_argv:\n"
+        "import sys\nif 'phalanx.evaluation.export_process' in sys.orig_argv:\n"
         "    from phalanx.models import names\n    real = names.table\n"
         "    def table(spec, *rest):\n"
         "        entries = list(real(spec, *rest))\n"
@@ -112,7 +112,7 @@ def test_an_export_that_says_something_else_is_not_kept(workshop: Any) -> None:
 
 def test_the_option_compares(workshop: Any, finished: Any, tmp_path: Path) -> None:
     """`phalanx export --check` with logits of another model exits with 1 and writes nothing."""
-    from phalanx.checkpointing.reference import Reference
+    from phalanx.checkpointing.reference_logits import Reference
 
     run = finished(1)
     file = tmp_path / "said"

@@ -82,7 +82,7 @@ def test_mistakes_are_told_and_nothing_is_written(tmp_path: Path, phalanx: Any, 
 BIG = """
 import json, sys, torch
 from pathlib import Path
-from phalanx.checkpointing.hf import Writer
+from phalanx.checkpointing.hf_folder import Writer
 from phalanx.models import names
 from phalanx.spec import hf_write
 from phalanx.spec.model import ModelSpec, Moe

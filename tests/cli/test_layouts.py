@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from phalanx.checkpointing.quiet import quiet
-from phalanx.evaluation.model import open_model
+from phalanx.evaluation.open_model import open_model
 from phalanx.events.records import Evaluated, ModelPlaced, Restored, StepAccounted, Stopped, WorkerFailed
 
 STEPS = 24
@@ -188,7 +188,7 @@ def test_states_go_into_files_and_come_back_without_a_bit_changed(straight: Any,
 
 KILLED = """
 import os, signal
-import phalanx.training.stores as stores
+import phalanx.optim.offload.state_stores as stores
 import phalanx.training.trainer as trainer
 step, write = trainer.Trainer.step, stores.InFile._write
 now = [None, 0]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from phalanx.cli.models import models
+from phalanx.cli.models_cmd import models
 from phalanx.spec.presets import PRESETS
 
 

@@ -179,7 +179,7 @@ def test_every_process_is_told_to_stop(workshop: Any, moment: str) -> None:
     assert (workshop.path / "runs/tiny/logs/launch.log").read_text() == ""
 
 
-LOADING = {"phalanx.cli.worker", "MAPPED torch"}
+LOADING = {"phalanx.worker.fork_server", "MAPPED torch"}
 
 
 def seen(workshop: Any) -> set[str]:
@@ -187,7 +187,7 @@ def seen(workshop: Any) -> set[str]:
     found = set()
     for process in workshop.processes():
         found |= set(process.cmdline())
-        if "phalanx.cli.worker" in process.cmdline() and any("libtorch" in file.path for file in process.memory_maps()):
+        if "phalanx.worker.fork_server" in process.cmdline() and any("libtorch" in file.path for file in process.memory_maps()):
             found.add("MAPPED torch")
     return found
 
@@ -231,7 +231,7 @@ def test_told_to_stop_at_once(workshop: Any, delay: float) -> None:
 
 
 def test_asked_twice_it_does_not_wait(workshop: Any) -> None:
-    slow = workshop.sabotage("import time, phalanx.checkpointing.disk as d\nd.commit = lambda *a: time.sleep(600)")
+    slow = workshop.sabotage("import time, phalanx.checkpointing.directory as d\nd.commit = lambda *a: time.sleep(600)")
     command = workshop.start("train", "tiny.toml", "train.steps=5000", "checkpoint.every=5000", "layout.data=2", env=slow)
     command.until(workshop.reached("runs/tiny", 5), "step 5")
     command.process.send_signal(signal.SIGTERM)

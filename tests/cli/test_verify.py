@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from phalanx.cli.main import app
-from phalanx.parallel.placed import Placed
+from phalanx.parallel.sharded_model import Placed
 
 PHALANX = [sys.executable, "-m", "phalanx"]
 RUN = """

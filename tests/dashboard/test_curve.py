@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phalanx.dashboard.curve import draw, smooth
+from phalanx.dashboard.loss_curve import draw, smooth
 from phalanx.events.records import Evaluated, Event, Restored, StepSkipped
 
 Make = Callable[..., Any]

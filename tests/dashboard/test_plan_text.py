@@ -11,10 +11,10 @@ import plans
 import pytest
 from rich.console import Console
 
-from phalanx.dashboard.numbers import dollars, energy, instant
+from phalanx.dashboard.format import dollars, energy, instant
 from phalanx.dashboard.plan_text import bar, days, interval, show_plan, show_solved
+from phalanx.planning.candidate import Found
 from phalanx.planning.explain import told
-from phalanx.planning.option import Found
 from phalanx.spec.layout import Layout
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
-from phalanx.dashboard.reading import tokenizing
+from phalanx.dashboard.tokenize_progress import tokenizing
 from phalanx.data.ingest import Progress
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phalanx.dashboard.schedule import COLOURS, draw, legend, text
-from phalanx.spec.schedule_make import make
-from phalanx.spec.schedule_time import Durations, bubble, simulate
+from phalanx.dashboard.schedule_picture import COLOURS, draw, legend, text
+from phalanx.schedules.makers import make
+from phalanx.schedules.timing import Durations, bubble, simulate
 
 
 def test_text_has_a_column_per_unit_of_time() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 from rich.console import Console
 
-from phalanx.dashboard.texts import looking_through, show_inspected, show_sample
+from phalanx.dashboard.data_tables import looking_through, show_inspected, show_sample
 from phalanx.data.inspect import Wish, inspect
 from phalanx.data.preview import Sample, Shown, Stretch
 from phalanx.data.source import Memory
-from phalanx.data.tokenize import ByteTokenizer
+from phalanx.data.tokenizer import ByteTokenizer
 
 
 def screen(**values: Any) -> Console:

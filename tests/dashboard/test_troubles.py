@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.dashboard.lines import line
+from phalanx.dashboard.event_lines import line
 from phalanx.dashboard.summary import summarize
 from phalanx.events.records import (
     ControllerChanged,

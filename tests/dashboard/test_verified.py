@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from phalanx.dashboard.verified import show_accounts
+from phalanx.dashboard.verify_report import show_accounts
 
 
 def _report(ranks: int) -> dict[str, Any]:

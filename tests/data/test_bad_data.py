@@ -14,10 +14,10 @@ import pytest
 from in_process import Here
 from small_tokenizers import CHATML, save_bpe
 
-from phalanx.data import chat, ingest, records
+from phalanx.data import chat, ingest, text_records
 from phalanx.data.ingest import tokenize_into
 from phalanx.data.tokenfile import TokenFiles, TokenMeta
-from phalanx.data.tokenize import tokenizer
+from phalanx.data.tokenizer import tokenizer
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Data
 
@@ -91,8 +91,15 @@ def test_what_looks_odd_but_is_fine(name: str) -> None:
 
 
 def test_every_reason_is_documented() -> None:
-    reasons = {records.TOO_LONG, records.NOT_UTF8, records.BROKEN, records.NOT_OBJECT, records.MISSING, records.NOT_TEXT}
-    reasons |= {records.EMPTY, chat.MESSAGES, chat.NO_ANSWER, chat.REFUSED, chat.UNCLEAR}
+    reasons = {
+        text_records.TOO_LONG,
+        text_records.NOT_UTF8,
+        text_records.BROKEN,
+        text_records.NOT_OBJECT,
+        text_records.MISSING,
+        text_records.NOT_TEXT,
+    }
+    reasons |= {text_records.EMPTY, chat.MESSAGES, chat.NO_ANSWER, chat.REFUSED, chat.UNCLEAR}
     text = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     table = text.split("| reason | when |")[1].split("\n\n")[0]
     assert set(re.findall(r"^\| `([^`]+)` \|", table, re.M)) == reasons

@@ -14,9 +14,9 @@ from corpora import END, Masked, some_documents
 
 from phalanx.data import bestfit
 from phalanx.data.bestfit import BestFit, best_fit
+from phalanx.data.disk_array import Stored
+from phalanx.data.holdout import Intervals, split
 from phalanx.data.pack import IGNORED
-from phalanx.data.split import Intervals, split
-from phalanx.data.stored import Stored
 from phalanx.spec.errors import RunError, RunFailed
 
 NOWHERE = Path("/nonexistent")

@@ -10,9 +10,9 @@ import pytest
 from small_tokenizers import CHATML, MARKED, save_bpe, save_unigram
 
 from phalanx.data.chat import MESSAGES, NO_ANSWER, REFUSED, UNCLEAR, Chat, encode, template_of
-from phalanx.data.records import MISSING, NOT_UTF8, Bad
 from phalanx.data.template import PLAIN, Rendered, Template
-from phalanx.data.tokenize import Tokenizer, tokenizer
+from phalanx.data.text_records import MISSING, NOT_UTF8, Bad
+from phalanx.data.tokenizer import Tokenizer, tokenizer
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Source
 

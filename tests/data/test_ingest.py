@@ -18,10 +18,10 @@ import pytest
 from in_process import Here
 from small_tokenizers import MARKED, save_bpe
 
-from phalanx.data import ingest, pieces
+from phalanx.data import ingest, source_pieces
 from phalanx.data.ingest import Progress, prepared, tokenize_into
 from phalanx.data.tokenfile import TokenFiles, TokenMeta
-from phalanx.data.tokenize import tokenizer
+from phalanx.data.tokenizer import tokenizer
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Data, MixedSource
 
@@ -35,7 +35,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "_PIECE", 3000)
+    monkeypatch.setattr(source_pieces, "_PIECE", 3000)
 
 
 @pytest.fixture(scope="module")
@@ -339,10 +339,10 @@ def test_skipped_records_are_logged_with_their_places(tmp_path: Path, caplog: py
 
 
 def test_a_worker_that_dies_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from phalanx.data import pool
+    from phalanx.data import tokenize_pool
     from phalanx.spec.errors import RunFailed
 
-    monkeypatch.setattr(pool, "_START", "import os; os.kill(os.getpid(), 9)")
+    monkeypatch.setattr(tokenize_pool, "_START", "import os; os.kill(os.getpid(), 9)")
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS[:3])
     with pytest.raises(RunFailed, match=r"killed by signal 9 .*"):
         make(tmp_path / "out", paths=(str(path),))

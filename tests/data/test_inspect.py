@@ -15,7 +15,7 @@ from phalanx.data.bestfit import BestFit
 from phalanx.data.inspect import Lengths, Wish, inspect, padding
 from phalanx.data.source import Memory, TextFiles
 from phalanx.data.tokenfile import TokenFiles
-from phalanx.data.tokenize import ByteTokenizer
+from phalanx.data.tokenizer import ByteTokenizer
 from phalanx.data.tokenwriter import write_token_files
 
 WORDS = ByteTokenizer()

@@ -10,10 +10,10 @@ from itertools import islice
 import numpy as np
 import pytest
 
+from phalanx.data.holdout import split
 from phalanx.data.loader import Loader, Share
 from phalanx.data.pack import Batch, Samples, Windows
 from phalanx.data.source import Memory
-from phalanx.data.split import split
 
 TEXTS = ["".join(chr(97 + (i * j) % 26) for j in range(1, 60 + i)) for i in range(1, 30)]
 DOCUMENTS = Memory(TEXTS)

@@ -8,9 +8,9 @@ import pytest
 from corpora import END, Masked, some_documents
 
 from phalanx.data.corpus import Corpus
+from phalanx.data.holdout import Intervals, split
 from phalanx.data.pack import IGNORED, Samples, Windows
 from phalanx.data.source import Memory
-from phalanx.data.split import Intervals, split
 
 
 def windows_of(*texts: str, length: int, document_mask: bool = True) -> Windows:

@@ -11,7 +11,7 @@ from evaluation.tiny import bpe
 
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.data.preview import Sample, batches, samples
-from phalanx.data.tokenize import ByteTokenizer
+from phalanx.data.tokenizer import ByteTokenizer
 from phalanx.data.tokenwriter import write_token_files
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Data, MixedSource

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from phalanx.data import storage
-from phalanx.data.columns import ParquetRows, row_groups
-from phalanx.data.records import JsonLines, lines, next_line, text_in
-from phalanx.data.storage import Unpacked
+from phalanx.data import open_file
+from phalanx.data.open_file import Unpacked
+from phalanx.data.parquet import ParquetRows, row_groups
+from phalanx.data.text_records import JsonLines, lines, next_line, text_in
 
 
 def test_lines_are_those_of_splitting() -> None:
@@ -132,6 +132,6 @@ def test_a_server_without_ranges_serves_all_the_same(tmp_path: Path, monkeypatch
     pq.write_table(pa.table({"text": ["a", "b", "c"]}), tmp_path / "a.parquet", row_group_size=2)
     server = Rangeless()
     server.pipe_file("/a.parquet", (tmp_path / "a.parquet").read_bytes())
-    monkeypatch.setattr(storage, "filesystem", lambda url: (server, url.removeprefix("http://here")))
+    monkeypatch.setattr(open_file, "filesystem", lambda url: (server, url.removeprefix("http://here")))
     assert len(row_groups("http://here/a.parquet", "text")) == 2
     assert [text for _, text in ParquetRows("http://here/a.parquet", "text", 100, 1, 2)] == ["c"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from small_tokenizers import CHATML, save_bpe, save_unigram
 
-from phalanx.data.tokenize import tokenizer
+from phalanx.data.tokenizer import tokenizer
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import TOKENIZER_VOCAB
 

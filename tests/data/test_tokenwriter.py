@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from phalanx.data.tokenfile import TokenFiles, TokenMeta
-from phalanx.data.tokenize import tokenizer
+from phalanx.data.tokenizer import tokenizer
 from phalanx.data.tokenwriter import TokenWriter, write_token_files
 
 WORDS = tokenizer("byte")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from evaluation.tiny import CONTEXT, Pair, spec, twins
 
-from phalanx.data.tokenize import ByteTokenizer
+from phalanx.data.tokenizer import ByteTokenizer
 from phalanx.evaluation.choices import BadRecords, Chosen, choose, read_questions
 from phalanx.evaluation.score import Scorer
 from phalanx.models.init import build, materialize

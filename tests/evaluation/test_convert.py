@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from phalanx.evaluation.convert import export_checkpoint, import_folder
-from phalanx.evaluation.model import open_model
+from phalanx.evaluation.open_model import open_model
 from phalanx.models.init import build, materialize
-from phalanx.spec import hf
+from phalanx.spec import hf_config
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import PhalanxError, RunError
 from phalanx.spec.model import Mla, ModelSpec, Moe
@@ -128,7 +128,7 @@ def test_multi_token_prediction_goes_along_with_deepseek(tmp_path: Path) -> None
     assert torch.equal(found["model.layers.3.embed_tokens.weight"], found["model.embed_tokens.weight"])
     assert torch.equal(found["model.layers.3.shared_head.head.weight"], found["lm_head.weight"])
     assert found["model.layers.3.eh_proj.weight"].shape == (32, 64)
-    assert hf.model_spec(tmp_path / "out").ahead == 1
+    assert hf_config.model_spec(tmp_path / "out").ahead == 1
     import_folder(tmp_path / "out", tmp_path / "again")
     one, other = (open_model(tmp_path / name, "cpu").model.state_dict() for name in ("run", "again"))
     assert any(name.startswith("ahead.0.block.mlp.experts") for name in one)
@@ -139,7 +139,7 @@ def test_multi_token_prediction_goes_along_with_deepseek(tmp_path: Path) -> None
 def test_modules_that_serve_training_only_are_left_out_elsewhere(tmp_path: Path) -> None:
     done = export_checkpoint(trained(tmp_path / "run", replace(SMALL, ahead=2)), tmp_path / "out")
     assert "the 2 modules of it are left out" in done.notes[0]
-    assert hf.model_spec(tmp_path / "out").ahead == 0
+    assert hf_config.model_spec(tmp_path / "out").ahead == 0
 
 
 def test_weights_keep_their_format_unless_another_is_asked_for(tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ def test_a_model_without_tokenizer_is_imported_with_a_word_about_it(tmp_path: Pa
 
 
 def test_a_failure_halfway_leaves_nothing(tmp_path: Path, good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from phalanx.checkpointing.hf import Folder
+    from phalanx.checkpointing.hf_folder import Folder
 
     read = Folder.rows
 

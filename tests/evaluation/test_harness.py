@@ -12,15 +12,15 @@ import torch
 from evaluation.tiny import CONTEXT, spec
 from ranks import ALONE, tiny_run, tiny_trainer
 
-from phalanx.data.tokenize import ByteTokenizer
+from phalanx.data.tokenizer import ByteTokenizer
 from phalanx.evaluation import harness
 from phalanx.evaluation.choices import BadRecords, choose, read_questions
 from phalanx.evaluation.harness import chat, rolling, until
 from phalanx.evaluation.instruments import scorer
-from phalanx.evaluation.model import open_model
+from phalanx.evaluation.open_model import open_model
 from phalanx.evaluation.score import Scorer
-from phalanx.models.generate import Sampling, generate
 from phalanx.models.init import build, materialize
+from phalanx.models.sampling import Sampling, generate
 from phalanx.parallel.mesh import connect
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError

@@ -15,9 +15,9 @@ from ranks import ALONE, tiny_trainer
 from phalanx.data.pack import IGNORED
 from phalanx.data.source import Memory
 from phalanx.data.tokenfile import TokenFiles
-from phalanx.data.tokenize import ByteTokenizer, tokenizer
+from phalanx.data.tokenizer import ByteTokenizer, tokenizer
 from phalanx.data.tokenwriter import write_token_files
-from phalanx.evaluation.loss import Measured, Meter, held_out, text_bytes, whole
+from phalanx.evaluation.perplexity import Measured, Meter, held_out, text_bytes, whole
 from phalanx.spec.load import loads
 
 TEXTS = ["one small text", "another one, somewhat longer than that", "x", "the last: äöü"]

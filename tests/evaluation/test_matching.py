@@ -13,9 +13,9 @@ from hf_models import SIX, VOCAB, logits, save
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from phalanx.checkpointing.reference import Reference, read
+from phalanx.checkpointing.reference_logits import Reference, read
 from phalanx.evaluation import matching
-from phalanx.evaluation.model import open_model
+from phalanx.evaluation.open_model import open_model
 from phalanx.spec.errors import RunError, RunFailed
 from phalanx.transforms import fp8
 from phalanx.transforms.precision import computing

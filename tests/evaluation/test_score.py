@@ -10,7 +10,7 @@ import pytest
 import torch
 from evaluation.tiny import CONTEXT, Pair, bpe, twins
 
-from phalanx.data.tokenize import ByteTokenizer, tokenizer
+from phalanx.data.tokenizer import ByteTokenizer, tokenizer
 from phalanx.evaluation.score import Request, Scorer
 from phalanx.models.init import build, materialize
 from phalanx.spec.errors import RunError

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 from phalanx.checkpointing.stream import Saved
 from phalanx.parallel.mesh import connect
-from phalanx.planning.settle import choose
-from phalanx.launch.probe import probe
+from phalanx.planning.resolve import choose
+from phalanx.host.probe import probe
 from phalanx.spec.load import loads
 from phalanx.spec.place import Place
 from phalanx.training.trainer import Trainer

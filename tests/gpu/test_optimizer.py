@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 from torch import nn
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.placement import Held, Spot
+from phalanx.parallel.owned_param import Held, Spot
 from phalanx.spec.place import Place
 from phalanx.spec.run import Memory, Optimizer as Spec, Precision
-from phalanx.training.optimizer import Optimizer
+from phalanx.optim.optimizer import Optimizer
 
 mesh = Mesh(Place(), torch.device("cuda", 0))
 

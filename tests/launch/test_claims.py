@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch.claims import Claims
-from phalanx.launch.env import for_python
+from phalanx.control.election import Claims
+from phalanx.host.env import for_python
 
 
 def test_terms_follow_each_other(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_what_is_no_nodes_word_is_passed_over(tmp_path: Path) -> None:
 FULL = """
 import os, subprocess, sys
 from pathlib import Path
-from phalanx.launch.claims import Claims
+from phalanx.control.election import Claims
 folder = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "none", folder], check=True)
 claims = Claims(folder / "control")

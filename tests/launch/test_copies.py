@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.checkpointing import held, shelf
+from phalanx.checkpointing.replicas import replica_index, shm_slots
 from phalanx.checkpointing.stream import Saved
+from phalanx.control import replica_process
+from phalanx.control.replica_process import Keeper, room_for_copies
 from phalanx.events.records import Copied, Warned
 from phalanx.events.rundir import RunDir
-from phalanx.launch import copies
-from phalanx.launch.copies import Keeper, room_for_copies
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
@@ -27,7 +27,7 @@ from phalanx.spec.run import Cluster
 
 
 def folders() -> set[Path]:
-    root = shelf.default_root()
+    root = shm_slots.default_root()
     return set(root.iterdir()) if root.is_dir() else set()
 
 
@@ -44,13 +44,13 @@ def test_a_run_has_its_newest_state_in_memory_and_a_killed_launcher_leaves_none(
     started = workshop.start(*command)
     started.until(lambda: sum(isinstance(event, Copied) for event in workshop.events("run")) >= 2, "two copies")
     (folder,) = folders() - before
-    told = json.loads((folder / shelf.ADDRESS).read_text())
+    told = json.loads((folder / shm_slots.ADDRESS).read_text())
     pids = {event.rank: event.pid for event in workshop.events("run") if event.kind == "worker_started"}
     for pid in pids.values():
         os.kill(pid, signal.SIGSTOP)  # the holder needs none of them
-    state = held.newest([tuple(told["address"])], told["token"])
+    state = replica_index.newest([tuple(told["address"])], told["token"])
     assert state is not None and state.step % 5 == 0 and state.nodes == {0: (0,), 1: (0,)}
-    place = held.Held(state, told["token"])
+    place = replica_index.Held(state, told["token"])
     saved = Saved(place)
     assert saved.contents["progress"]["step"] == saved.contents["step"] == state.step
     assert all(torch.isfinite(saved.read(name)).all() for name in saved.names)
@@ -58,7 +58,7 @@ def test_a_run_has_its_newest_state_in_memory_and_a_killed_launcher_leaves_none(
     saved.close()
     events = workshop.events("run")
     assert all(event.bytes == state.bytes and not event.peer for event in events if isinstance(event, Copied))
-    assert [event.message for event in events if isinstance(event, Warned)] == [copies.ONE_NODE]
+    assert [event.message for event in events if isinstance(event, Warned)] == [replica_process.ONE_NODE]
     os.kill(started.pid, signal.SIGKILL)
     started.wait()
     assert until_gone(folder)
@@ -94,7 +94,7 @@ def test_a_machine_without_room_is_told_before_anything_starts(monkeypatch: pyte
         flops_per_token=1.0,
         peak_flops=None,
     )
-    monkeypatch.setattr(shelf, "available", lambda folder: 1000 << 20)
+    monkeypatch.setattr(shm_slots, "available", lambda folder: 1000 << 20)
     before = folders()
     with pytest.raises(RunError, match=r"memory_every = 5: .* 70\.0 M parameters take 1,602 MiB .* has 1,000 MiB free"):
         room_for_copies(run, plan)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from phalanx.launch import doctor
-from phalanx.launch.doctor import Report, examine
-from phalanx.launch.probe import probe
+from phalanx.host.probe import probe
+from phalanx.launch import health_check
+from phalanx.launch.health_check import Report, examine
 from phalanx.spec.machine import Gpu, Machine
 
 GIB = 2**30
@@ -45,15 +45,15 @@ def machine(gpus: int = 0, name: str = "NVIDIA H200", memory: int = 64 * GIB) ->
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
     """A healthy machine without GPUs, whose torch answers at once and whose disk is written little."""
-    monkeypatch.setattr(doctor, "_TEST_BYTES", 2**20)
-    monkeypatch.setattr(doctor, "_ask_torch", lambda: dict(HEALTHY))
-    monkeypatch.setattr(doctor, "_available", lambda: 32 * GIB)
-    monkeypatch.setattr(doctor, "_version", lambda name: "1.0")
+    monkeypatch.setattr(health_check, "_TEST_BYTES", 2**20)
+    monkeypatch.setattr(health_check, "_ask_torch", lambda: dict(HEALTHY))
+    monkeypatch.setattr(health_check, "_available", lambda: 32 * GIB)
+    monkeypatch.setattr(health_check, "_version", lambda name: "1.0")
     monkeypatch.setattr(resource, "getrlimit", lambda which: (4096, 4096))
     monkeypatch.setattr("shutil.disk_usage", lambda place: Usage(100 * GIB, 0, 50 * GIB))
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr(doctor, "driver_problem", lambda: None)
+    monkeypatch.setattr(health_check, "driver_problem", lambda: None)
     return monkeypatch
 
 
@@ -84,7 +84,7 @@ def test_this_machine(tmp_path: Path) -> None:
 
 
 def test_nothing_heavy_is_imported() -> None:
-    names = "phalanx.launch.doctor, phalanx.planning.settle, phalanx.dashboard.progress, phalanx.dashboard.summary"
+    names = "phalanx.launch.health_check, phalanx.planning.resolve, phalanx.dashboard.progress, phalanx.dashboard.summary"
     heavy = f"import sys, {names}; print({{'torch', 'numpy', 'matplotlib'}} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True).stdout.strip() == "set()"
 
@@ -102,13 +102,13 @@ def test_directory_that_is_not_there_yet_is_judged_by_its_parent(quick: Any, tmp
 
 
 def test_torch_missing(quick: Any, tmp_path: Path) -> None:
-    quick.setattr(doctor, "_version", lambda name: None if name == "torch" else "1.0")
-    quick.setattr(doctor, "_ask_torch", lambda: {"error": "No module named 'torch'"})
+    quick.setattr(health_check, "_version", lambda name: None if name == "torch" else "1.0")
+    quick.setattr(health_check, "_ask_torch", lambda: {"error": "No module named 'torch'"})
     the_problem(examine(tmp_path, machine()), "torch is not installed", "pip install")
 
 
 def test_torch_does_not_import(quick: Any, tmp_path: Path) -> None:
-    quick.setattr(doctor, "_ask_torch", lambda: {"error": "libcudart.so: cannot open"})
+    quick.setattr(health_check, "_ask_torch", lambda: {"error": "libcudart.so: cannot open"})
     the_problem(examine(tmp_path, machine()), "torch 1.0 does not import (libcudart.so: cannot open)")
 
 
@@ -117,17 +117,17 @@ def test_torch_without_cuda_beside_gpus(quick: Any, tmp_path: Path) -> None:
 
 
 def test_torch_newer_than_the_driver(quick: Any, tmp_path: Path) -> None:
-    quick.setattr(doctor, "_ask_torch", lambda: GPU | {"cuda_available": False, "devices": 0})
+    quick.setattr(health_check, "_ask_torch", lambda: GPU | {"cuda_available": False, "devices": 0})
     the_problem(examine(tmp_path, machine(1)), "lists 1 GPU but", "CUDA 12.8", "sees none")
 
 
 def test_torch_without_gloo(quick: Any, tmp_path: Path) -> None:
-    quick.setattr(doctor, "_ask_torch", lambda: HEALTHY | {"gloo": False})
+    quick.setattr(health_check, "_ask_torch", lambda: HEALTHY | {"gloo": False})
     the_problem(examine(tmp_path, machine()), "no gloo")
 
 
 def test_broken_driver(quick: Any, tmp_path: Path) -> None:
-    quick.setattr(doctor, "driver_problem", lambda: "nvidia-smi fails (mismatch); reload it.")
+    quick.setattr(health_check, "driver_problem", lambda: "nvidia-smi fails (mismatch); reload it.")
     the_problem(examine(tmp_path, machine()), "nvidia-smi fails")
 
 
@@ -177,8 +177,8 @@ def test_unlimited_open_files(quick: Any, tmp_path: Path) -> None:
 
 
 def test_gpus_with_their_peaks_and_links(quick: Any, tmp_path: Path) -> None:
-    quick.setattr(doctor, "_ask_torch", lambda: GPU | {"devices": 3})
-    quick.setattr(doctor, "gpu_links", lambda: TOPOLOGY)
+    quick.setattr(health_check, "_ask_torch", lambda: GPU | {"devices": 3})
+    quick.setattr(health_check, "gpu_links", lambda: TOPOLOGY)
     report = examine(tmp_path, machine(3))
     assert report.problems == []
     assert report.links == {"NV18": 2, "SYS": 1}
@@ -187,9 +187,9 @@ def test_gpus_with_their_peaks_and_links(quick: Any, tmp_path: Path) -> None:
 
 
 def test_warnings_do_not_stop_a_run(quick: Any, tmp_path: Path) -> None:
-    quick.setattr(doctor, "_ask_torch", lambda: GPU | {"nccl": False})
-    quick.setattr(doctor, "_shared_memory", lambda: 64 * 2**20)
-    quick.setattr(doctor, "_write_speed", lambda place, free: (5e6, None))
+    quick.setattr(health_check, "_ask_torch", lambda: GPU | {"nccl": False})
+    quick.setattr(health_check, "_shared_memory", lambda: 64 * 2**20)
+    quick.setattr(health_check, "_write_speed", lambda place, free: (5e6, None))
     report = examine(tmp_path, machine(3, name="NVIDIA Z999"))
     assert report.problems == []
     for part in ("torch sees 2", "no NCCL", "Z999 is not in the catalogue", "--shm-size", "100 MB/s"):
@@ -216,10 +216,10 @@ def test_what_torch_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: 
     python.write_text(f"#!/bin/sh\n{body}\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    monkeypatch.setattr(doctor, "_TORCH_TIMEOUT", 0.2)
-    assert doctor._ask_torch() == answer
+    monkeypatch.setattr(health_check, "_TORCH_TIMEOUT", 0.2)
+    assert health_check._ask_torch() == answer
 
 
 def test_python_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    assert "No such file" in doctor._ask_torch()["error"]
+    assert "No such file" in health_check._ask_torch()["error"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from phalanx.launch.entry import entry_file, read_entry, write_entry
-from phalanx.launch.probe import probe
+from phalanx.host.machine_profile import entry_file, read_entry, write_entry
+from phalanx.host.probe import probe
 from phalanx.spec.machine import Gpu, Machine
 
 MACHINE = Machine(host="a", cpu='some "CPU"', cores=8, memory=2**34, gpus=(Gpu(name="NVIDIA H200", memory=2**37),))

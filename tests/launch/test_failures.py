@@ -20,9 +20,9 @@ from typing import Any
 import psutil
 import pytest
 
+from phalanx.control.exit_cause import echo, ended
 from phalanx.events.records import FailureNoticed, Saved, Step, StepSkipped, WorkerFailed, WorkerStarted
 from phalanx.events.rundir import RunDir
-from phalanx.launch.failure import echo, ended
 
 LONG = ("tiny.toml", "train.steps=5000", "checkpoint.every=5000", "train.eval_every=5000", "watch.log_every=1000")
 TRACEBACK = "Traceback (most recent call last)"
@@ -132,7 +132,7 @@ def test_killed_rank_and_closed_doors(workshop: Any) -> None:
     addresses = {connection.laddr.ip.removeprefix("::ffff:") for connection in connections}  # IPv4 on an IPv6 socket
     assert all(ipaddress.ip_address(address).is_loopback for address in addresses), f"open to other machines: {addresses}"
     with_torch = [process for process in processes if any("libtorch" in file.path for file in process.memory_maps())]
-    assert len(with_torch) == 3 and all("phalanx.cli.worker" in process.cmdline() for process in with_torch)
+    assert len(with_torch) == 3 and all("phalanx.worker.fork_server" in process.cmdline() for process in with_torch)
     (victim,) = (event for event in of(WorkerStarted, workshop.events()) if event.rank == 1)
     os.kill(victim.pid, signal.SIGKILL)
     killed = time.time()
@@ -163,7 +163,9 @@ def nursery(workshop: Any) -> psutil.Process | None:
     """The process that forks ranks; they have its command line."""
     ranks = {event.pid for event in of(WorkerStarted, workshop.events())}
     found = [
-        process for process in workshop.processes() if "phalanx.cli.worker" in process.cmdline() and process.pid not in ranks
+        process
+        for process in workshop.processes()
+        if "phalanx.worker.fork_server" in process.cmdline() and process.pid not in ranks
     ]
     return found[0] if found else None
 
@@ -198,7 +200,7 @@ disk.commit = commit
 
 def loading(workshop: Any) -> bool:
     return any(
-        "phalanx.cli.worker" in process.cmdline() and any("libtorch" in file.path for file in process.memory_maps())
+        "phalanx.worker.fork_server" in process.cmdline() and any("libtorch" in file.path for file in process.memory_maps())
         for process in workshop.processes()
     )
 
@@ -215,7 +217,7 @@ def nothing_left(workshop: Any) -> None:
     assert workshop.gone(within=2)
     for worker in of(WorkerStarted, workshop.events()):
         with contextlib.suppress(psutil.NoSuchProcess):  # the pid may be another's by now
-            assert "phalanx.cli.worker" not in psutil.Process(worker.pid).cmdline()
+            assert "phalanx.worker.fork_server" not in psutil.Process(worker.pid).cmdline()
     for process in psutil.process_iter(["cmdline", "cwd"]):
         mine = process.info["cwd"] == str(workshop.path)
         assert not (mine and any("phalanx" in word for word in process.info["cmdline"] or [])), process
@@ -314,7 +316,7 @@ def test_disk_that_is_full_at_the_end(workshop: Any, small_disk: Path) -> None:
 
 
 def test_launcher_does_not_import_torch() -> None:
-    names = "phalanx.cli.main, phalanx.cli.train, phalanx.launch.local, phalanx.launch.prepare, phalanx.api"
+    names = "phalanx.cli.main, phalanx.cli.train_cmd, phalanx.launch.local, phalanx.launch.prepare, phalanx.api"
     code = f"import json, sys, {names}; print(json.dumps([name.split('.')[0] for name in sys.modules]))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     imported = set(json.loads(done.stdout))

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 
-from phalanx.launch.controller import Controller
-from phalanx.launch.generation import Generation
-from phalanx.launch.hangs import Hangs
+from phalanx.control.controller import Controller
+from phalanx.control.generation import Generation
+from phalanx.control.hang_detector import Hangs
 from phalanx.recovery.state import WorkerDied
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Plan

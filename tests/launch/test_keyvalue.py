@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.launch.keyvalue import KeyValue, serve
-from phalanx.launch.link import Link, dial, listen
+from phalanx.control.channel import Link, dial, listen
+from phalanx.control.store_server import KeyValue, serve
 
 TOKEN = "a secret of the test"
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from phalanx.control import channel as link_module
+from phalanx.control.channel import CROWD, Link, Listener, dial, listen
 from phalanx.events import frames
 from phalanx.events.frames import Refused
-from phalanx.launch import link as link_module
-from phalanx.launch.link import CROWD, Link, Listener, dial, listen
 
 TOKEN = "a secret of the test"
 

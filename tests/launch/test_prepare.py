@@ -12,7 +12,7 @@ import hf_models
 import pytest
 from ranks import ALONE, tiny_run, tiny_trainer
 
-from phalanx.launch.notices import data_notices, too_little_data
+from phalanx.launch.data_notices import data_notices, too_little_data
 from phalanx.launch.prepare import Prepared, Request, prepare
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError

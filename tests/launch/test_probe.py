@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch.probe import driver_problem, gpu_links, probe
+from phalanx.host.probe import driver_problem, gpu_links, probe
 
 XEON = """processor\t: 0
 vendor_id\t: GenuineIntel
@@ -182,7 +182,7 @@ def test_broken_driver_is_no_gpu_and_a_problem(programs: Path) -> None:
 
 
 def test_driver_that_does_not_answer(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.launch.probe._SMI_TIMEOUT", 0.1)
+    monkeypatch.setattr("phalanx.host.probe._SMI_TIMEOUT", 0.1)
     fake_smi(programs, "exec /bin/sleep 5")
     begin = time.monotonic()
     assert probe().gpus == ()

@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import pytest
 
-from phalanx.checkpointing import held
-from phalanx.checkpointing.held import Kept, Whole
-from phalanx.checkpointing.shelf import Copy
-from phalanx.launch.controller import Controller
-from phalanx.launch.generation import Generation
-from phalanx.launch.recover import Recovery, noticed
+from phalanx.checkpointing.replicas import replica_index
+from phalanx.checkpointing.replicas.replica_index import Kept, Whole
+from phalanx.checkpointing.replicas.shm_slots import Copy
+from phalanx.control.controller import Controller
+from phalanx.control.generation import Generation
+from phalanx.control.recover import Recovery, noticed
 from phalanx.recovery.state import Disconnected, NodeLost, WorkerDied
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Plan
@@ -84,7 +84,7 @@ def source(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """What is decided, given the copies that the holders have."""
 
     def choose(ranks: Ranks, *copies: Whole) -> dict[str, Any]:
-        monkeypatch.setattr(held, "whole", lambda addresses, token: list(copies))
+        monkeypatch.setattr(replica_index, "whole", lambda addresses, token: list(copies))
         recovery = Recovery(cast(Controller, ranks))
         found: Awaitable[dict[str, Any]] = recovery._source(ranks.current)
         return asyncio.run(_awaited(found)) | {"told as": recovery._record.source}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from ranks import tiny_run
 
-from phalanx.launch.replan import Replanner, copy_every
-from phalanx.planning.settle import choose
+from phalanx.control.replan import Replanner, copy_every
+from phalanx.planning.resolve import choose
 from phalanx.spec.layout import Layout
 from phalanx.spec.machine import Machine
 from phalanx.spec.plan import Plan, Size

@@ -13,7 +13,7 @@ from phalanx.checkpointing.location import at
 from phalanx.events.log import EventLog
 from phalanx.events.records import Saved
 from phalanx.events.rundir import RunDir
-from phalanx.launch.storage import check_lost, check_owner, places, storage_problems
+from phalanx.launch.checkpoint_storage import check_lost, check_owner, places, storage_problems
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Run

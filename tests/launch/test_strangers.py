@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from phalanx.events import frames
 from phalanx.events.frames import Address, Channel
-from phalanx.launch.env import only_this_machine
+from phalanx.host.env import only_this_machine
 from phalanx.parallel.mesh import connect
 from phalanx.spec.place import Place
-from phalanx.verification.pool import fork, serve_store
+from phalanx.verification.rank_pool import fork, serve_store
 
 TCP_RESET = struct.pack("ii", 1, 0)
 

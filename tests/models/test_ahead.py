@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.models.ahead import ahead_targets, ahead_tokens
 from phalanx.models.init import build, materialize
+from phalanx.models.mtp import ahead_targets, ahead_tokens
 from phalanx.spec.model import ModelSpec, Moe
 
 CPU = torch.device("cpu")

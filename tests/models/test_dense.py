@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.models.attention import Scope
-from phalanx.models.dense import AXES, INITIAL, Decoder
+from phalanx.models.decoder import AXES, INITIAL, Decoder
 from phalanx.models.init import build, materialize
 from phalanx.spec.model import Mla, ModelSpec, Moe
 from phalanx.spec.presets import PRESETS

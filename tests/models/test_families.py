@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.models.dense import Decoder
+from phalanx.models.decoder import Decoder
 from phalanx.models.layers import rotary
 from phalanx.models.moe import routers
 from phalanx.spec.model import Mla, ModelSpec, Moe, RopeScaling

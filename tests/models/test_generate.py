@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from phalanx.models.attention import KeyValues
-from phalanx.models.dense import Decoder
-from phalanx.models.generate import Sampling, draw, generate
+from phalanx.models.decoder import Decoder
 from phalanx.models.init import build, materialize
+from phalanx.models.sampling import Sampling, draw, generate
 from phalanx.spec.model import Mla, ModelSpec, Moe, RopeScaling
 
 VOCAB = 37

@@ -9,18 +9,18 @@ import torch
 from hf_models import CONFIGS, logits, make, save, tokens
 from torch import Tensor
 
-from phalanx.models import layout, names
-from phalanx.models.dense import Decoder
+from phalanx.models import hf_mapping, hf_names
+from phalanx.models.decoder import Decoder
 from phalanx.models.init import build
-from phalanx.spec import hf, hf_write
+from phalanx.spec import hf_config, hf_config_write
 from phalanx.spec.errors import RunError
 from phalanx.spec.model import Mla, ModelSpec, Moe
 from phalanx.spec.presets import PRESETS
 
 
-def rows_of(state: dict[str, Tensor]) -> layout.Rows:
+def rows_of(state: dict[str, Tensor]) -> hf_mapping.Rows:
     """Their tensors in memory, read as a folder would be."""
-    return lambda name, first, last: state[name].reshape(layout.matrix(tuple(state[name].shape)))[first:last]
+    return lambda name, first, last: state[name].reshape(hf_mapping.matrix(tuple(state[name].shape)))[first:last]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -30,10 +30,10 @@ def test_logits_equal_those_of_transformers(tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("config")
     theirs.config.architectures = [type(theirs).__name__]
     theirs.config.save_pretrained(folder)
-    spec = hf.model_spec(folder)
+    spec = hf_config.model_spec(folder)
     state = theirs.state_dict()
     ours = Decoder(spec).eval()
-    layout.fill(ours.state_dict(), names.table(spec, state), rows_of(state))
+    hf_mapping.fill(ours.state_dict(), hf_names.table(spec, state), rows_of(state))
     assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
     ids = tokens()
     expected = logits(theirs, ids)
@@ -62,7 +62,7 @@ def test_the_stretched_llama_keeps_blends_and_slows_frequencies() -> None:
 
 def _expressible(spec: ModelSpec) -> bool:
     try:
-        hf_write.family(spec)
+        hf_config_write.family(spec)
     except RunError:
         return False
     return True
@@ -80,7 +80,7 @@ SPECS = {name: replace(spec, vocab=spec.vocab or 257) for name, spec in PRESETS.
 @pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if _expressible(spec)])
 def test_the_table_has_every_tensor_of_the_model_once(name: str) -> None:
     spec = SPECS[name]
-    entries = names.table(spec)
+    entries = hf_names.table(spec)
     ours = {key: tuple(tensor.shape) for key, tensor in build(spec).state_dict().items()}
     if spec.mla is None:
         ours = {key: shape for key, shape in ours.items() if not key.startswith("ahead.")}
@@ -94,14 +94,14 @@ def test_blocks_of_any_size_give_the_same_tensors(name: str, most: int) -> None:
     theirs = make(name)
     theirs.config.architectures = [type(theirs).__name__]
     state = theirs.state_dict()
-    config = hf.FAMILIES[type(theirs).__name__]
-    spec = config[0](hf.Config(None, theirs.config.to_dict(), config[1]))  # type: ignore[arg-type]
-    for entry in names.table(spec, state):
+    config = hf_config.FAMILIES[type(theirs).__name__]
+    spec = config[0](hf_config.Config(None, theirs.config.to_dict(), config[1]))  # type: ignore[arg-type]
+    for entry in hf_names.table(spec, state):
         whole, small = torch.empty(entry.shape), torch.full(entry.shape, torch.nan)
-        layout.fill({entry.name: whole}, (entry,), rows_of(state))
-        for block in layout.blocks(entry, 4, most):
+        hf_mapping.fill({entry.name: whole}, (entry,), rows_of(state))
+        for block in hf_mapping.blocks(entry, 4, most):
             region = small[tuple(slice(at, at + size) for at, size in zip(block.offsets, block.sizes, strict=True))]
-            region.copy_(layout.read(block, rows_of(state)))
+            region.copy_(hf_mapping.read(block, rows_of(state)))
         assert torch.equal(whole, small)
 
 
@@ -112,5 +112,5 @@ def test_weights_saved_by_transformers_have_the_names_of_the_table(tmp_path_fact
         save(folder, name, words=False)
         with safetensors.safe_open(folder / "model.safetensors", "pt") as file:
             theirs = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118  # it is no dict
-        table = names.table(hf.model_spec(folder), theirs)
+        table = hf_names.table(hf_config.model_spec(folder), theirs)
         assert {piece.theirs: piece.shape for entry in table for piece in entry.pieces} == theirs, name

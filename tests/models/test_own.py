@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.models.generate import Sampling, generate
+from phalanx.models.custom import axes
 from phalanx.models.init import build, materialize
-from phalanx.models.own import axes
+from phalanx.models.sampling import Sampling, generate
 from phalanx.spec.errors import RunError
 from phalanx.spec.model import ModelSpec
 
@@ -126,7 +126,7 @@ def test_everything_that_is_wrong_is_told_at_once(place: str) -> None:
 
 def test_the_built_in_decoder_can_be_derived_from(place: str) -> None:
     Path(f"{place}.py").write_text(
-        "from phalanx.models.dense import AXES, INITIAL, Decoder\n\nclass Louder(Decoder):\n"
+        "from phalanx.models.decoder import AXES, INITIAL, Decoder\n\nclass Louder(Decoder):\n"
         "    def forward(self, *arguments, **named):\n        return 2 * super().forward(*arguments, **named)\n"
     )
     plain = materialize(build(replace(spec(""), module=None, options=())), 3, CPU)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from phalanx.parallel.account import Account, Live, Sent
+from phalanx.observe.traffic import Account, Live, Sent
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
 

@@ -18,12 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 from phalanx.models.attention import Scope, attend_locally
 from phalanx.models.init import build, materialize
-from phalanx.parallel import context, context_kernels, context_view
+from phalanx.parallel.context import context_parallel, kernels, mask
+from phalanx.parallel.context.ring import halves
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.placed import Placed
-from phalanx.parallel.placement import Held, Spot
+from phalanx.parallel.owned_param import Held, Spot
 from phalanx.parallel.replicate import Replicated
-from phalanx.parallel.ring import halves
+from phalanx.parallel.sharded_model import Placed
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import Mla, ModelSpec
 
@@ -75,20 +75,20 @@ class Bare(nn.Module):
 
 def swapped(mesh: Mesh, method: str) -> Callable[..., Tensor]:
     module = Bare()
-    context.swap([module], mesh, method)
+    context_parallel.swap([module], mesh, method)
     return module.attend
 
 
 def here(mesh: Mesh, method: str, whole: Tensor, dim: int) -> Tensor:
     """This rank's part of a sequence."""
-    mine = context.places(whole.shape[dim], mesh.size("context"), mesh.at("context"), method)
+    mine = context_parallel.places(whole.shape[dim], mesh.size("context"), mesh.at("context"), method)
     return whole.index_select(dim, torch.from_numpy(mine)).contiguous()
 
 
 def together(parts: list[Tensor], method: str, dim: int) -> Tensor:
     """The sequence from what each rank has of it."""
     length = sum(part.shape[dim] for part in parts)
-    order = np.concatenate([context.places(length, len(parts), index, method) for index in range(len(parts))])
+    order = np.concatenate([context_parallel.places(length, len(parts), index, method) for index in range(len(parts))])
     return torch.cat(parts, dim).index_select(dim, torch.from_numpy(order.argsort()))
 
 
@@ -132,11 +132,11 @@ def compare(count: int, cases: list[Case]) -> dict[str, list[float]]:
 @pytest.fixture(params=["fused", "plain"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What the parts are computed with; blocks and tables so small that the sequences of the tests have many."""
-    monkeypatch.setattr(context_view, "_BLOCK", 5)
-    monkeypatch.setattr(context_view, "_WIDEST", 2)
+    monkeypatch.setattr(mask, "_BLOCK", 5)
+    monkeypatch.setattr(mask, "_WIDEST", 2)
     if request.param == "plain":
-        monkeypatch.setattr(context_kernels, "_choose", lambda *_: "plain")
-        monkeypatch.setattr(context_kernels, "_SCORES", 400)
+        monkeypatch.setattr(kernels, "_choose", lambda *_: "plain")
+        monkeypatch.setattr(kernels, "_SCORES", 400)
     return str(request.param)
 
 
@@ -171,21 +171,21 @@ def test_bf16_is_as_near_as_on_one_device(kernel: str) -> None:
 
 
 def test_places_are_dealt_out_once_and_in_the_order_of_the_method() -> None:
-    assert [context.places(16, 2, index, "ring").tolist() for index in (0, 1)] == [
+    assert [context_parallel.places(16, 2, index, "ring").tolist() for index in (0, 1)] == [
         [0, 1, 2, 3, 12, 13, 14, 15],
         [4, 5, 6, 7, 8, 9, 10, 11],
     ]
     for method in METHODS:
-        dealt = np.concatenate([context.places(48, 4, index, method) for index in range(4)])
+        dealt = np.concatenate([context_parallel.places(48, 4, index, method) for index in range(4)])
         assert dealt.dtype == np.int64
         assert (np.sort(dealt) == np.arange(48)).all()
-    assert (context.places(48, 3, 1, "gather") == context.places(48, 3, 1, "ring")).all()
-    assert context.places(48, 3, 1, "ulysses").tolist() == list(range(16, 32))
+    assert (context_parallel.places(48, 3, 1, "gather") == context_parallel.places(48, 3, 1, "ring")).all()
+    assert context_parallel.places(48, 3, 1, "ulysses").tolist() == list(range(16, 32))
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_every_rank_of_the_ring_has_the_same_to_do_in_every_step(count: int) -> None:
-    view = context_view.View(length=16 * count, pieces=2 * count, documents=None)
+    view = mask.View(length=16 * count, pieces=2 * count, documents=None)
     for mine in range(count):
         for theirs in range(count):
             (call,) = view.calls(halves(mine, count), halves(theirs, count))
@@ -195,13 +195,13 @@ def test_every_rank_of_the_ring_has_the_same_to_do_in_every_step(count: int) -> 
 
 
 def test_documents_cost_a_mask_only_where_one_ends_and_nothing_where_none_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context_view, "_BLOCK", 4)
-    view = context_view.View(16, 4, torch.tensor([[0] * 6 + [1] * 10]))
-    assert view.calls((0,), (0,)) == [context_view.Call((0, 4), (0, 4), causal=True, masked=False)]
-    assert view.calls((1,), (0,)) == [context_view.Call((0, 4), (0, 4), causal=False, masked=True)]
-    assert view.calls((1,), (1,)) == [context_view.Call((0, 4), (0, 4), causal=True, masked=True)]
+    monkeypatch.setattr(mask, "_BLOCK", 4)
+    view = mask.View(16, 4, torch.tensor([[0] * 6 + [1] * 10]))
+    assert view.calls((0,), (0,)) == [mask.Call((0, 4), (0, 4), causal=True, masked=False)]
+    assert view.calls((1,), (0,)) == [mask.Call((0, 4), (0, 4), causal=False, masked=True)]
+    assert view.calls((1,), (1,)) == [mask.Call((0, 4), (0, 4), causal=True, masked=True)]
     assert view.calls((2,), (0,)) == []
-    assert view.calls((3,), (2,)) == [context_view.Call((0, 4), (0, 4), causal=False, masked=False)]
+    assert view.calls((3,), (2,)) == [mask.Call((0, 4), (0, 4), causal=False, masked=False)]
     assert view.calls((0, 1), (2, 3)) == []
 
 
@@ -237,7 +237,7 @@ def step(mesh: Mesh, spec: ModelSpec, method: str, kind: str, how: str) -> tuple
     held = [Held(name, parameter, Spot.all(parameter)) for name, parameter in model.named_parameters()]
     placed = Placed([model], mesh, Replicated(held, mesh, ("data", "shard", "context")), loss=F.cross_entropy)
     if mesh.size("context") > 1:
-        context.swap([model], mesh, method)
+        context_parallel.swap([model], mesh, method)
     if how == "recomputed":
         for block in model.get_submodule("blocks").children():
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -300,7 +300,7 @@ def test_what_is_wrapped_stays_wrapped_and_the_words_say_what_was_done() -> None
         for method in METHODS:
             model = nn.ModuleDict({"first": Bare(), "other": nn.Linear(2, 2), "last": Bare()})
             wrapped = model["last"].attend = Wrapped()
-            said.append(context.swap([model], mesh, method))
+            said.append(context_parallel.swap([model], mesh, method))
             assert model["last"].attend is wrapped
             assert wrapped.inner is model["first"].attend
             assert wrapped.inner is not attend_locally

@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.events.records import Evaluated, Step
-from phalanx.models.dense import AXES
+from phalanx.models.decoder import AXES
 from phalanx.models.init import build, materialize
 from phalanx.models.moe import MoE, dispatch_locally, router_sizes, routers
-from phalanx.parallel import expert, tensor, vocabulary
+from phalanx.parallel import expert, tensor, vocab_parallel
 from phalanx.parallel.apply import Recipe
 from phalanx.parallel.apply import materialize as fill
-from phalanx.parallel.dispatch import Dispatch
 from phalanx.parallel.expert import Loads
+from phalanx.parallel.expert_dispatch import Dispatch
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.placed import Placed
-from phalanx.parallel.placement import Held, Spot
+from phalanx.parallel.owned_param import Held, Spot
 from phalanx.parallel.replicate import Replicated
+from phalanx.parallel.sharded_model import Placed
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec, Moe
@@ -75,7 +75,7 @@ def place(mesh: Mesh, model: nn.Module, given: Recipe) -> Placed:
     spots = {name: Spot.all(parameter) for name, parameter in model.named_parameters()}
     sequence, group = mesh.layout.sequence, mesh.group("tensor", use="tensor")
     spots = tensor.split([model], spots, given.axes, mesh, sequence=sequence)
-    loss = vocabulary.swap([model], group, chunk=None, sequence=sequence, loss=given.loss)
+    loss = vocab_parallel.swap([model], group, chunk=None, sequence=sequence, loss=given.loss)
     spots = expert.split([model], spots, given.axes, mesh)
     held = fill([model], spots, given, mesh.device)
     return Placed([model], mesh, Replicated(held, mesh, SAMPLES), loss)

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from ranks import ALONE, run_ranks
 from torch import Tensor, nn
 
-from phalanx.models.dense import Decoder
+from phalanx.models.decoder import Decoder
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.pipeline import Pipeline, tied_group
+from phalanx.parallel.pipeline.executor import Pipeline, tied_group
+from phalanx.schedules.makers import NAMES, SINGLE, V_SHAPED, make
+from phalanx.schedules.stage_split import cut, flop_costs
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec, Moe
-from phalanx.spec.schedule_make import NAMES, SINGLE, V_SHAPED, make
-from phalanx.spec.stages import cut, flop_costs
 
 DIM, VOCAB, LENGTH = 24, 257, 10
 

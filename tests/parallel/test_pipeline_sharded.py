@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from phalanx.models.dense import Decoder
+from phalanx.models.decoder import Decoder
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.pipeline import Pipeline
+from phalanx.parallel.pipeline.executor import Pipeline
+from phalanx.schedules.makers import NAMES, make
+from phalanx.schedules.stage_split import cut
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.schedule_make import NAMES, make
-from phalanx.spec.stages import cut
 
 SPEC = ModelSpec(dim=24, layers=5, heads=6, kv_heads=2, ffn=48, vocab=257)
 LENGTH, COUNT = 8, 5

@@ -11,12 +11,12 @@ from ranks import ALONE, run_ranks
 from torch import Tensor, nn
 
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.pipeline import Pipeline
-from phalanx.parallel.stages import measure_costs
+from phalanx.parallel.pipeline.executor import Pipeline
+from phalanx.parallel.pipeline.stage_cost import measure_costs
+from phalanx.schedules.makers import make
+from phalanx.schedules.timing import Timed, bubble, simulate
 from phalanx.spec.errors import RunFailed
 from phalanx.spec.layout import Layout
-from phalanx.spec.schedule_make import make
-from phalanx.spec.schedule_time import Timed, bubble, simulate
 
 UNIT = 0.008
 

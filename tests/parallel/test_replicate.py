@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from phalanx.models.init import build, materialize
 from phalanx.parallel import replicate
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.placed import Placed
-from phalanx.parallel.placement import Held, Spot
+from phalanx.parallel.owned_param import Held, Spot
 from phalanx.parallel.replicate import Replicated
+from phalanx.parallel.sharded_model import Placed
 from phalanx.spec.model import ModelSpec
 
 SPEC = ModelSpec(vocab=40, dim=16, layers=3, heads=2, ffn=32, init_std=0.1)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from phalanx.parallel.split import backward_input, backward_weight
+from phalanx.parallel.pipeline.split_backward import backward_input, backward_weight
 
 
 class Twice(torch.autograd.Function):

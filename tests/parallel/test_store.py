@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 from phalanx.events.frames import Address
-from phalanx.launch.env import only_this_machine
+from phalanx.host.env import only_this_machine
 from phalanx.parallel.mesh import Mesh, connect, disconnect
 from phalanx.parallel.store import ControlStore
 from phalanx.spec.place import Place
-from phalanx.verification.pool import fork
+from phalanx.verification.rank_pool import fork
 
 
 def store(agent: meeting.Agent, generation: int = 1, timeout: float = 10.0) -> ControlStore:

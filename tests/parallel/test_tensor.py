@@ -13,17 +13,17 @@ from ranks import ALONE, run_ranks
 from torch import Tensor, nn
 
 from phalanx.models.attention import Scope
-from phalanx.models.dense import AXES
+from phalanx.models.decoder import AXES
 from phalanx.models.init import Box, build, fill, reset_buffers
 from phalanx.models.layers import rotary
 from phalanx.models.moe import routers
-from phalanx.parallel import tensor, vocabulary
+from phalanx.parallel import tensor, vocab_parallel
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.placed import Placed
-from phalanx.parallel.placement import Held, Spot
+from phalanx.parallel.owned_param import Held, Spot
 from phalanx.parallel.replicate import Replicated
-from phalanx.parallel.tensor_seams import KvSelect
+from phalanx.parallel.sharded_model import Placed
+from phalanx.parallel.tensor_comm import KvSelect
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import Mla, ModelSpec, Moe
 from phalanx.training.loss import objective, summed_loss
@@ -88,7 +88,7 @@ def place(
     """As `parallel/apply` does it, tensor parallelism and the loss alone."""
     spots = {name: Spot.all(parameter) for part in parts for name, parameter in part.named_parameters()}
     spots = tensor.split(parts, spots, axes, mesh, sequence=sequence)
-    loss = vocabulary.swap(parts, mesh.group("tensor", use="tensor"), chunk=chunk, sequence=sequence, loss=summed_loss)
+    loss = vocab_parallel.swap(parts, mesh.group("tensor", use="tensor"), chunk=chunk, sequence=sequence, loss=summed_loss)
     held = {}
     for part in parts:
         part.to_empty(device=mesh.device)

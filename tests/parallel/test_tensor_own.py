@@ -12,11 +12,11 @@ from ranks import ALONE, run_ranks
 from torch import Tensor, nn
 
 from phalanx.models.init import Box, fill
-from phalanx.parallel import tensor, vocabulary
+from phalanx.parallel import tensor, vocab_parallel
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.placed import Placed
-from phalanx.parallel.placement import Held, Spot
+from phalanx.parallel.owned_param import Held, Spot
 from phalanx.parallel.replicate import Replicated
+from phalanx.parallel.sharded_model import Placed
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
@@ -73,7 +73,7 @@ def train(mesh: Mesh, tied: bool, sequence: bool, length: int) -> tuple[float, d
     with torch.device("meta"):
         model = Own(SPEC, tied)
     spots = cut(model, mesh, AXES, sequence)
-    loss = vocabulary.swap([model], mesh.group("tensor", use="tensor"), chunk=None, sequence=sequence, loss=summed_loss)
+    loss = vocab_parallel.swap([model], mesh.group("tensor", use="tensor"), chunk=None, sequence=sequence, loss=summed_loss)
     model.to_empty(device="cpu")
     held = [Held(name, parameter, spots[name]) for name, parameter in model.named_parameters()]
     with torch.no_grad():

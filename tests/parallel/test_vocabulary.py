@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 from phalanx.models.init import build, materialize
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.placed import Loss
-from phalanx.parallel.placement import Spot
-from phalanx.parallel.vocabulary import applied, swap
+from phalanx.parallel.owned_param import Spot
+from phalanx.parallel.sharded_model import Loss
+from phalanx.parallel.vocab_parallel import applied, swap
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec

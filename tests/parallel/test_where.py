@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks, tiny_run, tiny_trainer
 
-from phalanx.events.pulse import Beat, Pulse, read
-from phalanx.parallel import busy
+from phalanx.events.heartbeat import Beat, Pulse, read
+from phalanx.observe import comm_timer
+from phalanx.optim import adamw
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.where import SIGNAL, register, where
 from phalanx.recovery.diagnose import Diagnosis, Report, diagnose
 from phalanx.spec.layout import Layout
-from phalanx.training import adamw
 from phalanx.training.trainer import Trainer
+from phalanx.worker.hang_report import SIGNAL, register, where
 
 GUILTY = 1
 SETTLED = 0.6
@@ -184,7 +184,7 @@ def out_of_step(mesh: Mesh) -> dict[str, Any]:
         assert late is not None
         waiting = threading.Thread(target=lambda: (done.wait(20), group.sum(torch.zeros(1))))
         waiting.start()
-        busy.wait(late)
+        comm_timer.wait(late)
         waiting.join()
     else:
         group.sum(torch.zeros(1))
@@ -257,18 +257,18 @@ def test_nothing_to_see_is_no_error() -> None:
 
 
 def waited(mesh: Mesh) -> tuple[float, float]:
-    busy.WAITED.take()
+    comm_timer.WAITED.take()
     if mesh.rank == 0:
         time.sleep(0.6)
     mesh.sum(torch.zeros(1))
-    blocking = busy.WAITED.take()
+    blocking = comm_timer.WAITED.take()
     work = mesh.start(torch.zeros(1)) if mesh.rank else None
     if mesh.rank == 0:
         time.sleep(0.6)
         work = mesh.start(torch.zeros(1))
     assert work is not None
-    busy.wait(work)
-    return blocking, busy.WAITED.take()
+    comm_timer.wait(work)
+    return blocking, comm_timer.WAITED.take()
 
 
 def test_waiting_for_others_is_counted_and_working_is_not() -> None:
@@ -276,7 +276,7 @@ def test_waiting_for_others_is_counted_and_working_is_not() -> None:
     assert late < 0.3 and late_again < 0.3
     for blocking, begun in others:
         assert blocking > 0.4 and begun > 0.4
-    assert busy.WAITED.take() >= 0.0 and busy.WAITED.take() == 0.0
+    assert comm_timer.WAITED.take() >= 0.0 and comm_timer.WAITED.take() == 0.0
 
 
 def slow(mesh: Mesh, path: Path, overrides: tuple[str, ...]) -> float:

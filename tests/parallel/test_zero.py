@@ -32,11 +32,11 @@ from torch.autograd.graph import get_gradient_edge
 
 from phalanx.models.init import build
 from phalanx.parallel import shares
-from phalanx.parallel.fully import FullySharded
+from phalanx.parallel.fsdp import FullySharded
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.placement import Held, Spot
+from phalanx.parallel.owned_param import Held, Spot
+from phalanx.parallel.pipeline.split_backward import backward_input, backward_weight
 from phalanx.parallel.sharding import Sharding, own_box
-from phalanx.parallel.split import backward_input, backward_weight
 from phalanx.parallel.zero import Sharded, shard
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout

@@ -10,7 +10,7 @@ import pytest
 from planning_cases import SMALL, SPARSE, cluster, run_of
 
 from phalanx.planning.candidates import all_columns, candidates, exactly, layout_of, space
-from phalanx.planning.work import OFFLOAD, RECOMPUTE
+from phalanx.planning.job_table import OFFLOAD, RECOMPUTE
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.layout import Layout, Schedule
 from phalanx.spec.model import ModelSpec

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.planning.settle import again, choose, settle
+from phalanx.planning.resolve import again, choose, settle
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.machine import Gpu, Machine

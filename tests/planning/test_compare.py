@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from phalanx.dashboard.compared import show_comparison
+from phalanx.dashboard.comparison_table import show_comparison
 from phalanx.events.log import EventLog
 from phalanx.events.records import RunStarted, Step, StepAccounted, StepTimed
-from phalanx.planning.compare import after, compare, correction
-from phalanx.planning.settle import settle
+from phalanx.planning.compare_run import after, compare, correction
+from phalanx.planning.resolve import settle
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout

@@ -9,8 +9,8 @@ from dataclasses import replace
 import plans
 import pytest
 
+from phalanx.planning.candidate import WhyNot
 from phalanx.planning.explain import WORDS, beside, change, pasted, short, told, told_option, why
-from phalanx.planning.option import WhyNot
 from phalanx.planning.times import PARTS
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads

@@ -11,14 +11,14 @@ from planning_cases import SMALL, SPARSE, cluster, run_of
 
 from phalanx.planning.candidates import Space, all_columns, exactly
 from phalanx.planning.footprint import COMPONENTS, footprint
+from phalanx.planning.job_table import SCHEDULES, Work
 from phalanx.planning.stage import shares
 from phalanx.planning.table import pick
-from phalanx.planning.work import SCHEDULES, Work
+from phalanx.schedules.makers import make
+from phalanx.schedules.stage_split import cut, flop_costs
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import Memory, Run
-from phalanx.spec.schedule_make import make
-from phalanx.spec.stages import cut, flop_costs
 
 
 def jobs(run: Run, layout: Layout) -> tuple[Space, Work]:
@@ -84,7 +84,7 @@ DEALT = [
     ("model", "layout"), [(SMALL, layout) for layout in STATES] + [(SPARSE, layout) for layout in [*STATES[:5], *DEALT]]
 )
 def test_states_are_those_of_a_foreseen_rank(model: ModelSpec, layout: Layout) -> None:
-    from phalanx.training.foresee import foreseen
+    from phalanx.training.dry_build import foreseen
 
     run = run_of(model, 8, 64)
     _, work = jobs(run, layout)

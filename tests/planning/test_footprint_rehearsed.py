@@ -69,7 +69,7 @@ def foretold(run: Run) -> float:
 
 def rehearsed(run: Run) -> int:
     """Of the fullest of the first, a middle and the last pipeline rank."""
-    from phalanx.rehearsal.attention import card
+    from phalanx.rehearsal.attention_kernels import card
     from phalanx.rehearsal.rehearse import Stage, rehearse
 
     layout, train = run.layout, run.train

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from planning_cases import cluster, run_of
 
+from phalanx.planning.candidate import Option
 from phalanx.planning.explain import change, pasted
 from phalanx.planning.formats import other_formats
-from phalanx.planning.option import Option
 from phalanx.planning.search import judge, search
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Memory, Precision, Run

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.planning.entries import entries
-from phalanx.planning.find import assumed, judge
+from phalanx.planning.find_layout import assumed, judge
 from phalanx.planning.goodput import upkeep
 from phalanx.planning.hardware import Hardware, hardware, mismatch, planned
 from phalanx.spec.errors import RunError

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from phalanx.calibration.steps import Compute, plan_of, small_run
+from phalanx.calibration.step_bench import Compute, plan_of, small_run
 from phalanx.planning.hardware import hardware
 from phalanx.planning.rates import rates_for
 from phalanx.planning.refit import work_of

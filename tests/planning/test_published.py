@@ -15,8 +15,8 @@ from phalanx.planning.fitting.judge import covered, doubts, factors, known_by, l
 from phalanx.planning.fitting.published import Table, publication, read, table
 from phalanx.planning.fitting.published_model import model
 from phalanx.planning.fitting.sweeps import sweeps
+from phalanx.planning.job_table import RECOMPUTE, SCHEDULES
 from phalanx.planning.rates import constants
-from phalanx.planning.work import RECOMPUTE, SCHEDULES
 from phalanx.spec.errors import RunError
 
 ROOT = Path(__file__).parents[2]

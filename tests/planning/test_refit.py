@@ -9,7 +9,7 @@ import pytest
 from phalanx.planning.chosen import promised
 from phalanx.planning.cpu import CONSTANTS, cpu_hardware
 from phalanx.planning.refit import Measured, corrected, refitted
-from phalanx.planning.settle import choose
+from phalanx.planning.resolve import choose
 from phalanx.spec.layout import Layout
 from phalanx.spec.machine import Machine
 from phalanx.spec.model import ModelSpec

@@ -10,7 +10,7 @@ from planning_cases import SMALL, cluster, run_of, with_memory
 
 from phalanx.planning.cluster import Hardware
 from phalanx.planning.devices import gpus
-from phalanx.planning.find import find
+from phalanx.planning.find_layout import find
 from phalanx.planning.hardware import hardware as cluster_of
 from phalanx.planning.remedies import remedies, with_sequence
 from phalanx.planning.search import search

@@ -14,7 +14,7 @@ from planning_cases import SMALL, SPARSE, cluster, run_of, with_memory
 from phalanx.planning.candidates import all_columns, space
 from phalanx.planning.cluster import Hardware
 from phalanx.planning.explore import NEAR, Explorer, smallest
-from phalanx.planning.find import capacity_of, rates_of
+from phalanx.planning.find_layout import capacity_of, rates_of
 from phalanx.planning.footprint import footprint
 from phalanx.planning.search import Limits, judge, search
 from phalanx.planning.time import step_times

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from phalanx.planning.chosen import promised, rank_bytes
-from phalanx.planning.find import SAFE
-from phalanx.planning.settle import choose, settle
+from phalanx.planning.find_layout import SAFE
+from phalanx.planning.resolve import choose, settle
+from phalanx.schedules.csv_format import dump
+from phalanx.schedules.makers import make
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.machine import Gpu, Machine
 from phalanx.spec.model import ModelSpec, Moe
 from phalanx.spec.plan import Size
 from phalanx.spec.run import Cluster, Memory, Precision, Run, Train
-from phalanx.spec.schedule_file import dump
-from phalanx.spec.schedule_make import make
 
 GIB = 2**30
 UNTRADED = Memory(recompute="none", offload="none")

@@ -11,9 +11,9 @@ import pytest
 from phalanx.planning.goodput import goodput
 from phalanx.planning.hardware import hardware
 from phalanx.planning.search import judge
-from phalanx.planning.simulation.answer import Ask, Simulated
-from phalanx.planning.simulation.simulate import simulate
-from phalanx.planning.simulation.traffic import step_of, tiers
+from phalanx.planning.simulate.simulate_run import simulate
+from phalanx.planning.simulate.simulation_report import Ask, Simulated
+from phalanx.planning.simulate.step_traffic import step_of, tiers
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec

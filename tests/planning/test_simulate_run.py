@@ -13,10 +13,10 @@ import pytest
 
 from phalanx.planning.cluster import Failures
 from phalanx.planning.goodput import best_interval, goodput
-from phalanx.planning.simulation.faults import Dice, detection, kind_of
-from phalanx.planning.simulation.policy import Situations
-from phalanx.planning.simulation.run import Trial, World, play
-from phalanx.planning.simulation.saves import Saves
+from phalanx.planning.simulate.simulated_faults import Dice, detection, kind_of
+from phalanx.planning.simulate.simulated_policy import Situations
+from phalanx.planning.simulate.simulated_run import Trial, World, play
+from phalanx.planning.simulate.simulated_saves import Saves
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Resilience
 

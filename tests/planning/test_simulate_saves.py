@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from phalanx.planning.simulation.saves import Progress, Saves
+from phalanx.planning.simulate.simulated_saves import Progress, Saves
 
 
 def one_by_one(saves: Saves, first: int, step: float, seconds: float) -> tuple[int, int | None, int | None]:

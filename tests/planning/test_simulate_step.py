@@ -8,10 +8,10 @@ from itertools import pairwise, product
 import pytest
 
 from phalanx.dashboard.simulated_trace import trace
-from phalanx.planning.simulation.links import Links
-from phalanx.planning.simulation.step import Step, Traffic, durations_of, simulate_step
-from phalanx.spec.schedule_make import NAMES, make
-from phalanx.spec.schedule_time import bubble, simulate
+from phalanx.planning.simulate.shared_links import Links
+from phalanx.planning.simulate.simulated_step import Step, Traffic, durations_of, simulate_step
+from phalanx.schedules.makers import NAMES, make
+from phalanx.schedules.timing import bubble, simulate
 
 PIECES = {"forward": 1.0, "input": 1.1, "weight": 0.9, "head": 0.0, "hop": 0.0, "tail": 0.3}
 QUIET = Traffic()

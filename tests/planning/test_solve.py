@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from planning_cases import SMALL, SPARSE, cluster, run_of
 
-from phalanx.planning.find import find
+from phalanx.planning.find_layout import find
 from phalanx.planning.scale import scaled
 from phalanx.planning.search import Limits
 from phalanx.planning.solve import solve, what_if

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from phalanx.planning.bubble import bubble
-from phalanx.planning.columns import model_columns
+from phalanx.planning.job_columns import model_columns
+from phalanx.planning.job_table import SCHEDULES, Work
 from phalanx.planning.layer import block, head
 from phalanx.planning.rates import Rates
 from phalanx.planning.time import step_times
 from phalanx.planning.times import PARTS
-from phalanx.planning.work import SCHEDULES, Work
+from phalanx.schedules.makers import make
+from phalanx.schedules.timing import Durations, simulate
 from phalanx.spec.presets import PRESETS
-from phalanx.spec.schedule_make import make
-from phalanx.spec.schedule_time import Durations, simulate
 
 H100 = {
     "peak": 989e12,

@@ -9,10 +9,10 @@ from itertools import groupby
 import pytest
 from planning_cases import SMALL, cluster, run_of, with_memory
 
+from phalanx.planning.candidate import WhyNot
 from phalanx.planning.candidates import space
-from phalanx.planning.find import SAFE, rates_of
+from phalanx.planning.find_layout import SAFE, rates_of
 from phalanx.planning.hardware import hardware
-from phalanx.planning.option import WhyNot
 from phalanx.planning.search import judge
 from phalanx.planning.why import why_not
 from phalanx.spec.layout import Layout

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from phalanx.planning.communication import exchange, gather, group, hop, reduce
+from phalanx.planning.job_table import Work
 from phalanx.planning.rates import Rates
-from phalanx.planning.wire import exchange, gather, group, hop, reduce
-from phalanx.planning.work import Work
 
 RATES = Rates(island=1.0, network=1.0, latency=0.0, far_latency=0.0)
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from phalanx.schedules.choose import schedule
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import Optimizer, Run, Train
-from phalanx.spec.schedule_choice import schedule
 
 TINY = ModelSpec(dim=32, layers=4, heads=4, kv_heads=2, ffn=64, vocab=257)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.events.pulse import Beat
+from phalanx.events.heartbeat import Beat
 from phalanx.recovery.diagnose import Report, diagnose
 from phalanx.recovery.stack import Frame, called, parse, place, waited_in
 
@@ -211,8 +211,8 @@ C10D = "/x/torch/distributed/distributed_c10d.py"
     ("files", "words"),
     [
         (["training/trainer.py", "data/loader.py"], "in the data loader"),
-        (["training/trainer.py", "training/optimizer.py", "training/adamw.py"], "in the optimizer"),
-        (["training/trainer.py", "training/held_out.py", "training/step.py"], "in evaluation"),
+        (["training/trainer.py", "optim/optimizer.py", "optim/adamw.py"], "in the optimizer"),
+        (["training/trainer.py", "training/evaluate.py", "training/step.py"], "in evaluation"),
         (["training/trainer.py", "training/saving.py", "checkpointing/save.py"], "in saving"),
         (["training/trainer.py"], "at training/trainer.py:1 f"),
     ],

@@ -5,7 +5,7 @@ from statistics import median
 
 import pytest
 
-from phalanx.events.pulse import Beat
+from phalanx.events.heartbeat import Beat
 from phalanx.recovery.slowness import Stragglers, Usual, _middle_of_others
 
 

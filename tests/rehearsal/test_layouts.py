@@ -9,7 +9,7 @@ import pytest
 from ranks import run_ranks, tiny_run, tiny_trainer
 
 from phalanx.parallel.mesh import Mesh
-from phalanx.rehearsal.messages import sums
+from phalanx.rehearsal.message_log import sums
 from phalanx.rehearsal.rehearse import Stage, rehearse
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Plan

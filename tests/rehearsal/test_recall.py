@@ -15,9 +15,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.rehearsal import attention, recall, watch
-from phalanx.rehearsal.messages import Messages
-from phalanx.rehearsal.program import opened
+from phalanx.rehearsal import attention_kernels, fake_cache, op_tracker
+from phalanx.rehearsal.message_log import Messages
+from phalanx.rehearsal.rehearsed_rank import opened
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
 from phalanx.spec.plan import Plan
@@ -63,7 +63,7 @@ class Plain:
         return func(*args, **kwargs)
 
 
-def record(run: Run, plan: Plan, card: attention.Card | None) -> dict[str, Any]:
+def record(run: Run, plan: Plan, card: attention_kernels.Card | None) -> dict[str, Any]:
     """Every event of a step's memory, every message and operation."""
     with opened(run, plan, plan.layout.ranks - 1, card, Messages()) as (program, seen):
         program.step(plan.accumulation)
@@ -87,7 +87,7 @@ def compare(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layout, settings = CASES[case]
     tiny = TINY.replace("kv_heads = 2\n", "")  # latent attention has none
     run = replace(loads(tiny, overrides=("train.micro_batch=1", "train.batch=4", *settings)), layout=layout)
-    card = attention.CARDS["h200"] if case != "zero 3, uneven, bf16 states" else None
+    card = attention_kernels.CARDS["h200"] if case != "zero 3, uneven, bf16 states" else None
     plan = Plan(
         layout=layout,
         device="cuda" if card else "cpu",
@@ -100,17 +100,17 @@ def compare(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         peak_flops=None,
     )
     made = 0
-    dressed = recall._Maker._dressed
+    dressed = fake_cache._Maker._dressed
 
     def counted(self: Any, bare: Tensor) -> FakeTensor:
         nonlocal made
         made += 1
         return dressed(self, bare)
 
-    monkeypatch.setattr(recall._Maker, "_dressed", counted)
+    monkeypatch.setattr(fake_cache._Maker, "_dressed", counted)
     with_it = record(run, plan, card)
     assert made > len(with_it["device"][1]) / 2  # it was used
-    monkeypatch.setattr(watch, "Recall", Plain)
+    monkeypatch.setattr(op_tracker, "Recall", Plain)
     without = record(run, plan, card)
     assert len(without["device"][1]) > 100
     for name, found in without.items():
@@ -213,7 +213,7 @@ def told(tensors: list[Tensor]) -> list[Any]:
 def test_what_shapes_do_not_decide_is_as_torch_has_it(program: Callable[[Tensor], list[Tensor]]) -> None:
     with FakeTensorMode(), Asked(Plain()):
         wanted = [told(program(torch.empty(4, 4))) for _ in range(3)]
-    with FakeTensorMode(), Asked(recall.Recall()):
+    with FakeTensorMode(), Asked(fake_cache.Recall()):
         found = [told(program(torch.empty(4, 4))) for _ in range(3)]
     assert found == wanted
 
@@ -232,8 +232,8 @@ def test_without_torchs_private_parts_torch_is_asked(instead: Any, monkeypatch: 
     if instead is None:
         monkeypatch.delattr(torch._C, "_dispatch_keys")
     else:
-        monkeypatch.setattr(recall._Maker, "_dressed", instead)
-    remembered = recall.Recall()
+        monkeypatch.setattr(fake_cache._Maker, "_dressed", instead)
+    remembered = fake_cache.Recall()
     with FakeTensorMode(), Asked(remembered):
         for _ in range(3):
             assert (torch.empty(4, 4) @ torch.empty(4, 4)).view(-1).shape == (16,)

@@ -13,20 +13,20 @@ import torch
 import torch.distributed as dist
 from ranks import tiny_run
 
-from phalanx.rehearsal import attention
+from phalanx.rehearsal import attention_kernels
 from phalanx.rehearsal import rehearse as rehearsing
 from phalanx.rehearsal.job import kinds, laid_out
-from phalanx.rehearsal.messages import Messages
-from phalanx.rehearsal.program import opened
+from phalanx.rehearsal.message_log import Messages
+from phalanx.rehearsal.rehearsal_text import write_trace
 from phalanx.rehearsal.rehearse import Stage, rehearse
-from phalanx.rehearsal.report import write_trace
+from phalanx.rehearsal.rehearsed_rank import opened
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.machine import Machine
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 
-H200 = attention.CARDS["h200"]
+H200 = attention_kernels.CARDS["h200"]
 HERE = Machine(host="here", cpu="a cpu", cores=2, memory=8 << 30)
 GPU = ("cluster.gpu=h100-sxm",)
 
@@ -161,7 +161,7 @@ def test_a_named_cluster_is_rehearsed_with_its_nodes(tmp_path: Any) -> None:
 
 def test_kernels_are_those_of_an_h200() -> None:
     def kernel(dtype: torch.dtype, widths: tuple[int, int] = (128, 128), **how: bool) -> str:
-        return attention.kernel(H200, dtype, widths=widths, **{"masked": False, "grouped": False} | how)
+        return attention_kernels.kernel(H200, dtype, widths=widths, **{"masked": False, "grouped": False} | how)
 
     assert (
         kernel(torch.bfloat16)

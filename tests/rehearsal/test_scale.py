@@ -8,14 +8,14 @@ import time
 
 import pytest
 
-from phalanx.rehearsal.attention import CARDS
+from phalanx.rehearsal.attention_kernels import CARDS
 from phalanx.rehearsal.rehearse import Stage, rehearse
 from phalanx.rehearsal.result import Rehearsal
+from phalanx.schedules.makers import make
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
-from phalanx.spec.schedule_make import make
 
 LLAMA = """
 model = "llama3-405b"

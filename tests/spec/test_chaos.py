@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.spec.chaos import DRAWN, Fault, check, of_agent, parse, text_of
-from phalanx.spec.chaos_draw import USUAL, expand, several
+from phalanx.faults.draw import USUAL, expand, several
+from phalanx.faults.grammar import DRAWN, Fault, check, of_agent, parse, text_of
 from phalanx.spec.errors import RunError
 
 ISSUED = (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hf_models import CONFIGS, SIZES, YARN
 
-from phalanx.spec import hf, hf_write
+from phalanx.spec import hf_config, hf_config_write
 from phalanx.spec.errors import RunError
 from phalanx.spec.model import Mla, ModelSpec, Moe, RopeScaling
 from phalanx.spec.presets import PRESETS
@@ -39,7 +39,7 @@ QWEN_MOE: dict[str, Any] = LLAMA | {
 
 def spec_of(folder: Path, config: Any) -> ModelSpec:
     (folder / "config.json").write_text(json.dumps(config))
-    return hf.model_spec(folder)
+    return hf_config.model_spec(folder)
 
 
 def _balanced(preset: ModelSpec) -> ModelSpec:
@@ -56,7 +56,7 @@ def test_the_published_deepseek_is_the_preset(tmp_path: Path) -> None:
     assert spec.ahead == 0  # no weights of it are in the folder
     index = {"weight_map": {"model.layers.61.eh_proj.weight": "model-00001-of-00001.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert hf.model_spec(tmp_path).ahead == 1
+    assert hf_config.model_spec(tmp_path).ahead == 1
 
 
 def test_keys_left_out_mean_what_transformers_takes_them_for(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_what_is_not_supported_is_refused_by_name(
 def test_a_broken_config_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(RunError, match=r"config\.json"):
-        hf.model_spec(tmp_path)
+        hf_config.model_spec(tmp_path)
 
 
 def test_a_window_that_is_never_reached_is_no_window(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_window_that_is_never_reached_is_no_window(tmp_path: Path) -> None:
 def test_a_preset_survives_the_way_there_and_back(tmp_path: Path, name: str) -> None:
     preset = _balanced(PRESETS[name])
     try:
-        config = hf_write.config(preset)
+        config = hf_config_write.config(preset)
     except RunError:
         assert name.startswith("palm"), "no published family is made like PaLM alone"
         return
@@ -211,7 +211,7 @@ UNEXPRESSIBLE = [
 @pytest.mark.parametrize(("spec", "said"), UNEXPRESSIBLE, ids=[said for _, said in UNEXPRESSIBLE])
 def test_a_model_that_no_family_expresses_is_refused_by_key(spec: ModelSpec, said: str) -> None:
     with pytest.raises(RunError) as refused:
-        hf_write.config(spec)
+        hf_config_write.config(spec)
     assert any(said in problem for problem in refused.value.problems)
 
 
@@ -222,10 +222,10 @@ def test_transformers_reads_what_is_written_as_what_was_read(tmp_path: Path, nam
     theirs = getattr(transformers, f"{family}Config")(**values)
     theirs.architectures = [f"{family}{'LMHeadModel' if family == 'GPT2' else 'ForCausalLM'}"]
     theirs.save_pretrained(tmp_path)
-    spec = hf.model_spec(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(hf_write.config(spec, tokens={"eos_token_id": 0})))
+    spec = hf_config.model_spec(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(hf_config_write.config(spec, tokens={"eos_token_id": 0})))
     back = transformers.AutoConfig.from_pretrained(tmp_path)
-    assert hf.model_spec(tmp_path) == spec
+    assert hf_config.model_spec(tmp_path) == spec
     assert (back.vocab_size, back.eos_token_id) == (theirs.vocab_size, 0)
     if family != "GPT2":
         assert back.rope_parameters == {key: value for key, value in theirs.rope_parameters.items() if value is not None}

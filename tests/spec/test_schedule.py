@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as torchs
 
+from phalanx.schedules.actions import Action, Schedule
+from phalanx.schedules.csv_format import dump, load, loads
+from phalanx.schedules.makers import NAMES, SINGLE, V_SHAPED, forward_only, make, problems_for, resized, stages_by_default
+from phalanx.schedules.timing import Durations, bubble, simulate
 from phalanx.spec.errors import RunError
-from phalanx.spec.schedule import Action, Schedule
-from phalanx.spec.schedule_file import dump, load, loads
-from phalanx.spec.schedule_make import NAMES, SINGLE, V_SHAPED, forward_only, make, problems_for, resized, stages_by_default
-from phalanx.spec.schedule_time import Durations, bubble, simulate
 
 CLASSES = {
     "gpipe": "GPipe",

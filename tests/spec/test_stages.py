@@ -8,10 +8,10 @@ from itertools import combinations, pairwise
 
 import pytest
 
+from phalanx.schedules.stage_split import cut, flop_costs
 from phalanx.spec.errors import RunError
 from phalanx.spec.model import ModelSpec, Moe
 from phalanx.spec.presets import PRESETS
-from phalanx.spec.stages import cut, flop_costs
 
 
 def dearest(ranges: list[tuple[int, int]], costs: list[float], first: float, last: float) -> float:

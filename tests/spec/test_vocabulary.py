@@ -12,7 +12,7 @@ from tokenizers.models import BPE, Unigram, WordLevel
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import loads
-from phalanx.spec.vocabulary import vocabulary
+from phalanx.spec.tokenizer_size import vocabulary
 
 GOOD = "[train]\nbatch = 8\nsteps = 10\n"
 MODELS = {

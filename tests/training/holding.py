@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from phalanx.checkpointing.pieces import Elsewhere
+from phalanx.checkpointing.slices import Elsewhere
 from phalanx.models.init import build, materialize
-from phalanx.parallel.placement import Held, Spot
+from phalanx.parallel.owned_param import Held, Spot
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import Optimizer as OptimizerSpec
 

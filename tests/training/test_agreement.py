@@ -14,9 +14,9 @@ from phalanx.events.records import Corrupted, Event, Step
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.errors import RunFailed
 from phalanx.spec.layout import Layout
-from phalanx.training import agreement
-from phalanx.training.agreement import Corruption, Row, confirmed, judge, words
-from phalanx.training.checksum import Checksum
+from phalanx.training.hooks import replica_check
+from phalanx.training.hooks.checksum import Checksum
+from phalanx.training.hooks.replica_check import Corruption, Row, confirmed, judge, words
 from phalanx.training.trainer import Trainer
 
 W = ("weights", ("tensor",))
@@ -186,7 +186,7 @@ def test_the_odd_one_of_three_is_named_and_no_rank_applies_the_step(
 def test_of_two_copies_too(
     what: str, step: int, layout: Layout, overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agreement, "_SHARE", 1.0)  # however busy this machine is
+    monkeypatch.setattr(replica_check, "_SHARE", 1.0)  # however busy this machine is
     rank = layout.ranks - 1
     for _, error in run_ranks(struck, layout.ranks, tmp_path, what, rank, step, *overrides, layout=layout):
         assert error is not None and (error.what, error.guilty, error.step) == (what, (rank,), 4)

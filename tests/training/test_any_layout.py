@@ -21,7 +21,7 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.spec.check import check
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Memory, Run
-from phalanx.verification.layouts import MODELS, generate
+from phalanx.verification.layout_cases import MODELS, generate
 
 BASE = tiny_run(
     "optimizer.eps=1e-4",  # at 1e-8, Adam makes visible differences of gradients that differ in their last bits

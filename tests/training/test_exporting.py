@@ -10,8 +10,8 @@ import pytest
 import torch
 from ranks import ALONE, run_ranks, tiny_run, tiny_trainer
 
-from phalanx.checkpointing.disk import folder
-from phalanx.checkpointing.reference import Reference
+from phalanx.checkpointing.directory import folder
+from phalanx.checkpointing.reference_logits import Reference
 from phalanx.events.records import Event, Exported, ExportFailed, Saved
 from phalanx.models.init import build, materialize
 from phalanx.parallel.mesh import Mesh

@@ -17,13 +17,13 @@ from ranks import copied, differing, run_ranks, tiny_run, tiny_trainer
 from torch import Tensor, nn
 
 from phalanx.checkpointing.location import at
-from phalanx.events.chaos import DISK, Struck, fill
+from phalanx.events.fault_log import DISK, Struck, fill
 from phalanx.events.log import EventLog, read_events
 from phalanx.events.records import FaultInjected, Warned
+from phalanx.faults.grammar import POINTS, parse
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.placement import Held, Spot
-from phalanx.spec.chaos import POINTS, parse
-from phalanx.training.faults import NONE, Faults, Injected
+from phalanx.parallel.owned_param import Held, Spot
+from phalanx.training.hooks.rank_faults import NONE, Faults, Injected
 
 
 class Told(list[FaultInjected]):

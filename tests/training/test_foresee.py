@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from ranks import ALONE, run_ranks, tiny_run, tiny_trainer
 
-from phalanx.checkpointing.pieces import Piece
+from phalanx.checkpointing.slices import Piece
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Run
-from phalanx.training.foresee import held
+from phalanx.training.dry_build import held
 
 MOE = (
     "model.moe.experts=4",

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
 
-from phalanx.checkpointing import disk
+from phalanx.checkpointing import directory
 from phalanx.events.records import Evaluated, Event, Finished, Saved, Step, Stopped
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
-from phalanx.training.totals import PAUSE
+from phalanx.training.step_totals import PAUSE
 
 SETTINGS = ("train.steps=3", "train.eval_every=2", "train.eval_sequences=12", "train.micro_batch=1", "data.eval_fraction=0.4")
 
@@ -49,7 +49,7 @@ def test_ranks_leave_an_evaluation_together_when_one_is_told_to_stop(layout: Lay
 def test_a_pause_leaves_it_without_saving(tmp_path: Path) -> None:
     for told, _, heard in run_ranks(told_meanwhile, 2, tmp_path, 0, True):
         assert [type(event) for event in told] == [Step, Step] and heard == PAUSE
-    assert not disk.listed(tmp_path)
+    assert not directory.listed(tmp_path)
 
 
 def test_the_last_one_too_and_the_run_is_finished(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ import torch
 from hf_models import logits, save, tokens
 from torch import nn
 
-from phalanx.checkpointing.pieces import Piece
+from phalanx.checkpointing.slices import Piece
 from phalanx.evaluation.convert import import_folder
 from phalanx.models.init import build, materialize
-from phalanx.spec import hf
+from phalanx.spec import hf_config
 from phalanx.spec.errors import RunError
 from phalanx.spec.model import ModelSpec
 from phalanx.training import initial
@@ -39,7 +39,7 @@ def answer(of: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "deepseek"])
 def test_a_model_is_filled_from_a_folder_and_from_its_import(tmp_path: Path, name: str) -> None:
     theirs = save(tmp_path / "hf", name)
-    spec = hf.model_spec(tmp_path / "hf")
+    spec = hf_config.model_spec(tmp_path / "hf")
     import_folder(tmp_path / "hf", tmp_path / "run")
     for path in (tmp_path / "hf", tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-00000000"):
         ours = model(spec)
@@ -49,14 +49,14 @@ def test_a_model_is_filled_from_a_folder_and_from_its_import(tmp_path: Path, nam
 
 def test_formats_are_cast(tmp_path: Path) -> None:
     save(tmp_path / "hf", "llama")
-    ours = model(hf.model_spec(tmp_path / "hf")).to(torch.bfloat16)
+    ours = model(hf_config.model_spec(tmp_path / "hf")).to(torch.bfloat16)
     start(ours, tmp_path / "hf")
     assert {parameter.dtype for parameter in ours.parameters()} == {torch.bfloat16}
 
 
 def test_what_serves_training_only_keeps_its_initial_values(tmp_path: Path) -> None:
     save(tmp_path / "hf", "mixtral")
-    spec = hf.model_spec(tmp_path / "hf")
+    spec = hf_config.model_spec(tmp_path / "hf")
     assert spec.moe is not None
     spec = replace(spec, ahead=1, moe=replace(spec.moe, bias_rate=0.001))
     import_folder(tmp_path / "hf", tmp_path / "run")
@@ -72,7 +72,7 @@ def test_what_serves_training_only_keeps_its_initial_values(tmp_path: Path) -> N
 def test_another_size_is_refused_before_a_value_changes(tmp_path: Path) -> None:
     save(tmp_path / "hf", "llama")
     import_folder(tmp_path / "hf", tmp_path / "run")
-    ours = model(replace(hf.model_spec(tmp_path / "hf"), ffn=96))
+    ours = model(replace(hf_config.model_spec(tmp_path / "hf"), ffn=96))
     before = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
     for path in (tmp_path / "hf", tmp_path / "run"):
         with pytest.raises(RunError) as refused:
@@ -80,7 +80,7 @@ def test_another_size_is_refused_before_a_value_changes(tmp_path: Path) -> None:
         assert "blocks.0.mlp.gate.weight of shape [80, 48]" in refused.value.problems[0]
         assert "[96, 48]" in refused.value.problems[0]
     assert all(torch.equal(tensor, before[name]) for name, tensor in ours.state_dict().items())
-    deeper = model(replace(hf.model_spec(tmp_path / "hf"), layers=4))
+    deeper = model(replace(hf_config.model_spec(tmp_path / "hf"), layers=4))
     with pytest.raises(RunError, match=r"lacks blocks\.3\.attention_norm\.weight"):
         start(deeper, tmp_path / "run")
 
@@ -88,7 +88,7 @@ def test_another_size_is_refused_before_a_value_changes(tmp_path: Path) -> None:
 def test_the_loss_of_an_imported_model_is_its_own(tmp_path: Path) -> None:
     # A model that was filled wrongly would still run: its text must be as probable to both.
     theirs = save(tmp_path / "hf", "qwen3")
-    ours = model(hf.model_spec(tmp_path / "hf"))
+    ours = model(hf_config.model_spec(tmp_path / "hf"))
     start(ours, tmp_path / "hf")
     ids = tokens()
     with torch.no_grad():

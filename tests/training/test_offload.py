@@ -16,16 +16,16 @@ from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
 from torch import Tensor, nn
 from training.holding import ADAMW, NO, YES, everything, give_gradients, read, values
 
+from phalanx.optim.chunks import portions
+from phalanx.optim.offload.offloaded_adamw import Offloaded, to_file
+from phalanx.optim.offload.scratch import ScratchFile
+from phalanx.optim.offload.state_stores import InFile
+from phalanx.optim.optimizer import Optimizer
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.placement import Held, Spot
+from phalanx.parallel.owned_param import Held, Spot
 from phalanx.spec.errors import RunFailed
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Memory, Precision
-from phalanx.training.offload import Offloaded, to_file
-from phalanx.training.optimizer import Optimizer
-from phalanx.training.portions import portions
-from phalanx.training.scratch import ScratchFile
-from phalanx.training.stores import InFile
 from phalanx.training.trainer import Trainer
 
 CPU, NVME = Memory(offload="cpu"), Memory(offload="nvme", offload_buffer=1)
@@ -314,7 +314,9 @@ def test_a_kill_during_a_step_leaves_a_checkpoint_that_goes_on_as_if_nothing_had
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Portions of the tiny model's size would be one: make them several.
-    monkeypatch.setattr("phalanx.training.offload.portions", lambda lengths, _, multiple: portions(lengths, 2048, multiple))
+    monkeypatch.setattr(
+        "phalanx.optim.offload.offloaded_adamw.portions", lambda lengths, _, multiple: portions(lengths, 2048, multiple)
+    )
     pid = os.fork()
     if pid == 0:
         try:

@@ -9,12 +9,12 @@ from ranks import copied, differing
 from torch import nn
 from training.holding import ADAMW, MODEL, MUON, NO, ONE, YES, everything, give_gradients, holding, values
 
-from phalanx.parallel.placement import Held, Spot
+from phalanx.optim.chunks import portions
+from phalanx.optim.optimizer import Optimizer
+from phalanx.parallel.owned_param import Held, Spot
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Memory, Precision
 from phalanx.spec.run import Optimizer as OptimizerSpec
-from phalanx.training.optimizer import Optimizer
-from phalanx.training.portions import portions
 
 BF16 = Precision(optimizer="bf16")
 

@@ -9,22 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.checkpointing.blocks import BLOCK
+from phalanx.checkpointing.checksums import BLOCK
 
 PROGRAM = """
 import json, sys
 from pathlib import Path
 import torch
 from torch import nn
-from phalanx.checkpointing.load import load
-from phalanx.checkpointing.pieces import Piece
+from phalanx.checkpointing.restore import load
+from phalanx.checkpointing.slices import Piece
 from phalanx.checkpointing.location import at
 from phalanx.checkpointing.save import Saver
 from phalanx.parallel.mesh import Mesh, resident_bytes
-from phalanx.parallel.placement import Held, Spot
+from phalanx.parallel.owned_param import Held, Spot
 from phalanx.spec.place import Place
 from phalanx.spec.run import Memory, Optimizer as Spec
-from phalanx.training.optimizer import Optimizer
+from phalanx.optim.optimizer import Optimizer
 
 offload, tensors, buffer, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
 torch.set_num_threads(1)

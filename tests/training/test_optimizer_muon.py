@@ -11,11 +11,11 @@ from ranks import copied, differing, run_ranks
 from torch import Tensor, nn
 from training.holding import ADAMW, MUON, NO, ONE, YES, everything, give_gradients, holding, values
 
+from phalanx.optim.optimizer import Optimizer
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.placement import Held, Spot
+from phalanx.parallel.owned_param import Held, Spot
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Precision
-from phalanx.training.optimizer import Optimizer
 
 
 def muon_update(gradient: Tensor, momentum_buffer: Tensor, momentum: float) -> tuple[Tensor, Tensor]:

@@ -12,15 +12,15 @@ from ranks import copied, differing, run_ranks
 from torch import Tensor, nn
 from training.holding import ADAMW, NO, everything, give_gradients, holding, values
 
-from phalanx.checkpointing.load import load
-from phalanx.checkpointing.pieces import Piece
+from phalanx.checkpointing.restore import load
+from phalanx.checkpointing.slices import Piece
+from phalanx.optim.diloco import Outer
+from phalanx.optim.optimizer import Optimizer
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.placement import Held
+from phalanx.parallel.owned_param import Held
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Memory
 from phalanx.spec.run import Optimizer as OptimizerSpec
-from phalanx.training.optimizer import Optimizer
-from phalanx.training.outer import Outer
 
 LOCAL = replace(ADAMW, local_steps=3, outer_learning_rate=0.7, outer_momentum=0.9)
 NVME = Memory(offload="nvme", offload_buffer=1)

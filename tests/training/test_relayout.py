@@ -10,19 +10,19 @@ import pytest
 from checkpoints import saved
 from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
 
-from phalanx.checkpointing import disk
-from phalanx.checkpointing.find import one
+from phalanx.checkpointing import directory
+from phalanx.checkpointing.find_checkpoint import one
+from phalanx.checkpointing.info import tensors
 from phalanx.checkpointing.location import at
-from phalanx.checkpointing.reshard import Cuts, needs
 from phalanx.checkpointing.stream import Saved
-from phalanx.checkpointing.tell import tensors
+from phalanx.checkpointing.tools.reshard import Cuts, needs
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import load
 from phalanx.spec.run import Run
-from phalanx.training.relayout import as_saved, laid_out, write
+from phalanx.training.reshard_run import as_saved, laid_out, write
 
 MOE = ("model.moe.experts=4", "model.moe.active=2", "model.moe.ffn=16", "model.moe.bias_rate=0.1")
 CASES = {
@@ -76,7 +76,7 @@ def test_its_files_are_those_that_the_layout_would_have_saved(asked: str, tmp_pa
     for name in names:
         if name != "commit.json":
             assert (out / name).read_bytes() == (expected / name).read_bytes(), name
-    ours, theirs = disk.read_marker(out), disk.read_marker(expected)
+    ours, theirs = directory.read_marker(out), directory.read_marker(expected)
     for key in ("step", "progress", "seed", "data", "layout", "names", "files"):
         assert ours[key] == theirs[key], key
     assert json.loads(ours["plan"])["layout"] == asdict(layout) == json.loads(theirs["plan"])["layout"]
@@ -98,7 +98,7 @@ def test_the_way_there_and_back_loses_nothing(tmp_path: Path) -> None:
 
 def test_a_layout_of_a_run_file_and_one_that_saved(tmp_path: Path) -> None:
     path = trained(tiny_run(), tmp_path / "run")
-    found, marker = one(path), disk.read_marker(path)
+    found, marker = one(path), directory.read_marker(path)
     other = tmp_path / "other.toml"
     other.write_text(dump(tiny_run("layout.tensor=2", "layout.sequence=true", "layout.data=2")))
     assert laid_out(found, marker, str(other)).layout == Layout(tensor=2, sequence=True, data=2)
@@ -111,7 +111,7 @@ def test_a_layout_of_a_run_file_and_one_that_saved(tmp_path: Path) -> None:
 
 def test_what_ranks_would_read_adds_up(tmp_path: Path) -> None:
     path = trained(tiny_run(), tmp_path / "run")
-    found, marker = one(path), disk.read_marker(path)
+    found, marker = one(path), directory.read_marker(path)
     held = tensors(at(path), marker)
     laid = laid_out(found, marker, "pipeline=2,shard=2")
     cuts: Cuts = {}
@@ -141,7 +141,7 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
         resharded(path, "tensor=2", tmp_path / "taken")
     found = one(path)
     with pytest.raises(RunError, match=r"holds 2 replicas, each with a state of its own .*: take data=2"):
-        laid_out(found, disk.read_marker(path) | {"replicas": 2}, "data=4")
+        laid_out(found, directory.read_marker(path) | {"replicas": 2}, "data=4")
     smaller = (tmp_path / "run" / "run.toml").read_text().replace("ffn = 64", "ffn = 32")
     (tmp_path / "run" / "run.toml").write_text(smaller)
     with pytest.raises(

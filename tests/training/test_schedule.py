@@ -5,8 +5,8 @@ import math
 
 import pytest
 
+from phalanx.optim.learning_rate import learning_rate
 from phalanx.spec.run import Optimizer
-from phalanx.training.schedule import learning_rate
 
 
 def rates(steps: int, **values: object) -> list[float]:

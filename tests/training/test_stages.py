@@ -9,13 +9,13 @@ import torch
 from ranks import ALONE, tiny_run
 
 from phalanx.models.init import build
-from phalanx.parallel import stages as timing
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.pipeline import stage_cost as timing
+from phalanx.schedules.makers import make
 from phalanx.spec.layout import Layout
 from phalanx.spec.place import Place
 from phalanx.spec.plan import Plan
-from phalanx.spec.schedule_make import make
-from phalanx.training.stages import stages, timed_costs
+from phalanx.training.stage_modules import stages, timed_costs
 
 MOE = ("model.moe.experts=4", "model.moe.active=2", "model.moe.ffn=32", "model.moe.dense_layers=2", "model.layers=5")
 
@@ -45,7 +45,7 @@ def test_each_kind_of_block_is_timed_once_and_costs_what_it_took(
         asked.extend(tried)
         return {name: took[name] for name in tried}
 
-    monkeypatch.setattr("phalanx.training.stages.measure_costs", timed)
+    monkeypatch.setattr("phalanx.training.stage_modules.measure_costs", timed)
     costs = timed_costs(run.model, 24, plan(Layout()), ALONE)
     dense, sparse = run.model.dense_layers, run.model.layers - run.model.dense_layers
     assert costs.blocks == (1.0,) * dense + (4.0,) * sparse

@@ -14,8 +14,8 @@ from phalanx.data.dataset import open_dataset
 from phalanx.data.pack import Batch, Samples
 from phalanx.models.init import build, materialize
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.placed import Placed
 from phalanx.parallel.replicate import Replicated
+from phalanx.parallel.sharded_model import Placed
 from phalanx.spec.run import Run
 from phalanx.training.loss import summed_loss
 from phalanx.training.step import MicroBatch, Totals

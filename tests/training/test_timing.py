@@ -15,12 +15,12 @@ import pytest
 from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
 
 from phalanx.events.records import Step, StepAccounted, StepTimed
-from phalanx.parallel.busy import WAITED
-from phalanx.parallel.clock import PARTS, Clock
+from phalanx.observe.comm_timer import WAITED
+from phalanx.observe.step_clock import PARTS, Clock
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Run
-from phalanx.training import timing
+from phalanx.training.hooks import step_timing
 from phalanx.training.trainer import Trainer
 
 LONG = 0.3
@@ -138,7 +138,7 @@ def test_a_step_that_is_timed_computes_the_same_bits(tmp_path: Path, monkeypatch
     timed = tiny_trainer(ALONE, run, tmp_path / "timed")
     for told in taken(timed):
         assert {"compute", "optimizer", "loading", "other"} == set(told.parts)
-    monkeypatch.setattr(timing, "_TIMED", ())
+    monkeypatch.setattr(step_timing, "_TIMED", ())
     plain = tiny_trainer(ALONE, run, tmp_path / "plain")
     for _ in range(6):
         plain.step()
@@ -177,5 +177,5 @@ def test_nothing_is_timed_where_it_could_not_be_told(tmp_path: Path) -> None:
     trainer = tiny_trainer(ALONE, tiny_run("memory.compile=true"), tmp_path / "one")
     assert trainer._timing._on
     trainer.plan = trainer.plan.__class__.from_json(trainer.plan.to_json().replace('"tensor": 1', '"tensor": 2'))
-    assert not timing.Timing(trainer)._on
+    assert not step_timing.Timing(trainer)._on
     trainer.close()

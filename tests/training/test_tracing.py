@@ -10,13 +10,13 @@ import torch
 from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
 from torch import Tensor, nn
 
-from phalanx.events.chaos import Struck
+from phalanx.events.fault_log import Struck
 from phalanx.events.records import Event, NotFinite, Step, StepSkipped
+from phalanx.faults.grammar import Fault
 from phalanx.parallel.mesh import Mesh
-from phalanx.spec.chaos import Fault
 from phalanx.spec.layout import Layout
-from phalanx.training.faults import Faults
-from phalanx.training.tracing import Finding, _common, verdict
+from phalanx.training.hooks.nonfinite_trace import Finding, _common, verdict
+from phalanx.training.hooks.rank_faults import Faults
 from phalanx.training.trainer import Trainer
 
 

@@ -13,7 +13,7 @@ from ranks import ALONE, TINY, copied, differing, tiny_run, tiny_trainer
 from torch import Tensor
 
 import phalanx
-from phalanx.checkpointing import disk
+from phalanx.checkpointing import directory
 from phalanx.events.records import Evaluated, Event, Finished, Restored, Saved, Step, StepSkipped, Stopped
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunFailed
@@ -75,7 +75,7 @@ def test_events_tell_what_happens_in_order(behind: str, tmp_path: Path) -> None:
     assert told == expected
     for event in events:
         if isinstance(event, Saved):
-            assert event.path == str(disk.folder(tmp_path, event.step))
+            assert event.path == str(directory.folder(tmp_path, event.step))
             assert event.bytes == sum(file.stat().st_size for file in Path(event.path).glob("*.safetensors"))
 
 

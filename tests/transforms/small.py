@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.models.init import build, materialize
 from phalanx.models.moe import routers
+from phalanx.observe.flop_count import Work, counted
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.presets import PRESETS
-from phalanx.transforms.measure import Work, counted
 from phalanx.transforms.precision import LossScale, computing
 
 Result = TypeVar("Result")

@@ -17,8 +17,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from phalanx.cli.main import app
-from phalanx.dashboard.campaign import show_campaign
-from phalanx.events.chaos import Struck
+from phalanx.dashboard.chaos_report import show_campaign
+from phalanx.events.fault_log import Struck
 from phalanx.events.records import (
     Corrupted,
     Event,
@@ -34,13 +34,13 @@ from phalanx.events.records import (
     Straggling,
     WorkerFailed,
 )
-from phalanx.launch.family import adopt_orphans
-from phalanx.spec.chaos import Fault, check, parse
+from phalanx.faults.grammar import Fault, check, parse
+from phalanx.host.process_tree import adopt_orphans
 from phalanx.spec.check import check as check_run
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import loads
-from phalanx.verification import chaos, command
+from phalanx.verification import chaos_campaign, command
 from phalanx.verification.aftermath import Strike, Verdict, judge, of_strikes, same_layout, strikes
 
 LAYOUT = {"data": 4}
@@ -215,7 +215,7 @@ def test_a_strike_into_a_recovery_is_that_ones() -> None:
 
 
 def test_the_standard_campaign_has_every_kind_at_every_point() -> None:
-    found = chaos.campaign(tiny_run())
+    found = chaos_campaign.campaign(tiny_run())
     assert {fault.kind for fault in found.faults} == {
         "kill", "hang", "slow", "corrupt", "nan", "raise", "freeze", "fill-disk", "drop-link",
     }  # fmt: skip
@@ -229,10 +229,10 @@ def test_the_standard_campaign_has_every_kind_at_every_point() -> None:
 
 
 def test_random_campaigns_and_layouts_without_replicas() -> None:
-    found = chaos.campaign(tiny_run(), faults=100, seed=4)
+    found = chaos_campaign.campaign(tiny_run(), faults=100, seed=4)
     assert len(found.faults) == 100 and found.run.steps == 500
-    assert found.faults == chaos.campaign(tiny_run(), faults=100, seed=4).faults
-    alone = chaos.campaign(tiny_run("layout.tensor=2", "layout.pipeline=2"), faults=30)
+    assert found.faults == chaos_campaign.campaign(tiny_run(), faults=100, seed=4).faults
+    alone = chaos_campaign.campaign(tiny_run("layout.tensor=2", "layout.pipeline=2"), faults=30)
     assert alone.run.layout.ranks == 4 and "corrupt" not in {fault.kind for fault in alone.faults}
     assert any("corruption" in sentence for sentence in alone.said)
     for options, words in (
@@ -240,9 +240,9 @@ def test_random_campaigns_and_layouts_without_replicas() -> None:
         ({"steps": 20, "faults": 20}, "does not fit"),
     ):
         with pytest.raises(RunError, match=words):
-            chaos.campaign(tiny_run(), **options)  # type: ignore[arg-type]
+            chaos_campaign.campaign(tiny_run(), **options)  # type: ignore[arg-type]
     with pytest.raises(RunError, match="3, which does not divide"):
-        chaos.campaign(tiny_run("model.heads=6", "model.kv_heads=3", "model.dim=48", "layout.tensor=3"))
+        chaos_campaign.campaign(tiny_run("model.heads=6", "model.kv_heads=3", "model.dim=48", "layout.tensor=3"))
 
 
 @pytest.fixture
@@ -271,7 +271,7 @@ def test_what_outlives_a_run_is_found_named_and_ended(pretend: Any, tmp_path: Pa
     assert side.code == 0 and len(side.left) == 2
     assert "sleep 62" in side.left[0] and side.left[1] == "checkpoints/step-1.partial, half-written"
     assert not command._children() & {int(side.left[0].split()[1])}
-    verdict = chaos._left(side)
+    verdict = chaos_campaign._left(side)
     assert not verdict.passed and "half-written" in verdict.said
 
 
@@ -287,8 +287,8 @@ def test_processes_that_are_just_ending_are_waited_for(pretend: Any) -> None:
 
 
 def test_the_report_shows_every_fault_and_check(capsys: pytest.CaptureFixture[str]) -> None:
-    planned = replace(chaos.campaign(tiny_run()), faults=parse("kill rank=3 step=2; kill rank=1 step=3"))
-    report = chaos.Report(
+    planned = replace(chaos_campaign.campaign(tiny_run()), faults=parse("kill rank=3 step=2; kill rank=1 step=3"))
+    report = chaos_campaign.Report(
         campaign=planned,
         verdicts=(Verdict(name="batches", passed=True, said="the same tokens"),),
         strikes=(

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from phalanx.verification.compare import RANGES, Check, Row, difference, judge, number_difference
+from phalanx.verification.tolerance import RANGES, Check, Row, difference, judge, number_difference
 
 ORDER = ["embed", "a", "b", "c", "head"]
 FP32 = RANGES["fp32"]

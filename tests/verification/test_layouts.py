@@ -10,7 +10,7 @@ from ranks import tiny_run
 
 from phalanx.spec.check import check
 from phalanx.spec.layout import Schedule
-from phalanx.verification.layouts import MODELS, generate
+from phalanx.verification.layout_cases import MODELS, generate
 from phalanx.verification.parity import Report, sweep
 
 

@@ -10,14 +10,14 @@ import pytest
 from ranks import tiny_run
 
 import phalanx as px
-from phalanx.parallel.placement import Spot
+from phalanx.parallel.owned_param import Spot
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.verification import parity
 from phalanx.verification.case import make
-from phalanx.verification.layouts import MODELS
+from phalanx.verification.layout_cases import MODELS
 from phalanx.verification.parity import Report, prove, verify
-from phalanx.verification.pool import Pool
+from phalanx.verification.rank_pool import Pool
 from phalanx.verification.sides import Found, Reference
 
 

@@ -14,17 +14,17 @@ import pytest
 from ranks import tiny_run
 
 from phalanx.models.init import Box
-from phalanx.parallel import dispatch, placed, tensor_seams
-from phalanx.parallel.placed import Placed
+from phalanx.parallel import expert_dispatch, sharded_model, tensor_comm
 from phalanx.parallel.replicate import Replicated
+from phalanx.parallel.sharded_model import Placed
 from phalanx.parallel.zero import Sharded
 from phalanx.spec.layout import Layout
 from phalanx.training import feed, recipe
 from phalanx.training.step import Totals
 from phalanx.training.trainer import Trainer
-from phalanx.verification.compare import Check, earliest
-from phalanx.verification.layouts import MODELS
+from phalanx.verification.layout_cases import MODELS
 from phalanx.verification.parity import verify
+from phalanx.verification.tolerance import Check, earliest
 
 Around = Callable[..., Any]
 
@@ -96,11 +96,11 @@ def test_an_all_reduce_dropped_between_replicas(plant: Plant) -> None:
 
 
 def test_an_all_reduce_dropped_in_a_backward(plant: Plant) -> None:
-    def enter(original: Around, self: tensor_seams.Enter, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def enter(original: Around, self: tensor_comm.Enter, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args if getattr(module, "planted", False) else original(self, module, args)
 
     plant.mark("blocks.2.mlp")
-    plant(tensor_seams.Enter, "__call__", enter)
+    plant(tensor_comm.Enter, "__call__", enter)
     assert first(checks(tensor=2)) == ("gradients", "blocks.2.mlp_norm.weight", 1)  # what lies right before the dropped sum
 
 
@@ -117,7 +117,7 @@ def test_a_weight_cut_at_the_wrong_place(plant: Plant) -> None:
 
 
 def test_the_parts_of_norms_gradients_never_summed(plant: Plant) -> None:
-    plant(placed, "_sum_together", lambda original, gradients, group: None)
+    plant(sharded_model, "_sum_together", lambda original, gradients, group: None)
     assert first(checks(tensor=2, sequence=True)) == ("gradients", "norm.weight", 1)
 
 
@@ -173,14 +173,14 @@ def test_a_stage_that_computes_with_a_stale_weight(plant: Plant) -> None:
 
 
 def test_rows_sent_to_the_wrong_expert(plant: Plant) -> None:
-    def spread(original: Around, self: dispatch.Spread, x_RD: Any, counts_E: Any) -> Any:
+    def spread(original: Around, self: expert_dispatch.Spread, x_RD: Any, counts_E: Any) -> Any:
         if getattr(self._own, "planted", False):
             own = self._own
             self._own = lambda rows, counts: own(rows, counts.flip(0))
         return original(self, x_RD, counts_E)
 
     plant.mark("blocks.2.mlp.experts")
-    plant(dispatch.Spread, "__call__", spread)
+    plant(expert_dispatch.Spread, "__call__", spread)
     found = checks("moe", data=2, expert=2)
     assert not found["loss"].passed and found["loss"].step == 1
     assert found["gradients"].step == 1 and found["gradients"].tensor.startswith("blocks.2.mlp.experts")

@@ -14,7 +14,7 @@ from ranks import tiny_run, tiny_trainer
 
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
-from phalanx.verification.pool import Pool, RankFailed
+from phalanx.verification.rank_pool import Pool, RankFailed
 
 TWO = Layout(data=2)
 

@@ -13,20 +13,20 @@ from hf_models import make
 from ranks import ALONE, tiny_run, tiny_trainer
 from torch import Tensor
 
-from phalanx.models import layout, names
-from phalanx.spec import hf
+from phalanx.models import hf_mapping, hf_names
+from phalanx.optim.learning_rate import learning_rate
+from phalanx.spec import hf_config
 from phalanx.spec.model import ModelSpec
-from phalanx.training.schedule import learning_rate
-from phalanx.verification.watch import moments
+from phalanx.verification.recorder import moments
 
 STEPS = 6
 
 
 def ours_from(tensors: dict[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
     """Their tensors, weights or gradients, under our names."""
-    found = {entry.name: torch.empty(entry.shape) for entry in names.table(spec, tensors)}
-    rows = lambda name, first, last: tensors[name].reshape(layout.matrix(tuple(tensors[name].shape)))[first:last]  # noqa: E731
-    layout.fill(found, names.table(spec, tensors), rows)
+    found = {entry.name: torch.empty(entry.shape) for entry in hf_names.table(spec, tensors)}
+    rows = lambda name, first, last: tensors[name].reshape(hf_mapping.matrix(tuple(tensors[name].shape)))[first:last]  # noqa: E731
+    hf_mapping.fill(found, hf_names.table(spec, tensors), rows)
     return found
 
 
@@ -59,7 +59,7 @@ def test_one_process_trains_as_transformers_and_torch_do(family: str, tmp_path: 
     theirs = make(family)
     theirs.config.architectures = [type(theirs).__name__]
     theirs.config.save_pretrained(tmp_path)
-    spec = hf.model_spec(tmp_path)
+    spec = hf_config.model_spec(tmp_path)
     run = tiny_run("data.document_mask=false", "train.clip=0.5", f"train.steps={STEPS}", "optimizer.eps=1e-4")
     trainer = tiny_trainer(ALONE, replace(run, model=replace(spec, from_=None)), tmp_path)
     with torch.no_grad():

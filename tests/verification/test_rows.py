@@ -11,9 +11,9 @@ from ranks import tiny_run
 
 from phalanx.spec.layout import Layout, Schedule
 from phalanx.spec.run import Run
-from phalanx.verification.layouts import MODELS
+from phalanx.verification.layout_cases import MODELS
 from phalanx.verification.parity import Report, verify
-from phalanx.verification.pool import Pool
+from phalanx.verification.rank_pool import Pool
 
 SCHEDULES = get_args(Schedule)
 QUICK: dict[str, tuple[str, dict[str, Any]]] = {

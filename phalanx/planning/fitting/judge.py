@@ -14,8 +14,8 @@ from phalanx.planning.doubt import unfamiliar
 from phalanx.planning.fitting.fit import Solved, predict
 from phalanx.planning.fitting.knobs import Fit, rates_of
 from phalanx.planning.fitting.published import Table
+from phalanx.planning.job_table import RECOMPUTE
 from phalanx.planning.time import step_times
-from phalanx.planning.work import RECOMPUTE
 
 COVER = 0.90
 """The upper quantile of an interval; the lower one is as far from the other end."""

@@ -18,7 +18,7 @@ import numpy as np
 from phalanx.planning.fitting import published_layout as layouts
 from phalanx.planning.fitting.published_machine import kind_of, machine, precision_of
 from phalanx.planning.fitting.published_model import model, number
-from phalanx.planning.work import RECOMPUTE, Work
+from phalanx.planning.job_table import RECOMPUTE, Work
 from phalanx.spec.errors import RunError
 
 Row = dict[str, str]

@@ -1,0 +1,272 @@
+"""`phalanx checkpoint`: what lies in a checkpoint, whether it is whole, how two differ, and the same state laid out otherwise.
+
+Nothing here needs a GPU or the memory that the model takes; list, inspect, verify and prune need no torch either.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import Progress
+
+from phalanx.checkpointing import directory, info
+from phalanx.checkpointing.find_checkpoint import checkpoint_keys, every, is_checkpoint, located, nothing, one, places_of, there
+from phalanx.checkpointing.location import Local
+from phalanx.checkpointing.tools.check_bytes import damages
+from phalanx.cli.checkpoint_export import checkpoint_export
+from phalanx.cli.import_cmd import import_
+from phalanx.cli.output import AsJson, console, print_json
+from phalanx.dashboard import checkpoints as show
+from phalanx.events.rundir import RunDir
+from phalanx.spec.errors import RunError
+
+if TYPE_CHECKING:
+    from phalanx.checkpointing.info import Held
+    from phalanx.checkpointing.location import Location
+
+app = typer.Typer(help="Checkpoints: list, inspect, verify, compare, move, prune.", no_args_is_help=True)
+app.command("export")(checkpoint_export)
+app.command("import")(import_)
+
+_PLACE = "A run directory, a folder of checkpoints or a checkpoint; a path or a URL."
+_ONE = "A checkpoint, or a run directory for its newest; a path or a URL."
+
+
+@app.command("list")
+def list_(path: Annotated[str, typer.Argument(help=_PLACE, metavar="PATH")], json: AsJson = False) -> None:
+    """Checkpoints and what interrupted saves left, newest first: step, size, time, layout, and what is wrong with them."""
+    found = []
+    place = there(path)
+    alone = (
+        is_checkpoint(place) and directory.step_of(place) is None
+    )  # somebody gave it another name, so that no folder lists it
+    for checkpoints in [place] if alone else places_of(place):
+        rows = [asdict(told) for told in ([info.told(place)] if alone else info.listing(checkpoints))]
+        show.listing(console, str(checkpoints), [row | {"degrees": info.degrees(row["layout"])} for row in rows])
+        found += rows
+    if json:
+        print_json({"path": path, "checkpoints": found})
+
+
+@app.command("inspect")
+def inspect(
+    path: Annotated[str, typer.Argument(help=_ONE, metavar="CKPT")],
+    layout: Annotated[
+        str | None,
+        typer.Option(help='What would change on another layout: "tensor=2,pipeline=2", others being 1, or a run file.'),
+    ] = None,
+    names: Annotated[
+        str | None, typer.Option(help="Tensors to show: part of a name, or a pattern with *; left out: the first ones.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """What a checkpoint holds, where, and who saved it; and what another layout would read of it."""
+    place = located(path)
+    marker = directory.read_marker(place)
+    tensors = info.tensors(place, marker)
+    chosen = list(info.named_like(tensors, names))
+    if names is not None and not chosen:
+        raise RunError([f"--names {names}: {place} has no such tensor; its names are like {next(iter(tensors))}."])
+    about = asdict(info.told(place)) | {key: marker.get(key) for key in ("progress", "seed", "data", "replicas")}
+    about |= {"kinds": info.kinds(tensors), "files": marker["files"]}
+    change = None if layout is None else _change(path, tensors, layout)
+    show.inspected(console, about | {"degrees": info.degrees(marker.get("layout"))}, show.some(chosen, names is not None))
+    if change is not None:
+        show.change(console, change)
+    if json:
+        print_json(about | {"tensors": {one.name: _table(one) for one in chosen}} | ({"change": change} if change else {}))
+
+
+def _table(held: Held) -> dict[str, Any]:
+    boxes = [{"file": file, "offset": box.offset, "shape": box.shape, "begin": box.begin} for file, box in held.boxes]
+    return {"dtype": held.dtype, "shape": held.shape, "bytes": held.bytes, "boxes": boxes}
+
+
+def _change(path: str, tensors: dict[str, Held], asked: str) -> dict[str, Any]:
+    """What the ranks of another layout would read, and which tensors they cut in another way."""
+    from phalanx.checkpointing.tools.reshard import Cuts, needs
+    from phalanx.training.reshard_run import as_saved, laid_out
+
+    found = one(path)
+    marker = directory.read_marker(found.checkpoint)
+    then, now = as_saved(found, marker), laid_out(found, marker, asked)
+    before: Cuts = {}
+    after: Cuts = {}
+    with _progress("foreseeing", len(now.distinct) + (len(then.distinct) if then else 0)) as advance:
+        read = []
+        for need in needs(tensors, now.holds, now.distinct, after):
+            read.append(asdict(need))
+            advance(1)
+        for _ in needs(tensors, then.holds, then.distinct, before) if then is not None else ():
+            advance(1)
+    uncut = {name: {((0,) * len(held.shape), held.shape)} for name, held in tensors.items()}
+    cut = [name for name in tensors if after.get(name) != (before if then is not None else uncut).get(name)]
+    return {
+        "layout": asdict(now.layout), "degrees": info.degrees(asdict(now.layout)), "ranks": now.layout.ranks, "distinct": read,
+        "tensors": len(tensors), "cut": cut, "micro_batch": now.plan.micro_batch if now.plan else None,
+        "accumulation": now.plan.accumulation if now.plan else None,
+    }  # fmt: skip
+
+
+@app.command("verify")
+def verify(
+    path: Annotated[str, typer.Argument(help=f"{_PLACE} Of several the newest.", metavar="PATH")],
+    all_: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Compare every byte with its checksum; exit code 1 if any is not what was saved."""
+    place = there(path)
+    chosen = [place] if is_checkpoint(place) and not all_ else every(places_of(place))[: None if all_ else 1]
+    if not chosen:
+        raise RunError([nothing(path, places_of(place), [])])
+    result = []
+    for checkpoint in chosen:
+        size = sum(checkpoint.sizes().values())
+        with _progress(checkpoint.name, size) as advance:
+            wrong = [asdict(damage) for damage in damages(checkpoint, advance)]
+        show.verified(console, str(checkpoint), size, wrong)
+        result.append({"path": str(checkpoint), "bytes": size, "valid": not wrong, "damages": wrong})
+    if json:
+        print_json({"valid": all(row["valid"] for row in result), "checkpoints": result})
+    if not all(row["valid"] for row in result):
+        raise typer.Exit(1)
+
+
+@app.command("diff")
+def diff(
+    a: Annotated[str, typer.Argument(help=_ONE, metavar="A")],
+    b: Annotated[str, typer.Argument(help="Another.", metavar="B")],
+    largest: Annotated[int, typer.Option(min=0, help="How many differences to show, largest first.")] = 10,
+    json: AsJson = False,
+) -> None:
+    """Compare two checkpoints by name, whatever their layouts; exit code 1 if they differ in any bit."""
+    places = located(a), located(b)
+    from phalanx.checkpointing.stream import Saved
+    from phalanx.checkpointing.tools.diff import Difference, beside, compare
+
+    one_, other = (Saved(place) for place in places)
+    different: list[Difference] = []
+    equal = 0
+    with _progress("comparing", len({*one_.names, *other.names})) as advance:
+        for found in compare(one_, other):
+            if isinstance(found, Difference):
+                different.append(found)
+            else:
+                equal += 1
+            advance(1)
+    one_.close()
+    other.close()
+    # Counters of steps come last: between two steps they are all far apart, and would hide what is looked for.
+    different.sort(
+        key=lambda found: (found.kind in ("values", "format"), found.name.endswith("/step"), -found.largest, found.name)
+    )
+    contents = beside(one_, other)
+    rows = [asdict(found) for found in different]
+    show.differences(console, (str(places[0]), str(places[1])), {"equal": equal, "beside": contents}, rows, largest)
+    same = not different and not contents
+    if json:
+        said = {key: {"a": pair[0], "b": pair[1]} for key, pair in contents.items()}
+        finite = [{key: str(cell) if cell == math.inf else cell for key, cell in row.items()} for row in rows]
+        print_json({"same": same, "equal": equal, "beside": said, "different": finite})
+    if not same:
+        raise typer.Exit(1)
+
+
+@app.command("reshard")
+def reshard(
+    path: Annotated[str, typer.Argument(help=_ONE, metavar="A")],
+    layout: Annotated[str, typer.Argument(help='Degrees such as "tensor=2,pipeline=2", others being 1, or a run file.')],
+    out: Annotated[str, typer.Argument(help="The run directory to write, a new or empty one; or a URL for checkpoints.")],
+    json: AsJson = False,
+) -> None:
+    """Write a checkpoint as another layout would have saved it. Training does not need this: any layout loads any checkpoint."""
+    found = one(path)
+    from phalanx.checkpointing.stream import Saved
+    from phalanx.training.reshard_run import laid_out, write
+
+    saved = Saved(found.checkpoint)
+    laid = laid_out(found, saved.contents, layout)
+    written = write(saved, found, laid, out)
+    saved.close()
+    told = info.told(written)
+    if json:
+        print_json(asdict(told) | {"from": str(found.checkpoint)})
+        return
+    console.print(
+        f"step {told.step} for {info.degrees(told.layout)} ({told.ranks} rank{'s' if told.ranks != 1 else ''}) → {written}",
+        style="bold",
+        soft_wrap=True,
+        markup=False,
+    )
+
+
+@app.command("prune")
+def prune(
+    path: Annotated[str, typer.Argument(help="A run directory.", metavar="RUN_DIR")],
+    keep_last: Annotated[int | None, typer.Option(min=1, help="Newest ones to keep; left out: as the run file says.")] = None,
+    keep_every: Annotated[int | None, typer.Option(min=1, help="Keep those of every so many steps too.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Remove older checkpoints and what interrupted saves left; never the newest valid one, whose contents are compared first."""
+    place = there(path)
+    if not isinstance(place, Local) or not RunDir(place.path).exists:
+        raise RunError(
+            [f"{path} is not a run directory, as it has no run.toml: name one, so that it can be seen whether it runs."]
+        )
+    keys = checkpoint_keys(place)
+    last, every_ = keep_last or keys.get("keep_last", 2), keep_every or keys.get("keep_every")
+    removed, kept, damaged = list[str](), list[str](), list[str]()
+    with _held(RunDir(place.path), path):
+        for checkpoints in places_of(place):
+            if not dry_run:
+                directory.mend(checkpoints)
+            newest, bad = directory.newest_valid(checkpoints)
+            if newest is None:
+                raise RunError([f"{nothing(path, [checkpoints], bad)} Nothing was removed there."])
+            left = info.leftovers(checkpoints)
+            going = directory.superfluous(checkpoints, last, newest, every_) + left
+            kept += [str(found) for found in directory.listed(checkpoints) if found.name not in going]
+            removed += [str(checkpoints / name) for name in going]
+            damaged += [str(one) for one in bad]
+            if not dry_run:
+                directory.prune(checkpoints, last, newest, every_)
+                for name in left:
+                    (checkpoints / name).remove()
+        exports = _exports(place, removed, kept)
+        removed += [str(export) for export in exports]
+        for export in exports if not dry_run else []:
+            export.remove()
+    show.pruned(console, removed, kept, damaged, dry_run=dry_run)
+    if json:
+        print_json({"removed": removed, "kept": kept, "damaged": damaged, "dry_run": dry_run})
+
+
+def _exports(place: Location, removed: list[str], kept: list[str]) -> list[Location]:
+    """What `checkpoint.export_hf` made of checkpoints that go: it goes with them, as in a run. One of two places may still have one."""
+    gone = {name.rpartition("/")[2] for name in removed} - {name.rpartition("/")[2] for name in kept}
+    folder = place / "hf"
+    return [folder / name for name in sorted(folder.entries()) if name.removesuffix(".logits") in gone]
+
+
+@contextmanager
+def _held(rundir: RunDir, path: str) -> Iterator[None]:
+    """No run may begin here meanwhile, and none may be under way."""
+    if not rundir.take():
+        raise RunError([f"{path} is in use by a running job, which prunes by itself: wait for it, or stop it."])
+    try:
+        yield
+    finally:
+        rundir.release()
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda count: progress.advance(task, count)

@@ -1,0 +1,113 @@
+"""How a corpus and a sample look to people. `phalanx data` prints through here.
+
+Text of a corpus is never taken for markup: it may hold anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.rule import Rule
+from rich.text import Text
+
+from phalanx.dashboard.format import count, percent, size
+from phalanx.data.inspect import Inspected
+from phalanx.data.preview import Sample, Shown
+
+_BAR = 32  # columns of the longest bar
+MASKED = ("⟦", "⟧")
+"""What encloses text that is only read, where colours cannot tell it."""
+
+
+@contextmanager
+def looking_through(console: Console, name: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar while a corpus is read, on a terminal."""
+    if not console.is_terminal:
+        yield None
+        return
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task(f"reading {name}", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def show_inspected(console: Console, name: str, found: Inspected, about: dict[str, Any]) -> None:
+    """One source."""
+    console.print(Rule(Text(name), align="left"))
+    told = "" if found.bytes is None else f", {'about ' if found.bytes_estimated else ''}{size(found.bytes)} of text"
+    console.print(f"{count(found.documents)} documents, {count(found.tokens)} tokens{told}", style="bold")
+    words = about.get("tokenizer", "unknown")
+    console.print(
+        Text(
+            f"tokenizer {words}, {about.get('vocab', '?')} tokens, end token {about.get('end', '?')}, read as {about['dtype']}"
+        )
+    )
+    if found.masked_tokens is not None:
+        share = percent(found.masked_tokens / max(found.tokens, 1))
+        console.print(f"not trained on: {count(found.masked_tokens)} tokens ({share})")
+    if found.lengths:
+        table = found.lengths
+        console.print("tokens of a document: " + ", ".join(f"{key} {table[key]:,.{_digits(key)}f}" for key in table))
+        _bars(console, found.histogram)
+    sampled = "" if found.duplicates_of == found.documents else f" of {count(found.duplicates_of)} that were compared"
+    console.print(f"exact duplicates: {found.duplicates} documents ({percent(found.duplicate_share)}{sampled})")
+    if found.padding is not None:
+        console.print(f"padding under best-fit packing into {found.sequence_length} tokens: {percent(found.padding)}")
+    for reason, times in about["skipped"].items():
+        console.print(Text(f"skipped {times} records: {reason}", style="yellow"))
+    for sample in found.sample:
+        console.print(Text(f"document {sample['document']}, {sample['tokens']} tokens", style="dim"))
+        shown = sample["text"] if sample["text"] is not None else " ".join(map(str, sample["ids"]))
+        console.print(Text(_visible(shown)), soft_wrap=True)
+
+
+def show_sample(console: Console, sample: Sample, width: int) -> None:
+    """One sample of a batch; `width` characters of each document, 0: all."""
+    where = f"sample {sample.sample} · {sample.source} · epoch {sample.epoch} · window {sample.window}"
+    console.print(Rule(Text(where, style="bold"), align="left", characters="═"))
+    counts = f"{sample.trained} targets trained on, {sample.masked} masked, {sample.padding} padding"
+    console.print(Text(counts, style="dim"))
+    for piece in sample.documents:
+        about = f"document {piece.document} · tokens {piece.start}–{piece.stop} · from place {piece.first}"
+        console.print(Rule(Text(about, style="dim"), align="left"))
+        console.print(_text(piece, width, coloured=console.is_terminal), soft_wrap=True)
+    if sample.padding:
+        console.print(Rule(Text(f"{sample.padding} tokens of padding", style="dim"), align="left"))
+
+
+def _text(piece: Shown, width: int, *, coloured: bool) -> Text:
+    text, left = Text(), width or sum(len(stretch.text) for stretch in piece.stretches)
+    for stretch in piece.stretches:
+        if left <= 0:
+            break
+        part = _visible(stretch.text[:left])
+        left -= len(stretch.text)
+        if stretch.trained:
+            text.append(part)
+        elif coloured:
+            text.append(part, style="dim italic")
+        else:
+            text.append(part.join(MASKED))
+    if left < 0:
+        text.append(" …", style="dim")
+    return text
+
+
+def _visible(text: str) -> str:
+    """Without what moves the cursor or rings a bell: control characters are shown as pictures of themselves."""
+    return "".join(chr(0x2400 + ord(letter)) if ord(letter) < 32 and letter not in "\n\t" else letter for letter in text)
+
+
+def _bars(console: Console, histogram: list[tuple[int, int, int]]) -> None:
+    most = max(times for _, _, times in histogram)
+    names = [f"{low:,}" if low == high else f"{low:,}–{high:,}" for low, high, _ in histogram]
+    for name, (_, _, times) in zip(names, histogram, strict=True):
+        bar = "█" * max(1 if times else 0, round(_BAR * times / most))
+        console.print(f"  {name:>{max(map(len, names))}}  {bar:<{_BAR}}  {count(times)}")
+
+
+def _digits(key: str) -> int:
+    return 1 if key == "mean" else 0

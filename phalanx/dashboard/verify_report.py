@@ -1,0 +1,131 @@
+"""How a proof looks to people: a line per check, what a failed rank said, and what a step costs beside theory. `phalanx verify`
+prints through here; it hands over plain tables, as its JSON has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from phalanx.dashboard.format import size
+
+_DEGREES = ("pipeline", "data", "shard", "context", "tensor")
+
+
+def layout_words(layout: Mapping[str, Any]) -> str:
+    """Such as data 2 × tensor 2, with what else matters."""
+    degrees = [f"{name} {layout[name]}" for name in _DEGREES if (layout[name] or 1) > 1]
+    words = [" × ".join(degrees) or "one rank"]
+    if layout["shard"] > 1:
+        words.append(f"ZeRO-{layout['zero']}")
+    if layout["tensor"] > 1 and layout["sequence"]:
+        words.append("sequence")
+    if layout["context"] > 1:
+        words.append(layout["context_method"])
+    if layout["pipeline"] > 1:
+        words.append(layout["schedule_file"] or layout["schedule"])
+    words += [f"{name} {layout[name]}" for name in ("expert", "expert_tensor") if layout[name] > 1]
+    return ", ".join(words)
+
+
+def show_report(console: Console, report: Mapping[str, Any]) -> None:
+    """One proof."""
+    ranks, steps = report["ranks"], report["steps"]
+    console.print(
+        f"{layout_words(report['layout'])}: {ranks} CPU rank{'s' if ranks > 1 else ''} against one process, {steps} steps, {report['precision']}"
+    )
+    for sentence in report["said"]:
+        console.print(escape(sentence), style="dim", soft_wrap=True)
+    if report["failure"]:
+        show_failure(console, report["failure"])
+    if report["checks"]:
+        console.print(_checks(report["checks"]))
+        console.print(f"accepted for {report['precision']}: {report['because']}", style="dim", soft_wrap=True)
+    if report.get("accounts"):
+        show_accounts(console, report)
+    if report["passed"]:
+        console.print("passed", style="bold green")
+    else:
+        first = report["first"]
+        where = f": look at {first['name']} first ({escape(_where(first))})" if first else ""
+        console.print(f"NOT PASSED{where}", style="bold red", soft_wrap=True)
+
+
+def show_failure(console: Console, failure: Mapping[str, Any]) -> None:
+    who = "the one process" if failure["rank"] is None else f"rank {failure['rank']}"
+    console.print(f"{who}: {escape(failure['error'])}", style="red", soft_wrap=True)
+    for line in failure["trace"]:
+        console.print(f"  {escape(line)}", style="dim", soft_wrap=True)
+
+
+def show_line(console: Console, number: int, report: Mapping[str, Any]) -> None:
+    """One proof of many."""
+    verdict = "[green]passed[/]" if report["passed"] else "[bold red]NOT PASSED[/]"
+    if report["failure"]:
+        failure = report["failure"]
+        who = "the one process" if failure["rank"] is None else f"rank {failure['rank']}"
+        what = f"{who}: {escape(failure['error'])}"
+    else:
+        failed = [check for check in report["checks"] if not check["passed"]]
+        shown = failed or [check for check in report["checks"] if check["accepted"] != 0]
+        what = ", ".join(
+            f"{check['name']} {check['largest']:.1e}" + (f" ({_where(check)})" if failed else "") for check in shown
+        )
+    console.print(f"{number:3d}  {verdict}  {layout_words(report['layout'])}: {what}", soft_wrap=True)
+
+
+def _checks(checks: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table()
+    for title in ("check", "largest relative\ndifference", "where", "accepted", "verdict"):
+        table.add_column(title, overflow="fold")
+    for check in checks:
+        exact = check["accepted"] == 0
+        largest = "none" if not check["largest"] else f"{check['largest']:g}" if exact else f"{check['largest']:.1e}"
+        verdict = "[green]passed[/]" if check["passed"] else "[bold red]differs[/]"
+        if not check["judged"]:
+            verdict = "[yellow]not judged[/]"
+        accepted = "none" if exact else "any" if not check["judged"] else f"{check['accepted']:.0e}"
+        where = escape(_where(check)) if check["largest"] else ""
+        table.add_row(check["name"], largest, where, accepted, verdict)
+    return table
+
+
+def _where(check: Mapping[str, Any]) -> str:
+    if check["name"] == "placement":
+        return str(check["tensor"])
+    step = "before the first step" if check["step"] == 0 else f"step {check['step']}"
+    words = [check["tensor"], "" if check["step"] is None else step, "" if check["rank"] is None else f"rank {check['rank']}"]
+    return ", ".join(word for word in words if word)
+
+
+def show_accounts(console: Console, report: Mapping[str, Any]) -> None:
+    """What one step costs, beside theory. A column per rank would not fit a terminal: the dearest rank is told, and how far below
+    it the others go. JSON has every rank."""
+    theory, accounts = report["theory"], report["accounts"]
+    sent = Table(title="bytes sent in one step")
+    memory = Table(title=f"memory; theory of the state: {theory['per_parameter']} bytes per parameter")
+    for table, titles in ((sent, ("technique", "collective")), (memory, ("kind",))):
+        for title in (*titles, "largest", "rank", "smallest", "theory"):
+            table.add_column(title)
+    kinds = dict.fromkeys((use, name) for account in accounts for use, names in account["sent"].items() for name in names)
+    last = {use: name for use, name in kinds}  # theory is of a technique: it stands in its last line
+    for use, name in kinds:
+        cells = _range([account["sent"].get(use, {}).get(name, 0) for account in accounts])
+        sent.add_row(use, name, *cells, size(theory["sent"].get(use)) if last[use] == name else "")
+    for kind in accounts[0]["memory"]:
+        memory.add_row(kind, *_range([account["memory"][kind] for account in accounts]), size(theory["memory"].get(kind)))
+    states = [sum(bytes_ for kind, bytes_ in account["memory"].items() if kind != "activations") for account in accounts]
+    memory.add_row("state together", *_range(states), size(sum(theory["memory"].values())), style="bold")
+    console.print(sent)
+    for sentence in theory["said"]:
+        console.print(escape(sentence), style="dim", soft_wrap=True)
+    console.print(memory)
+
+
+def _range(values: Sequence[int]) -> tuple[str, str, str]:
+    """The largest, on which rank, and the smallest; "all" where nothing of it would show."""
+    largest, smallest = size(max(values)), size(min(values))
+    return largest, "all" if largest == smallest else str(values.index(max(values))), smallest

@@ -1,0 +1,41 @@
+"""The command that training starts after a save: exports a checkpoint behind the run's back and compares it. Not for people.
+
+    python -m phalanx.evaluation.export_process CHECKPOINT HF_DIR LOGITS PARENT_PID
+
+It yields to the run wherever both want the same, and dies with it. What came of it is a JSON object on the last line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from phalanx.host.process_tree import die_with
+
+
+def main() -> int:
+    checkpoint, out, logits, parent = sys.argv[1:5]
+    die_with(int(parent))
+    os.nice(19)
+    import torch
+
+    from phalanx.checkpointing.reference_logits import read
+    from phalanx.evaluation.convert import export_checkpoint
+    from phalanx.spec.errors import PhalanxError
+
+    torch.set_num_threads(1)  # the cores are the run's
+    try:
+        converted = export_checkpoint(checkpoint, Path(out), reference=read(Path(logits)))
+    except PhalanxError as error:
+        print(json.dumps({"error": str(error).replace("\n", " ")}))
+        return error.exit_code
+    assert converted.match is not None
+    print(json.dumps(asdict(converted.match)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,323 @@
+"""The faults that `--chaos` asks for, as values: read from text, written back, checked against a run. docs/chaos.md has the grammar.
+
+The command line reads them, `faults/draw` draws random ones, `training/hooks/rank_faults` strikes inside a rank, and a node's supervisor
+strikes those that no rank can (`of_agent`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from phalanx.spec.errors import RunError
+from phalanx.spec.nearest import near
+from phalanx.spec.words import cut, either
+
+Kind = Literal["kill", "hang", "slow", "corrupt", "nan", "raise", "freeze", "fill-disk", "drop-link", "random"]
+Point = Literal["data", "compute", "collective", "update", "save", "evaluate"]
+What = Literal["weights", "gradients", "optimizer"]
+POINTS: tuple[str, ...] = get_args(Point)
+WHATS: tuple[str, ...] = get_args(What)
+DRAWN = ("kill", "hang", "slow", "corrupt", "nan", "raise", "fill-disk", "drop-link", "kill-node", "freeze", "freeze-node")
+"""What `random` can be told to draw from."""
+
+_SHORT = 10.0  # seconds that a disk is full or a link gone where nothing else is said: a run is to survive it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """One fault. A field that its kind does not know stays as it is here."""
+
+    kind: Kind
+    rank: int | None = None
+    """Whom it strikes: a rank as ranks are numbered when it strikes,"""
+    node: int | None = None
+    """or all of a node,"""
+    link: tuple[int, int] | None = None
+    """or what two nodes say to each other."""
+    step: int = 1
+    """The step that is being taken then; the first one for a fault that lasts."""
+    to: int | None = None
+    """The last step for one that lasts; None: all that follow."""
+    seconds: float | None = None
+    """How long it lasts; None: for good, or until somebody ends it."""
+    point: str = "compute"
+    """Where in the step it strikes."""
+    factor: float | None = None
+    """How many times as long a slow rank takes."""
+    what: str = "weights"
+    """What is corrupted."""
+    layer: str | None = None
+    """The module whose output gets a NaN; None: the rank's first block."""
+    rate: float | None = None
+    """random: how probable a fault is in each step."""
+    seed: int = 0
+    kinds: tuple[str, ...] = ()
+    """random: what is drawn from; empty: everything that the run has room for."""
+
+    def __str__(self) -> str:
+        """As a person writes it."""
+        return " ".join([self.kind, *(said for word in _KINDS[self.kind].words if (said := _said(self, word)))])
+
+
+@dataclass(frozen=True, slots=True)
+class _Word:
+    """How one word of a fault is read."""
+
+    field: str
+    read: Callable[[str], Any]
+    """ValueError where it cannot be."""
+    allowed: str
+    """What may stand there, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How one kind of fault is written."""
+
+    example: str
+    words: tuple[str, ...]
+    needs: tuple[tuple[str, ...], ...] = ()
+    """Of each of these, exactly one must be given."""
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,12}", text) or int(text) < least:
+            raise ValueError
+        return int(text)
+
+    return read
+
+
+_NUMBER = r"[0-9]*\.?[0-9]+(?:e-?[0-9]+)?"
+
+
+def _duration(text: str) -> float:
+    found = re.fullmatch(f"({_NUMBER})(ms|s|m|h)", text)
+    seconds = float(found[1]) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600}[found[2]] if found else 0.0
+    if not 0 < seconds <= 1e6:
+        raise ValueError
+    return seconds
+
+
+def _factor(text: str) -> float:
+    if not re.fullmatch(_NUMBER, text) or not 1 < float(text) <= 1e6:
+        raise ValueError
+    return float(text)
+
+
+def _link(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})", text)
+    if not found or found[1] == found[2]:
+        raise ValueError
+    return int(found[1]), int(found[2])
+
+
+def _rate(text: str) -> float:
+    if not re.fullmatch(_NUMBER, text) or not 0 < float(text) <= 1:
+        raise ValueError
+    return float(text)
+
+
+def _layer(text: str) -> str:
+    if not re.fullmatch(r"[\w.]+", text):
+        raise ValueError
+    return text
+
+
+def _one_of(names: Sequence[str]) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in names:
+            raise ValueError
+        return text
+
+    return read
+
+
+def _several_of(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if not set(names) <= set(DRAWN):
+        raise ValueError
+    return names
+
+
+_X, _A_B = "x", "A-B"  # the two words that are not written as NAME=
+_WORDS = {
+    "rank": _Word("rank", _whole(0), "a rank, counted from 0"),
+    "node": _Word("node", _whole(0), "a node, counted from 0"),
+    "step": _Word("step", _whole(1), "a step, counted from 1"),
+    "from": _Word("step", _whole(1), "a step, counted from 1"),
+    "to": _Word("to", _whole(1), "a step, counted from 1"),
+    "for": _Word("seconds", _duration, "a duration such as 20s, 1.5s or 2m"),
+    "in": _Word("point", _one_of(POINTS), either(POINTS)),
+    "during": _Word("point", _one_of(POINTS), either(POINTS)),
+    "what": _Word("what", _one_of(WHATS), either(WHATS)),
+    "layer": _Word("layer", _layer, "the name of a module, such as blocks.3.attention"),
+    "rate": _Word("rate", _rate, "a probability above 0 and at most 1"),
+    "seed": _Word("seed", _whole(0), "a whole number"),
+    "kinds": _Word("kinds", _several_of, f"names separated by commas, out of {', '.join(DRAWN)}"),
+    _X: _Word("factor", _factor, "a factor above 1 such as x3"),
+    _A_B: _Word("link", _link, "two different nodes such as 0-1"),
+}
+_RANK, _STEP = ("rank",), ("step",)
+_KINDS = {
+    "kill": _Kind("kill rank=3 step=10", ("rank", "node", "step", "during", "for"), (("rank", "node"), _STEP)),
+    "hang": _Kind("hang rank=1 step=25 for=20s", ("rank", "step", "in", "for"), (_RANK, _STEP)),
+    "slow": _Kind("slow rank=2 x3 from=30", ("rank", _X, "from", "to"), (_RANK, (_X,))),
+    "corrupt": _Kind("corrupt rank=1 step=40", ("rank", "step", "what"), (_RANK, _STEP)),
+    "nan": _Kind("nan rank=0 step=45", ("rank", "step", "layer"), (_RANK, _STEP)),
+    "raise": _Kind("raise rank=1 step=20", ("rank", "step", "in"), (_RANK, _STEP)),
+    "freeze": _Kind("freeze rank=1 step=20 for=5s", ("rank", "node", "step", "for"), (("rank", "node"), _STEP)),
+    "fill-disk": _Kind("fill-disk from=20 for=5s", ("from", "step", "for")),
+    "drop-link": _Kind("drop-link 0-1 step=20 for=5s", (_A_B, "step", "for"), ((_A_B,),)),
+    "random": _Kind("random rate=0.02 seed=7 kinds=kill,hang", ("rate", "seed", "kinds"), (("rate",),)),
+}
+
+
+def parse(text: str) -> tuple[Fault, ...]:
+    """The faults of a text such as "kill rank=3 step=10; fill-disk"; none of an empty one. Everything that is wrong with it is told
+    at once, as RunError."""
+    faults, problems = [], []
+    for part in filter(None, (part.strip() for part in text.split(";"))):
+        try:
+            faults.append(_fault(part))
+        except ValueError as error:
+            problems.append(f'--chaos: "{cut(part)}": {error}')
+    if problems:
+        raise RunError(problems)
+    return tuple(faults)
+
+
+def text_of(faults: Iterable[Fault]) -> str:
+    """What `parse` reads the same faults from."""
+    return "; ".join(map(str, faults))
+
+
+def of_agent(fault: Fault) -> bool:
+    """Whether it strikes from outside the ranks: what takes a node, a link or a disk, and what stops a process and wakes it again."""
+    return fault.node is not None or fault.kind in ("freeze", "fill-disk", "drop-link")
+
+
+def check(faults: Iterable[Fault], ranks: int, nodes: int, steps: int) -> list[str]:
+    """What this run has not, a sentence each."""
+    problems = []
+    for fault in faults:
+        links = fault.link or ()
+        for name, number, count in [
+            ("rank", fault.rank, ranks),
+            *(("node", node, nodes) for node in (fault.node, *links)),
+        ]:
+            if number is not None and number >= count:
+                remedy = "" if name == "rank" else "; cluster.nodes sets their number"
+                problems.append(
+                    f'--chaos: "{fault}": there is no {name} {number}, the run has {name}s 0 to {count - 1}{remedy}.'
+                )
+        if fault.step > steps:
+            problems.append(f'--chaos: "{fault}": there is no step {fault.step}, the run has steps 1 to {steps}.')
+        several = [kind for kind in fault.kinds if kind == "drop-link" or kind.endswith("-node")]
+        if several and nodes == 1:
+            problems.append(f'--chaos: "{fault}": {either(several)} needs several nodes, but cluster.nodes = 1.')
+    return problems
+
+
+def _fault(part: str) -> Fault:
+    """One fault; ValueError with the sentence about what is wrong."""
+    name, *words = part.split()
+    kind = _KINDS.get(name)
+    if kind is None:
+        raise ValueError(f"there is no fault {cut(name)}{_meant(name, _KINDS)} The faults are {', '.join(_KINDS)}.")
+    given: dict[str, Any] = {}
+    for written in words:
+        word, value = _split(written)
+        if word not in kind.words:
+            raise ValueError(f"{name} does not take {cut(written)}{_meant(word, kind.words)} {_usage(name)}")
+        if word in given:
+            raise ValueError(f"{word} is given twice. {_usage(name)}")
+        try:
+            given[word] = _WORDS[word].read(value)
+        except ValueError:
+            raise ValueError(
+                f"{cut(written)} is not {_WORDS[word].allowed}{_meant_value(word, value)} {_usage(name)}"
+            ) from None
+    for choices in kind.needs:
+        if not any(word in given for word in choices):
+            raise ValueError(f"{either(_shape(word) for word in choices)} is missing. {_usage(name)}")
+    if wrong := _contradiction(name, given):
+        raise ValueError(f"{wrong} {_usage(name)}")
+    values = {_WORDS[word].field: value for word, value in given.items()}
+    if name in ("fill-disk", "drop-link"):
+        values.setdefault("seconds", _SHORT)
+    return Fault(kind=name, **values)  # type: ignore[arg-type]  # a key of _KINDS
+
+
+def _contradiction(name: str, given: dict[str, Any]) -> str | None:
+    """Words that do not go together, each right by itself."""
+    for one, other in (("rank", "node"), ("from", "step")):
+        if one in given and other in given:
+            return f"{one} and {other} do not go together."
+    if name == "kill" and "rank" in given and "for" in given:
+        return "for= is for nodes: a rank is started again as soon as its death is noticed."
+    if name == "kill" and "node" in given and "during" in given:
+        return "during= is for ranks: those of a node are at different points."
+    if given.get("to", 1 << 62) < given.get("from", 1):
+        return f"to={given['to']} lies before from={given['from']}."
+    return None
+
+
+def _split(written: str) -> tuple[str, str]:
+    """The word and its value: "step=10", "x3" or "0-1"."""
+    word, equals, value = written.partition("=")
+    if equals:
+        return word, value
+    if re.match(r"x[0-9]", written):
+        return _X, written[1:]
+    return (_A_B, written) if re.match(r"[0-9]+-", written) else (written, "")
+
+
+def _usage(name: str) -> str:
+    kind = _KINDS[name]
+    return f"{name} takes {', '.join(map(_shape, kind.words))}; for example: {kind.example}."
+
+
+def _shape(word: str) -> str:
+    return {_X: "xFACTOR", _A_B: _A_B}.get(word, f"{word}=")
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    guesses = near(name, known)
+    return f": did you mean {guesses[0]}?" if guesses else "."
+
+
+def _meant_value(word: str, value: str) -> str:
+    """The nearest choice, where a word has a few."""
+    choices = {"in": POINTS, "during": POINTS, "what": WHATS, "kinds": DRAWN}.get(word, ())
+    for name in value.split(","):
+        if name not in choices and (guesses := near(name, choices)):
+            return f": did you mean {guesses[0]}?"
+    return "."
+
+
+def _said(fault: Fault, word: str) -> str:
+    """A word of a fault with its value; empty where it goes without saying."""
+    field = _WORDS[word].field
+    value = getattr(fault, field)
+    needed = (word,) in _KINDS[fault.kind].needs
+    if value is None or (value == _DEFAULTS[field] and not needed):
+        return ""
+    if word == "step" and "from" in _KINDS[fault.kind].words:
+        return ""  # the same, said already
+    if word == _A_B:
+        return f"{value[0]}-{value[1]}"
+    if isinstance(value, tuple):
+        value = ",".join(value)
+    elif isinstance(value, float):
+        value = repr(value).removesuffix(".0")  # all its digits: it is read back as the same number
+    if word == _X:
+        return f"x{value}"
+    return f"{word}={value}{'s' if field == 'seconds' else ''}"
+
+
+_DEFAULTS = {field.name: field.default for field in fields(Fault)}

@@ -1,0 +1,93 @@
+"""The catalogue entry of this very machine: what `phalanx bench` and comparisons with runs measured on it, in a file of the person's
+configuration folder. `host/probe` reads it into the Machine, so that every plan for this machine uses it.
+
+    processor = "…", cores = 8, gpus = ["…"]   the machine that it is of; on another it is not used
+    [cpu] and [cuda]                          constants of planning by name; [cuda.bf16] those of one number format
+    [[measured]]                              what was measured, as `phalanx bench` shows it
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx.host.env import config_folder
+from phalanx.spec.dump import toml
+from phalanx.spec.machine import Machine
+
+Pairs = tuple[tuple[str, float], ...]
+
+_DEVICES = ("cpu", "cuda")
+
+
+def entry_file() -> Path:
+    """Where it is kept unless somebody says otherwise."""
+    return config_folder() / "machine.toml"
+
+
+def read_entry(machine: Machine, path: Path | None = None) -> Pairs:
+    """Its constants, such as ("cuda.bf16.gemm", 0.74); none where there is no entry, or one of another machine."""
+    table = _table(path or entry_file())
+    if not _matches(table, machine):
+        return ()
+    return tuple(pair for device in _DEVICES for pair in _flat(device, table.get(device, {})))
+
+
+def write_entry(
+    machine: Machine, constants: Mapping[str, float], rows: Sequence[Mapping[str, Any]] = (), path: Path | None = None
+) -> Path:
+    """Keep constants for plans to come, beside those that are there already and were not measured anew. Whole or not at all."""
+    path = path or entry_file()
+    table = _table(path)
+    same = _matches(table, machine)
+    before = dict(read_entry(machine, path)) if same else {}
+    kept = rows or (table.get("measured", []) if same else [])
+    lines = [
+        "# What was measured on this machine, by `phalanx bench` and `phalanx plan --compare RUNDIR --refit`. Plans use it in place of",
+        "# the catalogue's constants; without this file they use those again.",
+        f"processor = {toml(machine.cpu)}",
+        f"cores = {machine.cores}",
+        f"gpus = {toml([gpu.name for gpu in machine.gpus])}",
+    ]
+    lines += _tables(before | dict(constants))
+    for row in kept:
+        lines += ["", "[[measured]]", *(f"{name} = {toml(value)}" for name, value in row.items() if value is not None)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+    return path
+
+
+def _tables(constants: Mapping[str, float]) -> Iterator[str]:
+    """Constants under the headers that their names begin with."""
+    header = None
+    for name in sorted(constants, key=lambda name: (name.rpartition(".")[0], name)):
+        of, _, own = name.rpartition(".")
+        if of != header:
+            yield from ("", f"[{of}]")
+            header = of
+        yield f"{own} = {toml(float(f'{constants[name]:.6g}'))}"
+
+
+def _table(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}  # there is none; one that cannot be read is as good as none, and is written anew
+
+
+def _matches(table: Mapping[str, Any], machine: Machine) -> bool:
+    gpus = [gpu.name for gpu in machine.gpus]
+    return (table.get("processor"), table.get("cores"), table.get("gpus")) == (machine.cpu, machine.cores, gpus)
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flat(f"{name}.{key}", inner)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield name, float(value)

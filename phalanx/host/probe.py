@@ -1,0 +1,193 @@
+"""Reads off what this computer has, without importing torch: cores, memory, vector width, GPUs, and what was measured on it before.
+
+The CLI and the launcher call it before planning, the doctor to explain what it found.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from phalanx.host.machine_profile import read_entry
+from phalanx.spec.machine import Gpu, Machine
+
+_SMI_TIMEOUT = 10.0  # seconds; without persistence mode the driver wakes every GPU first
+
+
+def probe(visible: str | None = None, *, root: Path = Path("/")) -> Machine:
+    """This computer as a value.
+
+    `visible` is the text of CUDA_VISIBLE_DEVICES, None where it is not set; `root` is where /proc and /sys are.
+    """
+    cpuinfo = _fields(root / "proc/cpuinfo")
+    memory = _memory(root)
+    machine = Machine(
+        host=socket.gethostname(),
+        cpu=cpuinfo.get("model name") or cpuinfo.get("Model") or os.uname().machine,
+        cores=_cores(root),
+        memory=memory,
+        core_flops=_core_flops(cpuinfo, root),
+        scalar=_scalar(cpuinfo),
+        gpus=_gpus(visible, memory),
+    )
+    return replace(machine, measured=read_entry(machine))
+
+
+def driver_problem(*, root: Path = Path("/")) -> str | None:
+    """What is wrong with the NVIDIA driver, as a sentence; None where there is none, or a healthy one."""
+    if shutil.which("nvidia-smi") is None:
+        if not (root / "proc/driver/nvidia").exists():
+            return None
+        return (
+            "The NVIDIA driver is loaded but nvidia-smi is not on PATH, so GPUs cannot be listed; install the driver's "
+            "utilities, or start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility."
+        )
+    _, failure = _smi("--query-gpu=name", "--format=csv,noheader")
+    if failure is None:
+        return None
+    return f"nvidia-smi fails ({failure}), so no GPU can be used; reload or reinstall the NVIDIA driver, then reboot."
+
+
+def gpu_links() -> str | None:
+    """The matrix of links between GPUs as `nvidia-smi topo -m` prints it; None where it cannot be had."""
+    text, _ = _smi("topo", "-m")
+    return text
+
+
+def _fields(path: Path) -> dict[str, str]:
+    """The `name : value` lines of the first processor; the others of a machine repeat it."""
+    try:
+        first = path.read_text(errors="replace").partition("\n\n")[0]
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, colon, value in pairs if colon}
+
+
+def _cgroups(root: Path) -> Iterator[Path]:
+    """The cgroup v2 folders this process is in, innermost first: each of them may limit it."""
+    top = root / "sys/fs/cgroup"
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    inner = next((line[3:] for line in lines if line.startswith("0::")), "/")
+    folder = top / inner.strip("/")
+    yield folder
+    while folder != top and top in folder.parents:
+        folder = folder.parent
+        yield folder
+
+
+def _cgroup_values(root: Path, name: str) -> Iterator[list[str]]:
+    for folder in _cgroups(root):
+        try:
+            words = (folder / name).read_text().split()
+        except OSError:
+            continue  # the outermost folder has no limits, a container may hide the others
+        if words and words[0] != "max":
+            yield words
+
+
+def _cores(root: Path) -> int:
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # A quota is CPU time per period. Half a core is still one that ranks can run on, so it rounds up.
+    quotas = [-(-int(quota) // int(period)) for quota, period in _cgroup_values(root, "cpu.max")]
+    return max(1, min([allowed, *quotas]))
+
+
+def _memory(root: Path) -> int:
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *(int(limit[0]) for limit in _cgroup_values(root, "memory.max"))])
+
+
+def _core_flops(cpuinfo: dict[str, str], root: Path) -> float | None:
+    clock, per_cycle = _clock(cpuinfo, root), _flops_per_cycle(cpuinfo)
+    if clock is None or per_cycle is None:
+        return None
+    # The kernel counts hardware threads as processors, and so does Machine.cores; those of one core share its units.
+    siblings, physical = int(cpuinfo.get("siblings", 1)), int(cpuinfo.get("cpu cores", 1))
+    return clock * per_cycle / max(1, siblings // max(1, physical))
+
+
+def _clock(cpuinfo: dict[str, str], root: Path) -> float | None:
+    """Highest clock in Hz, from the most to the least trustworthy place."""
+    try:
+        return float((root / "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq").read_text()) * 1e3
+    except (OSError, ValueError):
+        pass  # virtual machines show no frequency driver
+    if named := re.search(r"@\s*([\d.]+)\s*GHz", cpuinfo.get("model name", "")):
+        return float(named[1]) * 1e9
+    now = cpuinfo.get("cpu MHz", "")
+    return float(now) * 1e6 if re.fullmatch(r"[\d.]+", now) else None
+
+
+def _flops_per_cycle(cpuinfo: dict[str, str]) -> int | None:
+    """fp32 operations of one core per cycle, taking two vector units with fused multiply-add as the usual case."""
+    flags = _flags(cpuinfo)
+    if "avx512f" in flags:
+        zen4 = cpuinfo.get("vendor_id") == "AuthenticAMD" and cpuinfo.get("cpu family") == "25"
+        return 32 if zen4 else 64  # Zen 4 runs a 512-bit operation as two halves
+    if {"avx2", "fma"} <= flags:
+        return 32
+    if "avx" in flags:
+        return 16  # one multiplier and one adder, 8 lanes each
+    if "sse" in flags:
+        return 8
+    return 16 if "asimd" in flags else None
+
+
+def _scalar(cpuinfo: dict[str, str]) -> tuple[str, ...]:
+    """ARM cores up to Neoverse N1 have no bf16; what PyTorch does on old x86 cores nobody has measured here."""
+    flags = _flags(cpuinfo)
+    return ("bf16",) if "asimd" in flags and not flags & {"bf16", "svebf16"} else ()
+
+
+def _flags(cpuinfo: dict[str, str]) -> set[str]:
+    return set(cpuinfo.get("flags", cpuinfo.get("Features", "")).split())
+
+
+def _smi(*arguments: str) -> tuple[str | None, str | None]:
+    """Output of nvidia-smi, or why there is none."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None, "it is not installed"
+    try:
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, errors="replace", timeout=_SMI_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return None, f"no answer within {_SMI_TIMEOUT:.0f} s"
+    except OSError as error:
+        return None, str(error)
+    if done.returncode != 0:
+        said = (done.stdout + done.stderr).strip().splitlines()
+        return None, said[0].strip() if said else f"exit status {done.returncode}"
+    return done.stdout, None
+
+
+def _gpus(visible: str | None, host_memory: int) -> tuple[Gpu, ...]:
+    text, _ = _smi("--query-gpu=name,memory.total,uuid", "--format=csv,noheader,nounits")
+    rows = [[cell.strip() for cell in line.split(",")] for line in (text or "").splitlines()]
+    rows = [row for row in rows if len(row) >= 2]  # "No devices were found" is one cell
+    shown = rows if visible is None else _visible(rows, visible.split(","))
+    # A GPU without memory of its own prints "[N/A]": it works in the host's.
+    return tuple(Gpu(name=row[0], memory=int(row[1]) * 2**20 if row[1].isdigit() else host_memory) for row in shown)
+
+
+def _visible(rows: list[list[str]], wanted: Iterable[str]) -> list[list[str]]:
+    """The rows CUDA would show: indexes or the beginning of UUIDs, in that order, up to the first that names nothing."""
+    shown: list[list[str]] = []
+    for word in (w.strip() for w in wanted):
+        if word.isdigit():
+            match = rows[int(word) : int(word) + 1]
+        else:
+            match = [row for row in rows if word and len(row) > 2 and row[2].startswith(word)][:1]
+        if not match:
+            break
+        shown += match
+    return shown

@@ -1,0 +1,122 @@
+"""Where a run's checkpoints lie, seen before anything starts: whether checkpoint.url can be written, and whose run it holds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from phalanx.checkpointing import directory
+from phalanx.checkpointing.location import Local, Location, at
+from phalanx.checkpointing.retry import said
+from phalanx.events.log import read_events
+from phalanx.events.records import Saved
+from phalanx.events.rundir import RunDir
+from phalanx.spec.dump import toml
+from phalanx.spec.errors import RunError
+from phalanx.spec.identity import changed
+from phalanx.spec.load import loads
+from phalanx.spec.run import Run
+
+_EXTRAS = {"s3": "s3", "s3a": "s3"}
+_COMMON = "s3://, gs:// or az://"
+
+
+def places(run: Run, rundir: RunDir) -> list[Location]:
+    """Everywhere a checkpoint of the run may be; of two of the same step, the first is taken."""
+    url, near = run.checkpoint.url, at(rundir.checkpoints)
+    if url is None:
+        return [near]
+    return [near, at(url)] if run.checkpoint.local_first else [at(url)]
+
+
+def storage_problems(run: Run) -> list[str]:
+    """Why checkpoint.url cannot take checkpoints; nothing where it can, which has been tried."""
+    url = run.checkpoint.url
+    if url is None:
+        return []
+    key = f"checkpoint.url = {toml(url)}"
+    protocol = url.partition("://")[0] if "://" in url else "file"
+    if problem := _missing(protocol):
+        return [f"{key} {problem}"]
+    try:
+        place = at(url)
+        if isinstance(place, Local):
+            _attempt(place.path)
+        else:
+            place.attempt()  # type: ignore[attr-defined]  # of Remote, the only other that `at` makes
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and protocol != "file":
+            return [f"{key} does not exist ({said(error)}): make the bucket first, or name another."]
+        return [f"{key} cannot be used ({said(error)}): see that it can be reached and written from here, or name another."]
+    return []
+
+
+def _missing(protocol: str) -> str | None:
+    """What is wrong with a kind of storage, whatever lies there."""
+    import fsspec
+    from fsspec.registry import known_implementations, registry
+
+    if protocol == "memory":
+        return "lies in the memory of one process and is gone with it: name a folder, or a store such as " + _COMMON + "."
+    if protocol not in registry and protocol not in known_implementations:
+        return f"begins with {protocol}://, which is no storage that fsspec knows: begin with {_COMMON}, or name a folder."
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ImportError as error:
+        extra = _EXTRAS.get(protocol)
+        how = f"pip install 'phalanx[{extra}]'" if extra else said(error)
+        return f"needs a package that is not installed: {how}."
+    return None
+
+
+def _attempt(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    os.listdir(folder)
+    probe = folder / ".writable"
+    probe.touch()
+    probe.unlink()
+
+
+def check_owner(path: Location, saved: dict[str, Any], run: Run, *, new: bool, fresh: bool) -> None:
+    """A checkpoint at checkpoint.url is of this very run, or nothing must go on from it. `new`: the run directory is."""
+    key, other = f"checkpoint.url = {toml(run.checkpoint.url or '')}", "name another URL"
+    if fresh:
+        raise RunError([f"{key} already holds a run ({path.name}) and --fresh was given: {other}."])
+    if differences := changed(loads(saved["run"], name=str(path)), run):
+        raise RunError(
+            [
+                f"{key} holds a run with other settings ({'; '.join(differences)}): {other}, or undo the change to go on with that run."
+            ]
+        )
+    if new and saved["step"] >= run.steps:
+        raise RunError([f"{key} holds a run that has taken all its {run.steps} steps: {other}, or raise train.steps to go on."])
+
+
+def newest_first(found: list[Location]) -> list[tuple[Location, dict[str, Any]]]:
+    """The newest checkpoint whose marker is good, with what it says; nothing where there is none."""
+    paths = [path for place in found for path in directory.listed(place)]
+    for path in sorted(paths, key=lambda path: -(directory.step_of(path) or 0)):
+        try:
+            return [(path, directory.read_marker(path))]
+        except directory.DamagedCheckpoint:
+            continue
+    return []
+
+
+def check_lost(found: list[Location], rundir: RunDir) -> None:
+    """A run that has saved does not begin again by itself because its checkpoints are not where they are looked for now."""
+    saved = [event for event in read_events(rundir.events_file) if isinstance(event, Saved)]
+    if not saved:
+        return
+    for place in found:
+        directory.mend(place)  # a save may have been killed between its two renames
+    if directory.newest(found) == (None, []):  # where all are damaged, the workers say what is wrong with each
+        where = " or ".join(map(str, found))
+        raise RunError(
+            [
+                f"The run in {rundir.path} has saved step {saved[-1].step} as {saved[-1].path}, but there is no checkpoint in {where}: "
+                "move it there, let checkpoint.url name where it is (a relative path begins at the working directory), or begin again "
+                "from step 0 with another --run-dir."
+            ]
+        )

@@ -1,0 +1,287 @@
+"""Examines a machine before a run does: what it has, what would stop a run, what would slow one down.
+
+`phalanx doctor` calls it and prints the report, or its JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from phalanx._version import __version__
+from phalanx.dashboard.format import flops, size
+from phalanx.host.probe import driver_problem, gpu_links
+from phalanx.planning.devices import find_gpu
+from phalanx.spec.machine import Machine
+
+_NEEDED = ("torch", "numpy", "rich", "typer", "matplotlib", "tokenizers", "safetensors", "fsspec", "jinja2")
+_EXTRAS = ("tensorboard", "wandb", "pyarrow", "zstandard", "datasets", "transformers", "lm_eval", "ray")
+_GIB = 2**30
+_TEST_BYTES = 64 * 2**20
+_FILES = 1024
+_TORCH_TIMEOUT = 120.0
+
+# In a process of its own: importing torch takes seconds, may fail in native code, and this one must not need it.
+_ASK_TORCH = """
+import json, torch, torch.distributed as dist
+print(json.dumps({
+    "version": torch.__version__, "cuda": torch.version.cuda,
+    "cuda_available": torch.cuda.is_available(), "devices": torch.cuda.device_count(),
+    "gloo": dist.is_available() and dist.is_gloo_available(),
+    "nccl": dist.is_available() and dist.is_nccl_available(),
+}))
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What was found."""
+
+    machine: Machine
+    python: str
+    packages: dict[str, str | None]
+    """Versions of what phalanx needs; None: not installed."""
+    extras: dict[str, str | None]
+    """The same for what it can use."""
+    torch: dict[str, Any]
+    """What torch says of itself, or {"error": why it does not}."""
+    gpu_peaks: list[dict[str, float] | None]
+    """Catalogue peaks of each GPU; None: not in the catalogue."""
+    links: dict[str, int]
+    """Pairs of GPUs by the kind of link between them, in the words of `nvidia-smi topo`."""
+    memory_available: int
+    directory: str
+    disk_free: int
+    write_speed: float | None
+    """Bytes per second to disk, with fsync; None: could not be written."""
+    shared_memory: int | None
+    """Bytes of /dev/shm."""
+    open_files: int
+    """Negative: no limit."""
+    loopback: bool
+    problems: list[str] = field(default_factory=list)
+    """What would stop a run, with its remedy."""
+    warnings: list[str] = field(default_factory=list)
+    """What would not, but is worth knowing."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"phalanx": __version__} | asdict(self)
+
+    def render(self, console: Console) -> None:
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in self._rows():
+            table.add_row(name, Text(value))
+        console.print(table)
+        for word, style, sentences in (("problem", "bold red", self.problems), ("warning", "yellow", self.warnings)):
+            for sentence in sentences:
+                console.print(Text.assemble((f"{word}: ", style), sentence))
+        if not self.problems:
+            console.print(Text("nothing here would stop a run", style="bold green"))
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        machine, torch = self.machine, self.torch
+        yield "phalanx", f"{__version__}, Python {self.python}"
+        yield "packages", ", ".join(f"{name} {number or 'missing'}" for name, number in self.packages.items())
+        yield "extras", ", ".join(f"{name} {number or 'not installed'}" for name, number in self.extras.items())
+        if "error" not in torch:
+            cuda = (
+                f"CUDA {torch['cuda']}, {torch['devices']} device{'' if torch['devices'] == 1 else 's'}"
+                if torch["cuda"]
+                else "no CUDA"
+            )
+            backends = " and ".join(name for name in ("gloo", "nccl") if torch[name]) or "no process groups"
+            yield "torch", f"imports; {cuda}; {backends}"
+        yield "processor", f"{machine.cpu}, {machine.cores} cores, {flops(machine.core_flops)} each in fp32"
+        yield "memory", f"{size(machine.memory)}, {size(self.memory_available)} available"
+        kinds = Counter((gpu.name, gpu.memory) for gpu in machine.gpus)
+        for (name, memory), many in kinds.items():
+            entry = find_gpu(name)
+            yield "GPUs", f"{many} × {name}, {size(memory)}, {flops(entry.peak('bf16')) if entry else 'unknown peak'} in bf16"
+        if not kinds:
+            yield "GPUs", "none"
+        if self.links:
+            yield "GPU pairs", ", ".join(f"{many} × {kind}" for kind, many in self.links.items())
+        speed = "not writable" if self.write_speed is None else f"{size(self.write_speed)}/s written to disk"
+        yield "directory", f"{self.directory}, {size(self.disk_free)} free, {speed}"
+        how = (
+            "by `phalanx bench` or a run: plans rely on it"
+            if machine.measured
+            else "not yet: `phalanx bench` makes plans surer"
+        )
+        yield "measured", how
+        files = "unlimited" if self.open_files < 0 else self.open_files
+        yield "limits", f"{files} open files, /dev/shm {size(self.shared_memory)}"
+
+
+def examine(directory: Path, machine: Machine) -> Report:
+    """Look at everything a run in `directory` would need. Takes as long as torch takes to import, and a 64 MiB write."""
+    place = _existing(directory)
+    free = shutil.disk_usage(place).free
+    write_speed, write_error = _write_speed(place, free)
+    report = Report(
+        machine=machine,
+        python=platform.python_version(),
+        packages={name: _version(name) for name in _NEEDED},
+        extras={name: _version(name) for name in _EXTRAS},
+        torch=_ask_torch(),
+        gpu_peaks=[entry.peaks if (entry := find_gpu(gpu.name)) else None for gpu in machine.gpus],
+        links=_links(gpu_links() or "") if len(machine.gpus) > 1 else {},
+        memory_available=min(machine.memory, _available()),
+        directory=str(directory),
+        disk_free=free,
+        write_speed=write_speed,
+        shared_memory=_shared_memory(),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        loopback=_loopback(),
+    )
+    report.problems.extend(_problems(report, write_error))
+    report.warnings.extend(_warnings(report))
+    return report
+
+
+def _problems(report: Report, write_error: str | None) -> Iterator[str]:
+    torch, gpus = report.torch, len(report.machine.gpus)
+    for name, number in report.packages.items():
+        if number is None:
+            yield f"{name} is not installed, and phalanx needs it; run `pip install phalanx` in this environment."
+    if "error" in torch and report.packages["torch"] is not None:
+        yield f"torch {report.packages['torch']} does not import ({torch['error']}); reinstall it in this environment."
+    if (driver := driver_problem()) is not None:
+        yield driver
+    if "error" not in torch:
+        if gpus and not torch["devices"]:
+            build = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "built without CUDA"
+            yield (
+                f"nvidia-smi lists {gpus} GPU{'s' if gpus > 1 else ''} but torch {torch['version']} ({build}) sees none; "
+                'install a torch built for a CUDA version the driver supports, or set cluster.device = "cpu".'
+            )
+        if not torch["gloo"] and not (gpus and torch["nccl"]):
+            yield f"torch {torch['version']} has no gloo backend, so ranks cannot talk; install an official build of torch."
+    if write_error is not None:
+        yield f"{report.directory} cannot be written ({write_error}); choose another directory or fix its permissions."
+    if report.disk_free < _GIB:
+        yield f"{report.directory} has {size(report.disk_free)} free, under 1 GiB; free some or choose another disk."
+    if report.memory_available < _GIB:
+        yield (
+            f"{size(report.memory_available)} of {size(report.machine.memory)} memory is available, under 1 GiB; "
+            "end other programs or raise the container's limit."
+        )
+    if not report.loopback:
+        yield "A socket cannot be bound to 127.0.0.1, where ranks meet; bring the loopback interface up (`ip link set lo up`)."
+    if 0 <= report.open_files < _FILES:
+        yield f"A process may open {report.open_files} files, under {_FILES}; run `ulimit -n 4096` first."
+
+
+def _warnings(report: Report) -> Iterator[str]:
+    torch, gpus = report.torch, report.machine.gpus
+    seen = torch.get("devices", 0)
+    if 0 < seen < len(gpus):
+        yield f"nvidia-smi lists {len(gpus)} GPUs but torch sees {seen}; check CUDA_VISIBLE_DEVICES."
+    if len(gpus) > 1 and seen and not torch.get("nccl"):
+        yield f"torch {torch['version']} has no NCCL, so {len(gpus)} GPUs cannot train together; install an official build."
+    for name in dict.fromkeys(gpu.name for gpu in gpus if find_gpu(gpu.name) is None):
+        yield f"{name} is not in the catalogue, so MFU will not be shown."
+    if not gpus and report.machine.core_flops is None:
+        yield f"The peak of this processor ({report.machine.cpu}) is unknown, so MFU will not be shown."
+    if len(gpus) > 1 and report.shared_memory is not None and report.shared_memory < _GIB:
+        yield f"/dev/shm has {size(report.shared_memory)}, under the 1 GiB NCCL may want; start the container with --shm-size=8g."
+    if report.write_speed is not None and report.write_speed < 100e6:
+        yield f"{report.directory} takes {size(report.write_speed)}/s, under 100 MB/s: checkpoints will be slow; use a local disk."
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _ask_torch() -> dict[str, Any]:
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _ASK_TORCH], capture_output=True, text=True, errors="replace", timeout=_TORCH_TIMEOUT
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"no answer within {_TORCH_TIMEOUT:.0f} s"}
+    except OSError as error:
+        return {"error": str(error)}
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])  # plugins may print before it
+    except (ValueError, IndexError):
+        said = (done.stderr or done.stdout).strip().splitlines()
+        return {"error": said[-1].strip() if said else f"exit status {done.returncode}"}
+    return answer
+
+
+def _links(matrix: str) -> dict[str, int]:
+    """Pairs of GPUs by link, most frequent first: the part of the matrix above its diagonal."""
+    rows = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", matrix).splitlines()]
+    rows = [row[1:] for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in row]
+    pairs = Counter(row[other] for place, row in enumerate(rows) for other in range(place + 1, len(rows)) if other < len(row))
+    return dict(pairs.most_common())
+
+
+def _existing(directory: Path) -> Path:
+    """The directory, or the nearest above it that is there: runs create what is missing."""
+    return next(place for place in (directory.resolve(), *directory.resolve().parents) if place.exists())
+
+
+def _write_speed(place: Path, free: int) -> tuple[float | None, str | None]:
+    """Bytes per second, or why not. The file is gone afterwards, whatever happens."""
+    if free < 2 * _TEST_BYTES:
+        return None, None  # said as too little free disk
+    block = os.urandom(2**20)  # a file system that compresses must not look fast
+    try:
+        with tempfile.NamedTemporaryFile(dir=place, prefix=".phalanx-doctor-") as file:
+            begin = time.perf_counter()
+            for _ in range(_TEST_BYTES // len(block)):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            return _TEST_BYTES / (time.perf_counter() - begin), None
+    except OSError as error:
+        return None, error.strerror or str(error)
+
+
+def _available() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _shared_memory() -> int | None:
+    try:
+        return shutil.disk_usage("/dev/shm").total
+    except OSError:
+        return None
+
+
+def _loopback() -> bool:
+    try:
+        with socket.create_server(("127.0.0.1", 0)):
+            return True
+    except OSError:
+        return False

@@ -1,0 +1,168 @@
+"""The decoder: GPT-2/3, Llama 2/3, Qwen3, Mixtral and DeepSeek-V3 are settings of it. A one-device module; it knows of no
+other device.
+
+What others need to know to place it stands in two tables beside it: AXES names the dimensions of every parameter,
+INITIAL says what its values start as.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from phalanx.models.attention import Attention, KeyValues, Scope
+from phalanx.models.layers import GELU, SwiGLU, norm, rotary
+from phalanx.models.mla import LatentAttention
+from phalanx.models.moe import MoE
+from phalanx.models.mtp import Ahead, ahead_tokens
+from phalanx.spec.model import ModelSpec
+
+AXES: dict[str, tuple[str, ...]] = {
+    "embed.weight": ("vocab", "model"),
+    "places.weight": ("place", "model"),
+    "*.attention.query.weight": ("heads", "model"),
+    "*.attention.query.bias": ("heads",),
+    "*.attention.key.weight": ("kv_heads", "model"),
+    "*.attention.key.bias": ("kv_heads",),
+    "*.attention.value.weight": ("kv_heads", "model"),
+    "*.attention.value.bias": ("kv_heads",),
+    "*.attention.output.weight": ("model", "heads"),
+    "*.attention.output.bias": ("model",),
+    "*.attention.query_down.weight": ("query_rank", "model"),
+    "*.attention.query_rank_norm.weight": ("query_rank",),
+    "*.attention.query_up.weight": ("heads", "query_rank"),
+    "*.attention.kv_down.weight": ("kv_rank", "model"),
+    "*.attention.kv_rank_norm.weight": ("kv_rank",),
+    "*.attention.kv_up.weight": ("heads", "kv_rank"),
+    "*.attention.*_norm.weight": ("head",),
+    "*.mlp.router.weight": ("route", "model"),
+    "*.mlp.experts.gate": ("expert", "ffn", "model"),
+    "*.mlp.experts.up": ("expert", "ffn", "model"),
+    "*.mlp.experts.down": ("expert", "model", "ffn"),
+    "*.mlp.*gate.weight": ("ffn", "model"),
+    "*.mlp.*gate.bias": ("ffn",),
+    "*.mlp.*up.weight": ("ffn", "model"),
+    "*.mlp.*up.bias": ("ffn",),
+    "*.mlp.*down.weight": ("model", "ffn"),
+    "*.mlp.*down.bias": ("model",),
+    "ahead.*.join.weight": ("model", "joined"),
+    "*norm.weight": ("model",),
+    "*norm.bias": ("model",),
+    "head.weight": ("vocab", "model"),
+}
+"""Parameter-name pattern to the names of its dimensions; the first pattern that matches counts. A block is `blocks.N` or
+`ahead.N.block`, so patterns for its parts begin with a star."""
+
+INITIAL: dict[str, str] = {
+    "*norm.weight": "ones",
+    "*.bias": "zeros",
+    "*.attention.output.weight": "residual",
+    "*.mlp.*down.weight": "residual",
+    "*.mlp.experts.down": "residual",
+    "*": "normal",
+}
+"""Parameter-name pattern to its initial values; the first that matches counts. "residual" is normal, smaller with depth."""
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed-forward(norm(x)). Its place decides whether it has experts."""
+
+    def __init__(self, spec: ModelSpec, index: int):
+        super().__init__()
+        self.attention_norm = norm(spec, spec.dim)
+        self.attention = Attention(spec) if spec.mla is None else LatentAttention(spec, spec.mla)
+        self.mlp_norm = norm(spec, spec.dim)
+        self.mlp = _feed_forward(spec, index)
+
+    def forward(
+        self, x_BSD: Tensor, scope: Scope, rotation: tuple[Tensor, Tensor] | None, memory: KeyValues | None = None
+    ) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), scope, rotation, memory)
+        return x_BSD + self.mlp(self.mlp_norm(x_BSD))
+
+
+def _feed_forward(spec: ModelSpec, index: int) -> nn.Module:
+    if spec.moe is not None and index >= spec.moe.dense_layers:
+        return MoE(spec.dim, spec.moe)
+    kind = SwiGLU if spec.activation == "swiglu" else GELU
+    return kind(spec.dim, spec.hidden, spec.bias)
+
+
+class Project(Protocol):
+    """Whoever turns the last states into logits, or into whatever its own loss reads instead of them."""
+
+    def __call__(self, x_BSD: Tensor, weight_VD: Tensor, /) -> Any: ...
+
+
+class Decoder(nn.Module):
+    """Tokens in, logits out. Positions and document boundaries are inputs, never guessed.
+
+    `project` is a plain attribute like `attend`: a matrix product by default, replaced where logits are shared or never whole.
+    """
+
+    project: Project
+
+    def __init__(self, spec: ModelSpec):
+        super().__init__()
+        self.spec = spec
+        self.begins = self.ends = True
+        self.embed = nn.Embedding(spec.rows, spec.dim)
+        self.places = nn.Embedding(spec.context, spec.dim) if spec.positions == "learned" else None
+        self.blocks = nn.ModuleDict({str(index): Block(spec, index) for index in range(spec.layers)})
+        self.norm = norm(spec, spec.dim)
+        self.head = None if spec.tied else nn.Linear(spec.dim, spec.rows, bias=False)
+        self.ahead = nn.ModuleList(Ahead(spec, Block(spec, spec.layers - 1)) for _ in range(spec.ahead))
+        self.project = linear
+
+    def part(self, first: int, stop: int) -> Decoder:
+        """Blocks first … stop - 1 as a model of their own, of the same modules under the same names.
+
+        It begins with the embedding if it holds the first block, and ends with norm and head if it holds the last. What one
+        part returns the next takes for tokens.
+        """
+        part = copy(self)
+        part._modules = dict(self._modules)
+        part.begins, part.ends = first == 0, stop == len(self.blocks)
+        part.blocks = nn.ModuleDict({str(index): self.blocks[str(index)] for index in range(first, stop)})
+        if not part.begins:
+            part.places = None
+            if self.head is not None or not part.ends:  # tied, the embedding is the head too
+                del part.embed
+        if not part.ends:
+            del part.norm, part.head, part.ahead
+        return part
+
+    def forward(
+        self, tokens_BS: Tensor, positions_BS: Tensor, documents_BS: Tensor | None = None, memory: list[KeyValues] | None = None
+    ) -> Any:
+        """Logits [B, S, V]. `documents_BS` keeps attention inside each document; None: one document per sequence.
+
+        A model that predicts several tokens returns, in training and with gradients, those of each depth beside them.
+        """
+        x_BSD = self.embed(tokens_BS) if self.begins else tokens_BS
+        rotation = None
+        if self.spec.positions != "learned":
+            rotation = rotary(self.spec, positions_BS)
+        elif self.places is not None:
+            x_BSD = x_BSD + self.places(positions_BS)
+        scope = Scope(documents_BS)
+        for index, block in enumerate(self.blocks.values()):
+            x_BSD = block(x_BSD, scope, rotation, None if memory is None else memory[index])
+        return self._finish(x_BSD, tokens_BS, scope, rotation) if self.ends else x_BSD
+
+    def _finish(self, x_BSD: Tensor, tokens_BS: Tensor, scope: Scope, rotation: tuple[Tensor, Tensor] | None) -> Any:
+        logits_BSV = self._logits(self.norm(x_BSD))
+        if not (len(self.ahead) and self.training and torch.is_grad_enabled()):
+            return logits_BSV
+        further = []
+        for depth, module in enumerate(self.ahead, start=1):
+            x_BSD, normed_BSD = module(x_BSD, self.embed(ahead_tokens(tokens_BS, depth)), scope, rotation)
+            further.append(self._logits(normed_BSD))
+        return (logits_BSV, *further)
+
+    def _logits(self, x_BSD: Tensor) -> Any:
+        return self.project(x_BSD, self.embed.weight if self.head is None else self.head.weight)

@@ -1,0 +1,301 @@
+"""ZeRO-3 and hybrid sharding: parameters, gradients and optimizer states are spread, by torch's FSDP2. `parallel/apply` makes it.
+
+Each block is gathered when it computes and dropped again. What must stay whole on every rank, its optimizer states spread all
+the same, is left to the engine of `parallel/zero`: norms and routers of a model that computes in low precision, as they stay
+in fp32; experts that nobody shares; a module that two stages of this rank have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.tensor import DTensor, Shard
+
+from phalanx.observe.comm_timer import meet
+from phalanx.parallel.group import Group
+from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.owned_param import Held, Spot
+from phalanx.parallel.sharding import (
+    Sharding,
+    check,
+    describe,
+    exact,
+    experts_sharing,
+    give_memory,
+    lower,
+    raise_embeddings,
+    sharing,
+    storage_bytes,
+)
+from phalanx.parallel.shares import wholes_of
+from phalanx.parallel.zero import Sharded
+
+if TYPE_CHECKING:
+    from phalanx.parallel.apply import Recipe
+
+_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
+
+
+class FullySharded:
+    """The engine. Gradients are sums: FSDP2 would divide them by the number of ranks, and is kept from it everywhere."""
+
+    def __init__(self, parts: list[nn.Module], spots: dict[str, Spot], mesh: Mesh, recipe: Recipe, how: Sharding):
+        """Wraps the stages of a model that have no memory yet, and gives this rank that of its own part."""
+        check(spots)
+        self._how = how
+        whole = _left_whole(parts, spots, mesh, recipe, how)
+        if how.low:
+            lower(parts, (name for name in whole if not exact(name, spots[name], recipe.axes)), how.dtype)
+            raise_embeddings(parts)
+        _wrap(parts, spots, whole, mesh, how)
+        give_memory(parts, recipe, mesh.device)
+        self._roots: list[Any] = [fully_shard.state(part) for part in parts]  # type: ignore[attr-defined]
+        if mesh.device.type != "meta":  # there, nothing is computed and nothing has memory
+            for root in self._roots:
+                root._lazy_init()  # else the first forward would, and give uneven parts other memory
+        self._groups = [group for root in self._roots for state in root._state_ctx.all_states for group in _groups(state)]
+        self._hybrid = any(group._is_hsdp for group in self._groups)
+        self._rest: Sharded | None = None
+        held: dict[str, Held] = {}
+        if whole:
+            aside = replace(how, zero=1, aside=True)
+            self._rest = Sharded(wholes_of(parts, spots, whole), mesh, recipe.fill, aside)
+            held = {one.name: one for one in self._rest.held}
+        self._shards: list[tuple[Held, DTensor]] = []
+        for part in parts:
+            for name, parameter in part.named_parameters():
+                if name not in held:
+                    held[name] = _hold(name, parameter, spots[name])
+                    recipe.fill(name, held[name].value.data, held[name].spot)
+                    self._shards.append((held[name], cast(DTensor, parameter)))
+        order = dict.fromkeys(name for part in parts for name, _ in part.named_parameters())
+        self.held = [held[name] for name in order]
+        self._count = self._begun = 0
+        self._pipelined, self._finished = False, True
+
+    def begin(self, micro_batches: int, pipelined: bool = False) -> None:
+        """Forget the last step; this one has so many backwards. In a pipeline they add up on each rank, and travel at the end."""
+        self._count, self._begun, self._pipelined, self._finished = micro_batches, 0, pipelined, False
+        for one, parameter in self._shards:
+            parameter.grad = one.gradient = one.value.grad = None
+        if pipelined:
+            self._set_travel(False)
+        if self._hybrid:
+            self._set_replicas(micro_batches == 1)
+        if self._rest is not None:
+            self._rest.begin(micro_batches, pipelined)
+
+    def after_backward(self, part: int | None = None) -> None:
+        """Call after each micro-batch's backward."""
+        self._begun += 1
+        if self._hybrid and self._begun == self._count - 1:
+            self._set_replicas(True)  # replicas meet once, over the sum of all micro-batches
+        if self._rest is not None:
+            self._rest.after_backward(part)
+
+    def finish(self) -> None:
+        """Wait until every gradient is complete. All ranks give a step up together: even a forward has messages."""
+        if self._finished:
+            return
+        self._finished = True
+        if self._pipelined:
+            self._set_travel(True)
+            self._set_replicas(True)
+            for root in self._roots:
+                _reduce(root)
+        elif self._hybrid and self._begun < self._count:
+            for group in self._groups:
+                group._partial_reduce_output = None  # of no use, and it must not show in the next step
+        if self._rest is not None:
+            self._rest.finish()
+        for one, parameter in self._shards:
+            gradient = cast(DTensor | None, parameter.grad)
+            if gradient is not None:
+                one.gradient = gradient._local_tensor
+            elif parameter.requires_grad:  # no micro-batch reached it
+                one.gradient = torch.zeros_like(one.value)
+
+    def updated(self) -> None:
+        """Blocks are gathered anew when they compute; what an evaluation has left gathered must not be used again."""
+        for group in self._groups:
+            if not group.is_sharded:
+                group.reshard()
+        if self._rest is not None:
+            self._rest.updated()
+
+    def bytes(self) -> dict[str, int]:
+        """Memory that this rank really holds."""
+        params = [param for group in self._groups for param in group.fsdp_params]
+        gathered = [tensor for param in params for tensor in param.all_gather_outputs]
+        kept = [getattr(param, "_unsharded_param", None) for param in params]
+        adding = [param.unsharded_accumulated_grad for param in params]
+        found = {
+            "parameters": storage_bytes([*(one.value for one, _ in self._shards), *gathered]),
+            "gradients": storage_bytes(
+                [*(one.gradient for one, _ in self._shards), *(p.grad for p in kept if p is not None), *adding]
+            ),
+        }
+        rest = self._rest.bytes() if self._rest is not None else {}
+        return {kind: size + rest.get(kind, 0) for kind, size in found.items()}
+
+    def applied(self) -> str:
+        """What was done, read off the tensors."""
+        if not self._shards:
+            return "no parameter of this rank is spread"
+        one, parameter = max(self._shards, key=lambda pair: pair[1].numel())
+        own = describe(one.name, one.spot, one.value.shape, parameter.shape)
+        total = sum(parameter.numel() for _, parameter in self._shards)
+        words = f"parameters, gradients and optimizer state: {sum(one.value.numel() for one, _ in self._shards):,} of {total:,} elements"
+        words += f"; {own}, as {parameter.placements} on a mesh of {tuple(parameter.device_mesh.shape)}"
+        return words + (f"; of the rest, {self._rest.applied()}" if self._rest is not None else "")
+
+    def waits(self, device: torch.device) -> list[tuple[Any, str]]:
+        """Methods of FSDP2 in which the stream that computes waits for its messages, as objects and names; its custom messages on CPUs
+        are measured themselves, but for the sums over replicas."""
+        if device.type == "cuda":
+            return [(one, name) for one in self._groups for name in ("wait_for_unshard", "post_backward", "finalize_backward")]
+        return [(one, "post_backward") for one in self._groups if one._is_hsdp]
+
+    def _set_travel(self, on: bool) -> None:
+        for root in self._roots:
+            root._state_ctx.is_last_backward = on
+        for group in self._groups:
+            group.reduce_grads = on
+            group.reshard_after_backward = on or not self._how.keep
+
+    def _set_replicas(self, on: bool) -> None:
+        for group in self._groups:
+            group.all_reduce_grads = on
+
+
+def _left_whole(parts: Sequence[nn.Module], spots: Mapping[str, Spot], mesh: Mesh, recipe: Recipe, how: Sharding) -> list[str]:
+    """Names of the parameters that FSDP2 has no part in."""
+    seen: set[str] = set()
+    found = []
+    for part in parts:
+        names = {name for name, _ in part.named_parameters()}
+        found += sorted(names & seen)
+        seen |= names
+    for name in seen:
+        unshared = spots[name].expert and mesh.size("expert_shard") == 1
+        if unshared or (how.low and exact(name, spots[name], recipe.axes)):
+            found.append(name)
+    return list(dict.fromkeys(found))
+
+
+def _wrap(parts: Sequence[nn.Module], spots: Mapping[str, Spot], whole: Sequence[str], mesh: Mesh, how: Sharding) -> None:
+    """Experts first, which lie on a mesh of their own, then blocks, then what is around them."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=how.dtype if how.low else None,
+        reduce_dtype=how.wire if how.low or how.wire != torch.float32 else None,
+        cast_forward_inputs=False,  # autocast knows better: residuals stay in fp32
+    )
+    left = set(whole)
+    ignored = {parameter for part in parts for name, parameter in part.named_parameters() if name in left}
+    common: dict[str, Any] = {"mp_policy": policy, "ignored_params": ignored}
+    dense = _device_mesh(*sharing(mesh, how), mesh)
+    wrapped: list[nn.Module] = []
+    for part in parts:
+        owners = [name.rpartition(".")[0] for name, _ in part.named_parameters() if spots[name].expert and name not in left]
+        for owner in dict.fromkeys(owners):
+            group = experts_sharing(mesh, how)
+            wrapped.append(part.get_submodule(owner))
+            fully_shard(
+                wrapped[-1],
+                mesh=_device_mesh(*group, mesh),
+                reshard_after_forward=not how.keep,
+                shard_placement_fn=_experts_placement(group[0].size),
+                **common,
+            )
+        for block in _blocks(part):
+            wrapped.append(block)
+            fully_shard(block, mesh=dense, reshard_after_forward=not how.keep, **common)
+        wrapped.append(part)
+        fully_shard(part, mesh=dense, reshard_after_forward=False if how.keep else None, **common)
+    for module in cast(list[FSDPModule], wrapped):
+        # The two together give a plain sum on every backend and for every number of ranks.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        if mesh.device.type == "cpu":  # on a GPU they run beside the computation: their time is no waiting
+            module.set_custom_all_gather(_AllGather())
+            module.set_custom_reduce_scatter(_ReduceScatter())
+
+
+class _AllGather(DefaultAllGather):
+    """FSDP2's own, its waiting measured."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return meet(super().__call__, *args, **kwargs)
+
+
+class _ReduceScatter(DefaultReduceScatter):
+    """The same."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return meet(super().__call__, *args, **kwargs)
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The members of its lists and dictionaries of modules; anything else may be read without being called."""
+    for child in module.children():
+        if isinstance(child, _CONTAINERS):
+            yield from (grandchild for grandchild in child.children() if not isinstance(grandchild, _CONTAINERS))
+            yield from _blocks(child)
+
+
+def _experts_placement(ranks: int) -> Callable[[nn.Parameter], Shard]:
+    """Whole experts if there are enough of them, else a slice of each."""
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        few = parameter.shape[0] < ranks and parameter.ndim > 1 and parameter.shape[1] % ranks == 0
+        return Shard(1 if few else 0)
+
+    return placement
+
+
+def _device_mesh(shards: Group, replicas: Group, mesh: Mesh) -> DeviceMesh:
+    assert shards.handle is not None, "a single rank has nobody to share with"
+    kind = "cpu" if mesh.device.type == "meta" else mesh.device.type
+    # torch keeps what it found out about tensors on a mesh, for meshes of the same ranks and names: in a process that connects anew
+    # it would hand out tensors on the old one, whose groups are gone.
+    names = (f"replicate {mesh.place.generation}", f"shard {mesh.place.generation}")
+    if replicas.handle is None:
+        return DeviceMesh.from_group(shards.handle, kind, mesh_dim_names=names[1:])
+    # Ranks are numbered by coordinates, so going along one axis adds the same everywhere.
+    plane = [[across + along - mesh.rank for along in shards.ranks] for across in replicas.ranks]
+    return DeviceMesh.from_group([replicas.handle, shards.handle], kind, torch.tensor(plane), mesh_dim_names=names)
+
+
+def _groups(state: Any) -> list[Any]:
+    """FSDP2's parameter groups of a module; torch 2.13 has a list of them, 2.11 one or none."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _hold(name: str, parameter: nn.Parameter, spot: Spot) -> Held:
+    """This rank's part of a spread parameter, as a plain tensor on the same memory."""
+    assert isinstance(parameter, DTensor), f"{name} was not spread"
+    local = cast(DTensor, parameter.detach()).to_local()
+    placement = parameter.placements[-1]
+    assert isinstance(placement, Shard), f"{name} lies as {placement}"
+    count, index = parameter.device_mesh.size(-1), parameter.device_mesh.get_local_rank(parameter.device_mesh.ndim - 1)
+    spot = spot.cut(placement.dim, index, count, "expert_shard" if spot.expert else "shard")
+    assert tuple(local.shape) == spot.shape, f"{name}: {tuple(local.shape)} here, {spot.shape} expected"
+    return Held(name, nn.Parameter(local, requires_grad=False), spot)
+
+
+@torch.no_grad()
+def _reduce(root: Any) -> None:
+    """What FSDP2 does at the end of a backward that it sees; a pipeline's it does not."""
+    for state in root._state_ctx.all_states:
+        for group in _groups(state):
+            group.post_backward()
+    root._root_post_backward_final_callback()

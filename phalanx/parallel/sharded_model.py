@@ -1,0 +1,134 @@
+"""A model placed on the ranks: this rank's parts of it, and the gradients that its backward fills and the ranks share.
+`parallel/apply` makes it; training drives it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.parallel.group import Group
+from phalanx.parallel.mesh import AXES, Mesh
+from phalanx.parallel.owned_param import Held, Spot
+
+
+class Engine(Protocol):
+    """Who sums gradients over the ranks that see other samples, and keeps what each rank owns."""
+
+    held: list[Held]
+
+    def applied(self) -> str:
+        """What was done, read off the tensors."""
+
+    def bytes(self) -> dict[str, int]:
+        """What this rank really keeps: "parameters" and "gradients"."""
+
+    def begin(self, micro_batches: int, pipelined: bool = False) -> None:
+        """Forget the last step; this one has so many backwards, of whole models or, pipelined, of stages in any order."""
+
+    def after_backward(self, part: int | None = None) -> None:
+        """Call after each micro-batch's backward; in a pipeline after each of a part's."""
+
+    def finish(self) -> None:
+        """Wait until every `Held.gradient` is complete; also how a rank that gives a step up keeps in line."""
+
+    def updated(self) -> None:
+        """The held values have changed, by a step or from a checkpoint: bring the model's parameters up to them."""
+
+
+Loss = Callable[[Any, Tensor], Tensor]
+"""Sum of the losses of all targets, from what the model returned."""
+
+
+@dataclass(slots=True)
+class Placed:
+    """This rank's share of the model."""
+
+    parts: list[nn.Module]
+    """Its pipeline stages in order; one whole model without a pipeline."""
+    mesh: Mesh
+    engine: Engine
+    loss: Loss
+    applied: dict[str, str] = field(default_factory=dict)
+    """What was really done, by technique, in words read off the placed tensors and modules."""
+    tied: dict[str, Group] = field(default_factory=dict)
+    """Parameters that two stages hold a copy of, and the ranks that do."""
+    apart: bool = False
+    """Replicas take steps of their own and meet only now and then."""
+    together: Group = field(init=False)
+    """The ranks that take a step together."""
+    _partial: dict[tuple[str, ...], Group] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        together = tuple(axis for axis in AXES if axis != "data" or not self.apart)
+        self.together = self.mesh.group(*together, use="step")
+        for one in self.held:  # groups are made when all ranks make them
+            axes = one.spot.partial
+            if axes and axes not in self._partial:
+                self._partial[axes] = self.mesh.group(*axes, use="tensor")
+
+    @property
+    def held(self) -> list[Held]:
+        return self.engine.held
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether ranks need each other within a forward or backward: then none may leave a step out."""
+        layout = self.mesh.layout
+        return layout.ranks > (layout.data or 1) or layout.expert * layout.expert_tensor > 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank tells the loss: one of those that compute the same, where the last stage is."""
+        return self.mesh.at("tensor") == 0 and any(getattr(part, "ends", True) for part in self.parts)
+
+    def begin(self, micro_batches: int, pipelined: bool = False) -> None:
+        self.engine.begin(micro_batches, pipelined)
+
+    def after_backward(self, part: int | None = None) -> None:
+        self.engine.after_backward(part)
+
+    def finish(self) -> None:
+        """Complete every gradient: over the samples, over the ranks that saw parts of them, over the copies of a tied embedding."""
+        self.engine.finish()
+        for axes, group in self._partial.items():
+            gradients = [one.gradient for one in self.held if one.spot.partial == axes and one.gradient is not None]
+            _sum_together(gradients, group)
+        for one in self.held:
+            if one.name in self.tied and one.gradient is not None:
+                self.tied[one.name].sum(one.gradient)
+
+    def norm(self) -> Tensor:
+        """Euclidean norm of the whole gradient, in fp32 on the device, the same on all ranks."""
+        terms: dict[float, list[Tensor]] = {}
+        for one in self.held:
+            if one.gradient is not None and one.spot.counted and one.gradient.numel():
+                terms.setdefault(1 / self.copies(one.spot), []).append(one.gradient)
+        if list(terms) == [1 / self.together.size]:
+            # Everyone has everything: no need to ask, and the same bits however many ranks there are.
+            return torch.linalg.vector_norm(torch.stack(_norms(next(iter(terms.values())))))
+        square = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for share, gradients in terms.items():
+            square += torch.stack(_norms(gradients)).double().square().sum() * share
+        return self.together.sum(square).sqrt().float()
+
+    def copies(self, spot: Spot) -> int:
+        """How many ranks of this stage, of those that take a step together, hold the same box."""
+        return self.together.size // self.mesh.layout.pipeline // math.prod(self.mesh.size(axis) for axis in spot.split)
+
+
+def _norms(gradients: list[Tensor]) -> list[Tensor]:
+    return list(torch._foreach_norm(gradients, 2, torch.float32))
+
+
+def _sum_together(gradients: list[Tensor], group: Group) -> None:
+    """Over the group, in place, with one message for all of a kind."""
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+        alike = [gradient for gradient in gradients if gradient.dtype == dtype]
+        flat = group.sum(torch.cat([gradient.flatten() for gradient in alike]))
+        for gradient, total in zip(alike, flat.split([gradient.numel() for gradient in alike]), strict=True):
+            gradient.copy_(total.view_as(gradient))

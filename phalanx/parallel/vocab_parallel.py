@@ -1,0 +1,211 @@
+"""The loss of a big vocabulary: from logits of which each tensor rank has some columns, or a few tokens' logits at a time, or
+both. No rank ever has all logits of a token in the first case, or of a batch in the second. `parallel/apply` calls `swap`.
+
+With chunks the model returns its last states and the head's weight in place of logits, and the loss and its gradients are
+computed chunk by chunk in the forward: logits are needed once, and what is kept is as large as states and weight. The weight
+is read when the loss is taken, after the model's forward: whoever shards weights must not have freed the head's by then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from phalanx.parallel.group import Group
+from phalanx.parallel.owned_param import chunk as share_of
+from phalanx.parallel.sharded_model import Loss
+from phalanx.parallel.tensor_comm import Enter, computed
+from phalanx.spec.errors import RunError
+from phalanx.spec.model import ModelSpec
+
+IGNORED = -100
+"""A target that does not count."""
+
+# Shapes: N tokens (B · S, or a chunk of them), V this rank's columns of the logits.
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Projected:
+    """In place of logits: what they are the product of."""
+
+    x_BSD: Tensor
+    weight_VD: Tensor
+
+
+# Wrappers of modules look for tensors in what a forward returns, to learn from their gradients that the backward has begun.
+# The states serve them; the weight must stay hidden, as it outlives the step and would gather their hooks.
+pytree.register_pytree_node(
+    Projected, lambda found: ([found.x_BSD], found.weight_VD), lambda children, weight: Projected(next(iter(children)), weight)
+)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Share:
+    """This rank's columns of the logits."""
+
+    first: int
+    group: Group | None
+    """Who has the others; None: nobody."""
+
+    def measure(self, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss of each token, 0 where it is ignored, and the logarithm of the sum of all its exponentials."""
+        whole_N = logits_NV.logsumexp(-1)
+        local_N, here_N = self._local(targets_N, logits_NV.shape[1])
+        target_N = logits_NV.gather(1, local_N[:, None])[:, 0].masked_fill(~here_N, 0.0)
+        if self.group is not None:
+            # Two numbers per token and rank, in one message, added in the same order on all.
+            both_R2N = self.group.gathered(torch.stack((whole_N, target_N))).unflatten(0, (-1, 2))
+            whole_N, target_N = both_R2N[:, 0].logsumexp(0), both_R2N[:, 1].sum(0)
+        return (whole_N - target_N).masked_fill(targets_N == IGNORED, 0.0), whole_N
+
+    def gradient(self, logits_NV: Tensor, targets_N: Tensor, whole_N: Tensor) -> Tensor:
+        """Of the sum of the losses, in place of the logits."""
+        local_N, here_N = self._local(targets_N, logits_NV.shape[1])
+        logits_NV.sub_(whole_N[:, None]).exp_()
+        logits_NV.scatter_add_(1, local_N[:, None], -here_N.to(logits_NV.dtype)[:, None])
+        return logits_NV.masked_fill_((targets_N == IGNORED)[:, None], 0.0)
+
+    def _local(self, targets_N: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Column of each target, any where it is not among this rank's, and whether it is."""
+        local_N = targets_N - self.first
+        here_N = (local_N >= 0) & (local_N < width) & (targets_N != IGNORED)
+        return local_N.masked_fill(~here_N, 0), here_N
+
+
+@dataclass(frozen=True, eq=False)
+class Project:
+    """The model's `project`: into the region where each rank has its own columns, and, without chunks, the product."""
+
+    enter: Enter | None
+    chunked: bool
+
+    def __call__(self, x_BSD: Tensor, weight_VD: Tensor, /) -> Any:
+        if self.enter is not None:
+            x_BSD = self.enter.enter(x_BSD)
+            # It leaves the model as it is: FSDP2, which hangs its backward on what leaves, wants no view of something inside.
+            x_BSD = x_BSD.clone() if self.chunked else x_BSD
+        # Converted now, as the loss is taken where no format is asked for any more.
+        return Projected(computed(x_BSD), computed(weight_VD)) if self.chunked else F.linear(x_BSD, weight_VD)
+
+
+@dataclass(frozen=True, eq=False)
+class VocabularyLoss:
+    """Sum of the losses of all targets that count, in fp32; the same on all ranks of the group."""
+
+    share: Share
+    rows: int
+    """Of the whole vocabulary."""
+    chunk: int | None
+    whole: Loss
+    """For a model that gives whole logits all the same."""
+
+    def __call__(self, projected: Any, targets_BS: Tensor) -> Tensor:
+        if isinstance(projected, Projected):
+            assert self.chunk is not None
+            x_ND = projected.x_BSD.flatten(0, 1)
+            return _Chunked.apply(
+                x_ND, projected.weight_VD, targets_BS.flatten(), self.share, (self.chunk, torch.is_grad_enabled())
+            )
+        if projected.shape[-1] == self.rows:
+            return self.whole(projected, targets_BS)
+        return _Parallel.apply(projected.flatten(0, 1), targets_BS.flatten(), self.share)
+
+
+def swap(parts: list[nn.Module], group: Group | None, *, chunk: int | None, sequence: bool, loss: Loss) -> Loss:
+    """Set `project` where a model ends and return the loss that fits; `chunk`: tokens whose logits may exist at a time."""
+    group = None if group is None or group.size == 1 else group
+    if group is None and chunk is None:
+        return loss
+    spec = parts[0].spec
+    assert isinstance(spec, ModelSpec), "build gives every model its spec"
+    enter = None if group is None else Enter(group, sequence)
+    for part in parts:
+        if hasattr(part, "project"):
+            part.project = Project(enter, chunk is not None)
+        elif chunk is not None:
+            raise RunError(
+                [
+                    f"a loss in chunks of {chunk} tokens needs a model that gives its logits through an attribute `project`, "
+                    "called with the last states and the head's weight: this one has none, so leave the chunks out."
+                ]
+            )
+    first = 0 if group is None else share_of(spec.rows, group.index, group.size)[0]
+    return VocabularyLoss(Share(first, group), spec.rows, chunk, loss)
+
+
+def applied(parts: list[nn.Module], loss: Loss) -> str | None:
+    """What was done, read off the model's end and the loss; None: nothing."""
+    ends = [part for part in parts if getattr(part, "ends", True)]
+    if not isinstance(loss, VocabularyLoss) or not ends:
+        return None
+    told = []
+    group = loss.share.group
+    own = loss.rows if group is None else share_of(loss.rows, group.index, group.size)[1]
+    if own != loss.rows and any(p.ndim == 2 and p.shape[0] == own for part in ends for p in part.parameters()):
+        told.append(f"this rank's logits begin at column {loss.share.first} of {loss.rows}")
+    if all(isinstance(project := getattr(part, "project", None), Project) and project.chunked for part in ends):
+        told.append(f"logits of {loss.chunk} tokens at a time")
+    return "; ".join(told) or None
+
+
+class _Parallel(torch.autograd.Function):
+    """Cross-entropy of logits that are shared by columns."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, share: Share) -> Tensor:
+        losses_N, whole_N = share.measure(logits_NV.float(), targets_N)
+        ctx.share = share
+        ctx.save_for_backward(logits_NV, targets_N, whole_N)
+        return losses_N.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        logits_NV, targets_N, whole_N = ctx.saved_tensors
+        copy_NV = logits_NV.to(torch.float32, copy=True)
+        gradient_NV = ctx.share.gradient(copy_NV, targets_N, whole_N).mul_(gradients[0])
+        return gradient_NV.to(logits_NV.dtype), None, None
+
+
+class _Chunked(torch.autograd.Function):
+    """Cross-entropy of x · weightᵀ, some tokens at a time. Both gradients are made beside the loss, for a gradient of 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, share: Share, how: tuple[int, bool]) -> Tensor:
+        chunk, training = how
+        total = torch.zeros((), dtype=torch.float32, device=x_ND.device)
+        wanted_x, wanted_weight = (training and needed for needed in ctx.needs_input_grad[:2])
+        dx_ND = torch.empty_like(x_ND) if wanted_x else None
+        # Chunks add up in fp32, whatever each is computed in.
+        dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wanted_weight else None
+        with torch.autocast(x_ND.device.type, enabled=False):
+            for first in range(0, len(x_ND), chunk):
+                now = slice(first, first + chunk)
+                logits_NV = F.linear(x_ND[now], weight_VD).float()
+                losses_N, whole_N = share.measure(logits_NV, targets_N[now])
+                total += losses_N.sum()
+                if not (wanted_x or wanted_weight):
+                    continue
+                gradient_NV = share.gradient(logits_NV, targets_N[now], whole_N).to(x_ND.dtype)
+                if dx_ND is not None:
+                    torch.mm(gradient_NV, weight_VD, out=dx_ND[now])
+                if dweight_VD is not None:
+                    _add_product(dweight_VD, gradient_NV.t(), x_ND[now])
+        ctx.save_for_backward(dx_ND, None if dweight_VD is None else dweight_VD.to(weight_VD.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        # Not in place: a backward in two halves comes here twice.
+        return *(None if saved is None else saved * gradients[0] for saved in ctx.saved_tensors), None, None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

@@ -1,0 +1,181 @@
+"""What the real program reads off its data, and a rehearsal has to assume: experts get equally many rows, windows hold several
+documents, states in files are where they should be. Opened by `rehearsal/rehearsed_rank` around a rehearsal.
+
+Each assumption stands in for one function of the program, at a seam where it reads a tensor's values on the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
+
+from phalanx.models import moe
+from phalanx.observe import comm_timer
+from phalanx.optim import muon
+from phalanx.optim.offload import offloaded_adamw, state_stores
+from phalanx.parallel import expert_dispatch, fsdp
+from phalanx.parallel.context import mask
+from phalanx.parallel.expert_dispatch import Seats
+from phalanx.parallel.group import Group
+from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.owned_param import Spot
+from phalanx.transforms import activations
+
+ASSUMED = (
+    "every expert gets equally many tokens",
+    "every window holds several documents, where data.document_mask is on",
+    "losses and gradients are finite, and no rank is told to stop",
+)
+
+
+def balanced(_: Tensor, seats: Seats, rows: int) -> list[int]:
+    """In place of `dispatch.read`: rows go in equal parts to the ranks that hold experts, and come so."""
+    ranks = seats.across.size
+    given = [rows // ranks + (index < rows % ranks) for index in range(ranks)]
+    taken = [given[seats.across.index]] * ranks
+    return [*given, *taken, *[sum(taken)] * seats.within.size]
+
+
+def tiled(tensor: int) -> Callable[..., list[list[list[int]]]]:
+    """In place of `muon.boxes_of_all`, among so many tensor ranks: what cut this rank's box cuts those of the others."""
+
+    def boxes(group: Group, spots: Sequence[Spot], _: torch.device) -> list[list[list[int]]]:
+        return [tiles(group, spot, tensor if "tensor" in spot.split else 1) for spot in spots]
+
+    return boxes
+
+
+def tiles(group: Group, spot: Spot, tensor: int) -> list[list[int]]:
+    """Tensor ranks, which are neighbours, cut a matrix along one of its dimensions, and those that share state its parts."""
+    own, shards = [*spot.offset, *spot.shape], group.size // tensor
+    for first, second in product(range(2), repeat=2):
+        found = []
+        for index in range(group.size):
+            whole = Spot(whole=spot.whole, offset=(0, 0), shape=spot.whole)
+            part = whole.cut(first, index % tensor, tensor, "tensor").cut(second, index // tensor, shards, "shard")
+            found.append([*part.offset, *part.shape])
+        if found[group.index] == own:
+            return found
+    raise AssertionError(f"{spot} is cut in a way that rehearsals do not know")
+
+
+class _Even:
+    """Counts of experts, where one after the other is taken."""
+
+    def __init__(self, rows: int, experts: int):
+        self._counts = [rows // experts + (index < rows % experts) for index in range(experts)]
+
+    def tolist(self) -> list[int]:
+        return self._counts
+
+
+class Room:
+    """In place of memory of the host that is locked for a GPU: a tensor without memory."""
+
+    def __init__(self, size: int, pin: bool):
+        self.bytes = torch.empty(size, dtype=torch.uint8)
+        self.view = _View()
+
+    def numbers(self, dtype: torch.dtype, first: int, count: int) -> Tensor:
+        return self.bytes.narrow(0, first, count * dtype.itemsize).view(dtype)
+
+
+class _View:
+    def __getitem__(self, _: Any) -> _View:
+        return self
+
+    def __len__(self) -> int:
+        return 0
+
+
+class Scratch:
+    """In place of a file of optimizer states, and of its path."""
+
+    direct = True
+
+    def __init__(self, path: Any, size: int):
+        self.name, self.path, self.size = str(path), self, size
+
+    def __str__(self) -> str:
+        return self.name
+
+    def stat(self) -> Any:
+        return os.stat_result((0, 0, 0, 0, 0, 0, self.size, 0, 0, 0))
+
+    def read(self, *_: Any) -> None:
+        pass
+
+    write = read
+
+    def close(self) -> None:
+        pass
+
+
+def _mixed(self: mask.View) -> None:
+    """In place of a look at the documents: a boundary in every block, so that every product needs a mask."""
+    if self.documents is not None:
+        blocks = len(self._blocks(range(self.pieces)))
+        self._classes = np.full((blocks, blocks), mask._MIXED, dtype=np.int8)
+
+
+def _address(tensor: Tensor) -> int:
+    """Memory that is not there has no address; this one tells pieces apart as addresses do."""
+    return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
+
+
+def given_memory(module: nn.Module, *, device: torch.device, recurse: bool = True) -> nn.Module:
+    """In place of `nn.Module.to_empty`: a module that two stages of a rank share keeps what the first gave it, as torch cannot exchange
+    tensors without memory a second time."""
+    for child in module.children() if recurse else ():
+        given_memory(child, device=device)
+    if any(one.is_meta for one in (*module._parameters.values(), *module._buffers.values()) if one is not None):
+        module._apply(lambda one: torch.empty_like(one, device=device), recurse=False)
+    return module
+
+
+@contextlib.contextmanager
+def assumed(rank: Mesh) -> Iterator[None]:
+    """While it is open."""
+    loop, mesh = moe.loop_experts, fsdp._device_mesh
+
+    def even(x_RD: Tensor, counts_E: Any, *weights: Tensor) -> Tensor:
+        return loop(x_RD, _Even(len(x_RD), len(weights[0])), *weights)  # type: ignore[arg-type]
+
+    def real_mesh(*args: Any) -> DeviceMesh:
+        with _disable_current_modes():  # ranks are numbers, and have to be
+            return mesh(*args)
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            # No C++ code is to see a GPU; it would start threads for one, and no process with such can be forked.
+            (torch._C, "_ensureCUDADeviceGuardSet", lambda: None),
+            (Mesh, "collect", lambda mesh, value: [value] * mesh.ranks),
+            (Mesh, "share", lambda mesh, value: value),
+            (comm_timer, "_complete", lambda work: None),  # nobody is waited for
+            (expert_dispatch, "read", balanced),
+            (moe, "loop_experts", even),
+            (mask.View, "__post_init__", _mixed),
+            (fsdp, "_device_mesh", real_mesh),
+            (muon, "boxes_of_all", tiled(rank.size("tensor"))),
+            (muon, "_check", lambda *_: None),
+            (nn.Module, "to_empty", given_memory),
+            (state_stores, "Buffer", Room),
+            (offloaded_adamw, "Buffer", Room),
+            (offloaded_adamw, "ScratchFile", Scratch),
+            (activations, "MOVED", (*activations.MOVED, FakeTensor)),
+            (torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata),
+            (FakeTensor, "data_ptr", _address),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield

@@ -1,0 +1,232 @@
+"""What torch's operations give, remembered by the shapes of what they were given: a program of many equal blocks and micro-batches asks
+the same over and over, and torch's own fake tensors take most of a rehearsal's time to answer. `rehearsal/op_tracker` asks.
+
+An answer is remembered only if it can be given again exactly: new tensors without memory shared among them, views of an argument, or
+an argument itself. Whatever else an operation does is left to torch, every time. So is everything, where torch's private parts are
+not as they are known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+_UNSURE = (torch.Tag.inplace_view, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+_HOST = torch.device("cpu")
+
+Answer = Callable[[tuple[Any, ...]], Any]
+"""From an operation's arguments to its result; None: not from these."""
+Geometry = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides, format."""
+
+
+class Recall:
+    """Of one rehearsal."""
+
+    def __init__(self) -> None:
+        self._answers: dict[Any, Answer | None] = {}
+        """None: to be asked every time."""
+        self._make = _Maker()
+        self._off = False
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = None if self._off else _told(func, args, kwargs)
+        if found is None:
+            return func(*args, **kwargs)
+        key = found[0]
+        answer = self._answers.get(key, _ask)
+        if answer is not None and answer is not _ask and (result := answer(args)) is not None:
+            return result
+        result = func(*args, **kwargs)
+        if answer is _ask:
+            # What changes its arguments' shapes or memory is not known by them.
+            sure = func.namespace == "aten" and not any(tag in func.tags for tag in _UNSURE)
+            sure = sure and _told(func, args, kwargs) == found
+            self._answers[key] = self._answer(args, result) if sure else None
+        return result
+
+    def _answer(self, args: tuple[Any, ...], result: Any) -> Answer | None:
+        given, made = list(_tensors(args)), list(_tensors((result,)))
+        if any(tensor.is_complex() or tensor.is_neg() for tensor in (*given, *made)):
+            # Whether signs are still to be changed, which views hand on, is in no key.
+            self._off = True
+            return None
+        if not made or any(type(tensor) is not FakeTensor for tensor in made) or not self._make.ready(made[0]):
+            return None
+        if type(result) is FakeTensor:
+            return self._one(args, result)
+        if type(result) not in (tuple, list):
+            return None
+        known = {_memory(tensor) for tensor in given}
+        fresh = [memory for memory in map(_memory, made) if memory not in known]
+        if len(set(fresh)) < len(fresh):
+            return None  # new ones that share their memory
+        each = [_nothing if one is None else self._one(args, one) if type(one) is FakeTensor else None for one in result]
+        answers = [one for one in each if one is not None]
+        return _several(type(result), answers) if len(answers) == len(each) else None
+
+    def _one(self, args: tuple[Any, ...], result: FakeTensor) -> Answer | None:
+        if result.fake_device != _HOST or result.constant is not None:
+            return None
+        memory = _memory(result)
+        holders = [tensor for tensor in _tensors(args) if _memory(tensor) == memory]
+        geometry = tuple(result.shape), result.stride(), result.dtype
+        offset = int(result.storage_offset())
+        if holders:
+            index = next((index for index, arg in enumerate(args) if arg is holders[0]), None)
+            if len(holders) > 1 or index is None:
+                return None  # of which argument it is a view cannot be seen
+            return _given(index) if holders[0] is result else self._make.view(index, offset, geometry)
+        if offset or result.untyped_storage().nbytes() != _reach(0, geometry):
+            return None
+        return self._make.new(geometry)
+
+
+class _Maker:
+    """Makes fake tensors as torch's own constructor does, which takes several times as long."""
+
+    def __init__(self) -> None:
+        self._attributes: dict[str, Any] = {}
+        """Of a fresh one."""
+        self._ready: bool | None = None
+
+    def ready(self, like: Any) -> bool:
+        """Whether they are what torch's own are, looked at once."""
+        if self._ready is None:
+            try:
+                self._ready = self._tried(like.fake_mode)
+            except (AttributeError, TypeError, RuntimeError):  # torch's private parts, in a version that has others
+                self._ready = False
+        return self._ready
+
+    def _tried(self, mode: Any) -> bool:
+        with torch._C._DisableTorchDispatch():
+            bare = torch.empty((2, 3), device="meta")
+        real = FakeTensor(mode, bare, _HOST)
+        self._attributes = dict(vars(real))
+        ours = self.new(((2, 3), (3, 1), torch.float32))(())
+        with mode:
+            pairs = ((real, ours), (real[1], self.view(0, 3, ((3,), (1,), torch.float32))((ours,))))
+        keys = torch._C._dispatch_keys
+        return _memory(pairs[1][1]) == _memory(ours) and all(
+            _alike(one, other) and keys(one) == keys(other) and vars(one).keys() == vars(other).keys() for one, other in pairs
+        )
+
+    def new(self, geometry: Geometry) -> Answer:
+        shape, stride, dtype = geometry
+
+        def answer(given: tuple[Any, ...]) -> FakeTensor:
+            with torch._C._DisableTorchDispatch():
+                return self._dressed(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
+
+        return answer
+
+    def view(self, index: int, offset: int, geometry: Geometry) -> Answer:
+        """Of an argument."""
+        shape, stride, dtype = geometry
+        reach = _reach(offset, geometry)
+
+        def answer(given: tuple[Any, ...]) -> FakeTensor | None:
+            storage = given[index].untyped_storage()
+            if storage.nbytes() < reach:
+                return None  # it was given back for a while: what is made here would make it grow
+            with torch._C._DisableTorchDispatch():
+                bare = torch.empty(0, dtype=dtype, device="meta")
+                return self._dressed(bare.set_(storage, offset, shape, stride))
+
+        return answer
+
+    def _dressed(self, bare: Tensor) -> FakeTensor:
+        found = Tensor._make_subclass(FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=_HOST)
+        torch._C._set_throw_on_mutable_data_ptr(found)
+        found.__dict__.update(self._attributes)
+        return found
+
+
+def _ask(given: tuple[Any, ...]) -> Any:
+    raise AssertionError("nobody has asked yet")
+
+
+def _nothing(given: tuple[Any, ...]) -> None:
+    return None
+
+
+def _given(index: int) -> Answer:
+    return lambda given: given[index]
+
+
+def _several(kind: type, answers: list[Answer]) -> Answer:
+    def answer(given: tuple[Any, ...]) -> Any:
+        found = [one(given) for one in answers]
+        missing = any(one is None and asked is not _nothing for one, asked in zip(found, answers, strict=True))
+        return None if missing else kind(found)
+
+    return answer
+
+
+def _told(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[int]] | None:
+    """All that an operation's result can hang on, beside values, and where its arguments lie; None: more than can be said."""
+    key: list[Any] = [func, torch.get_default_dtype()]
+    places: list[int] = []
+    if not _add(args, key, places):
+        return None
+    for name, value in kwargs.items():
+        if type(value) not in _PLAIN:
+            return None  # a tensor that the result is to be written into, perhaps
+        key += (name, type(value), value)
+    if len(places) > 1 and len(set(places)) < len(places):
+        key.append(tuple(map(places.index, places)))  # which of them share memory
+    return tuple(key), places
+
+
+def _add(values: Iterable[Any], key: list[Any], places: list[int]) -> bool:
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            if value.constant is not None or value.fake_device != _HOST:
+                return False
+            key += (value.shape, value.stride(), value.storage_offset(), value.dtype)
+            places.append(value.untyped_storage()._cdata)
+        elif kind in _PLAIN:
+            key += (kind, value)  # 1, 1.0 and True are equal, and make different results
+        elif kind is list or kind is tuple:
+            key += (kind, len(value))
+            if not _add(value, key, places):
+                return False
+        else:
+            return False
+    return True
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _reach(offset: int, geometry: Geometry) -> int:
+    """Bytes of memory up to its last number."""
+    shape, stride, dtype = geometry
+    if 0 in shape:
+        return 0
+    return (offset + 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))) * dtype.itemsize
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return all(
+        getattr(one, name) == getattr(other, name) for name in ("shape", "dtype", "device", "layout", "requires_grad")
+    ) and (
+        one.stride(),
+        one.storage_offset(),
+    ) == (other.stride(), other.storage_offset())

@@ -1,0 +1,273 @@
+"""Sees every operation of a rehearsed program: follows memory by its storages, notes messages in place of sending them, counts
+floating-point operations, and answers what no fake tensor can. Opened by `rehearsal/rehearsed_rank` inside torch's own fake mode.
+
+Whose memory it is, is read off the program as it runs: modules say when they enter and leave, and hang a note on what they return,
+so that their backward says so too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from phalanx.observe.flop_count import flops_of
+from phalanx.rehearsal import fake_gpu
+from phalanx.rehearsal.attention_kernels import NONE, Card
+from phalanx.rehearsal.fake_cache import Recall
+from phalanx.rehearsal.ledger import Ledger, Where
+from phalanx.rehearsal.message_log import Messages
+from phalanx.rehearsal.temporaries import hidden
+
+_aten = torch.ops.aten
+_GROUPED = _aten._grouped_mm.default
+_DEVICE = torch.ops.prim.device.default
+_PLAIN = (Tensor, FakeTensor, nn.Parameter, nn.Buffer)
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_COMPUTING = ("forward", "loss", "backward", "recompute")
+_SHARING = ("backward", "reduce", "update", "step", "optimizer")
+_NOTHING_NEW = frozenset(
+    {"_fused_adamw_", "_foreach_copy_", "_foreach_add_", "_foreach_sub_", "_foreach_mul_", "_foreach_div_"}
+)
+"""Operations on lists of tensors that change them in place: nothing to find out about their results."""
+
+
+class _Ref(weakref.ref):
+    """To a storage, with what is known of it."""
+
+    __slots__ = ("key", "ledger", "number")
+    key: int
+    number: int
+    ledger: Ledger
+
+
+class Watch(TorchDispatchMode):
+    """While it is entered."""
+
+    def __init__(self, messages: Messages, card: Card | None):
+        """`card`: the GPU that is played; None: the device is the CPU, which is its own host."""
+        super().__init__()
+        self.messages, self._card = messages, card or NONE
+        self._processors = card.processors if card else None
+        self.device = Ledger()
+        self.host = Ledger() if card else self.device
+        self.flops: Counter[Where] = Counter()
+        self.repeated: Counter[str] = Counter()
+        """Floating-point operations of forwards that are repeated, by action."""
+        self._again = 0
+        self._threads: set[bool] = set()
+        self.calls = 0
+        self.where = Where("build", "", "")
+        self.logits = -1
+        """Width of this rank's logits."""
+        self.weights: set[int] = set()
+        """Storages of parameters."""
+        self._refs: dict[int, _Ref] = {}
+        self._recall = Recall()
+        done = torch.futures.Future()  # type: ignore[var-annotated]
+        done.set_result([])
+        distributed: Any = torch._C._distributed_c10d
+        self._work = distributed._create_work_from_future(done).boxed()
+        self._resize = torch.UntypedStorage.resize_
+
+    # What the program does.
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:
+            return fake_gpu.HOST  # torch's C++ side asks, all the time
+        for kind in types:
+            if kind not in _PLAIN:
+                return NotImplemented
+        kwargs = kwargs or {}
+        namespace = func.namespace
+        if namespace in _COLLECTIVES:
+            return self._collective(func, args)
+        if func is _aten._local_scalar_dense.default:
+            return _zero(args[0])
+        name = func.overloadpacket.__name__
+        if name in _NOTHING_NEW:
+            return None
+        if FakeTensor not in types and _unplaced(args, kwargs):
+            with unset_fake_temporarily():  # what has no memory in the real program either, is what it is there
+                return func(*args, **kwargs)
+        self.calls += 1
+        on_gpu, kwargs = self._place(args, kwargs)
+        inside, fake_gpu.INSIDE.now = fake_gpu.INSIDE.now, True
+        try:
+            result = _grouped(*args, **kwargs) if func is _GROUPED else self._recall(func, args, kwargs)
+        finally:
+            fake_gpu.INSIDE.now = inside
+        if type(result) is FakeTensor:
+            self._see(result, on_gpu, name, args)
+        elif result is not None:
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor):
+                    self._see(tensor, on_gpu, name, args)
+        if on_gpu and self._processors is not None and (size := hidden(func, args, self._processors)):
+            self.device.drop(self.device.add(size, self.where, f"inside {name}"))
+        if flops := flops_of(func, args, kwargs, result):
+            self.flops[self.where] += flops
+            self.repeated[self.where.action] += flops if self.again else 0
+            if on_gpu:
+                self._workspace()
+        return result
+
+    def _workspace(self) -> None:
+        """Matrix products have memory of their own, made at the first in each thread: the program's, and autograd's."""
+        thread = torch._C._current_graph_task_id() != -1
+        if thread not in self._threads:
+            self._threads.add(thread)
+            number = self.device.add(self._card.workspace, self.where, "cuBLAS")
+            self.device.components[number] = "workspaces"
+
+    def _place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
+        """Whether the result lies on the GPU; and the arguments as torch's C++ side is to see them."""
+        if self._processors is None:
+            return False, kwargs
+        device = kwargs.get("device")
+        if kwargs.get("pin_memory"):
+            return False, kwargs | {"pin_memory": False}
+        if device is not None:
+            if device.type == "cuda":
+                return True, kwargs | {"device": fake_gpu.HOST}
+            if device.type == "cpu":
+                # In a model's own work it is torch's C++ side that says so, of what plays the GPU.
+                return self.where.phase in _COMPUTING or torch._C._current_graph_task_id() != -1, kwargs
+        for arg in args:
+            if isinstance(arg, Tensor):
+                if getattr(arg, "_on_gpu", False):
+                    return True, kwargs
+            elif isinstance(arg, (list, tuple)):
+                for one in arg:
+                    if getattr(one, "_on_gpu", False):
+                        return True, kwargs
+        return False, kwargs
+
+    def _see(self, tensor: Tensor, on_gpu: bool, name: str, args: tuple[Any, ...]) -> None:
+        if on_gpu:
+            tensor._on_gpu = True  # type: ignore[attr-defined]
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._refs:
+            return
+        ledger = self.device if on_gpu or self._processors is None else self.host
+        size = storage.nbytes()
+        number = ledger.add(size, self.where, name, fake_gpu.STREAM.now)
+        ref = _Ref(storage, self._gone)
+        ref.key, ref.number, ref.ledger = key, number, ledger
+        self._refs[key] = ref
+        if self.where.phase == "build":
+            return
+        if tensor.ndim and tensor.shape[-1] == self.logits and tensor.numel() > self.logits:
+            ledger.components[number] = "logits and loss"
+        elif name == "_to_copy" and args[0].untyped_storage()._cdata in self.weights:
+            ledger.components[number] = "weights in compute format"
+
+    def _gone(self, ref: Any) -> None:
+        if self._refs.pop(ref.key, None) is not None and ref.number:
+            ref.ledger.drop(ref.number)
+
+    def _collective(self, func: Any, args: tuple[Any, ...]) -> Any:
+        name = func.overloadpacket.__name__
+        self.messages.take(name, args, self.where.phase, self.where.action)
+        self._mark(args, "communication")
+        if func.namespace != "c10d":
+            raise NotImplementedError(f"{func} is a collective that rehearsals do not know")
+        return self._work if len(func._schema.returns) == 1 else (args[0], self._work)
+
+    def _mark(self, values: Any, component: str) -> None:
+        for tensor in tree_leaves(values):
+            if isinstance(tensor, Tensor) and (ref := self._refs.get(tensor.untyped_storage()._cdata)) is not None:
+                known = ref.ledger.components.get(ref.number)
+                if known is None and ref.ledger.phases[ref.number] in _SHARING:
+                    ref.ledger.components[ref.number] = component
+
+    # What is told about it.
+
+    def name(self, tensors: Iterable[Tensor | None], component: str) -> None:
+        """These, as far as they live, are for that."""
+        for tensor in tensors:
+            if tensor is not None and (ref := self._refs.get(tensor.untyped_storage()._cdata)) is not None:
+                ref.ledger.components[ref.number] = component
+
+    @property
+    def again(self) -> int:
+        """How many repeated forwards are under way: blocks that recompute say so, as to whoever counts in a real run."""
+        return self._again
+
+    @again.setter
+    def again(self, count: int) -> None:
+        self._again = count
+        self.enter("recompute" if count else "backward", self.where.module)
+
+    def enter(self, phase: str, module: str = "", action: str | None = None) -> Where:
+        """From here on the program is there; returns where it was."""
+        before, self.where = self.where, Where(phase, module, self.where.action if action is None else action)
+        return before
+
+    def around(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        """A function whose time is a phase of its own."""
+
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            before = self.enter(phase)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.where = before
+
+        return inside
+
+    def __enter__(self) -> Any:
+        resize = self._resize
+
+        def resized(storage: Any, size: int) -> Any:
+            result = resize(storage, size)
+            if (ref := self._refs.get(storage._cdata)) is not None:
+                if ref.number:
+                    ref.ledger.drop(ref.number)
+                ref.number = 0
+                if size:
+                    ref.number = ref.ledger.add(int(size), self.where, "gather", fake_gpu.STREAM.now)
+                    ref.ledger.components[ref.number] = "gathered parameters"
+            return result
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        """Nothing is followed any more."""
+        self._refs.clear()
+
+
+def _grouped(first: Tensor, second: Tensor, ends: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """A grouped product by its shape: torch's fake one refuses what CPUs take, formats but bf16 and what their rows are aligned to."""
+    if first.ndim == second.ndim:
+        groups = first.shape[0] if first.ndim == 3 or ends is None else ends.shape[0]
+        return torch.empty((groups, first.shape[-2], second.shape[-1]), dtype=first.dtype)
+    return torch.empty((first.shape[-2], second.shape[-1]), dtype=first.dtype)
+
+
+def _unplaced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation makes tensors on torch's meta device, as models are before they are placed."""
+    device = kwargs.get("device")
+    if device is not None:
+        return bool(device.type == "meta")
+    return any(isinstance(arg, Tensor) and arg.is_meta for arg in tree_leaves(args))
+
+
+def _zero(tensor: Tensor) -> bool | int | float:
+    """What a number is taken for that nobody knows: what is to be true is, nothing is wrong, nobody was told to stop."""
+    if tensor.dtype == torch.bool:
+        return True
+    return 0.0 if tensor.is_floating_point() else 0

@@ -1,0 +1,223 @@
+"""One rank's program, taken through its steps without memory and without the other ranks: the same placing, stages, losses, pipeline,
+sums of gradients and optimizer as in a job. `rehearsal/rehearse` makes it and reads off what it did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules import module as modules
+from torch.utils._pytree import tree_leaves
+
+from phalanx.observe.comm_timer import WAITED
+from phalanx.optim.learning_rate import learning_rate
+from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.owned_param import chunk
+from phalanx.rehearsal import fake_gpu
+from phalanx.rehearsal.attention_kernels import Card
+from phalanx.rehearsal.environment import assumed
+from phalanx.rehearsal.message_log import Messages
+from phalanx.rehearsal.op_tracker import Watch
+from phalanx.spec.plan import Plan
+from phalanx.spec.run import Run
+from phalanx.training.build import Built, place
+from phalanx.training.dry_build import absent_ranks, generation, lazy_cuts
+from phalanx.training.micro_batch import MicroBatch
+from phalanx.training.step import Stepper
+
+
+class Program:
+    """Built, and ready for steps."""
+
+    def __init__(self, run: Run, plan: Plan, mesh: Mesh, watch: Watch):
+        self.run, self.plan, self.mesh, self.watch = run, plan, mesh, watch
+        self.built: Built = place(run, plan, mesh, Path("offload"))
+        self.names = _names(self.built.placed.parts)
+        pipeline = self.built.pipeline(run)
+        self.stepper = Stepper(run, plan, self.built.placed, self.built.experts, pipeline)
+        self.pipeline = pipeline
+        self._micro_batch = 0
+        self._waiting: list[MicroBatch] = []
+        """Those that a shortened step leaves out, on the device."""
+        self._tell()
+        self._settle()
+
+    def step(self, micro_batches: int, all_of_them: int | None = None) -> None:
+        """One step of so many micro-batches, of which a pipeline has all on the device from the beginning."""
+        watch = self.watch
+        self._micro_batch = 0
+        watch.enter("inputs", "", "")
+        batches = [self._batch() for _ in range(micro_batches)]
+        others = (all_of_them or micro_batches) - micro_batches if self.pipeline is not None else 0
+        self._waiting = [self._batch().to(self.mesh.device) for _ in range(others)]
+        watch.enter("step", "", "")
+        rate = learning_rate(self.run.optimizer, 0, self.run.steps)
+        self.stepper.step(batches, self.built.optimizer, rate, lambda: 0)
+        watch.enter("update", "", "")
+        if self.built.outer is not None:
+            self.built.outer.step()
+            self.built.optimizer.adopt()
+        self.built.placed.engine.updated()
+        self._settle()
+
+    def _batch(self) -> MicroBatch:
+        """As the loader's thread prepares it, in the host's memory."""
+        length = self.run.train.sequence_length
+        own = (self.plan.micro_batch, length // self.plan.layout.context)
+        tokens, targets, positions = (torch.empty(own, dtype=torch.int64) for _ in range(3))
+        documents = torch.empty((own[0], length), dtype=torch.int32) if self.run.data.document_mask else None
+        return MicroBatch(tokens, targets, positions, documents, counted=own[0] * own[1], digest=0)
+
+    def _tell(self) -> None:
+        """Have the parts of a step say when they begin."""
+        placed, watch = self.built.placed, self.watch
+        placed.loss = watch.around(placed.loss, "loss")
+        optimizer: Any = self.built.optimizer
+        optimizer.step = watch.around(optimizer.step, "optimizer")
+        engine: Any = placed.engine
+        engine.after_backward = self._after(engine.after_backward)
+        engine.finish = self._alone(engine.finish)
+        engine.updated = watch.around(engine.updated, "update")
+        if self.pipeline is not None:
+            pipeline: Any = self.pipeline
+            for name in ("_forward", "_backward", "_weight"):
+                setattr(pipeline, name, partial(self._action, getattr(pipeline, name)))
+            pipeline._mail.end = self._ended(pipeline._mail.end)
+        for part in placed.parts:
+            for module in part.modules():
+                if hasattr(module, "work"):  # see `transforms/recompute`
+                    module.work = watch  # type: ignore[assignment]
+        spec = self.run.model
+        tensor = self.mesh.size("tensor")
+        watch.logits = chunk(spec.rows, self.mesh.at("tensor"), tensor)[1] if tensor > 1 else spec.rows
+        watch.weights = {_local(p).untyped_storage()._cdata for part in placed.parts for p in part.parameters()}
+
+    def _after(self, work: Any) -> Any:
+        """What follows a backward."""
+
+        def after(*args: Any) -> None:
+            self.watch.enter("step")
+            work(*args)
+
+        return after
+
+    def _ended(self, work: Any) -> Any:
+        """The end of a schedule: what follows is no action's."""
+
+        def ended() -> None:
+            self.watch.enter("step", "", "")
+            work()
+
+        return ended
+
+    def _alone(self, finish: Any) -> Any:
+        """The end of the gradients' way, which is no single micro-batch's."""
+
+        def alone() -> None:
+            self._waiting.clear()  # the pipeline is done with its micro-batches
+            self.watch.enter("reduce", "", "")
+            finish()
+
+        return alone
+
+    def _action(self, work: Any, step: Any, *args: Any) -> Any:
+        """One action of a pipeline's schedule."""
+        action = f"{step.stage}{step.kind}{step.micro_batch}"
+        self.watch.enter("forward" if step.kind == "F" else "backward", "", action)
+        result = work(step, *args)
+        self.watch.enter("step", "", action)  # what is sent on is this action's too
+        return result
+
+    def _settle(self) -> None:
+        """Say what lasts is for what."""
+        placed, watch = self.built.placed, self.watch
+        parameters = [_local(p) for part in placed.parts for p in part.parameters()]
+        watch.name([*parameters, *(one.value for one in placed.held)], "parameters")
+        gradients = [_local(p.grad) for part in placed.parts for p in part.parameters() if p.grad is not None]
+        watch.name([*gradients, *(one.gradient for one in placed.held)], "gradients")
+        states = self.built.optimizer.state().values()
+        watch.name((state for state in states if isinstance(state, Tensor)), "optimizer")
+        if self.built.outer is not None:
+            watch.name((p.tensor for p in self.built.outer.tensors().values() if isinstance(p.tensor, Tensor)), "optimizer")
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """While it is open, modules say when they are entered and left, forward and backward."""
+        hooks = [
+            modules.register_module_forward_pre_hook(self._comes),
+            modules.register_module_forward_hook(self._goes, always_call=False),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _comes(self, module: nn.Module, given: Any) -> None:
+        name = self.names.get(id(module))
+        if name is None:
+            return
+        watch = self.watch
+        again = torch._C._current_graph_task_id() != -1  # in a backward
+        if name == "" and self.pipeline is None and not again:
+            self._micro_batch += 1
+            watch.enter("step", "", f"micro-batch {self._micro_batch}")
+        module._came_from = watch.enter("recompute" if watch.again or again else "forward", name)  # type: ignore[assignment]
+
+    def _goes(self, module: nn.Module, given: Any, output: Any) -> None:
+        name = self.names.get(id(module))
+        if name is None:
+            return
+        watch = self.watch
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(partial(self._back, name or "the model's end"))
+                break
+        watch.where = module._came_from  # type: ignore[assignment]
+
+    def _back(self, name: str, gradients: Any) -> None:
+        self.watch.enter("backward", name)
+
+
+def _local(tensor: Any) -> Tensor:
+    found: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
+def _names(parts: Sequence[nn.Module]) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for part in parts:
+        for name, module in part.named_modules():
+            found.setdefault(id(module), name)
+    return found
+
+
+@contextlib.contextmanager
+def opened(run: Run, plan: Plan, rank: int, card: Card | None, messages: Messages) -> Iterator[tuple[Program, Watch]]:
+    """The program of one rank, built. `card`: the GPU that is played; None: ranks are on CPUs."""
+    layout = replace(plan.layout, data=plan.layout.data or 1)
+    run, plan = replace(run, layout=layout), replace(plan, layout=layout)
+    mesh = Mesh(generation(rank, layout.ranks), fake_gpu.GPU if card else fake_gpu.HOST, layout)
+    watch = Watch(messages, card)
+    passed, WAITED.passed = WAITED.passed, None
+    with contextlib.ExitStack() as stack:
+        stack.callback(setattr, WAITED, "passed", passed)
+        stack.enter_context(absent_ranks(mesh))
+        stack.enter_context(lazy_cuts())
+        stack.enter_context(assumed(mesh))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        if card:
+            stack.enter_context(fake_gpu.gpu(card))
+        stack.enter_context(watch)
+        stack.callback(watch.close)
+        program = Program(run, plan, mesh, watch)
+        stack.enter_context(program.listening())
+        yield program, watch

@@ -1,0 +1,66 @@
+"""Which blocks of a model each pipeline stage gets: by what they cost, so that no stage keeps the others waiting. Planning and
+`parallel/pipeline/stage_cost` read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from phalanx.spec.errors import RunError
+from phalanx.spec.model import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Costs:
+    """Forward and backward of a model's parts, in any unit."""
+
+    first: float
+    """What goes before the blocks: embedding."""
+    blocks: tuple[float, ...]
+    last: float
+    """What comes behind them: norm, head and loss."""
+
+
+def cut(costs: Sequence[float], first: float, last: float, stages: int) -> list[tuple[int, int]]:
+    """(first, stop) of each stage's blocks, a block at least. The dearest stage is as cheap as it can be, and the others are
+    as even as they can: every rank that asks is told the same."""
+    blocks = len(costs)
+    if not 1 <= stages <= blocks:
+        remedy = "take fewer pipeline ranks or stages, or more layers"
+        raise RunError([f"{blocks} layers cannot be dealt to {stages} pipeline stages, which need at least one each: {remedy}"])
+    total = [0.0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+
+    def price(stage: int, begin: int, stop: int) -> float:
+        return total[stop] - total[begin] + (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
+
+    # best[stop]: the dearest stage, the sum of squares and the cuts when the blocks before `stop` are dealt to the stages so far.
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for stage in range(stages):
+        found = {}
+        for stop in range(stage + 1, blocks - (stages - stage - 1) + 1):
+            options = []
+            for begin in best:
+                if begin < stop:
+                    (most, squares, stops), here = best[begin], price(stage, begin, stop)
+                    options.append((max(most, here), squares + here**2, (*stops, stop)))
+            found[stop] = min(options)
+        best = found
+    stops = best[blocks][2]
+    return list(zip((0, *stops[:-1]), stops, strict=True))
+
+
+def flop_costs(spec: ModelSpec, sequence: int) -> Costs:
+    """By the floating-point operations of a token. Looking up an embedding has none; adding to its gradient is one per value."""
+    plain = replace(spec, ahead=0, moe=None, layers=1)
+    dense = _block(plain, sequence)
+    last = spec.flops_per_token(sequence) - replace(spec, ahead=0).flops_per_token(sequence)
+    last += plain.flops_per_token(sequence) - dense
+    sparse = dense if spec.moe is None else _block(replace(plain, moe=replace(spec.moe, dense_layers=0)), sequence)
+    blocks = (dense,) * spec.dense_layers + (sparse,) * (spec.layers - spec.dense_layers)
+    return Costs(first=float(spec.dim), blocks=blocks, last=last)
+
+
+def _block(spec: ModelSpec, sequence: int) -> float:
+    return replace(spec, layers=2).flops_per_token(sequence) - spec.flops_per_token(sequence)

@@ -1,0 +1,305 @@
+"""Hugging Face's config.json as a ModelSpec. Called where `model.from` names a folder, and by `phalanx import`.
+
+Whatever a config says that would change what the model computes, and that is not supported, is refused by name and value.
+What only training noise depends on (dropout, router jitter) is left aside. `spec/hf_config_write` goes the other way.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from phalanx.spec import hf_rope, safefiles
+from phalanx.spec.errors import RunError
+from phalanx.spec.hf_rope import Unsupported
+from phalanx.spec.model import Mla, ModelSpec, Moe
+
+CONFIG = "config.json"
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""How config.json calls the formats that weights come in, and how a run file does."""
+
+_OFF: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "quantization_config": (),
+    "logit_scale": (1,),
+    "logits_scaling": (1,),
+    "final_logit_softcapping": (),
+    "attn_logit_softcapping": (),
+    "residual_multiplier": (1,),
+    "embedding_multiplier": (1,),
+    "attention_multiplier": (),
+    "use_sliding_window": (False,),
+    "add_cross_attention": (False,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "scale_attn_weights": (True,),
+    "is_encoder_decoder": (False,),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([],),
+    "moe_layer_freq": (1,),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+}
+"""Keys that may be left out, or null, or have these values; any other would change the model."""
+
+
+class Config:
+    """A config.json with what its family means by a key that is not there."""
+
+    def __init__(self, path: Path, values: dict[str, Any], defaults: dict[str, Any]):
+        self.path, self.values, self.defaults = path, values, defaults
+
+    def get(self, key: str) -> Any:
+        value = self.values.get(key)
+        return self.defaults.get(key) if value is None else value
+
+    def number(self, key: str, kind: type = int, zero: bool = False) -> Any:
+        """A value that the model cannot be built without; `zero`: which may be 0."""
+        value = self.get(key)
+        try:
+            number = hf_rope.number(key, value, zero)
+            if kind(number) == number:
+                return kind(number)
+        except OverflowError:
+            pass
+        except Unsupported:
+            if key not in self.values:
+                raise Unsupported(key, None, "the key is missing.") from None
+            raise
+        raise Unsupported(key, value, "a whole number is needed here." if kind is int else "it is too large.")
+
+    def may_be_null(self, key: str) -> int | None:
+        """A number where null means none, which is not what leaving the key out means."""
+        return None if self.values.get(key, self.defaults.get(key)) is None else int(self.number(key))
+
+    def flag(self, key: str) -> bool:
+        value = self.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise Unsupported(key, value, "true or false is needed here.")
+        return bool(value)
+
+
+def model_spec(folder: Path) -> ModelSpec:
+    """The model that a Hugging Face folder describes; RunError says what in its config.json is not supported."""
+    values = read_config(folder)
+    family = _family(folder / CONFIG, values)
+    read, defaults = FAMILIES[family]
+    config = Config(folder / CONFIG, values, defaults)
+    try:
+        for key, allowed in _OFF.items():
+            value = values.get(key)
+            if value is not None and value not in allowed:
+                only = " or ".join(json.dumps(item) for item in allowed) or "null"
+                raise Unsupported(key, value, f"not supported; only {only} is.")
+        _no_window(config)
+        spec = read(config)
+        return replace(spec, ahead=_ahead(config, spec, folder)) if family == "DeepseekV3ForCausalLM" else spec
+    except Unsupported as problem:
+        value = json.dumps(problem.value, default=str)
+        raise RunError([f"{folder / CONFIG}: {problem.key} = {value}: {problem.remedy}"]) from None
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise RunError([f"{folder / CONFIG}: a value is not of the kind it should be ({error})."]) from None
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a directory is a model of Hugging Face's, rather than a run directory or a checkpoint."""
+    marks = (CONFIG, safefiles.SINGLE, safefiles.INDEX)
+    return any((path / mark).is_file() for mark in marks) and not (path / "run.toml").is_file()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json, as it stands."""
+    path = folder / CONFIG
+    try:
+        values = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise RunError([f"{folder} is not a Hugging Face model: it has no {CONFIG}."]) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunError([f"{path} cannot be read ({error})."]) from None
+    if not isinstance(values, dict):
+        raise RunError([f"{path} is not a table of settings."])
+    return values
+
+
+def interleaved(values: dict[str, Any]) -> bool:
+    """Whether a DeepSeek's rotated channels are stored as neighbouring pairs, as they are unless its config says otherwise."""
+    return values.get("rope_interleave") is not False
+
+
+def dtype(values: dict[str, Any]) -> str | None:
+    """The format that a config gives for the weights, as a run file writes it; None: not said, or another one."""
+    name = values.get("dtype") or values.get("torch_dtype")
+    return DTYPES.get(str(name).removeprefix("torch."))
+
+
+def _family(path: Path, values: dict[str, Any]) -> str:
+    named = values.get("architectures")
+    names = named if isinstance(named, list) else [named]
+    known = [name for name in names if isinstance(name, str) and name in FAMILIES]
+    if not known:
+        raise RunError([f"{path}: architectures = {json.dumps(named)} is not known; supported are {', '.join(FAMILIES)}."])
+    return str(known[0])
+
+
+def _no_window(config: Config) -> None:
+    """Attention reaches back over everything; a window at least as long as the context does not matter."""
+    if "sliding_window" in config.defaults:  # families that use it without being told to
+        window, longest = config.may_be_null("sliding_window"), config.number("max_position_embeddings")
+        if window is not None and window < longest:
+            raise Unsupported(
+                "sliding_window", window, f"attention over a window is not supported; only null, or at least {longest}."
+            )
+    types = config.values.get("layer_types") or []
+    if not isinstance(types, list):
+        raise Unsupported("layer_types", types, "a list with the kind of each layer is needed here.")
+    other = [kind for kind in types if kind != "full_attention"]
+    if other:
+        raise Unsupported("layer_types", other[0], 'not supported; only "full_attention" is.')
+
+
+def _activation(config: Config, key: str, same: Collection[str]) -> None:
+    if config.get(key) not in same:
+        raise Unsupported(key, config.get(key), f"not supported; only {' or '.join(json.dumps(name) for name in same)} is.")
+
+
+def _decoder(config: Config, latent: bool = False) -> ModelSpec:
+    """What all families but GPT-2 have in common."""
+    _activation(config, "hidden_act", ("silu", "swish"))
+    theta, scaling = hf_rope.read(config.values, config.defaults.get("rope_theta", 10000.0))
+    heads = config.number("num_attention_heads")
+    return ModelSpec(
+        vocab=config.number("vocab_size"), dim=config.number("hidden_size"), layers=config.number("num_hidden_layers"),
+        heads=heads, kv_heads=config.may_be_null("num_key_value_heads") or heads, head_dim=None if latent else _head(config, "hidden_size", heads),
+        ffn=config.number("intermediate_size"), norm_eps=config.number("rms_norm_eps", float),
+        context=config.number("max_position_embeddings"), rope_theta=theta, rope_scaling=scaling,
+        tied=config.flag("tie_word_embeddings"), init_std=_init_std(config),
+    )  # fmt: skip
+
+
+def _init_std(config: Config) -> float:
+    return float(config.number("initializer_range", float, zero=True) if config.get("initializer_range") is not None else 0.02)
+
+
+def _head(config: Config, width: str, heads: int) -> int:
+    """Width of a head, which transformers infers where it is not given."""
+    if config.get("head_dim"):
+        return int(config.number("head_dim"))
+    if config.number(width) % heads:
+        raise Unsupported(width, config.get(width), f"it does not divide among {heads} heads.")
+    return int(config.number(width)) // heads
+
+
+def _llama(config: Config) -> ModelSpec:
+    return _decoder(config)
+
+
+def _qwen3(config: Config) -> ModelSpec:
+    return replace(_decoder(config), qk_norm=True)
+
+
+def _mixtral(config: Config) -> ModelSpec:
+    spec = _decoder(config)
+    experts, active = config.number("num_local_experts"), config.number("num_experts_per_tok")
+    return replace(spec, moe=Moe(experts=experts, active=active, ffn=spec.hidden, balance_loss=_balance(config)))
+
+
+def _qwen3_moe(config: Config) -> ModelSpec:
+    experts = config.number("num_experts" if config.values.get("num_experts") else "num_local_experts")
+    moe = Moe(
+        experts=experts, active=config.number("num_experts_per_tok"), ffn=config.number("moe_intermediate_size"),
+        normalize=config.flag("norm_topk_prob"), balance_loss=_balance(config),
+    )  # fmt: skip
+    return replace(_decoder(config), qk_norm=True, moe=moe)
+
+
+def _balance(config: Config) -> float:
+    """transformers adds the balancing loss only where the router's scores are asked for."""
+    asked = config.flag("output_router_logits")
+    return float(config.number("router_aux_loss_coef", float, zero=True)) if asked else 0.0
+
+
+def _deepseek(config: Config) -> ModelSpec:
+    spec = _decoder(config, latent=True)
+    if spec.kv != spec.heads:
+        raise Unsupported(
+            "num_key_value_heads", spec.kv, f"latent attention has as many as num_attention_heads = {spec.heads}."
+        )
+    mla = Mla(
+        kv_rank=config.number("kv_lora_rank"), q_rank=config.may_be_null("q_lora_rank"),
+        nope_dim=config.number("qk_nope_head_dim"), rope_dim=config.number("qk_rope_head_dim"),
+        value_dim=config.number("v_head_dim"),
+    )  # fmt: skip
+    dense = config.number("first_k_dense_replace", zero=True)
+    spec = replace(spec, kv_heads=None, mla=mla)
+    if dense >= spec.layers:
+        return spec
+    if not config.get("n_shared_experts"):
+        raise Unsupported("n_shared_experts", config.get("n_shared_experts"), "DeepSeek-V3 has at least one.")
+    groups = config.may_be_null("n_group") or 1
+    moe = Moe(
+        experts=config.number("n_routed_experts"), active=config.number("num_experts_per_tok"),
+        ffn=config.number("moe_intermediate_size"), shared=config.number("n_shared_experts"), dense_layers=dense,
+        router="sigmoid", normalize=config.flag("norm_topk_prob"), scale=config.number("routed_scaling_factor", float),
+        groups=groups, active_groups=config.may_be_null("topk_group") or groups,
+        bias_rate=BIAS_RATE,
+    )  # fmt: skip
+    return replace(spec, moe=moe)
+
+
+BIAS_RATE = 0.001
+"""DeepSeek-V3's balancing, from its paper; its config does not carry the rate."""
+
+
+def _ahead(config: Config, spec: ModelSpec, folder: Path) -> int:
+    """Modules of multi-token prediction: only where their weights are in the folder, which transformers leaves out."""
+    said = int(config.number("num_nextn_predict_layers", zero=True))
+    places = (re.match(r"model\.layers\.(\d{1,9})\.", name) for name in safefiles.names(folder))
+    found = {int(place[1]) - spec.layers for place in places if place}
+    return said if any(0 <= layer < said for layer in found) else 0
+
+
+def _gpt2(config: Config) -> ModelSpec:
+    _activation(config, "activation_function", ("gelu_new", "gelu_pytorch_tanh"))
+    dim = config.number("n_embd")
+    _head(config, "n_embd", config.number("n_head"))
+    return ModelSpec(
+        vocab=config.number("vocab_size"), dim=dim, layers=config.number("n_layer"), heads=config.number("n_head"),
+        ffn=config.may_be_null("n_inner") or 4 * dim, norm="layer", norm_eps=config.number("layer_norm_epsilon", float),
+        activation="gelu", positions="learned", context=config.number("n_positions"), bias=True,
+        tied=config.flag("tie_word_embeddings"), init_std=_init_std(config),
+    )  # fmt: skip
+
+
+_LLAMA: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
+_QWEN: dict[str, Any] = {**_LLAMA, "max_position_embeddings": 32768}
+_MISTRAL: dict[str, Any] = {**_LLAMA, "max_position_embeddings": 131072, "num_key_value_heads": 8}
+FAMILIES: dict[str, tuple[Callable[[Config], ModelSpec], dict[str, Any]]] = {
+    "LlamaForCausalLM": (_llama, _LLAMA),
+    "MistralForCausalLM": (_llama, {**_MISTRAL, "sliding_window": 4096}),
+    "Qwen3ForCausalLM": (_qwen3, {**_QWEN, "head_dim": 128, "num_key_value_heads": 32}),
+    "Qwen3MoeForCausalLM": (
+        _qwen3_moe,
+        {**_QWEN, "num_key_value_heads": 4, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.001},
+    ),
+    "MixtralForCausalLM": (
+        _mixtral,
+        {
+            **_MISTRAL, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2,
+            "router_aux_loss_coef": 0.001, "sliding_window": None,
+        },
+    ),
+    "GPT2LMHeadModel": (_gpt2, {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_positions": 1024, "tie_word_embeddings": True}),
+    "DeepseekV3ForCausalLM": (
+        _deepseek,
+        {
+            **_LLAMA, "max_position_embeddings": 4096, "q_lora_rank": 1536, "n_shared_experts": 1, "n_group": 8, "topk_group": 4,
+            "num_experts_per_tok": 8, "first_k_dense_replace": 3, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+            "num_nextn_predict_layers": 0, "v_head_dim": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "kv_lora_rank": 512,
+        },
+    ),
+}  # fmt: skip
+"""Each architecture's reader, and the values transformers takes for keys that are left out."""

@@ -1,0 +1,300 @@
+"""CPU ranks that stay: forked once with torch loaded, given one case after the other. `verification/parity` runs its cases here.
+
+Each case meets under a generation of its own on the same store, and leaves in good order. A rank that raises, dies or hangs
+spoils the others, which wait for it: then all are ended, the failure is told, and the next case gets new ones.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import selectors
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+import torch
+import torch._dynamo  # these, because the first optimizer and the first sharded model would import them, in every rank
+import torch.distributed as dist
+import torch.distributed.fsdp
+import torch.distributed.tensor
+
+from phalanx.host.env import only_this_machine
+from phalanx.host.process_tree import die_with
+from phalanx.parallel.mesh import connect, disconnect
+from phalanx.spec.layout import Layout
+from phalanx.spec.place import Place
+
+_LENGTH = struct.Struct("!Q")
+_GRACE = 0.5  # seconds in which ranks that fail at about the same time may say so: the first of them is to blame
+_LINES = 12  # of a traceback that are told
+
+
+class RankFailed(Exception):
+    """A case that a rank did not get through."""
+
+    def __init__(self, rank: int | None, error: str, trace: Sequence[str]):
+        self.rank, self.error, self.trace = rank, error, tuple(trace)
+        super().__init__(f"{'one process' if rank is None else f'rank {rank}'}: {error}")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What one rank is to do: `function(mesh, *args)`."""
+
+    place: Place
+    layout: Layout | None
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    timeout: float
+
+
+@dataclass(slots=True)
+class _Raised:
+    error: str
+    trace: list[str]
+    when: float
+    died: bool = False
+
+
+@dataclass(slots=True)
+class _Worker:
+    rank: int
+    pid: int
+    tasks: int
+    """Where it reads tasks from: a file descriptor that this process writes to."""
+    results: int
+    log: Path
+    """What it writes to standard error, and where it stands when it is asked."""
+    received: bytearray = field(default_factory=bytearray)
+
+
+class Pool:
+    """Up to `ranks` ranks, started when they are first needed."""
+
+    def __init__(self, ranks: int, timeout: float = 120.0):
+        """`timeout`: seconds after which a case that has not ended counts as hanging."""
+        self.ranks, self.timeout = ranks, timeout
+        self._workers: list[_Worker] = []
+        self._store: int | None = None
+        self._address = ("127.0.0.1", 0)
+        self._generation = 0
+        self._folder = tempfile.TemporaryDirectory(prefix="phalanx-verify-")
+
+    @property
+    def folder(self) -> Path:
+        """For files that ranks leave each other; it goes with the pool."""
+        return Path(self._folder.name)
+
+    def run(self, function: Callable[..., Any], layout: Layout, *args: Any) -> list[Any]:
+        """`function(mesh, *args)` on the layout's ranks; what each returned. Raises RankFailed."""
+        assert layout.ranks <= self.ranks, f"{layout.ranks} ranks are wanted of {self.ranks}"
+        self._start()
+        self._generation += 1
+        places = [
+            Place(rank=rank, ranks=layout.ranks, local_rank=rank, store=self._address, generation=self._generation)
+            for rank in range(layout.ranks)
+        ]
+        return self._do([Task(place, layout, function, args, self.timeout) for place in places])
+
+    def alone(self, function: Callable[..., Any], *args: Any) -> Any:
+        """The same in one process that knows of no other. Raises RankFailed with the rank None."""
+        self._start()
+        try:
+            return self._do([Task(Place(), None, function, args, self.timeout)])[0]
+        except RankFailed as failed:
+            raise RankFailed(None, failed.error, failed.trace) from None
+
+    def close(self) -> None:
+        self._end()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        if self._workers:
+            return
+        torch.set_num_threads(1)  # a process that has run OpenMP in parallel leaves its forks threads that are not there
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self._address = listener.getsockname()
+            self._store = fork(serve_store, *self._address, listener.fileno())
+        for rank in range(self.ranks):
+            tasks, give = os.pipe()
+            take, results = os.pipe()
+            log = self.folder / f"rank-{rank}.log"
+            pid = fork(_serve, tasks, results, log)
+            os.close(tasks)
+            os.close(results)  # now, so that no later rank holds it: its end is how a rank's end is noticed
+            self._workers.append(_Worker(rank, pid, give, take, log))
+
+    def _end(self) -> None:
+        for pid in (*([self._store] if self._store else []), *(worker.pid for worker in self._workers)):
+            os.kill(pid, signal.SIGKILL)  # nobody has waited for it yet, so the number is still its own
+            os.waitpid(pid, 0)
+        for worker in self._workers:
+            os.close(worker.tasks)
+            os.close(worker.results)
+        self._workers, self._store = [], None
+
+    def _do(self, tasks: list[Task]) -> list[Any]:
+        workers = self._workers[: len(tasks)]
+        try:
+            for worker, task in zip(workers, tasks, strict=True):
+                worker.received.clear()
+                try:
+                    _write(worker.tasks, pickle.dumps(task))
+                except BrokenPipeError:
+                    raise RankFailed(worker.rank, _death(worker), _last_lines(worker.log)) from None
+            return self._collect(workers)
+        except BaseException:
+            self._end()
+            raise
+
+    def _collect(self, workers: list[_Worker]) -> list[Any]:
+        results: dict[int, Any] = {}
+        raised: dict[int, _Raised] = {}
+        deadline = time.monotonic() + self.timeout
+        with selectors.DefaultSelector() as selector:
+            for worker in workers:
+                selector.register(worker.results, selectors.EVENT_READ, worker)
+            while len(results) + len(raised) < len(workers):
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    break
+                for worker in (key.data for key, _ in ready):
+                    result = _result(worker)
+                    if result is None:
+                        continue
+                    selector.unregister(worker.results)
+                    if isinstance(result[0], _Raised):
+                        raised[worker.rank] = result[0]
+                        deadline = min(deadline, time.monotonic() + _GRACE)
+                    else:
+                        results[worker.rank] = result[0]
+        if raised:
+            # A rank that died outranks one that raised, however early: ranks raise of another's death, none dies of an error.
+            rank, first = min(raised.items(), key=lambda pair: (not pair[1].died, pair[1].when))
+            raise RankFailed(rank, first.error, first.trace)
+        missing = [worker for worker in workers if worker.rank not in results]
+        if missing:
+            others = f" (nor have ranks {', '.join(str(worker.rank) for worker in missing[1:])})" if missing[1:] else ""
+            raise RankFailed(missing[0].rank, f"has not ended within {self.timeout:.0f} s{others}", _standing(missing[0]))
+        return [results[worker.rank] for worker in workers]
+
+
+def fork(function: Callable[..., NoReturn], *args: Any) -> int:
+    """A process that does this and ends, with this one at the latest; its number."""
+    parent = os.getpid()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of forking beside threads; those here belong to numpy or wait for work, and hold no lock.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        die_with(parent)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and takes everyone along
+        try:
+            function(*args)
+        finally:
+            os._exit(1)  # nothing that the program has registered may run here
+    return pid
+
+
+def serve_store(host: str, port: int, listener: int) -> NoReturn:
+    """The store where ranks meet, on a socket that is bound already."""
+    store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener))
+    while store:
+        signal.pause()
+    raise AssertionError
+
+
+def _serve(tasks: int, results: int, log: Path) -> NoReturn:
+    """The life of a rank: tasks until it is ended."""
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 2)
+    only_this_machine()
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr)
+    torch.set_num_threads(1)
+    while True:
+        task: Task = pickle.loads(_read(tasks))
+        try:
+            mesh = connect(task.place, "cpu", task.timeout, task.layout)
+            message = pickle.dumps(task.function(mesh, *task.args))
+            disconnect(mesh)
+        except BaseException as error:
+            lines = traceback.format_exc().strip().splitlines()
+            told = f"{type(error).__name__}: {error}"
+            _write(results, pickle.dumps(_Raised(told, lines[-_LINES:], time.monotonic())))
+            while True:  # alive, so that the others fail of nothing else before they are ended
+                signal.pause()
+        _write(results, message)
+        gc.collect()  # models refer to themselves; the next case needs the room
+
+
+def _write(pipe: int, message: bytes) -> None:
+    rest = memoryview(_LENGTH.pack(len(message)) + message)
+    while rest:
+        rest = rest[os.write(pipe, rest) :]
+
+
+def _read(pipe: int) -> bytes:
+    def exactly(count: int) -> bytes:
+        got = bytearray()
+        while len(got) < count:
+            if not (part := os.read(pipe, count - len(got))):
+                os._exit(0)  # whoever gave the tasks is gone
+            got += part
+        return bytes(got)
+
+    return exactly(*_LENGTH.unpack(exactly(_LENGTH.size)))
+
+
+def _result(worker: _Worker) -> tuple[Any] | None:
+    """What a rank has sent, once all of it is there; its death, if that is what it sent."""
+    part = os.read(worker.results, 1 << 20)
+    worker.received += part
+    if not part:
+        return (_Raised(_death(worker), _last_lines(worker.log), time.monotonic(), died=True),)
+    if len(worker.received) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack_from(worker.received)
+    if len(worker.received) < _LENGTH.size + length:
+        return None
+    return (pickle.loads(worker.received[_LENGTH.size :]),)
+
+
+def _death(worker: _Worker) -> str:
+    # Looked at without being taken: the number must stay the rank's own until the pool is ended.
+    found = os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+    assert found is not None
+    if found.si_code == os.CLD_EXITED:
+        return f"ended with exit code {found.si_status}"
+    return f"was ended by {signal.Signals(found.si_status).name}"
+
+
+def _standing(worker: _Worker) -> list[str]:
+    """Where a rank that does not end stands now."""
+    os.kill(worker.pid, signal.SIGUSR1)
+    time.sleep(_GRACE)
+    return _last_lines(worker.log)
+
+
+def _last_lines(log: Path) -> list[str]:
+    text = log.read_text(errors="replace") if log.exists() else ""
+    stack = text.rpartition("Current thread")[2].splitlines() if "Current thread" in text else text.splitlines()[-_LINES:]
+    return [line for line in stack if line.strip()][:_LINES]
