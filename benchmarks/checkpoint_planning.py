@@ -36,7 +36,7 @@ from phalanx.checkpointing.shard_io import Holding, Reader, Writer, box, laid_ou
 from phalanx.checkpointing.slices import LoadPieces, Part, Piece, SavePieces, _write_item, written
 from phalanx.optim.param_slices import copies, piece
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import Spot
+from phalanx.parallel.owned_param import ParamShard
 from phalanx.parallel.sharding import own_box
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
@@ -89,7 +89,7 @@ LAYOUTS = {
 class State:
     """What the ranks of one stage hold before it is shared out: where parameters lie, and the formats of their states."""
 
-    spots: dict[str, Spot]
+    spots: dict[str, ParamShard]
     tensors: dict[str, tuple[torch.dtype, str | None]]
     """Format, and the parameter that it lies beside; of a single number, none."""
 
@@ -112,13 +112,13 @@ class Everyone:
                 found[name] = piece(torch.empty(own[beside].shape, dtype=dtype, device="meta"), own[beside], mesh)
         return found
 
-    def _own(self, spot: Spot, mesh: Mesh) -> Spot:
+    def _own(self, spot: ParamShard, mesh: Mesh) -> ParamShard:
         axis = "expert_shard" if spot.expert else "shard"
-        return own_box(spot, mesh.at(axis), mesh.size(axis))[0] if self.layout.shard > 1 else spot
+        return own_box(spot, mesh.coordinate(axis), mesh.size(axis))[0] if self.layout.shard > 1 else spot
 
     def _state(self, mesh: Mesh) -> State:
         axes = ("pipeline", "tensor", "expert", "expert_tensor")
-        places = tuple(mesh.at(axis) for axis in axes)
+        places = tuple(mesh.coordinate(axis) for axis in axes)
         if places not in self._states:
             unshared = self.layout.expert * self.layout.expert_tensor // self.layout.tensor or 1
             small = replace(self.layout, data=unshared, shard=1, context=1)
@@ -133,7 +133,7 @@ class Everyone:
         return self._states[places]
 
 
-def _parameter(name: str, spots: dict[str, Spot]) -> str:
+def _parameter(name: str, spots: dict[str, ParamShard]) -> str:
     bare = name.partition("/")[2]
     return bare if bare in spots else bare.rpartition("/")[0]
 

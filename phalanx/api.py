@@ -12,7 +12,7 @@ from phalanx.launch.local import Job
 from phalanx.launch.measure_model import measure
 from phalanx.launch.prepare import Request, prepare
 from phalanx.planning.hardware import hardware, planned
-from phalanx.planning.resolve import choose, settle
+from phalanx.planning.resolve import choose, plan_run
 from phalanx.spec.check import check
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import resolve
@@ -77,7 +77,7 @@ def trainer(run: Run, *, checkpoints: str | Path = "checkpoints") -> Trainer:
     from phalanx.training.trainer import Trainer
 
     run, place = _checked(run), torchrun_place() or Place()
-    settled = settle(run, probe(visible_gpus()), place.ranks, measure(run))
+    settled = plan_run(run, probe(visible_gpus()), place.ranks, measure(run))
     run, laid = settled.run, settled.plan
     built = Trainer(run, laid, connect(place, laid.device, run.resilience.timeout, laid.layout), Path(checkpoints))
     built.build()

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import Spot
+from phalanx.parallel.owned_param import ParamShard
 
 
-def wholes(boxes: Mapping[str, tuple[Tensor, Spot]], mesh: Mesh) -> dict[str, Tensor]:
+def wholes(boxes: Mapping[str, tuple[Tensor, ParamShard]], mesh: Mesh) -> dict[str, Tensor]:
     """Every tensor that any rank has a box of, whole, in fp32 or its own format, on the CPU of all ranks; they call it together.
 
     Boxes that several ranks hold are taken from the first; an element that none holds would be NaN.
     """
     mine = {name: (tensor.detach().cpu(), spot) for name, (tensor, spot) in boxes.items()}
     found: dict[str, Tensor] = {}
-    for theirs in reversed(mesh.collect(mine)):
+    for theirs in reversed(mesh.gather_objects(mine)):
         for name, (tensor, spot) in theirs.items():
             if name not in found:
                 found[name] = torch.full(spot.whole, torch.nan, dtype=tensor.dtype)

@@ -18,8 +18,8 @@ from phalanx.parallel import expert
 from phalanx.parallel.apply import Recipe
 from phalanx.parallel.fsdp import FullySharded
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import Spot
-from phalanx.parallel.sharded_model import Placed
+from phalanx.parallel.owned_param import ParamShard
+from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.parallel.sharding import Sharding
 from phalanx.parallel.zero import Sharded, shard
 from phalanx.spec.layout import Layout
@@ -119,7 +119,7 @@ def alone(kind: str, replicas: int, compute: str = "fp32") -> Trained:
 
 
 def engine_of(mesh: Mesh, parts: list[nn.Module], whole: Recipe, zero: int, compute: str, keep: bool = False) -> Engine:
-    spots = {name: Spot.all(parameter) for part in parts for name, parameter in part.named_parameters()}
+    spots = {name: ParamShard.all(parameter) for part in parts for name, parameter in part.named_parameters()}
     spots = expert.split(parts, spots, whole.axes, mesh)
     how = Sharding(zero=zero, axes=("data", "shard", "context"), compute=compute, keep=keep)
     return FullySharded(parts, spots, mesh, whole, how) if zero == 3 else shard(parts, spots, mesh, whole, how)
@@ -132,18 +132,18 @@ def make(mesh: Mesh, spec: ModelSpec, zero: int, compute: str = "fp32") -> tuple
 
 def descend(engine: Engine) -> None:
     with torch.no_grad():
-        for one in engine.held:
+        for one in engine.owned:
             assert one.gradient is not None
             one.value.sub_(RATE * one.gradient.to(one.value.dtype))
     engine.updated()
 
 
 def values(engine: Engine, mesh: Mesh) -> dict[str, Tensor]:
-    return wholes({one.name: (one.value.clone(), one.spot) for one in engine.held}, mesh)
+    return wholes({one.name: (one.value.clone(), one.shard) for one in engine.owned}, mesh)
 
 
 def gradients(engine: Engine, mesh: Mesh) -> dict[str, Tensor]:
-    return wholes({one.name: (one.gradient.float(), one.spot) for one in engine.held if one.gradient is not None}, mesh)
+    return wholes({one.name: (one.gradient.float(), one.shard) for one in engine.owned if one.gradient is not None}, mesh)
 
 
 def accumulate(engine: Engine, model: nn.Module, of: list[int], compute: str, replicas: int) -> float:
@@ -160,10 +160,10 @@ def accumulate(engine: Engine, model: nn.Module, of: list[int], compute: str, re
 
 def train(mesh: Mesh, kind: str, zero: int, compute: str = "fp32", give_up: int | None = None) -> Trained:
     model, engine = make(mesh, SPECS[kind], zero, compute)
-    placed = Placed([model], mesh, engine, lambda logits, targets: logits)
+    placed = ShardedModel([model], mesh, engine, lambda logits, targets: logits)
     replicas = mesh.layout.replicas
     trained = Trained(values(engine, mesh), [], [], {}, [])
-    places = {one.name: one.value.data_ptr() for one in engine.held}
+    places = {one.name: one.value.data_ptr() for one in engine.owned}
     for step in range(STEPS):
         if give_up is not None:  # on all ranks: a step that nobody applies
             engine.begin(EACH)
@@ -180,7 +180,7 @@ def train(mesh: Mesh, kind: str, zero: int, compute: str = "fp32", give_up: int 
         descend(engine)
         trained.after = evaluate(model, compute)
     trained.final = values(engine, mesh)
-    assert places == {one.name: one.value.data_ptr() for one in engine.held}
+    assert places == {one.name: one.value.data_ptr() for one in engine.owned}
     return trained
 
 

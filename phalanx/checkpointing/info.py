@@ -19,7 +19,7 @@ from phalanx.spec.safefiles import SIZES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class CheckpointInfo:
     """A folder that is a checkpoint, or was to become one."""
 
     path: str
@@ -38,11 +38,11 @@ class Told:
     """An interrupted save, or one that was replaced: never looked at, removed by the next save."""
 
 
-def listing(checkpoints: Location) -> list[Told]:
+def listing(checkpoints: Location) -> list[CheckpointInfo]:
     """Everything that saves have made there, newest first."""
     found = [told(path) for path in directory.listed(checkpoints)]
     found += [
-        Told(
+        CheckpointInfo(
             path=str(checkpoints / name), step=_step(name), bytes=sum((checkpoints / name).sizes().values()), time=None, ranks=None,
             layout=None, version=None, problem="what an interrupted save left, or a checkpoint that was replaced", leftover=True,
         )
@@ -69,14 +69,14 @@ def _step(name: str) -> int | None:
     return int(digits) if digits.isdigit() else None
 
 
-def told(path: Location) -> Told:
+def told(path: Location) -> CheckpointInfo:
     marker: dict[str, Any] = {}
     problem = None
     try:
         marker = directory.read_marker(path)
     except DamagedCheckpoint as bad:
         problem = bad.reason
-    return Told(
+    return CheckpointInfo(
         path=str(path),
         step=directory.step_of(path) if "step" not in marker else marker["step"],
         bytes=sum(path.sizes().values()),

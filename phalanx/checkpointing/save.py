@@ -42,14 +42,14 @@ class Ranks(Protocol):
     def speaks_for_stage(self) -> bool: ...
     @property
     def device(self) -> torch.device: ...
-    def share(self, value: Any, /) -> Any:
+    def broadcast_object(self, value: Any, /) -> Any:
         """Rank 0's value; all ranks call it at once."""
 
-    def tally(self, key: str, amount: int, /) -> int:
+    def store_add(self, key: str, amount: int, /) -> int:
         """Add to a number that all ranks see, at any time and from any thread; returns the new one."""
 
-    def tell(self, key: str, text: str, /) -> None: ...
-    def told(self, key: str, /) -> str: ...
+    def store_set(self, key: str, text: str, /) -> None: ...
+    def store_get(self, key: str, /) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,12 +129,14 @@ class Saver:
         failure, number = None, 0
         folder = directory.folder(self._checkpoints, step)
         if self._ranks.rank == 0:
-            number = self._ranks.tally("saves", 1)  # not counted here: these ranks may have saved through another Saver before
+            number = self._ranks.store_add(
+                "saves", 1
+            )  # not counted here: these ranks may have saved through another Saver before
             try:
                 directory.begin(self._checkpoints, step)
             except OSError as error:
                 failure = reason(error)
-        failure, number = self._ranks.share((failure, number))
+        failure, number = self._ranks.broadcast_object((failure, number))
         if failure is not None:
             return Outcome(step=step, path=str(folder), failure=failure)
         self._key = f"save-{number}"
@@ -158,16 +160,18 @@ class Saver:
             writer.write_data(planner.create_local_plan(), planner).wait()
         except BaseException as error:
             failure = reason(error)
-            self._ranks.tell(f"{key}-why-{self._ranks.tally(f'{key}-failed', 1)}", f"rank {self._ranks.rank}: {failure}")
-        size = self._ranks.tally(f"{key}-bytes", writer.bytes)
-        self._ranks.tally(f"{key}-done", 1)
+            self._ranks.store_set(
+                f"{key}-why-{self._ranks.store_add(f'{key}-failed', 1)}", f"rank {self._ranks.rank}: {failure}"
+            )
+        size = self._ranks.store_add(f"{key}-bytes", writer.bytes)
+        self._ranks.store_add(f"{key}-done", 1)
         path = directory.folder(self._checkpoints, step)
         if self._ranks.rank == 0:
             try:
                 self._wait_for_all(f"{key}-done")
-                size = self._ranks.tally(f"{key}-bytes", 0)
-                if failed := self._ranks.tally(f"{key}-failed", 0):
-                    failure = "; ".join(self._ranks.told(f"{key}-why-{number + 1}") for number in range(failed))
+                size = self._ranks.store_add(f"{key}-bytes", 0)
+                if failed := self._ranks.store_add(f"{key}-failed", 0):
+                    failure = "; ".join(self._ranks.store_get(f"{key}-why-{number + 1}") for number in range(failed))
                 else:
                     directory.commit(folder, contents, self._ranks.ranks)
             except BaseException as error:
@@ -181,7 +185,7 @@ class Saver:
         )
 
     def _wait_for_all(self, done: str) -> None:
-        while self._ranks.tally(done, 0) < self._ranks.ranks:
+        while self._ranks.store_add(done, 0) < self._ranks.ranks:
             if self._left is not None and time.monotonic() > self._left + _PATIENCE:
                 raise TimeoutError("not all ranks have written their parts")
             time.sleep(_LOOK)
@@ -216,7 +220,7 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        found, self.last = self._ranks.share((self._take(), self.last))
+        found, self.last = self._ranks.broadcast_object((self._take(), self.last))
         return list(found)
 
     def _take(self) -> list[Outcome]:

@@ -48,7 +48,7 @@ class Uploader:
         self._ended: list[Upload] = []
         self._closing = self._stopped = False
         # A mesh may have seen the uploads of an earlier trainer. All ranks ask before any of them can begin one.
-        self._number = ranks.share(ranks.tally("uploads", 0) if ranks.rank == 0 else None)
+        self._number = ranks.broadcast_object(ranks.store_add("uploads", 0) if ranks.rank == 0 else None)
         work = self._lead if ranks.rank == 0 else self._follow
         self._thread = threading.Thread(target=work, name="uploads", daemon=True)
         self._thread.start()
@@ -112,14 +112,14 @@ class Uploader:
         try:
             folder = directory.begin(self._far, step)
             self._number += 1
-            self._ranks.tell(f"upload-{self._number}", json.dumps(step))
-            self._ranks.tally("uploads", 1)
+            self._ranks.store_set(f"upload-{self._number}", json.dumps(step))
+            self._ranks.store_add("uploads", 1)
             size = self._share(step)
             self._wait_for_all(f"upload-{self._number}-done")
-            if failed := self._ranks.tally(f"upload-{self._number}-failed", 0):
-                why = [self._ranks.told(f"upload-{self._number}-why-{one + 1}") for one in range(failed)]
+            if failed := self._ranks.store_add(f"upload-{self._number}-failed", 0):
+                why = [self._ranks.store_get(f"upload-{self._number}-why-{one + 1}") for one in range(failed)]
                 raise PhalanxError("; ".join(why))
-            size = self._ranks.tally(f"upload-{self._number}-bytes", 0)
+            size = self._ranks.store_add(f"upload-{self._number}-bytes", 0)
             directory.complete(folder, (directory.folder(self._near, step) / directory.MARKER).read())
         except Exception as error:
             return Upload(step=step, url=str(target), failure=reason(error), skipped=skipped)
@@ -132,7 +132,7 @@ class Uploader:
 
     def _wait_for_all(self, done: str) -> None:
         pause = _SOON
-        while self._ranks.tally(done, 0) < self._ranks.ranks:
+        while self._ranks.store_add(done, 0) < self._ranks.ranks:
             if self._stopped:
                 raise PhalanxError("the run has ended")
             time.sleep(pause)
@@ -142,9 +142,9 @@ class Uploader:
         """On the other ranks: do what rank 0 has decided."""
         pause = _SOON
         while not self._stopped:
-            if self._ranks.tally("uploads", 0) > self._number:
+            if self._ranks.store_add("uploads", 0) > self._number:
                 self._number += 1
-                self._share(json.loads(self._ranks.told(f"upload-{self._number}")))
+                self._share(json.loads(self._ranks.store_get(f"upload-{self._number}")))
                 pause = _SOON
                 continue
             with self._changed:
@@ -167,10 +167,10 @@ class Uploader:
                     self._copy(near / one, far / one, files[one])
                     size += files[one]["bytes"]
         except BaseException as error:
-            number = self._ranks.tally(f"{key}-failed", 1)
-            self._ranks.tell(f"{key}-why-{number}", f"rank {self._ranks.rank}: {reason(error)}")
-        self._ranks.tally(f"{key}-bytes", size)
-        self._ranks.tally(f"{key}-done", 1)
+            number = self._ranks.store_add(f"{key}-failed", 1)
+            self._ranks.store_set(f"{key}-why-{number}", f"rank {self._ranks.rank}: {reason(error)}")
+        self._ranks.store_add(f"{key}-bytes", size)
+        self._ranks.store_add(f"{key}-done", 1)
         return size
 
     def _copy(self, near: Location, far: Location, expected: dict[str, int | str]) -> None:

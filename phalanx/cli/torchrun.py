@@ -42,7 +42,7 @@ def train_here(place: Place, run_file: Path, overrides: list[str], request: Requ
         return 2
     device = run.cluster.device or ("cuda" if probe(visible_gpus()).gpus else "cpu")
     mesh = connect(place, device, run.resilience.timeout)
-    share = mesh.patient(_UNTIL_PREPARED)
+    share = mesh.slow_broadcast(_UNTIL_PREPARED)
     prepared: Prepared | None = None
     problems: tuple[str, ...] = ()
     if mesh.rank == 0:

@@ -267,7 +267,7 @@ class Agent:
             "copy_every": order["copy_every"],
         }
         kept = {key: order[key] for key in ("generation", "plan", "source", "save")}
-        return {"order": "begin", "place": place, "pulse": str(worker.pulse), "chaos": self.chaos} | kept
+        return {"order": "begin", "place": place, "pulse": str(worker.heartbeat), "chaos": self.chaos} | kept
 
     async def _fork(self, slot: int) -> Worker:
         self._count += 1
@@ -338,7 +338,7 @@ class Agent:
             now = time.monotonic()
             beats: dict[int, list[Any]] = {}
             for worker in self.workers.values():
-                if worker.gone.is_set() or worker.rank is None or (beat := heartbeat.read(worker.pulse)) is None:
+                if worker.gone.is_set() or worker.rank is None or (beat := heartbeat.read(worker.heartbeat)) is None:
                     continue
                 beats[worker.rank] = [
                     beat.generation, beat.step, beat.phase, now - beat.since, beat.step_seconds, beat.busy_seconds, beat.taken, beat.memory

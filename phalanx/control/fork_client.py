@@ -36,7 +36,7 @@ class Worker:
     """Its place on the node: which device is its own."""
     pid: int
     writer: asyncio.StreamWriter
-    pulse: Path
+    heartbeat: Path
     rank: int | None = None
     generation: int = -1
     ended: int | None = None
@@ -59,16 +59,16 @@ class Worker:
 
     def bury(self) -> None:
         """It is gone: keep what its pulse said last."""
-        if (last := heartbeat.read(self.pulse)) is not None and last.generation == self.generation:
+        if (last := heartbeat.read(self.heartbeat)) is not None and last.generation == self.generation:
             self.step = last.step
         self.gone.set()
-        self.pulse.unlink(missing_ok=True)
-        self.pulse.with_suffix(".stack").unlink(missing_ok=True)
+        self.heartbeat.unlink(missing_ok=True)
+        self.heartbeat.with_suffix(".stack").unlink(missing_ok=True)
 
 
 async def inspect(worker: Worker) -> tuple[str | None, str | None]:
     """What can be seen from outside of a rank that does not answer: its state, and its stack as the interpreter's last resort writes it."""
-    dump = worker.pulse.with_suffix(".stack")
+    dump = worker.heartbeat.with_suffix(".stack")
     with contextlib.suppress(OSError):
         os.truncate(dump, 0)
     worker.kill(signal.SIGUSR2)

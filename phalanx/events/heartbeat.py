@@ -39,7 +39,7 @@ class Beat:
     """That the rank works in."""
 
 
-class Pulse:
+class Heartbeat:
     """The writing end. Without a path it goes nowhere, at the same cost."""
 
     def __init__(self, path: Path | None = None):

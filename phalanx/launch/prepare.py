@@ -28,7 +28,7 @@ from phalanx.launch.fit_check import memory_problems
 from phalanx.launch.measure_model import check_weights, measure
 from phalanx.launch.node_check import address_problems, node_problems
 from phalanx.planning.hardware import mismatch
-from phalanx.planning.resolve import Settled, again, settle
+from phalanx.planning.resolve import PlannedRun, again, plan_run
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.identity import changed
@@ -86,7 +86,7 @@ def prepare(
         if elsewhere := mismatch(run, machine):
             raise RunError(elsewhere)
         size = measure(run)
-        settled = settle(run, machine, ranks, size)
+        settled = plan_run(run, machine, ranks, size)
         if ranks is None:
             problems += node_problems(run, settled.plan)
     except RunError as error:
@@ -123,7 +123,7 @@ def _before(rundir: RunDir) -> Plan | None:
         return None  # there is none, or one of another version
 
 
-def _fill(rundir: RunDir, settled: Settled, data: Dataset, request: Request) -> Prepared:
+def _fill(rundir: RunDir, settled: PlannedRun, data: Dataset, request: Request) -> Prepared:
     """What workers read, into a directory that is held."""
     run, plan = settled.run, settled.plan
     resumes, changes = _check_resumption(rundir, run, plan, data, request)

@@ -93,14 +93,14 @@ _BEGUN: tuple[Callable[..., object], ...] = (
 # Both are written out: a call more would double what they cost.
 
 
-def meet(collective: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+def timed_collective(collective: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """A collective that returns when all have taken part."""
     if is_compiling():
         return collective(*args, **kwargs)  # it becomes a part of the graph, in which there are no clocks
     if WAITED.clock is not None:
         handle = next((value for value in (*args, *kwargs.values()) if isinstance(value, dist.ProcessGroup)), None)
         with _on_clock(part_of("step" if handle is None else handle.group_desc)):
-            return meet(collective, *args, **kwargs)
+            return timed_collective(collective, *args, **kwargs)
     if WAITED.passed is not None:
         return WAITED.on_device(collective, *args, **kwargs)
     started = perf_counter()

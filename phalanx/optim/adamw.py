@@ -15,7 +15,7 @@ from torch import Tensor
 
 from phalanx.checkpointing.slices import Elsewhere
 from phalanx.optim.chunks import Portion, portions
-from phalanx.parallel.owned_param import Held
+from phalanx.parallel.owned_param import OwnedParam
 from phalanx.spec.run import Optimizer as OptimizerSpec
 
 State = Tensor | Elsewhere
@@ -95,12 +95,12 @@ def fused(terms: Terms, decay: float, move: Move) -> None:
     )
 
 
-def decay(one: Held, spec: OptimizerSpec) -> float:
+def decay(one: OwnedParam, spec: OptimizerSpec) -> float:
     """Matrices decay, norms and biases do not; what a rank's part looks like does not matter."""
-    return spec.weight_decay if len(one.spot.whole) >= 2 else 0.0
+    return spec.weight_decay if len(one.shard.whole) >= 2 else 0.0
 
 
-def moving(one: Held) -> bool:
+def moving(one: OwnedParam) -> bool:
     """Whether a step changes it: a frozen parameter has no gradient."""
     return one.gradient is not None or not one.value.numel()
 
@@ -114,7 +114,7 @@ def flat(tensor: Tensor) -> Tensor:
 class AdamW:
     """On the device, in fp32 or with moments in bf16."""
 
-    def __init__(self, held: Sequence[Held], spec: OptimizerSpec, moments: torch.dtype):
+    def __init__(self, held: Sequence[OwnedParam], spec: OptimizerSpec, moments: torch.dtype):
         self._held, self._spec = list(held), spec
         self._decays = [decay(one, spec) for one in held]
         values = [one.value.detach() for one in held]

@@ -21,7 +21,7 @@ from phalanx.optim.adamw import Bytes, flat, size
 from phalanx.optim.chunks import portions
 from phalanx.optim.param_slices import copies, piece
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import Held, Spot
+from phalanx.parallel.owned_param import OwnedParam, ParamShard
 from phalanx.spec.run import Optimizer as OptimizerSpec
 
 _PORTION = 1 << 22  # numbers that travel in one message
@@ -30,7 +30,7 @@ _PORTION = 1 << 22  # numbers that travel in one message
 class Outer:
     """The outer optimizer, alike on the ranks of all replicas that hold the same boxes."""
 
-    def __init__(self, held: Sequence[Held], spec: OptimizerSpec, mesh: Mesh):
+    def __init__(self, held: Sequence[OwnedParam], spec: OptimizerSpec, mesh: Mesh):
         """All ranks make it at the same time; afterwards the values count as where all started."""
         self._held, self._spec, self._mesh = list(held), spec, mesh
         self._group = mesh.group("data", use="local steps")
@@ -70,13 +70,13 @@ class Outer:
         """For a checkpoint: they take the place of the values under the parameters' names, and add to them."""
         found = {}
         for one, anchor, momentum in zip(self._held, self._anchors, self._momentum, strict=True):
-            found[f"model/{one.name}"] = piece(anchor, one.spot, self._mesh)
-            found[f"outer/{one.name}/momentum"] = piece(momentum, one.spot, self._mesh)
-            found[f"outer/{one.name}/local"] = self.of_replica(one.value.detach(), one.spot)
+            found[f"model/{one.name}"] = piece(anchor, one.shard, self._mesh)
+            found[f"outer/{one.name}/momentum"] = piece(momentum, one.shard, self._mesh)
+            found[f"outer/{one.name}/local"] = self.of_replica(one.value.detach(), one.shard)
         return found
 
-    def of_replica(self, state: Tensor | Elsewhere, spot: Spot) -> Piece:
-        """A state that each replica has its own of, as a piece of all of them together; a single number, or one laid out as `spot`."""
+    def of_replica(self, state: Tensor | Elsewhere, spot: ParamShard) -> Piece:
+        """A state that each replica has its own of, as a piece of all of them together; a single number, or one laid out as `shard`."""
         count, here = self._group.size, self._group.index
         mine = state.unsqueeze(0) if isinstance(state, Tensor) else _Row(state, state.dtype)
         if isinstance(state, Tensor) and tuple(state.shape) != spot.shape:

@@ -18,7 +18,7 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from phalanx.optim.adamw import Bytes, Move, State, moving, size
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import Held, Spot
+from phalanx.parallel.owned_param import OwnedParam, ParamShard
 from phalanx.spec.run import Optimizer as OptimizerSpec
 
 _COEFFICIENTS, _STEPS, _EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7  # torch.optim.Muon's defaults
@@ -41,14 +41,14 @@ class _Box:
 
 
 class Muon:
-    def __init__(self, held: Sequence[Held], spec: OptimizerSpec, mesh: Mesh | None, kept: torch.dtype):
+    def __init__(self, held: Sequence[OwnedParam], spec: OptimizerSpec, mesh: Mesh | None, kept: torch.dtype):
         self._held, self._spec = list(held), spec
         self._momentum = [torch.zeros_like(one.value.detach(), dtype=kept) for one in held]
         self._alone: list[int] = []
         self._shared: list[_Shared] = []
         by_axes: dict[tuple[str, ...], list[int]] = {}
         for index, one in enumerate(held):
-            by_axes.setdefault(one.spot.split, []).append(index)
+            by_axes.setdefault(one.shard.split, []).append(index)
         for axes, indices in by_axes.items():
             if axes and not held[indices[0]].value.is_meta:  # a rank that is only foreseen meets nobody and takes no step
                 assert mesh is not None, f"{held[indices[0]].name} is a part, of which only a mesh knows the others"
@@ -104,16 +104,16 @@ class Muon:
         value = one.value.detach()
         value.mul_(1 - move.learning_rate * self._spec.weight_decay)
         # One learning rate serves AdamW too: the root of the mean square of both updates is alike.
-        rate = _adjust_lr(move.learning_rate, "match_rms_adamw", torch.Size(one.spot.whole))
+        rate = _adjust_lr(move.learning_rate, "match_rms_adamw", torch.Size(one.shard.whole))
         value.add_(update, alpha=-rate)
 
 
 class _Shared:
     """Matrices whose boxes the same ranks hold."""
 
-    def __init__(self, group: Group, indices: list[int], held: Sequence[Held]):
+    def __init__(self, group: Group, indices: list[int], held: Sequence[OwnedParam]):
         self.group, self.indices = group, indices
-        spots = [held[index].spot for index in indices]
+        spots = [held[index].shard for index in indices]
         device = held[indices[0]].value.device
         names = crc32("\n".join(held[index].name for index in indices).encode())
         of_all = group.gathered(torch.tensor([[names, len(indices)]], device=device))
@@ -149,7 +149,7 @@ class _Shared:
         return [part.view(box.shape) for part, box in zip(parts, boxes, strict=True)]
 
 
-def boxes_of_all(group: Group, spots: Sequence[Spot], device: torch.device) -> list[list[list[int]]]:
+def boxes_of_all(group: Group, spots: Sequence[ParamShard], device: torch.device) -> list[list[list[int]]]:
     """Offset and shape of every rank's box, by matrix and rank. A rehearsal, which is told nothing by others, puts its own in the place
     of this function."""
     places = group.gathered(torch.tensor([[*spot.offset, *spot.shape] for spot in spots], device=device)[None])
@@ -164,7 +164,7 @@ def _box(row: int, column: int, height: int, width: int) -> _Box:
     return _Box(slice(row, row + height), slice(column, column + width))
 
 
-def _check(name: str, spot: Spot, boxes: list[_Box]) -> None:
+def _check(name: str, spot: ParamShard, boxes: list[_Box]) -> None:
     """Together the boxes are the matrix; several ranks may hold the same one."""
     apart = {(box.rows.start, box.columns.start, *box.shape): box.numbers for box in boxes if box.numbers}
     total = spot.whole[0] * spot.whole[1]

@@ -16,7 +16,7 @@ from phalanx.optim.adamw import AdamW, Bytes, Move, State
 from phalanx.optim.muon import Muon
 from phalanx.optim.offload.offloaded_adamw import Offloaded, to_file, to_host
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import Held
+from phalanx.parallel.owned_param import OwnedParam
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Memory, Precision
 from phalanx.spec.run import Optimizer as OptimizerSpec
@@ -30,7 +30,7 @@ class Optimizer:
 
     def __init__(
         self,
-        held: Sequence[Held],
+        held: Sequence[OwnedParam],
         spec: OptimizerSpec,
         *,
         precision: Precision = _PRECISION,
@@ -104,6 +104,6 @@ def refusal(spec: OptimizerSpec, memory: Memory) -> str | None:
     return None
 
 
-def _is_muons(one: Held) -> bool:
+def _is_muons(one: OwnedParam) -> bool:
     """Decided on the whole parameter, never on a rank's part. Experts are stacked in three dimensions, of which Muon knows nothing."""
-    return len(one.spot.whole) == 2 and one.name.startswith(_LAYERS)
+    return len(one.shard.whole) == 2 and one.name.startswith(_LAYERS)

@@ -8,10 +8,10 @@ from torch import Tensor
 from phalanx.checkpointing.slices import Elsewhere, Piece
 from phalanx.checkpointing.write_partition import Copies
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import Spot
+from phalanx.parallel.owned_param import ParamShard
 
 
-def piece(tensor: Tensor | Elsewhere, spot: Spot, mesh: Mesh) -> Piece:
+def piece(tensor: Tensor | Elsewhere, spot: ParamShard, mesh: Mesh) -> Piece:
     """A state of a parameter lies where the parameter does; one that is a single number belongs to all of it."""
     if isinstance(tensor, Tensor) and tuple(tensor.shape) != spot.shape:
         return Piece.of(tensor, copies(mesh, counted=spot.counted))
@@ -20,5 +20,5 @@ def piece(tensor: Tensor | Elsewhere, spot: Spot, mesh: Mesh) -> Piece:
 
 def copies(mesh: Mesh, split: tuple[str, ...] = (), *, counted: bool = True) -> Copies:
     """The ranks that hold what is cut along the given mesh axes only; not `counted`: another stage's ranks write it."""
-    index, count = mesh.alike(*split)
+    index, count = mesh.peer_index(*split)
     return Copies(tuple(sorted(split)), index, count if counted else 0)

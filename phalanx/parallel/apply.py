@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from phalanx.parallel import expert, fsdp, tensor, vocab_parallel, zero
 from phalanx.parallel.context import context_parallel
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import Held, Spot
+from phalanx.parallel.owned_param import OwnedParam, ParamShard
 from phalanx.parallel.pipeline.executor import tied_group
 from phalanx.parallel.replicate import Replicated
-from phalanx.parallel.sharded_model import Engine, Loss, Placed
+from phalanx.parallel.sharded_model import Engine, Loss, ShardedModel
 from phalanx.parallel.sharding import Sharding
 from phalanx.schedules.actions import Schedule
 from phalanx.spec.errors import RunError
@@ -33,7 +33,7 @@ class Recipe:
 
     axes: Mapping[str, tuple[str, ...]]
     """Parameter-name pattern to the names of its dimensions."""
-    fill: Callable[[str, Tensor, Spot], None]
+    fill: Callable[[str, Tensor, ParamShard], None]
     """Writes the initial values of a parameter's box into a tensor."""
     reset_buffers: Callable[[nn.Module], None]
     loss: Loss
@@ -44,11 +44,11 @@ class Recipe:
     """The parameter that first and last stage both hold, where the embedding is the head too."""
 
 
-def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Recipe) -> Placed:
+def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Recipe) -> ShardedModel:
     """Make `parts`, this rank's stages of the model, one rank's share of the job."""
     layout = plan.layout
     applied: dict[str, str | None] = {}
-    spots = {name: Spot.all(parameter) for part in parts for name, parameter in part.named_parameters()}
+    spots = {name: ParamShard.all(parameter) for part in parts for name, parameter in part.named_parameters()}
     if layout.tensor > 1:
         spots = tensor.split(parts, spots, recipe.axes, mesh, sequence=layout.sequence)
         applied["tensor"] = tensor.applied(parts, spots)
@@ -62,7 +62,7 @@ def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Reci
     applied |= transform(parts, run, plan, mesh)
     engine = _engine(parts, _mirrored(parts, spots, recipe.tied), run, plan, mesh, recipe)
     applied["data"] = engine.applied()
-    placed = Placed(parts, mesh, engine, loss, apart=run.optimizer.local_steps > 1)
+    placed = ShardedModel(parts, mesh, engine, loss, is_local_sgd=run.optimizer.local_steps > 1)
     if recipe.schedule is not None:
         whole = recipe.schedule.splits and run.memory.recompute == "selective"
         said = "; backwards are whole, as selective recomputation keeps its results for one" if whole else ""
@@ -90,7 +90,7 @@ def transform(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh) -> dict[
     return applied
 
 
-def _engine(parts: list[nn.Module], spots: dict[str, Spot], run: Run, plan: Plan, mesh: Mesh, recipe: Recipe) -> Engine:
+def _engine(parts: list[nn.Module], spots: dict[str, ParamShard], run: Run, plan: Plan, mesh: Mesh, recipe: Recipe) -> Engine:
     """Who sums gradients and owns what the optimizer changes; parameters get their memory here."""
     axes, wire = sample_axes(run), torch.bfloat16 if run.precision.reduce == "bf16" else torch.float32
     if plan.layout.shard == 1:
@@ -102,7 +102,7 @@ def _engine(parts: list[nn.Module], spots: dict[str, Spot], run: Run, plan: Plan
     return zero.shard(parts, spots, mesh, recipe, how)
 
 
-def materialize(parts: list[nn.Module], spots: dict[str, Spot], recipe: Recipe, device: torch.device) -> list[Held]:
+def materialize(parts: list[nn.Module], spots: dict[str, ParamShard], recipe: Recipe, device: torch.device) -> list[OwnedParam]:
     """Give cut parameters their memory and their initial values; the optimizer is to work on them as they are."""
     held = {}
     for part in parts:
@@ -112,7 +112,7 @@ def materialize(parts: list[nn.Module], spots: dict[str, Spot], recipe: Recipe, 
         for name, parameter in part.named_parameters():
             if name not in held:
                 recipe.fill(name, parameter.data, spots[name])
-                held[name] = Held(name, parameter, spots[name])
+                held[name] = OwnedParam(name, parameter, spots[name])
     return list(held.values())
 
 
@@ -121,7 +121,7 @@ def sample_axes(run: Run) -> tuple[str, ...]:
     return ("data", "shard", "context") if run.optimizer.local_steps == 1 else ("shard", "context")
 
 
-def _mirrored(parts: list[nn.Module], spots: dict[str, Spot], tied: str | None) -> dict[str, Spot]:
+def _mirrored(parts: list[nn.Module], spots: dict[str, ParamShard], tied: str | None) -> dict[str, ParamShard]:
     """The last stage's copy of a tied embedding mirrors the first's, and is not counted again."""
     if tied not in spots or any(getattr(part, "begins", True) for part in parts):
         return spots
@@ -131,6 +131,6 @@ def _mirrored(parts: list[nn.Module], spots: dict[str, Spot], tied: str | None) 
 def _stages(parts: list[nn.Module], mesh: Mesh, schedule: Schedule) -> str:
     """Which blocks this rank has, by the parts themselves."""
     held = ["+".join(part.get_submodule("blocks")._modules) for part in parts]
-    numbers = schedule.stages_of(mesh.at("pipeline"))
+    numbers = schedule.stages_of(mesh.coordinate("pipeline"))
     stages = ", ".join(f"stage {number}: blocks {blocks}" for number, blocks in zip(numbers, held, strict=True))
     return f"{schedule.name}, {schedule.stages} stages on {schedule.ranks} ranks; {stages}"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from phalanx.parallel.expert_dispatch import Dispatch, Seats
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import Spot, replace_parameter
+from phalanx.parallel.owned_param import ParamShard, replace_parameter
 from phalanx.spec.errors import RunError
 from phalanx.spec.words import either
 
@@ -24,7 +24,7 @@ Axes = Mapping[str, tuple[str, ...]]
 """Parameter-name pattern to the names of its dimensions; the first that matches counts."""
 
 
-def split(parts: Sequence[nn.Module], spots: Mapping[str, Spot], axes: Axes, mesh: Mesh) -> dict[str, Spot]:
+def split(parts: Sequence[nn.Module], spots: Mapping[str, ParamShard], axes: Axes, mesh: Mesh) -> dict[str, ParamShard]:
     """Cut the experts of all layers and let tokens travel to them; where every parameter lies then.
 
     Every rank of a stage is taken to have tokens of its own. So the gradient of a part of the experts is complete once it is
@@ -46,7 +46,7 @@ def split(parts: Sequence[nn.Module], spots: Mapping[str, Spot], axes: Axes, mes
     return found
 
 
-def applied(parts: Sequence[nn.Module], spots: Mapping[str, Spot], axes: Axes) -> str | None:
+def applied(parts: Sequence[nn.Module], spots: Mapping[str, ParamShard], axes: Axes) -> str | None:
     """What became of this rank's first layer of experts, read off its parameters; None if no layer of it was cut."""
     for layer in _layers(parts, axes).values():
         dispatch = getattr(layer.parent, "dispatch", None)
@@ -84,7 +84,7 @@ def _layers(parts: Sequence[nn.Module], axes: Axes) -> dict[str, _Layer]:
     return found
 
 
-def _legal(layer: _Layer, spots: Mapping[str, Spot], mesh: Mesh) -> int:
+def _legal(layer: _Layer, spots: Mapping[str, ParamShard], mesh: Mesh) -> int:
     """How many experts the layer has; refuses one that cannot be shared so."""
     ranks, slices, problems = mesh.size("expert"), mesh.size("expert_tensor"), []
     first = next(iter(layer.dims))
@@ -111,10 +111,10 @@ def _legal(layer: _Layer, spots: Mapping[str, Spot], mesh: Mesh) -> int:
     return count
 
 
-def _cut(spot: Spot, dims: tuple[str, ...], mesh: Mesh) -> Spot:
+def _cut(spot: ParamShard, dims: tuple[str, ...], mesh: Mesh) -> ParamShard:
     for dim, axis in (("expert", "expert"), ("ffn", "expert_tensor")):
         if mesh.size(axis) > 1:
-            spot = spot.cut(dims.index(dim), mesh.at(axis), mesh.size(axis), axis)
+            spot = spot.cut(dims.index(dim), mesh.coordinate(axis), mesh.size(axis), axis)
     return replace(spot, expert=True, partial=())
 
 

@@ -18,10 +18,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 
-from phalanx.observe.comm_timer import meet
+from phalanx.observe.comm_timer import timed_collective
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import Held, Spot
+from phalanx.parallel.owned_param import OwnedParam, ParamShard
 from phalanx.parallel.sharding import (
     Sharding,
     check,
@@ -46,7 +46,7 @@ _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 class FullySharded:
     """The engine. Gradients are sums: FSDP2 would divide them by the number of ranks, and is kept from it everywhere."""
 
-    def __init__(self, parts: list[nn.Module], spots: dict[str, Spot], mesh: Mesh, recipe: Recipe, how: Sharding):
+    def __init__(self, parts: list[nn.Module], spots: dict[str, ParamShard], mesh: Mesh, recipe: Recipe, how: Sharding):
         """Wraps the stages of a model that have no memory yet, and gives this rank that of its own part."""
         check(spots)
         self._how = how
@@ -63,20 +63,20 @@ class FullySharded:
         self._groups = [group for root in self._roots for state in root._state_ctx.all_states for group in _groups(state)]
         self._hybrid = any(group._is_hsdp for group in self._groups)
         self._rest: Sharded | None = None
-        held: dict[str, Held] = {}
+        held: dict[str, OwnedParam] = {}
         if whole:
             aside = replace(how, zero=1, aside=True)
             self._rest = Sharded(wholes_of(parts, spots, whole), mesh, recipe.fill, aside)
-            held = {one.name: one for one in self._rest.held}
-        self._shards: list[tuple[Held, DTensor]] = []
+            held = {one.name: one for one in self._rest.owned}
+        self._shards: list[tuple[OwnedParam, DTensor]] = []
         for part in parts:
             for name, parameter in part.named_parameters():
                 if name not in held:
                     held[name] = _hold(name, parameter, spots[name])
-                    recipe.fill(name, held[name].value.data, held[name].spot)
+                    recipe.fill(name, held[name].value.data, held[name].shard)
                     self._shards.append((held[name], cast(DTensor, parameter)))
         order = dict.fromkeys(name for part in parts for name, _ in part.named_parameters())
-        self.held = [held[name] for name in order]
+        self.owned = [held[name] for name in order]
         self._count = self._begun = 0
         self._pipelined, self._finished = False, True
 
@@ -150,7 +150,7 @@ class FullySharded:
         if not self._shards:
             return "no parameter of this rank is spread"
         one, parameter = max(self._shards, key=lambda pair: pair[1].numel())
-        own = describe(one.name, one.spot, one.value.shape, parameter.shape)
+        own = describe(one.name, one.shard, one.value.shape, parameter.shape)
         total = sum(parameter.numel() for _, parameter in self._shards)
         words = f"parameters, gradients and optimizer state: {sum(one.value.numel() for one, _ in self._shards):,} of {total:,} elements"
         words += f"; {own}, as {parameter.placements} on a mesh of {tuple(parameter.device_mesh.shape)}"
@@ -175,7 +175,9 @@ class FullySharded:
             group.all_reduce_grads = on
 
 
-def _left_whole(parts: Sequence[nn.Module], spots: Mapping[str, Spot], mesh: Mesh, recipe: Recipe, how: Sharding) -> list[str]:
+def _left_whole(
+    parts: Sequence[nn.Module], spots: Mapping[str, ParamShard], mesh: Mesh, recipe: Recipe, how: Sharding
+) -> list[str]:
     """Names of the parameters that FSDP2 has no part in."""
     seen: set[str] = set()
     found = []
@@ -190,7 +192,7 @@ def _left_whole(parts: Sequence[nn.Module], spots: Mapping[str, Spot], mesh: Mes
     return list(dict.fromkeys(found))
 
 
-def _wrap(parts: Sequence[nn.Module], spots: Mapping[str, Spot], whole: Sequence[str], mesh: Mesh, how: Sharding) -> None:
+def _wrap(parts: Sequence[nn.Module], spots: Mapping[str, ParamShard], whole: Sequence[str], mesh: Mesh, how: Sharding) -> None:
     """Experts first, which lie on a mesh of their own, then blocks, then what is around them."""
     policy = MixedPrecisionPolicy(
         param_dtype=how.dtype if how.low else None,
@@ -232,14 +234,14 @@ class _AllGather(DefaultAllGather):
     """FSDP2's own, its waiting measured."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return meet(super().__call__, *args, **kwargs)
+        return timed_collective(super().__call__, *args, **kwargs)
 
 
 class _ReduceScatter(DefaultReduceScatter):
     """The same."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return meet(super().__call__, *args, **kwargs)
+        return timed_collective(super().__call__, *args, **kwargs)
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
@@ -280,7 +282,7 @@ def _groups(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def _hold(name: str, parameter: nn.Parameter, spot: Spot) -> Held:
+def _hold(name: str, parameter: nn.Parameter, spot: ParamShard) -> OwnedParam:
     """This rank's part of a spread parameter, as a plain tensor on the same memory."""
     assert isinstance(parameter, DTensor), f"{name} was not spread"
     local = cast(DTensor, parameter.detach()).to_local()
@@ -289,7 +291,7 @@ def _hold(name: str, parameter: nn.Parameter, spot: Spot) -> Held:
     count, index = parameter.device_mesh.size(-1), parameter.device_mesh.get_local_rank(parameter.device_mesh.ndim - 1)
     spot = spot.cut(placement.dim, index, count, "expert_shard" if spot.expert else "shard")
     assert tuple(local.shape) == spot.shape, f"{name}: {tuple(local.shape)} here, {spot.shape} expected"
-    return Held(name, nn.Parameter(local, requires_grad=False), spot)
+    return OwnedParam(name, nn.Parameter(local, requires_grad=False), spot)
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.observe.comm_timer import meet
+from phalanx.observe.comm_timer import timed_collective
 
 # torch 2.13 has new names for these two, and warns of the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -49,7 +49,7 @@ class Group:
     def sum(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Over the group, in place."""
         if self.handle is not None:
-            meet(dist.all_reduce, values, op=operation, group=self.handle)
+            timed_collective(dist.all_reduce, values, op=operation, group=self.handle)
         return values
 
     def start(self, values: Tensor) -> dist.Work | None:
@@ -70,7 +70,7 @@ class Group:
             return part
         part = part.movedim(dim, 0).contiguous()
         whole = part.new_empty(self.size * part.shape[0], *part.shape[1:])
-        meet(_all_gather, whole, part, group=self.handle)
+        timed_collective(_all_gather, whole, part, group=self.handle)
         return whole.movedim(0, dim)
 
     def scattered(self, whole: Tensor, dim: int = 0) -> Tensor:
@@ -79,7 +79,7 @@ class Group:
             return whole
         whole = whole.movedim(dim, 0).contiguous()
         part = whole.new_empty(whole.shape[0] // self.size, *whole.shape[1:])
-        meet(_reduce_scatter, part, whole, group=self.handle)
+        timed_collective(_reduce_scatter, part, whole, group=self.handle)
         return part.movedim(0, dim)
 
     def own(self, whole: Tensor, dim: int = 0) -> Tensor:
@@ -91,7 +91,7 @@ class Group:
         if self.handle is None:
             return rows
         out = rows.new_empty(sum(taken), *rows.shape[1:])
-        meet(dist.all_to_all_single, out, rows.contiguous(), list(taken), list(given), group=self.handle)
+        timed_collective(dist.all_to_all_single, out, rows.contiguous(), list(taken), list(given), group=self.handle)
         return out
 
     # The same inside a model.

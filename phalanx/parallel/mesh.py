@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from phalanx.observe.comm_timer import meet
+from phalanx.observe.comm_timer import timed_collective
 from phalanx.parallel.group import Group
 from phalanx.parallel.store import ControlStore
 from phalanx.spec.layout import Layout
@@ -59,32 +59,32 @@ class Mesh:
     @property
     def replica(self) -> int:
         """Which share of the batch is this rank's: a number below `layout.replicas`."""
-        return self.at("data") * self.layout.shard + self.at("shard")
+        return self.coordinate("data") * self.layout.shard + self.coordinate("shard")
 
     @property
     def first_of_replica(self) -> bool:
         """One rank of each replica, in the first stage: it alone says what all ranks of the replica know."""
-        return not (self.at("pipeline") or self.at("context") or self.at("tensor"))
+        return not (self.coordinate("pipeline") or self.coordinate("context") or self.coordinate("tensor"))
 
     def size(self, axis: str) -> int:
         """Ranks along an axis of the layout or of the experts' view."""
         return _sizes(self.layout, _view((axis,)))[axis]
 
-    def at(self, axis: str) -> int:
+    def coordinate(self, axis: str) -> int:
         """This rank's coordinate along an axis."""
         return _coordinates(self.rank, _sizes(self.layout, _view((axis,))))[axis]
 
     @property
     def stage(self) -> int:
         """This rank's pipeline rank: those with the same number hold parts of the same tensors."""
-        return self.at("pipeline")
+        return self.coordinate("pipeline")
 
     @property
     def speaks_for_stage(self) -> bool:
         """One rank of each."""
-        return self.alike()[0] == 0
+        return self.peer_index()[0] == 0
 
-    def alike(self, *axes: str) -> tuple[int, int]:
+    def peer_index(self, *axes: str) -> tuple[int, int]:
         """(index, count) of this rank among those of its pipeline rank that have its coordinates along the given axes, which may be
         of the layout and of the experts' view at once."""
         key = tuple(sorted(axes))
@@ -96,17 +96,17 @@ class Mesh:
                 sizes = list(_sizes(self.layout, _view((axis,))).items())
                 place = [name for name, _ in sizes].index(axis)
                 below = math.prod(size for _, size in sizes[place + 1 :])
-                same &= ranks // below % sizes[place][1] == self.at(axis)
+                same &= ranks // below % sizes[place][1] == self.coordinate(axis)
             found = ranks[same & ~np.isin(ranks, list(self._lost))]
             self._alike[key] = int(np.searchsorted(found, self.rank)), len(found)
         return self._alike[key]
 
-    def lose(self, ranks: Iterable[int]) -> None:
-        """These are gone, or what they hold is of no use: `alike` counts the others from now on."""
+    def mark_lost(self, ranks: Iterable[int]) -> None:
+        """These are gone, or what they hold is of no use: `peer_index` counts the others from now on."""
         self._lost.update(ranks)
         self._alike.clear()
 
-    def covered(self, *axes: str) -> bool:
+    def covers(self, *axes: str) -> bool:
         """Whether those that are left of this rank's pipeline rank still have all of what is cut along the given axes."""
         each = self.ranks // self.layout.pipeline
         places: list[set[tuple[int, ...]]] = [set(), set()]
@@ -145,30 +145,30 @@ class Mesh:
     def sum(self, values: Tensor) -> Tensor:
         """Sum over all ranks, in place."""
         if self.ranks > 1:
-            meet(dist.all_reduce, values)
+            timed_collective(dist.all_reduce, values)
         return values
 
     def start(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> dist.Work | None:
         """Begin a reduction over all ranks, in place; wait for the result with `busy.wait`."""
         return dist.all_reduce(values, op=operation, async_op=True) if self.ranks > 1 else None
 
-    def share(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
         if self.ranks == 1:
             return value
         box = [value]
-        meet(dist.broadcast_object_list, box, src=0, device=torch.device("cpu"))
+        timed_collective(dist.broadcast_object_list, box, src=0, device=torch.device("cpu"))
         return box[0]
 
-    def collect(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value, by rank, on every rank; for small plain values."""
         if self.ranks == 1:
             return [value]
         found: list[Any] = [None] * self.ranks
-        meet(dist.all_gather_object, found, value)
+        timed_collective(dist.all_gather_object, found, value)
         return found
 
-    def patient(self, seconds: float) -> Callable[[Any], Any]:
+    def slow_broadcast(self, seconds: float) -> Callable[[Any], Any]:
         """`share` for a value that may take rank 0 so long. All ranks call this at once, and what it returns, once, in the end.
 
         The others wait in a group of its own: in the common one, which must notice a lost rank soon, they would give up.
@@ -185,21 +185,21 @@ class Mesh:
 
         return share
 
-    def tally(self, key: str, amount: int) -> int:
+    def store_add(self, key: str, amount: int) -> int:
         """Add to a number that all ranks see, at any time and from any thread; returns the new one."""
         if self.ranks == 1:
             self._notes[key] = self._notes.get(key, 0) + amount
             return int(self._notes[key])
         return int(_notes().add(key, amount))
 
-    def tell(self, key: str, text: str) -> None:
+    def store_set(self, key: str, text: str) -> None:
         """Leave a word for other ranks, at any time and from any thread."""
         if self.ranks == 1:
             self._notes[key] = text
         else:
             _notes().set(key, text)
 
-    def told(self, key: str) -> str:
+    def store_get(self, key: str) -> str:
         """What a rank told, or will tell in a moment."""
         return str(self._notes[key]) if self.ranks == 1 else _notes().get(key).decode()
 

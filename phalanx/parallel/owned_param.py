@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
+class ParamShard:
     """One parameter's (or state's) part on this rank."""
 
     whole: tuple[int, ...]
@@ -54,13 +54,13 @@ def chunk(length: int, index: int, count: int) -> tuple[int, int]:
 
 
 @dataclass(slots=True)
-class Held:
+class OwnedParam:
     """What the optimizer works on: this rank's own part of one parameter, in full precision."""
 
     name: str
     value: nn.Parameter
     """A plain tensor on the device, never a DTensor; it may share its memory with the model's parameter."""
-    spot: Spot
+    shard: ParamShard
     gradient: Tensor | None = field(default=None)
     """Of the same shape, complete after `Placed.finish`; perhaps in a lower precision."""
 

@@ -18,7 +18,7 @@ from phalanx.observe.comm_timer import wait
 from phalanx.parallel.grad_ready import on_arrival
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import Held
+from phalanx.parallel.owned_param import OwnedParam
 
 _BUCKETS = {
     # Bytes of the first bucket and of the others. On GPUs the first is small, so that reducing starts early in the backward.
@@ -32,18 +32,18 @@ _BUCKETS = {
 class Replicated:
     """Every parameter's gradient ends up in one of a few flat buffers; a buffer is reduced as soon as it is full."""
 
-    def __init__(self, held: Sequence[Held], mesh: Mesh, axes: Sequence[str], *, wire: torch.dtype = torch.float32):
+    def __init__(self, held: Sequence[OwnedParam], mesh: Mesh, axes: Sequence[str], *, wire: torch.dtype = torch.float32):
         """`axes`: those whose ranks see other samples. Experts have axes of their own."""
-        self.held = list(held)
+        self.owned = list(held)
         self._wire = wire
         groups = {False: mesh.group(*axes, use="data")}
-        if any(one.spot.expert for one in held):
+        if any(one.shard.expert for one in held):
             groups[True] = mesh.group("expert_replicate", "expert_shard", use="experts' data")
         reducers = {expert: _reducer(group, mesh) for expert, group in groups.items()}
         # The backward reaches the last layers first, so they share the first bucket.
         bundles = _bundle([one for one in held if one.value.requires_grad][::-1])
         self.buckets = [_buffer(bundle) for bundle in bundles]
-        self._reducers = [reducers[bundle[0].spot.expert] for bundle in bundles]
+        self._reducers = [reducers[bundle[0].shard.expert] for bundle in bundles]
         self._slots = [
             _Slot(one, part.view_as(one.value), index)
             for index, (bundle, bucket) in enumerate(zip(bundles, self.buckets, strict=True))
@@ -66,7 +66,7 @@ class Replicated:
 
     def bytes(self) -> dict[str, int]:
         """What this rank really keeps."""
-        values = sum(one.value.numel() * one.value.element_size() for one in self.held)
+        values = sum(one.value.numel() * one.value.element_size() for one in self.owned)
         return {"parameters": values, "gradients": sum(bucket.numel() * bucket.element_size() for bucket in self.buckets)}
 
     def begin(self, micro_batches: int, pipelined: bool = False) -> None:
@@ -127,7 +127,7 @@ class _Slot:
 
     __slots__ = ("bucket", "parameter", "place")
 
-    def __init__(self, held: Held, place: Tensor, bucket: int):
+    def __init__(self, held: OwnedParam, place: Tensor, bucket: int):
         self.parameter, self.place, self.bucket = held.value, place, bucket
         held.gradient = place
 
@@ -285,8 +285,8 @@ def _reducer(group: Group, mesh: Mesh) -> _Reducer | _TreeReducer:
     return _Reducer(group)  # two terms have one order
 
 
-def _bundle(held: list[Held]) -> list[list[Held]]:
-    bundles: list[list[Held]] = []
+def _bundle(held: list[OwnedParam]) -> list[list[OwnedParam]]:
+    bundles: list[list[OwnedParam]] = []
     room = 0
     for one in held:
         size = one.value.numel() * one.value.element_size()
@@ -299,10 +299,10 @@ def _bundle(held: list[Held]) -> list[list[Held]]:
     return bundles
 
 
-def _kind(held: Held) -> tuple[torch.dtype, bool]:
-    return held.value.dtype, held.spot.expert
+def _kind(held: OwnedParam) -> tuple[torch.dtype, bool]:
+    return held.value.dtype, held.shard.expert
 
 
-def _buffer(bundle: list[Held]) -> Tensor:
+def _buffer(bundle: list[OwnedParam]) -> Tensor:
     first = bundle[0].value
     return torch.zeros(sum(one.value.numel() for one in bundle), dtype=first.dtype, device=first.device)

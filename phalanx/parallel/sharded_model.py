@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import AXES, Mesh
-from phalanx.parallel.owned_param import Held, Spot
+from phalanx.parallel.owned_param import OwnedParam, ParamShard
 
 
 class Engine(Protocol):
     """Who sums gradients over the ranks that see other samples, and keeps what each rank owns."""
 
-    held: list[Held]
+    owned: list[OwnedParam]
 
     def applied(self) -> str:
         """What was done, read off the tensors."""
@@ -45,7 +45,7 @@ Loss = Callable[[Any, Tensor], Tensor]
 
 
 @dataclass(slots=True)
-class Placed:
+class ShardedModel:
     """This rank's share of the model."""
 
     parts: list[nn.Module]
@@ -57,23 +57,23 @@ class Placed:
     """What was really done, by technique, in words read off the placed tensors and modules."""
     tied: dict[str, Group] = field(default_factory=dict)
     """Parameters that two stages hold a copy of, and the ranks that do."""
-    apart: bool = False
+    is_local_sgd: bool = False
     """Replicas take steps of their own and meet only now and then."""
-    together: Group = field(init=False)
+    step_group: Group = field(init=False)
     """The ranks that take a step together."""
     _partial: dict[tuple[str, ...], Group] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        together = tuple(axis for axis in AXES if axis != "data" or not self.apart)
-        self.together = self.mesh.group(*together, use="step")
-        for one in self.held:  # groups are made when all ranks make them
-            axes = one.spot.partial
+        together = tuple(axis for axis in AXES if axis != "data" or not self.is_local_sgd)
+        self.step_group = self.mesh.group(*together, use="step")
+        for one in self.owned:  # groups are made when all ranks make them
+            axes = one.shard.partial
             if axes and axes not in self._partial:
                 self._partial[axes] = self.mesh.group(*axes, use="tensor")
 
     @property
-    def held(self) -> list[Held]:
-        return self.engine.held
+    def owned(self) -> list[OwnedParam]:
+        return self.engine.owned
 
     @property
     def lockstep(self) -> bool:
@@ -82,9 +82,9 @@ class Placed:
         return layout.ranks > (layout.data or 1) or layout.expert * layout.expert_tensor > 1
 
     @property
-    def speaks(self) -> bool:
+    def reports_loss(self) -> bool:
         """Whether this rank tells the loss: one of those that compute the same, where the last stage is."""
-        return self.mesh.at("tensor") == 0 and any(getattr(part, "ends", True) for part in self.parts)
+        return self.mesh.coordinate("tensor") == 0 and any(getattr(part, "ends", True) for part in self.parts)
 
     def begin(self, micro_batches: int, pipelined: bool = False) -> None:
         self.engine.begin(micro_batches, pipelined)
@@ -96,29 +96,29 @@ class Placed:
         """Complete every gradient: over the samples, over the ranks that saw parts of them, over the copies of a tied embedding."""
         self.engine.finish()
         for axes, group in self._partial.items():
-            gradients = [one.gradient for one in self.held if one.spot.partial == axes and one.gradient is not None]
+            gradients = [one.gradient for one in self.owned if one.shard.partial == axes and one.gradient is not None]
             _sum_together(gradients, group)
-        for one in self.held:
+        for one in self.owned:
             if one.name in self.tied and one.gradient is not None:
                 self.tied[one.name].sum(one.gradient)
 
     def norm(self) -> Tensor:
         """Euclidean norm of the whole gradient, in fp32 on the device, the same on all ranks."""
         terms: dict[float, list[Tensor]] = {}
-        for one in self.held:
-            if one.gradient is not None and one.spot.counted and one.gradient.numel():
-                terms.setdefault(1 / self.copies(one.spot), []).append(one.gradient)
-        if list(terms) == [1 / self.together.size]:
+        for one in self.owned:
+            if one.gradient is not None and one.shard.counted and one.gradient.numel():
+                terms.setdefault(1 / self.copies(one.shard), []).append(one.gradient)
+        if list(terms) == [1 / self.step_group.size]:
             # Everyone has everything: no need to ask, and the same bits however many ranks there are.
             return torch.linalg.vector_norm(torch.stack(_norms(next(iter(terms.values())))))
         square = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for share, gradients in terms.items():
             square += torch.stack(_norms(gradients)).double().square().sum() * share
-        return self.together.sum(square).sqrt().float()
+        return self.step_group.sum(square).sqrt().float()
 
-    def copies(self, spot: Spot) -> int:
+    def copies(self, spot: ParamShard) -> int:
         """How many ranks of this stage, of those that take a step together, hold the same box."""
-        return self.together.size // self.mesh.layout.pipeline // math.prod(self.mesh.size(axis) for axis in spot.split)
+        return self.step_group.size // self.mesh.layout.pipeline // math.prod(self.mesh.size(axis) for axis in spot.split)
 
 
 def _norms(gradients: list[Tensor]) -> list[Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import Spot, chunk
+from phalanx.parallel.owned_param import ParamShard, chunk
 from phalanx.spec.errors import RunError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def experts_sharing(mesh: Mesh, how: Sharding) -> tuple[Group, Group]:
     )
 
 
-def own_box(spot: Spot, index: int, count: int) -> tuple[Spot, int]:
+def own_box(spot: ParamShard, index: int, count: int) -> tuple[ParamShard, int]:
     """The index-th of `count` parts of a parameter, each without a gap in memory, and how many elements the largest has.
 
     Rows are dealt out as torch.chunk and FSDP2 do. Fewer experts than ranks are cut once more, along their second dimension.
@@ -84,7 +84,7 @@ def own_box(spot: Spot, index: int, count: int) -> tuple[Spot, int]:
     return spot.cut(0, index, count, axis), chunk(rows, 0, count)[1] * math.prod(spot.shape[1:])
 
 
-def check(spots: Mapping[str, Spot]) -> None:
+def check(spots: Mapping[str, ParamShard]) -> None:
     """Refuse what has no rows to deal out."""
     problems = [
         f"layout.shard cannot share the parameter {name}, a single number without dimensions: give it the shape [1], or leave "
@@ -96,7 +96,7 @@ def check(spots: Mapping[str, Spot]) -> None:
         raise RunError(problems)
 
 
-def exact(name: str, spot: Spot, axes: Mapping[str, tuple[str, ...]]) -> bool:
+def exact(name: str, spot: ParamShard, axes: Mapping[str, tuple[str, ...]]) -> bool:
     """A norm, a bias or a router: it is small, and rounding it would show. It stays in fp32."""
     dims = next((dims for pattern, dims in axes.items() if fnmatchcase(name, pattern)), ())
     return len(spot.shape) < 2 or "route" in dims
@@ -140,7 +140,7 @@ def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
     return sum(storages.values())
 
 
-def describe(name: str, spot: Spot, local: Sequence[int], whole: Sequence[int]) -> str:
+def describe(name: str, spot: ParamShard, local: Sequence[int], whole: Sequence[int]) -> str:
     """An example for what was done: "blocks.0.mlp.up.weight: 32 of 64 rows"."""
     dim = next((dim for dim, length in enumerate(local) if length != whole[dim]), 0)
     kind = "rows" if dim == 0 and not spot.expert else ("experts" if dim == 0 else "rows of each")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.parallel.group import Group
-from phalanx.parallel.owned_param import Held, Spot
+from phalanx.parallel.owned_param import OwnedParam, ParamShard
 from phalanx.parallel.sharding import Sharding, own_box
 
 _BUCKETS = {"cuda": 32 << 20, "cpu": 64 << 20, "meta": 32 << 20}
@@ -24,21 +24,21 @@ class Whole:
 
     name: str
     parameter: nn.Parameter
-    spot: Spot
+    shard: ParamShard
     part: int
     """Which of this rank's stages holds it; the first, where two do."""
     shared: bool
     """Two stages do: their backwards both add to its gradient."""
 
 
-def wholes_of(parts: Sequence[nn.Module], spots: dict[str, Spot], names: Iterable[str] | None = None) -> list[Whole]:
+def wholes_of(parts: Sequence[nn.Module], spots: dict[str, ParamShard], names: Iterable[str] | None = None) -> list[Whole]:
     """All parameters of these stages, or the named ones."""
     found: dict[str, Whole] = {}
     for index, part in enumerate(parts):
         for name, parameter in part.named_parameters():
             if name in found:
                 first = found[name]
-                found[name] = Whole(name, first.parameter, first.spot, first.part, True)
+                found[name] = Whole(name, first.parameter, first.shard, first.part, True)
             else:
                 found[name] = Whole(name, parameter, spots[name], index, False)
     wanted = found.keys() if names is None else set(names)
@@ -50,7 +50,7 @@ class _Slot:
     """A parameter and the place of its parts in a bucket."""
 
     parameter: nn.Parameter
-    held: Held
+    owned: OwnedParam
     room: int
     """Elements of each rank's part, with what is missing in the last ones."""
     offset: int
@@ -62,13 +62,13 @@ class _Slot:
 
     @classmethod
     def of(cls, one: Whole, group: Group, offset: int) -> _Slot:
-        spot, room = own_box(one.spot, group.index, group.size)
+        spot, room = own_box(one.shard, group.index, group.size)
         flat = one.parameter.detach().view(-1)
         first = min(group.index * room, len(flat))
         # In fp32 the master weights are the parameter's own memory.
         low = flat.dtype != torch.float32
         own = torch.empty(spot.shape, dtype=torch.float32, device=flat.device) if low else _cut(flat, first, spot)
-        held = Held(one.name, nn.Parameter(own, requires_grad=False), spot)
+        held = OwnedParam(one.name, nn.Parameter(own, requires_grad=False), spot)
         full = len(flat) // max(room, 1)
         targets = [flat[: full * room].view(full, room), flat[full * room :]]
         return cls(one.parameter, held, room, offset, first, targets)
@@ -81,7 +81,7 @@ class _Slot:
 
     def part(self, share: Tensor) -> Tensor:
         """This rank's part out of its share of a bucket."""
-        return _cut(share, self.offset, self.held.spot)
+        return _cut(share, self.offset, self.owned.shard)
 
     def gradient(self, parts: int) -> Tensor:
         """Of the whole parameter, so that cutting it evenly along the first dimension gives the parts."""
@@ -124,7 +124,7 @@ class Bucket:
     def forget(self) -> None:
         self.total = None
         for slot in self.slots:
-            slot.parameter.grad = slot.held.gradient = slot.held.value.grad = None
+            slot.parameter.grad = slot.owned.gradient = slot.owned.value.grad = None
 
     def packed(self, wire: torch.dtype) -> Tensor:
         """The gradients, rank by rank; ZeRO-2 then has no need of them any more."""
@@ -155,26 +155,26 @@ class Bucket:
             if share is not self.total:
                 self.total.copy_(share)
             for slot in self.slots:
-                slot.held.gradient = slot.part(self.total)
+                slot.owned.gradient = slot.part(self.total)
             return
         for slot in self.slots:
             if slot.parameter.grad is None:
-                slot.held.gradient = slot.part(share).to(slot.parameter.dtype)
+                slot.owned.gradient = slot.part(share).to(slot.parameter.dtype)
             else:
-                slot.held.gradient = _cut(slot.parameter.grad.view(-1), slot.first, slot.held.spot)
-                slot.held.gradient.copy_(slot.part(share))
+                slot.owned.gradient = _cut(slot.parameter.grad.view(-1), slot.first, slot.owned.shard)
+                slot.owned.gradient.copy_(slot.part(share))
 
     def take_own(self) -> None:
         """The same where nothing has to travel."""
         for slot in self.slots:
             found = slot.parameter.grad
-            slot.held.gradient = torch.zeros_like(slot.parameter) if found is None else found.contiguous()
+            slot.owned.gradient = torch.zeros_like(slot.parameter) if found is None else found.contiguous()
 
     def own_values(self) -> Tensor:
         """This rank's share of new values."""
         first = self.slots[0].parameter
         share = torch.empty(self.width, dtype=first.dtype, device=first.device)
-        torch._foreach_copy_([slot.part(share) for slot in self.slots], [slot.held.value.detach() for slot in self.slots])
+        torch._foreach_copy_([slot.part(share) for slot in self.slots], [slot.owned.value.detach() for slot in self.slots])
         return share
 
     def spread(self, whole: Tensor) -> None:
@@ -188,7 +188,7 @@ class Bucket:
         torch._foreach_copy_(targets, sources)
 
 
-def _cut(flat: Tensor, first: int, spot: Spot) -> Tensor:
+def _cut(flat: Tensor, first: int, spot: ParamShard) -> Tensor:
     """The box that begins there in a flat tensor."""
     return flat[first : first + math.prod(spot.shape)].view(spot.shape)
 
@@ -212,4 +212,4 @@ def bundled(wholes: Sequence[Whole], wire: torch.dtype) -> list[list[Whole]]:
 
 
 def _kind(one: Whole) -> tuple[torch.dtype, bool, bool, int, bool]:
-    return one.parameter.dtype, one.parameter.requires_grad, one.spot.expert, one.part, one.shared
+    return one.parameter.dtype, one.parameter.requires_grad, one.shard.expert, one.part, one.shared

@@ -21,8 +21,18 @@ from torch import nn
 
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import Spot, replace_parameter
-from phalanx.parallel.tensor_comm import Enter, Join, KvSelect, Leave, Lookup, Part, Slice, Together, Unbiased
+from phalanx.parallel.owned_param import ParamShard, replace_parameter
+from phalanx.parallel.tensor_comm import (
+    CopyToTP,
+    GatherSeq,
+    KvSelect,
+    Lookup,
+    ReduceFromTP,
+    Slice,
+    SplitSeq,
+    Together,
+    Unbiased,
+)
 from phalanx.spec.errors import RunError
 from phalanx.spec.model import ModelSpec
 
@@ -31,8 +41,8 @@ CUT = ("heads", "kv_heads", "ffn", "vocab")
 
 
 def split(
-    parts: list[nn.Module], spots: dict[str, Spot], axes: Mapping[str, tuple[str, ...]], mesh: Mesh, *, sequence: bool
-) -> dict[str, Spot]:
+    parts: list[nn.Module], spots: dict[str, ParamShard], axes: Mapping[str, tuple[str, ...]], mesh: Mesh, *, sequence: bool
+) -> dict[str, ParamShard]:
     """Cut the parameters and install what communicates; returns where each parameter's part lies now."""
     group = mesh.group("tensor", use="tensor")
     spots = dict(spots)
@@ -62,7 +72,7 @@ def split(
     return spots
 
 
-def applied(parts: list[nn.Module], spots: Mapping[str, Spot]) -> str:
+def applied(parts: list[nn.Module], spots: Mapping[str, ParamShard]) -> str:
     """What was done, read off the parameters and the hooks: an example, and how many others."""
     shapes = {name: tuple(p.shape) for part in parts for name, p in part.named_parameters()}
     cut = [name for name, shape in shapes.items() if "tensor" in spots[name].split and shape != spots[name].whole]
@@ -72,7 +82,7 @@ def applied(parts: list[nn.Module], spots: Mapping[str, Spot]) -> str:
     dim = next(dim for dim, length in enumerate(shapes[name]) if length != spots[name].whole[dim])
     kind = ("rows", "columns")[dim] if len(shapes[name]) == 2 else "elements"
     hooks = [hook for part in parts for module in part.modules() for hook in module._forward_hooks.values()]
-    sliced = {hook.sliced for hook in hooks if isinstance(hook, Leave)} == {True}
+    sliced = {hook.sliced for hook in hooks if isinstance(hook, ReduceFromTP)} == {True}
     words = f"{name}: {shapes[name][dim]} of {spots[name].whole[dim]} {kind}; {len(cut)} of {len(shapes)} parameters are cut"
     return words + ("; sums go to slices of the sequence" if sliced else "")
 
@@ -186,7 +196,7 @@ class _Table:
         return {f"{name}.bias" for name in self.rows}
 
 
-def _unfit(table: _Table, spots: Mapping[str, Spot], sequence: bool) -> Iterator[str]:
+def _unfit(table: _Table, spots: Mapping[str, ParamShard], sequence: bool) -> Iterator[str]:
     """Whole heads must be there to be cut, and a model whose logits nobody can step in before cannot be sliced."""
     for name, dims in table.dims.items():
         for kind, count in (("heads", table.spec.heads), ("kv_heads", table.spec.kv)):
@@ -202,14 +212,14 @@ def _unfit(table: _Table, spots: Mapping[str, Spot], sequence: bool) -> Iterator
         )
 
 
-def _placed(spot: Spot, name: str, table: _Table, group: Group, sequence: bool) -> Spot:
+def _placed(spot: ParamShard, name: str, table: _Table, group: Group, sequence: bool) -> ParamShard:
     dim = table.cut(name)
     if dim is not None:
         return spot.cut(dim, group.index, group.size, "tensor")
     return replace(spot, partial=("tensor",)) if table.partial(name, sequence) else spot
 
 
-def _shrink(module: nn.Module, leaf: str, spot: Spot) -> None:
+def _shrink(module: nn.Module, leaf: str, spot: ParamShard) -> None:
     replace_parameter(module, leaf, spot.shape)
     if isinstance(module, nn.Linear) and leaf == "weight":
         module.out_features, module.in_features = spot.shape
@@ -220,23 +230,23 @@ def _shrink(module: nn.Module, leaf: str, spot: Spot) -> None:
             module.padding_idx = module.padding_idx - spot.offset[0] if inside else None
 
 
-def _install(table: _Table, spots: Mapping[str, Spot], group: Group, sequence: bool, done: set[nn.Module]) -> None:
+def _install(table: _Table, spots: Mapping[str, ParamShard], group: Group, sequence: bool, done: set[nn.Module]) -> None:
     new = {name: module for name, module in table.modules.items() if module not in done}
     for name in (name for name in table.routed if name in new):
         if not sequence:
-            new[name].register_forward_pre_hook(Part(group))
-            new[name].register_forward_hook(Join(group))
+            new[name].register_forward_pre_hook(SplitSeq(group))
+            new[name].register_forward_hook(GatherSeq(group))
     for name in (name for name in table.regions if name in new):
-        new[name].register_forward_pre_hook(Enter(group, table.sliced(name, sequence)))
+        new[name].register_forward_pre_hook(CopyToTP(group, table.sliced(name, sequence)))
         if table.whole_kv and hasattr(new[name], "attend"):
             _select(new[name], table.spec, group)
     for name in (name for name in table.rows if name in new):
-        new[name].register_forward_hook(Leave(group, table.sliced(name, sequence)))
+        new[name].register_forward_hook(ReduceFromTP(group, table.sliced(name, sequence)))
         if new[name].bias is not None:
             new[name].forward = Unbiased(new[name])
     for name in (name for name in table.heads if name in new):
         if not hasattr(table.part, "project"):
-            new[name].register_forward_pre_hook(Enter(group, sequence))
+            new[name].register_forward_pre_hook(CopyToTP(group, sequence))
     for name, module in new.items():
         if isinstance(module, nn.Embedding) and not _within(name, table.regions):
             _install_lookup(module, spots[f"{name}.weight"], group, sequence)
@@ -244,7 +254,7 @@ def _install(table: _Table, spots: Mapping[str, Spot], group: Group, sequence: b
             module.together = Together(group)
 
 
-def _install_lookup(module: nn.Embedding, spot: Spot, group: Group, sequence: bool) -> None:
+def _install_lookup(module: nn.Embedding, spot: ParamShard, group: Group, sequence: bool) -> None:
     if "tensor" in spot.split:
         module.forward = Lookup(module.forward, spot, group, sequence)  # type: ignore[assignment]
     elif sequence:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.parallel.group import Group
-from phalanx.parallel.owned_param import Spot
+from phalanx.parallel.owned_param import ParamShard
 from phalanx.transforms.fp8 import product_of
 
 
 @dataclass(frozen=True, eq=False)
-class Enter:
+class CopyToTP:
     """Before a module that computes parts from the whole: one message for all projections in it that read the input."""
 
     group: Group
@@ -37,7 +37,7 @@ class Enter:
 
 
 @dataclass(frozen=True, eq=False)
-class Leave:
+class ReduceFromTP:
     """After the matrix whose columns are shared: the ranks' parts are summed, and only then the bias is added, once."""
 
     group: Group
@@ -64,13 +64,13 @@ class Lookup:
 
     whole: Callable[[Tensor], Tensor]
     """The embedding's own forward."""
-    spot: Spot
+    shard: ParamShard
     group: Group
     sliced: bool
 
     def __call__(self, tokens_BS: Tensor) -> Tensor:
-        local_BS = tokens_BS - self.spot.offset[0]
-        elsewhere_BS = (local_BS < 0) | (local_BS >= self.spot.shape[0])
+        local_BS = tokens_BS - self.shard.offset[0]
+        elsewhere_BS = (local_BS < 0) | (local_BS >= self.shard.shape[0])
         x_BSD = self.whole(local_BS.masked_fill(elsewhere_BS, 0)).masked_fill(elsewhere_BS[..., None], 0.0)
         return self.group.scatter(x_BSD, 1) if self.sliced else self.group.reduce(x_BSD)
 
@@ -86,7 +86,7 @@ class Slice:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class SplitSeq:
     """Before routed experts whose tokens all ranks have: each goes on with a slice of them, so that none is sent twice."""
 
     group: Group
@@ -96,7 +96,7 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False)
-class Join:
+class GatherSeq:
     """After them: all have all tokens again."""
 
     group: Group

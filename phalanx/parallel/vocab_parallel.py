@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from phalanx.parallel.group import Group
 from phalanx.parallel.owned_param import chunk as share_of
 from phalanx.parallel.sharded_model import Loss
-from phalanx.parallel.tensor_comm import Enter, computed
+from phalanx.parallel.tensor_comm import CopyToTP, computed
 from phalanx.spec.errors import RunError
 from phalanx.spec.model import ModelSpec
 
@@ -81,7 +81,7 @@ class Share:
 class Project:
     """The model's `project`: into the region where each rank has its own columns, and, without chunks, the product."""
 
-    enter: Enter | None
+    enter: CopyToTP | None
     chunked: bool
 
     def __call__(self, x_BSD: Tensor, weight_VD: Tensor, /) -> Any:
@@ -123,7 +123,7 @@ def swap(parts: list[nn.Module], group: Group | None, *, chunk: int | None, sequ
         return loss
     spec = parts[0].spec
     assert isinstance(spec, ModelSpec), "build gives every model its spec"
-    enter = None if group is None else Enter(group, sequence)
+    enter = None if group is None else CopyToTP(group, sequence)
     for part in parts:
         if hasattr(part, "project"):
             part.project = Project(enter, chunk is not None)

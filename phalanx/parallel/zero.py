@@ -19,7 +19,7 @@ from phalanx.observe.comm_timer import wait
 from phalanx.parallel.grad_ready import on_arrival
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import Spot
+from phalanx.parallel.owned_param import ParamShard
 from phalanx.parallel.sharding import (
     Sharding,
     check,
@@ -41,7 +41,7 @@ _FLYING = 2
 """Buckets on their way at the same time. More would hide no more, and each takes memory."""
 
 
-def shard(parts: list[nn.Module], spots: dict[str, Spot], mesh: Mesh, recipe: Recipe, how: Sharding) -> Sharded:
+def shard(parts: list[nn.Module], spots: dict[str, ParamShard], mesh: Mesh, recipe: Recipe, how: Sharding) -> Sharded:
     """Give the stages of a model, which have no memory yet, that of whole parameters, and this rank its part of their state."""
     check(spots)
     if how.low:
@@ -54,18 +54,18 @@ def shard(parts: list[nn.Module], spots: dict[str, Spot], mesh: Mesh, recipe: Re
 class Sharded:
     """The engine: sums each parameter's gradient where its owner is, and spreads what the owner makes of it."""
 
-    def __init__(self, wholes: Sequence[Whole], mesh: Mesh, fill: Callable[[str, Tensor, Spot], None], how: Sharding):
+    def __init__(self, wholes: Sequence[Whole], mesh: Mesh, fill: Callable[[str, Tensor, ParamShard], None], how: Sharding):
         """Writes the initial values; all ranks call it at the same time."""
         self._how = how
         groups = {False: sharing(mesh, how)}
-        if any(one.spot.expert for one in wholes):
+        if any(one.shard.expert for one in wholes):
             groups[True] = experts_sharing(mesh, how)
         # The backward reaches the last layers first, so they share the first bucket.
         bundles = bundled(wholes[::-1], how.wire)
-        self.buckets = [Bucket(bundle, *groups[bundle[0].spot.expert], how) for bundle in bundles]
-        slots = {slot.held.name: slot for bucket in self.buckets for slot in bucket.slots}
+        self.buckets = [Bucket(bundle, *groups[bundle[0].shard.expert], how) for bundle in bundles]
+        slots = {slot.owned.name: slot for bucket in self.buckets for slot in bucket.slots}
         self._slots = [slots[one.name] for one in wholes]
-        self.held = [slot.held for slot in self._slots]
+        self.owned = [slot.owned for slot in self._slots]
         self._reduced = [bucket for bucket in self.buckets if bucket.trained]
         self._each_time = [bucket for bucket in self._reduced if not bucket.once and not bucket.alone]
         self._scattering: deque[_Flight] = deque()
@@ -76,8 +76,8 @@ class Sharded:
         for number, bucket in enumerate(self._reduced):
             for slot in bucket.slots:
                 on_arrival(slot.parameter, self._arrived, number)
-        for one in self.held:
-            fill(one.name, one.value.data, one.spot)
+        for one in self.owned:
+            fill(one.name, one.value.data, one.shard)
         self.updated()
 
     def begin(self, micro_batches: int, pipelined: bool = False) -> None:
@@ -133,18 +133,18 @@ class Sharded:
         """Memory that this rank really holds."""
         slots = self._slots
         return {
-            "parameters": storage_bytes([*(s.parameter for s in slots), *(s.held.value for s in slots)]),
-            "gradients": storage_bytes([*(s.parameter.grad for s in slots), *(s.held.gradient for s in slots)]),
+            "parameters": storage_bytes([*(s.parameter for s in slots), *(s.owned.value for s in slots)]),
+            "gradients": storage_bytes([*(s.parameter.grad for s in slots), *(s.owned.gradient for s in slots)]),
         }
 
     def applied(self) -> str:
         """What was done, read off the tensors."""
         slots = self._slots
         example = max(slots, key=lambda slot: slot.parameter.numel())
-        sizes = [sum(slot.held.value.numel() for slot in slots), sum(slot.parameter.numel() for slot in slots)]
+        sizes = [sum(slot.owned.value.numel() for slot in slots), sum(slot.parameter.numel() for slot in slots)]
         kinds = " and ".join(dict.fromkeys(str(slot.parameter.dtype).removeprefix("torch.") for slot in slots))
         gradients = "their gradients too" if self._each_time else "gradients whole"
-        own = describe(example.held.name, example.held.spot, example.held.value.shape, example.parameter.shape)
+        own = describe(example.owned.name, example.owned.shard, example.owned.value.shape, example.parameter.shape)
         return (
             f"optimizer state of {sizes[0]:,} of {sizes[1]:,} elements, {gradients}, parameters whole in {kinds}; {own}, "
             f"among {self.buckets[0].group.size} ranks"

@@ -18,7 +18,7 @@ from phalanx.planning.find_layout import assumed, find, judge, rates_of
 from phalanx.planning.formats import other_formats
 from phalanx.planning.hardware import Hardware
 from phalanx.planning.hardware import hardware as hardware_of
-from phalanx.planning.resolve import Settled, settle
+from phalanx.planning.resolve import PlannedRun, plan_run
 from phalanx.planning.search import NONE, Aim, Limits, beyond, search
 from phalanx.planning.solve import What, solve, what_if
 from phalanx.planning.why import why_not
@@ -49,7 +49,7 @@ def here(run: Run, machine: Machine, most: int = 10) -> dict[str, Any]:
     refused: RunError | None = None
     found: Found | None = None
     try:
-        settled = settle(run, machine)
+        settled = plan_run(run, machine)
     except RunError as error:
         refused = error
     try:
@@ -64,7 +64,7 @@ def here(run: Run, machine: Machine, most: int = 10) -> dict[str, Any]:
     return _taken(run, machine, settled, found, most)
 
 
-def _taken(run: Run, machine: Machine, settled: Settled, found: Found | None, most: int) -> dict[str, Any]:
+def _taken(run: Run, machine: Machine, settled: PlannedRun, found: Found | None, most: int) -> dict[str, Any]:
     """What training takes, told as the best."""
     plan = settled.plan
     devices = devices_of(run, machine, plan.ranks, plan.threads, plan.device)

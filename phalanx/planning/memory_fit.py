@@ -14,7 +14,7 @@ from phalanx.planning.candidate import Option
 from phalanx.planning.chosen import CLEARLY, judged, promise_of, rank_bytes
 from phalanx.planning.find_layout import SAFE, find
 from phalanx.planning.hardware import hardware
-from phalanx.planning.request import Asked, gib, largest_divisor
+from phalanx.planning.request import PlanRequest, gib, largest_divisor
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Memory, Run
@@ -48,7 +48,7 @@ class Laid:
         return f", {' and '.join(said)}," if said else ""
 
 
-def replicas(asked: Asked) -> int:
+def replicas(asked: PlanRequest) -> int:
     """What was asked for, or the most that the machine has room for and the batch divides among."""
     run, layout = asked.run, asked.run.layout
     if layout.data is not None:
@@ -64,7 +64,7 @@ def replicas(asked: Asked) -> int:
     return _in_memory(asked, share, asked.machine.cores // others)
 
 
-def _in_memory(asked: Asked, share: int, most: int) -> int:
+def _in_memory(asked: PlanRequest, share: int, most: int) -> int:
     """The most replicas on cores that divide the share of a batch and find room, one sequence at a time."""
     count = largest_divisor(share, most)
     while count > 1:
@@ -77,7 +77,7 @@ def _in_memory(asked: Asked, share: int, most: int) -> int:
     return count
 
 
-def lay(asked: Asked, layout: Layout, *, trade: bool) -> Laid:
+def lay(asked: PlanRequest, layout: Layout, *, trade: bool) -> Laid:
     """The micro-batch and what is traded for memory, as far as they are open. `trade`: where nothing else fits, or it is clearly quicker,
     blocks are recomputed; where still nothing fits, optimizer states leave the device."""
     known = asked.run.model.module is None and asked.run.layout.schedule_file is None
@@ -93,7 +93,7 @@ def lay(asked: Asked, layout: Layout, *, trade: bool) -> Laid:
     return tried
 
 
-def _planned(asked: Asked, layout: Layout, trade: bool) -> Laid | None:
+def _planned(asked: PlanRequest, layout: Layout, trade: bool) -> Laid | None:
     """As the planner has it; None where the equations do not know such a layout."""
     memory, room = asked.run.memory, _room(asked, layout)
     recomputing = replace(memory, offload=_plain(memory).offload)
@@ -111,7 +111,7 @@ def _planned(asked: Asked, layout: Layout, trade: bool) -> Laid | None:
     return Laid(replace(asked.run, memory=best.traded(memory)), plan, best.bytes)
 
 
-def _savings(asked: Asked, trade: bool) -> Iterator[Memory]:
+def _savings(asked: PlanRequest, trade: bool) -> Iterator[Memory]:
     """What may be traded, the cheapest first."""
     memory = asked.run.memory
     yield _plain(memory)
@@ -127,7 +127,7 @@ def _savings(asked: Asked, trade: bool) -> Iterator[Memory]:
         yield replace(last, offload="nvme" if asked.device == "cpu" else "cpu")
 
 
-def _sizes(asked: Asked, layout: Layout) -> Iterator[int]:
+def _sizes(asked: PlanRequest, layout: Layout) -> Iterator[int]:
     """Micro-batches by the rule of thumb, the largest first; or the one that is given."""
     train, share = asked.run.train, asked.run.batch // layout.replicas
     if train.micro_batch is not None:
@@ -143,7 +143,7 @@ def _sizes(asked: Asked, layout: Layout) -> Iterator[int]:
         yield size
 
 
-def _filled(asked: Asked, layout: Layout, memory: Memory, micro_batch: int) -> Laid:
+def _filled(asked: PlanRequest, layout: Layout, memory: Memory, micro_batch: int) -> Laid:
     run, plan = replace(asked.run, memory=memory), asked.plan(layout, micro_batch)
     one = replace(run, train=replace(run.train, micro_batch=micro_batch))
     option = judged(one, asked.machine, plan)
@@ -153,7 +153,7 @@ def _filled(asked: Asked, layout: Layout, memory: Memory, micro_batch: int) -> L
     return Laid(run, replace(plan, promise=promise), option.bytes)
 
 
-def memory_problems(asked: Asked, laid: Laid) -> list[str]:
+def memory_problems(asked: PlanRequest, laid: Laid) -> list[str]:
     """Whether even a micro-batch of one sequence is too large. A GPU is filled to the brim here: a rehearsal has the last word."""
     layout, machine = laid.plan.layout, asked.machine
     if asked.device == "cuda" and not machine.gpus:
@@ -182,12 +182,12 @@ def memory_problems(asked: Asked, laid: Laid) -> list[str]:
     ]
 
 
-def roomy(laid: Laid, asked: Asked) -> bool:
+def roomy(laid: Laid, asked: PlanRequest) -> bool:
     """Whether it fits with a little to spare, as plans do."""
     return laid.need <= _room(asked, laid.plan.layout)
 
 
-def _room(asked: Asked, layout: Layout) -> float:
+def _room(asked: PlanRequest, layout: Layout) -> float:
     """Bytes of a rank that a plan fills."""
     if asked.device == "cpu":
         return CPU_SHARE * asked.machine.memory / layout.ranks
@@ -195,7 +195,7 @@ def _room(asked: Asked, layout: Layout) -> float:
     return share * asked.smallest_gpu(layout.ranks).memory
 
 
-def _shared(asked: Asked) -> bool:
+def _shared(asked: PlanRequest) -> bool:
     """Whether the plan would find a layout for what does not fit as it is given."""
     run = asked.run
     if run.layout == Layout() or run.model.module is not None or asked.device == "cpu":

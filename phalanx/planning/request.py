@@ -24,7 +24,7 @@ _TORCHRUN = "--nproc-per-node"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PlanRequest:
     """What is known before anything is chosen."""
 
     run: Run
@@ -36,10 +36,10 @@ class Asked:
     size: Size
 
     @staticmethod
-    def of(run: Run, machine: Machine, ranks: int | None, size: Size) -> Asked:
+    def of(run: Run, machine: Machine, ranks: int | None, size: Size) -> PlanRequest:
         device = run.cluster.device or ("cuda" if machine.gpus else "cpu")
         compute = run.precision.compute or ("bf16" if device == "cuda" else "fp32")
-        return Asked(run, machine, device, compute, ranks, size)
+        return PlanRequest(run, machine, device, compute, ranks, size)
 
     def plan(self, layout: Layout, micro_batch: int) -> Plan:
         """So laid out, with nothing promised yet."""

@@ -1,6 +1,6 @@
 """Lays a run out on a machine: fills in what the run file left open, and says what cannot work before anything starts.
 
-The launcher, verification and the API call `settle` or `choose`; workers receive the Plan and the Run that come out.
+The launcher, verification and the API call `plan_run` or `choose`; workers receive the Plan and the Run that come out.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from phalanx.planning.request import Asked, described
+from phalanx.planning.request import PlanRequest, described
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.machine import Machine
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class PlannedRun:
     """A run with nothing left open that training would have to decide."""
 
     run: Run
@@ -35,11 +35,11 @@ class _TooLarge(RunError):
 
 
 def choose(run: Run, machine: Machine, ranks: int | None = None, size: Size | None = None) -> Plan:
-    """The plan of `settle`, for whoever has no use for the run."""
-    return settle(run, machine, ranks, size).plan
+    """The plan of `plan_run`, for whoever has no use for the run."""
+    return plan_run(run, machine, ranks, size).plan
 
 
-def settle(run: Run, machine: Machine, ranks: int | None = None, size: Size | None = None) -> Settled:
+def plan_run(run: Run, machine: Machine, ranks: int | None = None, size: Size | None = None) -> PlannedRun:
     """A plan for the run on this machine; `ranks` is how many somebody else, such as torchrun, has already started.
 
     Where the run file has no [layout], it is the plan's winner: replicas, which compute the same bits however many there are,
@@ -49,10 +49,10 @@ def settle(run: Run, machine: Machine, ranks: int | None = None, size: Size | No
     from phalanx.planning.chosen import better  # the equations need numpy, which whoever only reads a plan does not pay for
 
     size = size or _size(run)
-    settled: Settled | None = None
+    settled: PlannedRun | None = None
     refused: RunError | None = None
     try:
-        settled = _as_given(Asked.of(run, machine, ranks, size))
+        settled = _as_given(PlanRequest.of(run, machine, ranks, size))
     except RunError as error:
         refused = error
     if run.layout == Layout() and run.model.module is None and (settled is not None or isinstance(refused, _TooLarge)):
@@ -69,7 +69,7 @@ def settle(run: Run, machine: Machine, ranks: int | None = None, size: Size | No
     return settled
 
 
-def again(run: Run, machine: Machine, before: Plan, ranks: int | None = None, size: Size | None = None) -> Settled | None:
+def again(run: Run, machine: Machine, before: Plan, ranks: int | None = None, size: Size | None = None) -> PlannedRun | None:
     """A run that goes on: where its layout is left open it keeps the one that it had, as long as the machine is the same.
 
     None where it is not, or cannot be laid out so any more.
@@ -80,19 +80,19 @@ def again(run: Run, machine: Machine, before: Plan, ranks: int | None = None, si
     micro = run.train.micro_batch or before.micro_batch
     kept = replace(run, layout=before.layout, train=replace(run.train, micro_batch=micro))
     try:
-        laid = settle(kept, machine, ranks, size)
+        laid = plan_run(kept, machine, ranks, size)
     except RunError:
         return None
-    return Settled(replace(run, memory=laid.run.memory), laid.plan)
+    return PlannedRun(replace(run, memory=laid.run.memory), laid.plan)
 
 
-def _lay(found: Better, machine: Machine, ranks: int | None, size: Size) -> Settled:
+def _lay(found: Better, machine: Machine, ranks: int | None, size: Size) -> PlannedRun:
     """What a search came to, held to the same checks as what a person wrote."""
-    laid = _as_given(Asked.of(found.run, machine, ranks, size), found=True)
-    return Settled(replace(found.asked, memory=laid.run.memory), laid.plan)
+    laid = _as_given(PlanRequest.of(found.run, machine, ranks, size), found=True)
+    return PlannedRun(replace(found.asked, memory=laid.run.memory), laid.plan)
 
 
-def _as_given(asked: Asked, *, found: bool = False) -> Settled:
+def _as_given(asked: PlanRequest, *, found: bool = False) -> PlannedRun:
     """The layout as far as it is given, replicas for the rest. `found`: it is a search's, which has looked at memory already."""
     from phalanx.planning.chosen import placed
     from phalanx.planning.memory_fit import lay, memory_problems, replicas, roomy
@@ -108,7 +108,7 @@ def _as_given(asked: Asked, *, found: bool = False) -> Settled:
     if problems := asked.layout_problems(layout, laid.plan.accumulation):
         raise RunError(problems)
     plan = replace(laid.plan, placement=placed(run, asked.machine, laid.plan))
-    return Settled(laid.run, plan, roomy(laid, asked))
+    return PlannedRun(laid.run, plan, roomy(laid, asked))
 
 
 def _size(run: Run) -> Size:

@@ -86,7 +86,7 @@ class Stragglers:
     """Compares what ranks have worked in each step, without their waiting: the whole step takes all of them the same time."""
 
     def __init__(self, factor: float, alike: Mapping[int, Hashable] | None = None):
-        """`alike`: ranks that have the same to do have the same here, such as the number of their pipeline stage. A rank that is the
+        """`peer_index`: ranks that have the same to do have the same here, such as the number of their pipeline stage. A rank that is the
         only one of its kind is compared with all."""
         self._factor, self._alike = factor, alike or {}
         self._ratios: dict[int, deque[float]] = {}

@@ -29,7 +29,7 @@ from phalanx.parallel.context import mask
 from phalanx.parallel.expert_dispatch import Seats
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import Spot
+from phalanx.parallel.owned_param import ParamShard
 from phalanx.transforms import activations
 
 ASSUMED = (
@@ -50,19 +50,19 @@ def balanced(_: Tensor, seats: Seats, rows: int) -> list[int]:
 def tiled(tensor: int) -> Callable[..., list[list[list[int]]]]:
     """In place of `muon.boxes_of_all`, among so many tensor ranks: what cut this rank's box cuts those of the others."""
 
-    def boxes(group: Group, spots: Sequence[Spot], _: torch.device) -> list[list[list[int]]]:
+    def boxes(group: Group, spots: Sequence[ParamShard], _: torch.device) -> list[list[list[int]]]:
         return [tiles(group, spot, tensor if "tensor" in spot.split else 1) for spot in spots]
 
     return boxes
 
 
-def tiles(group: Group, spot: Spot, tensor: int) -> list[list[int]]:
+def tiles(group: Group, spot: ParamShard, tensor: int) -> list[list[int]]:
     """Tensor ranks, which are neighbours, cut a matrix along one of its dimensions, and those that share state its parts."""
     own, shards = [*spot.offset, *spot.shape], group.size // tensor
     for first, second in product(range(2), repeat=2):
         found = []
         for index in range(group.size):
-            whole = Spot(whole=spot.whole, offset=(0, 0), shape=spot.whole)
+            whole = ParamShard(whole=spot.whole, offset=(0, 0), shape=spot.whole)
             part = whole.cut(first, index % tensor, tensor, "tensor").cut(second, index // tensor, shards, "shard")
             found.append([*part.offset, *part.shape])
         if found[group.index] == own:
@@ -160,8 +160,8 @@ def assumed(rank: Mesh) -> Iterator[None]:
         for owner, name, value in (
             # No C++ code is to see a GPU; it would start threads for one, and no process with such can be forked.
             (torch._C, "_ensureCUDADeviceGuardSet", lambda: None),
-            (Mesh, "collect", lambda mesh, value: [value] * mesh.ranks),
-            (Mesh, "share", lambda mesh, value: value),
+            (Mesh, "gather_objects", lambda mesh, value: [value] * mesh.ranks),
+            (Mesh, "broadcast_object", lambda mesh, value: value),
             (comm_timer, "_complete", lambda work: None),  # nobody is waited for
             (expert_dispatch, "read", balanced),
             (moe, "loop_experts", even),

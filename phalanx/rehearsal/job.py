@@ -13,7 +13,7 @@ from phalanx.launch.fit_check import DRIVER
 from phalanx.planning.cluster import Hardware
 from phalanx.planning.hardware import hardware, planned
 from phalanx.planning.memory_fit import CPU_SHARE
-from phalanx.planning.resolve import settle
+from phalanx.planning.resolve import plan_run
 from phalanx.planning.search import search
 from phalanx.rehearsal.attention_kernels import card
 from phalanx.rehearsal.rehearse import Stage
@@ -60,7 +60,7 @@ def laid_out(run: Run, machine: Machine, size: Size | None = None, memory: int |
         run = replace(run, memory=memory_)
         plan = _plan(run, best.layout, best.micro_batch, best.accumulation, (device, best.compute, size))
     else:
-        settled = settle(run, machine, size=size)
+        settled = plan_run(run, machine, size=size)
         run, plan = settled.run, settled.plan
     if device == "cpu":
         has = int(CPU_SHARE * has / plan.ranks)

@@ -99,7 +99,7 @@ def _refuse(run: Run, plan: Plan, rank: int) -> None:
 
 def _through(program: Program, watch: Watch, stage: Stage, began: float) -> Rehearsal:
     """A step, and what is read off it."""
-    order, at = program.built.order, program.mesh.at("pipeline")
+    order, at = program.built.order, program.mesh.coordinate("pipeline")
     built, before = len(watch.device.events), len(watch.messages.all)
     taken, error = enough(order, program.plan, at), None
     try:
@@ -117,7 +117,7 @@ def _through(program: Program, watch: Watch, stage: Stage, began: float) -> Rehe
     held = _reserved(watch.device, found, top, limit, stage)
     living = replay.living(watch.device, found, top)
     flops, repeated = _flops(watch, often)
-    state = placement(program.built.placed, program.built.optimizer, program.built.outer)
+    state = placement(program.built.sharded, program.built.optimizer, program.built.outer)
     at_peak = watch.device.events[top.at - 1] if watch.device.events else 0
     return Rehearsal(
         rank=program.mesh.rank,

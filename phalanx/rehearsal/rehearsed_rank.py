@@ -40,9 +40,9 @@ class Program:
     def __init__(self, run: Run, plan: Plan, mesh: Mesh, watch: Watch):
         self.run, self.plan, self.mesh, self.watch = run, plan, mesh, watch
         self.built: Built = place(run, plan, mesh, Path("offload"))
-        self.names = _names(self.built.placed.parts)
+        self.names = _names(self.built.sharded.parts)
         pipeline = self.built.pipeline(run)
-        self.stepper = Stepper(run, plan, self.built.placed, self.built.experts, pipeline)
+        self.stepper = Stepper(run, plan, self.built.sharded, self.built.experts, pipeline)
         self.pipeline = pipeline
         self._micro_batch = 0
         self._waiting: list[MicroBatch] = []
@@ -65,7 +65,7 @@ class Program:
         if self.built.outer is not None:
             self.built.outer.step()
             self.built.optimizer.adopt()
-        self.built.placed.engine.updated()
+        self.built.sharded.engine.updated()
         self._settle()
 
     def _batch(self) -> MicroBatch:
@@ -78,7 +78,7 @@ class Program:
 
     def _tell(self) -> None:
         """Have the parts of a step say when they begin."""
-        placed, watch = self.built.placed, self.watch
+        placed, watch = self.built.sharded, self.watch
         placed.loss = watch.around(placed.loss, "loss")
         optimizer: Any = self.built.optimizer
         optimizer.step = watch.around(optimizer.step, "optimizer")
@@ -97,7 +97,7 @@ class Program:
                     module.work = watch  # type: ignore[assignment]
         spec = self.run.model
         tensor = self.mesh.size("tensor")
-        watch.logits = chunk(spec.rows, self.mesh.at("tensor"), tensor)[1] if tensor > 1 else spec.rows
+        watch.logits = chunk(spec.rows, self.mesh.coordinate("tensor"), tensor)[1] if tensor > 1 else spec.rows
         watch.weights = {_local(p).untyped_storage()._cdata for part in placed.parts for p in part.parameters()}
 
     def _after(self, work: Any) -> Any:
@@ -138,11 +138,11 @@ class Program:
 
     def _settle(self) -> None:
         """Say what lasts is for what."""
-        placed, watch = self.built.placed, self.watch
+        placed, watch = self.built.sharded, self.watch
         parameters = [_local(p) for part in placed.parts for p in part.parameters()]
-        watch.name([*parameters, *(one.value for one in placed.held)], "parameters")
+        watch.name([*parameters, *(one.value for one in placed.owned)], "parameters")
         gradients = [_local(p.grad) for part in placed.parts for p in part.parameters() if p.grad is not None]
-        watch.name([*gradients, *(one.gradient for one in placed.held)], "gradients")
+        watch.name([*gradients, *(one.gradient for one in placed.owned)], "gradients")
         states = self.built.optimizer.state().values()
         watch.name((state for state in states if isinstance(state, Tensor)), "optimizer")
         if self.built.outer is not None:

@@ -14,7 +14,7 @@ from phalanx.optim.optimizer import Optimizer
 from phalanx.parallel.apply import apply
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.pipeline.executor import Pipeline
-from phalanx.parallel.sharded_model import Placed
+from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.schedules.actions import Schedule
 from phalanx.schedules.choose import schedule
 from phalanx.spec.plan import Plan
@@ -28,7 +28,7 @@ from phalanx.training.stage_modules import stages
 class Built:
     """One rank's."""
 
-    placed: Placed
+    sharded: ShardedModel
     optimizer: Optimizer
     outer: Outer | None
     """Where replicas take steps by themselves."""
@@ -41,13 +41,13 @@ class Built:
 
     def tensors(self) -> dict[str, Piece]:
         """The live state by name, this rank's parts of it: what is saved, and where it is restored to."""
-        return pieces(self.placed, self.optimizer, self.outer)
+        return pieces(self.sharded, self.optimizer, self.outer)
 
     def pipeline(self, run: Run) -> Pipeline | None:
         """Of a schedule, this rank's part; all ranks make theirs at the same time."""
         if self.order is None:
             return None
-        return Pipeline(self.placed.parts, self.order, self.placed.mesh, halves=run.memory.recompute != "selective")
+        return Pipeline(self.sharded.parts, self.order, self.sharded.mesh, halves=run.memory.recompute != "selective")
 
 
 def place(run: Run, plan: Plan, mesh: Mesh, folder: Path | None = None) -> Built:
@@ -58,6 +58,6 @@ def place(run: Run, plan: Plan, mesh: Mesh, folder: Path | None = None) -> Built
     order = schedule(plan.layout, plan.accumulation)
     parts = stages(model, run, plan, mesh, order)
     placed = apply(parts, run, plan, mesh, recipe(model, run.train.seed, order))
-    optimizer = Optimizer(placed.held, run.optimizer, precision=run.precision, memory=run.memory, mesh=mesh, folder=folder)
-    outer = Outer(placed.held, run.optimizer, mesh) if run.optimizer.local_steps > 1 else None
+    optimizer = Optimizer(placed.owned, run.optimizer, precision=run.precision, memory=run.memory, mesh=mesh, folder=folder)
+    outer = Outer(placed.owned, run.optimizer, mesh) if run.optimizer.local_steps > 1 else None
     return Built(placed, optimizer, outer, order, shapes, experts)

@@ -47,7 +47,7 @@ def evaluate(
     if not sources:
         return None
     started = time.perf_counter()
-    placed, (run, plan) = stepper.placed, job
+    placed, (run, plan) = stepper.sharded, job
     for part in placed.parts:
         part.eval()  # one's own model may behave otherwise in training
     word = _Word(placed.mesh, stopping)
@@ -93,7 +93,7 @@ class _Word:
 
 def _sums(samples: Samples, stepper: Stepper, prepare: Prepare, word: _Word, extent: tuple[Plan, int]) -> Tensor:
     """This rank's part of the loss and the target tokens of one source, of so many sequences at most."""
-    mesh, (plan, most) = stepper.placed.mesh, extent
+    mesh, (plan, most) = stepper.sharded.mesh, extent
     micro, count = plan.micro_batch, min(most, samples.count)
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     # Whole micro-batches go round the replicas: the numbers added are the same however many there are.

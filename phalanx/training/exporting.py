@@ -2,7 +2,7 @@
 it what was saved, on rank 0; the other ranks only know that it is asked for.
 
 One export at a time. Of those that wait the newest goes first, and the others are not made. A checkpoint that is being exported, or
-is about to be, is held: whoever prunes asks `held` first.
+is about to be, is held: whoever prunes asks `owned` first.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Exports:
                 self._thread.start()
 
     @property
-    def held(self) -> set[str]:
+    def owned(self) -> set[str]:
         """Names of checkpoints that must stay for now."""
         with self._lock:
             return {job.checkpoint.name for job in (self._waiting, self._running) if job is not None}

@@ -25,7 +25,7 @@ class Feed:
         self._places: np.ndarray | None = None
         if mesh.size("context") > 1:
             layout, length = plan.layout, run.train.sequence_length
-            self._places = places(length, layout.context, mesh.at("context"), layout.context_method)
+            self._places = places(length, layout.context, mesh.coordinate("context"), layout.context_method)
         self._loader: Loader[MicroBatch] | None = None
 
     def next(self, samples: int) -> list[MicroBatch]:

@@ -16,7 +16,7 @@ from phalanx.checkpointing.reference_logits import Reference
 from phalanx.data.pack import Batch
 from phalanx.parallel.context.context_parallel import places
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.sharded_model import Placed
+from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.parallel.vocab_parallel import Projected, VocabularyLoss
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Plan
@@ -44,7 +44,7 @@ def prompt(run: Run, layout: Layout) -> np.ndarray:
 @torch.no_grad()
 def answer(stepper: Stepper, run: Run, plan: Plan) -> Reference:
     """The prompt's logits, the same on every rank; all ranks call it together."""
-    placed, mesh, layout = stepper.placed, stepper.placed.mesh, plan.layout
+    placed, mesh, layout = stepper.sharded, stepper.sharded.mesh, plan.layout
     tokens_S = prompt(run, layout)
     kept_K = np.unique(np.linspace(0, len(tokens_S) - 1, _TOKENS).round().astype(np.int64))
     own = _own_places(mesh, layout, len(tokens_S))
@@ -84,7 +84,7 @@ def _own_places(mesh: Mesh, layout: Layout, length: int) -> dict[int, int]:
     """The places of a sequence that are this rank's, and which of its rows each is."""
     if layout.context == 1:
         return {place: place for place in range(length)}
-    ours = places(length, layout.context, mesh.at("context"), layout.context_method)
+    ours = places(length, layout.context, mesh.coordinate("context"), layout.context_method)
     return {place: row for row, place in enumerate(ours.tolist())}
 
 
@@ -92,7 +92,7 @@ def _at(own: dict[int, int]) -> np.ndarray:
     return np.array(list(own), dtype=np.int64)
 
 
-def _columns(output: Any, placed: Placed) -> tuple[Tensor, int | None]:
+def _columns(output: Any, placed: ShardedModel) -> tuple[Tensor, int | None]:
     """This rank's columns of the logits and the first one's number; None: another rank has the same."""
     if isinstance(output, Projected):
         output = F.linear(output.x_BSD, output.weight_VD)
@@ -100,7 +100,7 @@ def _columns(output: Any, placed: Placed) -> tuple[Tensor, int | None]:
     loss = placed.loss
     if isinstance(loss, VocabularyLoss) and logits_SV.shape[-1] != loss.rows:
         return logits_SV, loss.share.first
-    return logits_SV, 0 if placed.mesh.at("tensor") == 0 else None
+    return logits_SV, 0 if placed.mesh.coordinate("tensor") == 0 else None
 
 
 def _uncompiled(compiled: bool) -> AbstractContextManager[Any]:

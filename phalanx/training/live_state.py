@@ -9,13 +9,13 @@ from phalanx.events.records import ModelPlaced
 from phalanx.optim.diloco import Outer
 from phalanx.optim.optimizer import Optimizer
 from phalanx.optim.param_slices import copies, piece
-from phalanx.parallel.sharded_model import Placed
+from phalanx.parallel.sharded_model import ShardedModel
 
 
-def pieces(placed: Placed, optimizer: Optimizer, outer: Outer | None) -> dict[str, Piece]:
+def pieces(placed: ShardedModel, optimizer: Optimizer, outer: Outer | None) -> dict[str, Piece]:
     """Parameters and kept buffers as model/NAME, states as optimizer/NAME/STATE."""
-    held, mesh = {one.name: one for one in placed.held}, placed.mesh
-    found = {f"model/{name}": piece(one.value.detach(), one.spot, mesh) for name, one in held.items()}
+    held, mesh = {one.name: one for one in placed.owned}, placed.mesh
+    found = {f"model/{name}": piece(one.value.detach(), one.shard, mesh) for name, one in held.items()}
     for part in placed.parts:
         kept = part.state_dict().keys()  # not among them: buffers that a model declares to be of the moment
         found |= {
@@ -24,12 +24,12 @@ def pieces(placed: Placed, optimizer: Optimizer, outer: Outer | None) -> dict[st
             if name in kept
         }
     for name, state in optimizer.state().items():
-        spot = held[name.rpartition("/")[0]].spot
+        spot = held[name.rpartition("/")[0]].shard
         found[f"optimizer/{name}"] = piece(state, spot, mesh) if outer is None else outer.of_replica(state, spot)
     return found | (outer.tensors() if outer is not None else {})
 
 
-def placement(placed: Placed, optimizer: Optimizer, outer: Outer | None) -> ModelPlaced:
+def placement(placed: ShardedModel, optimizer: Optimizer, outer: Outer | None) -> ModelPlaced:
     """What this rank really holds."""
     applied = placed.applied | {"optimizer": optimizer.applied}
     kept, states = placed.engine.bytes(), optimizer.bytes()

@@ -43,7 +43,7 @@ def loop(trainer: Trainer, saving: Saving) -> Iterator[Event]:
         if not trainer.finished:
             saving.copy(trainer.progress, trainer.tensors)
         if _due(trainer, run.checkpoint.every) and not trainer.finished:
-            trainer.pulse.enter("saving")
+            trainer.heartbeat.enter("saving")
             yield from trainer.save_behind()
 
 
@@ -51,11 +51,11 @@ def end(trainer: Trainer, saving: Saving) -> Iterator[Event]:
     """What there is, is saved; but not where other ranks are to go on."""
     if trainer.heard == PAUSE:
         return
-    trainer.pulse.enter("saving")
+    trainer.heartbeat.enter("saving")
     yield from saving.settle()
     if saving.step != trainer.progress.step:
         yield from trainer.save_now()
-    trainer.pulse.enter("ending")
+    trainer.heartbeat.enter("ending")
     yield from saving.finish()
     if trainer.finished:
         yield Finished(step=trainer.progress.step)

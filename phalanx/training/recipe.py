@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import is_fake
 from phalanx.models.custom import axes
 from phalanx.models.init import Box, fill, reset_buffers, table
 from phalanx.parallel.apply import Recipe
-from phalanx.parallel.owned_param import Spot
+from phalanx.parallel.owned_param import ParamShard
 from phalanx.schedules.actions import Schedule
 from phalanx.spec.model import ModelSpec
 from phalanx.training.loss import summed_loss
@@ -22,7 +22,7 @@ def recipe(model: nn.Module, seed: int, schedule: Schedule | None = None) -> Rec
     assert isinstance(spec, ModelSpec), "build gives every model its spec"
 
     @torch.no_grad()
-    def write(name: str, tensor: Tensor, spot: Spot) -> None:
+    def write(name: str, tensor: Tensor, spot: ParamShard) -> None:
         if not (tensor.is_meta or is_fake(tensor)):  # a rank that is only foreseen or rehearsed has no memory to write to
             fill(tensor, seed, name, spec, Box(spot.whole, spot.offset), initial)
 

@@ -49,7 +49,7 @@ class Saving:
         wanted = run.checkpoint.export_hf and mesh.rank == 0
         self._exports = exports = Exports(folder.parent / "hf") if wanted else None
         if exports is not None:
-            self._uploads.exporting = lambda: exports.held
+            self._uploads.exporting = lambda: exports.owned
         self._newest: Location | None = None
         self.step: int | None = None
         """Of the newest checkpoint, as all ranks know it."""
@@ -119,7 +119,7 @@ class Saving:
         if not self._run.checkpoint.export_hf:
             return False
         newest, exports = self._newest, self._exports
-        return bool(self._mesh.share(exports is not None and newest is not None and not exports.has(newest.name)))
+        return bool(self._mesh.broadcast_object(exports is not None and newest is not None and not exports.has(newest.name)))
 
     def export_restored(self) -> None:
         """After `expect`."""
@@ -130,7 +130,7 @@ class Saving:
         """Wait until every export and upload has ended, all ranks together, however long it takes; rank 0 tells."""
         if not self._run.checkpoint.export_hf and not self._uploads.wanted:
             return []
-        share = self._mesh.patient(_LONG)
+        share = self._mesh.slow_broadcast(_LONG)
         ended = self._exports.wait() if self._exports is not None else []
         ended += self._uploads.wait()
         if self._mesh.rank == 0 and self._newest is not None and self._newest.parent == self._place:
@@ -155,7 +155,7 @@ class Saving:
         self._prune(saved)
 
     def _prune(self, saved: Location) -> None:
-        held = self._uploads.held | (self._exports.held if self._exports is not None else set())
+        held = self._uploads.held | (self._exports.owned if self._exports is not None else set())
         kept = self._run.checkpoint
         removed = directory.prune(self._place, kept.keep_last, saved, kept.keep_every, held)
         if self._exports is not None:
@@ -172,7 +172,7 @@ class Saving:
             started = time.perf_counter()
             # One rank looks, so that all agree even while files come and go.
             found = (at(path), []) if path else directory.newest(self._places, passed) if self._mesh.rank == 0 else None
-            chosen, damaged = self._mesh.share(found)
+            chosen, damaged = self._mesh.broadcast_object(found)
             if chosen is not None:
                 problem, contents = self._load(chosen, tensors)
                 if problem is None:
@@ -203,7 +203,7 @@ class Saving:
                 str(path) for place in self._places for path in directory.listed(place) if (directory.step_of(path) or 0) > step
             }
             found, _ = directory.newest(self._places, {*later, *passed})
-        return cast(Location | None, self._mesh.share(found))
+        return cast(Location | None, self._mesh.broadcast_object(found))
 
     def forget_after(self, step: int) -> None:
         """The run has gone back to `step`, and saved it: no resumption may take later ones for the newest. All ranks together."""
@@ -215,7 +215,7 @@ class Saving:
                     self._exports.pruned(removed)
             except OSError as error:
                 failure = reason(error)
-        if failure := self._mesh.share(failure):
+        if failure := self._mesh.broadcast_object(failure):
             raise RunFailed(f"The checkpoints after step {step}, to which the run went back, could not be removed: {failure}.")
 
     def _load(self, path: Location, tensors: Mapping[str, Piece]) -> tuple[directory.DamagedCheckpoint | None, dict[str, Any]]:
@@ -226,7 +226,7 @@ class Saving:
             contents = load(path, tensors)
         except PhalanxError as error:
             problem = error
-        for found in self._mesh.collect(problem):
+        for found in self._mesh.gather_objects(problem):
             if isinstance(found, directory.DamagedCheckpoint):
                 return found, {}
             if found is not None:

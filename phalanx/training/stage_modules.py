@@ -28,7 +28,7 @@ def stages(model: Any, run: Run, plan: Plan, mesh: Mesh, order: Schedule | None)
     spec, length = run.model, run.train.sequence_length
     costs = flop_costs(spec, length) if plan.layout.cut == "counted" else timed_costs(spec, length, plan, mesh)
     ranges = cut(costs.blocks, costs.first, costs.last, order.stages)
-    return [model.part(*ranges[stage]) for stage in order.stages_of(mesh.at("pipeline"))]
+    return [model.part(*ranges[stage]) for stage in order.stages_of(mesh.coordinate("pipeline"))]
 
 
 def timed_costs(spec: ModelSpec, length: int, plan: Plan, mesh: Mesh) -> Costs:

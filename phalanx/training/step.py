@@ -20,7 +20,7 @@ from phalanx.observe.comm_timer import WAITED
 from phalanx.optim.optimizer import Optimizer
 from phalanx.parallel.expert import Loads, imbalance
 from phalanx.parallel.pipeline.executor import Pipeline
-from phalanx.parallel.sharded_model import Placed
+from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.training.hooks import rank_faults, spikes
@@ -80,14 +80,16 @@ class Pending:
 class Stepper:
     """The parts of a step that stay the same from one to the next."""
 
-    def __init__(self, run: Run, plan: Plan, placed: Placed, experts: Mapping[str, int], pipeline: Pipeline | None = None):
+    def __init__(
+        self, run: Run, plan: Plan, placed: ShardedModel, experts: Mapping[str, int], pipeline: Pipeline | None = None
+    ):
         """`experts`: how many each router of the whole model has, by its name."""
-        self.placed, self._mesh, self._pipeline = placed, placed.mesh, pipeline
+        self.sharded, self._mesh, self._pipeline = placed, placed.mesh, pipeline
         self._width = run.model.dim
         self._compute, self._clip, self._ahead_weight = plan.compute, run.train.clip, run.model.ahead_weight
         # Losses are divided by the tokens a batch has room for, a constant; masked ones are corrected for in the update,
         # when their number in the whole global batch is known. So no rank waits for a count before its backward.
-        self._room = float(run.batch_tokens) * placed.together.size / self._mesh.ranks
+        self._room = float(run.batch_tokens) * placed.step_group.size / self._mesh.ranks
         self._routers = {name: router for part in placed.parts for name, router in routers(part).items()}
         self._loads = Loads(experts, {name: router.counts for name, router in self._routers.items()})
         self._recent: deque[Tensor] = deque(maxlen=_RECENT)
@@ -115,10 +117,10 @@ class Stepper:
         """Sees every loss while a step is traced."""
         self.own_loss = torch.zeros(())
         """This rank's part of the last step's."""
-        self.stages = tuple((0,) if pipeline is None else pipeline.schedule.stages_of(self._mesh.at("pipeline")))
+        self.stages = tuple((0,) if pipeline is None else pipeline.schedule.stages_of(self._mesh.coordinate("pipeline")))
         """Of the pipeline, that this rank's parts are."""
         # Where every rank has all gradients, it takes the norm by itself; should its bits be wrong, then so is its norm alone.
-        self._alone = all(placed.copies(one.spot) == placed.together.size for one in placed.held if one.spot.counted)
+        self._alone = all(placed.copies(one.shard) == placed.step_group.size for one in placed.owned if one.shard.counted)
 
     @torch.no_grad()
     def measure(self, batch: MicroBatch) -> Tensor:
@@ -127,8 +129,8 @@ class Stepper:
         batch = batch.to(self._mesh.device)
 
         def take(output: Any) -> None:
-            loss = self.placed.loss(output, batch.targets)  # ranks that share logits compute it together
-            if self.placed.speaks:
+            loss = self.sharded.loss(output, batch.targets)  # ranks that share logits compute it together
+            if self.sharded.reports_loss:
                 sums[0], sums[1] = loss.double(), batch.counted
 
         self.forward(batch, take)
@@ -150,19 +152,19 @@ class Stepper:
         """The sum that is reported, and the one to go backward from, in which tokens further ahead count too where the model
         predicts them."""
         logits, *ahead = output if type(output) is tuple else (output,)
-        loss = self.placed.loss(logits, batch.targets)
+        loss = self.sharded.loss(logits, batch.targets)
         if self.watch is not None:
             self.watch.loss(loss)
-        return loss, objective(loss, ahead, batch, self._ahead_weight, self.placed.loss)
+        return loss, objective(loss, ahead, batch, self._ahead_weight, self.sharded.loss)
 
     def _forward(self, part: int, given: Tensor | None, batch: MicroBatch) -> Any:
         with computing(self._compute, self._mesh.device):
-            return self.placed.parts[part](batch.tokens if given is None else given, batch.positions, batch.documents)
+            return self.sharded.parts[part](batch.tokens if given is None else given, batch.positions, batch.documents)
 
     def accumulate(self, batches: Sequence[MicroBatch], stopping: Callable[[], int]) -> Totals:
         """Gradients of the whole global batch, summed over its micro-batches and ranks, divided by the room for tokens."""
-        totals = Totals(self.placed, self._loads)
-        self.placed.begin(len(batches), pipelined=self._pipeline is not None)
+        totals = Totals(self.sharded, self._loads)
+        self.sharded.begin(len(batches), pipelined=self._pipeline is not None)
         self._loads.reset()
         for router in self._routers.values():
             router.loss_scale = self.scale.value / self._room  # what the loss is divided by, the balancing loss is too
@@ -173,7 +175,7 @@ class Stepper:
         self.faults.at("collective", self.number)
         self.faults.drag(self.number, time.perf_counter() - self._began - (WAITED.seconds - self._waited))
         totals.start()
-        self.placed.finish()
+        self.sharded.finish()
         totals.wait()
         return totals
 
@@ -181,7 +183,7 @@ class Stepper:
         for index, batch in enumerate(batches):
             if told := stopping():
                 totals.stop(told)
-                if not self.placed.lockstep:
+                if not self.sharded.lockstep:
                     break  # the others need nothing of this rank until the gradients are summed
             batch = batch.to(self._mesh.device)
             loss, whole = self.losses(self._forward(0, None, batch), batch)
@@ -189,7 +191,7 @@ class Stepper:
             if index == len(batches) - 1:
                 totals.start()  # the ranks' sums travel during the backward
             (whole * (self.scale.value / self._room)).backward()
-            self.placed.after_backward()
+            self.sharded.after_backward()
 
     def _stream(self, batches: Sequence[MicroBatch], stopping: Callable[[], int], totals: Totals, pipeline: Pipeline) -> None:
         if told := stopping():
@@ -208,7 +210,7 @@ class Stepper:
             lambda part, given, index: self._forward(part, given, moved[index]),
             loss_of,
             self._boundary(moved),
-            self.placed.after_backward,
+            self.sharded.after_backward,
         )
 
     def _boundary(self, batches: Sequence[MicroBatch]) -> Callable[[int], tuple[Sequence[int], torch.dtype]]:
@@ -232,16 +234,16 @@ class Stepper:
     ) -> Outcome:
         self.pending = None
         self.faults.at("compute", self.number)
-        self.faults.weights(self.number, self.placed.held)
+        self.faults.weights(self.number, self.sharded.owned)
         self.faults.optimizer(self.number, optimizer.state)
         totals = self.accumulate(batches, stopping)
         stopped = totals.stopped
         pending = Pending(totals, learning_rate)
         if not stopped:
-            self.faults.gradients(self.number, self.placed.held)
+            self.faults.gradients(self.number, self.sharded.owned)
             self.pending = pending
         counted = totals.own_tokens.clamp(min=1).float()
-        norm = self.placed.norm() * (self._room / counted / self.scale.value)
+        norm = self.sharded.norm() * (self._room / counted / self.scale.value)
         loss = totals.loss / totals.tokens.clamp(min=1)
         # Dividing by this takes the mean over the tokens that counted and clips to the norm, both at once.
         pending.divisor = counted / self._room * self.scale.value * (norm / self._clip).clamp(min=1.0)
@@ -273,7 +275,7 @@ class Stepper:
         finite = self._agreed(torch.isfinite(loss) & torch.isfinite(norm))
         if not self.limits.any:
             return finite, torch.zeros_like(finite)
-        return finite, ~self._agreed(~self.limits.exceeded(loss, None if self.placed.apart else norm))
+        return finite, ~self._agreed(~self.limits.exceeded(loss, None if self.sharded.is_local_sgd else norm))
 
     def _compare(self, finite: Tensor, again: Callable[[], object]) -> None:
         """With what the other ranks hold, if that is due. Nothing is left pending where it differs."""
@@ -327,7 +329,7 @@ class Stepper:
     def _agreed(self, good: Tensor) -> Tensor:
         """The same on all ranks: replicas that go their own way for some steps have norms of their own, but skip a step together, and
         a rank whose copy of the gradient is damaged must not go its own way."""
-        if self._mesh.ranks == 1 or not (self._alone or self.placed.apart):
+        if self._mesh.ranks == 1 or not (self._alone or self.sharded.is_local_sgd):
             return good
         return self._mesh.sum((~good).double()) == 0
 

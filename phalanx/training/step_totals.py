@@ -9,7 +9,7 @@ from torch import Tensor
 from phalanx.observe import comm_timer
 from phalanx.parallel.expert import Loads
 from phalanx.parallel.mesh import resident_bytes
-from phalanx.parallel.sharded_model import Placed
+from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.training.micro_batch import MicroBatch
 
 PAUSE, STOP = 1, 2
@@ -22,7 +22,7 @@ class Totals:
     What several ranks know alike is said by one of them.
     """
 
-    def __init__(self, placed: Placed, loads: Loads | None = None):
+    def __init__(self, placed: ShardedModel, loads: Loads | None = None):
         self._placed, self._mesh, self._loads = placed, placed.mesh, loads or Loads({}, {})
         # fp64: the order in which ranks and micro-batches are added does not show, and sums of checksums and counts are exact.
         self._sums = torch.zeros(3 + self._loads.size, dtype=torch.float64, device=self._mesh.device)
@@ -43,7 +43,7 @@ class Totals:
     @property
     def own_tokens(self) -> Tensor:
         """Of the ranks that take this step together: all, unless replicas go their own way for some steps."""
-        return self._own if self._placed.together.size < self._mesh.ranks else self.tokens
+        return self._own if self._placed.step_group.size < self._mesh.ranks else self.tokens
 
     @property
     def digest(self) -> Tensor:
@@ -67,7 +67,7 @@ class Totals:
         self.see(batch)
 
     def add_loss(self, loss: Tensor, batch: MicroBatch) -> None:
-        if self._placed.speaks:
+        if self._placed.reports_loss:
             self._sums[0] += loss
             self._sums[1] += batch.counted
 
@@ -85,8 +85,8 @@ class Totals:
             self._loads.put(self._sums[3:])
             self.own_loss = self._sums[0].clone()
             self._flags[1] = torch.cuda.max_memory_allocated() if on_gpu else resident_bytes()
-            if self._placed.together.size < self._mesh.ranks:
-                self._own = self._placed.together.sum(self._sums[1].clone())
+            if self._placed.step_group.size < self._mesh.ranks:
+                self._own = self._placed.step_group.sum(self._sums[1].clone())
             self._works = [self._mesh.start(self._sums), self._mesh.start(self._flags, dist.ReduceOp.MAX)]
 
     def wait(self) -> None:

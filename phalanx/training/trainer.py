@@ -17,7 +17,7 @@ from torch import nn
 from phalanx.checkpointing.location import Location
 from phalanx.checkpointing.slices import Piece
 from phalanx.data.dataset import Dataset, open_dataset
-from phalanx.events.heartbeat import Pulse
+from phalanx.events.heartbeat import Heartbeat
 from phalanx.events.records import Evaluated, Event, ModelPlaced, Saved, SaveFailed, Step, StepSkipped, WeightsLoaded
 from phalanx.observe.comm_timer import WAITED
 from phalanx.optim.learning_rate import learning_rate
@@ -51,7 +51,7 @@ class Trainer:
         self.run, self.plan, self.mesh, self.checkpoints = run, plan, mesh, checkpoints
         self.data = dataset or open_dataset(run.data, run.train.sequence_length, run.train.seed)
         self.progress = Progress()
-        self.pulse = Pulse()
+        self.heartbeat = Heartbeat()
         """Says to whoever watches this process what it is doing."""
         self.ready = False
         """There is a state: drawn, given or restored."""
@@ -68,16 +68,16 @@ class Trainer:
 
     def build(self) -> None:
         """Model, gradients and optimizer at step 0, on this rank's device."""
-        self.pulse.enter("building")
+        self.heartbeat.enter("building")
         built = place(self.run, self.plan, self.mesh, self.checkpoints.parent / "offload")
-        self.placed, self.optimizer, self.outer, self._shapes = built.placed, built.optimizer, built.outer, built.shapes
-        self.stepper = Stepper(self.run, self.plan, self.placed, built.experts, built.pipeline(self.run))
+        self.sharded, self.optimizer, self.outer, self._shapes = built.sharded, built.optimizer, built.outer, built.shapes
+        self.stepper = Stepper(self.run, self.plan, self.sharded, built.experts, built.pipeline(self.run))
         self.stepper.before_update = self.saving.release
-        self.stepper.updating = lambda: self.pulse.enter("updating")
-        self.stepper.agreement = Agreement(self.run.resilience.check_every, self.placed, self.tensors)
+        self.stepper.updating = lambda: self.heartbeat.enter("updating")
+        self.stepper.agreement = Agreement(self.run.resilience.check_every, self.sharded, self.tensors)
         self.faults = self._faults
         WAITED.watch(self.mesh.device)
-        self._accounting = Accounting(self.placed, self.placement, self.tensors, on=not self.run.memory.compile)
+        self._accounting = Accounting(self.sharded, self.placement, self.tensors, on=not self.run.memory.compile)
         self._timing = Timing(self)
 
     def begin(self) -> list[Event]:
@@ -106,7 +106,7 @@ class Trainer:
         self._faults = given
         if hasattr(self, "stepper"):
             self.stepper.faults = given
-            given.see(self.placed.parts)
+            given.see(self.sharded.parts)
 
     def stop(self, reason: str) -> None:
         """Ask all ranks to stop before the next step is applied. Safe to call from a signal handler."""
@@ -133,7 +133,7 @@ class Trainer:
     @property
     def model(self) -> nn.Module:
         """This rank's part of the model; the first of them, where a pipeline gives it several."""
-        return self.placed.parts[0]
+        return self.sharded.parts[0]
 
     @property
     def finished(self) -> bool:
@@ -141,11 +141,11 @@ class Trainer:
 
     def tensors(self) -> dict[str, Piece]:
         """The live state by name, this rank's parts of it: what is saved, and where it is restored to."""
-        return pieces(self.placed, self.optimizer, self.outer)
+        return pieces(self.sharded, self.optimizer, self.outer)
 
     def placement(self) -> ModelPlaced:
         """What this rank really holds, and what was done to it."""
-        return placement(self.placed, self.optimizer, self.outer)
+        return placement(self.sharded, self.optimizer, self.outer)
 
     def account(self) -> Event | None:
         """What a step cost this rank in messages and memory, or in time: after those early steps of a launch that are counted."""
@@ -153,14 +153,14 @@ class Trainer:
 
     def _adopt(self) -> None:
         """The values were written by somebody else than the optimizer: whoever keeps copies takes them over."""
-        self.placed.engine.updated()
+        self.sharded.engine.updated()
         self.optimizer.adopt()
         if self.stepper.agreement is not None:
             self.stepper.agreement.forget()
 
     def restore(self, path: Path | Location | None = None) -> list[Event]:
         """Go on from `path`, or from the newest valid checkpoint; without one, begin. Tells what was found."""
-        self.pulse.enter("restoring")
+        self.heartbeat.enter("restoring")
         progress, events = self.saving.restore(self.tensors(), path)
         if progress is None:
             begun = self.begin()
@@ -184,17 +184,17 @@ class Trainer:
         started, number = time.perf_counter(), self.progress.step + 1
         WAITED.take()  # what was waited for between steps
         rate = learning_rate(self.run.optimizer, self.progress.step, self.run.steps)
-        self.pulse.enter("data")
+        self.heartbeat.enter("data")
         self.faults.at("data", number)
         batches = self.feed.next(self.progress.samples)
-        self.pulse.enter("computing")
+        self.heartbeat.enter("computing")
         self.stepper.begin(number, step_seed(self.run.train.seed, self.progress.step, self.mesh.replica))
         self.stepper.limits = self.progress.limits(self.run.resilience.spike)
         work = partial(self.stepper.step, batches, self.optimizer, rate, lambda: self.told)
         try:
             outcome = self._accounting.around(number, work)
             if outcome.not_finite and not self.progress.skipped_in_a_row and self.stepper.scale.value <= 1:
-                self.pulse.enter("computing")
+                self.heartbeat.enter("computing")
                 outcome, found = once_more(self.stepper, batches, work)
                 self._noted.append(found)
         except Corruption:
@@ -206,7 +206,7 @@ class Trainer:
             return None
         self.progress.take(outcome, self.run, self.stepper.scale)
         seconds = time.perf_counter() - started
-        self.pulse.stepped(self.progress.step, seconds, max(seconds - WAITED.take(), 0.0), outcome.memory)
+        self.heartbeat.stepped(self.progress.step, seconds, max(seconds - WAITED.take(), 0.0), outcome.memory)
         told = partial(report, self.progress, outcome, rate, job=(self.run, self.plan))
         self.taken = told(seconds=seconds)  # should a rank be lost in what follows, the step is taken all the same
         self._settle_update()
@@ -227,11 +227,11 @@ class Trainer:
             self._adopt()
             self.stepper.torn = False
         else:
-            self.placed.engine.updated()
+            self.sharded.engine.updated()
 
     def evaluate(self) -> Evaluated | None:
         """Mean loss over the first held-out sequences of each source; None if nothing is held out, or a rank was told to stop."""
-        self.pulse.enter("evaluating")
+        self.heartbeat.enter("evaluating")
         step = self.progress.step
         self.faults.at("evaluate", step)
         try:
@@ -276,7 +276,7 @@ class Trainer:
 
     def train(self, *, save: bool = False) -> Iterator[Event]:
         """The same, and whatever happens the state stays: for somebody who will `close`. `save`: only save what there is, and stop."""
-        self.pulse.begin(self.progress.step)
+        self.heartbeat.begin(self.progress.step)
         self.heard = 0
         if not save:
             yield from loop(self, self.saving)

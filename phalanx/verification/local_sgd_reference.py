@@ -42,7 +42,7 @@ def replicas(mesh: Mesh, case: Case) -> Iterator[list[Moment]]:
             balance.settle()
             if step and step % case.run.optimizer.local_steps == 0:
                 outer.meet()
-            loss, batch = agreement.together(now) if step else (None, "")
+            loss, batch = agreement.step_group(now) if step else (None, "")
             for moment, kept in zip(now, taken, strict=True):
                 moment.gradients, moment.parameters = copied(moment.gradients), copied(moment.parameters)
                 moment.loss, moment.batch = loss, batch
@@ -85,11 +85,11 @@ class _Outer:
             for trainer in self._trainers:
                 self._live(trainer)[name].copy_(start)
         for trainer in self._trainers:
-            trainer.placed.engine.updated()
+            trainer.sharded.engine.updated()
 
     @staticmethod
     def _live(trainer: Trainer) -> dict[str, Tensor]:
-        return {one.name: one.value.detach() for one in trainer.placed.held}
+        return {one.name: one.value.detach() for one in trainer.sharded.owned}
 
     def _values(self, trainer: Trainer) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in self._live(trainer).items()}
@@ -147,7 +147,7 @@ class _Agreement:
         self._seen[number] = outcome = step(*args)
         return outcome
 
-    def together(self, now: list[Moment]) -> tuple[float, str]:
+    def step_group(self, now: list[Moment]) -> tuple[float, str]:
         """Mean loss, and tokens and checksum, of the replicas' parts of a batch: as the whole batch would report them."""
         seen = [outcome for outcome in self._seen if outcome is not None]
         tokens = sum(outcome.tokens for outcome in seen)

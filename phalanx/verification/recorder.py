@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from phalanx.events.records import StepSkipped
-from phalanx.parallel.owned_param import Spot
+from phalanx.parallel.owned_param import ParamShard
 from phalanx.training.trainer import Trainer
 
-Box = tuple[Tensor, Spot]
+Box = tuple[Tensor, ParamShard]
 """Values, and where they lie in the whole."""
 
 
@@ -42,9 +42,9 @@ def moments(trainer: Trainer, steps: int) -> Iterator[Moment]:
 
     def catch_first(*args: Any, **options: Any) -> Any:
         # Between the ranks' sum and the update: what the update makes of gradients is its own affair. Muon divides in place.
-        for one in trainer.placed.held:
+        for one in trainer.sharded.owned:
             if one.gradient is not None:
-                caught[one.name] = (one.gradient.detach().clone(), one.spot)
+                caught[one.name] = (one.gradient.detach().clone(), one.shard)
         return update(*args, **options)
 
     trainer.optimizer.step = catch_first  # type: ignore[method-assign]
@@ -70,9 +70,9 @@ def _parameters(trainer: Trainer) -> dict[str, Box]:
     for name, piece in trainer.tensors().items():
         if name.startswith("model/"):
             tensor = piece.tensor if isinstance(piece.tensor, Tensor) else piece.tensor.read()
-            found[name.removeprefix("model/")] = (tensor.detach(), Spot(piece.whole, piece.offset, piece.shape))
+            found[name.removeprefix("model/")] = (tensor.detach(), ParamShard(piece.whole, piece.offset, piece.shape))
     if trainer.run.optimizer.local_steps > 1:  # between two meetings a checkpoint holds where replicas last met
-        found |= {one.name: (one.value.detach(), one.spot) for one in trainer.placed.held}
+        found |= {one.name: (one.value.detach(), one.shard) for one in trainer.sharded.owned}
     return found
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phalanx.models.attention import attend_locally
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import Spot
+from phalanx.parallel.owned_param import ParamShard
 from phalanx.training.trainer import Trainer
 from phalanx.verification.case import Case
 from phalanx.verification.local_sgd_reference import replicas
@@ -36,7 +36,7 @@ class Found:
     """What a rank says."""
 
     rows: list[Row] = field(default_factory=list)
-    spots: dict[str, Spot] = field(default_factory=dict)
+    spots: dict[str, ParamShard] = field(default_factory=dict)
     """Its boxes of parameters."""
     split: set[str] = field(default_factory=set)
     """Axes of the mesh along which parameters are cut, read off what the optimizer holds."""
@@ -63,7 +63,7 @@ def _kept(trainer: Trainer, steps: int) -> Iterator[Moment]:
 def compare(mesh: Mesh, case: Case, reference: Reference, account: bool) -> Found:
     """One rank's steps, each held against what one process did."""
     expected = torch.load(reference.path, weights_only=False, mmap=True)
-    theirs = expected[mesh.at("data") if len(expected) > 1 else 0]
+    theirs = expected[mesh.coordinate("data") if len(expected) > 1 else 0]
     trainer = _trainer(mesh, case, alone=False)
     found = Found()
     for ours, their in zip(moments(trainer, case.steps), theirs, strict=True):
@@ -75,8 +75,8 @@ def compare(mesh: Mesh, case: Case, reference: Reference, account: bool) -> Foun
     if all(their.skipped for their in theirs[1:]):  # nothing was updated on either side, which is no proof of anything
         said = f"every step overflowed, with precision.loss_scale = {case.run.precision.loss_scale:g}: lower it"
         found.rows.append(Row("loss", 1, said, mesh.rank, float("inf")))
-    found.split = {axis for one in trainer.placed.held for axis in one.spot.split}
-    attends = [module.attend for part in trainer.placed.parts for module in part.modules() if hasattr(module, "attend")]
+    found.split = {axis for one in trainer.sharded.owned for axis in one.shard.split}
+    attends = [module.attend for part in trainer.sharded.parts for module in part.modules() if hasattr(module, "attend")]
     found.attends_elsewhere = bool(attends) and all(_reaches_out(attend) for attend in attends)
     if account:
         found.account = take(trainer)

@@ -55,11 +55,11 @@ def take(trainer: Trainer) -> RankAccount:
 
 def states(trainer: Trainer) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """What lasts from step to step: parameters, gradients, and the optimizer's states with its own copy of the weights, if any."""
-    parameters = [_local(parameter) for part in trainer.placed.parts for parameter in part.parameters()]
-    gradients = [_local(p.grad) for part in trainer.placed.parts for p in part.parameters() if p.grad is not None]
-    gradients += [one.gradient for one in trainer.placed.held if one.gradient is not None]
+    parameters = [_local(parameter) for part in trainer.sharded.parts for parameter in part.parameters()]
+    gradients = [_local(p.grad) for part in trainer.sharded.parts for p in part.parameters() if p.grad is not None]
+    gradients += [one.gradient for one in trainer.sharded.owned if one.gradient is not None]
     seen = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-    masters = [one.value for one in trainer.placed.held if one.value.untyped_storage().data_ptr() not in seen]
+    masters = [one.value for one in trainer.sharded.owned if one.value.untyped_storage().data_ptr() not in seen]
     return parameters, gradients, [*masters, *_tensors(trainer.optimizer.state().values())]
 
 

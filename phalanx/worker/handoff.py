@@ -12,7 +12,7 @@ from phalanx.training.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class SurvivorState:
     """Of one survivor, as it tells the supervisor."""
 
     step: int | None
@@ -26,15 +26,15 @@ class Standing:
     """How often the run has gone back: of two states, the one of the later course counts."""
 
 
-def standing(trainer: Trainer | None) -> Standing:
+def survivor_state(trainer: Trainer | None) -> SurvivorState:
     """Whatever state the trainer is in."""
     if trainer is None or not trainer.ready or trainer.stepper.torn:
-        return Standing(None)
+        return SurvivorState(None)
     applied, rewinds = trainer.stepper.applied, len(trainer.progress.left_out)
     prepared = trainer.stepper.pending is not None
     if applied is None or applied.divisor is None or applied.bad is None:
-        return Standing(trainer.progress.step, prepared, rewinds=rewinds)
-    return Standing(trainer.progress.step, prepared, float(applied.divisor), float(applied.bad), rewinds)
+        return SurvivorState(trainer.progress.step, prepared, rewinds=rewinds)
+    return SurvivorState(trainer.progress.step, prepared, float(applied.divisor), float(applied.bad), rewinds)
 
 
 def roll_forward(trainer: Trainer, divisor: float, bad: float) -> None:
@@ -43,13 +43,13 @@ def roll_forward(trainer: Trainer, divisor: float, bad: float) -> None:
     trainer.progress.advance(trainer.run.batch, not bad, trainer.stepper.scale, bad == SPIKE)
 
 
-def leave(trainer: Trainer, contributors: list[int]) -> bool:
+def hand_off(trainer: Trainer, contributors: list[int]) -> bool:
     """Hand over this rank's share of the state, `contributors` being the ranks that have it; returns whether they have all of the
     tensors of this rank's pipeline rank."""
     mesh = trainer.mesh
-    mesh.lose(rank for rank in range(mesh.ranks) if rank not in contributors)
+    mesh.mark_lost(rank for rank in range(mesh.ranks) if rank not in contributors)
     tensors = trainer.tensors()
-    if not all(mesh.covered(*piece.copies.key) for piece in {piece.copies: piece for piece in tensors.values()}.values()):
+    if not all(mesh.covers(*piece.copies.key) for piece in {piece.copies: piece for piece in tensors.values()}.values()):
         return False
     assert mesh.place.holder is not None
     share = Share(mesh.place.generation, contributors.index(mesh.rank), len(contributors), mesh.stage, mesh.speaks_for_stage)

@@ -25,7 +25,7 @@ from phalanx.checkpointing.replicas import replica_index
 from phalanx.control.exit_cause import RESUMABLE, echo
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.events.fault_log import Struck
-from phalanx.events.heartbeat import Pulse
+from phalanx.events.heartbeat import Heartbeat
 from phalanx.events.log import EventLog, told_steps
 from phalanx.events.records import Event, Step, StepSkipped, Stopped, WorkerStarted
 from phalanx.events.rundir import RunDir
@@ -41,7 +41,7 @@ from phalanx.training.hooks.replica_check import Corruption
 from phalanx.training.sinks import sinks
 from phalanx.training.trainer import Trainer
 from phalanx.worker.control_thread import Attendant
-from phalanx.worker.handoff import leave, roll_forward, standing
+from phalanx.worker.handoff import hand_off, roll_forward, survivor_state
 from phalanx.worker.hang_report import register, where
 
 _UNINTERRUPTED = ("updating",)
@@ -94,10 +94,10 @@ class _Rank:
         self._rank = 0
         attendant.on_stop = signals.stop
         attendant.on_pause = self._pause
-        attendant.busy = lambda: self._trainer is not None and self._trainer.pulse.phase in _UNINTERRUPTED
+        attendant.busy = lambda: self._trainer is not None and self._trainer.heartbeat.phase in _UNINTERRUPTED
         attendant.where = self._where
         self._main = threading.get_ident()
-        self._pulse: Pulse | None = None
+        self._pulse: Heartbeat | None = None
         attendant.start()
 
     def serve(self) -> int:
@@ -155,7 +155,7 @@ class _Rank:
         _redirect(self._rundir.log_of(place.rank))
         torch.set_num_threads(plan.threads)
         if self._pulse is None:
-            self._pulse = Pulse(Path(order["pulse"]))
+            self._pulse = Heartbeat(Path(order["pulse"]))
             register(Path(order["pulse"]).with_suffix(".stack"))
         self._pulse.start(place.generation)
         mesh = connect(place, plan.device, self._run.resilience.timeout, plan.layout)
@@ -194,7 +194,7 @@ class _Rank:
         self._data = self._data or open_dataset(self._run.data, self._run.train.sequence_length, self._run.train.seed)
         trainer = Trainer(self._run, plan, mesh, self._rundir.checkpoints, self._data)
         assert self._pulse is not None
-        trainer.pulse = self._pulse
+        trainer.heartbeat = self._pulse
         if chaos:
             done, place = Struck(self._rundir.path), mesh.place
             trainer.faults = Faults(parse(chaos), rank=place.rank, node=place.node, done=done, report=self._log.emit)
@@ -224,7 +224,7 @@ class _Rank:
             wanted = (source["generation"], source["step"], source["ranks"])
             chosen = next((one for one in states if (one.generation, one.step, one.ranks) == wanted), None)
             found = None if chosen is None else replica_index.Held(chosen, place.token)
-        location: Location | None = mesh.share(found)
+        location: Location | None = mesh.broadcast_object(found)
         if location is None:
             raise ConnectionError("Connection closed by peer: the copies in memory are gone")
         return location
@@ -235,7 +235,7 @@ class _Rank:
 
     def _stand(self, generation: int) -> None:
         """The generation is over: say what this rank has. It stays in memory until the next begins."""
-        found = standing(self._trainer if generation == self._attendant.generation else None)
+        found = survivor_state(self._trainer if generation == self._attendant.generation else None)
         self._attendant.tell({"say": "standing", "generation": generation} | asdict(found))
 
     def _hand_over(self, order: dict[str, Any]) -> None:
@@ -244,7 +244,7 @@ class _Rank:
         try:
             if trainer.progress.step < order["step"]:
                 roll_forward(trainer, order["divisor"], order["bad"])
-            covered = leave(trainer, order["contributors"])
+            covered = hand_off(trainer, order["contributors"])
         except (OSError, MemoryError) as error:  # there is no room: the next best thing is gone on from
             problem = str(error)
         if order["teller"] == trainer.mesh.rank:
@@ -275,7 +275,7 @@ class _Rank:
         trainer = self._trainer
         if trainer is None or not hasattr(trainer, "placed"):
             return dict(where(self._main, {}, None))
-        modules = {id(module): name for part in trainer.placed.parts for name, module in part.named_modules() if name}
+        modules = {id(module): name for part in trainer.sharded.parts for name, module in part.named_modules() if name}
         return dict(where(self._main, modules, trainer.mesh))
 
     def _fail(self, error: BaseException) -> None:

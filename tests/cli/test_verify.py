@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from phalanx.cli.main import app
-from phalanx.parallel.sharded_model import Placed
+from phalanx.parallel.sharded_model import ShardedModel
 
 PHALANX = [sys.executable, "-m", "phalanx"]
 RUN = """
@@ -69,15 +69,15 @@ def test_the_command_passes_and_says_what_it_compared(run_file: Path) -> None:
 
 
 def test_a_difference_ends_with_one_and_names_the_tensor(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    finish = Placed.finish
+    finish = ShardedModel.finish
 
-    def wrong(self: Placed) -> None:
+    def wrong(self: ShardedModel) -> None:
         finish(self)
         for one in self.held:
             if one.name == "blocks.1.attention.value.weight" and one.gradient is not None and self.mesh.rank == 1:
                 one.gradient += 0.01
 
-    monkeypatch.setattr(Placed, "finish", wrong)
+    monkeypatch.setattr(ShardedModel, "finish", wrong)
     done = CliRunner().invoke(app, ["verify", str(run_file), "--steps", "1", "--json"])
     assert done.exit_code == 1, done.output
     table = json.loads(done.output.strip().splitlines()[-1])
@@ -89,11 +89,11 @@ def test_a_difference_ends_with_one_and_names_the_tensor(run_file: Path, monkeyp
 
 
 def test_a_rank_that_raises_is_shown_with_its_last_lines(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Placed) -> None:
+    def broken(self: ShardedModel) -> None:
         if self.mesh.rank == 1:
             raise ArithmeticError("planted")
 
-    monkeypatch.setattr(Placed, "finish", broken)
+    monkeypatch.setattr(ShardedModel, "finish", broken)
     done = CliRunner().invoke(app, ["verify", str(run_file), "--steps", "1", "--json"])
     assert done.exit_code == 1
     table = json.loads(done.output.strip().splitlines()[-1])

@@ -68,7 +68,7 @@ def attention() -> None:
                 sizes = ((heads, width), (keys, width), (keys, values), (heads, values))
                 q, k, v, gradient = (torch.randn(2, h, 160, w, device="cuda").to(dtype) for h, w in sizes)
                 mask = (torch.rand(2, 1, 160, 160, device="cuda") > 0.4).tril() if masked else None
-                sight = kernels.Sight(mask, not masked, width**-0.5)
+                sight = kernels.Mask(mask, not masked, width**-0.5)
                 ways = []
                 for fused in (True, False):
                     inputs = tuple(x if fused else x.float() for x in (q, k, v))

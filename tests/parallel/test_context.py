@@ -21,9 +21,9 @@ from phalanx.models.init import build, materialize
 from phalanx.parallel.context import context_parallel, kernels, mask
 from phalanx.parallel.context.ring import halves
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import Held, Spot
+from phalanx.parallel.owned_param import OwnedParam, ParamShard
 from phalanx.parallel.replicate import Replicated
-from phalanx.parallel.sharded_model import Placed
+from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import Mla, ModelSpec
 
@@ -81,7 +81,7 @@ def swapped(mesh: Mesh, method: str) -> Callable[..., Tensor]:
 
 def here(mesh: Mesh, method: str, whole: Tensor, dim: int) -> Tensor:
     """This rank's part of a sequence."""
-    mine = context_parallel.places(whole.shape[dim], mesh.size("context"), mesh.at("context"), method)
+    mine = context_parallel.places(whole.shape[dim], mesh.size("context"), mesh.coordinate("context"), method)
     return whole.index_select(dim, torch.from_numpy(mine)).contiguous()
 
 
@@ -234,8 +234,8 @@ def loss(model: nn.Module, tokens: Tensor, targets: Tensor, positions: Tensor, t
 def step(mesh: Mesh, spec: ModelSpec, method: str, kind: str, how: str) -> tuple[float, dict[str, Tensor]]:
     """Sum of losses and every gradient over all ranks, of a batch of two micro-batches."""
     model = materialize(build(spec), 1, torch.device("cpu"))
-    held = [Held(name, parameter, Spot.all(parameter)) for name, parameter in model.named_parameters()]
-    placed = Placed([model], mesh, Replicated(held, mesh, ("data", "shard", "context")), loss=F.cross_entropy)
+    held = [OwnedParam(name, parameter, ParamShard.all(parameter)) for name, parameter in model.named_parameters()]
+    placed = ShardedModel([model], mesh, Replicated(held, mesh, ("data", "shard", "context")), loss=F.cross_entropy)
     if mesh.size("context") > 1:
         context_parallel.swap([model], mesh, method)
     if how == "recomputed":

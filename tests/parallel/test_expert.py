@@ -24,9 +24,9 @@ from phalanx.parallel.apply import materialize as fill
 from phalanx.parallel.expert import Loads
 from phalanx.parallel.expert_dispatch import Dispatch
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import Held, Spot
+from phalanx.parallel.owned_param import OwnedParam, ParamShard
 from phalanx.parallel.replicate import Replicated
-from phalanx.parallel.sharded_model import Placed
+from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec, Moe
@@ -70,15 +70,15 @@ def steer(model: nn.Module, crowded: bool) -> None:
             router.bias[: router.moe.active] += 100
 
 
-def place(mesh: Mesh, model: nn.Module, given: Recipe) -> Placed:
+def place(mesh: Mesh, model: nn.Module, given: Recipe) -> ShardedModel:
     """One rank's share of a model; ranks that would share its state are more replicas here."""
-    spots = {name: Spot.all(parameter) for name, parameter in model.named_parameters()}
+    spots = {name: ParamShard.all(parameter) for name, parameter in model.named_parameters()}
     sequence, group = mesh.layout.sequence, mesh.group("tensor", use="tensor")
     spots = tensor.split([model], spots, given.axes, mesh, sequence=sequence)
     loss = vocab_parallel.swap([model], group, chunk=None, sequence=sequence, loss=given.loss)
     spots = expert.split([model], spots, given.axes, mesh)
     held = fill([model], spots, given, mesh.device)
-    return Placed([model], mesh, Replicated(held, mesh, SAMPLES), loss)
+    return ShardedModel([model], mesh, Replicated(held, mesh, SAMPLES), loss)
 
 
 def loss(model: nn.Module, first: int, stop: int, measure: Callable[[Any, Tensor], Tensor] = summed_loss) -> Tensor:
@@ -103,11 +103,11 @@ def gradients(mesh: Mesh, kind: str, crowded: bool, compute: torch.dtype | None)
         found.backward()
         placed.after_backward()
     placed.finish()
-    boxes = {one.name: (one.gradient, one.spot) for one in placed.held if one.gradient is not None}
+    boxes = {one.name: (one.gradient, one.shard) for one in placed.owned if one.gradient is not None}
     found_wholes = wholes(boxes, mesh)
     for name, (gradient, spot) in boxes.items():  # what several ranks hold is alike on all
         torch.testing.assert_close(gradient, spot.of(found_wholes[name]), rtol=1e-5, atol=1e-6)
-    shapes = [tuple(one.value.shape) for one in placed.held if ".experts." in one.name]
+    shapes = [tuple(one.value.shape) for one in placed.owned if ".experts." in one.name]
     return mesh.sum(total).item() / mesh.layout.tensor, found_wholes, shapes
 
 
@@ -159,13 +159,13 @@ def lively(moe: Moe) -> MoE:
     return layer
 
 
-def shared(mesh: Mesh, moe: Moe) -> tuple[MoE, dict[str, Spot]]:
+def shared(mesh: Mesh, moe: Moe) -> tuple[MoE, dict[str, ParamShard]]:
     """This rank's part of `lively`, and where it lies."""
     whole = lively(moe)
     with torch.device("meta"):
         layer = MoE(16, moe)
     model = nn.ModuleDict({"0": nn.ModuleDict({"mlp": layer})})
-    spots = {name: Spot.all(parameter) for name, parameter in model.named_parameters()}
+    spots = {name: ParamShard.all(parameter) for name, parameter in model.named_parameters()}
     found = {name.removeprefix("0.mlp."): spot for name, spot in expert.split([model], spots, AXES, mesh).items()}
     layer.to_empty(device=CPU)
     layer.router.reset_buffers()
@@ -209,19 +209,19 @@ def sequence_gradients(mesh: Mesh, moe: Moe) -> dict[str, Tensor]:
     """Of one layer, whose sequences lie on the ranks of `context` and `tensor` in parts."""
     layer, spots = shared(mesh, moe)
     within = mesh.size("context") * mesh.size("tensor")
-    part = mesh.at("context") * mesh.size("tensor") + mesh.at("tensor")
+    part = mesh.coordinate("context") * mesh.size("tensor") + mesh.at("tensor")
     x = sequences().chunk(mesh.layout.replicas)[mesh.replica].chunk(within, 1)[part]
     held = []
     for name, parameter in layer.named_parameters():
         # What is not the experts' own has whole copies on the ranks of `tensor`, each with other tokens.
         spot = spots[name] if spots[name].expert else replace(spots[name], partial=("tensor",))
-        held.append(Held(name, parameter, spot))
-    placed = Placed([layer], mesh, Replicated(held, mesh, SAMPLES), summed_loss)
+        held.append(OwnedParam(name, parameter, spot))
+    placed = ShardedModel([layer], mesh, Replicated(held, mesh, SAMPLES), summed_loss)
     placed.begin(1)
     layer(x).square().sum().backward()
     placed.after_backward()
     placed.finish()
-    return wholes({one.name: (one.gradient, one.spot) for one in held if one.gradient is not None}, mesh)
+    return wholes({one.name: (one.gradient, one.shard) for one in held if one.gradient is not None}, mesh)
 
 
 def sequences() -> Tensor:
@@ -258,23 +258,23 @@ def test_a_forward_can_be_repeated() -> None:
 
 def test_what_was_done_is_read_off_the_parameters() -> None:
     model = build(spec("odd"))
-    spots = {name: Spot.all(parameter) for name, parameter in model.named_parameters()}
+    spots = {name: ParamShard.all(parameter) for name, parameter in model.named_parameters()}
     assert expert.applied([model], spots, AXES) is None
     spots = run_ranks(cut, 4, layout=Layout(data=4, expert=2, expert_tensor=2))
     last, said = spots[3]
     assert said == "blocks.1.mlp.experts.gate: 4 of 8 experts, 11 of 23 rows of each; tokens travel among 4 ranks"
-    assert last["blocks.1.mlp.experts.down"] == Spot(
+    assert last["blocks.1.mlp.experts.down"] == ParamShard(
         whole=(8, 16, 23), offset=(4, 0, 12), shape=(4, 16, 11), split=("expert", "expert_tensor"), expert=True
     )
     assert {name for name, spot in last.items() if spot.expert} == {
         f"blocks.1.mlp.experts.{one}" for one in ("gate", "up", "down")
     }
-    assert all(spot == Spot.all(model.get_parameter(name)) for name, spot in last.items() if not spot.expert)
+    assert all(spot == ParamShard.all(model.get_parameter(name)) for name, spot in last.items() if not spot.expert)
 
 
-def cut(mesh: Mesh) -> tuple[dict[str, Spot], str | None]:
+def cut(mesh: Mesh) -> tuple[dict[str, ParamShard], str | None]:
     model = build(spec("odd"))
-    spots = {name: Spot.all(parameter) for name, parameter in model.named_parameters()}
+    spots = {name: ParamShard.all(parameter) for name, parameter in model.named_parameters()}
     # Whoever shares the dense layers may have marked everything that it finds in a layer of experts.
     spots = {name: replace(spot, partial=("tensor",)) if ".experts." in name else spot for name, spot in spots.items()}
     spots = expert.split([model], spots, AXES, mesh)
@@ -283,7 +283,7 @@ def cut(mesh: Mesh) -> tuple[dict[str, Spot], str | None]:
 
 def test_without_a_degree_experts_stay_where_they_are() -> None:
     model = build(spec("softmax"))
-    spots = {name: Spot.all(parameter) for name, parameter in model.named_parameters()}
+    spots = {name: ParamShard.all(parameter) for name, parameter in model.named_parameters()}
     assert expert.split([model], spots, AXES, replace(ALONE, layout=Layout(data=1))) == spots
     assert all(block.mlp.dispatch is dispatch_locally for block in model.blocks.values())  # type: ignore[union-attr]
 
@@ -298,7 +298,7 @@ class _Undispatched(nn.Module):
 def test_what_cannot_be_shared_is_refused() -> None:
     mesh = Mesh(Place(rank=0, ranks=4), CPU, Layout(data=4, expert=4, expert_tensor=1))
     model = _Undispatched()
-    spots = {name: Spot.all(parameter) for name, parameter in model.named_parameters()}
+    spots = {name: ParamShard.all(parameter) for name, parameter in model.named_parameters()}
     with pytest.raises(RunError) as refused:
         expert.split([model], spots, {"*": ("expert", "model")}, mesh)
     divides, dispatches = refused.value.problems

@@ -40,7 +40,7 @@ def test_reductions_run_in_the_background_with_the_operation_asked_for(ranks: in
 def test_rank_0s_value_is_shared_whatever_it_is() -> None:
     def share(mesh: Mesh) -> object:
         mine = {"path": Path("somewhere"), "who": mesh.rank, "text": "x" * mesh.rank * 1000}
-        return mesh.share(mine if mesh.rank != 0 else mine | {"more": [1, None]})
+        return mesh.broadcast_object(mine if mesh.rank != 0 else mine | {"more": [1, None]})
 
     assert run_ranks(share, 3) == [{"path": Path("somewhere"), "who": 0, "text": "", "more": [1, None]}] * 3
     assert ALONE.share("own") == "own"
@@ -111,7 +111,7 @@ def test_patience_outlasts_the_timeout_of_the_ranks(monkeypatch: pytest.MonkeyPa
     """Rank 0 prepares for longer than the ranks wait for each other in a collective."""
 
     def prepare(mesh: Mesh) -> tuple[str, float]:
-        share = mesh.patient(60.0)
+        share = mesh.slow_broadcast(60.0)
         if mesh.rank == 0:
             time.sleep(3.0)
         found = share("a plan" if mesh.rank == 0 else None)
@@ -120,7 +120,7 @@ def test_patience_outlasts_the_timeout_of_the_ranks(monkeypatch: pytest.MonkeyPa
     connected = helpers.connect
     monkeypatch.setattr(helpers, "connect", lambda place, device, timeout, layout: connected(place, device, 1.0))
     assert run_ranks(prepare, 2) == [("a plan", 2.0)] * 2
-    assert ALONE.patient(1.0)("alone") == "alone"
+    assert ALONE.slow_broadcast(1.0)("alone") == "alone"
 
 
 def laid_out(layout: Layout, rank: int) -> Mesh:
@@ -131,14 +131,14 @@ def laid_out(layout: Layout, rank: int) -> Mesh:
 def test_what_lost_ranks_shared_is_shared_by_those_that_are_left() -> None:
     layout = Layout(pipeline=2, data=3, tensor=2)  # stage 1: ranks 6 to 11
     meshes = [laid_out(layout, rank) for rank in range(12)]
-    assert [mesh.alike("tensor") for mesh in meshes[6:]] == [(0, 3), (0, 3), (1, 3), (1, 3), (2, 3), (2, 3)]
-    assert [mesh.alike() for mesh in meshes[6:]] == [(index, 6) for index in range(6)]
+    assert [mesh.peer_index("tensor") for mesh in meshes[6:]] == [(0, 3), (0, 3), (1, 3), (1, 3), (2, 3), (2, 3)]
+    assert [mesh.peer_index() for mesh in meshes[6:]] == [(index, 6) for index in range(6)]
     for mesh in meshes:
-        mesh.lose([6, 9, 11])
-    assert [meshes[rank].alike("tensor") for rank in (7, 8, 10)] == [(0, 1), (0, 2), (1, 2)]
-    assert [meshes[rank].alike() for rank in (7, 8, 10)] == [(0, 3), (1, 3), (2, 3)]
+        mesh.mark_lost([6, 9, 11])
+    assert [meshes[rank].peer_index("tensor") for rank in (7, 8, 10)] == [(0, 1), (0, 2), (1, 2)]
+    assert [meshes[rank].peer_index() for rank in (7, 8, 10)] == [(0, 3), (1, 3), (2, 3)]
     assert [rank for rank in (7, 8, 10) if meshes[rank].speaks_for_stage] == [7]
-    assert meshes[0].alike("tensor") == (0, 3), "another stage has lost nothing"
+    assert meshes[0].peer_index("tensor") == (0, 3), "another stage has lost nothing"
 
 
 @pytest.mark.parametrize(
@@ -162,6 +162,6 @@ def test_whether_those_that_are_left_have_everything(
 ) -> None:
     found = [laid_out(layout, rank) for rank in range(layout.ranks // layout.pipeline) if rank not in lost]
     for mesh in found:
-        assert mesh.covered(*axes)
-        mesh.lose(lost)
-    assert [mesh.covered(*axes) for mesh in found] == [covered] * len(found)
+        assert mesh.covers(*axes)
+        mesh.mark_lost(lost)
+    assert [mesh.covers(*axes) for mesh in found] == [covered] * len(found)

@@ -81,7 +81,7 @@ def parts_of(case: Case, mesh: Mesh) -> tuple[Any, list[Decoder]]:
     whole = decoder(case.model)
     if case.recompute:
         recomputing(whole, case.recompute)
-    return schedule, [whole.part(*ranges[stage]) for stage in schedule.stages_of(mesh.at("pipeline"))]
+    return schedule, [whole.part(*ranges[stage]) for stage in schedule.stages_of(mesh.coordinate("pipeline"))]
 
 
 def recomputing(whole: Decoder, how: str) -> None:
@@ -122,7 +122,9 @@ def drive(mesh: Mesh, case: Case) -> tuple[Any, dict[int, Tensor], list[int]]:
     outputs: dict[int, Tensor] = {}
     pipeline.evaluate(len(data), forward, lambda logits, m: outputs.update({m: logits}), boundary)
     trace = pipeline.run(len(data), forward, loss, boundary, weighed.append)
-    assert [(t.kind, t.stage, t.micro_batch) for t in trace.timed] == [tuple(a) for a in schedule.actions[mesh.at("pipeline")]]
+    assert [(t.kind, t.stage, t.micro_batch) for t in trace.timed] == [
+        tuple(a) for a in schedule.actions[mesh.coordinate("pipeline")]
+    ]
     gradients = {name: p.grad for part in parts for name, p in part.named_parameters() if p.grad is not None}
     tied = tied_group(mesh, schedule) if case.model.tied else None
     if tied is not None:

@@ -66,10 +66,10 @@ def steps(mesh: Mesh, name: str, device_mesh: DeviceMesh) -> dict[str, Tensor]:
     schedule = make(name, 2, COUNT)
     ranges = cut((1.0,) * SPEC.layers, 0.1, 1.0, schedule.stages)
     whole = decoder()
-    parts = [whole.part(*ranges[stage]) for stage in schedule.stages_of(mesh.at("pipeline"))]
+    parts = [whole.part(*ranges[stage]) for stage in schedule.stages_of(mesh.coordinate("pipeline"))]
     for part in parts:
         sharded(part, device_mesh)
-    data, positions = batches(mesh.at("shard")), torch.arange(LENGTH).expand(2, -1)
+    data, positions = batches(mesh.coordinate("shard")), torch.arange(LENGTH).expand(2, -1)
     pipeline = Pipeline(parts, schedule, mesh)
 
     def forward(part: int, given: Tensor | None, m: int) -> Any:

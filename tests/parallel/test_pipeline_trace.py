@@ -64,7 +64,7 @@ def traced(mesh: Mesh, names: list[str], micro_batches: int) -> list[list[Timed]
     found = []
     for name in names:
         schedule = make(name, mesh.size("pipeline"), micro_batches)
-        own = schedule.stages_of(mesh.at("pipeline"))
+        own = schedule.stages_of(mesh.coordinate("pipeline"))
         parts = [Stage(2 / len(own)) for _ in own]  # the same model, in as many stages
         pipeline = Pipeline(parts, schedule, mesh)
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from phalanx.models.init import build, materialize
 from phalanx.parallel import replicate
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import Held, Spot
+from phalanx.parallel.owned_param import OwnedParam, ParamShard
 from phalanx.parallel.replicate import Replicated
-from phalanx.parallel.sharded_model import Placed
+from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.spec.model import ModelSpec
 
 SPEC = ModelSpec(vocab=40, dim=16, layers=3, heads=2, ffn=32, init_std=0.1)
@@ -60,12 +60,12 @@ def accumulate(module: nn.Module, gradients: Replicated, numbers: Iterable[int])
 
 
 def engine(parameters: Iterable[nn.Parameter], mesh: Mesh, wire: torch.dtype = torch.float32) -> Replicated:
-    held = [Held(str(number), parameter, Spot.all(parameter)) for number, parameter in enumerate(parameters)]
+    held = [OwnedParam(str(number), parameter, ParamShard.all(parameter)) for number, parameter in enumerate(parameters)]
     return Replicated(held, mesh, ("data", "shard", "context"), wire=wire)
 
 
 def norm_of(gradients: Replicated, mesh: Mesh) -> Tensor:
-    return Placed([], mesh, gradients, lambda logits, targets: logits).norm()
+    return ShardedModel([], mesh, gradients, lambda logits, targets: logits).norm()
 
 
 def share(mesh: Mesh, whole: int = WHOLE) -> range:

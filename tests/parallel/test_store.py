@@ -181,7 +181,7 @@ def _told(agent: meeting.Agent, function: Callable[..., Any], ranks: int, absent
 
 def _everything(mesh: Mesh) -> str:
     groups = [mesh.group_of(tuple(range(mesh.ranks)), use=f"use {n}") for n in range(3)]
-    threads = [threading.Thread(target=lambda: [mesh.tally("sum", 1) for _ in range(20)]) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: [mesh.store_add("sum", 1) for _ in range(20)]) for _ in range(3)]
     for thread in threads:
         thread.start()
     values = torch.full((2,), float(mesh.rank))
@@ -189,8 +189,8 @@ def _everything(mesh: Mesh) -> str:
         dist.all_reduce(values, group=group.handle)
     for thread in threads:
         thread.join()
-    mesh.tell(f"rank {mesh.rank}", f"größe {mesh.rank}")
-    words = [mesh.told(f"rank {rank}") for rank in range(mesh.ranks)]
+    mesh.store_set(f"rank {mesh.rank}", f"größe {mesh.rank}")
+    words = [mesh.store_get(f"rank {rank}") for rank in range(mesh.ranks)]
     mesh.barrier()
     return f"{values.tolist()} {words} {mesh.tally('sum', 0)}"
 

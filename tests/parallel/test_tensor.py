@@ -20,9 +20,9 @@ from phalanx.models.moe import routers
 from phalanx.parallel import tensor, vocab_parallel
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import Held, Spot
+from phalanx.parallel.owned_param import OwnedParam, ParamShard
 from phalanx.parallel.replicate import Replicated
-from phalanx.parallel.sharded_model import Placed
+from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.parallel.tensor_comm import KvSelect
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import Mla, ModelSpec, Moe
@@ -84,9 +84,9 @@ def batch() -> MicroBatch:
 
 def place(
     parts: list[nn.Module], mesh: Mesh, axes: Mapping[str, tuple[str, ...]], *, sequence: bool, chunk: int | None = None
-) -> Placed:
+) -> ShardedModel:
     """As `parallel/apply` does it, tensor parallelism and the loss alone."""
-    spots = {name: Spot.all(parameter) for part in parts for name, parameter in part.named_parameters()}
+    spots = {name: ParamShard.all(parameter) for part in parts for name, parameter in part.named_parameters()}
     spots = tensor.split(parts, spots, axes, mesh, sequence=sequence)
     loss = vocab_parallel.swap(parts, mesh.group("tensor", use="tensor"), chunk=chunk, sequence=sequence, loss=summed_loss)
     held = {}
@@ -99,12 +99,12 @@ def place(
             assert tuple(parameter.shape) == spot.shape
             with torch.no_grad():
                 fill(parameter, SEED, name, part.spec, Box(spot.whole, spot.offset), INITIAL)
-            held[name] = Held(name, parameter, spot)
+            held[name] = OwnedParam(name, parameter, spot)
     engine = Replicated(list(held.values()), mesh, ("data", "shard", "context"))
-    return Placed(parts, mesh, engine, loss)
+    return ShardedModel(parts, mesh, engine, loss)
 
 
-def losses(placed: Placed, compute: str = "fp32") -> tuple[Tensor, Tensor]:
+def losses(placed: ShardedModel, compute: str = "fp32") -> tuple[Tensor, Tensor]:
     """The reported loss and the one to go backward from; the parts run one after the other."""
     given = batch()
     x = given.tokens
@@ -116,7 +116,7 @@ def losses(placed: Placed, compute: str = "fp32") -> tuple[Tensor, Tensor]:
     return loss, objective(loss, ahead, given, 0.3, placed.loss)
 
 
-def train(placed: Placed, compute: str = "fp32") -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+def train(placed: ShardedModel, compute: str = "fp32") -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
     """Loss, every parameter's whole gradient, and what every router counted on all ranks."""
     for part in placed.parts:
         for router in routers(part).values():
@@ -126,9 +126,9 @@ def train(placed: Placed, compute: str = "fp32") -> tuple[float, dict[str, Tenso
     (0.5 * whole).backward()
     placed.after_backward()
     placed.finish()
-    gradients = wholes({one.name: (one.gradient, one.spot) for one in placed.held if one.gradient is not None}, placed.mesh)
-    for one in placed.held:  # what several ranks hold is alike on all
-        torch.testing.assert_close(one.gradient, one.spot.of(gradients[one.name]), rtol=1e-5, atol=1e-6)
+    gradients = wholes({one.name: (one.gradient, one.shard) for one in placed.owned if one.gradient is not None}, placed.mesh)
+    for one in placed.owned:  # what several ranks hold is alike on all
+        torch.testing.assert_close(one.gradient, one.shard.of(gradients[one.name]), rtol=1e-5, atol=1e-6)
     counts = {name: placed.mesh.sum(router.counts.clone()) for name, router in routers(placed.parts[-1]).items()}
     return loss.item(), gradients, counts
 
@@ -146,7 +146,7 @@ def on_rank(mesh: Mesh, spec: ModelSpec, cases: list[tuple[bool, int | None, int
     results = []
     for sequence, chunk, stages in cases:
         placed = place(cut_decoder(spec, stages), mesh, AXES, sequence=sequence, chunk=chunk)
-        results.append((*train(placed), tensor.applied(placed.parts, {one.name: one.spot for one in placed.held})))
+        results.append((*train(placed), tensor.applied(placed.parts, {one.name: one.shard for one in placed.owned})))
     return results
 
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from phalanx.models.init import Box, fill
 from phalanx.parallel import tensor, vocab_parallel
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import Held, Spot
+from phalanx.parallel.owned_param import OwnedParam, ParamShard
 from phalanx.parallel.replicate import Replicated
-from phalanx.parallel.sharded_model import Placed
+from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
@@ -64,28 +64,28 @@ class Own(nn.Module):
         return F.linear(x_BSD, self.words.weight) if self.out is None else self.out(x_BSD)
 
 
-def cut(model: nn.Module, mesh: Mesh, axes: Mapping[str, tuple[str, ...]], sequence: bool) -> dict[str, Spot]:
-    spots = {name: Spot.all(parameter) for name, parameter in model.named_parameters()}
+def cut(model: nn.Module, mesh: Mesh, axes: Mapping[str, tuple[str, ...]], sequence: bool) -> dict[str, ParamShard]:
+    spots = {name: ParamShard.all(parameter) for name, parameter in model.named_parameters()}
     return tensor.split([model], spots, axes, mesh, sequence=sequence)
 
 
-def train(mesh: Mesh, tied: bool, sequence: bool, length: int) -> tuple[float, dict[str, Tensor], dict[str, Spot]]:
+def train(mesh: Mesh, tied: bool, sequence: bool, length: int) -> tuple[float, dict[str, Tensor], dict[str, ParamShard]]:
     with torch.device("meta"):
         model = Own(SPEC, tied)
     spots = cut(model, mesh, AXES, sequence)
     loss = vocab_parallel.swap([model], mesh.group("tensor", use="tensor"), chunk=None, sequence=sequence, loss=summed_loss)
     model.to_empty(device="cpu")
-    held = [Held(name, parameter, spots[name]) for name, parameter in model.named_parameters()]
+    held = [OwnedParam(name, parameter, spots[name]) for name, parameter in model.named_parameters()]
     with torch.no_grad():
         for one in held:
-            fill(one.value, 1, one.name, SPEC, Box(one.spot.whole, one.spot.offset), {"*": "normal"})
-    placed = Placed([model], mesh, Replicated(held, mesh, ("data", "shard", "context")), loss)
+            fill(one.value, 1, one.name, SPEC, Box(one.shard.whole, one.shard.offset), {"*": "normal"})
+    placed = ShardedModel([model], mesh, Replicated(held, mesh, ("data", "shard", "context")), loss)
     placed.begin(1)
     total = loss(model(TOKENS[:, :length], torch.arange(length).expand(2, length)), TOKENS.roll(1)[:, :length])
     total.backward()
     placed.after_backward()
     placed.finish()
-    return total.item(), wholes({one.name: (one.gradient, one.spot) for one in held}, mesh), spots
+    return total.item(), wholes({one.name: (one.gradient, one.shard) for one in held}, mesh), spots
 
 
 @pytest.mark.parametrize(("tied", "sequence", "length"), [(False, False, 7), (True, False, 7), (False, True, 6)])

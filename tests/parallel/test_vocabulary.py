@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from phalanx.models.init import build, materialize
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import Spot
+from phalanx.parallel.owned_param import ParamShard
 from phalanx.parallel.sharded_model import Loss
 from phalanx.parallel.vocab_parallel import applied, swap
 from phalanx.spec.errors import RunError
@@ -34,8 +34,8 @@ class End(nn.Module):
         self.spec = ModelSpec(vocab=rows, dim=WIDTH)
         self.project = linear
         whole = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows))
-        self.spot = Spot.all(whole) if group is None else Spot.all(whole).cut(0, group.index, group.size, "tensor")
-        self.weight = nn.Parameter(self.spot.of(whole).clone())
+        self.shard = ParamShard.all(whole) if group is None else ParamShard.all(whole).cut(0, group.index, group.size, "tensor")
+        self.weight = nn.Parameter(self.shard.of(whole).clone())
 
     def forward(self, x_BSD: Tensor) -> Any:
         return self.project(x_BSD, self.weight)
@@ -70,7 +70,9 @@ def alone(rows: int, chunk: int | None, bf16: bool = False) -> tuple[Tensor, Ten
     return measured(end, swap([end], None, chunk=chunk, sequence=False, loss=summed_loss), states(), bf16)
 
 
-def on_rank(mesh: Mesh, rows: int, chunk: int | None, sequence: bool) -> tuple[Tensor, Tensor, Tensor, Spot, float, str | None]:
+def on_rank(
+    mesh: Mesh, rows: int, chunk: int | None, sequence: bool
+) -> tuple[Tensor, Tensor, Tensor, ParamShard, float, str | None]:
     group = mesh.group("tensor", use="tensor")
     end = End(rows, group)
     loss = swap([end], group, chunk=chunk, sequence=sequence, loss=summed_loss)
@@ -80,7 +82,7 @@ def on_rank(mesh: Mesh, rows: int, chunk: int | None, sequence: bool) -> tuple[T
         evaluated = loss(end(x_BSD), targets(rows)).item()
     if sequence:
         dx_BSD = group.gathered(dx_BSD, 1)
-    return total, dx_BSD, dweight_VD, end.spot, evaluated, applied([end], loss)
+    return total, dx_BSD, dweight_VD, end.shard, evaluated, applied([end], loss)
 
 
 def test_without_need_nothing_changes() -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks, tiny_run, tiny_trainer
 
-from phalanx.events.heartbeat import Beat, Pulse, read
+from phalanx.events.heartbeat import Beat, Heartbeat, read
 from phalanx.observe import comm_timer
 from phalanx.optim import adamw
 from phalanx.parallel.group import Group
@@ -61,7 +61,7 @@ def in_loader(trainer: Trainer, hang: Hang) -> None:
 
 
 def in_forward(trainer: Trainer, hang: Hang) -> None:
-    modules = [module for part in trainer.placed.parts for name, module in part.named_modules() if name.endswith(".attention")]
+    modules = [module for part in trainer.sharded.parts for name, module in part.named_modules() if name.endswith(".attention")]
     modules[-1].register_forward_pre_hook(hang)
 
 
@@ -88,7 +88,7 @@ def settled(ask: Callable[[], Any]) -> Any:
 def asked(mesh: Mesh, path: Path, plant: Callable[[Trainer, Hang], None], overrides: tuple[str, ...]) -> dict[str, Any]:
     """What this rank's thread says while the guilty one hangs in the step after the first."""
     trainer = tiny_trainer(mesh, tiny_run(*overrides), path)
-    modules = {id(module): name for part in trainer.placed.parts for name, module in part.named_modules() if name}
+    modules = {id(module): name for part in trainer.sharded.parts for name, module in part.named_modules() if name}
     trainer.step()
     hang, main, answers = Hang(), threading.get_ident(), []
     if mesh.rank == GUILTY:
@@ -97,11 +97,11 @@ def asked(mesh: Mesh, path: Path, plant: Callable[[Trainer, Hang], None], overri
     def ask() -> None:
         if mesh.rank == GUILTY:
             hang.reached.wait(20)
-            mesh.tell("hangs", "now")
-        mesh.told("hangs")
+            mesh.store_set("hangs", "now")
+        mesh.store_get("hangs")
         answers.append(settled(lambda: where(main, modules, mesh)))
-        mesh.tally("answers", 1)
-        while mesh.tally("answers", 0) < mesh.ranks:
+        mesh.store_add("answers", 1)
+        while mesh.store_add("answers", 0) < mesh.ranks:
             time.sleep(0.02)
         hang.over.set()
 
@@ -172,8 +172,8 @@ def out_of_step(mesh: Mesh) -> dict[str, Any]:
     def ask() -> None:
         time.sleep(SETTLED / 2)
         answers.append(settled(lambda: where(main, {}, mesh)))
-        mesh.tally("answers", 1)
-        while mesh.tally("answers", 0) < mesh.ranks:
+        mesh.store_add("answers", 1)
+        while mesh.store_add("answers", 0) < mesh.ranks:
             time.sleep(0.02)
         done.set()
 
@@ -205,7 +205,7 @@ def test_a_rank_that_leaves_a_collective_out_is_found() -> None:
 def unable(mesh: Mesh, path: Path) -> tuple[dict[str, Any] | None, dict[int, str], str]:
     """Rank 1 keeps the interpreter to itself, rank 2 is stopped; rank 0 looks at both from outside, as a supervisor would."""
     register(path / str(mesh.rank))
-    pids, main = mesh.collect(os.getpid()), threading.get_ident()
+    pids, main = mesh.gather_objects(os.getpid()), threading.get_ident()
     answers: list[Any] = []
     states: dict[int, str] = {}
 
@@ -283,9 +283,9 @@ def slow(mesh: Mesh, path: Path, overrides: tuple[str, ...]) -> float:
     """Least seconds of work in a step, while the guilty rank takes longer in its forward."""
     trainer = tiny_trainer(mesh, tiny_run(*overrides), path)
     page = path / f"pulse-{mesh.rank}"
-    trainer.pulse = Pulse(page)
+    trainer.heartbeat = Heartbeat(page)
     if mesh.rank == GUILTY:
-        trainer.placed.parts[0].register_forward_pre_hook(lambda *_: time.sleep(DELAY))
+        trainer.sharded.parts[0].register_forward_pre_hook(lambda *_: time.sleep(DELAY))
     worked = []
     for _ in range(3):
         trainer.step()

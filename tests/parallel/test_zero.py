@@ -34,7 +34,7 @@ from phalanx.models.init import build
 from phalanx.parallel import shares
 from phalanx.parallel.fsdp import FullySharded
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import Held, Spot
+from phalanx.parallel.owned_param import OwnedParam, ParamShard
 from phalanx.parallel.pipeline.split_backward import backward_input, backward_weight
 from phalanx.parallel.sharding import Sharding, own_box
 from phalanx.parallel.zero import Sharded, shard
@@ -137,7 +137,7 @@ def test_matrices_are_low_and_what_is_small_is_not() -> None:
 
                 module.register_forward_hook(note, prepend=True)
             accumulate(engine, model, [0], "bf16", 1)
-            assert all(one.value.dtype == torch.float32 for one in engine.held)
+            assert all(one.value.dtype == torch.float32 for one in engine.owned)
         return found
 
     for seen in run_ranks(on_ranks, 2, layout=Layout(data=1, shard=2))[0]:
@@ -156,7 +156,7 @@ def test_bytes_of_state_fall_as_the_formula_says(ranks: int) -> None:
 
     def measured(mesh: Mesh, zero: int, compute: str) -> float:
         model, engine = make(mesh, spec, zero, compute)
-        adam = torch.optim.AdamW([one.value for one in engine.held])
+        adam = torch.optim.AdamW([one.value for one in engine.owned])
         for _ in range(2):
             engine.begin(1)
             loss(model, mesh.rank, compute, ranks).backward()
@@ -164,7 +164,7 @@ def test_bytes_of_state_fall_as_the_formula_says(ranks: int) -> None:
             engine.finish()
             kept = sum(engine.bytes().values())
             kept += sum(state.nbytes for states in adam.state.values() for state in states.values())
-            for one in engine.held:
+            for one in engine.owned:
                 assert one.gradient is not None
                 one.value.grad = one.gradient.float()
             adam.step()
@@ -223,7 +223,7 @@ def test_stages_of_a_pipeline_that_share_an_embedding(halves: bool) -> None:
             model = build(TIED)
             parts: list[nn.Module] = [model.part(0, 2), model.part(2, 4)]  # type: ignore[operator]
             engine = engine_of(mesh, parts, recipe(model, 3), zero, compute, keep=halves)
-            assert len({one.name for one in engine.held}) == len(engine.held)
+            assert len({one.name for one in engine.owned}) == len(engine.owned)
             for step in range(STEPS):
                 if step == 1:
                     engine.begin(EACH, pipelined=True)  # given up before it began
@@ -249,7 +249,7 @@ def test_a_single_number_is_refused() -> None:
         how = Sharding(zero=zero, axes=("data", "shard", "context"))
         build_engine: Callable[..., Any] = FullySharded if zero == 3 else shard
         with pytest.raises(RunError, match=r"cannot share the parameter scale, a single number.*give it the shape \[1\]"):
-            build_engine([model], {"scale": Spot.all(model.scale)}, ALONE, whole, how)
+            build_engine([model], {"scale": ParamShard.all(model.scale)}, ALONE, whole, how)
 
 
 def test_a_parameter_that_some_micro_batches_do_not_reach_gets_the_rest() -> None:
@@ -259,7 +259,7 @@ def test_a_parameter_that_some_micro_batches_do_not_reach_gets_the_rest() -> Non
             names = ("often", "rarely", "never")
             parameters = [nn.Parameter(torch.ones(5)) for _ in names]
             often, rarely, _ = parameters
-            whole = [shares.Whole(n, p, Spot.all(p), 0, False) for n, p in zip(names, parameters, strict=True)]
+            whole = [shares.Whole(n, p, ParamShard.all(p), 0, False) for n, p in zip(names, parameters, strict=True)]
             how = Sharding(zero=zero, axes=("data", "shard", "context"))
             engine = Sharded(whole, mesh, lambda name, tensor, spot: None, how)
             for reached in ({0, 1, 2, 3}, {2}, set()):  # the micro-batches that use `rarely`
@@ -268,7 +268,7 @@ def test_a_parameter_that_some_micro_batches_do_not_reach_gets_the_rest() -> Non
                     ((number + 1) * (often.sum() + (rarely.sum() if number in reached else 0.0))).backward()
                     engine.after_backward()
                 engine.finish()
-                found.append([_only(one) for one in engine.held])
+                found.append([_only(one) for one in engine.owned])
         return found
 
     assert (
@@ -277,7 +277,7 @@ def test_a_parameter_that_some_micro_batches_do_not_reach_gets_the_rest() -> Non
     )
 
 
-def _only(one: Held) -> float:
+def _only(one: OwnedParam) -> float:
     assert one.gradient is not None
     return float(one.gradient.unique().item())
 
@@ -335,7 +335,7 @@ def test_the_engines_say_what_they_have_done() -> None:
 
 
 def test_few_experts_are_cut_twice_and_boxes_have_no_gaps() -> None:
-    experts = Spot((2, 6, 3), (0, 0, 0), (2, 6, 3), expert=True)
+    experts = ParamShard((2, 6, 3), (0, 0, 0), (2, 6, 3), expert=True)
     boxes = [own_box(experts, index, 4) for index in range(4)]
     assert [(box.offset, box.shape, room) for box, room in boxes] == [
         ((0, 0, 0), (1, 3, 3), 9),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.planning.resolve import again, choose, settle
+from phalanx.planning.resolve import again, choose, plan_run
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.machine import Gpu, Machine
@@ -35,7 +35,7 @@ def run_of(model: ModelSpec = SMALL, batch: int = 32, sequence: int = 1024, **ta
 
 
 def test_a_model_too_large_for_replicas_is_shared() -> None:
-    settled = settle(run_of(LLAMA_8B), server())
+    settled = plan_run(run_of(LLAMA_8B), server())
     plan = settled.plan
     assert plan.ranks == 8 and plan.layout.shard * plan.layout.tensor * plan.layout.pipeline > 1
     assert plan.promise is not None and plan.promise.total_memory <= 80 * GIB
@@ -46,20 +46,20 @@ def test_a_model_too_large_for_replicas_is_shared() -> None:
 
 
 def test_what_no_layout_fits_is_recomputed_or_leaves_the_device() -> None:
-    memory = settle(run_of(LLAMA_1B, batch=2, sequence=8192), server(1, memory=28 * GIB)).run.memory
+    memory = plan_run(run_of(LLAMA_1B, batch=2, sequence=8192), server(1, memory=28 * GIB)).run.memory
     assert memory.recomputes or memory.offloads
 
 
 def test_what_was_asked_for_is_not_traded() -> None:
     with pytest.raises(RunError, match="smaller model"):
-        settle(run_of(LLAMA_8B, memory=Memory(recompute="none", offload="none")), server(1))
+        plan_run(run_of(LLAMA_8B, memory=Memory(recompute="none", offload="none")), server(1))
 
 
 def test_nothing_is_traded_where_all_fits() -> None:
-    memory = settle(run_of(), laptop()).run.memory
+    memory = plan_run(run_of(), laptop()).run.memory
     assert (memory.recompute, memory.offload) == ("none", "none")
     asked = Memory(recompute="full")
-    assert settle(run_of(memory=asked), laptop()).run.memory == replace(asked, offload="none")
+    assert plan_run(run_of(memory=asked), laptop()).run.memory == replace(asked, offload="none")
 
 
 def test_cores_train_replicas_unless_those_do_not_fit() -> None:

@@ -13,7 +13,7 @@ from phalanx.dashboard.comparison_table import show_comparison
 from phalanx.events.log import EventLog
 from phalanx.events.records import RunStarted, Step, StepAccounted, StepTimed
 from phalanx.planning.compare_run import after, compare, correction
-from phalanx.planning.resolve import settle
+from phalanx.planning.resolve import plan_run
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
@@ -42,7 +42,7 @@ def directory(
     model = ModelSpec(dim=256, layers=4, heads=8, vocab=257)
     train = Train(batch=32, sequence_length=256, steps=steps)
     run = Run(model=model, train=train, cluster=Cluster(cpu_ranks=4), layout=layout)
-    settled = settle(run, machine)
+    settled = plan_run(run, machine)
     plan = settled.plan
     assert plan.promise is not None
     (tmp_path / "run.toml").write_text(dump(settled.run))

@@ -11,7 +11,7 @@ import pytest
 
 from phalanx.planning.chosen import promised, rank_bytes
 from phalanx.planning.find_layout import SAFE
-from phalanx.planning.resolve import choose, settle
+from phalanx.planning.resolve import choose, plan_run
 from phalanx.schedules.csv_format import dump
 from phalanx.schedules.makers import make
 from phalanx.spec.errors import RunError
@@ -149,7 +149,7 @@ def test_micro_batch_of_a_given_layout_is_the_planner_s() -> None:
     plan = choose(run, server(1))
     assert plan.promise is not None and plan.promise.total_memory <= SAFE * 80 * GIB
     assert plan.micro_batch * plan.accumulation == 64
-    larger = promised(settle(run, server(1)).run, server(1), replace(plan, micro_batch=2 * plan.micro_batch))
+    larger = promised(plan_run(run, server(1)).run, server(1), replace(plan, micro_batch=2 * plan.micro_batch))
     assert larger is not None and larger.total_memory > SAFE * 80 * GIB
 
 
@@ -164,11 +164,11 @@ def test_gpu_that_fits_only_to_the_brim_gets_one_sequence() -> None:
 
 def test_a_given_layout_recomputes_only_where_it_must() -> None:
     given = small(batch=8, model=LLAMA_8B, layout=Layout(data=1, shard=8), sequence=4096)
-    roomy, tight = settle(given, server(8, memory=141 * GIB)), settle(given, server(8, memory=40 * GIB))
+    roomy, tight = plan_run(given, server(8, memory=141 * GIB)), plan_run(given, server(8, memory=40 * GIB))
     assert (roomy.run.memory.recompute, roomy.run.memory.offload) == ("none", "none")
     assert tight.run.memory.recomputes and not tight.run.memory.offloads
     assert tight.plan.promise is not None and tight.plan.promise.total_memory <= SAFE * 40 * GIB
-    assert settle(given, server(8, memory=24 * GIB)).run.memory.offloads, (
+    assert plan_run(given, server(8, memory=24 * GIB)).run.memory.offloads, (
         "where that does not do either, states leave the device"
     )
 

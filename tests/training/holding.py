@@ -9,7 +9,7 @@ from torch import Tensor
 
 from phalanx.checkpointing.slices import Elsewhere
 from phalanx.models.init import build, materialize
-from phalanx.parallel.owned_param import Held, Spot
+from phalanx.parallel.owned_param import OwnedParam, ParamShard
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import Optimizer as OptimizerSpec
 
@@ -19,24 +19,24 @@ MODEL = ModelSpec(vocab=20, dim=12, layers=2, heads=2, ffn=20, norm="layer", bia
 ONE, NO, YES = torch.tensor(1.0), torch.tensor(0.0), torch.tensor(1.0)
 
 
-def holding(seed: int = 0, spec: ModelSpec = MODEL) -> list[Held]:
+def holding(seed: int = 0, spec: ModelSpec = MODEL) -> list[OwnedParam]:
     """All parameters of a small model, on one rank."""
     model = materialize(build(spec), seed, torch.device("cpu"))
     dice = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():  # biases too: what is zero shows no decay
             p.copy_(0.3 * torch.randn(p.shape, generator=dice))
-    return [Held(name, p, Spot.all(p)) for name, p in model.named_parameters()]
+    return [OwnedParam(name, p, ParamShard.all(p)) for name, p in model.named_parameters()]
 
 
-def give_gradients(held: list[Held], step: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> None:
+def give_gradients(held: list[OwnedParam], step: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> None:
     """The same for the same step, whatever box of a parameter is held."""
     dice = torch.Generator().manual_seed(1000 + step)
     for one in held:
-        one.gradient = one.spot.of(scale * torch.randn(one.spot.whole, generator=dice)).to(dtype).clone()
+        one.gradient = one.shard.of(scale * torch.randn(one.shard.whole, generator=dice)).to(dtype).clone()
 
 
-def values(held: list[Held]) -> dict[str, Tensor]:
+def values(held: list[OwnedParam]) -> dict[str, Tensor]:
     return {one.name: one.value.detach() for one in held}
 
 
@@ -45,6 +45,6 @@ def read(states: Mapping[str, Tensor | Elsewhere]) -> dict[str, Tensor]:
     return {name: state.detach().clone() if isinstance(state, Tensor) else state.read() for name, state in states.items()}
 
 
-def everything(held: list[Held], states: Mapping[str, Tensor | Elsewhere]) -> dict[str, Tensor]:
+def everything(held: list[OwnedParam], states: Mapping[str, Tensor | Elsewhere]) -> dict[str, Tensor]:
     """Copies of all that a step may change."""
     return read(values(held)) | read(states)

@@ -119,7 +119,7 @@ def struck(
     """A run on which a bit flips on one rank; what was told, and how it ended."""
     trainer = tiny_trainer(mesh, tiny_run("train.steps=9", "resilience.check_every=4", *overrides), directory)
     if mesh.rank == rank:
-        one = next(one for one in trainer.placed.held if one.name == "blocks.1.mlp.up.weight")
+        one = next(one for one in trainer.sharded.owned if one.name == "blocks.1.mlp.up.weight")
         targets = {
             "weights": lambda: one.value,
             "gradients": lambda: one.gradient,

@@ -84,13 +84,13 @@ def test_one_at_a_time_and_the_newest_next(tmp_path: Path, monkeypatch: pytest.M
         exports.saved(folder(tmp_path / "checkpoints", step))
         if step == 10:
             assert gate.begun.acquire(timeout=20)
-    assert exports.held == {"step-00000010", "step-00000030"}
+    assert exports.owned == {"step-00000010", "step-00000030"}
     (skipped,) = exports.ended()
     assert isinstance(skipped, ExportFailed) and skipped.step == 20 and "step 30 was saved" in skipped.reason
     gate.go.release(2)
     done = exports.wait()
     assert [(event.step, event.difference) for event in done if isinstance(event, Exported)] == [(10, 1e-7), (30, 1e-7)]
-    assert exports.held == set() and exports.has("step-00000030") and not exports.has("step-00000020")
+    assert exports.owned == set() and exports.has("step-00000030") and not exports.has("step-00000020")
     names = {path.name for path in (tmp_path / "hf").iterdir()}
     assert names == {f"step-000000{step}{end}" for step in (10, 30) for end in ("", ".logits")}
     exports.pruned(["step-00000010"])

@@ -22,7 +22,7 @@ from phalanx.events.log import EventLog, read_events
 from phalanx.events.records import FaultInjected, Warned
 from phalanx.faults.grammar import POINTS, parse
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import Held, Spot
+from phalanx.parallel.owned_param import OwnedParam, ParamShard
 from phalanx.training.hooks.rank_faults import NONE, Faults, Injected
 
 
@@ -137,8 +137,8 @@ def test_a_slow_rank_takes_longer_from_one_step_to_another_and_is_told_once(tmp_
     after_recovery.drag(1, 1e9)
 
 
-def held(values: Tensor, gradient: Tensor | None = None) -> Held:
-    return Held("weight", nn.Parameter(values), Spot.all(values), gradient)
+def held(values: Tensor, gradient: Tensor | None = None) -> OwnedParam:
+    return OwnedParam("weight", nn.Parameter(values), ParamShard.all(values), gradient)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -175,7 +175,7 @@ def steps_with_nan(mesh: Mesh, folder: Path, text: str) -> list[Any]:
     trainer = tiny_trainer(mesh, tiny_run("train.steps=4", "memory.recompute=full"), folder / str(mesh.rank) / "checkpoints")
     told = Told()
     faults = Faults(parse(text), rank=mesh.rank, done=Struck(folder), report=told.append)
-    faults.see(trainer.placed.parts)
+    faults.see(trainer.sharded.parts)
     found: list[Any] = []
     for step in (1, 2, 3):
         faults.at("data", step)
@@ -187,8 +187,8 @@ def steps_with_nan(mesh: Mesh, folder: Path, text: str) -> list[Any]:
         found.append((taken.kind, bool(differing(before, trainer.tensors()))))
     with faults.again():
         faults.at("compute", 2)
-        found.append(sum(len(module._forward_hooks) for part in trainer.placed.parts for module in part.modules()))
-    found.append(sum(len(module._forward_hooks) for part in trainer.placed.parts for module in part.modules()))
+        found.append(sum(len(module._forward_hooks) for part in trainer.sharded.parts for module in part.modules()))
+    found.append(sum(len(module._forward_hooks) for part in trainer.sharded.parts for module in part.modules()))
     found.append(told.faults)
     trainer.close()
     return found

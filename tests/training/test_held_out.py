@@ -28,7 +28,7 @@ def told_meanwhile(mesh: Mesh, directory: Path, rank: int, pause: bool, *overrid
 
     trainer.stepper.measure = counted  # type: ignore[method-assign, assignment]
     told = list(trainer.events())
-    assert all(part.training for part in trainer.placed.parts)
+    assert all(part.training for part in trainer.sharded.parts)
     return told, len(forwards), trainer.heard
 
 

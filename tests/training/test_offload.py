@@ -22,7 +22,7 @@ from phalanx.optim.offload.scratch import ScratchFile
 from phalanx.optim.offload.state_stores import InFile
 from phalanx.optim.optimizer import Optimizer
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import Held, Spot
+from phalanx.parallel.owned_param import OwnedParam, ParamShard
 from phalanx.spec.errors import RunFailed
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Memory, Precision
@@ -31,18 +31,18 @@ from phalanx.training.trainer import Trainer
 CPU, NVME = Memory(offload="cpu"), Memory(offload="nvme", offload_buffer=1)
 
 
-def big(seed: int = 5) -> list[Held]:
+def big(seed: int = 5) -> list[OwnedParam]:
     """Larger than a buffer of 1 MiB, and cut at odd places: tensors of lengths that no vector divides."""
     dice = torch.Generator().manual_seed(seed)
     shapes = {"a": (37,), "b": (301, 503), "c": (3,), "d": (4, 5, 7), "e": (0, 12), "f": (1021,), "g": (50021, 1)}
     found = []
     for name, shape in shapes.items():
         value = nn.Parameter(torch.randn(shape, generator=dice))
-        found.append(Held(name, value, Spot.all(value)))
+        found.append(OwnedParam(name, value, ParamShard.all(value)))
     return found
 
 
-def made(held: list[Held], memory: Memory, folder: Path, precision: Precision | None = None) -> Optimizer:
+def made(held: list[OwnedParam], memory: Memory, folder: Path, precision: Precision | None = None) -> Optimizer:
     return Optimizer(held, ADAMW, precision=precision or Precision(), memory=memory, mesh=ALONE, folder=folder)
 
 
@@ -157,7 +157,12 @@ def test_a_disk_without_room_is_found_before_the_first_step(tmp_path: Path) -> N
     huge = nn.Parameter(torch.empty(1 << 46, device="meta"))
     with pytest.raises(RunFailed) as caught:
         to_file(
-            [Held("huge", huge, Spot.all(huge))], ADAMW, torch.float32, replace(NVME, offload_buffer=1 << 20), ALONE, tmp_path
+            [OwnedParam("huge", huge, ParamShard.all(huge))],
+            ADAMW,
+            torch.float32,
+            replace(NVME, offload_buffer=1 << 20),
+            ALONE,
+            tmp_path,
         )
     status = os.statvfs(tmp_path)
     assert str(tmp_path / "optimizer-0.states") in str(caught.value)
@@ -251,7 +256,7 @@ def trainer(mesh: Mesh, folder: Path, memory: Memory | None) -> Trainer:
     made = tiny_trainer(mesh, run, folder / "checkpoints")
     if memory is not None:
         made.optimizer.close()
-        made.optimizer = Optimizer(made.placed.held, run.optimizer, memory=memory, mesh=mesh, folder=folder / "offload")
+        made.optimizer = Optimizer(made.sharded.owned, run.optimizer, memory=memory, mesh=mesh, folder=folder / "offload")
     return made
 
 

@@ -11,7 +11,7 @@ from training.holding import ADAMW, MODEL, MUON, NO, ONE, YES, everything, give_
 
 from phalanx.optim.chunks import portions
 from phalanx.optim.optimizer import Optimizer
-from phalanx.parallel.owned_param import Held, Spot
+from phalanx.parallel.owned_param import OwnedParam, ParamShard
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Memory, Precision
 from phalanx.spec.run import Optimizer as OptimizerSpec
@@ -19,7 +19,7 @@ from phalanx.spec.run import Optimizer as OptimizerSpec
 BF16 = Precision(optimizer="bf16")
 
 
-def torchs(held: list[Held], **options: bool) -> torch.optim.AdamW:
+def torchs(held: list[OwnedParam], **options: bool) -> torch.optim.AdamW:
     return torch.optim.AdamW(
         [
             {"params": [one.value for one in held if one.value.ndim == 2], "weight_decay": 0.2},
@@ -149,14 +149,14 @@ def test_gradients_in_bf16_step_as_the_same_numbers_in_fp32_do() -> None:
     assert differing(everything(wide, one.state()), everything(narrow, two.state())) == []
 
 
-def big() -> list[Held]:
+def big() -> list[OwnedParam]:
     """Larger than a portion, and cut at odd places: tensors of lengths that no vector divides."""
     dice = torch.Generator().manual_seed(5)
     shapes = {"a": (37,), "b": (701, 503), "c": (3,), "d": (4, 5, 7), "e": (0, 12), "f": (1021,)}
     found = []
     for name, shape in shapes.items():
         value = nn.Parameter(torch.randn(shape, generator=dice))
-        found.append(Held(name, value, Spot.all(value)))
+        found.append(OwnedParam(name, value, ParamShard.all(value)))
     return found
 
 
@@ -185,7 +185,7 @@ def test_moments_in_bf16_are_half_as_large_and_follow_those_in_fp32() -> None:
     losses: dict[str, list[float]] = {}
     for name, precision in (("fp32", Precision()), ("bf16", BF16)):
         weight = nn.Parameter(torch.zeros(24, 8))
-        held = [Held("weight", weight, Spot.all(weight))]
+        held = [OwnedParam("weight", weight, ParamShard.all(weight))]
         optimizer = Optimizer(held, OptimizerSpec(weight_decay=0.0), precision=precision)
         assert optimizer.bytes().device == 24 * 8 * 2 * (4 if name == "fp32" else 2)
         assert {state.dtype for key, state in optimizer.state().items() if "exp" in key} == {

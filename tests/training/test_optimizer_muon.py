@@ -13,7 +13,7 @@ from training.holding import ADAMW, MUON, NO, ONE, YES, everything, give_gradien
 
 from phalanx.optim.optimizer import Optimizer
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import Held, Spot
+from phalanx.parallel.owned_param import OwnedParam, ParamShard
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Precision
 
@@ -101,7 +101,7 @@ def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest() -> None:
     assert {a.name for a, b in zip(with_muon, without, strict=True) if torch.equal(a.value, b.value)} == adamw
 
 
-def torchs(held: list[Held], steps: int) -> dict[str, Tensor]:
+def torchs(held: list[OwnedParam], steps: int) -> dict[str, Tensor]:
     """Where torch.optim.Muon gets, on one process: values and momentum of the blocks' matrices."""
     matrices = {one.name: one for one in held if one.value.ndim == 2 and one.name.startswith("blocks.")}
     parameters = [one.value for one in matrices.values()]
@@ -127,26 +127,29 @@ def test_every_bit_is_that_of_torchs_muon() -> None:
     assert differing({name: found[name] for name in expected}, expected) == []
 
 
-def cut_up(mesh: Mesh) -> list[Held]:
+def cut_up(mesh: Mesh) -> list[OwnedParam]:
     """The matrices in boxes as techniques leave them: rows or columns over the tensor group, then rows over the shards. Keys and
     values, of one head, are whole on all tensor ranks, as they are where heads are fewer than ranks."""
     found = []
     for one in holding():
-        spot = one.spot
+        spot = one.shard
         if one.name.startswith("blocks.") and one.value.ndim == 2:
             if "key" in one.name or "value" in one.name:
                 spot = replace(spot, split=("tensor",))
             else:
                 spot = spot.cut(
-                    1 if "output" in one.name or "down" in one.name else 0, mesh.at("tensor"), mesh.size("tensor"), "tensor"
+                    1 if "output" in one.name or "down" in one.name else 0,
+                    mesh.coordinate("tensor"),
+                    mesh.size("tensor"),
+                    "tensor",
                 )
             if mesh.size("shard") > 1:
-                spot = spot.cut(0, mesh.at("shard"), mesh.size("shard"), "shard")
-        found.append(Held(one.name, nn.Parameter(spot.of(one.value.detach()).clone()), spot))
+                spot = spot.cut(0, mesh.coordinate("shard"), mesh.size("shard"), "shard")
+        found.append(OwnedParam(one.name, nn.Parameter(spot.of(one.value.detach()).clone()), spot))
     return found
 
 
-def step_cut_up(mesh: Mesh, steps: int, precision: Precision) -> tuple[dict[str, tuple[Spot, Tensor]], str]:
+def step_cut_up(mesh: Mesh, steps: int, precision: Precision) -> tuple[dict[str, tuple[ParamShard, Tensor]], str]:
     held = cut_up(mesh)
     optimizer = Optimizer(held, MUON, precision=precision, mesh=mesh)
     for step in range(steps):
@@ -154,7 +157,7 @@ def step_cut_up(mesh: Mesh, steps: int, precision: Precision) -> tuple[dict[str,
         optimizer.step(0.02, torch.tensor(2.5), NO)
     give_gradients(held, steps)
     optimizer.step(0.02, torch.tensor(math.nan), YES)
-    spots = {one.name: one.spot for one in held}
+    spots = {one.name: one.shard for one in held}
     found = everything(held, optimizer.state())
     boxes = {name: (spots[name.partition("/")[0]], tensor) for name, tensor in found.items()}
     return boxes, optimizer.applied

@@ -17,7 +17,7 @@ from phalanx.checkpointing.slices import Piece
 from phalanx.optim.diloco import Outer
 from phalanx.optim.optimizer import Optimizer
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import Held
+from phalanx.parallel.owned_param import OwnedParam
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Memory
 from phalanx.spec.run import Optimizer as OptimizerSpec
@@ -26,12 +26,12 @@ LOCAL = replace(ADAMW, local_steps=3, outer_learning_rate=0.7, outer_momentum=0.
 NVME = Memory(offload="nvme", offload_buffer=1)
 
 
-def boxes(mesh: Mesh) -> list[Held]:
+def boxes(mesh: Mesh) -> list[OwnedParam]:
     """Each shard's rows of everything."""
     found = []
     for one in holding():
-        spot = one.spot.cut(0, mesh.at("shard"), mesh.size("shard"), "shard") if mesh.size("shard") > 1 else one.spot
-        found.append(Held(one.name, nn.Parameter(spot.of(one.value.detach()).clone()), spot))
+        spot = one.shard.cut(0, mesh.coordinate("shard"), mesh.size("shard"), "shard") if mesh.size("shard") > 1 else one.shard
+        found.append(OwnedParam(one.name, nn.Parameter(spot.of(one.value.detach()).clone()), spot))
     return found
 
 
@@ -40,14 +40,14 @@ class Replica:
 
     def __init__(self, mesh: Mesh, spec: OptimizerSpec, folder: Path | None = None):
         self.mesh, self.done = mesh, 0
-        self.held = boxes(mesh)
+        self.owned = boxes(mesh)
         memory = NVME if folder else Memory()
-        self.inner = Optimizer(self.held, spec, memory=memory, mesh=mesh, folder=folder)
-        self.outer = Outer(self.held, spec, mesh)
+        self.inner = Optimizer(self.owned, spec, memory=memory, mesh=mesh, folder=folder)
+        self.outer = Outer(self.owned, spec, mesh)
 
     def steps(self, count: int) -> None:
         for _ in range(count):
-            give_gradients(self.held, gradient_of(self.done, self.mesh.at("data")))
+            give_gradients(self.owned, gradient_of(self.done, self.mesh.coordinate("data")))
             self.inner.step(0.01, torch.tensor(1.0), NO)
             self.done += 1
             if self.outer.due(self.done):
@@ -55,7 +55,7 @@ class Replica:
                 self.inner.adopt()
 
     def pieces(self) -> dict[str, Piece]:
-        spots = {one.name: one.spot for one in self.held}
+        spots = {one.name: one.shard for one in self.owned}
         inner = self.inner.state().items()
         return self.outer.tensors() | {
             f"optimizer/{name}": self.outer.of_replica(state, spots[name.rpartition("/")[0]]) for name, state in inner
@@ -69,7 +69,7 @@ def gradient_of(step: int, replica: int) -> int:
 def run_replica(mesh: Mesh, spec: OptimizerSpec, steps: int) -> dict[str, Tensor]:
     replica = Replica(mesh, spec)
     replica.steps(steps)
-    return everything(replica.held, replica.inner.state())
+    return everything(replica.owned, replica.inner.state())
 
 
 def simulated(spec: OptimizerSpec, replicas: int, steps: int) -> list[dict[str, Tensor]]:
@@ -101,7 +101,7 @@ def test_replicas_go_where_a_simulation_of_them_goes(layout: Layout) -> None:
     spec = LOCAL
     expected = simulated(spec, layout.data or 1, 7)  # two meetings, and a step after
     assert differing(expected[0], expected[1])  # between meetings each is somewhere else
-    spots = {(shard, one.name): one.spot for shard in range(layout.shard) for one in _boxes_of(layout, shard)}
+    spots = {(shard, one.name): one.shard for shard in range(layout.shard) for one in _boxes_of(layout, shard)}
     for rank, found in enumerate(run_ranks(run_replica, layout.ranks, spec, 7, layout=layout)):
         replica, shard = divmod(rank, layout.shard)
         for name, tensor in found.items():
@@ -110,8 +110,8 @@ def test_replicas_go_where_a_simulation_of_them_goes(layout: Layout) -> None:
             torch.testing.assert_close(tensor, theirs, atol=2e-6, rtol=1e-5)
 
 
-def _boxes_of(layout: Layout, shard: int) -> list[Held]:
-    return [replace(one, spot=one.spot.cut(0, shard, layout.shard, "shard")) for one in holding()]
+def _boxes_of(layout: Layout, shard: int) -> list[OwnedParam]:
+    return [replace(one, spot=one.shard.cut(0, shard, layout.shard, "shard")) for one in holding()]
 
 
 def test_with_rate_one_and_no_momentum_replicas_take_their_mean() -> None:
@@ -160,7 +160,7 @@ def start_elsewhere(mesh: Mesh) -> bool:
             assert isinstance(piece.tensor, Tensor)
             piece.tensor.fill_(0.5)
     replica.outer.adopt()
-    return all((one.value == 0.5).all().item() for one in replica.held)
+    return all((one.value == 0.5).all().item() for one in replica.owned)
 
 
 def test_weights_written_where_a_checkpoint_has_the_model_are_where_all_replicas_start() -> None:

@@ -36,7 +36,7 @@ class Overflow:
     def __init__(self, trainer: Trainer):
         self.fired = 0
         self._trainer = trainer
-        for part in trainer.placed.parts:
+        for part in trainer.sharded.parts:
             embed = getattr(part, "embed", None)
             if trainer.mesh.rank == 0 and isinstance(embed, nn.Module):
                 embed.register_forward_hook(self._forward)

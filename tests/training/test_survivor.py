@@ -15,12 +15,12 @@ from torch import Tensor
 from phalanx.checkpointing.replicas import replica_index
 from phalanx.optim.optimizer import Optimizer
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.sharded_model import Placed
+from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Run
 from phalanx.training.step import Pending
 from phalanx.training.trainer import Trainer
-from phalanx.worker.handoff import leave, roll_forward, standing
+from phalanx.worker.handoff import hand_off, roll_forward, survivor_state
 
 
 class Lost(BaseException):
@@ -48,16 +48,16 @@ def interrupt_before_update(trainer: Trainer) -> None:
 
 def interrupt_in_norm(trainer: Trainer) -> None:
     """This rank's part of it has gone out; the result never comes back."""
-    kept = Placed.norm
+    kept = ShardedModel.norm
 
-    def norm(placed: Placed) -> Tensor:
+    def norm(placed: ShardedModel) -> Tensor:
         kept(placed)
         raise Lost
 
-    Placed.norm = norm  # type: ignore[method-assign]
+    ShardedModel.norm = norm  # type: ignore[method-assign]
     with pytest.raises(Lost):
         trainer.step()
-    Placed.norm = kept  # type: ignore[method-assign]
+    ShardedModel.norm = kept  # type: ignore[method-assign]
 
 
 def interrupt_after_update(trainer: Trainer) -> None:
@@ -83,15 +83,15 @@ def rolled(mesh: Mesh, folder: Path) -> tuple[list[str], float, float]:
         interrupt_before_update(trainer)
     else:
         interrupt_after_update(trainer)
-    said = standing(trainer)
+    said = survivor_state(trainer)
     assert (said.step, said.prepared) == ((2, True) if mesh.rank in (1, 2) else (3, False))
-    ahead = mesh.collect((said.divisor, said.bad))[0]
+    ahead = mesh.gather_objects((said.divisor, said.bad))[0]
     if mesh.rank in (1, 2):
         roll_forward(trainer, *ahead)
-    said = standing(trainer)
+    said = survivor_state(trainer)
     assert (said.step, said.prepared, trainer.progress.samples) == (3, False, 3 * run.batch)
     differ = differing(undisturbed.tensors(), trainer.tensors())
-    trainer.placed.engine.updated()
+    trainer.sharded.engine.updated()
     losses = [one.step() for one in (undisturbed, trainer)]
     undisturbed.close()
     trainer.close()
@@ -116,11 +116,11 @@ def test_a_step_that_the_others_have_skipped_is_skipped(tmp_path: Path) -> None:
 
 
 def test_a_state_that_was_being_changed_is_of_no_step(tmp_path: Path) -> None:
-    assert standing(None).step is None
+    assert survivor_state(None).step is None
     trainer = tiny_trainer(ALONE, tiny_run(), tmp_path)
-    assert standing(trainer).step is None, "it has drawn nothing and restored nothing"
+    assert survivor_state(trainer).step is None, "it has drawn nothing and restored nothing"
     trainer.restore()
-    assert standing(trainer).step == 0
+    assert survivor_state(trainer).step == 0
     trainer.step()
     kept = trainer.optimizer.step
 
@@ -131,7 +131,7 @@ def test_a_state_that_was_being_changed_is_of_no_step(tmp_path: Path) -> None:
     trainer.optimizer.step = halfway  # type: ignore[method-assign]
     with pytest.raises(Lost):
         trainer.step()
-    assert standing(trainer).step is None
+    assert survivor_state(trainer).step is None
     trainer.close()
 
 
@@ -140,7 +140,7 @@ def hand(mesh: Mesh, folder: Path, folders: Sequence[Path], dead: Sequence[int])
     mesh = replace(mesh, place=replace(mesh.place, holder=str(folders[mesh.rank % len(folders)]), generation=5))
     trainer = after(mesh, tiny_run(), folder, 3)
     trainer.save()
-    found = None if mesh.rank in dead else leave(trainer, [rank for rank in range(mesh.ranks) if rank not in dead])
+    found = None if mesh.rank in dead else hand_off(trainer, [rank for rank in range(mesh.ranks) if rank not in dead])
     trainer.close()
     return found
 

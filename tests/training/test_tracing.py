@@ -54,7 +54,7 @@ def traced(
 ) -> NotFinite:
     """What is told of a run whose second step goes wrong in one module of one rank."""
     trainer = tiny_trainer(mesh, tiny_run("train.steps=4", "data.eval_fraction=0", *overrides), directory)
-    modules = dict(module for part in trainer.placed.parts for module in part.named_modules())
+    modules = dict(module for part in trainer.sharded.parts for module in part.named_modules())
     if mesh.rank == rank:
         spoil(trainer, modules[layer])
     hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules.values())
@@ -69,7 +69,7 @@ def traced(
     kinds = [type(event) for event in told[:5]]
     assert kinds == [Step, StepSkipped, NotFinite, Step, Step]
     assert sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules.values()) == hooks
-    assert all(not parameter._backward_hooks for part in trainer.placed.parts for parameter in part.parameters())
+    assert all(not parameter._backward_hooks for part in trainer.sharded.parts for parameter in part.parameters())
     found = told[2]
     assert isinstance(found, NotFinite) and found.step == 2
     return found

@@ -10,7 +10,7 @@ import pytest
 from ranks import tiny_run
 
 import phalanx as px
-from phalanx.parallel.owned_param import Spot
+from phalanx.parallel.owned_param import ParamShard
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.verification import parity
@@ -120,12 +120,12 @@ def placement(layout: Layout, *found: Found) -> dict[str, float]:
 
 
 def test_elements_that_no_rank_holds_are_missed() -> None:
-    top, rest = Spot((4, 2), (0, 0), (1, 2)), Spot((3,), (0,), (3,))
+    top, rest = ParamShard((4, 2), (0, 0), (1, 2)), ParamShard((3,), (0,), (3,))
     assert placement(Layout(data=2), Found(spots={"w": top, "v": rest}), Found(spots={"v": rest})) == {"w": 6.0}
 
 
 def test_a_technique_that_did_nothing_is_missed() -> None:
-    whole = {"w": Spot((4, 2), (0, 0), (4, 2)), "v": Spot((3,), (0,), (3,))}
+    whole = {"w": ParamShard((4, 2), (0, 0), (4, 2)), "v": ParamShard((3,), (0,), (3,))}
     layout = Layout(pipeline=2, shard=2, context=2, tensor=2, expert=2)
     idle = placement(layout, Found(spots=whole))
     assert sorted(idle) == [

@@ -16,7 +16,7 @@ from ranks import tiny_run
 from phalanx.models.init import Box
 from phalanx.parallel import expert_dispatch, sharded_model, tensor_comm
 from phalanx.parallel.replicate import Replicated
-from phalanx.parallel.sharded_model import Placed
+from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.parallel.zero import Sharded
 from phalanx.spec.layout import Layout
 from phalanx.training import feed, recipe
@@ -44,7 +44,7 @@ class Plant:
 
         def build(original: Around, self: Trainer) -> None:
             original(self)
-            for part in self.placed.parts:
+            for part in self.sharded.parts:
                 for name, module in part.named_modules():
                     if name in path:
                         module.planted = True
@@ -74,13 +74,13 @@ def first(found: dict[str, Check]) -> tuple[str, str, int | None]:
 
 
 def test_a_gradient_that_is_divided_twice(plant: Plant) -> None:
-    def finish(original: Around, self: Placed) -> None:
+    def finish(original: Around, self: ShardedModel) -> None:
         original(self)
-        for one in self.held:
+        for one in self.owned:
             if one.name == "blocks.1.mlp.up.weight" and one.gradient is not None:
                 one.gradient /= self.mesh.ranks
 
-    plant(Placed, "finish", finish)
+    plant(ShardedModel, "finish", finish)
     assert first(checks(data=2)) == ("gradients", "blocks.1.mlp.up.weight", 1)
 
 
@@ -96,11 +96,11 @@ def test_an_all_reduce_dropped_between_replicas(plant: Plant) -> None:
 
 
 def test_an_all_reduce_dropped_in_a_backward(plant: Plant) -> None:
-    def enter(original: Around, self: tensor_comm.Enter, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def enter(original: Around, self: tensor_comm.CopyToTP, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args if getattr(module, "planted", False) else original(self, module, args)
 
     plant.mark("blocks.2.mlp")
-    plant(tensor_comm.Enter, "__call__", enter)
+    plant(tensor_comm.CopyToTP, "__call__", enter)
     assert first(checks(tensor=2)) == ("gradients", "blocks.2.mlp_norm.weight", 1)  # what lies right before the dropped sum
 
 
@@ -122,10 +122,10 @@ def test_the_parts_of_norms_gradients_never_summed(plant: Plant) -> None:
 
 
 def test_a_gradients_norm_of_one_rank_only(plant: Plant) -> None:
-    def norm(original: Around, self: Placed) -> Any:
+    def norm(original: Around, self: ShardedModel) -> Any:
         return original(self) if self.mesh.ranks == 1 else original(self) / 2**0.5
 
-    plant(Placed, "norm", norm)
+    plant(ShardedModel, "norm", norm)
     assert first(checks(shard=2, zero=2)) == ("gradient norm", "", 1)
 
 
@@ -152,23 +152,23 @@ def test_slices_of_a_sequence_swapped(plant: Plant) -> None:
 
 
 def test_a_stage_that_computes_with_a_stale_weight(plant: Plant) -> None:
-    def guilty(self: Placed) -> Any:
+    def guilty(self: ShardedModel) -> Any:
         weights = {name: weight for part in self.parts for name, weight in part.named_parameters()}
         return weights.get("blocks.4.mlp.down.weight") if self.mesh.ranks > 1 else None
 
-    def begin(original: Around, self: Placed, *args: Any, **options: Any) -> None:
+    def begin(original: Around, self: ShardedModel, *args: Any, **options: Any) -> None:
         original(self, *args, **options)
         if (weight := guilty(self)) is not None:
             weight.new = weight.data
             weight.data, weight.stale = getattr(weight, "stale", weight.data), weight.data.clone()
 
-    def finish(original: Around, self: Placed) -> None:
+    def finish(original: Around, self: ShardedModel) -> None:
         original(self)
         if (weight := guilty(self)) is not None:
             weight.data = weight.new
 
-    plant(Placed, "begin", begin)
-    plant(Placed, "finish", finish)
+    plant(ShardedModel, "begin", begin)
+    plant(ShardedModel, "finish", finish)
     assert first(checks(pipeline=2)) == ("loss", "", 2)
 
 

@@ -104,7 +104,7 @@ class MemoryCopies:
     """Copies of one generation of a run, on one rank."""
 
     def __init__(self, ranks: Ranks, folder: Path, generation: int = 0, *, patient: bool = False):
-        """`folder`: of this node's holder. `patient`: wait for the copy before rather than leave one out, so that a failure never
+        """`folder`: of this node's holder. `slow_broadcast`: wait for the copy before rather than leave one out, so that a failure never
         costs more than a step."""
         self._ranks, self._shelf, self._generation, self._patient = ranks, Shelf(folder), generation, patient
         self._parts: list[Part] = []
@@ -144,7 +144,7 @@ class MemoryCopies:
 
     def _number(self) -> str:
         """A name for what the ranks do next; not counted here, as they may have copied through another of these before."""
-        return f"copies-{self._ranks.share(self._ranks.tally('copies', 1) if self._ranks.rank == 0 else 0)}"
+        return f"copies-{self._ranks.broadcast_object(self._ranks.store_add('copies', 1) if self._ranks.rank == 0 else 0)}"
 
     def _reserve(self) -> None:
         """In a thread: memory for both slots, from the holder, which knows what is free; mapped, and pinned on GPUs."""
@@ -161,23 +161,23 @@ class MemoryCopies:
         with contextlib.suppress(Exception):  # the store is gone, and with it the generation
             if failure is not None:
                 self._fail(failure)
-            self._ranks.tally(f"{self._key}-done", 1)
+            self._ranks.store_add(f"{self._key}-done", 1)
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         return ask(self._shelf, message)
 
     def _fail(self, error: BaseException) -> None:
-        number = self._ranks.tally(f"{self._key}-failed", 1)
+        number = self._ranks.store_add(f"{self._key}-failed", 1)
         words = str(error) if isinstance(error, OSError) else reason(error)
-        self._ranks.tell(f"{self._key}-why-{number}", f"rank {self._ranks.rank}: {words}")
+        self._ranks.store_set(f"{self._key}-why-{number}", f"rank {self._ranks.rank}: {words}")
 
     def _failures(self) -> str | None:
-        failed = self._ranks.tally(f"{self._key}-failed", 0)
-        return "; ".join(self._ranks.told(f"{self._key}-why-{number + 1}") for number in range(failed)) or None
+        failed = self._ranks.store_add(f"{self._key}-failed", 0)
+        return "; ".join(self._ranks.store_get(f"{self._key}-why-{number + 1}") for number in range(failed)) or None
 
     def take(self, step: int, tensors: Mapping[str, Tensor | Piece], contents: dict[str, Any]) -> None:
         """Begin a copy of this moment, by all ranks together; call `release` before the state changes. Left out where the one
-        before it is still under way on some rank: training never waits for a peer, unless it is `patient`. Left out too as long as
+        before it is still under way on some rank: training never waits for a peer, unless it is `slow_broadcast`. Left out too as long as
         the memory that was to be prepared is not there; that is waited for, but not for long."""
         if self.off is not None or step < self._next:
             return
@@ -186,7 +186,7 @@ class MemoryCopies:
         if self._ready is None:  # nobody has thought of it earlier
             patience = math.inf
             self.prepare(tensors)
-        plan = self._ranks.share(self._decide(step, patience) if self._ranks.rank == 0 else None)
+        plan = self._ranks.broadcast_object(self._decide(step, patience) if self._ranks.rank == 0 else None)
         if plan is None:
             self._passed_over += 1
             return
@@ -217,7 +217,7 @@ class MemoryCopies:
             if not self._wait_for_all(patience):
                 return None
             problem = self._failures()
-        self._told = self._ranks.tally("copies", 1)
+        self._told = self._ranks.store_add("copies", 1)
         slot = SLOTS[1] if self._whole == SLOTS[0] else SLOTS[0]
         return problem, self._told, slot, self._whole is not None and self._generation > 0, step + self._interval(step)
 
@@ -265,12 +265,12 @@ class MemoryCopies:
         try:
             if failure is not None:
                 self._fail(failure)
-            self._ranks.tally(f"{key}-bytes", copy.size)
-            self._ranks.tally(f"{key}-peer", int(peer))
+            self._ranks.store_add(f"{key}-bytes", copy.size)
+            self._ranks.store_add(f"{key}-peer", int(peer))
             if self._problem is not None:
-                self._ranks.tell(f"{key}-problem", f"rank {copy.rank}: {self._problem}")
-                self._ranks.tally(f"{key}-problems", 1)
-            self._ranks.tally(f"{key}-done", 1)
+                self._ranks.store_set(f"{key}-problem", f"rank {copy.rank}: {self._problem}")
+                self._ranks.store_add(f"{key}-problems", 1)
+            self._ranks.store_add(f"{key}-done", 1)
             if copy.rank == 0 and self._wait_for_all():
                 self._found.append(self._outcome(copy, started))
         except Exception as error:  # the store is gone, and with it the run
@@ -287,17 +287,17 @@ class MemoryCopies:
         return Copied(
             step=copy.step,
             failure=failure,
-            bytes=self._ranks.tally(f"{key}-bytes", 0),
+            bytes=self._ranks.store_add(f"{key}-bytes", 0),
             seconds=seconds,
             stall=stall,
-            peer=self._ranks.tally(f"{key}-peer", 0) == self._ranks.ranks,
-            problem=self._ranks.told(f"{key}-problem") if self._ranks.tally(f"{key}-problems", 0) else None,
+            peer=self._ranks.store_add(f"{key}-peer", 0) == self._ranks.ranks,
+            problem=self._ranks.store_get(f"{key}-problem") if self._ranks.store_add(f"{key}-problems", 0) else None,
             passed_over=passed_over,
         )
 
     def _wait_for_all(self, seconds: float = math.inf) -> bool:
         until = time.monotonic() + seconds
-        while self._ranks.tally(f"{self._key}-done", 0) < self._ranks.ranks:
+        while self._ranks.store_add(f"{self._key}-done", 0) < self._ranks.ranks:
             if self._left or time.monotonic() >= until:
                 return False
             time.sleep(_LOOK)
@@ -323,7 +323,7 @@ class MemoryCopies:
     def settle(self) -> list[Copied]:
         """Wait for the copy under way; all ranks call it together. Rank 0 tells."""
         self._join()
-        self._ranks.share(None)
+        self._ranks.broadcast_object(None)
         return self.ended() if self._ranks.rank == 0 else []
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from phalanx.optim.chunks import Portion, portions
 from phalanx.optim.offload.scratch import Buffer, ScratchFile, problem, trim
 from phalanx.optim.offload.state_stores import ALIGNED, InFile, InMemory, Store, width
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import Held
+from phalanx.parallel.owned_param import OwnedParam
 from phalanx.spec.errors import RunFailed
 from phalanx.spec.run import Memory
 from phalanx.spec.run import Optimizer as OptimizerSpec
@@ -29,7 +29,7 @@ _PORTION = 1 << 22  # numbers that are copied at a time where all are in memory
 class Offloaded:
     """The states of one rank's parameters."""
 
-    def __init__(self, held: Sequence[Held], spec: OptimizerSpec, store: Store, cut: list[Portion], moments: torch.dtype):
+    def __init__(self, held: Sequence[OwnedParam], spec: OptimizerSpec, store: Store, cut: list[Portion], moments: torch.dtype):
         self._held, self._spec, self._store, self._portions = list(held), spec, store, cut
         self._decays = [decay(one, spec) for one in held]
         self._steps = [torch.zeros((), dtype=torch.float32) for _ in held]
@@ -112,7 +112,7 @@ class Offloaded:
 class _InPlace:
     """The device is the host: gradients are read where they are."""
 
-    def __init__(self, held: Sequence[Held]):
+    def __init__(self, held: Sequence[OwnedParam]):
         self._held = held
         self._staged = torch.empty(0)
 
@@ -150,7 +150,7 @@ class _InPlace:
 class _ByCopies:
     """Gradients of the next portion come down while this one is updated, and values of the last one go up."""
 
-    def __init__(self, held: Sequence[Held], largest: int):
+    def __init__(self, held: Sequence[OwnedParam], largest: int):
         self._held = held
         self._device = held[0].value.device
         self._down, self._up = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
@@ -192,7 +192,7 @@ class _ByCopies:
         torch.cuda.current_stream(self._device).wait_stream(self._up)
 
 
-def to_host(held: Sequence[Held], spec: OptimizerSpec, moments: torch.dtype) -> Offloaded:
+def to_host(held: Sequence[OwnedParam], spec: OptimizerSpec, moments: torch.dtype) -> Offloaded:
     """States in the host's memory."""
     cut = portions([one.value.numel() for one in held], _PORTION)
     store = InMemory(cut, moments, pin=any(one.value.is_cuda for one in held))
@@ -200,7 +200,7 @@ def to_host(held: Sequence[Held], spec: OptimizerSpec, moments: torch.dtype) -> 
 
 
 def to_file(
-    held: Sequence[Held], spec: OptimizerSpec, moments: torch.dtype, memory: Memory, mesh: Mesh, folder: Path
+    held: Sequence[OwnedParam], spec: OptimizerSpec, moments: torch.dtype, memory: Memory, mesh: Mesh, folder: Path
 ) -> Offloaded:
     """States in a file in `folder`, worked through in memory.offload_buffer. Ranks that cannot say so to all, before any step."""
     on_gpu = mesh.device.type == "cuda"
@@ -213,7 +213,7 @@ def to_file(
         file = ScratchFile(path, size)
     except OSError as error:
         trouble = problem(path, size, error)
-    troubles = [found for found in mesh.collect(trouble) if found]
+    troubles = [found for found in mesh.gather_objects(trouble) if found]
     if troubles:
         if file is not None:
             file.close()

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from phalanx.parallel.context.kernels import wide
 from phalanx.parallel.context.mask import View
-from phalanx.parallel.context.online_softmax import Carrier, Task, Visit, VisitBack, attend
+from phalanx.parallel.context.online_softmax import KVTransport, Task, Visit, VisitBack, attend
 from phalanx.parallel.context.ring import Ring, halves
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
@@ -69,7 +69,7 @@ def swap(parts: list[nn.Module], mesh: Mesh, method: str) -> str:
 class Parted:
     """Queries stay where they are; keys and values are carried to them. Serves any number of batches at a time."""
 
-    def __init__(self, carrier: Carrier, count: int):
+    def __init__(self, carrier: KVTransport, count: int):
         self._carrier, self._count = carrier, count
         self._views = _Views(2 * count)
 

@@ -18,7 +18,7 @@ _aten = torch.ops.aten
 _SCORES = 1 << 22  # elements that the kernel without fusion may keep of a table of scores
 
 
-class Sight(NamedTuple):
+class Mask(NamedTuple):
     """Which keys each query sees."""
 
     mask: Tensor | None
@@ -34,7 +34,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, sight: Mask) -> tuple[Tensor, Tensor]:
     """(out, lse). A query that may see no key has the weight of nothing: lse is minus infinity and out zero."""
     kernel = _choose(q, v, sight)
     out, lse = _plain(q, k, v, sight) if kernel == "plain" else _fused(kernel, q, k, v, sight)
@@ -46,7 +46,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tens
 
 
 def backward(
-    gradient: Tensor, inputs: tuple[Tensor, Tensor, Tensor], result: tuple[Tensor, Tensor], sight: Sight
+    gradient: Tensor, inputs: tuple[Tensor, Tensor, Tensor], result: tuple[Tensor, Tensor], sight: Mask
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What these keys add to the gradients of q, k and v.
 
@@ -58,7 +58,7 @@ def backward(
     return _fused_backward(kernel, gradient, inputs, result, sight)
 
 
-def _choose(q: Tensor, v: Tensor, sight: Sight) -> str:
+def _choose(q: Tensor, v: Tensor, sight: Mask) -> str:
     device, half = q.device.type, q.dtype in (torch.float16, torch.bfloat16)
     if device == "cpu" and (half or q.dtype in (torch.float32, torch.float64)):
         return "cpu"
@@ -70,7 +70,7 @@ def _choose(q: Tensor, v: Tensor, sight: Sight) -> str:
     return "plain"
 
 
-def _fused(kernel: str, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
+def _fused(kernel: str, q: Tensor, k: Tensor, v: Tensor, sight: Mask) -> tuple[Tensor, Tensor]:
     mask, causal, scale = sight
     width, length = v.shape[-1], q.shape[2]
     if kernel == "efficient":
@@ -88,7 +88,7 @@ def _fused(kernel: str, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[
 
 
 def _fused_backward(
-    kernel: str, gradient: Tensor, inputs: tuple[Tensor, Tensor, Tensor], result: tuple[Tensor, Tensor], sight: Sight
+    kernel: str, gradient: Tensor, inputs: tuple[Tensor, Tensor, Tensor], result: tuple[Tensor, Tensor], sight: Mask
 ) -> tuple[Tensor, Tensor, Tensor]:
     (q, k, v), (out, lse), (mask, causal, scale) = inputs, result, sight
     widths, heads = (q.shape[-1], k.shape[-1], v.shape[-1]), k.shape[1]
@@ -153,7 +153,7 @@ def _rows(q: Tensor, k: Tensor) -> list[slice]:
     return [slice(first, first + size) for first in range(0, q.shape[2], size)]
 
 
-def _scores(q: Tensor, k: Tensor, rows: slice, sight: Sight) -> Tensor:
+def _scores(q: Tensor, k: Tensor, rows: slice, sight: Mask) -> Tensor:
     scores = q[:, :, rows] @ k.mT
     if sight.mask is not None:
         return scores.masked_fill_(~sight.mask[:, :, rows], -math.inf)
@@ -163,7 +163,7 @@ def _scores(q: Tensor, k: Tensor, rows: slice, sight: Sight) -> Tensor:
     return scores
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
+def _plain(q: Tensor, k: Tensor, v: Tensor, sight: Mask) -> tuple[Tensor, Tensor]:
     """For what no fused kernel takes."""
     q, k, v = q.to(wide(q.dtype)) * sight.scale, *(_repeat(x.to(wide(x.dtype)), q.shape[1]) for x in (k, v))
     outs, lses = [], []
@@ -176,7 +176,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tenso
 
 
 def _plain_backward(
-    gradient: Tensor, inputs: tuple[Tensor, Tensor, Tensor], result: tuple[Tensor, Tensor], sight: Sight
+    gradient: Tensor, inputs: tuple[Tensor, Tensor, Tensor], result: tuple[Tensor, Tensor], sight: Mask
 ) -> tuple[Tensor, Tensor, Tensor]:
     (q, k, v), (out, lse) = inputs, result
     heads = k.shape[1]

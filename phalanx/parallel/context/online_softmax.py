@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from phalanx.parallel.context.kernels import Sight, backward, forward, wide
+from phalanx.parallel.context.kernels import Mask, backward, forward, wide
 from phalanx.parallel.context.mask import Call, View
 
 Visit = Callable[[Sequence[int], Tensor, Tensor], None]
@@ -23,7 +23,7 @@ VisitBack = Callable[[Sequence[int], tuple[Tensor, Tensor], tuple[Tensor, Tensor
 """The same with keys and values as a pair, and their gradients, to which it adds."""
 
 
-class Carrier(Protocol):
+class KVTransport(Protocol):
     """How this rank's queries meet the keys of all. The first visit brings those of its own positions."""
 
     pieces: tuple[int, ...]
@@ -40,7 +40,7 @@ class Carrier(Protocol):
 class Task:
     """What does not change between a forward and its backward."""
 
-    carrier: Carrier
+    carrier: KVTransport
     view: View
     scale: float
 
@@ -97,15 +97,15 @@ class _Attend(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 
-def _sight(call: Call, queries_BS: Tensor | None, keys_BT: Tensor | None, scale: float) -> Sight:
+def _sight(call: Call, queries_BS: Tensor | None, keys_BT: Tensor | None, scale: float) -> Mask:
     if not call.masked:
-        return Sight(None, call.causal, scale)
+        return Mask(None, call.causal, scale)
     assert queries_BS is not None
     assert keys_BT is not None
     mask_BST = queries_BS[:, slice(*call.queries), None] == keys_BT[:, None, slice(*call.keys)]
     if call.causal:
         mask_BST[:, :, -mask_BST.shape[1] :].tril_()
-    return Sight(mask_BST[:, None], False, scale)
+    return Mask(mask_BST[:, None], False, scale)
 
 
 def _add(out: Tensor, lse: Tensor, more: Tensor, its_lse: Tensor) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.pipeline.p2p import Mail
+from phalanx.parallel.pipeline.p2p import P2P
 from phalanx.parallel.pipeline.rank_actions import Step, neighbours, program
 from phalanx.parallel.pipeline.split_backward import Rest, backward_input, backward_weight
 from phalanx.schedules.actions import Schedule
@@ -57,13 +57,13 @@ class Pipeline:
         to be the input half of a backward is then all of it.
         """
         self._halves = halves
-        self.schedule, self._mesh, self._rank = schedule, mesh, mesh.at("pipeline")
+        self.schedule, self._mesh, self._rank = schedule, mesh, mesh.coordinate("pipeline")
         assert len(parts) == len(schedule.stages_of(self._rank))
         self._sharded = [module for part in parts for module in part.modules() if isinstance(module, FSDPModule)]
         self._programs: dict[tuple[int, bool], tuple[Step, ...]] = {}
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._owed: dict[tuple[int, int], Rest | _Whole] = {}
-        self._mail = Mail(mesh)
+        self._mail = P2P(mesh)
         self._mail.greet(neighbours(schedule))
 
     @property
@@ -228,6 +228,6 @@ def tied_group(mesh: Mesh, schedule: Schedule) -> Group | None:
     """
     ranks = mesh.group("pipeline", use="pipeline").ranks
     ends = {schedule.rank_of(0), schedule.rank_of(schedule.stages - 1)}
-    if len(ends) == 1 or mesh.at("pipeline") not in ends:
+    if len(ends) == 1 or mesh.coordinate("pipeline") not in ends:
         return None
     return mesh.group_of(tuple(ranks[index] for index in sorted(ends)), use="tied")

@@ -13,20 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.observe.comm_timer import meet, wait
+from phalanx.observe.comm_timer import timed_collective, wait
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.pipeline.rank_actions import Message
 
 
-class Mail:
+class P2P:
     """One rank's letter box."""
 
     def __init__(self, mesh: Mesh):
         """All ranks of the pipeline make theirs at the same time."""
         down = mesh.group("pipeline", use="pipeline")
         up = mesh.group_of(down.ranks, use="pipeline")
-        self._rank, self._device = mesh.at("pipeline"), mesh.device
+        self._rank, self._device = mesh.coordinate("pipeline"), mesh.device
         self._groups = down, up
         self._here: dict[Message, Tensor] = {}
         self._asked: dict[Message, tuple[dist.Work, Tensor, int]] = {}
@@ -43,9 +43,9 @@ class Mail:
         token = torch.zeros(1, device=self._device)
         for sender, receiver in pairs:
             if self._rank == sender:
-                meet(dist.send, token, group_dst=receiver, group=self._group(sender, receiver).handle)
+                timed_collective(dist.send, token, group_dst=receiver, group=self._group(sender, receiver).handle)
             elif self._rank == receiver:
-                meet(dist.recv, token, group_src=sender, group=self._group(sender, receiver).handle)
+                timed_collective(dist.recv, token, group_src=sender, group=self._group(sender, receiver).handle)
 
     def begin(self) -> None:
         """Forget what a run that failed may have left."""

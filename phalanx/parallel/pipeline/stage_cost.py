@@ -21,7 +21,7 @@ def measure_costs(kinds: Mapping[str, Callable[[], Tensor]], mesh: Mesh) -> dict
     Each callable runs one forward at the sizes of the run and returns its output; backward goes from its sum.
     """
     found = {name: seconds(forward, mesh.device) for name, forward in kinds.items()} if mesh.rank == 0 else None
-    return mesh.share(found)
+    return mesh.broadcast_object(found)
 
 
 def seconds(forward: Callable[[], Tensor], device: torch.device) -> float:

@@ -121,7 +121,7 @@ class Watch:
 
 def trace(stepper: Stepper, batches: Sequence[MicroBatch]) -> NotFinite:
     """Repeat the step that was bad, all ranks together."""
-    placed, own_loss = stepper.placed, stepper.own_loss.item()
+    placed, own_loss = stepper.sharded, stepper.own_loss.item()
     with ExitStack() as stack:
         stack.enter_context(_kept(placed.parts))
         stack.enter_context(_uncompiled() if stepper.compiles else nullcontext())
@@ -132,9 +132,9 @@ def trace(stepper: Stepper, batches: Sequence[MicroBatch]) -> NotFinite:
         stack.callback(setattr, stepper, "watch", None)
         stepper.repeat(batches)
     summed = next(
-        (one.name for one in placed.held if one.gradient is not None and not torch.isfinite(one.gradient).all()), None
+        (one.name for one in placed.owned if one.gradient is not None and not torch.isfinite(one.gradient).all()), None
     )
-    return verdict(stepper.number, placed.mesh.collect((watch.found, summed, math.isfinite(own_loss))))
+    return verdict(stepper.number, placed.mesh.gather_objects((watch.found, summed, math.isfinite(own_loss))))
 
 
 Said = tuple[Finding | None, str | None, bool]

@@ -19,7 +19,7 @@ from phalanx.checkpointing.slices import Elsewhere
 from phalanx.events.fault_log import DISK, Struck, injected
 from phalanx.events.records import FaultInjected
 from phalanx.faults.grammar import Fault, Point, of_agent
-from phalanx.parallel.owned_param import Held
+from phalanx.parallel.owned_param import OwnedParam
 
 _BETWEEN = ("save", "evaluate")  # points that not every step has: a fault strikes at the first one from its step on
 _LONG = 3600.0
@@ -90,11 +90,11 @@ class Faults:
             self._again = False
             self._unhook()
 
-    def weights(self, step: int, held: Iterable[Held]) -> None:
+    def weights(self, step: int, held: Iterable[OwnedParam]) -> None:
         """Before the forward: flip a bit of one weight, where that is due."""
         self._corrupt("weights", step, lambda: [one.value.detach() for one in held])
 
-    def gradients(self, step: int, held: Iterable[Held]) -> None:
+    def gradients(self, step: int, held: Iterable[OwnedParam]) -> None:
         """When all gradients are complete: of one of them."""
         self._corrupt("gradients", step, lambda: [one.gradient for one in held if one.gradient is not None])
 

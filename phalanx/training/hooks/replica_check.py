@@ -24,8 +24,8 @@ from phalanx.checkpointing.slices import Piece
 from phalanx.events.records import Corrupted
 from phalanx.models.moe import routers
 from phalanx.parallel.mesh import AXES
-from phalanx.parallel.owned_param import Spot
-from phalanx.parallel.sharded_model import Placed
+from phalanx.parallel.owned_param import ParamShard
+from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.spec.errors import RunFailed
 from phalanx.training.hooks.checksum import Checksum
 
@@ -120,7 +120,7 @@ def judge(rows: list[Row], groups: Mapping[Key, list[tuple[int, ...]]], changed:
 class Agreement:
     """The comparisons of one rank."""
 
-    def __init__(self, every: int, placed: Placed, pieces: Callable[[], Mapping[str, Piece]]):
+    def __init__(self, every: int, placed: ShardedModel, pieces: Callable[[], Mapping[str, Piece]]):
         """`every`: steps between two; 0: never. `pieces`: the live state."""
         self._every, self._placed, self._mesh, self._pieces = every, placed, placed.mesh, pieces
         self._all = placed.mesh.group(*AXES, use="step")
@@ -217,10 +217,10 @@ class Agreement:
 
     def _gradients(self) -> dict[Slot, dict[str, Tensor]]:
         found: dict[Slot, dict[str, Tensor]] = {}
-        for one in self._placed.held:
+        for one in self._placed.owned:
             if one.gradient is not None and one.gradient.numel():
-                split = (*one.spot.split, *(("data",) if self._placed.apart else ()))
-                found.setdefault((GRADIENTS, _key(split, one.spot)), {})[one.name] = one.gradient
+                split = (*one.shard.split, *(("data",) if self._placed.is_local_sgd else ()))
+                found.setdefault((GRADIENTS, _key(split, one.shard)), {})[one.name] = one.gradient
         return found
 
     @cached_property
@@ -230,7 +230,7 @@ class Agreement:
     @cached_property
     def _tensors(self) -> dict[Slot, dict[str, Tensor]]:
         """The state that is compared. It never moves."""
-        spots = {one.name: one.spot for one in self._placed.held}
+        spots = {one.name: one.shard for one in self._placed.owned}
         biases = {f"{name}.bias" for part in self._placed.parts for name in routers(part)}
         found: dict[Slot, dict[str, Tensor]] = {}
         for name, piece in self._pieces().items():
@@ -249,7 +249,7 @@ class Agreement:
         """Who must hold the same: the same table on all ranks, which make it at the same time."""
         mesh = self._mesh
         keys = {key for _, key in (*self._tensors, *self._gradients())}
-        places = mesh.collect({key: (mesh.stage, *(mesh.at(axis) for axis in key)) for key in keys})
+        places = mesh.gather_objects({key: (mesh.stage, *(mesh.coordinate(axis) for axis in key)) for key in keys})
         found = {}
         for key in sorted({key for place in places for key in place}):
             ranks: dict[tuple[int, ...], list[int]] = {}
@@ -273,7 +273,7 @@ class Agreement:
         mine = {slot for slot, ranks in verdict.slots if self._mesh.rank in ranks}
         tensors = self._tensors | self._gradients()
         said = {(slot, name): int(Checksum([one]).now()) for slot in mine for name, one in tensors.get(slot, {}).items()}
-        of_all = self._mesh.collect(said)
+        of_all = self._mesh.gather_objects(said)
         found = [
             name
             for slot, ranks in verdict.slots
@@ -319,6 +319,6 @@ def numbers(ranks: Iterable[int]) -> str:
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
-def _key(split: Iterable[str], spot: Spot | None) -> Key:
+def _key(split: Iterable[str], spot: ParamShard | None) -> Key:
     computed = ("expert", "expert_tensor") if spot is not None and spot.expert else ("tensor",)
     return tuple(sorted({*split, *computed}))

@@ -13,7 +13,7 @@ from phalanx.checkpointing.slices import Piece
 from phalanx.events.records import ModelPlaced, StepAccounted
 from phalanx.observe.flop_count import counted
 from phalanx.observe.traffic import Account, Live
-from phalanx.parallel.sharded_model import Placed
+from phalanx.parallel.sharded_model import ShardedModel
 
 Result = TypeVar("Result")
 
@@ -23,7 +23,9 @@ _COUNTED = 2
 class Accounting:
     """Counts one step, once."""
 
-    def __init__(self, placed: Placed, held: Callable[[], ModelPlaced], state: Callable[[], dict[str, Piece]], *, on: bool):
+    def __init__(
+        self, placed: ShardedModel, held: Callable[[], ModelPlaced], state: Callable[[], dict[str, Piece]], *, on: bool
+    ):
         """`on`: not where blocks are compiled, which a look at every operation would stop."""
         self._placed, self._mesh, self._held, self._state, self._on = placed, placed.mesh, held, state, on
         self._taken = 0

@@ -1,0 +1,190 @@
+"""Everything that differs between kinds of devices: streams, events, pinned memory, memory statistics, backends, number formats.
+
+The only file that names `torch.cuda`. Rooms ask `of(device)` and never look at `device.type` themselves. To add a kind of device,
+write one class and `register` it; the planner needs an entry in its catalogue besides.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+
+class Accelerator:
+    """The CPU, and the interface of every other kind of device.
+
+    On the CPU an operation is complete when it returns: there are no streams and nothing to wait for.
+    """
+
+    type: ClassVar[str] = "cpu"
+    """As `torch.device.type` says it."""
+    backend: ClassVar[str] = "gloo"
+    """Process-group backends; small sums of the host go over gloo on every machine."""
+    asynchronous: ClassVar[bool] = False
+    """Whether the host runs ahead of the device, so that time is measured with events and copies need pinned memory."""
+    compute: ClassVar[str] = "fp32"
+    """Default of `precision.compute`."""
+
+    def available(self) -> bool:
+        """Whether this machine and this build of torch have such a device."""
+        return True
+
+    def device(self, index: int = 0) -> torch.device:
+        """The device of the rank with this number on its node."""
+        return torch.device("cpu")
+
+    def set_device(self, device: torch.device) -> None:
+        """Make it the calling thread's device."""
+
+    def name(self, device: torch.device | None = None) -> str:
+        """The device's name as its driver prints it."""
+        return "CPU"
+
+    def capability(self, device: torch.device | None = None) -> tuple[int, int]:
+        """NVIDIA's compute capability; (0, 0) for devices that have none."""
+        return (0, 0)
+
+    # Memory.
+
+    def memory_allocated(self) -> int:
+        """Bytes in use: of tensors on the device; of this process on the CPU."""
+        return resident_bytes()
+
+    def max_memory_allocated(self) -> int:
+        """Largest number of bytes in use since `reset_peak_memory`. The CPU knows only what is in use now."""
+        return resident_bytes()
+
+    def reset_peak_memory(self) -> None:
+        """Forget earlier peaks."""
+
+    def empty_cache(self) -> None:
+        """Give cached blocks back to the driver."""
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """The tensor in page-locked memory, from which copies to the device run beside the host's work."""
+        return tensor
+
+    def register_host_memory(self, pointer: int, size: int) -> Callable[[], object] | str:
+        """Page-lock memory that torch did not allocate; returns what unlocks it, or why it cannot be locked."""
+        return lambda: None
+
+    # Order and time.
+
+    def synchronize(self, device: torch.device | None = None) -> None:
+        """Wait until the device has done everything that was begun."""
+
+    def stream(self, device: torch.device) -> Any:
+        """A new stream; None where there are none."""
+        return None
+
+    def current_stream(self, device: torch.device | None = None) -> Any:
+        """The stream that operations go to; None where there are none."""
+        return None
+
+    def use(self, stream: Any) -> AbstractContextManager[Any]:
+        """Inside, operations go to the stream."""
+        return nullcontext()
+
+    def event(self, *, timing: bool = False) -> Any:
+        """An event that can be recorded in a stream; None where there are none."""
+        return None
+
+
+class Cuda(Accelerator):
+    """NVIDIA GPUs, and AMD's where torch is built for ROCm."""
+
+    type = "cuda"
+    backend = "cpu:gloo,cuda:nccl"
+    asynchronous = True
+    compute = "bf16"
+
+    def available(self) -> bool:
+        return torch.cuda.is_available()
+
+    def device(self, index: int = 0) -> torch.device:
+        return torch.device("cuda", index)
+
+    def set_device(self, device: torch.device) -> None:
+        torch.cuda.set_device(device)
+
+    def name(self, device: torch.device | None = None) -> str:
+        return torch.cuda.get_device_name(device)
+
+    def capability(self, device: torch.device | None = None) -> tuple[int, int]:
+        return torch.cuda.get_device_capability(device) if torch.version.hip is None else (0, 0)
+
+    def memory_allocated(self) -> int:
+        return torch.cuda.memory_allocated()
+
+    def max_memory_allocated(self) -> int:
+        return torch.cuda.max_memory_allocated()
+
+    def reset_peak_memory(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory()
+
+    def register_host_memory(self, pointer: int, size: int) -> Callable[[], object] | str:
+        # Not torch's pinned tensors: those take up to twice the memory, as sizes are rounded up to powers of two.
+        cudart = torch.cuda.cudart()
+        if error := int(cudart.cudaHostRegister(pointer, size, 1)):  # 1: for all devices of this process
+            return f"CUDA error {error}"
+        return lambda: cudart.cudaHostUnregister(pointer)
+
+    def synchronize(self, device: torch.device | None = None) -> None:
+        torch.cuda.synchronize(device)
+
+    def stream(self, device: torch.device) -> Any:
+        return torch.cuda.Stream(device)
+
+    def current_stream(self, device: torch.device | None = None) -> Any:
+        return torch.cuda.current_stream(device)
+
+    def use(self, stream: Any) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def event(self, *, timing: bool = False) -> Any:
+        return torch.cuda.Event(enable_timing=timing)
+
+
+_KINDS: dict[str, Accelerator] = {}
+
+
+def register(kind: Accelerator) -> None:
+    """Make a kind of device known under its type."""
+    _KINDS[kind.type] = kind
+
+
+register(Accelerator())
+register(Cuda())
+
+
+def of(device: torch.device | str) -> Accelerator:
+    """What is to be known about a device's kind."""
+    kind = device if isinstance(device, str) else device.type
+    return _KINDS[kind.partition(":")[0]]
+
+
+def kinds() -> tuple[str, ...]:
+    """Types of all devices that are known."""
+    return tuple(_KINDS)
+
+
+def default() -> Accelerator:
+    """The kind that a program without a run file computes on: the first that this machine has, other than the CPU."""
+    return next((kind for kind in _KINDS.values() if kind.type != "cpu" and kind.available()), _KINDS["cpu"])
+
+
+def resident_bytes() -> int:
+    """Memory of this process in RAM."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
