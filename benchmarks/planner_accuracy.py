@@ -15,11 +15,22 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.planning.fitting.fit import Solved, predict
-from phalanx.planning.fitting.judge import by_family, by_peak, by_source, covered, doubts, factors, known_by, left_out, summary
-from phalanx.planning.fitting.published import Table, read
-from phalanx.planning.fitting.sweeps import LEAST, sweeps
 from phalanx.spec.errors import RunError
+from planner.fit import Solved, predict
+from planner.steps import Table, read
+from planner.validation import (
+    LEAST,
+    by_family,
+    by_peak,
+    by_source,
+    covered,
+    doubts,
+    factors,
+    known_by,
+    left_out,
+    summary,
+    sweeps,
+)
 
 OWN = Path(__file__).parent / "published" / "steps.csv"
 TARGETS = {False: (0.08, 0.20), True: (0.13, 0.35)}

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 import phalanx.planning
-from phalanx.planning.fitting.constants import FAMILIES, written
-from phalanx.planning.fitting.fit import Solved
-from phalanx.planning.fitting.judge import doubts, factors, known_by, left_out
-from phalanx.planning.fitting.published import read
+from planner.constants import FAMILIES, written
+from planner.fit import Solved
+from planner.steps import read
+from planner.validation import doubts, factors, known_by, left_out
 
 ROWS = Path(__file__).parent / "published" / "steps.csv"
 TARGET = Path(phalanx.planning.__path__[0]) / "catalogue" / "constants.toml"

@@ -1,6 +1,6 @@
 """How far a predicted step may be off: its parts' doubts by their shares of it, and more for devices that few have published about.
 
-`planning/time` widens the interval of each job by it, `planning/fitting/judge` measures what the interval has to be.
+`planning/time` widens the interval of each job by it, `benchmarks/planner/validation` measures what the interval has to be.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A step's work in columns: every field is a number or an array, and all of them broadcast. One set of equations so judges one
 layout, hundreds of thousands of them, or a table of measured runs of different models on different machines.
 
-`planning/candidates` makes one of a run and its legal layouts, `planning/fitting/published` one of measured rows; `planning/time` and
+`planning/candidates` makes one of a run and its legal layouts, `benchmarks/planner/steps` one of measured rows; `planning/time` and
 `planning/footprint` read it.
 """
 

@@ -1,4 +1,4 @@
-"""The models of measured steps: sizes that rows print, and rules for those that they leave out. `planning/fitting/published` calls it."""
+"""The models of measured steps: sizes that rows print, and rules for those that they leave out. `benchmarks/planner/steps` calls it."""
 
 from __future__ import annotations
 

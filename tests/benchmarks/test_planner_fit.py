@@ -9,15 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phalanx.planning.fitting.constants import shipped
-from phalanx.planning.fitting.fit import Solved, fitted, predict
-from phalanx.planning.fitting.judge import covered, doubts, factors, known_by, left_out, summary
-from phalanx.planning.fitting.published import Table, publication, read, table
-from phalanx.planning.fitting.published_model import model
-from phalanx.planning.fitting.sweeps import sweeps
 from phalanx.planning.job_table import RECOMPUTE, SCHEDULES
-from phalanx.planning.rates import constants
+from phalanx.planning.rates import NAMES, constants
 from phalanx.spec.errors import RunError
+from planner.constants import FAMILIES, rates_here, shipped
+from planner.fit import Solved, fitted, predict
+from planner.step_model import model
+from planner.steps import Table, publication, read, table
+from planner.validation import covered, doubts, factors, known_by, left_out, summary, sweeps
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "benchmarks" / "published" / "steps.csv"
@@ -170,3 +169,17 @@ def test_editions_and_tables_of_a_document_are_one_publication() -> None:
     assert publication("A report (arXiv 1234.5) T4") == publication("A report (arXiv 1234.5) T6")
     assert publication("Summary of speed, container 26.02") == publication("Summary of speed, container 25.09")
     assert publication("One thing") != publication("Another thing")
+
+
+def test_shipped_constants_follow_from_the_fit_in_the_same_file() -> None:
+    """The tables that plans read follow from the fit's own numbers; an edit by hand would show."""
+    table = constants()
+    fit = shipped(table)
+    assert set(table["family"]) == set(FAMILIES)
+    for family in FAMILIES:
+        for precision, values in table["family"][family].items():
+            computed = rates_here(fit, family, precision)
+            assert set(values) <= set(NAMES)
+            for name, value in values.items():
+                assert value == pytest.approx(computed[name], rel=1e-4)
+    assert table["common"]["knee"] == pytest.approx(rates_here(fit, None, "bf16")["knee"], rel=1e-4)

@@ -2,7 +2,7 @@
 
 Every constant has a prior that physics or the literature suggests; what belongs to a family, a format or a software stack is an offset
 drawn towards none, so that a family seen in one source only, or in none, still gets sensible constants. Offsets with a prior of their own
-got it after a look at what the first fits missed, so leaving a source out does not hide it from them entirely. `planning/fitting/fit` moves them, `planning/fitting/constants` writes them.
+got it after a look at what the first fits missed, so leaving a source out does not hide it from them entirely. `fit` moves them, `constants` writes them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.planning.fitting.published import Table
 from phalanx.planning.rates import PAIRED, Rates
+from planner.steps import Table
 
 
 @dataclass(frozen=True, slots=True)

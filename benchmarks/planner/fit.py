@@ -1,4 +1,4 @@
-"""Fits the constants of `planning/fitting/knobs` to measured steps: robust least squares of log times with priors, in numpy alone.
+"""Fits the constants of `parameters` to measured steps: robust least squares of log times with priors, in numpy alone.
 
 `make planner-fit` and the accuracy benchmark call it.
 """
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phalanx.planning.fitting.knobs import Fit, masks_of, rates_of, start, widths
-from phalanx.planning.fitting.published import Table
 from phalanx.planning.time import step_times
+from planner.parameters import Fit, masks_of, rates_of, start, widths
+from planner.steps import Table
 
 HUBER = 0.07
 """Logarithm of the ratio beyond which a row pulls no harder."""

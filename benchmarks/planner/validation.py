@@ -11,11 +11,11 @@ from typing import NamedTuple
 import numpy as np
 
 from phalanx.planning.doubt import unfamiliar
-from phalanx.planning.fitting.fit import Solved, predict
-from phalanx.planning.fitting.knobs import Fit, rates_of
-from phalanx.planning.fitting.published import Table
 from phalanx.planning.job_table import RECOMPUTE
 from phalanx.planning.time import step_times
+from planner.fit import Solved, predict
+from planner.parameters import Fit, rates_of
+from planner.steps import Table
 
 COVER = 0.90
 """The upper quantile of an interval; the lower one is as far from the other end."""
@@ -127,3 +127,45 @@ def by_family(table: Table, groups: np.ndarray) -> np.ndarray:
             if others.any():
                 usual[mine & (table.family == family)] = np.median(rate[others])
     return np.asarray(table.seconds * rate / usual)
+
+
+LAYOUT = (
+    *("tensor", "context", "pipeline", "stages", "expert", "expert_tensor", "data", "shard", "zero"),
+    *("sequence_parallel", "recompute", "micro_batch", "schedule"),
+)
+"""What makes two rows of one job different layouts; rows that differ in nothing of it are one layout, measured more than once."""
+
+LEAST = 5
+"""Layouts that make a sweep."""
+
+
+class Sweep(NamedTuple):
+    """One job."""
+
+    job: str
+    layouts: int
+    first: float
+    """How much slower than the best measured the layout ranked first is: 0.03 is 3 %."""
+    third: float
+    """The same of the best of the three ranked first."""
+    ranks: float
+
+
+def sweeps(table: Table, predicted: np.ndarray) -> list[Sweep]:
+    """Every job with enough layouts, judged by predictions made without its source."""
+    found = []
+    for name in dict.fromkeys(table.jobs):
+        rows = [place for place, other in enumerate(table.jobs) if other == name]
+        if len(rows) < LEAST:
+            continue
+        layouts: dict[tuple[float, ...], list[int]] = {}
+        for row in rows:
+            layouts.setdefault(tuple(float(getattr(table.work, part)[row]) for part in LAYOUT), []).append(row)
+        if len(layouts) < LEAST:
+            continue
+        # A layout measured more than once counts with its median; predictions of it are alike.
+        measured = np.array([np.median(table.seconds[same]) for same in layouts.values()])
+        order = np.argsort([predicted[same[0]] for same in layouts.values()], kind="stable")
+        slower = measured[order] / measured.min() - 1
+        found.append(Sweep(name, len(layouts), float(slower[0]), float(slower[:3].min()), float(table.work.ranks[rows[0]])))
+    return found

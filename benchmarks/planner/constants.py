@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from phalanx.planning.fitting.knobs import KNOBS, SHIFTS, Fit, Shift
+from planner.parameters import KNOBS, SHIFTS, Fit, Shift
 
 FAMILIES = ("v100", "a100", "h100", "b200", "mi300", "tpu", "tpu6")
 FORMATS = ("bf16", "fp8", "fp4")

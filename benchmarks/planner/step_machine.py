@@ -1,6 +1,6 @@
 """The machines that measured steps were taken on, from what their rows print: kind of device, devices per host, links.
 
-Peaks and links are the catalogue's. A kind that no rule knows is excluded. `planning/fitting/published` calls it.
+Peaks and links are the catalogue's. A kind that no rule knows is excluded. `benchmarks/planner/steps` calls it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The layouts of measured steps: degrees that rows print, and rules for what they leave out. `planning/fitting/published` calls it."""
+"""The layouts of measured steps: degrees that rows print, and rules for what they leave out. `benchmarks/planner/steps` calls it."""
 
 from __future__ import annotations
 

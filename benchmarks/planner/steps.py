@@ -1,7 +1,7 @@
 """Measured steps of real runs, as published: a csv file's rows become columns that `planning/time` can judge beside their times.
 
 The columns of the file are those of benchmarks/published/steps.csv. What a row leaves out is inferred by rules and counted; rows that
-no rule can use are excluded with a reason. `planning/fitting/fit` and the accuracy benchmark call it; nothing here knows any particular row.
+no rule can use are excluded with a reason. `fit` and the accuracy benchmark call it; nothing here knows any particular row.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.planning.fitting import published_layout as layouts
-from phalanx.planning.fitting.published_machine import kind_of, machine, precision_of
-from phalanx.planning.fitting.published_model import model, number
 from phalanx.planning.job_table import RECOMPUTE, Work
 from phalanx.spec.errors import RunError
+from planner import step_layout as layouts
+from planner.step_machine import kind_of, machine, precision_of
+from planner.step_model import model, number
 
 Row = dict[str, str]
 COLUMNS = (
