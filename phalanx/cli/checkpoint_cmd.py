@@ -21,7 +21,7 @@ from phalanx.checkpointing.tools.check_bytes import damages
 from phalanx.cli.checkpoint_export import checkpoint_export
 from phalanx.cli.import_cmd import import_
 from phalanx.cli.output import AsJson, console, print_json
-from phalanx.dashboard import checkpoints as show
+from phalanx.dashboard import checkpoint_tables as show
 from phalanx.events.rundir import RunDir
 from phalanx.spec.errors import RunError
 
@@ -47,7 +47,7 @@ def list_(path: Annotated[str, typer.Argument(help=_PLACE, metavar="PATH")], jso
     )  # somebody gave it another name, so that no folder lists it
     for checkpoints in [place] if alone else places_of(place):
         rows = [asdict(told) for told in ([info.told(place)] if alone else info.listing(checkpoints))]
-        show.listing(console, str(checkpoints), [row | {"degrees": info.degrees(row["layout"])} for row in rows])
+        show.show_listing(console, str(checkpoints), [row | {"degrees": info.degrees(row["layout"])} for row in rows])
         found += rows
     if json:
         print_json({"path": path, "checkpoints": found})
@@ -75,9 +75,11 @@ def inspect(
     about = asdict(info.told(place)) | {key: marker.get(key) for key in ("progress", "seed", "data", "replicas")}
     about |= {"kinds": info.kinds(tensors), "files": marker["files"]}
     change = None if layout is None else _change(path, tensors, layout)
-    show.inspected(console, about | {"degrees": info.degrees(marker.get("layout"))}, show.some(chosen, names is not None))
+    show.show_checkpoint(
+        console, about | {"degrees": info.degrees(marker.get("layout"))}, show.first_rows(chosen, names is not None)
+    )
     if change is not None:
-        show.change(console, change)
+        show.show_relayout(console, change)
     if json:
         print_json(about | {"tensors": {one.name: _table(one) for one in chosen}} | ({"change": change} if change else {}))
 
@@ -129,7 +131,7 @@ def verify(
         size = sum(checkpoint.sizes().values())
         with _progress(checkpoint.name, size) as advance:
             wrong = [asdict(damage) for damage in damages(checkpoint, advance)]
-        show.verified(console, str(checkpoint), size, wrong)
+        show.show_verified(console, str(checkpoint), size, wrong)
         result.append({"path": str(checkpoint), "bytes": size, "valid": not wrong, "damages": wrong})
     if json:
         print_json({"valid": all(row["valid"] for row in result), "checkpoints": result})
@@ -167,7 +169,7 @@ def diff(
     )
     contents = beside(one_, other)
     rows = [asdict(found) for found in different]
-    show.differences(console, (str(places[0]), str(places[1])), {"equal": equal, "beside": contents}, rows, largest)
+    show.show_differences(console, (str(places[0]), str(places[1])), {"equal": equal, "beside": contents}, rows, largest)
     same = not different and not contents
     if json:
         said = {key: {"a": pair[0], "b": pair[1]} for key, pair in contents.items()}
@@ -242,7 +244,7 @@ def prune(
         removed += [str(export) for export in exports]
         for export in exports if not dry_run else []:
             export.remove()
-    show.pruned(console, removed, kept, damaged, dry_run=dry_run)
+    show.show_pruned(console, removed, kept, damaged, dry_run=dry_run)
     if json:
         print_json({"removed": removed, "kept": kept, "damaged": damaged, "dry_run": dry_run})
 

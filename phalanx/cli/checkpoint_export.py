@@ -10,7 +10,7 @@ import typer
 
 from phalanx.cli.export_cmd import export, size_in_bytes
 from phalanx.cli.output import AsJson, print_json
-from phalanx.dashboard.format import size
+from phalanx.dashboard.numbers import size
 from phalanx.spec.errors import RunError
 
 _FORMATS = ("hf", "safetensors", "torch")

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from phalanx.cli.output import AsJson, console, print_json
-from phalanx.dashboard.format import count, size
+from phalanx.dashboard.numbers import count, size
 from phalanx.spec.presets import PRESETS
 from phalanx.spec.run import TOKENIZER_VOCAB
 

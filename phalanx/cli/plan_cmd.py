@@ -159,7 +159,7 @@ def _solve(wide: Console, run: Run, cluster: Hardware, what: What, limits: Limit
 
 def _compare(wide: Console, directory: Path, refit: bool) -> dict[str, Any]:
     from phalanx.dashboard.comparison_table import show_comparison
-    from phalanx.dashboard.format import instant, size
+    from phalanx.dashboard.numbers import short_duration, size
     from phalanx.host.env import visible_gpus
     from phalanx.host.machine_profile import write_entry
     from phalanx.host.probe import probe
@@ -177,7 +177,7 @@ def _compare(wide: Console, directory: Path, refit: bool) -> dict[str, Any]:
     show_comparison(wide, told)
     path = write_entry(machine, constants)
     wide.print(
-        f"kept in {path} for plans on this machine, which now promise {instant(again.seconds)} and {size(again.total_memory)} for this run",
+        f"kept in {path} for plans on this machine, which now promise {short_duration(again.seconds)} and {size(again.total_memory)} for this run",
         soft_wrap=True,
         markup=False,
     )

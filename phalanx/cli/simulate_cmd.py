@@ -100,7 +100,7 @@ def simulate(
 
 
 def _whole(run: Run, hardware: Hardware, option: Option, ask: Ask, png: Path | None) -> dict[str, Any]:
-    from phalanx.dashboard.simulated import text
+    from phalanx.dashboard.simulation_view import text
     from phalanx.planning.search import judge
     from phalanx.planning.simulate.simulate_run import simulate as simulated
 
@@ -116,7 +116,7 @@ def _whole(run: Run, hardware: Hardware, option: Option, ask: Ask, png: Path | N
 
 
 def _step(run: Run, hardware: Hardware, option: Option, files: tuple[Path | None, Path | None]) -> dict[str, Any]:
-    from phalanx.dashboard.simulated import step_text
+    from phalanx.dashboard.simulation_view import step_text
     from phalanx.planning.simulate.step_traffic import step_of
 
     step, (png, trace) = step_of(run, hardware, option), files

@@ -107,7 +107,7 @@ def _work(data: Data, out: str, *, force: bool) -> dict[str, Any]:
 
 
 def _print(summary: dict[str, Any]) -> None:
-    from phalanx.dashboard.format import count, duration
+    from phalanx.dashboard.numbers import count, duration
 
     skipped = "".join(f"; {number} skipped ({reason})" for reason, number in summary["skipped"].items())
     speed = f", {count(summary['tokens_per_second'])} tok/s" if summary["tokens_per_second"] else ""

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from phalanx.dashboard.format import flops, instant, size
+from phalanx.dashboard.numbers import flops, short_duration, size
 
 
 def show(console: Console, rows: Sequence[Mapping[str, Any]], constants: Mapping[str, float]) -> None:
@@ -31,4 +31,4 @@ def shown(value: float, unit: str) -> str:
     """A measured value in its unit."""
     if unit == "FLOP/s":
         return flops(value)
-    return instant(value) if unit == "s" else f"{size(value)}/s"
+    return short_duration(value) if unit == "s" else f"{size(value)}/s"

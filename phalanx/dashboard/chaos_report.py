@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from phalanx.dashboard.format import duration
+from phalanx.dashboard.numbers import duration
 from phalanx.dashboard.verify_report import layout_words
 
 

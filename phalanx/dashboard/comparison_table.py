@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.dashboard.format import UNKNOWN, count, instant, percent, size
+from phalanx.dashboard.numbers import UNKNOWN, count, percent, short_duration, size
 
 _OWN = ("compute", "optimizer")
 """Parts of a step in which a rank waits for nobody."""
@@ -42,7 +42,7 @@ def show_comparison(console: Console, told: Mapping[str, Any]) -> None:
 
 def _about(timed: Mapping[str, Any]) -> str:
     """Which step and which rank the parts are of."""
-    words = f"parts of a step: in the proportions of step {timed['step']}, which took {instant(timed['seconds'])}"
+    words = f"parts of a step: in the proportions of step {timed['step']}, which took {short_duration(timed['seconds'])}"
     if timed["ranks"] == 1:
         return words
     own, mean = (sum(parts.get(name, 0.0) for name in _OWN) / timed["seconds"] for parts in (timed["parts"], timed["mean"]))
@@ -56,5 +56,5 @@ def _shown(value: float | None, unit: str) -> str:
     if value is None:
         return UNKNOWN
     if unit == "s":
-        return instant(value)
+        return short_duration(value)
     return size(value) if unit == "B" else f"{count(value)} {unit}"

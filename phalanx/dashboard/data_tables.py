@@ -14,7 +14,7 @@ from rich.progress import Progress
 from rich.rule import Rule
 from rich.text import Text
 
-from phalanx.dashboard.format import count, percent, size
+from phalanx.dashboard.numbers import count, percent, size
 from phalanx.data.inspect import Inspected
 from phalanx.data.preview import Sample, Shown
 

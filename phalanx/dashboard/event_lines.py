@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.text import Text
 
 from phalanx.dashboard.failure_lines import trouble_line
-from phalanx.dashboard.format import count, duration, number, percent, size
+from phalanx.dashboard.numbers import count, duration, number, percent, size
 from phalanx.events.records import (
     CheckpointDamaged,
     Evaluated,

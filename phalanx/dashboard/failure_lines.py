@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from rich.text import Text
 
-from phalanx.dashboard.format import duration
+from phalanx.dashboard.numbers import duration
 from phalanx.events.records import (
     ControllerChanged,
     Corrupted,

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from phalanx.dashboard.format import count, duration
+from phalanx.dashboard.numbers import count, duration
 from phalanx.dashboard.run_history import History, history
 from phalanx.events.records import Event
 

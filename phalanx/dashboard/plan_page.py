@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from phalanx.dashboard.format import count, dollars, instant, percent, size
+from phalanx.dashboard.numbers import count, dollars, percent, short_duration, size
 from phalanx.dashboard.plan_page_parts import SCRIPT, STYLE
 from phalanx.dashboard.plan_picture import MEMORY, OTHERS, STEP, compared, long_unit, memory_unit, step_unit
 from phalanx.dashboard.plan_text import SHORTHAND, days, interval, promise, recomputed, searched_words
@@ -101,7 +101,9 @@ def _option(option: Mapping[str, Any], role: str, words: Mapping[str, str]) -> d
         _piece(name, words.get(name, name), value, size(value), MEMORY) for name, value in option["memory"].items() if value > 0
     ]
     step = [
-        _piece(name, words.get(name, name), value, instant(value), STEP) for name, value in option["split"].items() if value > 0
+        _piece(name, words.get(name, name), value, short_duration(value), STEP)
+        for name, value in option["split"].items()
+        if value > 0
     ]
     return {
         "name": option["name"],
@@ -115,8 +117,8 @@ def _option(option: Mapping[str, Any], role: str, words: Mapping[str, str]) -> d
             "end": option["seconds"],
             "low": option["low"],
             "high": option["high"],
-            "between": interval(option["ranges"]["seconds"], instant),
-            "text": instant(option["seconds"]),
+            "between": interval(option["ranges"]["seconds"], short_duration),
+            "text": short_duration(option["seconds"]),
         },
         "cells": _cells(option),
     }
@@ -134,8 +136,8 @@ def _cells(option: Mapping[str, Any]) -> list[dict[str, Any]]:
         (option["name"], option["name"]),
         (str(option["micro_batch"]), option["micro_batch"]),
         (saved, saved),
-        (instant(option["seconds"]), option["seconds"]),
-        (interval(option["ranges"]["seconds"], instant), option["low"]),
+        (short_duration(option["seconds"]), option["seconds"]),
+        (interval(option["ranges"]["seconds"], short_duration), option["low"]),
         (size(option["bytes"]), option["bytes"]),
         (percent(option["mfu"]), option["mfu"] or 0.0),
         (count(option["tokens_per_second"]), option["tokens_per_second"]),
@@ -154,7 +156,7 @@ def _trade(told: Mapping[str, Any], options: Sequence[Mapping[str, Any]]) -> dic
         {
             "x": option["bytes"] / large,
             "y": option["seconds"] / long,
-            "text": f"{option['name']}\n{size(option['bytes'])}, {instant(option['seconds'])} ({interval(option['ranges']['seconds'], instant)})",
+            "text": f"{option['name']}\n{size(option['bytes'])}, {short_duration(option['seconds'])} ({interval(option['ranges']['seconds'], short_duration)})",
             "option": place,
             "line": option["toml"] in line,
             "label": "",

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.dashboard.format import count, dollars, instant, percent, size
+from phalanx.dashboard.numbers import count, dollars, percent, short_duration, size
 from phalanx.dashboard.plan_text import recomputed
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def description(told: Mapping[str, Any]) -> str:
     best = told["best"]
     low, high = best["ranges"]["seconds"]
     parts = [
-        f"step {instant(best['seconds'])} (P10 {instant(low)}, P90 {instant(high)})",
+        f"step {short_duration(best['seconds'])} (P10 {short_duration(low)}, P90 {short_duration(high)})",
         f"memory {_gib(best['bytes']):.1f} of {_gib(best['capacity']):.1f} GiB",
         f"{best['expected_days']:.3g} days",
         f"{count(best['gpu_hours'])} device-hours",
@@ -111,7 +111,7 @@ def _steps(axes: Axes, options: Sequence[Mapping[str, Any]], words: Mapping[str,
         ends = [value / scale for value in option["ranges"]["seconds"]]
         axes.plot(ends, [place + 0.4, place + 0.4], color=_INK, linewidth=1.2, marker="|", markersize=5)
     axes.set_xlim(0, 1.04 * max(*lengths, *(option["high"] / scale for option in options)))
-    _frame(axes, options, f"a step, {unit}; thin line: P10–P90", [instant(option["seconds"]) for option in options])
+    _frame(axes, options, f"a step, {unit}; thin line: P10–P90", [short_duration(option["seconds"]) for option in options])
 
 
 def _stacked(

@@ -14,7 +14,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.dashboard.format import count, dollars, duration, energy, instant, percent, size
+from phalanx.dashboard.numbers import count, dollars, duration, energy, percent, short_duration, size
 
 COLOURS = {
     "parameters": "blue", "gradients": "cyan", "optimizer": "magenta", "activations": "green", "logits": "yellow",
@@ -96,7 +96,7 @@ def _head(told: Mapping[str, Any]) -> Text:
 def searched_words(told: Mapping[str, Any]) -> str:
     """How many candidates in what time."""
     one_by_one = f", {told['timed']:,} of them one by one" if 0 < told["timed"] < told["considered"] else ""
-    return f"{told['considered']:,} legal layouts judged{one_by_one}, in {instant(told['seconds'])} of CPU time"
+    return f"{told['considered']:,} legal layouts judged{one_by_one}, in {short_duration(told['seconds'])} of CPU time"
 
 
 def _winner(console: Console, told: Mapping[str, Any]) -> Panel:
@@ -121,7 +121,7 @@ def promise(option: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """What a layout promises: name, value, interval."""
     ranges = option["ranges"]
     rows = [
-        ("step", instant(option["seconds"]), interval(ranges["seconds"], instant)),
+        ("step", short_duration(option["seconds"]), interval(ranges["seconds"], short_duration)),
         ("speed", f"{count(option['tokens_per_second'])} tok/s", interval(ranges["tokens_per_second"], count)),
         ("MFU", percent(option["mfu"]), interval(ranges.get("mfu"), percent)),
         ("memory", size(option["bytes"]), f"of {size(option['capacity'])}"),
@@ -159,11 +159,16 @@ def _step(told: Mapping[str, Any]) -> Group:
     best = told["best"]
     parts = sorted(((name, value) for name, value in best["split"].items() if value > 0), key=lambda one: -one[1])
     rows = [
-        (told["words"].get(name, name), value, f"{instant(value)} {value / best['seconds']:>6.1%}", COLOURS.get(name, "yellow"))
+        (
+            told["words"].get(name, name),
+            value,
+            f"{short_duration(value)} {value / best['seconds']:>6.1%}",
+            COLOURS.get(name, "yellow"),
+        )
         for name, value in parts
         if value >= 5e-4 * best["seconds"]
     ]
-    return _bars(f"a step, {instant(best['seconds'])}", rows, best["seconds"])
+    return _bars(f"a step, {short_duration(best['seconds'])}", rows, best["seconds"])
 
 
 def _bars(title: str, rows: Sequence[tuple[str, float, str, str]], whole: float) -> Group:
@@ -202,7 +207,7 @@ def _others(told: Mapping[str, Any], top: int) -> Table:
             Text(option["name"]),
             str(option["micro_batch"]),
             recomputed(option) + ("" if option["offload"] == "none" else ", offload"),
-            instant(option["seconds"]),
+            short_duration(option["seconds"]),
             f"{behind:+.1%}" if place else "",
             size(option["bytes"]),
             *([dollars(option["price"])] if priced else []),
@@ -214,7 +219,7 @@ def _others(told: Mapping[str, Any], top: int) -> Table:
 
 def _more(option: Mapping[str, Any]) -> str:
     lost = next((one for one in option.get("beside", ()) if one["seconds"] > 0), None)
-    return "" if lost is None else f"{lost['words']} +{instant(lost['seconds'])}"
+    return "" if lost is None else f"{lost['words']} +{short_duration(lost['seconds'])}"
 
 
 def _listed_others(told: Mapping[str, Any], top: int) -> list[RenderableType]:
@@ -222,7 +227,7 @@ def _listed_others(told: Mapping[str, Any], top: int) -> list[RenderableType]:
     lines: list[RenderableType] = []
     for option in told["others"][:top]:
         behind = option["seconds"] / told["best"]["seconds"] - 1
-        facts = [f"{instant(option['seconds'])} ({behind:+.1%})", size(option["bytes"])]
+        facts = [f"{short_duration(option['seconds'])} ({behind:+.1%})", size(option["bytes"])]
         facts += [] if option["price"] is None else [dollars(option["price"])]
         facts += [f"micro-batch {option['micro_batch']}", f"recompute {recomputed(option)}"]
         facts += [] if option["offload"] == "none" else ["offload"]

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.dashboard.event_lines import line, step_line
-from phalanx.dashboard.format import count, duration, flops, number, percent, size
+from phalanx.dashboard.numbers import count, duration, flops, number, percent, size
 from phalanx.events.records import Evaluated, Event, RunStarted, Step, StepSkipped
 
 _BARS = "▁▂▃▄▅▆▇█"

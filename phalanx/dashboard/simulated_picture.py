@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.dashboard.format import percent
+from phalanx.dashboard.numbers import percent
 from phalanx.dashboard.schedule_picture import COLOURS, draw_rank
-from phalanx.dashboard.simulated import WORDS
+from phalanx.dashboard.simulation_view import WORDS
 from phalanx.schedules.actions import KINDS
 from phalanx.schedules.timing import Timeline
 

@@ -19,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.dashboard.failure_lines import recoveries
-from phalanx.dashboard.format import count, duration, instant, number, percent, size
 from phalanx.dashboard.loss_curve import FILE_NAME
+from phalanx.dashboard.numbers import count, duration, number, percent, short_duration, size
 from phalanx.dashboard.run_history import history
 from phalanx.events.records import Event, Finished, RunStarted, Saved, Stopped, WorkerFailed, plain
 
@@ -117,11 +117,9 @@ class Summary:
             ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
             yield "speed", f"{count(self.tokens_per_second)} tokens/s on {ranks}{mfu}, {duration(self.seconds)}"
         if self.step_seconds is not None and self.promised_step_seconds is not None:
-            between = f"{instant(self.promised_low)} to {instant(self.promised_high)}"
-            promised = (
-                f"promised {instant(self.promised_step_seconds)} ({between}), {count(self.promised_tokens_per_second)} tokens/s"
-            )
-            yield "a step", f"{instant(self.step_seconds)}, {promised}"
+            between = f"{short_duration(self.promised_low)} to {short_duration(self.promised_high)}"
+            promised = f"promised {short_duration(self.promised_step_seconds)} ({between}), {count(self.promised_tokens_per_second)} tokens/s"
+            yield "a step", f"{short_duration(self.step_seconds)}, {promised}"
         if self.memory is not None and self.promised_memory is not None:
             yield "memory", f"{size(self.memory)}, promised {size(self.promised_memory)}"
         yield "events", str(run_dir / "events.jsonl")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from phalanx.dashboard.format import count, percent, size
+from phalanx.dashboard.numbers import count, percent, size
 
 if TYPE_CHECKING:
     from phalanx.data.ingest import Progress as Reached  # readers of formats that most commands never see

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from phalanx.dashboard.format import size
+from phalanx.dashboard.numbers import size
 
 _DEGREES = ("pipeline", "data", "shard", "context", "tensor")
 

@@ -28,7 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx._version import __version__
-from phalanx.dashboard.format import flops, size
+from phalanx.dashboard.numbers import flops, size
 from phalanx.host.probe import driver_problem, gpu_links
 from phalanx.planning.devices import find_gpu
 from phalanx.spec.machine import Machine

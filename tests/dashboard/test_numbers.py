@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.dashboard.format import count, duration, flops, number, percent, size
+from phalanx.dashboard.numbers import count, duration, flops, number, percent, size
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import plans
 import pytest
 from rich.console import Console
 
-from phalanx.dashboard.format import dollars, energy, instant
+from phalanx.dashboard.numbers import dollars, energy, short_duration
 from phalanx.dashboard.plan_text import bar, days, interval, show_plan, show_solved
 from phalanx.planning.candidate import Found
 from phalanx.planning.explain import told
@@ -88,9 +88,9 @@ def test_pasted_lines_are_toml() -> None:
 def test_bars_and_numbers() -> None:
     assert [bar(part, 4) for part in (0, 1e-9, 0.25, 0.53125, 1, 7)] == ["", "▏", "█", "██▏", "████", "████"]
     assert [days(value) for value in (54.04, 1.5, 0.01)] == ["54.0 d", "1 d 12 h", "14 min 24 s"]
-    assert interval([0.9, 1.2], instant) == "900 ms – 1.20 s" and interval([1.0, 1.2], instant) == "1.00 – 1.20 s"
-    assert interval([1510, 2359], instant) == "25 min 10 s – 39 min 19 s" and interval(None, instant) == ""
-    assert [instant(value) for value in (4.977, 0.312, 41e-6, 0.9999, 0.99949, 75.04, 900.0, None)] == [
+    assert interval([0.9, 1.2], short_duration) == "900 ms – 1.20 s" and interval([1.0, 1.2], short_duration) == "1.00 – 1.20 s"
+    assert interval([1510, 2359], short_duration) == "25 min 10 s – 39 min 19 s" and interval(None, short_duration) == ""
+    assert [short_duration(value) for value in (4.977, 0.312, 41e-6, 0.9999, 0.99949, 75.04, 900.0, None)] == [
         "4.98 s", "312 ms", "41.0 µs", "1.00 s", "999 ms", "75.0 s", "15 min 00 s", "–",
     ]  # fmt: skip
     assert (dollars(61.93e6), dollars(None), energy(7.67e13), energy(None)) == ("$61.9M", "–", "21.3 GWh", "–")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.dashboard.format import duration, percent
+from phalanx.dashboard.numbers import duration, percent
 
 WORDS = {
     "computing": "computing",

@@ -8,13 +8,13 @@ from typing import Any
 
 from rich.console import Console
 
-from phalanx.dashboard.format import UNKNOWN, size
+from phalanx.dashboard.numbers import UNKNOWN, size
 
 _SHOWN = 20  # tensors, files or ranks; more of them only where they were asked for
 _RIGHT = ("step", "size", "ranks", "bytes", "rank", "reads", "from files", "of tensors", "values", "largest", "relative")
 
 
-def listing(console: Console, folder: str, rows: Sequence[Mapping[str, Any]]) -> None:
+def show_listing(console: Console, folder: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Newest first."""
     if not rows:
         console.print(f"There is no checkpoint in {folder}.", soft_wrap=True)
@@ -25,22 +25,24 @@ def listing(console: Console, folder: str, rows: Sequence[Mapping[str, Any]]) ->
         style = None if row["problem"] is None else "yellow" if row["leftover"] else "red"
         step = UNKNOWN if row["step"] is None else str(row["step"])
         layout = UNKNOWN if row["ranks"] is None else row["degrees"]
-        table.add_row(step, moment(row["time"]), size(row["bytes"]), str(row["ranks"] or UNKNOWN), layout, state, style=style)
+        table.add_row(
+            step, local_time(row["time"]), size(row["bytes"]), str(row["ranks"] or UNKNOWN), layout, state, style=style
+        )
     console.print(folder, style="bold", soft_wrap=True, markup=False)
     table.print(console)
 
 
-def moment(seconds: float | None) -> str:
+def local_time(seconds: float | None) -> str:
     """A time as this machine's clock shows it."""
     return UNKNOWN if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def some(tensors: Sequence[Any], asked: bool) -> tuple[Sequence[Any], int]:
+def first_rows(tensors: Sequence[Any], asked: bool) -> tuple[Sequence[Any], int]:
     """Those to show, and how many more there are."""
     return (tensors, 0) if asked else (tensors[:_SHOWN], max(0, len(tensors) - _SHOWN))
 
 
-def inspected(console: Console, about: Mapping[str, Any], tensors: tuple[Sequence[Any], int]) -> None:
+def show_checkpoint(console: Console, about: Mapping[str, Any], tensors: tuple[Sequence[Any], int]) -> None:
     """`about`: what the marker says; `tensors`: those to show, with names, formats, shapes and boxes, and how many more there are."""
     progress = about["progress"] or {}
     kinds = ", ".join(f"{kind} {size(count)}" for kind, count in about["kinds"].items())
@@ -51,7 +53,7 @@ def inspected(console: Console, about: Mapping[str, Any], tensors: tuple[Sequenc
         ("samples seen", str(progress.get("samples", UNKNOWN))),
         ("seed", _known(about["seed"])),
         ("text", _known(about["data"])),
-        ("saved", f"{moment(about['time'])} by phalanx {_known(about['version'])}"),
+        ("saved", f"{local_time(about['time'])} by phalanx {_known(about['version'])}"),
         ("layout", f"{about['degrees']} ({about['ranks']} rank{'s' if about['ranks'] != 1 else ''})"),
         ("size", f"{size(about['bytes'])} ({kinds})"),
     ):
@@ -91,7 +93,7 @@ def _cut(box: Any, whole: Sequence[int]) -> str:
     return f"[{', '.join(ranges)}]"
 
 
-def change(console: Console, found: Mapping[str, Any]) -> None:
+def show_relayout(console: Console, found: Mapping[str, Any]) -> None:
     """What another layout would read."""
     read, cut = found["distinct"], found["cut"]
     replicas = found["ranks"] // len(read)
@@ -111,7 +113,7 @@ def change(console: Console, found: Mapping[str, Any]) -> None:
         console.print(f"{found['accumulation']} × micro-batch of {found['micro_batch']} per rank and step")
 
 
-def verified(console: Console, path: str, count: int, damages: Sequence[Mapping[str, Any]]) -> None:
+def show_verified(console: Console, path: str, count: int, damages: Sequence[Mapping[str, Any]]) -> None:
     if not damages:
         console.print(f"{path}: every byte is what was saved ({size(count)})", soft_wrap=True, markup=False)
         return
@@ -123,7 +125,7 @@ def verified(console: Console, path: str, count: int, damages: Sequence[Mapping[
         console.print(f"  {damage['file']}: {damage['reason']}{where}", soft_wrap=True, markup=False)
 
 
-def differences(
+def show_differences(
     console: Console, paths: tuple[str, str], same: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], most: int
 ) -> None:
     """`same`: how many tensors are equal, and what differs beside them."""
@@ -147,7 +149,9 @@ def differences(
         console.print(f"All {same['equal']} tensors are the same to the bit", style="bold")
 
 
-def pruned(console: Console, removed: Sequence[str], kept: Sequence[str], damaged: Sequence[str], *, dry_run: bool) -> None:
+def show_pruned(
+    console: Console, removed: Sequence[str], kept: Sequence[str], damaged: Sequence[str], *, dry_run: bool
+) -> None:
     for problem in damaged:
         console.print(f"left for you to look at: {problem}", style="yellow", soft_wrap=True, markup=False)
     for name in removed:

@@ -24,7 +24,7 @@ def flops(value: float | None) -> str:
 
 def size(value: float | None) -> str:
     """Bytes in binary units: 3.1 GiB."""
-    if not _known(value):
+    if not _is_finite(value):
         return UNKNOWN
     unit = 0
     while unit < 5 and round(abs(value), 1) >= 1024:
@@ -34,7 +34,7 @@ def size(value: float | None) -> str:
 
 def duration(value: float | None) -> str:
     """0.4 s, 41 s, 2 min 05 s, 3 h 12 min, 2 d 03 h: never more than two units."""
-    if not _known(value):
+    if not _is_finite(value):
         return UNKNOWN
     value = max(0.0, value)
     if value < 9.95:
@@ -53,7 +53,7 @@ def duration(value: float | None) -> str:
 
 def percent(value: float | None) -> str:
     """A fraction as 41.2%; two digits below ten."""
-    if not _known(value):
+    if not _is_finite(value):
         return UNKNOWN
     return f"{100 * value:.1f}%" if abs(value) >= 0.1 else f"{100 * value:.2f}%"
 
@@ -70,9 +70,9 @@ def energy(joules: float | None) -> str:
     return text if text == UNKNOWN else f"{text}Wh"
 
 
-def instant(value: float | None) -> str:
+def short_duration(value: float | None) -> str:
     """A short time in three digits: 4.98 s, 312 ms, 41.0 µs; minutes and more as `duration` has them."""
-    if not _known(value):
+    if not _is_finite(value):
         return UNKNOWN
     if value >= 600:
         return duration(value)
@@ -91,13 +91,13 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:.{digits}f}" if abs(value) < 1e4 else f"{value:.3g}"
 
 
-def _known(value: float | None) -> TypeGuard[float]:
+def _is_finite(value: float | None) -> TypeGuard[float]:
     # Records of another version may carry text here, such as "nan".
     return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _scaled(value: float | None, units: tuple[str, ...]) -> str:
-    if not _known(value):
+    if not _is_finite(value):
         return UNKNOWN
     unit = 0
     while unit < len(units) - 1 and abs(float(f"{value:.3g}")) >= 1000:  # 999,960 is 1.00M, not 1000k
