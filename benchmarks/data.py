@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.data.dataset import open_dataset
-from phalanx.data.loader import Loader, Numbered, Share
-from phalanx.data.tokenfile import META, Part, TokenMeta
+from phalanx.data.loader import Loader, ReplicaShare, SampleReader
+from phalanx.data.token_files import META, Part, TokenMeta
 from phalanx.data.tokenizer import ByteTokenizer
 from phalanx.events.log import read_events
 from phalanx.events.records import Step
@@ -68,7 +68,7 @@ def make_corpus(folder: Path, tokens: int, documents: int) -> None:
 
 
 def tokens_per_second(
-    samples: Numbered, share: Share, length: int, start: int = 0, seconds: float = 3.0
+    samples: SampleReader, share: ReplicaShare, length: int, start: int = 0, seconds: float = 3.0
 ) -> tuple[float, float]:
     """What the loader delivers in a second, and in a second of this process' own time: without what else the machine does."""
     with Loader(samples, share, start=start, prefetch=2, prepare=lambda batch: batch) as steps:
@@ -89,7 +89,7 @@ def measure(folder: Path, packing: str, length: int, seconds: float) -> dict[str
     dataset = open_dataset(data, length, seed=0)
     found = {"seconds": time.perf_counter() - began, "python_mb": before, "opened_mb": resident()}
     if seconds:
-        share = Share(batch=max(1, 1 << 15 >> length.bit_length()), replica=0, replicas=1, micro_batch=1)
+        share = ReplicaShare(batch=max(1, 1 << 15 >> length.bit_length()), replica=0, replicas=1, micro_batch=1)
         for name, start in (("tokens_per_s", 0), ("tokens_per_s_far", FAR)):
             found[name], _ = tokens_per_second(dataset.train, share, length, start, seconds)
         found["read_mb"] = resident()
@@ -122,7 +122,7 @@ def compare_with_quickstart(consumed: float) -> None:
     samples = open_dataset(Data(), 128, seed=0).train
     print(f"\nquickstart consumes {consumed:,.0f} tokens/s on all its ranks")
     for replicas in (1, 4):
-        share = Share(batch=16, replica=0, replicas=replicas, micro_batch=4)
+        share = ReplicaShare(batch=16, replica=0, replicas=replicas, micro_batch=4)
         rate, own = tokens_per_second(samples, share, 128)
         print(
             f"  the loader of one of {replicas} ranks delivers {rate:,.0f} tokens/s, {rate / consumed:.0f}× what all of them "

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from common import RUN, contestants, starts
 from handwritten_parallel import LOOPS, Micro
 
-from phalanx.data.loader import Share
+from phalanx.data.loader import ReplicaShare
 from phalanx.host.env import for_workers
 from phalanx.host.probe import probe
 from phalanx.models.init import build, materialize
@@ -111,7 +111,7 @@ def _loss(trainer: Trainer) -> float:
 def _batches(trainer: Trainer, run: Run, mesh: Mesh, step: int) -> tuple[list[Micro], int]:
     """The very tokens that the trainer will read, and how many targets of the whole batch count."""
     assert run.train.micro_batch is not None
-    share = Share(batch=run.batch, replica=mesh.replica, replicas=run.layout.replicas, micro_batch=run.train.micro_batch)
+    share = ReplicaShare(batch=run.batch, replica=mesh.replica, replicas=run.layout.replicas, micro_batch=run.train.micro_batch)
     samples = step * run.batch + np.arange(run.batch)
     counted = int((trainer.data.train.batch(samples).targets >= 0).sum())
     portions = share.cut(trainer.data.train.batch(share.samples(step * run.batch)))

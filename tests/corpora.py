@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.data.corpus import Indexed
+from phalanx.data.corpus import IndexedCorpus
+from phalanx.data.token_files import Part, TokenMeta, TokenWriter, Vocabulary, write_meta
 from phalanx.data.tokenizer import ByteTokenizer
 
 END = 256
 
 
-class Masked(Indexed):
+class Masked(IndexedCorpus):
     """Documents of ids in memory, some of which may not be targets."""
 
     fingerprint = "masked"
@@ -73,3 +74,27 @@ def write_tokens(
     } | changed
     (folder / "tokens.json").write_text(json.dumps(meta))
     return folder
+
+
+def write_token_files(
+    folder: Path,
+    words: Vocabulary,
+    documents: Iterable[npt.ArrayLike],
+    masks: Iterable[npt.ArrayLike] | None = None,
+    *,
+    per_part: int | None = None,
+) -> TokenMeta:
+    """Token files of documents that are ids already, `per_part` documents to a part."""
+    parts: list[Part] = []
+    writer: TokenWriter | None = None
+    paired = ((ids, None) for ids in documents) if masks is None else zip(documents, masks, strict=True)
+    for ids, mask in paired:
+        if writer is None:
+            writer = TokenWriter(folder, f"part-{len(parts):06d}", words, masked=masks is not None)
+        writer.add(ids, mask)
+        if writer.documents == per_part:
+            parts += [part] if (part := writer.close()) else []
+            writer = None
+    if writer is not None and (part := writer.close()):
+        parts.append(part)
+    return write_meta(folder, words, parts, masked=masks is not None, skipped={})

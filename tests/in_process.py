@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from phalanx.data.source_pieces import Piece
-from phalanx.data.tokenize_piece import Result, Work
+from phalanx.data.tokenize_piece import PieceResult, PieceTokenizer
 
 
 class Here:
     """Stands in for `data.pool.Pool`."""
 
     def __init__(self, count: int, *work: Any):
-        self._work = Work(*work)
+        self._work = PieceTokenizer(*work)
 
-    def run(self, pieces: Iterator[Piece]) -> Iterator[Result]:
+    def run(self, pieces: Iterator[Piece]) -> Iterator[PieceResult]:
         return (self._work.do(piece, lambda advance: None) for piece in pieces)
 
     def __enter__(self) -> Here:

@@ -16,8 +16,8 @@ from phalanx.data import inspect as looking
 from phalanx.data import preview as previewing
 from phalanx.data.corpus import Corpus
 from phalanx.data.dataset import open_corpus, open_dataset
-from phalanx.data.tokenfile import META, TokenFiles
-from phalanx.data.tokenizer import Tokenizer, tokenizer
+from phalanx.data.token_files import META, TokenFiles
+from phalanx.data.tokenizer import Tokenizer, open_tokenizer
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import load
 from phalanx.spec.run import Data, MixedSource
@@ -50,7 +50,9 @@ def data(
     }  # fmt: skip
     asked = {key: value for key, value in given.items() if value is not None}
     opened = _run_file(what, asked) if what.endswith(".toml") else _text(what, asked)
-    wish = looking.Wish(sequence_length=sequence_length or opened.sequence_length, samples=samples, characters=width, seed=seed)
+    wish = looking.InspectOptions(
+        sequence_length=sequence_length or opened.sequence_length, samples=samples, characters=width, seed=seed
+    )
     found = {}
     for name, (corpus, skipped) in opened.sources.items():
         with looking_through(console, name) as progress:
@@ -131,7 +133,7 @@ def _text(what: str, asked: dict[str, Any]) -> _Opened:
 
 
 def _opened(data: Data, sequence_length: int | None) -> _Opened:
-    words = tokenizer(data.tokenizer, data.end_token)
+    words = open_tokenizer(data.tokenizer, data.end_token)
     return _Opened(sources=dict(_sources(data, words)), tokenizer=words, sequence_length=sequence_length)
 
 
@@ -147,7 +149,7 @@ def _sources(data: Data, words: Tokenizer) -> Iterator[tuple[str, tuple[Corpus, 
 def _tokenizer_of(files: TokenFiles) -> Tokenizer | None:
     """The tokenizer that the files name, if it is still there and the same."""
     try:
-        words = tokenizer(files.meta.tokenizer)
+        words = open_tokenizer(files.meta.tokenizer)
     except RunError:
         return None
     return words if words.sha256 == files.meta.tokenizer_sha256 else None

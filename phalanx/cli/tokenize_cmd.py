@@ -77,9 +77,9 @@ def _work(data: Data, out: str, *, force: bool) -> dict[str, Any]:
     """Make the token files and say what they came to."""
     from phalanx.dashboard.tokenize_progress import tokenizing
     from phalanx.data.ingest import Progress, tokenize_into
-    from phalanx.data.tokenizer import tokenizer
+    from phalanx.data.tokenizer import open_tokenizer
 
-    words = tokenizer(data.tokenizer, data.end_token)
+    words = open_tokenizer(data.tokenizer, data.end_token)
     begin, kept = time.monotonic(), [0]
     try:
         with tokenizing(console) as shown:

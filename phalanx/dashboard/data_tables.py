@@ -15,8 +15,8 @@ from rich.rule import Rule
 from rich.text import Text
 
 from phalanx.dashboard.numbers import count, percent, size
-from phalanx.data.inspect import Inspected
-from phalanx.data.preview import Sample, Shown
+from phalanx.data.inspect import InspectReport
+from phalanx.data.preview import SampleView, PieceView
 
 _BAR = 32  # columns of the longest bar
 MASKED = ("⟦", "⟧")
@@ -34,7 +34,7 @@ def looking_through(console: Console, name: str) -> Iterator[Callable[[int, int]
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def show_inspected(console: Console, name: str, found: Inspected, about: dict[str, Any]) -> None:
+def show_inspected(console: Console, name: str, found: InspectReport, about: dict[str, Any]) -> None:
     """One source."""
     console.print(Rule(Text(name), align="left"))
     told = "" if found.bytes is None else f", {'about ' if found.bytes_estimated else ''}{size(found.bytes)} of text"
@@ -64,7 +64,7 @@ def show_inspected(console: Console, name: str, found: Inspected, about: dict[st
         console.print(Text(_visible(shown)), soft_wrap=True)
 
 
-def show_sample(console: Console, sample: Sample, width: int) -> None:
+def show_sample(console: Console, sample: SampleView, width: int) -> None:
     """One sample of a batch; `width` characters of each document, 0: all."""
     where = f"sample {sample.sample} · {sample.source} · epoch {sample.epoch} · window {sample.window}"
     console.print(Rule(Text(where, style="bold"), align="left", characters="═"))
@@ -78,7 +78,7 @@ def show_sample(console: Console, sample: Sample, width: int) -> None:
         console.print(Rule(Text(f"{sample.padding} tokens of padding", style="dim"), align="left"))
 
 
-def _text(piece: Shown, width: int, *, coloured: bool) -> Text:
+def _text(piece: PieceView, width: int, *, coloured: bool) -> Text:
     text, left = Text(), width or sum(len(stretch.text) for stretch in piece.stretches)
     for stretch in piece.stretches:
         if left <= 0:

@@ -1,9 +1,4 @@
-"""Packs documents whole into windows, each where it leaves the least room (best fit, longest first). `dataset` builds it
-where data.packing = "best-fit"; it is cut and read like `data/pack`'s windows.
-
-A document longer than a window is cut into full windows first, and its rest is packed. Which document stands where is worked
-out once, by counts instead of one by one, and for a large corpus kept as a file, which every rank then only opens.
-"""
+"""Arrays on disk of which only what is asked for is read. `bestfit` keeps its plan of a large corpus in them."""
 
 from __future__ import annotations
 
@@ -14,28 +9,64 @@ import shutil
 import tempfile
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.data.corpus import Corpus
-from phalanx.data.disk_array import Stored
-from phalanx.data.holdout import Intervals
-from phalanx.data.pack import IGNORED, Piece, Window, pieces_between, places
-from phalanx.spec.errors import RunError
+from phalanx.data.corpus import Corpus, OpenFile
+from phalanx.data.pack import IGNORED, DocumentSpan, Window, pieces_between, places
+from phalanx.data.shuffle import Intervals
+from phalanx.spec.errors import RunError, RunFailed
+
+
+class DiskArray:
+    """The one-dimensional array of integers in an .npy file, read with explicit offsets.
+
+    A map would count every page that was ever touched as this process' memory, which for a large plan is all of them.
+    """
+
+    def __init__(self, path: Path):
+        header = np.load(path, mmap_mode="r")
+        self._dtype, self._offset, self._length = header.dtype, header.offset, len(header)
+        self._path, self._file = path, OpenFile(str(path))
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> npt.NDArray[Any]: ...
+    def __getitem__(self, at: int | slice) -> int | npt.NDArray[Any]:
+        if not isinstance(at, slice):
+            first = range(self._length)[at]
+            return int(self._read(first, first + 1)[0])
+        first, last, step = at.indices(self._length)
+        return self._read(first, max(first, last))[::step]
+
+    def _read(self, first: int, last: int) -> npt.NDArray[Any]:
+        values = np.empty(last - first, dtype=self._dtype)
+        try:
+            whole = self._file.fill(values.view(np.uint8).data, self._offset + first * self._dtype.itemsize)
+        except OSError as error:
+            raise RunFailed(f"{self._path} can no longer be read ({error.strerror}): remove its folder and resume.") from error
+        if not whole:
+            raise RunFailed(f"{self._path} has shrunk since the run started: remove its folder and resume.")
+        return values
+
 
 _KEPT = 1 << 16
 """From so many documents on the plan is kept as a file: below, working it out takes a tenth of a second."""
 _CHUNK = 1 << 20
 _VERSION = 1
 _I8 = npt.NDArray[np.int64]
-_Numbers = npt.NDArray[np.integer[Any]] | Stored
+_Numbers = npt.NDArray[np.integer[Any]] | DiskArray
 """In memory, or of a large corpus on disk."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class PackingPlan:
     """What stands in each window. Windows that one document fills come first, then those that were packed, those with the
     longest documents first: there is no order of the files to keep.
 
@@ -55,7 +86,7 @@ class Plan:
     """[1]: places of all windows that hold a token."""
 
 
-class BestFit:
+class BestFitPacking:
     """Windows of whole documents.
 
     A piece's inputs are doc[start:stop] and its targets doc[start+1:stop+1]: the end token is a target and need not be an
@@ -98,7 +129,7 @@ class BestFit:
     def window(self, number: int) -> Window:
         return Window(*(array[0] for array in self.windows(np.array([number]))))
 
-    def trace(self, number: int) -> tuple[Piece, ...]:
+    def trace(self, number: int) -> tuple[DocumentSpan, ...]:
         found = [pieces_between(self._corpus, start, start + length) for start, length in self._pieces(number)]
         return tuple(piece for pieces in found for piece in pieces)
 
@@ -112,7 +143,7 @@ class BestFit:
         return list(zip(plan.piece_starts[first:last].tolist(), plan.piece_lengths[first:last].tolist(), strict=True))
 
 
-def make_plan(corpus: Corpus, intervals: Intervals, length: int) -> Plan:
+def make_plan(corpus: Corpus, intervals: Intervals, length: int) -> PackingPlan:
     """Works out what stands in each window. Takes about forty bytes per document while it does."""
     starts, slots = _segments(corpus, intervals)
     total = slots.sum()
@@ -131,7 +162,7 @@ def make_plan(corpus: Corpus, intervals: Intervals, length: int) -> Plan:
     del order
     window_of, count = best_fit(lengths, length)
     order = np.argsort(window_of, kind="stable")
-    return Plan(
+    return PackingPlan(
         full_starts=full_starts,
         full_firsts=full_firsts,
         piece_starts=np.append(starts[order], 0),
@@ -203,7 +234,7 @@ def _from_zero(counts: _I8) -> _I8:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
-def _plan(corpus: Corpus, intervals: Intervals, length: int, cache: Path) -> Plan:
+def _plan(corpus: Corpus, intervals: Intervals, length: int, cache: Path) -> PackingPlan:
     """The plan, from the cache if it is there; put there where it is worth it."""
     if corpus.documents < _KEPT:
         return make_plan(corpus, intervals, length)
@@ -212,7 +243,7 @@ def _plan(corpus: Corpus, intervals: Intervals, length: int, cache: Path) -> Pla
     try:
         if not folder.is_dir():
             _store(make_plan(corpus, intervals, length), folder)
-        return Plan(**{field.name: Stored(folder / f"{field.name}.npy") for field in fields(Plan)})
+        return PackingPlan(**{field.name: DiskArray(folder / f"{field.name}.npy") for field in fields(PackingPlan)})
     except (OSError, ValueError) as error:
         raise RunError(
             [
@@ -221,12 +252,12 @@ def _plan(corpus: Corpus, intervals: Intervals, length: int, cache: Path) -> Pla
         ) from None
 
 
-def _store(plan: Plan, folder: Path) -> None:
+def _store(plan: PackingPlan, folder: Path) -> None:
     """Written beside and renamed when complete: whoever finds the folder finds all of it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix="making-", dir=folder.parent))
     try:
-        for field in fields(Plan):
+        for field in fields(PackingPlan):
             np.save(beside / f"{field.name}.npy", getattr(plan, field.name))
         try:
             os.rename(beside, folder)

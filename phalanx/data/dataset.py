@@ -11,21 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.data.bestfit import BestFit
-from phalanx.data.corpus import Chain, Corpus
+from phalanx.data.bestfit import BestFitPacking
+from phalanx.data.corpus import ChainedCorpus, Corpus, MemoryCorpus, TextFileCorpus
 from phalanx.data.files import named_files, stdlib_files
-from phalanx.data.holdout import Intervals, split
-from phalanx.data.mix import Mixed, Mixture
-from phalanx.data.pack import Packing, Samples, Windows
-from phalanx.data.source import Memory, TextFiles
-from phalanx.data.tokenfile import META, TokenFiles
-from phalanx.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer
+from phalanx.data.mix import MixedSamples, Mixture
+from phalanx.data.pack import Packing, Samples, StreamPacking
+from phalanx.data.shuffle import Intervals, split
+from phalanx.data.token_files import META, TokenFiles
+from phalanx.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Data, MixedSource, Source
 from phalanx.spec.sources import kind
 
 if TYPE_CHECKING:
-    from phalanx.data.ingest import Report
+    from phalanx.data.ingest import ProgressCallback
 
 _HELD_OUT = 0  # the seed of what is held out: runs that differ in train.seed are still compared on the same text
 _COMPRESSED = (".gz", ".zst", ".zstd")
@@ -34,7 +33,7 @@ _COMPRESSED = (".gz", ".zst", ".zstd")
 class Dataset:
     """A run's text, ready to be sampled."""
 
-    def __init__(self, sources: Sequence[Opened], words: Tokenizer):
+    def __init__(self, sources: Sequence[OpenedSource], words: Tokenizer):
         self.train = Mixture([source.train for source in sources])
         self.eval: dict[str, Samples] = {source.name: source.eval for source in sources if source.eval is not None}
         """Held-out samples by source, in an order of their own, so that a few stand for all; empty where
@@ -59,23 +58,23 @@ class Dataset:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Opened:
+class OpenedSource:
     """One source of a run."""
 
     name: str
     corpus: Corpus
-    train: Mixed
+    train: MixedSamples
     eval: Samples | None
     skipped: dict[str, int]
 
 
-def open_dataset(data: Data, sequence_length: int, seed: int, progress: Report | None = None) -> Dataset:
+def open_dataset(data: Data, sequence_length: int, seed: int, progress: ProgressCallback | None = None) -> Dataset:
     """Costs a look at the sizes of files, whatever the text's length; the text is read when samples are.
 
     Text that has to be tokenised first is, unless that was done before.
     """
-    words = tokenizer(data.tokenizer, data.end_token)
-    sources: list[Opened] = []
+    words = open_tokenizer(data.tokenizer, data.end_token)
+    sources: list[OpenedSource] = []
     problems: list[str] = []
     for source in data.mix or (data,):
         table = f"data.mix.{source.name}" if isinstance(source, MixedSource) else "data"
@@ -99,7 +98,7 @@ class _Opening:
     length: int
     table: str
 
-    def source(self, source: Source, corpus: Corpus, seed: int, skipped: dict[str, int]) -> Opened:
+    def source(self, source: Source, corpus: Corpus, seed: int, skipped: dict[str, int]) -> OpenedSource:
         name = source.name if isinstance(source, MixedSource) else kind(source)
         # A small source holds out a window even where the fraction is less.
         train_part, eval_part = split(corpus.blocks(), self.data.eval_fraction, _HELD_OUT, least=self.length + 1)
@@ -114,7 +113,7 @@ class _Opening:
             raise RunError(problems)
         samples = Samples(train, seed if source.seed is None else source.seed, self.data.shuffle, name)
         weight = source.weight if isinstance(source, MixedSource) else None
-        mixed = Mixed(samples, weight, source.epochs)
+        mixed = MixedSamples(samples, weight, source.epochs)
         if mixed.cap == 0:
             raise RunError(
                 [
@@ -122,7 +121,7 @@ class _Opening:
                     f"is not even one; give it at least {1 / samples.count:.2g} or leave the source out."
                 ]
             )
-        return Opened(name, corpus, mixed, evaluation, skipped)
+        return OpenedSource(name, corpus, mixed, evaluation, skipped)
 
     def _of(self) -> str:
         return f" of {self.table}" if self.data.mix else ""
@@ -130,15 +129,15 @@ class _Opening:
     def _pack(self, corpus: Corpus, intervals: Intervals) -> Packing:
         mask = self.data.document_mask
         if self.data.packing == "stream":
-            return Windows(corpus, intervals, self.length, document_mask=mask)
+            return StreamPacking(corpus, intervals, self.length, document_mask=mask)
         cache = Path(self.data.cache).expanduser()
-        return BestFit(corpus, intervals, self.length, end=self.words.end, document_mask=mask, cache=cache)
+        return BestFitPacking(corpus, intervals, self.length, end=self.words.end, document_mask=mask, cache=cache)
 
 
 def _too_short(packing: Packing, what: str, remedy: str) -> list[str]:
     if packing.count:
         return []
-    needed = 2 if isinstance(packing, BestFit) else packing.length + 1
+    needed = 2 if isinstance(packing, BestFitPacking) else packing.length + 1
     return [
         f"The {what} has {packing.tokens} tokens, fewer than the {needed} that one window of "
         f"train.sequence_length = {packing.length} needs; use a shorter train.sequence_length or {remedy}."
@@ -146,7 +145,7 @@ def _too_short(packing: Packing, what: str, remedy: str) -> list[str]:
 
 
 def open_corpus(
-    source: Source, data: Data, words: Tokenizer, table: str, progress: Report | None
+    source: Source, data: Data, words: Tokenizer, table: str, progress: ProgressCallback | None
 ) -> tuple[Corpus, dict[str, int]]:
     """A source's text, and the bad records that are not in it, counted by reason."""
     which = kind(source)
@@ -155,26 +154,26 @@ def open_corpus(
     direct = _direct(source, which, table) if isinstance(words, ByteTokenizer) else None
     if direct is not None:
         return direct, {}
-    from phalanx.data.ingest import prepared  # readers of formats that most runs never see
+    from phalanx.data.ingest import cached_token_files  # readers of formats that most runs never see
 
-    files = TokenFiles(prepared(source, data, words, progress))
+    files = TokenFiles(cached_token_files(source, data, words, progress))
     return files, files.meta.skipped
 
 
 def _direct(source: Source, which: str, table: str) -> Corpus | None:
     """A corpus whose bytes can be read as they lie; None: its text has to be taken out first."""
     if which == "stdlib":
-        return TextFiles(*stdlib_files(table))
+        return TextFileCorpus(*stdlib_files(table))
     if which == "memory":
         if not any(source.documents):
             raise RunError([f'{table}.source = "memory" but {table}.documents holds no text; give it at least one.'])
-        return Memory(source.documents)
+        return MemoryCorpus(source.documents)
     if which != "text" or any("://" in path for path in source.paths):
         return None
     if not source.paths:
         raise RunError([f'{table}.source = "text" but {table}.paths names nothing; give it at least one file, folder or glob.'])
     root, sizes = named_files(source.paths, f"{table}.paths")
-    return None if any(path.endswith(_COMPRESSED) for path in sizes) else TextFiles(root, sizes)
+    return None if any(path.endswith(_COMPRESSED) for path in sizes) else TextFileCorpus(root, sizes)
 
 
 def _open_tokens(paths: Sequence[str], words: Tokenizer, key: str) -> tuple[Corpus, dict[str, int]]:
@@ -207,4 +206,4 @@ def _open_tokens(paths: Sequence[str], words: Tokenizer, key: str) -> tuple[Corp
     for files in opened:
         for reason, count in files.meta.skipped.items():
             skipped[reason] = skipped.get(reason, 0) + count
-    return opened[0] if len(opened) == 1 else Chain(opened), skipped
+    return opened[0] if len(opened) == 1 else ChainedCorpus(opened), skipped

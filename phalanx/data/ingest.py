@@ -1,6 +1,6 @@
 """A source of text to token files: piece by piece in several processes, resumed where it was killed, the same in any case.
 
-`phalanx tokenize` calls `tokenize_into`; `data/dataset` calls `prepared` for every source that is not read as it lies.
+`phalanx tokenize` calls `tokenize_into`; `data/dataset` calls `cached_token_files` for every source that is not read as it lies.
 """
 
 from __future__ import annotations
@@ -10,20 +10,24 @@ import fcntl
 import json
 import logging
 import os
+import socket
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
-from phalanx.data.source_pieces import Piece, Plan, make_plan
+from phalanx.data.source_pieces import Piece, TokenizePlan, TokenizeSpec, make_plan
 from phalanx.data.text_records import EMPTY, MISSING
-from phalanx.data.tokenfile import META, TokenMeta
-from phalanx.data.tokenize_piece import DONE, Advance, Result
-from phalanx.data.tokenize_pool import Pool
+from phalanx.data.token_files import META, TokenMeta, replace_text, unfinished, write_meta
+from phalanx.data.tokenize_piece import DONE, PieceProgress, PieceResult
 from phalanx.data.tokenizer import Tokenizer
-from phalanx.data.tokenwriter import replace_text, unfinished, write_meta
-from phalanx.spec.errors import RunError
+from phalanx.spec.errors import RunError, RunFailed
 from phalanx.spec.run import Data, Source
 
 PLAN, LOCK = "plan.json", ".lock"
@@ -49,10 +53,10 @@ class Progress:
     """Of this start, so far."""
 
 
-Report = Callable[[Progress], None]
+ProgressCallback = Callable[[Progress], None]
 
 
-def prepared(source: Source, data: Data, tokenizer: Tokenizer, progress: Report | None = None) -> Path:
+def cached_token_files(source: Source, data: Data, tokenizer: Tokenizer, progress: ProgressCallback | None = None) -> Path:
     """The folder of `data.cache` with the token files of a source: at once if they are there, else they are made first.
     Others that want the same wait for whoever came first."""
     plan = make_plan(source, data, tokenizer)
@@ -72,7 +76,7 @@ def prepared(source: Source, data: Data, tokenizer: Tokenizer, progress: Report 
 
 
 def tokenize_into(
-    folder: Path, source: Source, data: Data, words: Tokenizer, *, force: bool = False, progress: Report | None = None
+    folder: Path, source: Source, data: Data, words: Tokenizer, *, force: bool = False, progress: ProgressCallback | None = None
 ) -> TokenMeta:
     """Token files of a source in a folder of the caller's; goes on where the same was begun, refuses where it was another."""
     plan = make_plan(source, data, words)
@@ -99,7 +103,7 @@ def tokenize_into(
         raise RunError([f"{error.filename or folder} cannot be written ({error.strerror}); name another folder."]) from None
 
 
-def _check_apart(plan: Plan, folder: Path, source: Source, key: str = "") -> None:
+def _check_apart(plan: TokenizePlan, folder: Path, source: Source, key: str = "") -> None:
     """Token files among the text would be taken for text the next time, unless their names are of no kind or hidden."""
     if plan.recipe.kind == "parquet":
         return
@@ -118,7 +122,7 @@ def _check_place(folder: Path) -> None:
         raise RunError([f"{folder} is not empty and holds no token files of ours ({min(inside)}): name another folder."])
 
 
-def ingest(plan: Plan, folder: Path, data: Data, progress: Report | None = None) -> TokenMeta:
+def ingest(plan: TokenizePlan, folder: Path, data: Data, progress: ProgressCallback | None = None) -> TokenMeta:
     """Make the token files; whoever calls holds the folder's lock."""
     if _identity(folder) != plan.identity:
         _clear(folder)
@@ -133,14 +137,14 @@ def ingest(plan: Plan, folder: Path, data: Data, progress: Report | None = None)
     return meta
 
 
-def _make(plan: Plan, folder: Path, data: Data, progress: Report | None) -> TokenMeta:
+def _make(plan: TokenizePlan, folder: Path, data: Data, progress: ProgressCallback | None) -> TokenMeta:
     tally = _Tally(plan, data.max_bad_records)
     sizes: dict[int, int] = {}
 
     def missing() -> Iterator[Piece]:
         for piece in plan.pieces():
             sizes[piece.number] = piece.size
-            if (result := Result.read(folder, piece.part)) is not None:
+            if (result := PieceResult.read(folder, piece.part)) is not None:
                 tally.add(result, piece.size, kept=True)
             else:
                 yield piece
@@ -148,9 +152,9 @@ def _make(plan: Plan, folder: Path, data: Data, progress: Report | None) -> Toke
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with Pool(data.processes or cores, plan.recipe, folder, data.max_bad_records) as pool:
         for event in pool.run(missing()):
-            if isinstance(event, Result):
+            if isinstance(event, PieceResult):
                 tally.add(event, sizes[event.number])
-                event = Advance(bytes=0, tokens=0, documents=0)
+                event = PieceProgress(bytes=0, tokens=0, documents=0)
             if progress is not None:
                 progress(tally.progress(event))
     tally.settle()
@@ -161,15 +165,15 @@ def _make(plan: Plan, folder: Path, data: Data, progress: Report | None) -> Toke
 class _Tally:
     """What all pieces together have come to."""
 
-    def __init__(self, plan: Plan, max_bad: int):
+    def __init__(self, plan: TokenizePlan, max_bad: int):
         self._plan, self._max_bad = plan, max_bad
         self._begin = time.monotonic()
-        self.results: dict[int, Result] = {}
+        self.results: dict[int, PieceResult] = {}
         self.skipped: Counter[str] = Counter()
         self._examples: dict[str, list[str]] = {}
         self._bytes = self._tokens = self._documents = self._kept = 0
 
-    def add(self, result: Result, size: int, *, kept: bool = False) -> None:
+    def add(self, result: PieceResult, size: int, *, kept: bool = False) -> None:
         self.results[result.number] = result
         self.skipped.update(result.skipped)
         for reason, place, detail in result.examples:
@@ -195,7 +199,7 @@ class _Tally:
         told = f"no record of {where} can be used: {_told(self.skipped, self._examples)}"
         raise RunError([f"{self._plan.paths_key}: {told}; {remedy}, or name other files."])
 
-    def progress(self, under_way: Advance) -> Progress:
+    def progress(self, under_way: PieceProgress) -> Progress:
         return Progress(
             name=self._plan.recipe.name,
             bytes=self._bytes + under_way.bytes,
@@ -208,7 +212,7 @@ class _Tally:
         )
 
 
-def check_limit(plan: Plan, skipped: dict[str, int], limit: int, examples: dict[str, list[str]] | None = None) -> None:
+def check_limit(plan: TokenizePlan, skipped: dict[str, int], limit: int, examples: dict[str, list[str]] | None = None) -> None:
     """RunError where more records were bad than data.max_bad_records allows."""
     bad = sum(count for reason, count in skipped.items() if reason != EMPTY)
     if bad > limit:
@@ -278,3 +282,112 @@ def _clear(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
     for path in folder.glob("part-*"):
         path.unlink()
+
+
+_HOME = str(Path(__file__).parents[2])
+_START = "import sys; sys.path.insert(0, sys.argv[1]); from phalanx.worker.tokenize_process import main; main()"
+"""Finds this very package, also where it runs from a checkout that was never installed."""
+
+
+class _Worker:
+    def __init__(self, hello: tuple[Any, ...]):
+        ours, theirs = socket.socketpair()
+        # -P: a file of the working directory that is called like a module must not be taken for it.
+        command = [sys.executable, "-P", "-c", _START, _HOME, str(theirs.fileno()), str(os.getpid())]
+        with theirs:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # the caller's output is read by programs
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C reaches the caller alone, which ends them
+            )
+        self.connection = Connection(ours.detach())
+        self.piece: Piece | None = None
+        self.advance = PieceProgress(bytes=0, tokens=0, documents=0)
+        self._send(hello)
+
+    def begin(self, piece: Piece) -> None:
+        self.piece = piece
+        self._send(piece)
+
+    def _send(self, what: object) -> None:
+        try:
+            self.connection.send(what)
+        except OSError:
+            raise self.died() from None
+
+    def hear(self) -> PieceResult | None:
+        """What it has to say; None: how far it is."""
+        try:
+            message = self.connection.recv()
+        except (EOFError, OSError):
+            raise self.died() from None
+        if isinstance(message, PieceProgress):
+            self.advance = message
+            return None
+        if isinstance(message, Exception):
+            raise message
+        assert isinstance(message, PieceResult)
+        self.piece, self.advance = None, PieceProgress(bytes=0, tokens=0, documents=0)
+        return message
+
+    def died(self) -> RunFailed:
+        code = self.process.wait()
+        where = f" while reading {self.piece.paths[0]}" if self.piece and self.piece.paths else ""
+        how = f"was killed by signal {-code} (out of memory?)" if code < 0 else f"ended with exit code {code}"
+        return RunFailed(f"A process that tokenises {how}{where}. Start again with fewer processes: what is done is kept.")
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.connection.close()
+
+
+class Pool:
+    """At most `count` workers, started as there is work for them."""
+
+    def __init__(self, count: int, recipe: TokenizeSpec, folder: Path, max_bad: int):
+        self._count, self._hello = count, (recipe, folder, max_bad)
+        self._workers: list[_Worker] = []
+
+    def run(self, pieces: Iterator[Piece]) -> Iterator[PieceResult | PieceProgress]:
+        """Every result as it comes, in any order; in between, how far all pieces that are under way are together."""
+        more = True
+        while True:
+            while more and (len(self._workers) < self._count or self._idle()):
+                piece = next(pieces, None)
+                if piece is None:
+                    more = False
+                else:
+                    self._hand_over(piece)
+            busy = {worker.connection: worker for worker in self._workers if worker.piece is not None}
+            if not busy:
+                return
+            for connection in wait(list(busy)):
+                assert isinstance(connection, Connection)
+                result = busy[connection].hear()
+                yield self._together() if result is None else result
+
+    def _idle(self) -> list[_Worker]:
+        return [worker for worker in self._workers if worker.piece is None]
+
+    def _hand_over(self, piece: Piece) -> None:
+        if not self._idle():
+            self._workers.append(_Worker(self._hello))
+        self._idle()[0].begin(piece)
+
+    def _together(self) -> PieceProgress:
+        under_way = [worker.advance for worker in self._workers]
+        return PieceProgress(
+            bytes=sum(one.bytes for one in under_way),
+            tokens=sum(one.tokens for one in under_way),
+            documents=sum(one.documents for one in under_way),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for worker in self._workers:
+            worker.end()

@@ -80,7 +80,7 @@ class Lengths:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Inspected:
+class InspectReport:
     """What there is to say about one source."""
 
     documents: int
@@ -111,7 +111,7 @@ class Inspected:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wish:
+class InspectOptions:
     """What a person wants to see of a corpus."""
 
     sequence_length: int | None = None
@@ -121,8 +121,8 @@ class Wish:
 
 
 def inspect(
-    corpus: Corpus, tokenizer: Tokenizer | None, wish: Wish, progress: Callable[[int, int], None] | None = None
-) -> Inspected:
+    corpus: Corpus, tokenizer: Tokenizer | None, wish: InspectOptions, progress: Callable[[int, int], None] | None = None
+) -> InspectReport:
     """Reads all of the corpus. `progress` is told how many tokens of how many have been looked at."""
     lengths, masked, hashes = Lengths(), 0, _Hashes(corpus.documents)
     has_masks = corpus.tokens > 0 and corpus.mask(0, 1) is not None
@@ -138,7 +138,7 @@ def inspect(
         if progress is not None:
             progress(int(bounds[-1]), corpus.tokens)
     text, estimated = _text_bytes(corpus, tokenizer, wish.seed)
-    return Inspected(
+    return InspectReport(
         documents=corpus.documents,
         tokens=corpus.tokens,
         bytes=text,
@@ -245,7 +245,7 @@ def _some(documents: int, count: int, seed: int) -> list[int]:
     return sorted(random.Random(seed).sample(range(documents), min(count, documents)))
 
 
-def _shown(corpus: Corpus, tokenizer: Tokenizer | None, number: int, wish: Wish) -> dict[str, Any]:
+def _shown(corpus: Corpus, tokenizer: Tokenizer | None, number: int, wish: InspectOptions) -> dict[str, Any]:
     start, stop = corpus.bounds(number, number + 1).tolist()
     ids = corpus.read(start, min(stop, start + 4 * wish.characters))  # no character takes more tokens than it has bytes
     text = None if tokenizer is None else tokenizer.decode(ids)[: wish.characters]

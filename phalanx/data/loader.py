@@ -18,14 +18,14 @@ from phalanx.data.pack import Batch
 T = TypeVar("T")
 
 
-class Numbered(Protocol):
+class SampleReader(Protocol):
     """Samples that can be asked for by their global indices."""
 
     def batch(self, indices: npt.NDArray[np.int64]) -> Batch: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class ReplicaShare:
     """Which part of every global batch one replica takes, and in what portions."""
 
     batch: int
@@ -59,7 +59,7 @@ class Loader(Generic[T]):
     blocks on a full queue: the thread waits for requests only, and to stop it is to withdraw them.
     """
 
-    def __init__(self, samples: Numbered, share: Share, *, start: int, prefetch: int, prepare: Callable[[Batch], T]):
+    def __init__(self, samples: SampleReader, share: ReplicaShare, *, start: int, prefetch: int, prepare: Callable[[Batch], T]):
         """`prepare` turns a batch into what the trainer wants; it runs in the thread."""
         self.position = start
         """The first sample of the step that comes next."""

@@ -26,7 +26,7 @@ _I8 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Phase:
+class MixPhase:
     """A stretch of samples over which the same sources take part."""
 
     first: int
@@ -81,19 +81,19 @@ def _spread(index: int | _I8, quota: int, period: int) -> Any:
     return (index * quota + period // 2) // period
 
 
-class Order:
+class SourceOrder:
     """From sample index to (source, number within the source), for sources of which some may come to an end."""
 
     def __init__(self, windows: Sequence[int], weights: Sequence[float] | None, caps: Sequence[int | None]):
         """`windows`: of each source. `weights`: left out, in proportion to the windows. `caps`: samples each gives at most."""
         self.limit = sum(cap for cap in caps if cap is not None) if None not in caps else None
         """Samples there are; None: without end."""
-        self._phases: list[Phase] = []
+        self._phases: list[MixPhase] = []
         done, first = [0] * len(windows), 0
         while active := tuple(i for i, cap in enumerate(caps) if cap is None or done[i] < cap):
             shares = [Fraction(windows[i] if weights is None else weights[i]) for i in active]
             period = min(int(sum(shares)), _LONGEST) if weights is None else _PERIOD
-            phase = Phase(first, active, quotas(shares, period), tuple(done[i] for i in active))
+            phase = MixPhase(first, active, quotas(shares, period), tuple(done[i] for i in active))
             self._phases.append(phase)
             lengths = [phase.until(k, cap - done[i]) for k, i in enumerate(active) if (cap := caps[i]) is not None]
             if not lengths:
@@ -133,7 +133,7 @@ def quotas(shares: Sequence[Fraction], period: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Mixed:
+class MixedSamples:
     """One source of a mixture."""
 
     samples: Samples
@@ -151,14 +151,16 @@ class Mixed:
 class Mixture:
     """The samples of a run."""
 
-    def __init__(self, sources: Sequence[Mixed]):
+    def __init__(self, sources: Sequence[MixedSamples]):
         """Weights are given for all sources or for none, and every cap is at least 1."""
         self.sources = tuple(source.samples for source in sources)
         self.count = sum(samples.count for samples in self.sources)
         """Windows of all sources: the samples of one epoch where no weights are given."""
         weights = [source.weight for source in sources if source.weight is not None]
         assert len(weights) in (0, len(sources)), "checked when the run file is loaded"
-        self._order = Order([samples.count for samples in self.sources], weights or None, [source.cap for source in sources])
+        self._order = SourceOrder(
+            [samples.count for samples in self.sources], weights or None, [source.cap for source in sources]
+        )
         self.limit = self._order.limit
         """Samples there are in all; None: without end."""
 

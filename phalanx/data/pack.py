@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.data.corpus import Corpus
-from phalanx.data.holdout import Intervals
-from phalanx.data.shuffle import Permutation, key
+from phalanx.data.shuffle import Intervals, Permutation, key
 
 IGNORED = -100
 """The target that no loss is computed for; what cross entropy ignores by default."""
@@ -20,7 +19,7 @@ IGNORED = -100
 _BLOCK, _BLOCKS = 1024, 16
 """Of the order of samples: so many neighbours are computed at once, and so many such stretches kept."""
 
-Piece = tuple[int, int, int]
+DocumentSpan = tuple[int, int, int]
 """A document's number, and where in the document a piece of it begins and ends."""
 
 
@@ -73,7 +72,7 @@ class Trace:
     source: str
     epoch: int
     window: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[DocumentSpan, ...]
 
 
 class Packing(Protocol):
@@ -89,11 +88,11 @@ class Packing(Protocol):
     def windows(self, numbers: npt.NDArray[np.int64]) -> Window:
         """These windows, as [sample, token]."""
 
-    def trace(self, number: int) -> tuple[Piece, ...]:
+    def trace(self, number: int) -> tuple[DocumentSpan, ...]:
         """The pieces of documents that a window shows, in order."""
 
 
-class Windows:
+class StreamPacking:
     """Fixed windows over all intervals laid end to end.
 
     Window k takes tokens k·length … (k+1)·length, both included: one more than its length, for the last target.
@@ -137,7 +136,7 @@ class Windows:
     def window(self, number: int) -> Window:
         return Window(*(array[0] for array in self.windows(np.array([number]))))
 
-    def trace(self, number: int) -> tuple[Piece, ...]:
+    def trace(self, number: int) -> tuple[DocumentSpan, ...]:
         low = np.array([number * self.length])
         spans = [(start, stop) for _, _, start, stop in self._pieces(low, low + self.length)]
         return tuple(piece for start, stop in spans for piece in pieces_between(self._corpus, start, stop))
@@ -165,7 +164,7 @@ def places(begins: npt.NDArray[np.bool_], document_mask: bool) -> tuple[npt.NDAr
     return along - last_begin, np.cumsum(begins, axis=1, dtype=np.int32)
 
 
-def pieces_between(corpus: Corpus, start: int, stop: int) -> list[Piece]:
+def pieces_between(corpus: Corpus, start: int, stop: int) -> list[DocumentSpan]:
     """Which documents start … stop of the corpus shows, and what of each."""
     pieces = []
     document = corpus.find(start)

@@ -21,7 +21,7 @@ _PORTION = 256  # samples in memory at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class TextSpan:
     """Neighbouring tokens of a document that are all trained on, or all not."""
 
     text: str
@@ -30,7 +30,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class PieceView:
     """A piece of a document in a window."""
 
     document: int
@@ -40,11 +40,11 @@ class Shown:
     stop: int
     first: int
     """Where in the window it begins."""
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[TextSpan, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class SampleView:
     """One sample of a global batch, taken apart."""
 
     sample: int
@@ -52,7 +52,7 @@ class Sample:
     source: str
     epoch: int
     window: int
-    documents: tuple[Shown, ...]
+    documents: tuple[PieceView, ...]
     trained: int
     """Targets whose loss counts."""
     masked: int
@@ -89,7 +89,7 @@ def batches(dataset: Dataset, step: int, batch: int) -> Iterator[Batch]:
         yield dataset.train.batch(np.arange(begin, min(begin + _PORTION, last)))
 
 
-def samples(dataset: Dataset, batch: Batch) -> Iterator[Sample]:
+def samples(dataset: Dataset, batch: Batch) -> Iterator[SampleView]:
     """Each sample of a batch, taken apart."""
     for row, index in enumerate(batch.samples.tolist()):
         trace = dataset.train.trace(index)
@@ -98,11 +98,11 @@ def samples(dataset: Dataset, batch: Batch) -> Iterator[Sample]:
         for document, start, stop in trace.pieces:
             until = column + stop - start
             stretches = _stretches(tokens[column:until], targets[column:until], dataset.tokenizer)
-            pieces.append(Shown(document, start, stop, column, stretches))
+            pieces.append(PieceView(document, start, stop, column, stretches))
             column = until
         count = int((targets >= 0).sum())
         padding = len(tokens) - column
-        yield Sample(
+        yield SampleView(
             sample=index,
             source=trace.source,
             epoch=trace.epoch,
@@ -114,14 +114,14 @@ def samples(dataset: Dataset, batch: Batch) -> Iterator[Sample]:
         )
 
 
-def _stretches(tokens: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], tokenizer: Tokenizer) -> tuple[Stretch, ...]:
+def _stretches(tokens: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], tokenizer: Tokenizer) -> tuple[TextSpan, ...]:
     """Text of a piece. A character of several tokens counts with the token that completes it."""
     # A token is the target of the place before it; the first of a piece is the target of none.
     trained = [False, *(targets[:-1] >= 0).tolist()]
     shown = list(zip(tokens.tolist(), trained, strict=True))
     if targets[-1] == tokenizer.end:  # foretold but not read, since nothing follows it
         shown.append((tokenizer.end, True))
-    found: list[Stretch] = []
+    found: list[TextSpan] = []
     stream = tokenizer.stream()
     for token, counted in shown:
         text = tokenizer.marks.get(token) or stream.push(token)
@@ -129,5 +129,5 @@ def _stretches(tokens: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], to
             continue
         if found and found[-1].trained == counted:
             text = found.pop().text + text
-        found.append(Stretch(text, counted))
+        found.append(TextSpan(text, counted))
     return tuple(found)

@@ -11,15 +11,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from phalanx.data import hub
-from phalanx.data.chat import template_of
-from phalanx.data.files import stdlib_files
-from phalanx.data.listing import Found, files_of, key_of
-from phalanx.data.open_file import is_web, packed
-from phalanx.data.parquet import row_groups
-from phalanx.data.template import Template
-from phalanx.data.text_records import Bad
-from phalanx.data.tokenfile import VERSION
+from phalanx.data.chat import ChatTemplate, template_of
+from phalanx.data.files import SourceFile, find_files, is_compressed, is_web, paths_key, stdlib_files
+from phalanx.data.table_records import dataset_rows, row_groups, saved_dataset_files
+from phalanx.data.text_records import BadRecord
+from phalanx.data.token_files import VERSION
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Data, Source
@@ -34,7 +30,7 @@ _MOST_FILES = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe:
+class TokenizeSpec:
     """How records become ids; what a worker has to know."""
 
     kind: str
@@ -61,7 +57,7 @@ class Piece:
     """Byte, row group or row that it begins with."""
     stop: int | None = None
     """Byte or row group before which it ends; None: all of it."""
-    rows: tuple[str | Bad, ...] | None = None
+    rows: tuple[str | BadRecord, ...] | None = None
     """The records themselves, where the parent reads them."""
     size: int = 0
     """Bytes, for the progress."""
@@ -72,10 +68,10 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class TokenizePlan:
     """A source that is to be tokenised."""
 
-    recipe: Recipe
+    recipe: TokenizeSpec
     words: Tokenizer
     paths_key: str
     """How the run file calls its paths."""
@@ -97,15 +93,15 @@ class Plan:
         return self.recipe.kind == "chat"
 
 
-def make_plan(source: Source, data: Data, words: Tokenizer) -> Plan:
+def make_plan(source: Source, data: Data, words: Tokenizer) -> TokenizePlan:
     """Looks at names and sizes; nothing is read but a template."""
     kind = _kind(source)
     if kind == "tokens":
-        raise RunError([f"{key_of(source)} holds token files already; there is nothing to tokenise."])
+        raise RunError([f"{paths_key(source)} holds token files already; there is nothing to tokenise."])
     name, template = template_of(source, words) if kind == "chat" else ("", None)
     if template is not None:
-        Template(template, name, words.special)  # found wrong here, not in a worker
-    recipe = Recipe(
+        ChatTemplate(template, name, words.special)  # found wrong here, not in a worker
+    recipe = TokenizeSpec(
         kind=kind,
         field=source.field or ("messages" if kind == "chat" else "text"),
         max_record_bytes=data.max_record_bytes,
@@ -122,10 +118,10 @@ def make_plan(source: Source, data: Data, words: Tokenizer) -> Plan:
     documents = [text for text in source.documents if text] if kind == "memory" else []
     if kind == "memory" and not documents:
         raise RunError(['data.source = "memory" but data.documents holds no text; give it at least one.'])
-    return Plan(
+    return TokenizePlan(
         recipe=recipe,
         words=words,
-        paths_key=key_of(source),
+        paths_key=paths_key(source),
         identity=_identity(source, recipe, words, files, documents),
         size=sum(size or 0 for size in sizes) if files and None not in sizes else None,
         pieces=partial(_pieces, source, recipe, files, documents),
@@ -136,22 +132,24 @@ def _kind(source: Source) -> str:
     told = kinds(source)
     if len(told) > 1:
         raise RunError(
-            [f"{key_of(source)} names files of several kinds ({', '.join(told)}); say which is meant (data.source, --source)."]
+            [
+                f"{paths_key(source)} names files of several kinds ({', '.join(told)}); say which is meant (data.source, --source)."
+            ]
         )
     return told[0] if told else "text"
 
 
-def _files(source: Source, kind: str) -> list[Found]:
+def _files(source: Source, kind: str) -> list[SourceFile]:
     if kind == "memory":
         return []
     if kind == "stdlib":
         _, sizes = stdlib_files()
-        return [Found(path, size, "") for path, size in sorted(sizes.items())]
-    return hub.saved_files(source) if kind == "hf" else files_of(source, kind)
+        return [SourceFile(path, size, "") for path, size in sorted(sizes.items())]
+    return saved_dataset_files(source) if kind == "hf" else find_files(source, kind)
 
 
 def _identity(
-    source: Source, recipe: Recipe, words: Tokenizer, files: Sequence[Found], documents: Sequence[str]
+    source: Source, recipe: TokenizeSpec, words: Tokenizer, files: Sequence[SourceFile], documents: Sequence[str]
 ) -> dict[str, Any]:
     own: dict[str, Any] = {
         "version": VERSION,
@@ -174,12 +172,12 @@ def _identity(
     return own
 
 
-def _pieces(source: Source, recipe: Recipe, files: Sequence[Found], documents: Sequence[str]) -> Iterator[Piece]:
+def _pieces(source: Source, recipe: TokenizeSpec, files: Sequence[SourceFile], documents: Sequence[str]) -> Iterator[Piece]:
     size = max(_PIECE, sum(file.size or 0 for file in files) // _MOST_PIECES)
     if recipe.kind == "memory":
         return _of_rows(documents, size)
     if recipe.kind == "hf":
-        return _of_rows(hub.rows(source, recipe.field, recipe.max_record_bytes), size)
+        return _of_rows(dataset_rows(source, recipe.field, recipe.max_record_bytes), size)
     if recipe.kind == "parquet":
         return _of_row_groups([(file, row_groups(file.path, recipe.field)) for file in files], size)
     if recipe.kind in ("text", "stdlib"):
@@ -187,11 +185,11 @@ def _pieces(source: Source, recipe: Recipe, files: Sequence[Found], documents: S
     return _of_lines(files, size)
 
 
-def _of_lines(files: Sequence[Found], size: int) -> Iterator[Piece]:
+def _of_lines(files: Sequence[SourceFile], size: int) -> Iterator[Piece]:
     """Byte ranges, whose lines are those that begin in it; a packed file can only be read from its beginning."""
     number = 0
     for file in files:
-        whole = file.size is None or packed(file.path) or is_web(file.path)
+        whole = file.size is None or is_compressed(file.path) or is_web(file.path)
         ends = [None] if whole else [*range(size, file.size or 0, size), file.size]
         begin = 0
         for end in ends:
@@ -200,7 +198,7 @@ def _of_lines(files: Sequence[Found], size: int) -> Iterator[Piece]:
             number, begin = number + 1, end or 0
 
 
-def _of_documents(files: Sequence[Found], size: int) -> Iterator[Piece]:
+def _of_documents(files: Sequence[SourceFile], size: int) -> Iterator[Piece]:
     number, paths, held = 0, list[str](), 0
     for file in files:
         if paths and (held + (file.size or 0) > size or len(paths) == _MOST_FILES):
@@ -211,7 +209,7 @@ def _of_documents(files: Sequence[Found], size: int) -> Iterator[Piece]:
     yield Piece(number=number, paths=tuple(paths), size=held)
 
 
-def _of_row_groups(files: Sequence[tuple[Found, list[int]]], size: int) -> Iterator[Piece]:
+def _of_row_groups(files: Sequence[tuple[SourceFile, list[int]]], size: int) -> Iterator[Piece]:
     number = 0
     for file, groups in files:
         begin, held = 0, 0
@@ -223,8 +221,8 @@ def _of_row_groups(files: Sequence[tuple[Found, list[int]]], size: int) -> Itera
                 number, begin, held = number + 1, group + 1, 0
 
 
-def _of_rows(rows: Iterable[str | Bad], size: int) -> Iterator[Piece]:
-    number, first, held, length = 0, 0, list[str | Bad](), 0
+def _of_rows(rows: Iterable[str | BadRecord], size: int) -> Iterator[Piece]:
+    number, first, held, length = 0, 0, list[str | BadRecord](), 0
     for row in rows:
         held.append(row)
         length += len(row) if isinstance(row, str) else 0

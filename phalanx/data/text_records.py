@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from phalanx.data.open_file import Stream, Unpacked, open_binary, packed, reachable
+from phalanx.data.files import Decompressed, Stream, is_compressed, open_binary, reachable
 from phalanx.spec.errors import RunError
 
 BOM = b"\xef\xbb\xbf"
@@ -18,7 +18,7 @@ _BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Bad:
+class BadRecord:
     """A record that cannot be used."""
 
     reason: str
@@ -83,14 +83,14 @@ class JsonLines:
         self._numbered = start == 0
         self._line = 0
 
-    def __iter__(self) -> Iterator[tuple[int, dict[str, Any] | Bad]]:
+    def __iter__(self) -> Iterator[tuple[int, dict[str, Any] | BadRecord]]:
         """(line number, or byte where the beginning was not seen; record)."""
         with reachable(self._path):
             yield from self._read()
 
-    def _read(self) -> Iterator[tuple[int, dict[str, Any] | Bad]]:
-        if self._stop is None or packed(self._path):
-            source: Unpacked | BinaryIO = Unpacked(self._path)
+    def _read(self) -> Iterator[tuple[int, dict[str, Any] | BadRecord]]:
+        if self._stop is None or is_compressed(self._path):
+            source: Decompressed | BinaryIO = Decompressed(self._path)
             found = lines(source, self._limit)
         else:
             source = open_binary(self._path)
@@ -104,9 +104,9 @@ class JsonLines:
         finally:
             source.close()
 
-    def _parse(self, line: bytes | None, *, first: bool) -> dict[str, Any] | Bad | None:
+    def _parse(self, line: bytes | None, *, first: bool) -> dict[str, Any] | BadRecord | None:
         if line is None:
-            return Bad(TOO_LONG, f"more than data.max_record_bytes = {self._limit}")
+            return BadRecord(TOO_LONG, f"more than data.max_record_bytes = {self._limit}")
         if first:
             line = line.removeprefix(BOM)
         if not line or line.isspace():
@@ -114,12 +114,12 @@ class JsonLines:
         try:
             record = json.loads(line.decode("utf-8"))
         except UnicodeDecodeError as error:
-            return Bad(NOT_UTF8, f"byte 0x{line[error.start]:02x} at {error.start} of the line")
+            return BadRecord(NOT_UTF8, f"byte 0x{line[error.start]:02x} at {error.start} of the line")
         except ValueError as error:
-            return Bad(BROKEN, f"{error}; every line has to be a JSON object")
+            return BadRecord(BROKEN, f"{error}; every line has to be a JSON object")
         except RecursionError:
-            return Bad(BROKEN, "nested too deeply")
-        return record if isinstance(record, dict) else Bad(NOT_OBJECT, f"a {type(record).__name__}")
+            return BadRecord(BROKEN, "nested too deeply")
+        return record if isinstance(record, dict) else BadRecord(NOT_OBJECT, f"a {type(record).__name__}")
 
     def place(self, position: int) -> str:
         if self._numbered:
@@ -131,36 +131,36 @@ class JsonLines:
         return f"{self._path}, line {number}"
 
 
-def text_in(record: Any, field: str, limit: int) -> str | Bad:
+def text_in(record: Any, field: str, limit: int) -> str | BadRecord:
     """The text of a record's field; dots reach inside, unless the whole name is a field itself."""
     value = record
     for name in [field] if field in record else field.split("."):
         if not isinstance(value, dict) or name not in value:
             there = ", ".join(map(str, list(record)[:10])) or "none"
-            return Bad(MISSING, f'no "{field}"; its fields are: {there}')
+            return BadRecord(MISSING, f'no "{field}"; its fields are: {there}')
         value = value[name]
     return checked(value, field, limit)
 
 
-def checked(value: Any, field: str, limit: int) -> str | Bad:
+def checked(value: Any, field: str, limit: int) -> str | BadRecord:
     """The value of a field if it is text that can be encoded."""
     if isinstance(value, bytes):
         try:
             value = value.decode("utf-8")
         except UnicodeDecodeError as error:
-            return Bad(NOT_UTF8, str(error))
+            return BadRecord(NOT_UTF8, str(error))
     if value is None:
-        return Bad(MISSING, f'"{field}" is null')
+        return BadRecord(MISSING, f'"{field}" is null')
     if not isinstance(value, str):
-        return Bad(NOT_TEXT, f'"{field}" is a {type(value).__name__}')
+        return BadRecord(NOT_TEXT, f'"{field}" is a {type(value).__name__}')
     if not value.isascii():
         try:
             size = len(value.encode())
         except UnicodeEncodeError as error:  # half of a pair of surrogates, written as an escape
-            return Bad(NOT_UTF8, f"half a character at {error.start}: {value[error.start]!r}")
+            return BadRecord(NOT_UTF8, f"half a character at {error.start}: {value[error.start]!r}")
     else:
         size = len(value)
-    return Bad(TOO_LONG, f"{size} bytes, data.max_record_bytes = {limit}") if size > limit else value
+    return BadRecord(TOO_LONG, f"{size} bytes, data.max_record_bytes = {limit}") if size > limit else value
 
 
 class TextDocuments:
@@ -170,12 +170,12 @@ class TextDocuments:
         """`raw`: bytes as they are, for a tokenizer that takes any."""
         self._paths, self._limit, self._raw = paths, limit, raw
 
-    def __iter__(self) -> Iterator[tuple[int, str | bytes | Bad]]:
+    def __iter__(self) -> Iterator[tuple[int, str | bytes | BadRecord]]:
         for number, path in enumerate(self._paths):
             yield number, self._read(path)
 
-    def _read(self, path: str) -> str | bytes | Bad:
-        source = Unpacked(path)
+    def _read(self, path: str) -> str | bytes | BadRecord:
+        source = Decompressed(path)
         try:
             blocks, size = [], 0
             while size <= self._limit and (block := source.read(_BLOCK)):
@@ -184,14 +184,14 @@ class TextDocuments:
         finally:
             source.close()
         if size > self._limit:
-            return Bad(TOO_LONG, f"more than data.max_record_bytes = {self._limit}")
+            return BadRecord(TOO_LONG, f"more than data.max_record_bytes = {self._limit}")
         content = b"".join(blocks)
         if self._raw:
             return content
         try:
             return content.removeprefix(BOM).decode("utf-8")
         except UnicodeDecodeError as error:
-            return Bad(NOT_UTF8, f"byte 0x{content[error.start]:02x} at {error.start}")
+            return BadRecord(NOT_UTF8, f"byte 0x{content[error.start]:02x} at {error.start}")
 
     def place(self, position: int) -> str:
         return self._paths[position]
@@ -200,10 +200,10 @@ class TextDocuments:
 class Rows:
     """Records that were read elsewhere and handed over: texts, or what could not be one."""
 
-    def __init__(self, rows: tuple[str | Bad, ...], first: int, name: str):
+    def __init__(self, rows: tuple[str | BadRecord, ...], first: int, name: str):
         self._rows, self._first, self._name = rows, first, name
 
-    def __iter__(self) -> Iterator[tuple[int, str | Bad]]:
+    def __iter__(self) -> Iterator[tuple[int, str | BadRecord]]:
         yield from enumerate(self._rows, self._first)
 
     def place(self, position: int) -> str:

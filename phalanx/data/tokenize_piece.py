@@ -13,13 +13,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from phalanx.data import chat
-from phalanx.data.parquet import ParquetRows
-from phalanx.data.source_pieces import Piece, Recipe
-from phalanx.data.template import Rendered, Template
-from phalanx.data.text_records import EMPTY, Bad, JsonLines, Rows, TextDocuments, text_in
-from phalanx.data.tokenfile import Part
-from phalanx.data.tokenizer import Tokenizer, tokenizer
-from phalanx.data.tokenwriter import TokenWriter, replace_text
+from phalanx.data.chat import ChatTemplate, Rendered
+from phalanx.data.source_pieces import Piece, TokenizeSpec
+from phalanx.data.table_records import ParquetRows
+from phalanx.data.text_records import EMPTY, BadRecord, JsonLines, Rows, TextDocuments, text_in
+from phalanx.data.token_files import Part, TokenWriter, replace_text
+from phalanx.data.tokenizer import Tokenizer, open_tokenizer
 from phalanx.spec.errors import RunError, RunFailed
 
 DONE = ".done"
@@ -29,11 +28,11 @@ _BATCH_RECORDS = 4096
 _SHOWN = 3
 """Bad records of each reason whose places are kept."""
 
-Value = str | bytes | Rendered | Bad
+Value = str | bytes | Rendered | BadRecord
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Advance:
+class PieceProgress:
     """How far a worker is with the piece it is at."""
 
     bytes: int
@@ -42,7 +41,7 @@ class Advance:
 
 
 @dataclass(kw_only=True, slots=True)
-class Result:
+class PieceResult:
     """A piece that is done."""
 
     number: int
@@ -64,7 +63,7 @@ class Result:
         replace_text(folder / f"{name}{DONE}", json.dumps(table))
 
     @staticmethod
-    def read(folder: Path, name: str) -> Result | None:
+    def read(folder: Path, name: str) -> PieceResult | None:
         """What was written when this piece was finished; None if it was not, or the part is no longer what it was."""
         try:
             table = json.loads((folder / f"{name}{DONE}").read_text())
@@ -74,7 +73,7 @@ class Result:
             if part and (folder / f"{name}.tokens").stat().st_size not in (part.tokens * 2, part.tokens * 4):
                 return None
             examples = [(reason, place, detail) for reason, place, detail in table["examples"]]
-            return Result(number=table["number"], part=part, skipped=Counter(table["skipped"]), examples=examples)
+            return PieceResult(number=table["number"], part=part, skipped=Counter(table["skipped"]), examples=examples)
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -86,19 +85,19 @@ class Reader(Protocol):
     def place(self, position: int) -> str: ...
 
 
-class Work:
+class PieceTokenizer:
     """A recipe with its tokenizer loaded."""
 
-    def __init__(self, recipe: Recipe, folder: Path, max_bad: int):
+    def __init__(self, recipe: TokenizeSpec, folder: Path, max_bad: int):
         self._recipe, self._folder, self._max_bad = recipe, folder, max_bad
-        self._words: Tokenizer = tokenizer(recipe.tokenizer, recipe.end_token)
-        self._chat: chat.Chat | None = None
+        self._words: Tokenizer = open_tokenizer(recipe.tokenizer, recipe.end_token)
+        self._chat: chat.ChatRenderer | None = None
         if recipe.template is not None:
-            template = Template(recipe.template, recipe.template_name, self._words.special)
-            self._chat = chat.Chat(template, recipe.field, recipe.prompt_field, recipe.answer_field)
+            template = ChatTemplate(recipe.template, recipe.template_name, self._words.special)
+            self._chat = chat.ChatRenderer(template, recipe.field, recipe.prompt_field, recipe.answer_field)
 
-    def do(self, piece: Piece, report: Callable[[Advance], None]) -> Result:
-        result = Result(number=piece.number)
+    def do(self, piece: Piece, report: Callable[[PieceProgress], None]) -> PieceResult:
+        result = PieceResult(number=piece.number)
         try:
             writer = TokenWriter(self._folder, piece.part, self._words, masked=self._chat is not None)
         except OSError as error:
@@ -118,13 +117,13 @@ class Work:
             raise
         return result
 
-    def _write(self, piece: Piece, writer: TokenWriter, result: Result, report: Callable[[Advance], None]) -> None:
+    def _write(self, piece: Piece, writer: TokenWriter, result: PieceResult, report: Callable[[PieceProgress], None]) -> None:
         batch: list[Any] = []
         length = read = 0
         reader = self._reader(piece)
         for position, record in reader:
             value = self._value(record)
-            if isinstance(value, Bad):
+            if isinstance(value, BadRecord):
                 self._note(result, value, reader, position)
                 if result.bad > self._max_bad:
                     result.stopped = True
@@ -139,7 +138,7 @@ class Work:
                 self._encode(batch, writer)
                 read += length
                 batch, length = [], 0
-                report(Advance(bytes=min(read, piece.size), tokens=writer.tokens, documents=writer.documents))
+                report(PieceProgress(bytes=min(read, piece.size), tokens=writer.tokens, documents=writer.documents))
         self._encode(batch, writer)
 
     def _encode(self, batch: list[Any], writer: TokenWriter) -> None:
@@ -170,7 +169,7 @@ class Work:
             return self._chat.render(record)
         return text_in(record, self._recipe.field, self._recipe.max_record_bytes)
 
-    def _note(self, result: Result, bad: Bad, reader: Reader, position: int) -> None:
+    def _note(self, result: PieceResult, bad: BadRecord, reader: Reader, position: int) -> None:
         result.skipped[bad.reason] += 1
         if result.skipped[bad.reason] <= _SHOWN:
             result.examples.append((bad.reason, reader.place(position), bad.detail))
@@ -184,10 +183,10 @@ def serve(connection: Any) -> None:
     """Do pieces as they are handed over a connection, until it ends."""
     try:
         recipe, folder, max_bad = connection.recv()
-        work: Work | None = None
+        work: PieceTokenizer | None = None
         while (piece := connection.recv()) is not None:
             try:
-                work = work or Work(recipe, folder, max_bad)
+                work = work or PieceTokenizer(recipe, folder, max_bad)
                 connection.send(work.do(piece, connection.send))
             except (RunError, RunFailed) as error:
                 connection.send(error)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.data.text_records import TOO_LONG, Bad, JsonLines
+from phalanx.data.text_records import TOO_LONG, BadRecord, JsonLines
 from phalanx.evaluation.score import Request, Score, Scorer
 from phalanx.spec.errors import RunError
 
@@ -77,7 +77,7 @@ class BadRecords:
         self.places: list[str] = []
         """The first few, each with what is wrong."""
 
-    def add(self, line: int, bad: Bad) -> None:
+    def add(self, line: int, bad: BadRecord) -> None:
         self.reasons[bad.reason] += 1
         if len(self.places) < 5:
             self.places.append(f"{self.path}, line {line}: {bad.reason}: {bad.detail}.")
@@ -99,8 +99,8 @@ def read_questions(path: Path, bad: BadRecords, most: int | None = None) -> Iter
     for line, record in JsonLines(str(path), _LONGEST):
         if found == most:
             return
-        question = record if isinstance(record, Bad) else _question(line, record)
-        if isinstance(question, Bad):
+        question = record if isinstance(record, BadRecord) else _question(line, record)
+        if isinstance(question, BadRecord):
             bad.add(line, question)
         else:
             found += 1
@@ -115,7 +115,9 @@ def choose(scorer: Scorer, questions: Iterator[Question], bad: BadRecords) -> Ch
         requests = [scorer.encode(question.context, choice) for choice in question.continuations()]
         longest = max(len(request.continuation) for request in requests)
         if longest > scorer.context:
-            bad.add(question.line, Bad(TOO_LONG, f"a choice has {longest} tokens and the model's context {scorer.context}"))
+            bad.add(
+                question.line, BadRecord(TOO_LONG, f"a choice has {longest} tokens and the model's context {scorer.context}")
+            )
             continue
         portion.append((question, requests))
         if len(portion) == _PORTION:
@@ -138,20 +140,22 @@ def _first_largest(values: Sequence[float]) -> int:
     return max(range(len(values)), key=lambda i: values[i])
 
 
-def _question(line: int, record: dict[str, Any]) -> Question | Bad:
+def _question(line: int, record: dict[str, Any]) -> Question | BadRecord:
     asked = [key for key in _ASKED if key in record]
     if len(asked) != 1:
         have = f"it has {' and '.join(asked)}" if asked else "it has none"
-        return Bad("no question", f'one of "question", "context" and "prompt" is wanted and {have}')
+        return BadRecord("no question", f'one of "question", "context" and "prompt" is wanted and {have}')
     if not isinstance(record[asked[0]], str):
-        return Bad("no question", f'"{asked[0]}" is not text')
+        return BadRecord("no question", f'"{asked[0]}" is not text')
     choices = record.get("choices")
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(choice, str) and choice for choice in choices):
-        return Bad("no choices", '"choices" is not a list of two or more texts, none of them empty')
+        return BadRecord("no choices", '"choices" is not a list of two or more texts, none of them empty')
     answer = _answer(record.get("answer"), choices)
     if answer is None:
         shown = json.dumps(record.get("answer"))[:60]
-        return Bad("no answer", f'"answer" = {shown} is no number (from 0), letter or text of one of {len(choices)} choices')
+        return BadRecord(
+            "no answer", f'"answer" = {shown} is no number (from 0), letter or text of one of {len(choices)} choices'
+        )
     return Question(line, record[asked[0]], tuple(choices), answer)
 
 

@@ -209,14 +209,14 @@ def _format(saved: stream.Saved, entry: Entry, dtype: str | None) -> torch.dtype
 
 def _words(run: Run, kept: Path | None) -> tuple[dict[str, bytes], dict[str, int | None], list[str]]:
     """The tokenizer's files by name, the ids of its special tokens as config.json has them, and what is to be said of them."""
-    from phalanx.data.tokenizer import tokenizer
+    from phalanx.data.tokenizer import open_tokenizer
 
     if run.data.tokenizer == "byte":
         if run.model.rows < TOKENIZER_VOCAB["byte"]:
             return {}, {}, ["The model has fewer tokens than the byte tokenizer: none is exported."]
         # A document begins where the one before has ended.
         return bytelevel.files(run.model.context), {"bos_token_id": bytelevel.END, "eos_token_id": bytelevel.END}, []
-    words = tokenizer(run.data.tokenizer, run.data.end_token)
+    words = open_tokenizer(run.data.tokenizer, run.data.end_token)
     ids = {text: number for number, text in words.marks.items()}
     special: dict[str, int | None] = {f"{key}_id": ids.get(words.special.get(key, "")) for key in ("bos_token", "pad_token")}
     beside = kept.glob("*") if kept is not None else ()

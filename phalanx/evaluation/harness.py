@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from phalanx.data.template import Template
+from phalanx.data.chat import ChatTemplate
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.evaluation.instruments import scorer
 from phalanx.evaluation.open_model import open_model
@@ -143,7 +143,7 @@ def chat(tokenizer: Tokenizer, messages: Sequence[dict[str, str]], *, prompt: bo
     """A conversation as the tokenizer's own template writes it."""
     if tokenizer.chat_template is None:
         raise RunError([f'The tokenizer "{tokenizer.name}" has no chat template: leave --apply_chat_template out.'])
-    template = Template(tokenizer.chat_template, f'the chat template of "{tokenizer.name}"', tokenizer.special)
+    template = ChatTemplate(tokenizer.chat_template, f'the chat template of "{tokenizer.name}"', tokenizer.special)
     return template.render(messages, prompt=prompt).text
 
 

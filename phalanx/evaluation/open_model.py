@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from phalanx.checkpointing.find_checkpoint import Found, find, is_url, named
 from phalanx.checkpointing.hf_folder import Folder
 from phalanx.checkpointing.restore import load as load_tensors
-from phalanx.data.tokenizer import Tokenizer, tokenizer
+from phalanx.data.tokenizer import Tokenizer, open_tokenizer
 from phalanx.models import hf_mapping, hf_names
 from phalanx.models.init import build, reset_buffers
 from phalanx.spec import hf_config
@@ -47,7 +47,7 @@ def open_model(path: Path | str, device: str | torch.device | None = None) -> Op
         return _open_folder(Path(path), where)
     found = find(path)
     checkpoint, run = found.checkpoint, run_of(found)
-    words = tokenizer(run.data.tokenizer, run.data.end_token)
+    words = open_tokenizer(run.data.tokenizer, run.data.end_token)
     model = _empty(run, where)
     try:
         load_tensors(checkpoint, {f"model/{name}": tensor for name, tensor in _state(model).items()})
@@ -98,12 +98,12 @@ def words_of(folder: Path) -> tuple[Tokenizer, Data]:
     """The tokenizer of a Hugging Face folder, and the keys of a run file that name it."""
     name, own = str(folder), hf_config.read_config(folder).get("eos_token_id")
     try:
-        return tokenizer(name), Data(tokenizer=name)
+        return open_tokenizer(name), Data(tokenizer=name)
     except RunError:
         end = _text(folder / "tokenizer.json", own)  # where the tokenizer does not say what ends a text, the model may
         if end is None:
             raise
-        return tokenizer(name, end), Data(tokenizer=name, end_token=end)
+        return open_tokenizer(name, end), Data(tokenizer=name, end_token=end)
 
 
 def _text(file: Path, token: object) -> str | None:

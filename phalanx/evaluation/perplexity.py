@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.data.bestfit import BestFit
+from phalanx.data.bestfit import BestFitPacking
 from phalanx.data.corpus import Corpus
-from phalanx.data.pack import IGNORED, Batch, Samples, Windows
+from phalanx.data.pack import IGNORED, Batch, Samples, StreamPacking
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.spec.run import Data
 from phalanx.transforms.precision import computing
@@ -103,7 +103,7 @@ def whole(corpus: Corpus, length: int, batch: int, *, document_mask: bool, seque
     asked = full + 1 if sequences is None else sequences
     for first, size, count in ((0, length, min(full, asked)), (full * length, rest, 1 if rest > 0 and asked > full else 0)):
         if count:
-            windows = Windows(corpus, np.array([[first, corpus.tokens]]), size, document_mask=document_mask)
+            windows = StreamPacking(corpus, np.array([[first, corpus.tokens]]), size, document_mask=document_mask)
             yield from held_out(Samples(windows, seed=0, shuffle=False), count, batch)
 
 
@@ -111,7 +111,7 @@ def documents(corpus: Corpus, length: int, tokenizer: Tokenizer, data: Data) -> 
     """All of a corpus with its documents whole where they fit a window, as best-fit packing trains on them."""
     everything = np.array([[0, corpus.tokens]])
     cache = Path(data.cache).expanduser()
-    packing = BestFit(corpus, everything, length, end=tokenizer.end, document_mask=data.document_mask, cache=cache)
+    packing = BestFitPacking(corpus, everything, length, end=tokenizer.end, document_mask=data.document_mask, cache=cache)
     return Samples(packing, seed=0, shuffle=False)
 
 

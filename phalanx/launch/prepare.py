@@ -37,7 +37,7 @@ from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 
 if TYPE_CHECKING:
-    from phalanx.data.ingest import Report
+    from phalanx.data.ingest import ProgressCallback
 
 _BYTES_PER_PARAMETER = 12  # weights and two Adam moments in fp32
 _SLACK = 16 << 20  # logs, events, the picture
@@ -71,7 +71,7 @@ class Prepared:
 
 
 def prepare(
-    run: Run, name: str, request: Request | None = None, *, ranks: int | None = None, progress: Report | None = None
+    run: Run, name: str, request: Request | None = None, *, ranks: int | None = None, progress: ProgressCallback | None = None
 ) -> Prepared:
     """Check the run against this machine and make its directory ready; text that has to be tokenised first, is.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from phalanx.data.dataset import Dataset
-from phalanx.data.loader import Loader, Share
+from phalanx.data.loader import Loader, ReplicaShare
 from phalanx.data.pack import Batch
 from phalanx.parallel.context.context_parallel import places
 from phalanx.parallel.mesh import Mesh
@@ -20,7 +20,7 @@ class Feed:
     def __init__(self, run: Run, plan: Plan, mesh: Mesh, data: Dataset):
         self._run, self._mesh, self._data = run, mesh, data
         self._plan = plan
-        self.share: Share | None = None
+        self.share: ReplicaShare | None = None
         """Of each batch, where it is not the one that the plan gives this rank."""
         self._places: np.ndarray | None = None
         if mesh.size("context") > 1:
@@ -32,7 +32,7 @@ class Feed:
         """Of the next step; `samples` were consumed before it, which matters at the first and after a `close`."""
         if self._loader is None:
             plan, prefetch = self._plan, self._run.data.prefetch
-            share = self.share or Share(
+            share = self.share or ReplicaShare(
                 batch=self._run.batch,
                 replica=self._mesh.replica,
                 replicas=plan.layout.replicas,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.data.loader import Share
+from phalanx.data.loader import ReplicaShare
 from phalanx.models.moe import Router, routers
 from phalanx.parallel.mesh import Mesh
 from phalanx.training.step import Outcome
@@ -62,7 +62,7 @@ class _Replica(Trainer):
         run = replace(case.alone, train=train, optimizer=optimizer)
         plan = replace(case.alone_plan, accumulation=each // case.alone_plan.micro_batch)
         super().__init__(run, plan, mesh, Path(case.folder) / f"replica-{number}" / "checkpoints")
-        self.feed.share = Share(
+        self.feed.share = ReplicaShare(
             batch=case.alone.batch, replica=number, replicas=case.layout.data or 1, micro_batch=case.alone_plan.micro_batch
         )
 

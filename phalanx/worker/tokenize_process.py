@@ -1,4 +1,4 @@
-"""The process that tokenises pieces of a source, started by `data/tokenize_pool`. Not for people.
+"""The process that tokenises pieces of a source, started by `data/ingest`. Not for people.
 
 python -c "… from phalanx.worker.tokenize_process import main; main()" HOME CONNECTION_FD PARENT_PID
 """

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from corpora import write_token_files
 
 from phalanx.cli.main import main
 from phalanx.data.tokenizer import ByteTokenizer
-from phalanx.data.tokenwriter import write_token_files
 
 Command = Callable[..., tuple[dict[str, Any], str]]
 MIXED = """\

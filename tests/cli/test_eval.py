@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from corpora import write_token_files
 
 from phalanx.cli.main import main
 from phalanx.data.tokenizer import ByteTokenizer
-from phalanx.data.tokenwriter import write_token_files
 from phalanx.evaluation.open_model import open_model
 from phalanx.events.log import read_events
 from phalanx.events.records import Evaluated

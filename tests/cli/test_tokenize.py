@@ -16,7 +16,7 @@ import pytest
 from small_tokenizers import save_bpe
 
 from phalanx.cli.main import main
-from phalanx.data.tokenfile import TokenFiles
+from phalanx.data.token_files import TokenFiles
 
 
 def write_lines(path: Path, megabytes: int) -> None:

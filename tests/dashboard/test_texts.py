@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console
 
 from phalanx.dashboard.data_tables import looking_through, show_inspected, show_sample
-from phalanx.data.inspect import Wish, inspect
-from phalanx.data.preview import Sample, Shown, Stretch
-from phalanx.data.source import Memory
+from phalanx.data.corpus import MemoryCorpus
+from phalanx.data.inspect import InspectOptions, inspect
+from phalanx.data.preview import PieceView, SampleView, TextSpan
 from phalanx.data.tokenizer import ByteTokenizer
 
 
@@ -23,13 +23,13 @@ def printed(console: Console) -> str:
     return console.file.getvalue()
 
 
-def sample(*stretches: Stretch, padding: int = 0) -> Sample:
-    piece = Shown(document=7, start=3, stop=20, first=0, stretches=stretches)
-    return Sample(sample=9, source="web", epoch=1, window=4, documents=(piece,), trained=10, masked=7, padding=padding)
+def sample(*stretches: TextSpan, padding: int = 0) -> SampleView:
+    piece = PieceView(document=7, start=3, stop=20, first=0, stretches=stretches)
+    return SampleView(sample=9, source="web", epoch=1, window=4, documents=(piece,), trained=10, masked=7, padding=padding)
 
 
 def test_masks_are_brackets_in_a_file_and_dim_on_a_terminal() -> None:
-    stretches = (Stretch("read ", False), Stretch("[bold]learnt[/bold]", True))
+    stretches = (TextSpan("read ", False), TextSpan("[bold]learnt[/bold]", True))
     file, terminal = screen(), screen(force_terminal=True, color_system="truecolor")
     for console in (file, terminal):
         show_sample(console, sample(*stretches), 0)
@@ -39,7 +39,7 @@ def test_masks_are_brackets_in_a_file_and_dim_on_a_terminal() -> None:
 
 def test_heads_and_counts() -> None:
     console = screen()
-    show_sample(console, sample(Stretch("x", True), padding=5), 0)
+    show_sample(console, sample(TextSpan("x", True), padding=5), 0)
     text = printed(console)
     for part in (
         "sample 9 · web · epoch 1 · window 4",
@@ -52,19 +52,19 @@ def test_heads_and_counts() -> None:
 
 def test_width_cuts_documents() -> None:
     console = screen()
-    show_sample(console, sample(Stretch("abc", False), Stretch("defgh", True), Stretch("ijk", False)), 5)
+    show_sample(console, sample(TextSpan("abc", False), TextSpan("defgh", True), TextSpan("ijk", False)), 5)
     assert "⟦abc⟧de …\n" in printed(console)
 
 
 def test_control_characters_are_shown_not_sent() -> None:
     console = screen()
-    show_sample(console, sample(Stretch("a\x1b[2Jb\x07\r\x00c\n\td", True)), 0)
+    show_sample(console, sample(TextSpan("a\x1b[2Jb\x07\r\x00c\n\td", True)), 0)
     assert "a␛[2Jb␇␍␀c\n" in printed(console)
 
 
 def test_a_corpus() -> None:
     console = screen()
-    found = inspect(Memory(["[red]one[/red]", "two", "two"]), ByteTokenizer(), Wish(sequence_length=16))
+    found = inspect(MemoryCorpus(["[red]one[/red]", "two", "two"]), ByteTokenizer(), InspectOptions(sequence_length=16))
     with looking_through(console, "web") as progress:
         assert progress is None, "no bar where nobody watches"
     about = {"tokenizer": "byte", "vocab": 257, "end": 256, "dtype": "uint16", "skipped": {"broken JSON": 3}}

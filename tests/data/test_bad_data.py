@@ -16,8 +16,8 @@ from small_tokenizers import CHATML, save_bpe
 
 from phalanx.data import chat, ingest, text_records
 from phalanx.data.ingest import tokenize_into
-from phalanx.data.tokenfile import TokenFiles, TokenMeta
-from phalanx.data.tokenizer import tokenizer
+from phalanx.data.token_files import TokenFiles, TokenMeta
+from phalanx.data.tokenizer import open_tokenizer
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Data
 
@@ -32,7 +32,7 @@ def _workplace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def make(*paths: str, name: str = "byte", **keys: Any) -> TokenMeta:
     data = Data(paths=paths, tokenizer=name, processes=1, **keys)
-    return tokenize_into(Path("out"), data, data, tokenizer(name, data.end_token))
+    return tokenize_into(Path("out"), data, data, open_tokenizer(name, data.end_token))
 
 
 def texts() -> list[str]:
@@ -223,7 +223,7 @@ def test_text_files_of_another_encoding(tmp_path: Path) -> None:
     meta = make("d", name=name, source="text", max_record_bytes=1000)
     assert meta.documents == 1 and meta.skipped == {"not UTF-8": 2, "too long": 1}
     files = TokenFiles(Path("out"))
-    assert tokenizer(name).decode(files.read(0, files.tokens)) == "good"
+    assert open_tokenizer(name).decode(files.read(0, files.tokens)) == "good"
 
 
 def test_bytes_that_are_no_text_in_a_column() -> None:
@@ -236,7 +236,7 @@ def test_bytes_that_are_no_text_in_a_column() -> None:
     assert texts() == ["good", "fine"]
     pq.write_table(pa.table({"text": raw.view(pa.string())}), "b.parquet")
     data = Data(paths=("b.parquet",))
-    assert tokenize_into(Path("two"), data, data, tokenizer("byte")).skipped == {"not UTF-8": 1}
+    assert tokenize_into(Path("two"), data, data, open_tokenizer("byte")).skipped == {"not UTF-8": 1}
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

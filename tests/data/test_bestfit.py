@@ -13,10 +13,9 @@ import pytest
 from corpora import END, Masked, some_documents
 
 from phalanx.data import bestfit
-from phalanx.data.bestfit import BestFit, best_fit
-from phalanx.data.disk_array import Stored
-from phalanx.data.holdout import Intervals, split
+from phalanx.data.bestfit import BestFitPacking, DiskArray, best_fit
 from phalanx.data.pack import IGNORED
+from phalanx.data.shuffle import Intervals, split
 from phalanx.spec.errors import RunError, RunFailed
 
 NOWHERE = Path("/nonexistent")
@@ -45,8 +44,8 @@ def test_counting_places_pieces_as_one_after_the_other_does() -> None:
         assert sorted((room - filled).tolist()) == sorted(one_by_one(lengths, room))
 
 
-def packed(corpus: Masked, intervals: Intervals, length: int, document_mask: bool = True) -> BestFit:
-    return BestFit(corpus, intervals, length, end=END, document_mask=document_mask, cache=NOWHERE)
+def packed(corpus: Masked, intervals: Intervals, length: int, document_mask: bool = True) -> BestFitPacking:
+    return BestFitPacking(corpus, intervals, length, end=END, document_mask=document_mask, cache=NOWHERE)
 
 
 def segments(corpus: Masked, intervals: Intervals) -> list[tuple[int, int]]:
@@ -139,13 +138,13 @@ def test_a_plan_that_is_kept_is_made_once_and_gives_the_same_windows(tmp_path: P
     intervals = split(corpus.blocks(), 0.1, 0)[0]
     plain = packed(corpus, intervals, 16)
     monkeypatch.setattr(bestfit, "_KEPT", 1)
-    first = BestFit(corpus, intervals, 16, end=END, document_mask=True, cache=tmp_path)
+    first = BestFitPacking(corpus, intervals, 16, end=END, document_mask=True, cache=tmp_path)
     assert len(list((tmp_path / "packing").iterdir())) == 1
     made: list[int] = []
     monkeypatch.setattr(bestfit, "make_plan", lambda *given: made.append(1))
-    second = BestFit(corpus, intervals, 16, end=END, document_mask=True, cache=tmp_path)
+    second = BestFitPacking(corpus, intervals, 16, end=END, document_mask=True, cache=tmp_path)
     assert not made
-    assert isinstance(second._plan.piece_starts, Stored)
+    assert isinstance(second._plan.piece_starts, DiskArray)
     numbers = np.arange(plain.count)
     for kept in (first, second):
         assert (kept.count, kept.waste) == (plain.count, plain.waste)
@@ -155,7 +154,7 @@ def test_a_plan_that_is_kept_is_made_once_and_gives_the_same_windows(tmp_path: P
 def test_a_stored_array_is_read_like_one_in_memory(tmp_path: Path) -> None:
     numbers = np.cumsum(np.arange(50, dtype=np.int64) % 7)
     np.save(tmp_path / "numbers.npy", numbers)
-    stored = Stored(tmp_path / "numbers.npy")
+    stored = DiskArray(tmp_path / "numbers.npy")
     assert len(stored) == 50
     assert [stored[i] for i in (0, 7, 49, -1)] == numbers[[0, 7, 49, -1]].tolist()
     for at in (slice(3, 9), slice(9, 3), slice(45, 60), slice(None), slice(0, 50, 7)):
@@ -174,7 +173,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     (tmp_path / "file").write_text("")
     corpus = Masked([[1, 2, 3]])
     with pytest.raises(RunError, match=r"cannot be kept in .*file/packing.* set data\.cache"):
-        BestFit(corpus, np.array([[0, 4]]), 2, end=END, document_mask=True, cache=tmp_path / "file")
+        BestFitPacking(corpus, np.array([[0, 4]]), 2, end=END, document_mask=True, cache=tmp_path / "file")
 
 
 def test_a_million_documents_are_packed_in_seconds() -> None:

@@ -9,10 +9,20 @@ import numpy as np
 import pytest
 from small_tokenizers import CHATML, MARKED, save_bpe, save_unigram
 
-from phalanx.data.chat import MESSAGES, NO_ANSWER, REFUSED, UNCLEAR, Chat, encode, template_of
-from phalanx.data.template import PLAIN, Rendered, Template
-from phalanx.data.text_records import MISSING, NOT_UTF8, Bad
-from phalanx.data.tokenizer import Tokenizer, tokenizer
+from phalanx.data.chat import (
+    MESSAGES,
+    NO_ANSWER,
+    PLAIN,
+    REFUSED,
+    UNCLEAR,
+    ChatRenderer,
+    ChatTemplate,
+    Rendered,
+    encode,
+    template_of,
+)
+from phalanx.data.text_records import MISSING, NOT_UTF8, BadRecord
+from phalanx.data.tokenizer import Tokenizer, open_tokenizer
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Source
 
@@ -33,11 +43,11 @@ QWEN3 = (
 """The way Qwen3's writes earlier answers: without the thinking that the last one has."""
 
 
-def chat(template: str, **special: str) -> Chat:
-    return Chat(Template(template, "The template", special), "messages", "prompt", "response")
+def chat(template: str, **special: str) -> ChatRenderer:
+    return ChatRenderer(ChatTemplate(template, "The template", special), "messages", "prompt", "response")
 
 
-def answers(rendered: Rendered | Bad) -> list[str]:
+def answers(rendered: Rendered | BadRecord) -> list[str]:
     assert isinstance(rendered, Rendered), rendered
     return [rendered.text[a:b] for a, b in rendered.answers]
 
@@ -51,7 +61,7 @@ def reference(folder: Path) -> Any:
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_ids_are_those_of_transformers(save: Callable[..., Path], template: str, tmp_path: Path) -> None:
     theirs = reference(save(tmp_path, template=template))
-    words = tokenizer(str(tmp_path))
+    words = open_tokenizer(str(tmp_path))
     assert words.chat_template is not None
     rendered = chat(words.chat_template).render({"messages": TURNS})
     assert isinstance(rendered, Rendered)
@@ -65,7 +75,7 @@ def test_ids_are_those_of_transformers(save: Callable[..., Path], template: str,
 @pytest.mark.parametrize("save", [save_bpe, save_unigram])
 def test_marked_answers_are_those_of_transformers(save: Callable[..., Path], tmp_path: Path) -> None:
     theirs = reference(save(tmp_path, template=MARKED))
-    words = tokenizer(str(tmp_path))
+    words = open_tokenizer(str(tmp_path))
     rendered = chat(MARKED).render({"messages": TURNS})
     assert isinstance(rendered, Rendered)
     ids, mask = encode(rendered, words)
@@ -78,7 +88,7 @@ def test_marked_answers_are_those_of_transformers(save: Callable[..., Path], tmp
 def test_without_marks_the_answer_is_what_follows_the_prompt(tmp_path: Path) -> None:
     rendered = chat(CHATML).render({"messages": TURNS})
     assert answers(rendered) == ["This is answered.<|im_end|>\n", "déjà vu 🜁!<|im_end|>\n"]
-    words = tokenizer(str(save_bpe(tmp_path)))
+    words = open_tokenizer(str(save_bpe(tmp_path)))
     assert isinstance(rendered, Rendered)
     ids, mask = encode(rendered, words)
     assert words.decode(ids[mask]) == "This is answered.\ndéjà vu 🜁!\n"
@@ -95,7 +105,7 @@ def test_the_plain_template() -> None:
     assert isinstance(rendered, Rendered)
     assert rendered.text == "System: Be brief.\n\nUser: What?\n\nAssistant: That.\n\n"
     assert answers(rendered) == [" That.\n\n"]
-    ids, mask = encode(rendered, tokenizer("byte"))
+    ids, mask = encode(rendered, open_tokenizer("byte"))
     assert bytes(ids[mask].astype(np.uint8)) == b" That.\n\n"
 
 
@@ -138,7 +148,7 @@ BAD_RECORDS: dict[str, tuple[dict[str, Any], str, str]] = {
 def test_a_bad_record_is_told_apart(name: str) -> None:
     record, reason, detail = BAD_RECORDS[name]
     bad = chat(CHATML).render(record)
-    assert isinstance(bad, Bad)
+    assert isinstance(bad, BadRecord)
     assert bad.reason == reason and detail in bad.detail
 
 
@@ -149,17 +159,17 @@ def test_what_the_template_refuses_is_said_in_its_words() -> None:
         1,
     )
     bad = chat(template).render({"messages": [{"role": "tool", "content": "x"}, *TURNS]})
-    assert bad == Bad(REFUSED, "no tools here")
+    assert bad == BadRecord(REFUSED, "no tools here")
     assert isinstance(chat(template).render({"messages": TURNS}), Rendered)
 
 
 def test_an_answer_that_the_template_hides_or_moves_is_no_record() -> None:
     hides = CHATML.replace("message.content", "(message.content if message.content != 'hidden' else '')")
     bad = chat(hides).render({"prompt": "a", "response": "hidden"})
-    assert isinstance(bad, Bad) and bad.reason == UNCLEAR
+    assert isinstance(bad, BadRecord) and bad.reason == UNCLEAR
     moves = "{{ messages | length }}" + CHATML
     bad = chat(moves).render({"messages": TURNS})
-    assert isinstance(bad, Bad) and bad.reason == UNCLEAR and "generation tag" in bad.detail
+    assert isinstance(bad, BadRecord) and bad.reason == UNCLEAR and "generation tag" in bad.detail
 
 
 @pytest.mark.parametrize(
@@ -179,11 +189,11 @@ def test_a_template_that_cannot_teach_is_refused_at_once(template: str, said: st
 def test_templates_cannot_reach_out() -> None:
     escape = "{% for m in messages %}{{ m.content }}{% endfor %}{{ ''.__class__.__mro__[1].__subclasses__() }}"
     bad = chat(escape).render({"messages": TURNS})
-    assert isinstance(bad, Bad) and bad.reason == REFUSED
+    assert isinstance(bad, BadRecord) and bad.reason == REFUSED
 
 
 def test_where_a_template_comes_from(tmp_path: Path) -> None:
-    words: Tokenizer = tokenizer("byte")
+    words: Tokenizer = open_tokenizer("byte")
     with pytest.raises(RunError, match=r'data.tokenizer = "byte" brings no chat template; set data.template'):
         template_of(Source(source="chat"), words)
     assert template_of(Source(template="plain"), words)[1] == PLAIN
@@ -194,4 +204,4 @@ def test_where_a_template_comes_from(tmp_path: Path) -> None:
     (tmp_path / "binary.jinja").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(RunError, match=r"binary\.jinja"):
         template_of(Source(template=str(tmp_path / "binary.jinja")), words)
-    assert json.dumps(template_of(Source(), tokenizer(str(save_bpe(tmp_path, template=MARKED))))[1]) == json.dumps(MARKED)
+    assert json.dumps(template_of(Source(), open_tokenizer(str(save_bpe(tmp_path, template=MARKED))))[1]) == json.dumps(MARKED)

@@ -12,7 +12,7 @@ import pytest
 from corpora import write_tokens
 
 from phalanx.data.dataset import Dataset, open_dataset
-from phalanx.data.loader import Loader, Share
+from phalanx.data.loader import Loader, ReplicaShare
 from phalanx.data.pack import Batch, Samples
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Data, MixedSource
@@ -129,7 +129,7 @@ def test_a_mixture_is_the_same_on_any_number_of_ranks_and_wherever_it_is_taken_u
     for replicas in (1, 2, 4):
         seen: list[list[Batch]] = [[] for _ in range(steps)]
         for replica in range(replicas):
-            share = Share(batch=batch, replica=replica, replicas=replicas, micro_batch=rng.choice([1, 2, 4]))
+            share = ReplicaShare(batch=batch, replica=replica, replicas=replicas, micro_batch=rng.choice([1, 2, 4]))
             cuts = sorted(rng.sample(range(1, steps), 5))
             for first, last in zip([0, *cuts], [*cuts, steps], strict=True):  # killed and resumed, each time opened anew
                 again = open_dataset(data, 24, seed=7)

@@ -19,9 +19,9 @@ from in_process import Here
 from small_tokenizers import MARKED, save_bpe
 
 from phalanx.data import ingest, source_pieces
-from phalanx.data.ingest import Progress, prepared, tokenize_into
-from phalanx.data.tokenfile import TokenFiles, TokenMeta
-from phalanx.data.tokenizer import tokenizer
+from phalanx.data.ingest import Progress, cached_token_files, tokenize_into
+from phalanx.data.token_files import TokenFiles, TokenMeta
+from phalanx.data.tokenizer import open_tokenizer
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Data, MixedSource
 
@@ -50,7 +50,7 @@ def write_jsonl(path: Path, texts: list[str], field: str = "text") -> Path:
 
 def make(folder: Path, name: str = "byte", **keys: Any) -> TokenMeta:
     data = Data(**({"tokenizer": name, "processes": 1} | keys))
-    return tokenize_into(folder, data, data, tokenizer(name, data.end_token))
+    return tokenize_into(folder, data, data, open_tokenizer(name, data.end_token))
 
 
 def documents(folder: Path) -> list[list[int]]:
@@ -134,7 +134,7 @@ def test_every_kind_gives_the_ids_of_the_library(kind: str, words: str, bpe: str
     texts = TEXTS[:41] if kind == "text" else TEXTS
     assert documents(tmp_path / "out") == expected(name, texts)
     assert (meta.documents, meta.skipped, meta.masked) == (len(texts), {}, False)
-    assert meta.tokenizer_sha256 == tokenizer(name).sha256
+    assert meta.tokenizer_sha256 == open_tokenizer(name).sha256
     if kind in ("jsonl", "parquet", "text", "hf", "memory"):
         assert len(meta.parts) > 1
 
@@ -171,7 +171,7 @@ def test_what_was_broken_off_goes_on_and_ends_the_same(kind: str, tmp_path: Path
 
     for _ in range(3):
         with pytest.raises(Killed):
-            tokenize_into(tmp_path / "out", data, data, tokenizer("byte"), progress=kill_at(2))
+            tokenize_into(tmp_path / "out", data, data, open_tokenizer("byte"), progress=kill_at(2))
         with pytest.raises(RunError, match=r"tokens\.json is missing"):
             TokenFiles(tmp_path / "out")
     done = sorted((tmp_path / "out").glob("*.done"))
@@ -179,7 +179,7 @@ def test_what_was_broken_off_goes_on_and_ends_the_same(kind: str, tmp_path: Path
     (tmp_path / "out" / "part-000001.tokens").write_bytes(b"cut")  # a part that is no longer what it was is made again
     (tmp_path / "out" / "part-000007.tokens.unfinished").write_bytes(b"half")
     kept: list[int] = []
-    tokenize_into(tmp_path / "out", data, data, tokenizer("byte"), progress=lambda now: kept.append(now.kept))
+    tokenize_into(tmp_path / "out", data, data, open_tokenizer("byte"), progress=lambda now: kept.append(now.kept))
     assert kept[-1] > 0
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
 
@@ -197,7 +197,7 @@ def test_another_source_is_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"1 of its files are others or have changed, first .*a\.jsonl"):
         make(tmp_path / "out", paths=(str(path),))
     data = Data(paths=(str(path),), processes=1)
-    assert tokenize_into(tmp_path / "out", data, data, tokenizer("byte"), force=True).documents == 6
+    assert tokenize_into(tmp_path / "out", data, data, open_tokenizer("byte"), force=True).documents == 6
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "me.jpg").write_bytes(b"1")
     with pytest.raises(RunError, match=r"photos is not empty and holds no token files of ours \(me\.jpg\)"):
@@ -226,7 +226,7 @@ def test_token_files_are_not_put_among_the_text(named: str, tmp_path: Path, monk
         make(Path("out"), paths=(named,))
     with pytest.raises(RunError, match=r"data\.cache: cache lies in .*, which is to be read"):
         data = Data(paths=(named,), cache="cache")
-        prepared(data, data, tokenizer("byte"))
+        cached_token_files(data, data, open_tokenizer("byte"))
     assert sorted(path.name for path in Path().iterdir()) == ["a.jsonl", "link"]
     for _ in range(2):  # hidden names are never read
         assert make(Path(".out"), paths=(named,)).documents == len(TEXTS)
@@ -252,7 +252,7 @@ def test_conversations_are_masked(tmp_path: Path) -> None:
     (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, records)))
     meta = make(tmp_path / "out", str(folder), paths=(str(tmp_path / "chat.jsonl"),), source="chat")
     assert meta.masked and meta.documents == 3 and meta.skipped == {"no answer": 1}
-    files, words = TokenFiles(tmp_path / "out"), tokenizer(str(folder))
+    files, words = TokenFiles(tmp_path / "out"), open_tokenizer(str(folder))
     bounds = files.bounds(0, 3)
     told = [files.read(bounds[i], bounds[i + 1]) for i in range(3)]
     masks = [files.mask(bounds[i], bounds[i + 1]) for i in range(3)]
@@ -272,20 +272,20 @@ def test_conversations_are_masked(tmp_path: Path) -> None:
 def test_the_cache_is_keyed_by_all_that_ids_follow_from(tmp_path: Path, bpe: str) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS[:5])
     data = Data(paths=(str(path),), cache=str(tmp_path / "cache"))
-    words = tokenizer("byte")
-    first = prepared(data, data, words)
+    words = open_tokenizer("byte")
+    first = cached_token_files(data, data, words)
     assert first.parent == tmp_path / "cache" and TokenFiles(first).documents == 5
     before = contents(first)
     calls: list[Progress] = []
-    assert prepared(data, data, words, calls.append) == first and not calls and contents(first) == before
+    assert cached_token_files(data, data, words, calls.append) == first and not calls and contents(first) == before
     mixed = MixedSource(name="part", paths=data.paths, weight=2.0, epochs=3)
-    assert prepared(mixed, data, words) == first, "weights and epochs change no id"
+    assert cached_token_files(mixed, data, words) == first, "weights and epochs change no id"
     others = [
-        prepared(data, replace(data, max_record_bytes=5000), words),
-        prepared(data, replace(data, tokenizer=bpe), tokenizer(bpe)),
+        cached_token_files(data, replace(data, max_record_bytes=5000), words),
+        cached_token_files(data, replace(data, tokenizer=bpe), open_tokenizer(bpe)),
     ]
     write_jsonl(path, TEXTS[:6])
-    others.append(prepared(data, data, words))
+    others.append(cached_token_files(data, data, words))
     assert len({first, *others}) == 4
     assert TokenFiles(others[-1]).documents == 6
 
@@ -295,9 +295,9 @@ def test_a_lower_limit_refuses_what_is_cached(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS[:5])
     path.write_text(path.read_text() + "{broken\n")
     data = Data(paths=(str(path),), cache=str(tmp_path / "cache"))
-    prepared(data, data, tokenizer("byte"))
+    cached_token_files(data, data, open_tokenizer("byte"))
     with pytest.raises(RunError, match=r"1 or more records .*data\.max_bad_records .*= 0: 1 × broken JSON"):
-        prepared(data, replace(data, max_bad_records=0), tokenizer("byte"))
+        cached_token_files(data, replace(data, max_bad_records=0), open_tokenizer("byte"))
 
 
 @pytest.mark.usefixtures("here")
@@ -314,7 +314,9 @@ def test_those_who_come_later_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(ingest, "_make", slowly)
     found: list[Path] = []
-    threads = [threading.Thread(target=lambda: found.append(prepared(data, data, tokenizer("byte")))) for _ in range(3)]
+    threads = [
+        threading.Thread(target=lambda: found.append(cached_token_files(data, data, open_tokenizer("byte")))) for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     assert reached.wait(20) and not found
@@ -339,10 +341,10 @@ def test_skipped_records_are_logged_with_their_places(tmp_path: Path, caplog: py
 
 
 def test_a_worker_that_dies_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from phalanx.data import tokenize_pool
+    from phalanx.data import ingest
     from phalanx.spec.errors import RunFailed
 
-    monkeypatch.setattr(tokenize_pool, "_START", "import os; os.kill(os.getpid(), 9)")
+    monkeypatch.setattr(ingest, "_START", "import os; os.kill(os.getpid(), 9)")
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS[:3])
     with pytest.raises(RunFailed, match=r"killed by signal 9 .*"):
         make(tmp_path / "out", paths=(str(path),))

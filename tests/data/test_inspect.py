@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from corpora import write_token_files
 
 from phalanx.data import inspect as module
-from phalanx.data.bestfit import BestFit
-from phalanx.data.inspect import Lengths, Wish, inspect, padding
-from phalanx.data.source import Memory, TextFiles
-from phalanx.data.tokenfile import TokenFiles
+from phalanx.data.bestfit import BestFitPacking
+from phalanx.data.corpus import MemoryCorpus, TextFileCorpus
+from phalanx.data.inspect import InspectOptions, Lengths, inspect, padding
+from phalanx.data.token_files import TokenFiles
 from phalanx.data.tokenizer import ByteTokenizer
-from phalanx.data.tokenwriter import write_token_files
 
 WORDS = ByteTokenizer()
 
@@ -44,7 +44,7 @@ def expected_lengths(lengths: list[int]) -> dict[str, float]:
 
 def test_counts_and_lengths() -> None:
     documents = texts()
-    found = inspect(Memory(documents), WORDS, Wish())
+    found = inspect(MemoryCorpus(documents), WORDS, InspectOptions())
     lengths = [len(text) for text in documents]
     assert (found.documents, found.tokens, found.bytes) == (300, sum(lengths) + 300, sum(lengths))
     assert not found.bytes_estimated and found.masked_tokens is None and found.padding is None
@@ -58,10 +58,10 @@ def test_counts_and_lengths() -> None:
 def test_portions_do_not_matter(monkeypatch: pytest.MonkeyPatch, portion: int) -> None:
     """Portions smaller than a document, of a few, and of all."""
     documents = [*texts(50), *texts(20), "x" * 700, "y" * 700]
-    whole = inspect(Memory(documents), WORDS, Wish())
+    whole = inspect(MemoryCorpus(documents), WORDS, InspectOptions())
     monkeypatch.setattr(module, "_PORTION", portion)
     told: list[tuple[int, int]] = []
-    assert inspect(Memory(documents), WORDS, Wish(), lambda done, total: told.append((done, total))) == whole
+    assert inspect(MemoryCorpus(documents), WORDS, InspectOptions(), lambda done, total: told.append((done, total))) == whole
     assert len(told) > 1 and told[-1][0] == told[-1][1] == whole.tokens
 
 
@@ -76,7 +76,7 @@ def test_very_long_documents_are_listed(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_duplicates() -> None:
     documents = ["aa", "b", "aa", "c", "b", "b", "ab", "a", "a" * 50, "a" * 51]
-    found = inspect(Memory(documents), WORDS, Wish())
+    found = inspect(MemoryCorpus(documents), WORDS, InspectOptions())
     extra = sum(times - 1 for times in Counter(documents).values())
     assert (found.duplicates, found.duplicates_of) == (extra, len(documents))
     assert found.duplicate_share == extra / len(documents)
@@ -85,32 +85,32 @@ def test_duplicates() -> None:
 def test_duplicates_of_files_whatever_is_read_together(tmp_path: Path) -> None:
     for number, text in enumerate(["same", "other", "same"]):
         (tmp_path / f"{number}.txt").write_text(text)
-    corpus = TextFiles(str(tmp_path), {str(path): path.stat().st_size for path in tmp_path.iterdir()})
-    assert inspect(corpus, WORDS, Wish()).duplicates == 1
+    corpus = TextFileCorpus(str(tmp_path), {str(path): path.stat().st_size for path in tmp_path.iterdir()})
+    assert inspect(corpus, WORDS, InspectOptions()).duplicates == 1
 
 
 def test_duplicates_of_a_large_corpus_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     documents = [f"text {i % 3000}" for i in range(4000)]
     monkeypatch.setattr(module, "_MOST", 1000)
-    found = inspect(Memory(documents), WORDS, Wish())
+    found = inspect(MemoryCorpus(documents), WORDS, InspectOptions())
     assert 600 < found.duplicates_of < 1400
     assert found.duplicate_share == pytest.approx(0.25, abs=0.06)
 
 
 @pytest.mark.parametrize("length", [8, 33, 100])
 def test_padding_is_that_of_best_fit(tmp_path: Path, length: int) -> None:
-    corpus = Memory(texts())
-    packed = BestFit(corpus, np.array([[0, corpus.tokens]]), length, end=WORDS.end, document_mask=True, cache=tmp_path)
+    corpus = MemoryCorpus(texts())
+    packed = BestFitPacking(corpus, np.array([[0, corpus.tokens]]), length, end=WORDS.end, document_mask=True, cache=tmp_path)
     assert padding(corpus, length) == pytest.approx(packed.waste)
-    assert inspect(corpus, WORDS, Wish(sequence_length=length)).padding == pytest.approx(packed.waste)
+    assert inspect(corpus, WORDS, InspectOptions(sequence_length=length)).padding == pytest.approx(packed.waste)
 
 
 def test_samples_follow_the_seed() -> None:
     documents = texts()
-    corpus = Memory(documents)
+    corpus = MemoryCorpus(documents)
 
     def shown(**values: Any) -> list[dict[str, Any]]:
-        return inspect(corpus, WORDS, Wish(**values)).sample
+        return inspect(corpus, WORDS, InspectOptions(**values)).sample
 
     assert shown() == shown() and shown(seed=1) != shown(seed=2)
     assert len(shown(samples=5)) == 5 and shown(samples=0) == []
@@ -122,13 +122,13 @@ def test_samples_follow_the_seed() -> None:
 
 def test_token_files_with_masks_and_without_a_tokenizer(tmp_path: Path) -> None:
     write_token_files(tmp_path, WORDS, [[1, 2, 3], [4, 5]], [[False, True, True], [False, False]])
-    found = inspect(TokenFiles(tmp_path), None, Wish())
+    found = inspect(TokenFiles(tmp_path), None, InspectOptions())
     assert found.masked_tokens == 1 + 3  # a document's end is trained on if its last token is
     assert found.bytes is None
     assert found.sample[0] == {"document": 0, "tokens": 3, "text": None, "ids": [1, 2, 3, 256]}
 
 
 def test_an_empty_corpus() -> None:
-    found = inspect(Memory([]), WORDS, Wish(sequence_length=8))
+    found = inspect(MemoryCorpus([]), WORDS, InspectOptions(sequence_length=8))
     assert (found.documents, found.tokens, found.lengths, found.histogram, found.sample) == (0, 0, {}, [], [])
     assert found.duplicate_share == 0.0 and found.padding == 0.0

@@ -10,22 +10,22 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from phalanx.data.holdout import split
-from phalanx.data.loader import Loader, Share
-from phalanx.data.pack import Batch, Samples, Windows
-from phalanx.data.source import Memory
+from phalanx.data.corpus import MemoryCorpus
+from phalanx.data.loader import Loader, ReplicaShare
+from phalanx.data.pack import Batch, Samples, StreamPacking
+from phalanx.data.shuffle import split
 
 TEXTS = ["".join(chr(97 + (i * j) % 26) for j in range(1, 60 + i)) for i in range(1, 30)]
-DOCUMENTS = Memory(TEXTS)
-SAMPLES = Samples(Windows(DOCUMENTS, split(DOCUMENTS.blocks(), 0.0, 0)[0], 12), 9, shuffle=True)
-ALONE = Share(batch=4, replica=0, replicas=1, micro_batch=2)
+DOCUMENTS = MemoryCorpus(TEXTS)
+SAMPLES = Samples(StreamPacking(DOCUMENTS, split(DOCUMENTS.blocks(), 0.0, 0)[0], 12), 9, shuffle=True)
+ALONE = ReplicaShare(batch=4, replica=0, replicas=1, micro_batch=2)
 
 
 def same(batch: Batch) -> Batch:
     return batch
 
 
-def loader(share: Share = ALONE, *, start: int = 0, prefetch: int = 2) -> Loader[Batch]:
+def loader(share: ReplicaShare = ALONE, *, start: int = 0, prefetch: int = 2) -> Loader[Batch]:
     return Loader(SAMPLES, share, start=start, prefetch=prefetch, prepare=same)
 
 
@@ -53,7 +53,7 @@ def test_any_number_of_replicas_and_micro_batches_sees_the_same_samples(start: i
     expected = [SAMPLES.batch(np.arange(start + t * batch, start + (t + 1) * batch)) for t in range(steps)]
     for replicas in (1, 2, 4):
         for micro_batch in (1, 2, 3, 6):
-            shares = [Share(batch=batch, replica=r, replicas=replicas, micro_batch=micro_batch) for r in range(replicas)]
+            shares = [ReplicaShare(batch=batch, replica=r, replicas=replicas, micro_batch=micro_batch) for r in range(replicas)]
             seen: list[list[list[Batch]]] = []
             for share in shares:
                 with loader(share, start=start) as steps_of_one:
@@ -89,7 +89,7 @@ def test_as_many_steps_are_prepared_ahead_as_asked_for() -> None:
             too_many.set()
         return made[-1]
 
-    share = Share(batch=2, replica=0, replicas=1, micro_batch=2)
+    share = ReplicaShare(batch=2, replica=0, replicas=1, micro_batch=2)
     with Loader(SAMPLES, share, start=0, prefetch=3, prepare=prepare) as steps:
         wait_until(third)
         assert next(steps) == [0]
@@ -129,7 +129,7 @@ def test_close_is_prompt_whether_the_thread_works_or_waits() -> None:
         made.append(batch)
         time.sleep(0.05)
 
-    share = Share(batch=2, replica=0, replicas=1, micro_batch=2)
+    share = ReplicaShare(batch=2, replica=0, replicas=1, micro_batch=2)
     busy = Loader(SAMPLES, share, start=0, prefetch=1000, prepare=slow)
     wait_until(working)
     began = time.perf_counter()
@@ -186,7 +186,7 @@ def test_a_forgotten_loader_takes_its_thread_with_it() -> None:
 
 def test_shares_that_do_not_come_out_even_are_refused() -> None:
     with pytest.raises(ValueError, match="replica 2 is not one of 2"):
-        Share(batch=4, replica=2, replicas=2, micro_batch=1)
+        ReplicaShare(batch=4, replica=2, replicas=2, micro_batch=1)
     for batch, micro_batch in [(5, 1), (4, 4), (6, 2), (0, 1), (4, 0)]:
         with pytest.raises(ValueError, match="cannot be cut"):
-            Share(batch=batch, replica=0, replicas=2, micro_batch=micro_batch)
+            ReplicaShare(batch=batch, replica=0, replicas=2, micro_batch=micro_batch)

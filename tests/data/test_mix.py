@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from corpora import Masked
 
-from phalanx.data.mix import Mixed, Mixture, Order, quotas
-from phalanx.data.pack import Samples, Windows
+from phalanx.data.mix import MixedSamples, Mixture, SourceOrder, quotas
+from phalanx.data.pack import Samples, StreamPacking
 
 PERIOD = 1 << 20
 
@@ -18,7 +18,7 @@ def source(name: str, first: int, windows: int, *, seed: int = 0, shuffle: bool 
     """Windows of four tokens: the first is `first`, the others tell which window it is."""
     numbers = [number for k in range(windows) for number in (first, k >> 14, (k >> 7) & 127, k & 127)]
     corpus = Masked([numbers])
-    return Samples(Windows(corpus, np.array([[0, 4 * windows + 1]]), 4), seed, shuffle, name)
+    return Samples(StreamPacking(corpus, np.array([[0, 4 * windows + 1]]), 4), seed, shuffle, name)
 
 
 def test_whole_numbers_in_given_proportions() -> None:
@@ -38,7 +38,7 @@ def test_whole_numbers_in_given_proportions() -> None:
 
 def test_a_period_meets_its_quotas_and_spreads_them_evenly() -> None:
     weights = [0.55, 0.3, 0.1, 0.05]
-    order = Order([10, 20, 30, 40], weights, [None] * 4)
+    order = SourceOrder([10, 20, 30, 40], weights, [None] * 4)
     which, number = order(np.arange(3 * PERIOD))
     assert order.limit is None
     for i, quota in enumerate(quotas([Fraction(weight) for weight in weights], PERIOD)):
@@ -50,7 +50,7 @@ def test_a_period_meets_its_quotas_and_spreads_them_evenly() -> None:
 
 
 def test_any_sample_is_found_at_once_and_alone() -> None:
-    order = Order([1000, 10, 500], [3, 1, 2], [None, 25, None])
+    order = SourceOrder([1000, 10, 500], [3, 1, 2], [None, 25, None])
     together = order(np.arange(5000))
     for index in random.Random(0).sample(range(5000), 200):
         which, number = order(np.array([index]))
@@ -67,7 +67,7 @@ def test_any_sample_is_found_at_once_and_alone() -> None:
 
 def test_without_weights_an_epoch_shows_every_window_once() -> None:
     windows = [50, 7, 130]
-    which, number = Order(windows, None, [None] * 3)(np.arange(2 * sum(windows)))
+    which, number = SourceOrder(windows, None, [None] * 3)(np.arange(2 * sum(windows)))
     for i, count in enumerate(windows):
         first_epoch = number[: sum(windows)][which[: sum(windows)] == i]
         assert np.array_equal(first_epoch, np.arange(count))
@@ -76,12 +76,12 @@ def test_without_weights_an_epoch_shows_every_window_once() -> None:
 
 def test_sources_of_any_size_are_mixed_by_their_size() -> None:
     windows = [3 * 10**11, 10**11, 5]
-    which, _ = Order(windows, None, [None] * 3)(np.arange(10**12, 10**12 + 100_000))
+    which, _ = SourceOrder(windows, None, [None] * 3)(np.arange(10**12, 10**12 + 100_000))
     assert np.bincount(which, minlength=3)[:2].tolist() == pytest.approx([75_000, 25_000], abs=2)
 
 
 def test_a_source_that_has_been_gone_through_leaves_its_part_to_the_others() -> None:
-    order = Order([100, 1000, 1000], [2, 1, 1], [150, None, None])
+    order = SourceOrder([100, 1000, 1000], [2, 1, 1], [150, None, None])
     which, number = order(np.arange(2000))
     assert np.array_equal(number[which == 0], np.arange(150))
     last = int(np.flatnonzero(which == 0)[-1])
@@ -98,7 +98,7 @@ def test_all_sources_limited_give_exactly_what_they_have() -> None:
         n = rng.randint(1, 5)
         windows = [rng.randint(1, 300) for _ in range(n)]
         caps = rng.choice([windows, [rng.randint(1, 2 * count) for count in windows]])  # one epoch each, or any part
-        order = Order(windows, rng.choice([None, [rng.uniform(0.01, 5) for _ in range(n)]]), caps)
+        order = SourceOrder(windows, rng.choice([None, [rng.uniform(0.01, 5) for _ in range(n)]]), caps)
         assert order.limit == sum(caps)
         which, number = order(np.arange(sum(caps)))
         assert Counter(zip(which.tolist(), number.tolist(), strict=True)) == Counter(
@@ -110,18 +110,22 @@ def test_all_sources_limited_give_exactly_what_they_have() -> None:
 
 def test_a_mixture_of_one_is_its_source() -> None:
     alone = source("a", 1, 300, seed=4)
-    mixture = Mixture([Mixed(alone)])
+    mixture = Mixture([MixedSamples(alone)])
     assert (mixture.count, mixture.limit) == (300, None)
     for indices in (np.arange(50), np.array([299, 300, 7, 10**12])):
         assert np.array_equal(mixture.batch(indices).tokens, alone.batch(indices).tokens)
         assert mixture.batch(indices).samples.tolist() == indices.tolist()
-    assert Mixture([Mixed(alone, epochs=0.5)]).limit == 150
-    assert Mixture([Mixed(source("a", 1, 10), epochs=0.7)]).limit == 7
+    assert Mixture([MixedSamples(alone, epochs=0.5)]).limit == 150
+    assert Mixture([MixedSamples(source("a", 1, 10), epochs=0.7)]).limit == 7
 
 
 def test_a_batch_of_a_mixture_is_the_same_however_it_is_asked_for() -> None:
     mixture = Mixture(
-        [Mixed(source("a", 1, 300), 3.0), Mixed(source("b", 2, 50, seed=9), 1.0, 2.5), Mixed(source("c", 3, 700), 2.0)]
+        [
+            MixedSamples(source("a", 1, 300), 3.0),
+            MixedSamples(source("b", 2, 50, seed=9), 1.0, 2.5),
+            MixedSamples(source("c", 3, 700), 2.0),
+        ]
     )
     whole = mixture.batch(np.arange(2000))
     rng = np.random.default_rng(0)
@@ -141,7 +145,7 @@ def test_a_batch_of_a_mixture_is_the_same_however_it_is_asked_for() -> None:
 
 
 def test_without_shuffling_sources_go_in_file_order() -> None:
-    mixture = Mixture([Mixed(source("a", 1, 20, shuffle=False)), Mixed(source("b", 2, 10, shuffle=False))])
+    mixture = Mixture([MixedSamples(source("a", 1, 20, shuffle=False)), MixedSamples(source("b", 2, 10, shuffle=False))])
     tokens = mixture.batch(np.arange(60)).tokens
     for first, windows in ((1, 20), (2, 10)):
         assert tokens[tokens[:, 0] == first, 3].tolist() == [*range(windows)] * 2

@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 from corpora import END, Masked, some_documents
 
-from phalanx.data.corpus import Corpus
-from phalanx.data.holdout import Intervals, split
-from phalanx.data.pack import IGNORED, Samples, Windows
-from phalanx.data.source import Memory
+from phalanx.data.corpus import Corpus, MemoryCorpus
+from phalanx.data.pack import IGNORED, Samples, StreamPacking
+from phalanx.data.shuffle import Intervals, split
 
 
-def windows_of(*texts: str, length: int, document_mask: bool = True) -> Windows:
-    corpus = Memory(texts)
-    return Windows(corpus, split(corpus.blocks(), 0.0, 0)[0], length, document_mask=document_mask)
+def windows_of(*texts: str, length: int, document_mask: bool = True) -> StreamPacking:
+    corpus = MemoryCorpus(texts)
+    return StreamPacking(corpus, split(corpus.blocks(), 0.0, 0)[0], length, document_mask=document_mask)
 
 
 def reference(corpus: Masked, intervals: Intervals, length: int, document_mask: bool) -> list[tuple[list[int], ...]]:
@@ -49,7 +48,7 @@ def test_every_window_is_its_slice_of_the_stream(document_mask: bool) -> None:
         for intervals in split(corpus.blocks(), rng.choice([0.0, 0.3, 0.5]), seed):
             for length in (1, 2, 7, 16):
                 expected = reference(corpus, intervals, length, document_mask)
-                windows = Windows(corpus, intervals, length, document_mask=document_mask)
+                windows = StreamPacking(corpus, intervals, length, document_mask=document_mask)
                 assert windows.count == len(expected)
                 assert windows.tokens == int((intervals[:, 1] - intervals[:, 0]).sum())
                 if not expected:
@@ -82,8 +81,8 @@ def test_a_window_that_ends_with_a_document_does_not_foretell_the_next() -> None
 
 
 def test_what_stands_before_a_gap_does_not_foretell_what_stands_behind() -> None:
-    corpus = Memory(["abcdefgh"])
-    window = Windows(corpus, np.array([[0, 3], [5, 8]]), 5).window(0)
+    corpus = MemoryCorpus(["abcdefgh"])
+    window = StreamPacking(corpus, np.array([[0, 3], [5, 8]]), 5).window(0)
     assert bytes(window.tokens.tolist()) == b"abcfg"
     assert window.targets.tolist() == [*b"bc", IGNORED, *b"gh"]
     assert window.positions.tolist() == [0, 1, 2, 0, 1]
@@ -159,7 +158,7 @@ def text_of(corpus: Corpus, pieces: tuple[tuple[int, int, int], ...]) -> list[in
 def test_a_trace_names_the_documents_of_a_sample() -> None:
     rng = random.Random(4)
     corpus = Masked(some_documents(rng, 30, 25))
-    windows = Windows(corpus, split(corpus.blocks(), 0.4, 1)[0], 11)
+    windows = StreamPacking(corpus, split(corpus.blocks(), 0.4, 1)[0], 11)
     samples = Samples(windows, 1, shuffle=True, name="some")
     for index in range(3 * samples.count):
         trace = samples.trace(index)

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from corpora import write_token_files
 from evaluation.tiny import bpe
 
 from phalanx.data.dataset import Dataset, open_dataset
-from phalanx.data.preview import Sample, batches, samples
+from phalanx.data.preview import SampleView, batches, samples
 from phalanx.data.tokenizer import ByteTokenizer
-from phalanx.data.tokenwriter import write_token_files
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Data, MixedSource
 
@@ -24,11 +24,11 @@ def opened(length: int = 48, **values: Any) -> Dataset:
     return open_dataset(Data(source="memory", documents=TEXTS, eval_fraction=0.0, **values), length, seed=3)
 
 
-def shown(dataset: Dataset, step: int = 1, batch: int = 4) -> list[Sample]:
+def shown(dataset: Dataset, step: int = 1, batch: int = 4) -> list[SampleView]:
     return [sample for part in batches(dataset, step, batch) for sample in samples(dataset, part)]
 
 
-def text_of(sample: Sample) -> str:
+def text_of(sample: SampleView) -> str:
     return "".join(stretch.text for piece in sample.documents for stretch in piece.stretches)
 
 

@@ -9,9 +9,9 @@ import pytest
 from corpora import END, Masked, some_documents, write_tokens
 
 from phalanx.data import corpus as corpus_module
-from phalanx.data import tokenfile
-from phalanx.data.corpus import Chain, Corpus
-from phalanx.data.tokenfile import TokenFiles
+from phalanx.data import token_files
+from phalanx.data.corpus import ChainedCorpus, Corpus
+from phalanx.data.token_files import TokenFiles
 from phalanx.spec.errors import RunError, RunFailed
 
 
@@ -41,10 +41,10 @@ def divided(rng: random.Random, documents: list[list[int]]) -> list[list[list[in
 @pytest.mark.parametrize("blocks", [1 << 17, 7, 1])
 def test_token_files_of_many_parts_are_one_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
     rng = random.Random(blocks)
-    monkeypatch.setattr(tokenfile, "BLOCKS", blocks)
-    monkeypatch.setattr(tokenfile, "_CHUNK", 5)
+    monkeypatch.setattr(token_files, "BLOCKS", blocks)
+    monkeypatch.setattr(token_files, "_CHUNK", 5)
     for case in range(25):
-        monkeypatch.setattr(tokenfile, "_SPARSE", rng.choice([2, 1024]))
+        monkeypatch.setattr(token_files, "_SPARSE", rng.choice([2, 1024]))
         documents = some_documents(rng, rng.randint(1, 40), rng.choice([1, 20]))
         parts = divided(rng, documents)
         masks = rng.choice([None, [[rng.choices([True, False], k=len(ids) + 1) for ids in part] for part in parts]])
@@ -74,10 +74,10 @@ def test_several_folders_are_one_corpus(monkeypatch: pytest.MonkeyPatch) -> None
                 own_mask = rng.choices([True, False], k=len(own_mask))
             members.append(Masked(own, own_mask))
             documents, mask = documents + own, mask + own_mask
-        chain = Chain(members)
+        chain = ChainedCorpus(members)
         agree(chain, Masked(documents, mask), rng)
         assert set(chain.blocks().tolist()) <= set(chain.bounds(0, chain.documents).tolist())
-        assert Chain([Masked(ids) for ids in ([[1]], [[2, 3]])]).mask(0, 5) is None
+        assert ChainedCorpus([Masked(ids) for ids in ([[1]], [[2, 3]])]).mask(0, 5) is None
 
 
 def test_a_find_reads_little_however_many_documents_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

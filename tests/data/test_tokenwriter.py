@@ -5,12 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from corpora import write_token_files
 
-from phalanx.data.tokenfile import TokenFiles, TokenMeta
-from phalanx.data.tokenizer import tokenizer
-from phalanx.data.tokenwriter import TokenWriter, write_token_files
+from phalanx.data.token_files import TokenFiles, TokenMeta, TokenWriter
+from phalanx.data.tokenizer import open_tokenizer
 
-WORDS = tokenizer("byte")
+WORDS = open_tokenizer("byte")
 
 
 def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:

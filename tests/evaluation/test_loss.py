@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from corpora import write_token_files
 from evaluation.tiny import Pair, bpe, twins
 from ranks import ALONE, tiny_trainer
 
+from phalanx.data.corpus import MemoryCorpus
 from phalanx.data.pack import IGNORED
-from phalanx.data.source import Memory
-from phalanx.data.tokenfile import TokenFiles
-from phalanx.data.tokenizer import ByteTokenizer, tokenizer
-from phalanx.data.tokenwriter import write_token_files
+from phalanx.data.token_files import TokenFiles
+from phalanx.data.tokenizer import ByteTokenizer, open_tokenizer
 from phalanx.evaluation.perplexity import Measured, Meter, held_out, text_bytes, whole
 from phalanx.spec.load import loads
 
@@ -39,7 +39,7 @@ def test_equals_each_document_by_itself_with_transformers(pair: Pair) -> None:
         ids = [*text.encode(), 256]
         logprob, _ = pair.logprob(ids[:1], ids[1:])  # nothing foretells a document's first token
         nats, tokens = nats - logprob, tokens + len(ids) - 1
-    got = meter(pair).measure(whole(Memory(TEXTS), 200, 4, document_mask=True))
+    got = meter(pair).measure(whole(MemoryCorpus(TEXTS), 200, 4, document_mask=True))
     assert got.tokens == tokens
     assert got.nats == pytest.approx(nats, rel=1e-5)
     text = sum(len(text.encode()) - 1 for text in TEXTS)
@@ -50,7 +50,7 @@ def test_equals_each_document_by_itself_with_transformers(pair: Pair) -> None:
 
 def test_documents_in_one_text(pair: Pair) -> None:
     """Without the mask a window is one text: attention and positions run through."""
-    corpus = Memory(TEXTS)
+    corpus = MemoryCorpus(TEXTS)
     stream = corpus.read(0, corpus.tokens).astype(np.int64)
     logits = pair.logits(stream[:-1].tolist())
     keep = np.ones(len(stream) - 1, dtype=bool)
@@ -64,7 +64,7 @@ def test_documents_in_one_text(pair: Pair) -> None:
 @pytest.mark.parametrize("length", [1, 2, 7, 16, 69, 70, 71, 500])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_every_token_is_predicted_once(length: int, batch: int) -> None:
-    corpus = Memory(TEXTS)
+    corpus = MemoryCorpus(TEXTS)
     stream = corpus.read(0, corpus.tokens).tolist()
     batches = list(whole(corpus, length, batch, document_mask=True))
     tokens = np.concatenate([batch.tokens.ravel() for batch in batches])
@@ -76,7 +76,7 @@ def test_every_token_is_predicted_once(length: int, batch: int) -> None:
 
 
 def test_a_limit_of_sequences() -> None:
-    corpus = Memory(TEXTS)
+    corpus = MemoryCorpus(TEXTS)
     whole_text = list(whole(corpus, 16, 2, document_mask=True))
     for sequences in (1, 3, 4, 5, 100):
         some = list(whole(corpus, 16, 2, document_mask=True, sequences=sequences))
@@ -85,12 +85,12 @@ def test_a_limit_of_sequences() -> None:
 
 
 def test_a_corpus_of_one_token() -> None:
-    assert list(whole(Memory([]), 16, 2, document_mask=True)) == []
+    assert list(whole(MemoryCorpus([]), 16, 2, document_mask=True)) == []
     assert Measured().bits_per_byte is None and Measured().loss == 0.0
 
 
 def test_bytes_of_a_tokenizer_that_merges(pair: Pair, tmp_path: Path) -> None:
-    words = tokenizer(str(bpe(tmp_path)))
+    words = open_tokenizer(str(bpe(tmp_path)))
     texts = ["the cat sat on the mat", "grüße the dog", "sun"]
     write_token_files(tmp_path / "tokens", words, [words.encode(text) for text in texts])
     corpus = TokenFiles(tmp_path / "tokens")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from evaluation.tiny import CONTEXT, Pair, bpe, twins
 
-from phalanx.data.tokenizer import ByteTokenizer, tokenizer
+from phalanx.data.tokenizer import ByteTokenizer, open_tokenizer
 from phalanx.evaluation.score import Request, Scorer
 from phalanx.models.init import build, materialize
 from phalanx.spec.errors import RunError
@@ -92,7 +92,7 @@ def test_experts_and_latent_attention_are_scored_alike_in_any_batch() -> None:
 
 
 def test_boundaries_of_a_tokenizer_that_merges(pair: Pair, tmp_path: Path) -> None:
-    words = tokenizer(str(bpe(tmp_path)))
+    words = open_tokenizer(str(bpe(tmp_path)))
     judge = Scorer(pair.ours, words, context=CONTEXT)
     for context, choice in [("the cat", " sat"), ("the cat ", "sat"), ("the ca", "t"), ("th", "e"), ("", "the")]:
         request = judge.encode(context, choice)
@@ -105,7 +105,7 @@ def test_boundaries_of_a_tokenizer_that_merges(pair: Pair, tmp_path: Path) -> No
 
 
 def test_what_a_tokenizer_puts_around_texts(pair: Pair, tmp_path: Path) -> None:
-    words = tokenizer(str(bpe(tmp_path, around="<s> $A </s>")))
+    words = open_tokenizer(str(bpe(tmp_path, around="<s> $A </s>")))
     begin, end = words.encode("", special=True).tolist()
     judge = Scorer(pair.ours, words, context=CONTEXT)
     plain = words.encode("the cat sat", special=False).tolist()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from small_tokenizers import CHATML, save_bpe, save_unigram
 
-from phalanx.data.tokenizer import tokenizer
+from phalanx.data.tokenizer import open_tokenizer
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import TOKENIZER_VOCAB
 
@@ -18,7 +18,7 @@ TEXTS = ["", "plain", "The quick brown fox", "naïve – 語 – 🜁", "tabs\ta
 
 def test_text_survives_the_round_trip() -> None:
     rng = random.Random(0)
-    words = tokenizer("byte")
+    words = open_tokenizer("byte")
     for text in [*TEXTS, "\0\r\n", *("".join(map(chr, rng.choices(range(0xD800), k=50))) for _ in range(50))]:
         ids = words.encode(text)
         assert ids.dtype == np.int32
@@ -27,7 +27,7 @@ def test_text_survives_the_round_trip() -> None:
 
 
 def test_what_is_not_text_is_decoded_without_failing() -> None:
-    words = tokenizer("byte")
+    words = open_tokenizer("byte")
     assert words.decode([104, words.end, 105, words.end]) == "hi"
     assert words.decode([104, 300, -100]) == "h"  # a padded vocabulary, an ignored target
     assert words.decode([0xE8, 0xAA]) == "\ufffd"  # a character cut in half
@@ -35,7 +35,7 @@ def test_what_is_not_text_is_decoded_without_failing() -> None:
 
 
 def test_ids_fit_the_vocabulary() -> None:
-    words = tokenizer("byte")
+    words = open_tokenizer("byte")
     assert words.vocab == 257 == TOKENIZER_VOCAB["byte"]
     assert words.end == words.vocab - 1
     assert words.encode("\x7fÿ").max() < words.end
@@ -47,7 +47,7 @@ def test_a_tokenizer_json_gives_the_ids_of_its_library(save: Callable[[Path], Pa
 
     library = Tokenizer.from_file(str(save(tmp_path) / "tokenizer.json"))
     for name in (str(tmp_path), str(tmp_path / "tokenizer.json")):
-        words = tokenizer(name)
+        words = open_tokenizer(name)
         assert words.vocab == library.get_vocab_size()
         assert words.end == library.token_to_id("<|endoftext|>")
         for text, ids in zip(TEXTS, words.encode_batch(TEXTS), strict=True):
@@ -57,7 +57,7 @@ def test_a_tokenizer_json_gives_the_ids_of_its_library(save: Callable[[Path], Pa
 
 
 def test_special_tokens_are_added_as_the_library_does_and_left_out_when_asked(tmp_path: Path) -> None:
-    words = tokenizer(str(save_bpe(tmp_path, bos=True)))
+    words = open_tokenizer(str(save_bpe(tmp_path, bos=True)))
     begin = words.encode("", special=True).tolist()
     assert len(begin) == 1
     assert words.encode("fox").tolist() == begin + words.encode("fox", special=False).tolist()
@@ -73,7 +73,7 @@ def test_a_file_that_asks_for_cut_texts_does_not_cut_a_corpus(tmp_path: Path) ->
     library.enable_truncation(4)
     library.enable_padding(length=4)
     library.save(str(tmp_path / "tokenizer.json"))
-    words = tokenizer(str(tmp_path))
+    words = open_tokenizer(str(tmp_path))
     assert words.encode("a long text " * 50).tolist() == expected
     assert len(words.encode("fox")) < 4
 
@@ -81,7 +81,7 @@ def test_a_file_that_asks_for_cut_texts_does_not_cut_a_corpus(tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["byte", "bpe", "unigram"])
 def test_spans_cover_the_text_they_stand_for(name: str, tmp_path: Path) -> None:
     saved = {"bpe": save_bpe, "unigram": save_unigram}
-    words = tokenizer(str(saved[name](tmp_path)) if name in saved else name)
+    words = open_tokenizer(str(saved[name](tmp_path)) if name in saved else name)
     text = "The lazy dog – 語!"
     ids, starts, stops = words.encode_spans(text)
     assert len(ids) == len(starts) == len(stops)
@@ -101,13 +101,13 @@ def test_spaces_alone_begin_where_they_stand_though_the_library_cuts_them_off(tm
     encoded = library.encode(text)
     assert encoded.tokens == ["fo", "x", ":", "ĠĠ", "<|im_end|>", "Ġ", "Ġfox"]
     assert [start for start, _ in encoded.offsets] == [0, 2, 3, 6, 6, 17, 18]
-    assert tokenizer(str(tmp_path)).encode_spans(text)[1].tolist() == [0, 2, 3, 4, 6, 16, 18]
+    assert open_tokenizer(str(tmp_path)).encode_spans(text)[1].tolist() == [0, 2, 3, 4, 6, 16, 18]
 
 
 @pytest.mark.parametrize("name", ["byte", "bpe", "unigram"])
 def test_a_stream_gives_the_same_text_bit_by_bit(name: str, tmp_path: Path) -> None:
     saved = {"bpe": save_bpe, "unigram": save_unigram}
-    words = tokenizer(str(saved[name](tmp_path)) if name in saved else name)
+    words = open_tokenizer(str(saved[name](tmp_path)) if name in saved else name)
     text = "The quick brown fox, naïve – 語 – 🜁 end"
     ids = words.encode(text)
     stream = words.stream()
@@ -121,16 +121,16 @@ def test_a_stream_gives_the_same_text_bit_by_bit(name: str, tmp_path: Path) -> N
 def test_the_end_token_is_asked_for_then_configured_then_guessed(tmp_path: Path) -> None:
     folder = save_bpe(tmp_path, eos="<|im_end|>")
     ids = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
-    assert tokenizer(str(folder)).end == ids["<|im_end|>"]
-    assert tokenizer(str(folder), "<|im_start|>").end == ids["<|im_start|>"]
+    assert open_tokenizer(str(folder)).end == ids["<|im_end|>"]
+    assert open_tokenizer(str(folder), "<|im_start|>").end == ids["<|im_start|>"]
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|im_start|>"}}))
-    assert tokenizer(str(folder)).end == ids["<|im_start|>"]
+    assert open_tokenizer(str(folder)).end == ids["<|im_start|>"]
     (folder / "tokenizer_config.json").unlink()
-    assert tokenizer(str(folder)).end == ids["<|endoftext|>"]
+    assert open_tokenizer(str(folder)).end == ids["<|endoftext|>"]
     (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
-    assert tokenizer(str(folder)).end == ids["<|im_end|>"]
+    assert open_tokenizer(str(folder)).end == ids["<|im_end|>"]
     with pytest.raises(RunError, match=r'data.end_token = "</s>" is no token of .*<\|endoftext\|>'):
-        tokenizer(str(folder), "</s>")
+        open_tokenizer(str(folder), "</s>")
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
@@ -138,37 +138,37 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
 
     Tokenizer(models.WordLevel({"a": 0, "<stop>": 1}, unk_token="a")).save(str(tmp_path / "words.json"))
     with pytest.raises(RunError, match=r"set data.end_token: .*<stop>"):
-        tokenizer(str(tmp_path / "words.json"))
-    assert tokenizer(str(tmp_path / "words.json"), "<stop>").end == 1
+        open_tokenizer(str(tmp_path / "words.json"))
+    assert open_tokenizer(str(tmp_path / "words.json"), "<stop>").end == 1
 
 
 def test_the_hash_follows_what_ids_are_computed_from(tmp_path: Path) -> None:
     first, second = save_bpe(tmp_path / "a"), save_unigram(tmp_path / "b")
-    hashes = {tokenizer(str(first)).sha256, tokenizer(str(second)).sha256, tokenizer("byte").sha256}
-    hashes.add(tokenizer(str(first), "<|im_end|>").sha256)
+    hashes = {open_tokenizer(str(first)).sha256, open_tokenizer(str(second)).sha256, open_tokenizer("byte").sha256}
+    hashes.add(open_tokenizer(str(first), "<|im_end|>").sha256)
     assert len(hashes) == 4
-    assert tokenizer(str(first / "tokenizer.json")).sha256 == tokenizer(str(first)).sha256
+    assert open_tokenizer(str(first / "tokenizer.json")).sha256 == open_tokenizer(str(first)).sha256
 
 
 def test_the_chat_template_is_found_where_transformers_keeps_it(tmp_path: Path) -> None:
     folder = save_bpe(tmp_path, template=CHATML)
-    words = tokenizer(str(folder))
+    words = open_tokenizer(str(folder))
     assert words.chat_template == CHATML
     assert {path.name for path in words.files} == {"tokenizer.json", "tokenizer_config.json"}
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    assert tokenizer(str(folder)).chat_template == "yes"
+    assert open_tokenizer(str(folder)).chat_template == "yes"
     (folder / "chat_template.jinja").write_text("own file")
-    assert tokenizer(str(folder)).chat_template == "own file"
-    assert folder / "chat_template.jinja" in tokenizer(str(folder)).files
-    assert tokenizer("byte").chat_template is None
+    assert open_tokenizer(str(folder)).chat_template == "own file"
+    assert folder / "chat_template.jinja" in open_tokenizer(str(folder)).files
+    assert open_tokenizer("byte").chat_template is None
 
 
 def test_an_unknown_tokenizer_is_refused_by_name() -> None:
     with pytest.raises(RunError, match=r'data.tokenizer = "words" is not known; .*"byte"'):
-        tokenizer("words")
+        open_tokenizer("words")
     with pytest.raises(RunError, match=r'data.end_token = "x", but data.tokenizer = "byte"'):
-        tokenizer("byte", "x")
+        open_tokenizer("byte", "x")
 
 
 @pytest.mark.parametrize(
@@ -177,18 +177,18 @@ def test_an_unknown_tokenizer_is_refused_by_name() -> None:
 def test_a_broken_tokenizer_is_refused_with_its_file(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(RunError, match=r"tokenizer\.json is no tokenizer that the `tokenizers` library can read"):
-        tokenizer(str(tmp_path))
+        open_tokenizer(str(tmp_path))
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"holds no tokenizer\.json; name a folder that does"):
-        tokenizer(str(tmp_path))
+        open_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.model").write_bytes(b"sentencepiece")
     with pytest.raises(RunError, match=r"only tokenizer\.model: convert it"):
-        tokenizer(str(tmp_path))
+        open_tokenizer(str(tmp_path))
 
 
 def test_a_broken_file_beside_it_is_named(tmp_path: Path) -> None:
     (save_bpe(tmp_path) / "tokenizer_config.json").write_text("{")
     with pytest.raises(RunError, match=r"tokenizer_config\.json cannot be read"):
-        tokenizer(str(tmp_path))
+        open_tokenizer(str(tmp_path))

@@ -12,19 +12,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phalanx.data import source as source_module
+from phalanx.data import corpus as source_module
+from phalanx.data.corpus import END, MemoryCorpus, TextFileCorpus
 from phalanx.data.dataset import open_dataset
 from phalanx.data.files import named_files, stdlib_files
-from phalanx.data.source import END, Memory, TextFiles
 from phalanx.spec.errors import RunError, RunFailed
 from phalanx.spec.run import Data, MixedSource
 
 
-def text(*paths: str | Path) -> TextFiles:
-    return TextFiles(*named_files(tuple(map(str, paths))))
+def text(*paths: str | Path) -> TextFileCorpus:
+    return TextFileCorpus(*named_files(tuple(map(str, paths))))
 
 
-def piece(corpus: TextFiles, document: int, start: int, stop: int) -> bytes:
+def piece(corpus: TextFileCorpus, document: int, start: int, stop: int) -> bytes:
     """Bytes of a document."""
     begin = int(corpus.bounds(document, document)[0])
     return corpus.read(begin + start, begin + stop).astype(np.uint8).tobytes()
@@ -38,7 +38,7 @@ def write(root: Path, **files: str) -> Path:
     return root
 
 
-def whole(corpus: TextFiles) -> dict[str, bytes]:
+def whole(corpus: TextFileCorpus) -> dict[str, bytes]:
     bounds = corpus.bounds(0, corpus.documents).tolist()
     assert all(corpus.read(stop - 1, stop).tolist() == [END] for stop in bounds[1:])
     return {
@@ -61,7 +61,7 @@ def test_the_standard_library_is_all_of_it_and_nothing_installed() -> None:
         for path in root.rglob("*.py")
         if not unwanted & set(path.relative_to(root).parts) and path.stat().st_size
     )
-    documents = TextFiles(*stdlib_files())
+    documents = TextFileCorpus(*stdlib_files())
     assert list(documents.names) == expected
     assert {"os.py", "json/decoder.py"} <= set(documents.names)
     i = list(documents.names).index("json/decoder.py")
@@ -109,7 +109,7 @@ def test_a_loop_of_links_ends(tmp_path: Path) -> None:
 
 
 def test_memory_keeps_its_texts() -> None:
-    corpus = Memory(("né", "", "third"))
+    corpus = MemoryCorpus(("né", "", "third"))
     assert corpus.read(0, corpus.tokens).tolist() == [*"né".encode(), END, *b"third", END]
     assert corpus.bounds(0, 2).tolist() == [0, 4, 10]
     assert [corpus.find(i) for i in (0, 3, 4, 9)] == [0, 0, 1, 1]
@@ -224,7 +224,7 @@ def test_a_file_that_vanishes_is_an_error_that_names_it(tmp_path: Path) -> None:
         piece(documents, 0, 0, 5)
 
 
-def many(root: Path, count: int = 200) -> tuple[TextFiles, list[bytes]]:
+def many(root: Path, count: int = 200) -> tuple[TextFileCorpus, list[bytes]]:
     contents = [f"{i}:".encode() * 50 for i in range(count)]
     for i, content in enumerate(contents):
         (root / f"{i:03}").write_bytes(content)
@@ -313,8 +313,10 @@ def test_the_fingerprint_of_a_large_corpus_looks_at_pieces_from_its_beginning_to
     (tmp_path / "a").write_bytes(content)
     corpus = text(tmp_path)
     asked: list[tuple[int, int]] = []
-    plain = TextFiles.read
-    monkeypatch.setattr(TextFiles, "read", lambda self, start, stop: asked.append((start, stop)) or plain(self, start, stop))
+    plain = TextFileCorpus.read
+    monkeypatch.setattr(
+        TextFileCorpus, "read", lambda self, start, stop: asked.append((start, stop)) or plain(self, start, stop)
+    )
     before = corpus.fingerprint
     assert sum(stop - start for start, stop in asked) == 400
     assert (asked[0][0], asked[-1][1]) == (0, 100_001)
@@ -325,7 +327,7 @@ def test_the_fingerprint_of_a_large_corpus_looks_at_pieces_from_its_beginning_to
 
 
 def test_the_fingerprint_is_the_same_in_another_process() -> None:
-    code = "from phalanx.data.source import *; print(Memory(['a', 'bc']).fingerprint)"
+    code = "from phalanx.data.corpus import *; print(MemoryCorpus(['a', 'bc']).fingerprint)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == Memory(["a", "bc"]).fingerprint
-    assert len({Memory(texts).fingerprint for texts in (["a", "bc"], ["ab", "c"], ["abc"], ["bc", "a"])}) == 4
+    assert out.stdout.strip() == MemoryCorpus(["a", "bc"]).fingerprint
+    assert len({MemoryCorpus(texts).fingerprint for texts in (["a", "bc"], ["ab", "c"], ["abc"], ["bc", "a"])}) == 4

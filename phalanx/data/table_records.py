@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
-from phalanx.data.open_file import is_url, open_binary, packed, reachable
-from phalanx.data.text_records import Bad, checked, missing_extra
+from phalanx.data.files import SourceFile, find_files, is_compressed, is_url, open_binary, paths_key, reachable
+from phalanx.data.text_records import BadRecord, checked, missing_extra, text_in
 from phalanx.spec.errors import RunError
+from phalanx.spec.run import Source
 
 _ROWS = 512
 """Rows unpacked at once."""
@@ -23,12 +25,12 @@ def _library() -> Any:
 
 
 @contextlib.contextmanager
-def _open(path: str) -> Iterator[Any]:
+def _open_parquet(path: str) -> Iterator[Any]:
     """The open file; whatever is wrong with it is told with its name."""
     library = _library()
     import pyarrow as pa
 
-    if packed(path):
+    if is_compressed(path):
         raise RunError([f"{path}: Parquet packs its columns itself and is not read out of another packing; unpack it first."])
     try:
         if is_url(path):
@@ -44,7 +46,7 @@ def _open(path: str) -> Iterator[Any]:
 
 def row_groups(path: str, field: str) -> list[int]:
     """Bytes of each row group of a file whose column `field` is there and holds text; else RunError."""
-    with _open(path) as file:
+    with _open_parquet(path) as file:
         _check(path, field, file.schema_arrow)
         meta = file.metadata
         return [meta.row_group(group).total_byte_size for group in range(meta.num_row_groups)]
@@ -87,8 +89,8 @@ class ParquetRows:
     def __init__(self, path: str, field: str, limit: int, first: int, last: int):
         self._path, self._field, self._limit, self._first, self._last = path, field, limit, first, last
 
-    def __iter__(self) -> Iterator[tuple[int, str | Bad]]:
-        with _open(self._path) as file:
+    def __iter__(self) -> Iterator[tuple[int, str | BadRecord]]:
+        with _open_parquet(self._path) as file:
             row = sum(file.metadata.row_group(group).num_rows for group in range(self._first))
             steps = _steps(self._field, file.schema_arrow.names)
             groups = list(range(self._first, self._last))
@@ -116,3 +118,64 @@ def _values(batch: Any, steps: list[str]) -> list[Any]:
     except UnicodeDecodeError:
         values = column.view(pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary()).to_pylist()
     return values
+
+
+def saved_dataset_files(source: Source) -> list[SourceFile]:
+    """The files of a dataset saved on disk; none for one that is known by name only."""
+    path = _dataset_path(source)
+    return find_files(source, "hf") if os.path.isdir(os.path.expanduser(path)) else []
+
+
+def dataset_rows(source: Source, field: str, limit: int) -> Iterator[str | BadRecord]:
+    """The text of every row, in order; RunError where there is no such dataset, split or column."""
+    data = _open_dataset(source)
+    top = field if field in (data.column_names or [field]) else field.split(".")[0]
+    if data.column_names and top not in data.column_names:
+        raise RunError(
+            [
+                f'{_dataset_path(source)} has no column "{field}"; its columns are {", ".join(data.column_names)}. '
+                "Set data.field (--field) to the one that holds the text."
+            ]
+        )
+    if data.column_names:
+        data = data.select_columns([top])
+    try:
+        for row in data:
+            yield text_in(row, field, limit)
+    except RunError:
+        raise
+    except Exception as error:  # the network, a damaged file, a failing script: the library has one for each
+        raise RunError([f"{_dataset_path(source)} cannot be read to its end ({type(error).__name__}: {error})."]) from None
+
+
+def _dataset_path(source: Source) -> str:
+    if len(source.paths) != 1:
+        raise RunError([f'{paths_key(source)} names {len(source.paths)} datasets; source = "hf" reads exactly one.'])
+    return source.paths[0]
+
+
+def _open_dataset(source: Source) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise missing_extra('source = "hf"', "datasets", "datasets") from None
+    path = os.path.expanduser(_dataset_path(source))
+    try:
+        if not os.path.isdir(path) or not _saved(path):
+            return datasets.load_dataset(path, source.config, split=source.split, streaming=source.streaming)
+        found = datasets.load_from_disk(path)
+    except Exception as error:
+        raise RunError(
+            [
+                f'{paths_key(source)}: the dataset "{path}" (split "{source.split}") cannot be opened ({type(error).__name__}: {error}).'
+            ]
+        ) from None
+    if isinstance(found, dict):
+        if source.split not in found:
+            raise RunError([f'{path} has no split "{source.split}"; its splits are {", ".join(found)}. Set data.split.'])
+        return found[source.split]
+    return found
+
+
+def _saved(path: str) -> bool:
+    return any(os.path.exists(os.path.join(path, name)) for name in ("dataset_dict.json", "state.json"))

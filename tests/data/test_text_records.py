@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from phalanx.data import open_file
-from phalanx.data.open_file import Unpacked
-from phalanx.data.parquet import ParquetRows, row_groups
+from phalanx.data import files
+from phalanx.data.files import Decompressed
+from phalanx.data.table_records import ParquetRows, row_groups
 from phalanx.data.text_records import JsonLines, lines, next_line, text_in
 
 
@@ -101,7 +101,7 @@ def test_a_whole_name_comes_before_dots_that_reach_inside() -> None:
 
 def test_packed_names_are_known_however_they_are_written(tmp_path: Path) -> None:
     (tmp_path / "A.TXT.GZ").write_bytes(gzip.compress(b"one") + gzip.compress(b"two"))
-    unpacked = Unpacked(str(tmp_path / "A.TXT.GZ"))
+    unpacked = Decompressed(str(tmp_path / "A.TXT.GZ"))
     assert b"".join(iter(lambda: unpacked.read(100), b"")) == b"onetwo"
     unpacked.close()
 
@@ -132,6 +132,6 @@ def test_a_server_without_ranges_serves_all_the_same(tmp_path: Path, monkeypatch
     pq.write_table(pa.table({"text": ["a", "b", "c"]}), tmp_path / "a.parquet", row_group_size=2)
     server = Rangeless()
     server.pipe_file("/a.parquet", (tmp_path / "a.parquet").read_bytes())
-    monkeypatch.setattr(open_file, "filesystem", lambda url: (server, url.removeprefix("http://here")))
+    monkeypatch.setattr(files, "filesystem", lambda url: (server, url.removeprefix("http://here")))
     assert len(row_groups("http://here/a.parquet", "text")) == 2
     assert [text for _, text in ParquetRows("http://here/a.parquet", "text", 100, 1, 2)] == ["c"]
