@@ -16,7 +16,7 @@ from rich.text import Text
 
 from phalanx.dashboard.numbers import count, percent, size
 from phalanx.data.inspect import InspectReport
-from phalanx.data.preview import SampleView, PieceView
+from phalanx.data.preview import PieceView, SampleView
 
 _BAR = 32  # columns of the longest bar
 MASKED = ("⟦", "⟧")
