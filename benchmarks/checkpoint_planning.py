@@ -109,7 +109,7 @@ class Everyone:
             if beside is None:
                 found[name] = Piece.of(torch.empty((), dtype=dtype, device="meta"), copies(mesh))
             else:
-                found[name] = piece(torch.empty(own[beside].shape, dtype=dtype, device="meta"), own[beside], mesh)
+                found[name] = piece(torch.empty(own[beside].slice.shape, dtype=dtype, device="meta"), own[beside], mesh)
         return found
 
     def _own(self, spot: ParamShard, mesh: Mesh) -> ParamShard:
@@ -125,9 +125,9 @@ class Everyone:
             each = small.ranks // small.pipeline
             alike = Mesh(Place(rank=0, ranks=small.ranks), torch.device("meta"), small)
             here = (replace(alike, place=Place(rank=places[0] * each + n, ranks=small.ranks)) for n in range(each))
-            rank = next(one.rank for one in here if tuple(one.at(axis) for axis in axes) == places)
+            rank = next(one.rank for one in here if tuple(one.coordinate(axis) for axis in axes) == places)
             with foreseen(self.run, small, rank) as built:
-                spots = {one.name: one.spot for one in built.placed.held}
+                spots = {one.name: one.shard for one in built.sharded.owned}
                 tensors = {n: (p.tensor.dtype, _parameter(n, spots) if p.shape else None) for n, p in built.tensors().items()}
             self._states[places] = State(spots, tensors)
         return self._states[places]

@@ -21,6 +21,7 @@ def wholes(boxes: Mapping[str, tuple[Tensor, ParamShard]], mesh: Mesh) -> dict[s
     for theirs in reversed(mesh.gather_objects(mine)):
         for name, (tensor, spot) in theirs.items():
             if name not in found:
-                found[name] = torch.full(spot.whole, torch.nan, dtype=tensor.dtype)
-            spot.of(found[name]).copy_(tensor)
+                found[name] = torch.full(spot.slice.whole, torch.nan, dtype=tensor.dtype)
+            for box, local in spot.slice.regions():
+                found[name][box.index] = tensor[local.index]
     return found

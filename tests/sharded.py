@@ -119,7 +119,7 @@ def alone(kind: str, replicas: int, compute: str = "fp32") -> Trained:
 
 
 def engine_of(mesh: Mesh, parts: list[nn.Module], whole: Recipe, zero: int, compute: str, keep: bool = False) -> Engine:
-    spots = {name: ParamShard.all(parameter) for part in parts for name, parameter in part.named_parameters()}
+    spots = {name: ParamShard.full(parameter) for part in parts for name, parameter in part.named_parameters()}
     spots = expert.split(parts, spots, whole.axes, mesh)
     how = Sharding(zero=zero, axes=("data", "shard", "context"), compute=compute, keep=keep)
     return FullySharded(parts, spots, mesh, whole, how) if zero == 3 else shard(parts, spots, mesh, whole, how)

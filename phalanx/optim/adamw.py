@@ -97,7 +97,7 @@ def fused(terms: Terms, decay: float, move: Move) -> None:
 
 def decay(one: OwnedParam, spec: OptimizerSpec) -> float:
     """Matrices decay, norms and biases do not; what a rank's part looks like does not matter."""
-    return spec.weight_decay if len(one.shard.whole) >= 2 else 0.0
+    return spec.weight_decay if len(one.shard.slice.whole) >= 2 else 0.0
 
 
 def moving(one: OwnedParam) -> bool:

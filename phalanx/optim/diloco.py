@@ -79,11 +79,11 @@ class Outer:
         """A state that each replica has its own of, as a piece of all of them together; a single number, or one laid out as `shard`."""
         count, here = self._group.size, self._group.index
         mine = state.unsqueeze(0) if isinstance(state, Tensor) else _Row(state, state.dtype)
-        if isinstance(state, Tensor) and tuple(state.shape) != spot.shape:
+        if isinstance(state, Tensor) and tuple(state.shape) != spot.slice.shape:
             assert state.ndim == 0
             return Piece(mine, (count,), (here,), (1,), copies(self._mesh, ("data",), counted=spot.counted))
         alike = copies(self._mesh, ("data", *spot.split), counted=spot.counted)
-        return Piece(mine, (count, *spot.whole), (here, *spot.offset), (1, *spot.shape), alike)
+        return Piece(mine, (count, *spot.slice.whole), (here, *spot.slice.offset), (1, *spot.slice.shape), alike)
 
     def bytes(self) -> Bytes:
         return Bytes(device=sum(size(tensor) for tensor in (*self._anchors, *self._momentum)))

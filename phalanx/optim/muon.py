@@ -104,7 +104,7 @@ class Muon:
         value = one.value.detach()
         value.mul_(1 - move.learning_rate * self._spec.weight_decay)
         # One learning rate serves AdamW too: the root of the mean square of both updates is alike.
-        rate = _adjust_lr(move.learning_rate, "match_rms_adamw", torch.Size(one.shard.whole))
+        rate = _adjust_lr(move.learning_rate, "match_rms_adamw", torch.Size(one.shard.slice.whole))
         value.add_(update, alpha=-rate)
 
 
@@ -119,7 +119,7 @@ class _Shared:
         of_all = group.gathered(torch.tensor([[names, len(indices)]], device=device))
         assert (of_all == of_all[0]).all(), "ranks that share matrices hold different ones"
         places = boxes_of_all(group, spots, device)
-        self._whole = {index: spot.whole for index, spot in zip(indices, spots, strict=True)}
+        self._whole = {index: spot.slice.whole for index, spot in zip(indices, spots, strict=True)}
         self._boxes = {index: [_box(*row) for row in rows] for index, rows in zip(indices, places, strict=True)}
         for index, spot in zip(indices, spots, strict=True):
             _check(held[index].name, spot, self._boxes[index])
@@ -152,7 +152,7 @@ class _Shared:
 def boxes_of_all(group: Group, spots: Sequence[ParamShard], device: torch.device) -> list[list[list[int]]]:
     """Offset and shape of every rank's box, by matrix and rank. A rehearsal, which is told nothing by others, puts its own in the place
     of this function."""
-    places = group.gathered(torch.tensor([[*spot.offset, *spot.shape] for spot in spots], device=device)[None])
+    places = group.gathered(torch.tensor([[*spot.slice.offset, *spot.slice.shape] for spot in spots], device=device)[None])
     return list(places.transpose(0, 1).tolist())
 
 
@@ -167,5 +167,5 @@ def _box(row: int, column: int, height: int, width: int) -> _Box:
 def _check(name: str, spot: ParamShard, boxes: list[_Box]) -> None:
     """Together the boxes are the matrix; several ranks may hold the same one."""
     apart = {(box.rows.start, box.columns.start, *box.shape): box.numbers for box in boxes if box.numbers}
-    total = spot.whole[0] * spot.whole[1]
+    total = spot.slice.whole[0] * spot.slice.whole[1]
     assert sum(apart.values()) == total, f"the ranks hold {sum(apart.values())} of {total} numbers of {name}"

@@ -106,4 +106,4 @@ def refusal(spec: OptimizerSpec, memory: Memory) -> str | None:
 
 def _is_muons(one: OwnedParam) -> bool:
     """Decided on the whole parameter, never on a rank's part. Experts are stacked in three dimensions, of which Muon knows nothing."""
-    return len(one.shard.whole) == 2 and one.name.startswith(_LAYERS)
+    return len(one.shard.slice.whole) == 2 and one.name.startswith(_LAYERS)

@@ -13,9 +13,9 @@ from phalanx.parallel.owned_param import ParamShard
 
 def piece(tensor: Tensor | Elsewhere, spot: ParamShard, mesh: Mesh) -> Piece:
     """A state of a parameter lies where the parameter does; one that is a single number belongs to all of it."""
-    if isinstance(tensor, Tensor) and tuple(tensor.shape) != spot.shape:
+    if isinstance(tensor, Tensor) and tuple(tensor.shape) != spot.slice.shape:
         return Piece.of(tensor, copies(mesh, counted=spot.counted))
-    return Piece(tensor, spot.whole, spot.offset, spot.shape, copies(mesh, spot.split, counted=spot.counted))
+    return Piece(tensor, spot.slice.whole, spot.slice.offset, spot.slice.shape, copies(mesh, spot.split, counted=spot.counted))
 
 
 def copies(mesh: Mesh, split: tuple[str, ...] = (), *, counted: bool = True) -> Copies:

@@ -48,7 +48,7 @@ def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Reci
     """Make `parts`, this rank's stages of the model, one rank's share of the job."""
     layout = plan.layout
     applied: dict[str, str | None] = {}
-    spots = {name: ParamShard.all(parameter) for part in parts for name, parameter in part.named_parameters()}
+    spots = {name: ParamShard.full(parameter) for part in parts for name, parameter in part.named_parameters()}
     if layout.tensor > 1:
         spots = tensor.split(parts, spots, recipe.axes, mesh, sequence=layout.sequence)
         applied["tensor"] = tensor.applied(parts, spots)

@@ -41,7 +41,7 @@ def split(parts: Sequence[nn.Module], spots: Mapping[str, ParamShard], axes: Axe
             count = _legal(layer, found, mesh)
             for name, dims in layer.dims.items():
                 found[name] = _cut(found[name], dims, mesh)
-                replace_parameter(layer.experts, name.rpartition(".")[2], found[name].shape)
+                replace_parameter(layer.experts, name.rpartition(".")[2], found[name].slice.shape)
             layer.parent.dispatch = Dispatch(layer.parent.dispatch, count, _seats(mesh))  # type: ignore[arg-type, assignment]
     return found
 
@@ -52,7 +52,7 @@ def applied(parts: Sequence[nn.Module], spots: Mapping[str, ParamShard], axes: A
         dispatch = getattr(layer.parent, "dispatch", None)
         if isinstance(dispatch, Dispatch):
             name, dims = next(iter(layer.dims.items()))
-            shape, whole = layer.experts.get_parameter(name.rpartition(".")[2]).shape, spots[name].whole
+            shape, whole = layer.experts.get_parameter(name.rpartition(".")[2]).shape, spots[name].slice.whole
             words = [
                 f"{part} of {all_} {'experts' if dim == 'expert' else 'rows of each'}"
                 for part, all_, dim in zip(shape, whole, dims, strict=True)
@@ -88,7 +88,7 @@ def _legal(layer: _Layer, spots: Mapping[str, ParamShard], mesh: Mesh) -> int:
     """How many experts the layer has; refuses one that cannot be shared so."""
     ranks, slices, problems = mesh.size("expert"), mesh.size("expert_tensor"), []
     first = next(iter(layer.dims))
-    count = spots[first].whole[0]
+    count = spots[first].slice.whole[0]
     if count % ranks:
         fitting = [str(divisor) for divisor in range(1, count + 1) if count % divisor == 0]
         problems.append(

@@ -290,7 +290,7 @@ def _hold(name: str, parameter: nn.Parameter, spot: ParamShard) -> OwnedParam:
     assert isinstance(placement, Shard), f"{name} lies as {placement}"
     count, index = parameter.device_mesh.size(-1), parameter.device_mesh.get_local_rank(parameter.device_mesh.ndim - 1)
     spot = spot.cut(placement.dim, index, count, "expert_shard" if spot.expert else "shard")
-    assert tuple(local.shape) == spot.shape, f"{name}: {tuple(local.shape)} here, {spot.shape} expected"
+    assert tuple(local.shape) == spot.slice.shape, f"{name}: {tuple(local.shape)} here, {spot.slice.shape} expected"
     return OwnedParam(name, nn.Parameter(local, requires_grad=False), spot)
 
 

@@ -1,72 +1,64 @@
-"""Where each parameter's part lies in the whole, and who else holds it. Techniques narrow it as they are applied; gradients,
-optimizer, checkpoints and proofs read it. What a rank holds of a parameter is always one box of it."""
+"""What a rank holds of each parameter: the slice, the mesh axes that hold the rest, and the tensor that the optimizer updates.
+
+`parallel/apply` starts from whole parameters and every technique cuts them further; gradients, optimizers, checkpoints and
+verification read the result.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from torch import Tensor, nn
 
+from phalanx.spec.tensor_slice import TensorSlice
+
 
 @dataclass(frozen=True, slots=True)
 class ParamShard:
-    """One parameter's (or state's) part on this rank."""
+    """This rank's shard of a parameter or of its optimizer state: which slice it is, and how the ranks share the parameter."""
 
-    whole: tuple[int, ...]
-    """Shape of the whole."""
-    offset: tuple[int, ...]
-    """Where this rank's box begins."""
-    shape: tuple[int, ...]
-    """Of the box."""
-    partial: tuple[str, ...] = ()
-    """Mesh axes whose ranks each add a part of the gradient, beside those that see other samples."""
+    slice: TensorSlice
     split: tuple[str, ...] = ()
-    """Mesh axes that hold other boxes of it."""
+    """Mesh axes whose ranks hold other slices."""
+    partial: tuple[str, ...] = ()
+    """Mesh axes, other than those of data parallelism, over which gradients must be summed."""
     expert: bool = False
-    """It belongs to routed experts, which lie on the ranks in their own way."""
+    """Whether it belongs to routed experts, which have mesh axes of their own."""
     counted: bool = True
-    """False on a rank whose copy only mirrors another stage's (tied embeddings): sums over all parameters leave it out."""
+    """False for the second copy of a tied embedding: sums over all parameters skip it."""
 
     @classmethod
-    def all(cls, tensor: Tensor) -> Self:
-        """The whole of it."""
-        return cls(whole=tuple(tensor.shape), offset=(0,) * tensor.ndim, shape=tuple(tensor.shape))
+    def full(cls, tensor: Tensor) -> Self:
+        """An undivided parameter."""
+        return cls(TensorSlice.full(tensor.shape))
 
     def cut(self, dim: int, index: int, count: int, axis: str) -> Self:
-        """The index-th of `count` parts along `dim`, as torch.chunk and FSDP2 cut: all but the last ones equal, perhaps none left."""
-        first, length = chunk(self.shape[dim], index, count)
-        offset = (*self.offset[:dim], self.offset[dim] + first, *self.offset[dim + 1 :])
-        shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
-        return replace(self, offset=offset, shape=shape, split=(*self.split, axis))
-
-    def of(self, whole: Tensor) -> Tensor:
-        """The box out of a whole tensor, as a view."""
-        return whole[tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))]
-
-
-def chunk(length: int, index: int, count: int) -> tuple[int, int]:
-    """(first, length) of the index-th of `count` parts."""
-    size = -(-length // count)
-    first = min(index * size, length)
-    return first, min(size, length - first)
+        """The index-th of `count` chunks along `dim`, divided over a mesh axis. Trailing chunks may be shorter or empty."""
+        return replace(self, slice=self.slice.cut(dim, index, count), split=(*self.split, axis))
 
 
 @dataclass(slots=True)
 class OwnedParam:
-    """What the optimizer works on: this rank's own part of one parameter, in full precision."""
+    """A tensor that this rank's optimizer updates: its shard of one parameter, in full precision."""
 
     name: str
     value: nn.Parameter
-    """A plain tensor on the device, never a DTensor; it may share its memory with the model's parameter."""
+    """A plain tensor on the device, never a DTensor. It may share memory with the model's parameter."""
     shard: ParamShard
-    gradient: Tensor | None = field(default=None)
-    """Of the same shape, complete after `Placed.finish`; perhaps in a lower precision."""
+    gradient: Tensor | None = None
+    """Has the same shape; complete after `ShardedModel.finish`. May have a lower precision."""
+
+
+def extract(part: TensorSlice, whole: Tensor) -> Tensor:
+    """The local tensor of a slice, read from the whole tensor: a view if the slice is one box."""
+    boxes = [whole[box.index] for box in part.boxes]
+    return boxes[0] if len(boxes) == 1 else torch.cat(boxes, part.dim)
 
 
 def replace_parameter(module: nn.Module, name: str, shape: tuple[int, ...]) -> None:
-    """Give a parameter that has no memory yet the shape of this rank's part."""
+    """Change the shape of a parameter that has no memory yet."""
     old = module.get_parameter(name)
     assert old.is_meta, f"{name} has memory already: cut it first"
     new = nn.Parameter(torch.empty(shape, dtype=old.dtype, device="meta"), requires_grad=old.requires_grad)

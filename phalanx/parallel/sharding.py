@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import ParamShard, chunk
+from phalanx.parallel.owned_param import ParamShard
 from phalanx.spec.errors import RunError
+from phalanx.spec.tensor_slice import chunk
 
 if TYPE_CHECKING:
     from phalanx.parallel.apply import Recipe
@@ -76,12 +77,12 @@ def own_box(spot: ParamShard, index: int, count: int) -> tuple[ParamShard, int]:
     Rows are dealt out as torch.chunk and FSDP2 do. Fewer experts than ranks are cut once more, along their second dimension.
     """
     axis = "expert_shard" if spot.expert else "shard"
-    rows, size = spot.shape[0], math.prod(spot.shape)
-    if spot.expert and 0 < rows < count and count % rows == 0 and spot.shape[1] % (count // rows) == 0:
+    rows, size = spot.slice.shape[0], math.prod(spot.slice.shape)
+    if spot.expert and 0 < rows < count and count % rows == 0 and spot.slice.shape[1] % (count // rows) == 0:
         each = count // rows
         cut = spot.cut(0, index // each, rows, axis).cut(1, index % each, each, axis)
         return replace(cut, split=(*spot.split, axis)), size // count
-    return spot.cut(0, index, count, axis), chunk(rows, 0, count)[1] * math.prod(spot.shape[1:])
+    return spot.cut(0, index, count, axis), chunk(rows, 0, count)[1] * math.prod(spot.slice.shape[1:])
 
 
 def check(spots: Mapping[str, ParamShard]) -> None:
@@ -90,7 +91,7 @@ def check(spots: Mapping[str, ParamShard]) -> None:
         f"layout.shard cannot share the parameter {name}, a single number without dimensions: give it the shape [1], or leave "
         "layout.shard at 1."
         for name, spot in spots.items()
-        if not spot.shape
+        if not spot.slice.shape
     ]
     if problems:
         raise RunError(problems)
@@ -99,7 +100,7 @@ def check(spots: Mapping[str, ParamShard]) -> None:
 def exact(name: str, spot: ParamShard, axes: Mapping[str, tuple[str, ...]]) -> bool:
     """A norm, a bias or a router: it is small, and rounding it would show. It stays in fp32."""
     dims = next((dims for pattern, dims in axes.items() if fnmatchcase(name, pattern)), ())
-    return len(spot.shape) < 2 or "route" in dims
+    return len(spot.slice.shape) < 2 or "route" in dims
 
 
 def lower(parts: Sequence[nn.Module], names: Iterable[str], dtype: torch.dtype) -> None:

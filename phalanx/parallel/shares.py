@@ -67,7 +67,7 @@ class _Slot:
         first = min(group.index * room, len(flat))
         # In fp32 the master weights are the parameter's own memory.
         low = flat.dtype != torch.float32
-        own = torch.empty(spot.shape, dtype=torch.float32, device=flat.device) if low else _cut(flat, first, spot)
+        own = torch.empty(spot.slice.shape, dtype=torch.float32, device=flat.device) if low else _cut(flat, first, spot)
         held = OwnedParam(one.name, nn.Parameter(own, requires_grad=False), spot)
         full = len(flat) // max(room, 1)
         targets = [flat[: full * room].view(full, room), flat[full * room :]]
@@ -190,7 +190,7 @@ class Bucket:
 
 def _cut(flat: Tensor, first: int, spot: ParamShard) -> Tensor:
     """The box that begins there in a flat tensor."""
-    return flat[first : first + math.prod(spot.shape)].view(spot.shape)
+    return flat[first : first + math.prod(spot.slice.shape)].view(spot.slice.shape)
 
 
 def bundled(wholes: Sequence[Whole], wire: torch.dtype) -> list[list[Whole]]:

@@ -75,15 +75,17 @@ def split(
 def applied(parts: list[nn.Module], spots: Mapping[str, ParamShard]) -> str:
     """What was done, read off the parameters and the hooks: an example, and how many others."""
     shapes = {name: tuple(p.shape) for part in parts for name, p in part.named_parameters()}
-    cut = [name for name, shape in shapes.items() if "tensor" in spots[name].split and shape != spots[name].whole]
+    cut = [name for name, shape in shapes.items() if "tensor" in spots[name].split and shape != spots[name].slice.whole]
     if not cut:
         return "no parameter of this rank is cut"
     name = next((name for name in cut if len(shapes[name]) > 1 and "embed" not in name), cut[0])
-    dim = next(dim for dim, length in enumerate(shapes[name]) if length != spots[name].whole[dim])
+    dim = next(dim for dim, length in enumerate(shapes[name]) if length != spots[name].slice.whole[dim])
     kind = ("rows", "columns")[dim] if len(shapes[name]) == 2 else "elements"
     hooks = [hook for part in parts for module in part.modules() for hook in module._forward_hooks.values()]
     sliced = {hook.sliced for hook in hooks if isinstance(hook, ReduceFromTP)} == {True}
-    words = f"{name}: {shapes[name][dim]} of {spots[name].whole[dim]} {kind}; {len(cut)} of {len(shapes)} parameters are cut"
+    words = (
+        f"{name}: {shapes[name][dim]} of {spots[name].slice.whole[dim]} {kind}; {len(cut)} of {len(shapes)} parameters are cut"
+    )
     return words + ("; sums go to slices of the sequence" if sliced else "")
 
 
@@ -200,10 +202,10 @@ def _unfit(table: _Table, spots: Mapping[str, ParamShard], sequence: bool) -> It
     """Whole heads must be there to be cut, and a model whose logits nobody can step in before cannot be sliced."""
     for name, dims in table.dims.items():
         for kind, count in (("heads", table.spec.heads), ("kv_heads", table.spec.kv)):
-            if kind in dims and spots[name].whole[dims.index(kind)] % count:
+            if kind in dims and spots[name].slice.whole[dims.index(kind)] % count:
                 yield (
                     f"AXES names a dimension of {name} {kind!r}, but model.{kind} = {count} does not divide "
-                    f"its {spots[name].whole[dims.index(kind)]} elements: whole heads could not be cut."
+                    f"its {spots[name].slice.whole[dims.index(kind)]} elements: whole heads could not be cut."
                 )
     if sequence and table.whole_vocabulary and getattr(table.part, "ends", True):
         yield (
@@ -220,14 +222,14 @@ def _placed(spot: ParamShard, name: str, table: _Table, group: Group, sequence: 
 
 
 def _shrink(module: nn.Module, leaf: str, spot: ParamShard) -> None:
-    replace_parameter(module, leaf, spot.shape)
+    replace_parameter(module, leaf, spot.slice.shape)
     if isinstance(module, nn.Linear) and leaf == "weight":
-        module.out_features, module.in_features = spot.shape
+        module.out_features, module.in_features = spot.slice.shape
     elif isinstance(module, nn.Embedding):
-        module.num_embeddings = spot.shape[0]
+        module.num_embeddings = spot.slice.shape[0]
         if module.padding_idx is not None:
-            inside = spot.offset[0] <= module.padding_idx < spot.offset[0] + spot.shape[0]
-            module.padding_idx = module.padding_idx - spot.offset[0] if inside else None
+            inside = spot.slice.offset[0] <= module.padding_idx < spot.slice.offset[0] + spot.slice.shape[0]
+            module.padding_idx = module.padding_idx - spot.slice.offset[0] if inside else None
 
 
 def _install(table: _Table, spots: Mapping[str, ParamShard], group: Group, sequence: bool, done: set[nn.Module]) -> None:

@@ -69,8 +69,8 @@ class Lookup:
     sliced: bool
 
     def __call__(self, tokens_BS: Tensor) -> Tensor:
-        local_BS = tokens_BS - self.shard.offset[0]
-        elsewhere_BS = (local_BS < 0) | (local_BS >= self.shard.shape[0])
+        local_BS = tokens_BS - self.shard.slice.offset[0]
+        elsewhere_BS = (local_BS < 0) | (local_BS >= self.shard.slice.shape[0])
         x_BSD = self.whole(local_BS.masked_fill(elsewhere_BS, 0)).masked_fill(elsewhere_BS[..., None], 0.0)
         return self.group.scatter(x_BSD, 1) if self.sliced else self.group.reduce(x_BSD)
 

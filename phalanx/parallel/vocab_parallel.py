@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from phalanx.parallel.group import Group
-from phalanx.parallel.owned_param import chunk as share_of
 from phalanx.parallel.sharded_model import Loss
 from phalanx.parallel.tensor_comm import CopyToTP, computed
 from phalanx.spec.errors import RunError
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.tensor_slice import chunk as share_of
 
 IGNORED = -100
 """A target that does not count."""

@@ -30,6 +30,7 @@ from phalanx.parallel.expert_dispatch import Seats
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.owned_param import ParamShard
+from phalanx.spec.tensor_slice import TensorSlice
 from phalanx.transforms import activations
 
 ASSUMED = (
@@ -58,12 +59,12 @@ def tiled(tensor: int) -> Callable[..., list[list[list[int]]]]:
 
 def tiles(group: Group, spot: ParamShard, tensor: int) -> list[list[int]]:
     """Tensor ranks, which are neighbours, cut a matrix along one of its dimensions, and those that share state its parts."""
-    own, shards = [*spot.offset, *spot.shape], group.size // tensor
+    own, shards = [*spot.slice.offset, *spot.slice.shape], group.size // tensor
     for first, second in product(range(2), repeat=2):
         found = []
         for index in range(group.size):
-            whole = ParamShard(whole=spot.whole, offset=(0, 0), shape=spot.whole)
-            part = whole.cut(first, index % tensor, tensor, "tensor").cut(second, index // tensor, shards, "shard")
+            whole = TensorSlice.full(spot.slice.whole)
+            part = whole.cut(first, index % tensor, tensor).cut(second, index // tensor, shards)
             found.append([*part.offset, *part.shape])
         if found[group.index] == own:
             return found

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 from phalanx.observe.comm_timer import WAITED
 from phalanx.optim.learning_rate import learning_rate
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import chunk
 from phalanx.rehearsal import fake_gpu
 from phalanx.rehearsal.attention_kernels import Card
 from phalanx.rehearsal.environment import assumed
@@ -28,6 +27,7 @@ from phalanx.rehearsal.message_log import Messages
 from phalanx.rehearsal.op_tracker import Watch
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
+from phalanx.spec.tensor_slice import chunk
 from phalanx.training.build import Built, place
 from phalanx.training.dry_build import absent_ranks, generation, lazy_cuts
 from phalanx.training.micro_batch import MicroBatch

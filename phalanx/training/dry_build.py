@@ -16,12 +16,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from phalanx.checkpointing.slices import Piece
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import chunk
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.place import Place
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Memory, Run
+from phalanx.spec.tensor_slice import chunk
 from phalanx.training.build import Built, place
 
 _generations = count(1)  # torch remembers meshes by their names: no two of this process may have the same

@@ -24,7 +24,8 @@ def recipe(model: nn.Module, seed: int, schedule: Schedule | None = None) -> Rec
     @torch.no_grad()
     def write(name: str, tensor: Tensor, spot: ParamShard) -> None:
         if not (tensor.is_meta or is_fake(tensor)):  # a rank that is only foreseen or rehearsed has no memory to write to
-            fill(tensor, seed, name, spec, Box(spot.whole, spot.offset), initial)
+            for box, local in spot.slice.regions():
+                fill(tensor[local.index], seed, name, spec, Box(spot.slice.whole, box.offset), initial)
 
     return Recipe(
         axes=axes(spec.module),

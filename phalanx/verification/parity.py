@@ -131,7 +131,8 @@ def _placement(case: Case, found: list[Found], reference: Reference) -> Iterator
         missing = torch.ones(shape, dtype=torch.bool)
         for one in found:
             if name in one.spots:
-                one.spots[name].of(missing).fill_(False)
+                for box in one.spots[name].slice.boxes:
+                    missing[box.index] = False
         yield Row("placement", 0, name, 0, float(missing.sum()))
     layout, split = case.layout, set().union(*(one.split for one in found))
     applied = {axis: axis in split for axis in ("shard", "tensor", "expert", "expert_tensor")}

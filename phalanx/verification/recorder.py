@@ -12,6 +12,7 @@ from torch import Tensor
 
 from phalanx.events.records import StepSkipped
 from phalanx.parallel.owned_param import ParamShard
+from phalanx.spec.tensor_slice import TensorSlice
 from phalanx.training.trainer import Trainer
 
 Box = tuple[Tensor, ParamShard]
@@ -70,7 +71,10 @@ def _parameters(trainer: Trainer) -> dict[str, Box]:
     for name, piece in trainer.tensors().items():
         if name.startswith("model/"):
             tensor = piece.tensor if isinstance(piece.tensor, Tensor) else piece.tensor.read()
-            found[name.removeprefix("model/")] = (tensor.detach(), ParamShard(piece.whole, piece.offset, piece.shape))
+            found[name.removeprefix("model/")] = (
+                tensor.detach(),
+                ParamShard(TensorSlice.of(piece.whole, piece.offset, piece.shape)),
+            )
     if trainer.run.optimizer.local_steps > 1:  # between two meetings a checkpoint holds where replicas last met
         found |= {one.name: (one.value.detach(), one.shard) for one in trainer.sharded.owned}
     return found

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phalanx.models.attention import attend_locally
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import ParamShard
+from phalanx.parallel.owned_param import ParamShard, extract
 from phalanx.training.trainer import Trainer
 from phalanx.verification.case import Case
 from phalanx.verification.local_sgd_reference import replicas
@@ -50,7 +50,7 @@ def leave(mesh: Mesh, case: Case, path: Path) -> Reference:
     local = case.run.optimizer.local_steps > 1
     found = list(replicas(mesh, case)) if local else [list(_kept(_trainer(mesh, case, alone=True), case.steps))]
     torch.save(found, path)
-    return Reference(path, {name: spot.whole for name, (_, spot) in found[0][0].parameters.items()})
+    return Reference(path, {name: spot.slice.whole for name, (_, spot) in found[0][0].parameters.items()})
 
 
 def _kept(trainer: Trainer, steps: int) -> Iterator[Moment]:
@@ -113,10 +113,12 @@ def _tensors(kind: str, step: int, sides: tuple[dict[str, Box], dict[str, Box]],
     largest = {name: _largest(tensor) for name, (tensor, _) in theirs.items()}
     floor = FLOOR * max(largest.values(), default=0.0)
     for name, (tensor, spot) in ours.items():
-        if name not in theirs or theirs[name][1].whole != spot.whole:
+        if name not in theirs or theirs[name][1].slice.whole != spot.slice.whole:
             yield Row(kind, step, name, rank, float("inf"))
         else:
-            yield Row(kind, step, name, rank, difference(tensor, spot.of(theirs[name][0]), max(largest[name], floor)))
+            yield Row(
+                kind, step, name, rank, difference(tensor, extract(spot.slice, theirs[name][0]), max(largest[name], floor))
+            )
 
 
 def _largest(tensor: Tensor) -> float:

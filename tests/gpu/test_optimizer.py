@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import Held, Spot
+from phalanx.parallel.owned_param import OwnedParam, ParamShard
 from phalanx.spec.place import Place
 from phalanx.spec.run import Memory, Optimizer as Spec, Precision
 from phalanx.optim.optimizer import Optimizer
@@ -33,7 +33,7 @@ def held():
     found = []
     for name, shape in {"a": (37,), "b": (3001, 503), "c": (3,), "d": (50021, 7)}.items():
         value = nn.Parameter(torch.randn(shape, generator=dice).cuda())
-        found.append(Held(name, value, Spot.all(value)))
+        found.append(OwnedParam(name, value, ParamShard.full(value)))
     return found
 
 def run(offload, moments, gradients):

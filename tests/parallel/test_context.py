@@ -234,7 +234,7 @@ def loss(model: nn.Module, tokens: Tensor, targets: Tensor, positions: Tensor, t
 def step(mesh: Mesh, spec: ModelSpec, method: str, kind: str, how: str) -> tuple[float, dict[str, Tensor]]:
     """Sum of losses and every gradient over all ranks, of a batch of two micro-batches."""
     model = materialize(build(spec), 1, torch.device("cpu"))
-    held = [OwnedParam(name, parameter, ParamShard.all(parameter)) for name, parameter in model.named_parameters()]
+    held = [OwnedParam(name, parameter, ParamShard.full(parameter)) for name, parameter in model.named_parameters()]
     placed = ShardedModel([model], mesh, Replicated(held, mesh, ("data", "shard", "context")), loss=F.cross_entropy)
     if mesh.size("context") > 1:
         context_parallel.swap([model], mesh, method)

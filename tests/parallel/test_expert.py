@@ -24,13 +24,14 @@ from phalanx.parallel.apply import materialize as fill
 from phalanx.parallel.expert import Loads
 from phalanx.parallel.expert_dispatch import Dispatch
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import OwnedParam, ParamShard
+from phalanx.parallel.owned_param import OwnedParam, ParamShard, extract
 from phalanx.parallel.replicate import Replicated
 from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec, Moe
 from phalanx.spec.place import Place
+from phalanx.spec.tensor_slice import TensorSlice
 from phalanx.training.loss import summed_loss
 from phalanx.training.recipe import recipe
 
@@ -72,7 +73,7 @@ def steer(model: nn.Module, crowded: bool) -> None:
 
 def place(mesh: Mesh, model: nn.Module, given: Recipe) -> ShardedModel:
     """One rank's share of a model; ranks that would share its state are more replicas here."""
-    spots = {name: ParamShard.all(parameter) for name, parameter in model.named_parameters()}
+    spots = {name: ParamShard.full(parameter) for name, parameter in model.named_parameters()}
     sequence, group = mesh.layout.sequence, mesh.group("tensor", use="tensor")
     spots = tensor.split([model], spots, given.axes, mesh, sequence=sequence)
     loss = vocab_parallel.swap([model], group, chunk=None, sequence=sequence, loss=given.loss)
@@ -106,7 +107,7 @@ def gradients(mesh: Mesh, kind: str, crowded: bool, compute: torch.dtype | None)
     boxes = {one.name: (one.gradient, one.shard) for one in placed.owned if one.gradient is not None}
     found_wholes = wholes(boxes, mesh)
     for name, (gradient, spot) in boxes.items():  # what several ranks hold is alike on all
-        torch.testing.assert_close(gradient, spot.of(found_wholes[name]), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradient, extract(spot.slice, found_wholes[name]), rtol=1e-5, atol=1e-6)
     shapes = [tuple(one.value.shape) for one in placed.owned if ".experts." in one.name]
     return mesh.sum(total).item() / mesh.layout.tensor, found_wholes, shapes
 
@@ -165,13 +166,13 @@ def shared(mesh: Mesh, moe: Moe) -> tuple[MoE, dict[str, ParamShard]]:
     with torch.device("meta"):
         layer = MoE(16, moe)
     model = nn.ModuleDict({"0": nn.ModuleDict({"mlp": layer})})
-    spots = {name: ParamShard.all(parameter) for name, parameter in model.named_parameters()}
+    spots = {name: ParamShard.full(parameter) for name, parameter in model.named_parameters()}
     found = {name.removeprefix("0.mlp."): spot for name, spot in expert.split([model], spots, AXES, mesh).items()}
     layer.to_empty(device=CPU)
     layer.router.reset_buffers()
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
-            parameter.copy_(found[name].of(whole.get_parameter(name)))
+            parameter.copy_(extract(found[name].slice, whole.get_parameter(name)))
     return layer, found
 
 
@@ -209,7 +210,7 @@ def sequence_gradients(mesh: Mesh, moe: Moe) -> dict[str, Tensor]:
     """Of one layer, whose sequences lie on the ranks of `context` and `tensor` in parts."""
     layer, spots = shared(mesh, moe)
     within = mesh.size("context") * mesh.size("tensor")
-    part = mesh.coordinate("context") * mesh.size("tensor") + mesh.at("tensor")
+    part = mesh.coordinate("context") * mesh.size("tensor") + mesh.coordinate("tensor")
     x = sequences().chunk(mesh.layout.replicas)[mesh.replica].chunk(within, 1)[part]
     held = []
     for name, parameter in layer.named_parameters():
@@ -258,23 +259,23 @@ def test_a_forward_can_be_repeated() -> None:
 
 def test_what_was_done_is_read_off_the_parameters() -> None:
     model = build(spec("odd"))
-    spots = {name: ParamShard.all(parameter) for name, parameter in model.named_parameters()}
+    spots = {name: ParamShard.full(parameter) for name, parameter in model.named_parameters()}
     assert expert.applied([model], spots, AXES) is None
     spots = run_ranks(cut, 4, layout=Layout(data=4, expert=2, expert_tensor=2))
     last, said = spots[3]
     assert said == "blocks.1.mlp.experts.gate: 4 of 8 experts, 11 of 23 rows of each; tokens travel among 4 ranks"
     assert last["blocks.1.mlp.experts.down"] == ParamShard(
-        whole=(8, 16, 23), offset=(4, 0, 12), shape=(4, 16, 11), split=("expert", "expert_tensor"), expert=True
+        TensorSlice.of((8, 16, 23), (4, 0, 12), (4, 16, 11)), split=("expert", "expert_tensor"), expert=True
     )
     assert {name for name, spot in last.items() if spot.expert} == {
         f"blocks.1.mlp.experts.{one}" for one in ("gate", "up", "down")
     }
-    assert all(spot == ParamShard.all(model.get_parameter(name)) for name, spot in last.items() if not spot.expert)
+    assert all(spot == ParamShard.full(model.get_parameter(name)) for name, spot in last.items() if not spot.expert)
 
 
 def cut(mesh: Mesh) -> tuple[dict[str, ParamShard], str | None]:
     model = build(spec("odd"))
-    spots = {name: ParamShard.all(parameter) for name, parameter in model.named_parameters()}
+    spots = {name: ParamShard.full(parameter) for name, parameter in model.named_parameters()}
     # Whoever shares the dense layers may have marked everything that it finds in a layer of experts.
     spots = {name: replace(spot, partial=("tensor",)) if ".experts." in name else spot for name, spot in spots.items()}
     spots = expert.split([model], spots, AXES, mesh)
@@ -283,7 +284,7 @@ def cut(mesh: Mesh) -> tuple[dict[str, ParamShard], str | None]:
 
 def test_without_a_degree_experts_stay_where_they_are() -> None:
     model = build(spec("softmax"))
-    spots = {name: ParamShard.all(parameter) for name, parameter in model.named_parameters()}
+    spots = {name: ParamShard.full(parameter) for name, parameter in model.named_parameters()}
     assert expert.split([model], spots, AXES, replace(ALONE, layout=Layout(data=1))) == spots
     assert all(block.mlp.dispatch is dispatch_locally for block in model.blocks.values())  # type: ignore[union-attr]
 
@@ -298,7 +299,7 @@ class _Undispatched(nn.Module):
 def test_what_cannot_be_shared_is_refused() -> None:
     mesh = Mesh(Place(rank=0, ranks=4), CPU, Layout(data=4, expert=4, expert_tensor=1))
     model = _Undispatched()
-    spots = {name: ParamShard.all(parameter) for name, parameter in model.named_parameters()}
+    spots = {name: ParamShard.full(parameter) for name, parameter in model.named_parameters()}
     with pytest.raises(RunError) as refused:
         expert.split([model], spots, {"*": ("expert", "model")}, mesh)
     divides, dispatches = refused.value.problems

@@ -43,7 +43,7 @@ def test_rank_0s_value_is_shared_whatever_it_is() -> None:
         return mesh.broadcast_object(mine if mesh.rank != 0 else mine | {"more": [1, None]})
 
     assert run_ranks(share, 3) == [{"path": Path("somewhere"), "who": 0, "text": "", "more": [1, None]}] * 3
-    assert ALONE.share("own") == "own"
+    assert ALONE.broadcast_object("own") == "own"
 
 
 def test_nobody_passes_a_barrier_before_all_have_come() -> None:

@@ -60,7 +60,7 @@ def accumulate(module: nn.Module, gradients: Replicated, numbers: Iterable[int])
 
 
 def engine(parameters: Iterable[nn.Parameter], mesh: Mesh, wire: torch.dtype = torch.float32) -> Replicated:
-    held = [OwnedParam(str(number), parameter, ParamShard.all(parameter)) for number, parameter in enumerate(parameters)]
+    held = [OwnedParam(str(number), parameter, ParamShard.full(parameter)) for number, parameter in enumerate(parameters)]
     return Replicated(held, mesh, ("data", "shard", "context"), wire=wire)
 
 

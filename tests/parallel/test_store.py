@@ -192,7 +192,7 @@ def _everything(mesh: Mesh) -> str:
     mesh.store_set(f"rank {mesh.rank}", f"größe {mesh.rank}")
     words = [mesh.store_get(f"rank {rank}") for rank in range(mesh.ranks)]
     mesh.barrier()
-    return f"{values.tolist()} {words} {mesh.tally('sum', 0)}"
+    return f"{values.tolist()} {words} {mesh.store_add('sum', 0)}"
 
 
 def test_ranks_meet_in_it_and_speak_through_it() -> None:

@@ -20,7 +20,7 @@ from phalanx.models.moe import routers
 from phalanx.parallel import tensor, vocab_parallel
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import OwnedParam, ParamShard
+from phalanx.parallel.owned_param import OwnedParam, ParamShard, extract
 from phalanx.parallel.replicate import Replicated
 from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.parallel.tensor_comm import KvSelect
@@ -86,7 +86,7 @@ def place(
     parts: list[nn.Module], mesh: Mesh, axes: Mapping[str, tuple[str, ...]], *, sequence: bool, chunk: int | None = None
 ) -> ShardedModel:
     """As `parallel/apply` does it, tensor parallelism and the loss alone."""
-    spots = {name: ParamShard.all(parameter) for part in parts for name, parameter in part.named_parameters()}
+    spots = {name: ParamShard.full(parameter) for part in parts for name, parameter in part.named_parameters()}
     spots = tensor.split(parts, spots, axes, mesh, sequence=sequence)
     loss = vocab_parallel.swap(parts, mesh.group("tensor", use="tensor"), chunk=chunk, sequence=sequence, loss=summed_loss)
     held = {}
@@ -96,9 +96,9 @@ def place(
     for part in parts:
         for name, parameter in part.named_parameters():
             spot = spots[name]
-            assert tuple(parameter.shape) == spot.shape
+            assert tuple(parameter.shape) == spot.slice.shape
             with torch.no_grad():
-                fill(parameter, SEED, name, part.spec, Box(spot.whole, spot.offset), INITIAL)
+                fill(parameter, SEED, name, part.spec, Box(spot.slice.whole, spot.slice.offset), INITIAL)
             held[name] = OwnedParam(name, parameter, spot)
     engine = Replicated(list(held.values()), mesh, ("data", "shard", "context"))
     return ShardedModel(parts, mesh, engine, loss)
@@ -128,7 +128,7 @@ def train(placed: ShardedModel, compute: str = "fp32") -> tuple[float, dict[str,
     placed.finish()
     gradients = wholes({one.name: (one.gradient, one.shard) for one in placed.owned if one.gradient is not None}, placed.mesh)
     for one in placed.owned:  # what several ranks hold is alike on all
-        torch.testing.assert_close(one.gradient, one.shard.of(gradients[one.name]), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(one.gradient, extract(one.shard.slice, gradients[one.name]), rtol=1e-5, atol=1e-6)
     counts = {name: placed.mesh.sum(router.counts.clone()) for name, router in routers(placed.parts[-1]).items()}
     return loss.item(), gradients, counts
 

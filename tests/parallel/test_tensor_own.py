@@ -65,7 +65,7 @@ class Own(nn.Module):
 
 
 def cut(model: nn.Module, mesh: Mesh, axes: Mapping[str, tuple[str, ...]], sequence: bool) -> dict[str, ParamShard]:
-    spots = {name: ParamShard.all(parameter) for name, parameter in model.named_parameters()}
+    spots = {name: ParamShard.full(parameter) for name, parameter in model.named_parameters()}
     return tensor.split([model], spots, axes, mesh, sequence=sequence)
 
 
@@ -78,7 +78,7 @@ def train(mesh: Mesh, tied: bool, sequence: bool, length: int) -> tuple[float, d
     held = [OwnedParam(name, parameter, spots[name]) for name, parameter in model.named_parameters()]
     with torch.no_grad():
         for one in held:
-            fill(one.value, 1, one.name, SPEC, Box(one.shard.whole, one.shard.offset), {"*": "normal"})
+            fill(one.value, 1, one.name, SPEC, Box(one.shard.slice.whole, one.shard.slice.offset), {"*": "normal"})
     placed = ShardedModel([model], mesh, Replicated(held, mesh, ("data", "shard", "context")), loss)
     placed.begin(1)
     total = loss(model(TOKENS[:, :length], torch.arange(length).expand(2, length)), TOKENS.roll(1)[:, :length])

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from phalanx.models.init import build, materialize
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import ParamShard
+from phalanx.parallel.owned_param import ParamShard, extract
 from phalanx.parallel.sharded_model import Loss
 from phalanx.parallel.vocab_parallel import applied, swap
 from phalanx.spec.errors import RunError
@@ -34,8 +34,10 @@ class End(nn.Module):
         self.spec = ModelSpec(vocab=rows, dim=WIDTH)
         self.project = linear
         whole = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows))
-        self.shard = ParamShard.all(whole) if group is None else ParamShard.all(whole).cut(0, group.index, group.size, "tensor")
-        self.weight = nn.Parameter(self.shard.of(whole).clone())
+        self.shard = (
+            ParamShard.full(whole) if group is None else ParamShard.full(whole).cut(0, group.index, group.size, "tensor")
+        )
+        self.weight = nn.Parameter(extract(self.shard.slice, whole).clone())
 
     def forward(self, x_BSD: Tensor) -> Any:
         return self.project(x_BSD, self.weight)
@@ -119,8 +121,8 @@ def test_ranks_with_some_columns_each(ranks: int, rows: int) -> None:
             assert total.item() == pytest.approx(want[0].item(), rel=1e-6)
             assert evaluated == pytest.approx(want[0].item(), rel=1e-6)
             torch.testing.assert_close(dx, want[1], rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(dweight, spot.of(want[2]), rtol=1e-5, atol=1e-6)
-            assert told is not None and f"begin at column {spot.offset[0]} of {rows}" in told
+            torch.testing.assert_close(dweight, extract(spot.slice, want[2]), rtol=1e-5, atol=1e-6)
+            assert told is not None and f"begin at column {spot.slice.offset[0]} of {rows}" in told
             assert ("logits of 7 tokens at a time" in told) == (chunk is not None)
 
 

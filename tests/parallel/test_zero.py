@@ -34,13 +34,14 @@ from phalanx.models.init import build
 from phalanx.parallel import shares
 from phalanx.parallel.fsdp import FullySharded
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import OwnedParam, ParamShard
+from phalanx.parallel.owned_param import OwnedParam, ParamShard, extract
 from phalanx.parallel.pipeline.split_backward import backward_input, backward_weight
 from phalanx.parallel.sharding import Sharding, own_box
 from phalanx.parallel.zero import Sharded, shard
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.tensor_slice import TensorSlice
 from phalanx.training.loss import summed_loss
 from phalanx.training.recipe import recipe
 from phalanx.transforms.precision import computing
@@ -249,7 +250,7 @@ def test_a_single_number_is_refused() -> None:
         how = Sharding(zero=zero, axes=("data", "shard", "context"))
         build_engine: Callable[..., Any] = FullySharded if zero == 3 else shard
         with pytest.raises(RunError, match=r"cannot share the parameter scale, a single number.*give it the shape \[1\]"):
-            build_engine([model], {"scale": ParamShard.all(model.scale)}, ALONE, whole, how)
+            build_engine([model], {"scale": ParamShard.full(model.scale)}, ALONE, whole, how)
 
 
 def test_a_parameter_that_some_micro_batches_do_not_reach_gets_the_rest() -> None:
@@ -259,7 +260,7 @@ def test_a_parameter_that_some_micro_batches_do_not_reach_gets_the_rest() -> Non
             names = ("often", "rarely", "never")
             parameters = [nn.Parameter(torch.ones(5)) for _ in names]
             often, rarely, _ = parameters
-            whole = [shares.Whole(n, p, ParamShard.all(p), 0, False) for n, p in zip(names, parameters, strict=True)]
+            whole = [shares.Whole(n, p, ParamShard.full(p), 0, False) for n, p in zip(names, parameters, strict=True)]
             how = Sharding(zero=zero, axes=("data", "shard", "context"))
             engine = Sharded(whole, mesh, lambda name, tensor, spot: None, how)
             for reached in ({0, 1, 2, 3}, {2}, set()):  # the micro-batches that use `rarely`
@@ -335,9 +336,9 @@ def test_the_engines_say_what_they_have_done() -> None:
 
 
 def test_few_experts_are_cut_twice_and_boxes_have_no_gaps() -> None:
-    experts = ParamShard((2, 6, 3), (0, 0, 0), (2, 6, 3), expert=True)
+    experts = ParamShard(TensorSlice.full((2, 6, 3)), expert=True)
     boxes = [own_box(experts, index, 4) for index in range(4)]
-    assert [(box.offset, box.shape, room) for box, room in boxes] == [
+    assert [(box.slice.offset, box.slice.shape, room) for box, room in boxes] == [
         ((0, 0, 0), (1, 3, 3), 9),
         ((0, 3, 0), (1, 3, 3), 9),
         ((1, 0, 0), (1, 3, 3), 9),
@@ -346,4 +347,4 @@ def test_few_experts_are_cut_twice_and_boxes_have_no_gaps() -> None:
     assert {box.split for box, _ in boxes} == {("expert_shard",)}
     whole = torch.arange(36).view(2, 6, 3)
     for index, (box, room) in enumerate(boxes):
-        assert torch.equal(box.of(whole).flatten(), whole.flatten()[index * room : (index + 1) * room])
+        assert torch.equal(extract(box.slice, whole).flatten(), whole.flatten()[index * room : (index + 1) * room])

@@ -90,11 +90,13 @@ def test_states_are_those_of_a_foreseen_rank(model: ModelSpec, layout: Layout) -
     _, work = jobs(run, layout)
     found = footprint(work)
     with foreseen(run, layout, int(np.max(found.fullest)) * layout.ranks // layout.pipeline) as built:
-        held = built.sharded.held
+        held = built.sharded.owned
         values = sum(one.value.numel() for one in held)
         whole = {p: p.numel() * p.element_size() for part in built.sharded.parts for p in part.parameters()}
         apart = layout.shard > 1 and layout.zero < 3
-        parameters = sum(whole.values()) + 4 * sum(one.value.numel() for one in held if apart and len(one.spot.whole) > 1)
+        parameters = sum(whole.values()) + 4 * sum(
+            one.value.numel() for one in held if apart and len(one.shard.slice.whole) > 1
+        )
     assert float(np.max(found.optimizer)) == pytest.approx(8 * values, rel=0.02)
     if layout.shard == 1 or apart:
         assert float(np.max(found.parameters)) == pytest.approx(parameters, rel=0.02)

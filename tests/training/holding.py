@@ -9,7 +9,7 @@ from torch import Tensor
 
 from phalanx.checkpointing.slices import Elsewhere
 from phalanx.models.init import build, materialize
-from phalanx.parallel.owned_param import OwnedParam, ParamShard
+from phalanx.parallel.owned_param import OwnedParam, ParamShard, extract
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import Optimizer as OptimizerSpec
 
@@ -26,14 +26,14 @@ def holding(seed: int = 0, spec: ModelSpec = MODEL) -> list[OwnedParam]:
     with torch.no_grad():
         for p in model.parameters():  # biases too: what is zero shows no decay
             p.copy_(0.3 * torch.randn(p.shape, generator=dice))
-    return [OwnedParam(name, p, ParamShard.all(p)) for name, p in model.named_parameters()]
+    return [OwnedParam(name, p, ParamShard.full(p)) for name, p in model.named_parameters()]
 
 
 def give_gradients(held: list[OwnedParam], step: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> None:
     """The same for the same step, whatever box of a parameter is held."""
     dice = torch.Generator().manual_seed(1000 + step)
     for one in held:
-        one.gradient = one.shard.of(scale * torch.randn(one.shard.whole, generator=dice)).to(dtype).clone()
+        one.gradient = extract(one.shard.slice, scale * torch.randn(one.shard.slice.whole, generator=dice)).to(dtype).clone()
 
 
 def values(held: list[OwnedParam]) -> dict[str, Tensor]:

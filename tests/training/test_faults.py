@@ -138,7 +138,7 @@ def test_a_slow_rank_takes_longer_from_one_step_to_another_and_is_told_once(tmp_
 
 
 def held(values: Tensor, gradient: Tensor | None = None) -> OwnedParam:
-    return OwnedParam("weight", nn.Parameter(values), ParamShard.all(values), gradient)
+    return OwnedParam("weight", nn.Parameter(values), ParamShard.full(values), gradient)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

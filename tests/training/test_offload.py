@@ -38,7 +38,7 @@ def big(seed: int = 5) -> list[OwnedParam]:
     found = []
     for name, shape in shapes.items():
         value = nn.Parameter(torch.randn(shape, generator=dice))
-        found.append(OwnedParam(name, value, ParamShard.all(value)))
+        found.append(OwnedParam(name, value, ParamShard.full(value)))
     return found
 
 
@@ -157,7 +157,7 @@ def test_a_disk_without_room_is_found_before_the_first_step(tmp_path: Path) -> N
     huge = nn.Parameter(torch.empty(1 << 46, device="meta"))
     with pytest.raises(RunFailed) as caught:
         to_file(
-            [OwnedParam("huge", huge, ParamShard.all(huge))],
+            [OwnedParam("huge", huge, ParamShard.full(huge))],
             ADAMW,
             torch.float32,
             replace(NVME, offload_buffer=1 << 20),

@@ -156,7 +156,7 @@ def big() -> list[OwnedParam]:
     found = []
     for name, shape in shapes.items():
         value = nn.Parameter(torch.randn(shape, generator=dice))
-        found.append(OwnedParam(name, value, ParamShard.all(value)))
+        found.append(OwnedParam(name, value, ParamShard.full(value)))
     return found
 
 
@@ -185,7 +185,7 @@ def test_moments_in_bf16_are_half_as_large_and_follow_those_in_fp32() -> None:
     losses: dict[str, list[float]] = {}
     for name, precision in (("fp32", Precision()), ("bf16", BF16)):
         weight = nn.Parameter(torch.zeros(24, 8))
-        held = [OwnedParam("weight", weight, ParamShard.all(weight))]
+        held = [OwnedParam("weight", weight, ParamShard.full(weight))]
         optimizer = Optimizer(held, OptimizerSpec(weight_decay=0.0), precision=precision)
         assert optimizer.bytes().device == 24 * 8 * 2 * (4 if name == "fp32" else 2)
         assert {state.dtype for key, state in optimizer.state().items() if "exp" in key} == {

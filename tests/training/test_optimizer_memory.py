@@ -21,7 +21,7 @@ from phalanx.checkpointing.slices import Piece
 from phalanx.checkpointing.location import at
 from phalanx.checkpointing.save import Saver
 from phalanx.parallel.mesh import Mesh, resident_bytes
-from phalanx.parallel.owned_param import Held, Spot
+from phalanx.parallel.owned_param import OwnedParam, ParamShard
 from phalanx.spec.place import Place
 from phalanx.spec.run import Memory, Optimizer as Spec
 from phalanx.optim.optimizer import Optimizer
@@ -41,7 +41,7 @@ def held(count, shape=(1024, 1024)):
     found = []
     for number in range(count):
         value = nn.Parameter(torch.full(shape, 0.01))
-        found.append(Held(f"p{number}", value, Spot.all(value), torch.full(shape, 1e-3)))
+        found.append(OwnedParam(f"p{number}", value, ParamShard.full(value), torch.full(shape, 1e-3)))
     return found
 
 def live(where, count):

@@ -17,7 +17,7 @@ from phalanx.checkpointing.slices import Piece
 from phalanx.optim.diloco import Outer
 from phalanx.optim.optimizer import Optimizer
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import OwnedParam
+from phalanx.parallel.owned_param import OwnedParam, extract
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Memory
 from phalanx.spec.run import Optimizer as OptimizerSpec
@@ -31,7 +31,7 @@ def boxes(mesh: Mesh) -> list[OwnedParam]:
     found = []
     for one in holding():
         spot = one.shard.cut(0, mesh.coordinate("shard"), mesh.size("shard"), "shard") if mesh.size("shard") > 1 else one.shard
-        found.append(OwnedParam(one.name, nn.Parameter(spot.of(one.value.detach()).clone()), spot))
+        found.append(OwnedParam(one.name, nn.Parameter(extract(spot.slice, one.value.detach()).clone()), spot))
     return found
 
 
@@ -106,12 +106,12 @@ def test_replicas_go_where_a_simulation_of_them_goes(layout: Layout) -> None:
         replica, shard = divmod(rank, layout.shard)
         for name, tensor in found.items():
             whole = expected[replica][name]
-            theirs = spots[shard, name.partition("/")[0]].of(whole) if whole.ndim else whole
+            theirs = extract(spots[shard, name.partition("/")[0]].slice, whole) if whole.ndim else whole
             torch.testing.assert_close(tensor, theirs, atol=2e-6, rtol=1e-5)
 
 
 def _boxes_of(layout: Layout, shard: int) -> list[OwnedParam]:
-    return [replace(one, spot=one.shard.cut(0, shard, layout.shard, "shard")) for one in holding()]
+    return [replace(one, shard=one.shard.cut(0, shard, layout.shard, "shard")) for one in holding()]
 
 
 def test_with_rate_one_and_no_momentum_replicas_take_their_mean() -> None:

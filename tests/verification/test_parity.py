@@ -13,6 +13,7 @@ import phalanx as px
 from phalanx.parallel.owned_param import ParamShard
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
+from phalanx.spec.tensor_slice import TensorSlice
 from phalanx.verification import parity
 from phalanx.verification.case import make
 from phalanx.verification.layout_cases import MODELS
@@ -120,12 +121,12 @@ def placement(layout: Layout, *found: Found) -> dict[str, float]:
 
 
 def test_elements_that_no_rank_holds_are_missed() -> None:
-    top, rest = ParamShard((4, 2), (0, 0), (1, 2)), ParamShard((3,), (0,), (3,))
+    top, rest = ParamShard(TensorSlice.of((4, 2), (0, 0), (1, 2))), ParamShard(TensorSlice.full((3,)))
     assert placement(Layout(data=2), Found(spots={"w": top, "v": rest}), Found(spots={"v": rest})) == {"w": 6.0}
 
 
 def test_a_technique_that_did_nothing_is_missed() -> None:
-    whole = {"w": ParamShard((4, 2), (0, 0), (4, 2)), "v": ParamShard((3,), (0,), (3,))}
+    whole = {"w": ParamShard(TensorSlice.full((4, 2))), "v": ParamShard(TensorSlice.full((3,)))}
     layout = Layout(pipeline=2, shard=2, context=2, tensor=2, expert=2)
     idle = placement(layout, Found(spots=whole))
     assert sorted(idle) == [
