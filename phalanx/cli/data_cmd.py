@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from phalanx.cli.output import AsJson, console, print_json
-from phalanx.dashboard.data_tables import looking_through, show_inspected, show_sample
-from phalanx.dashboard.tokenize_progress import tokenizing
+from phalanx.dashboard.data_tables import looking_through, show_inspected, show_sample, tokenizing
 from phalanx.data import inspect as looking
 from phalanx.data import preview as previewing
 from phalanx.data.corpus import Corpus

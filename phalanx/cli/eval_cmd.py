@@ -12,8 +12,8 @@ from rich.progress import track
 from rich.table import Table
 
 from phalanx.cli.output import AsJson, console, print_json
+from phalanx.dashboard.data_tables import tokenizing
 from phalanx.dashboard.numbers import count, number, percent
-from phalanx.dashboard.tokenize_progress import tokenizing
 from phalanx.spec import hf_config
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Run

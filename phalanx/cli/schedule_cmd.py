@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.output import AsJson, console, print_json, write_file
-from phalanx.dashboard.schedule_picture import draw, legend, text
+from phalanx.dashboard.pictures import draw_schedule, schedule_legend, schedule_text
 from phalanx.schedules.actions import Schedule
 from phalanx.schedules.csv_format import dump, load
 from phalanx.schedules.makers import NAMES, make
@@ -47,12 +47,17 @@ def schedule(
     unit = _together(forward, backward, weight)
     columns = round(timeline.stop / unit)
     lines += (
-        text(timeline, unit) if columns <= _MOST_COLUMNS else [f"({columns} columns are too many to print; --png draws it)"]
+        schedule_text(timeline, unit)
+        if columns <= _MOST_COLUMNS
+        else [f"({columns} columns are too many to print; --png draws it)"]
     )
-    lines += [legend(found), f"idle {idle:.1%} of the time where forward, input backward and weight backward take {times}"]
+    lines += [
+        schedule_legend(found),
+        f"idle {idle:.1%} of the time where forward, input backward and weight backward take {times}",
+    ]
     console.print("\n".join(lines), markup=False, soft_wrap=True)
     if png is not None:
-        write_file(png, lambda: draw(found, timeline, png))
+        write_file(png, lambda: draw_schedule(found, timeline, png))
     if csv is not None:
         write_file(csv, lambda: csv.write_text(dump(found)))
     if json:

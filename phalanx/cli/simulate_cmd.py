@@ -107,7 +107,7 @@ def _whole(run: Run, hardware: Hardware, option: Option, ask: Ask, png: Path | N
     found = simulated(run, hardware, option, ask, judge)
     console.print("\n".join(text(found.values())), markup=False, soft_wrap=True)
     if png is not None:
-        from phalanx.dashboard.simulated_picture import draw_run
+        from phalanx.dashboard.simulation_view import draw_run
 
         spans = [(span.start, span.stop, span.state, span.devices) for span in found.trial.spans]
         marks = [(mark.at, mark.component, mark.action) for mark in found.trial.marks]
@@ -134,11 +134,11 @@ def _step(run: Run, hardware: Hardware, option: Option, files: tuple[Path | None
     found |= {"exposed": {name: seconds for name, seconds in seen.items() if seconds > 0}}
     console.print("\n".join(step_text(found)), markup=False, soft_wrap=True)
     if png is not None:
-        from phalanx.dashboard.simulated_picture import draw_step
+        from phalanx.dashboard.simulation_view import draw_step
 
         write_file(png, lambda: draw_step(found, step.timeline, step.messages, png))
     if trace is not None:
-        from phalanx.dashboard.simulated_trace import trace as text
+        from phalanx.dashboard.simulation_view import trace as text
 
         write_file(trace, lambda: trace.write_text(text(step.timeline, step.messages, step.seconds)))
     return found

@@ -75,7 +75,7 @@ def tokenize(
 
 def _work(data: Data, out: str, *, force: bool) -> dict[str, Any]:
     """Make the token files and say what they came to."""
-    from phalanx.dashboard.tokenize_progress import tokenizing
+    from phalanx.dashboard.data_tables import tokenizing
     from phalanx.data.ingest import Progress, tokenize_into
     from phalanx.data.tokenizer import open_tokenizer
 

@@ -12,8 +12,8 @@ import torch
 from phalanx.cli.output import console, print_error, print_json
 from phalanx.cli.train_cmd import conclude
 from phalanx.control.replica_process import NO_COPIES
+from phalanx.dashboard.data_tables import tokenizing
 from phalanx.dashboard.progress import display
-from phalanx.dashboard.tokenize_progress import tokenizing
 from phalanx.events.log import EventLog
 from phalanx.events.records import Warned
 from phalanx.events.rundir import RunDir

@@ -13,10 +13,10 @@ import typer
 
 from phalanx.cli.output import AsJson, console, print_json
 from phalanx.control.exit_cause import RESUMABLE
-from phalanx.dashboard.loss_curve import draw
+from phalanx.dashboard.data_tables import tokenizing
+from phalanx.dashboard.pictures import draw_loss
 from phalanx.dashboard.progress import display
 from phalanx.dashboard.summary import Summary, summarize
-from phalanx.dashboard.tokenize_progress import tokenizing
 from phalanx.events.log import read_events
 from phalanx.events.rundir import RunDir
 from phalanx.faults.draw import expand
@@ -96,7 +96,7 @@ def conclude(rundir: RunDir) -> Summary:
     events = read_events(rundir.events_file)
     summary = summarize(events)
     try:
-        draw(events, rundir.curve)
+        draw_loss(events, rundir.curve)
     except OSError as error:  # a full disk; the run is what it is without the picture
         rundir.curve.unlink(missing_ok=True)
         console.print(f"warning: {rundir.curve} could not be drawn ({error.strerror}).", style="yellow", soft_wrap=True)

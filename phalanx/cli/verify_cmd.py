@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from phalanx.cli.output import AsJson, console, print_json
-from phalanx.dashboard.chaos_report import show_campaign
-from phalanx.dashboard.verify_report import show_line, show_report
+from phalanx.dashboard.verify_report import show_campaign, show_line, show_report
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import load
 from phalanx.spec.run import Run

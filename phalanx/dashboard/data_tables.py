@@ -5,20 +5,25 @@ Text of a corpus is never taken for markup: it may hold anything.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.rule import Rule
 from rich.text import Text
 
 from phalanx.dashboard.numbers import count, percent, size
-from phalanx.data.inspect import InspectReport
-from phalanx.data.preview import PieceView, SampleView
+
+if TYPE_CHECKING:  # these import readers of formats that most commands never need
+    from phalanx.data.ingest import Progress as IngestProgress
+    from phalanx.data.inspect import InspectReport
+    from phalanx.data.preview import PieceView, SampleView
 
 _BAR = 32  # columns of the longest bar
+_LINE_SECONDS = 5.0  # between lines, if the console is no terminal
 MASKED = ("⟦", "⟧")
 """What encloses text that is only read, where colours cannot tell it."""
 
@@ -111,3 +116,59 @@ def _bars(console: Console, histogram: list[tuple[int, int, int]]) -> None:
 
 def _digits(key: str) -> int:
     return 1 if key == "mean" else 0
+
+
+@contextmanager
+def tokenizing(console: Console) -> Iterator[Callable[[IngestProgress], None]]:
+    """To be called with how far a source is, as often as there is news."""
+    if not console.is_terminal:
+        yield _Lines(console).show
+        return
+    bar = _Bar(console)
+    try:
+        yield bar.show
+    finally:
+        bar.close()
+
+
+class _Lines:
+    """A line per source when it begins, and one every few seconds."""
+
+    def __init__(self, console: Console):
+        self._console = console
+        self._source: str | None = None
+        self._last = 0.0
+
+    def show(self, progress: IngestProgress) -> None:
+        now = time.monotonic()
+        if progress.name == self._source and now - self._last < _LINE_SECONDS:
+            return
+        self._source, self._last = progress.name, now
+        self._console.print(f"tokenising {progress.name}: {_words(progress)}", soft_wrap=True, markup=False)
+
+
+class _Bar:
+    """A bar for each source, from its first news on."""
+
+    def __init__(self, console: Console):
+        columns = (TextColumn("tokenising {task.description}", markup=False), BarColumn())
+        self._bar = Progress(*columns, TextColumn("{task.fields[words]}"), TimeRemainingColumn(), console=console)
+        self._tasks: dict[str, TaskID] = {}
+
+    def show(self, progress: IngestProgress) -> None:
+        if not self._tasks:
+            self._bar.start()
+        if progress.name not in self._tasks:
+            self._tasks[progress.name] = self._bar.add_task(progress.name, total=None, words="")
+        task = self._tasks[progress.name]
+        self._bar.update(task, completed=progress.bytes, total=progress.size, words=_words(progress))
+
+    def close(self) -> None:
+        if self._tasks:
+            self._bar.stop()
+
+
+def _words(progress: IngestProgress) -> str:
+    part = f" of {size(progress.size)} ({percent(progress.bytes / progress.size)})" if progress.size else ""
+    speed = f", {count(progress.tokens_per_second)} tok/s" if progress.tokens_per_second else ""
+    return f"{size(progress.bytes)}{part}, {count(progress.tokens)} tokens{speed}"

@@ -1,6 +1,6 @@
-"""What a person sees while a run trains: a live panel on a terminal, plain lines elsewhere.
+"""Shows a run while it trains: a live panel on a terminal, plain lines elsewhere; one line of text for each event.
 
-The CLI makes one and feeds it events as they are written; it reads nothing else and changes nothing.
+`phalanx train` creates a display and passes it every event as it is written. A display reads nothing else and changes nothing.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
+from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -15,17 +16,51 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.dashboard.event_lines import line, step_line
 from phalanx.dashboard.numbers import count, duration, flops, number, percent, size
-from phalanx.events.records import Evaluated, Event, RunStarted, Step, StepSkipped
+from phalanx.events.records import (
+    CheckpointDamaged,
+    ControllerChanged,
+    Corrupted,
+    Evaluated,
+    Event,
+    Exported,
+    ExportFailed,
+    FailureNoticed,
+    FaultInjected,
+    NotFinite,
+    Recovered,
+    Restored,
+    Rewound,
+    RunStarted,
+    Saved,
+    SaveFailed,
+    Step,
+    StepSkipped,
+    Stopped,
+    Straggling,
+    StrangerRefused,
+    Uploaded,
+    UploadFailed,
+    Warned,
+    WeightsLoaded,
+    WorkerFailed,
+)
 
 _BARS = "▁▂▃▄▅▆▇█"
-_SPARK = 16  # losses in the sparkline: a third of 80 columns, less its label
-_RECENT = 64  # steps that the time left looks back on
+_SPARK = 16  # losses in the sparkline: a third of 80 columns, minus its label
+_RECENT = 64  # steps from which the remaining time is estimated
+_DEVICES = {"cuda": "GPU", "cpu": "CPU"}
+_ACTIONS = {
+    "restart": "the lost ranks were restarted",
+    "spare": "spare places took over",
+    "shrink": "training continues on fewer ranks",
+    "grow": "training continues on more nodes",
+}
+_SOURCES = {"live": "the survivors' state", "memory": "in-memory replicas", "disk": "a checkpoint"}
 
 
 class Display:
-    """Plain lines: the base of the live display too, which prints the same about everything but steps."""
+    """Prints one line for each event, and one for every `log_every`-th step. The base class of the live display."""
 
     def __init__(self, console: Console, steps: int, log_every: int):
         self._console = console
@@ -35,24 +70,24 @@ class Display:
         self._first = True
 
     def show(self, event: Event) -> None:
-        self._pace.note(event)
+        self._pace.add(event)
         if isinstance(event, Step):
             if self._first or event.step % self._log_every == 0 or event.step >= self._steps:
                 self._print(step_line(event, self._steps, self._pace.left(self._steps)))
             self._first = False
-        elif (text := line(event)) is not None:
+        elif (text := event_line(event)) is not None:
             self._print(text)
 
     def close(self) -> None:
-        """Nothing to put back."""
+        """Releases the terminal; plain lines never held it."""
 
     def _print(self, text: Text) -> None:
-        # A file has no width to wrap at: one event stays one line.
+        # A file has no width to wrap at: one event is one line.
         self._console.print(text, soft_wrap=True)
 
 
 class LiveDisplay(Display):
-    """A panel that stays at the bottom of the terminal while lines scroll above it."""
+    """Keeps a panel at the bottom of the terminal while the lines of events scroll above it."""
 
     def __init__(self, console: Console, steps: int, log_every: int):
         super().__init__(console, steps, log_every)
@@ -64,7 +99,7 @@ class LiveDisplay(Display):
 
     def show(self, event: Event) -> None:
         if isinstance(event, Step):
-            self._pace.note(event)
+            self._pace.add(event)
             self._last = event
             self._losses.append(event.loss)
         else:
@@ -119,44 +154,44 @@ class LiveDisplay(Display):
 
 
 class Pace:
-    """How far, how long, and how long still: from the times of the events, so that saving and evaluating count."""
+    """Elapsed and remaining time of a run, from the times of its events: time spent in saves and evaluations counts too."""
 
     def __init__(self) -> None:
         self.step = 0
         self.elapsed = 0.0
-        self._began: float | None = None
-        self._marks: deque[tuple[float, int]] = deque(maxlen=_RECENT)
-        self._seconds = math.nan
+        self._start: float | None = None
+        self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT)
+        self._step_seconds = math.nan
 
-    def note(self, event: Event) -> None:
+    def add(self, event: Event) -> None:
         if isinstance(event, RunStarted):
-            self._began = event.time
-            self._marks.clear()
-        if self._began is None:
-            self._began = event.time
-        self.elapsed = max(0.0, event.time - self._began)
+            self._start = event.time
+            self._recent.clear()
+        if self._start is None:
+            self._start = event.time
+        self.elapsed = max(0.0, event.time - self._start)
         if isinstance(event, Step | StepSkipped):
             self.step = event.step
-            self._marks.append((event.time, event.step))
+            self._recent.append((event.time, event.step))
         if isinstance(event, Step):
-            self._seconds = event.seconds
+            self._step_seconds = event.seconds
 
     def left(self, steps: int) -> float | None:
-        """Seconds to the last step at the pace of the recent ones; None before the first."""
-        if not self._marks:
+        """Seconds until the last step, at the pace of recent steps; None before the first step."""
+        if not self._recent:
             return None
-        (first, low), (last, high) = self._marks[0], self._marks[-1]
-        each = (last - first) / (high - low) if high > low and last > first else self._seconds
+        (first, low), (last, high) = self._recent[0], self._recent[-1]
+        each = (last - first) / (high - low) if high > low and last > first else self._step_seconds
         return max(0, steps - self.step) * each
 
 
 def display(console: Console, steps: int, log_every: int, live: bool) -> Display:
-    """The display for a run of `steps` steps; `live` where the console is a terminal that a person watches."""
+    """Creates the display for a run of `steps` steps; `live` if the console is an interactive terminal."""
     return LiveDisplay(console, steps, log_every) if live else Display(console, steps, log_every)
 
 
 def sparkline(values: Iterable[float]) -> str:
-    """Values as a row of bars between their smallest and largest; a space where one is not finite."""
+    """Draws values as a row of bars, scaled between the smallest and the largest; a space for a value that is not finite."""
     row = list(values)
     finite = [value for value in row if math.isfinite(value)]
     if not finite:
@@ -165,3 +200,142 @@ def sparkline(values: Iterable[float]) -> str:
     heights = [round((value - low) / span * (len(_BARS) - 1)) if span else 0 for value in finite]
     bars = iter(heights)
     return "".join(_BARS[next(bars)] if math.isfinite(value) else " " for value in row)
+
+
+def event_line(event: Event) -> Text | None:
+    """Returns the line to print for an event; None for events that only update numbers.
+
+    The line is Text, not markup: a path or a message may contain brackets, which rich would read as a style.
+    """
+    match event:
+        case RunStarted():
+            device = _DEVICES.get(event.device, event.device)
+            work = f"{event.accumulation} × {event.micro_batch} sequences per rank and step"
+            return Text(
+                f"training {count(event.parameters)} parameters on {event.ranks} {device} "
+                f"rank{'s' if event.ranks > 1 else ''} in {event.compute}, {work}",
+                style="bold",
+            )
+        case WeightsLoaded():
+            return Text(f"loaded initial weights from {event.path} in {duration(event.seconds)}", style="green")
+        case StepSkipped():
+            why = "" if event.reason == "not finite" else f" as a {event.reason}"
+            return Text(
+                f"step {event.step} skipped{why}: loss {number(event.loss)}, gradient norm {number(event.grad_norm, 2)} "
+                f"({event.in_a_row} in a row); the weights are unchanged",
+                style="yellow",
+            )
+        case Evaluated():
+            return Text(
+                f"step {event.step}  held-out loss {number(event.loss)}  {duration(event.seconds)}{_by_source(event)}",
+                style="cyan",
+            )
+        case Warned():
+            return Text(f"warning: {event.message}", style="yellow")
+        case WorkerFailed():
+            who = "a worker" if event.rank is None else f"rank {event.rank}"
+            return Text(f"{who} failed: {event.reason}", style="bold red")
+        case Stopped():
+            return Text(f"stopped after step {event.step}: {event.reason}", style="yellow")
+        case _:
+            return _checkpoint_line(event) or _failure_line(event)
+
+
+def step_line(event: Step, steps: int, left: float | None) -> Text:
+    """Returns a step as a line of fewer than 80 columns, padded so that the lines of a run align."""
+    parts = [
+        f"step {event.step:>{len(str(steps))}}/{steps}",
+        f"loss {number(event.loss)}",
+        f"{count(event.tokens_per_second):>5} tok/s",
+        *([f"mfu {percent(event.mfu)}"] if event.mfu is not None else []),
+        # The line has room for only one of the two; a mixture-of-experts run shows the load balance.
+        f"norm {number(event.grad_norm, 2)}" if event.expert_load is None else f"load {number(event.expert_load, 2)}",
+        f"eta {duration(left)}",
+    ]
+    return Text("  ".join(parts))
+
+
+def _checkpoint_line(event: Event) -> Text | None:
+    """Events of a checkpoint: restored, saved, uploaded, exported, or why not."""
+    match event:
+        case Restored():
+            return Text(f"restored step {event.step} from {_name(event.path)} in {duration(event.seconds)}", style="green")
+        case Saved():
+            stall = "" if event.stall > 0.9 * event.seconds else f", training waited {duration(event.stall)}"
+            return Text(
+                f"step {event.step}  saved {_name(event.path)}  {size(event.bytes)} in {duration(event.seconds)}{stall}",
+                style="green",
+            )
+        case Uploaded():
+            skipped = f"; {len(event.skipped)} earlier skipped" if event.skipped else ""
+            return Text(
+                f"step {event.step}  uploaded to {event.url}  {size(event.bytes)} in {duration(event.seconds)}{skipped}",
+                style="green",
+            )
+        case UploadFailed():
+            return Text(
+                f"step {event.step}  NOT UPLOADED to {event.url}: {event.reason}; it remains in the run directory",
+                style="bold red",
+            )
+        case SaveFailed():
+            return Text(f"step {event.step}  NOT SAVED: {event.reason}; earlier checkpoints are untouched", style="bold red")
+        case Exported():
+            return Text(
+                f"step {event.step}  exported for transformers: hf/{_name(event.path)} in {duration(event.seconds)}; "
+                f"logits differ by {event.difference:.1g}",
+                style="green",
+            )
+        case ExportFailed():
+            return Text(f"step {event.step}  NOT EXPORTED: {event.reason}; its checkpoint is untouched", style="bold red")
+        case CheckpointDamaged():
+            return Text(f"checkpoint {_name(event.path)} is damaged and was skipped: {event.reason}", style="yellow")
+        case _:
+            return None
+
+
+def _failure_line(event: Event) -> Text | None:
+    """Events of failures and of recoveries from them."""
+    match event:
+        case FailureNoticed():
+            return Text(f"failure {event.number}: {event.message}", style="bold red")
+        case Recovered():
+            lost = f", {event.steps_lost} step{'s' if event.steps_lost > 1 else ''} to repeat" if event.steps_lost else ""
+            source = _SOURCES.get(event.source, "step 0")
+            return Text(
+                f"recovered in {duration(event.seconds)}: {_ACTIONS.get(event.action, event.action)}; {event.ranks} ranks continue "
+                f"after step {event.step} from {source}{lost}",
+                style="green",
+            )
+        case ControllerChanged():
+            return Text(f"node {event.node} is now the controller", style="yellow")
+        case Straggling() | Corrupted() | NotFinite():
+            return Text(event.message, style="yellow")
+        case Rewound():
+            first, end = event.left_out
+            return Text(
+                f"rolled back from step {event.step} to step {event.to}; sequences {first} to {end - 1} are skipped",
+                style="yellow",
+            )
+        case StrangerRefused():
+            total = f" ({event.count} in all)" if event.count > 1 else ""
+            return Text(f"node {event.node} refused a connection from {event.address}{total}: {event.reason}", style="yellow")
+        case FaultInjected():
+            return Text(f"chaos: {event.fault}", style="magenta")
+        case _:
+            return None
+
+
+def _by_source(event: Evaluated) -> str:
+    """One line for each data source, if there are several."""
+    if len(event.sources) < 2:
+        return ""
+    width = max(len(name) for name in event.sources)
+    lines = [
+        f"\n    {name:<{width}}  loss {number(values['loss'])}  perplexity {number(values['perplexity'], 2)}"
+        for name, values in event.sources.items()
+    ]
+    return "".join(lines)
+
+
+def _name(path: str) -> str:
+    return Path(path).name or path

@@ -1,6 +1,6 @@
-"""What a run came to, computed from its events alone: the closing panel, and the same numbers for programs.
+"""Summarizes a run directory from its events alone: the closing panel, the same numbers as JSON, and the history of its steps.
 
-The CLI shows it when a run ends, and prints it as JSON where that is asked for.
+The CLI shows the summary when a run ends, and prints it as JSON on request. `dashboard/pictures` draws the history as a loss curve.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,71 +18,126 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.dashboard.failure_lines import recoveries
-from phalanx.dashboard.loss_curve import FILE_NAME
 from phalanx.dashboard.numbers import count, duration, number, percent, short_duration, size
-from phalanx.dashboard.run_history import history
-from phalanx.events.records import Event, Finished, RunStarted, Saved, Stopped, WorkerFailed, plain
+from phalanx.events.records import (
+    Evaluated,
+    Event,
+    Finished,
+    Recovered,
+    Restored,
+    RunStarted,
+    Saved,
+    Step,
+    StepSkipped,
+    Stopped,
+    WorkerFailed,
+    plain,
+)
+
+LOSS_CURVE = "loss.png"
+"""File name of the loss curve in a run directory."""
+
+
+@dataclass(slots=True)
+class History:
+    """The steps and evaluations of a run directory that count, by step. Steps that a rollback repeated count once."""
+
+    steps: dict[int, Step] = field(default_factory=dict)
+    evaluations: dict[int, Evaluated] = field(default_factory=dict)
+    skipped: list[StepSkipped] = field(default_factory=list)
+    launch: list[Step] = field(default_factory=list)
+    """Steps of the last launch, in the order in which it took them."""
+
+
+def history(events: Iterable[Event]) -> History:
+    """Replays the events of a run directory, which may hold several launches."""
+    result, first_step = History(), True
+    for event in events:
+        if isinstance(event, RunStarted):
+            result.launch, first_step = [], True
+        elif isinstance(event, Restored):
+            _drop_from(result, event.step + 1)
+        elif isinstance(event, Step | StepSkipped):
+            if first_step or event.step in result.steps:
+                # A launch or a recovery without a checkpoint writes no `restored` event: its first step tells where it starts.
+                _drop_from(result, event.step)
+                first_step = False
+            if isinstance(event, StepSkipped):
+                result.skipped.append(event)
+            else:
+                result.steps[event.step] = event
+                result.launch.append(event)
+        elif isinstance(event, Evaluated):
+            result.evaluations[event.step] = event
+    return result
+
+
+def _drop_from(history: History, step: int) -> None:
+    history.steps = {number: event for number, event in history.steps.items() if number < step}
+    history.evaluations = {number: event for number, event in history.evaluations.items() if number < step}
+    history.skipped = [event for event in history.skipped if event.step < step]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """The state a run directory has reached, and how fast its last launch was."""
+    """The state that a run directory has reached, and the speed of its last launch."""
 
     steps: int
-    """Step that has been reached."""
+    """The last step reached."""
     planned: int
     """Steps of the whole run."""
     loss: float | None
-    """Of the last step."""
+    """Loss of the last step."""
     first_loss: float | None
     eval_loss: float | None
-    """Of the last evaluation; None: there was none."""
+    """Loss of the last evaluation; None if there was none."""
     eval_sources: dict[str, dict[str, float]]
-    """The same evaluation by source: loss, perplexity and tokens of each."""
+    """The same evaluation for each data source: loss, perplexity and tokens."""
     expert_load: float | None
-    """Load of the fullest expert over the mean, in the worst layer, averaged over the last steps; None: there are no experts."""
+    """Load of the fullest expert over the mean, in the worst layer, averaged over the last steps; None for dense models."""
     tokens: int
-    """Target tokens of all steps that count; those undone by a resumption do not."""
+    """Target tokens of all steps that count; a step that was repeated counts once."""
     tokens_per_second: float | None
-    """Median over the last launch without its first step, which warms up."""
+    """Median over the steps of the last launch, without its first step, which warms up."""
     mfu: float | None
-    """Likewise; None where the device's peak is unknown."""
+    """Median over the same steps; None if the device's peak is unknown."""
     steps_skipped: int
     recoveries: int
-    """How often the last launch recovered from failures by itself."""
+    """Recoveries from failures during the last launch."""
     steps_lost: int
-    """Complete steps that it had to take again for that."""
+    """Complete steps that these recoveries repeated."""
     seconds_lost: float
-    """From each failure to the first step after it."""
+    """Sum of the times from each failure to the first step after it."""
     step_seconds: float | None
-    """Of a step, likewise …"""
+    """Median seconds of a step in the last launch."""
     promised_step_seconds: float | None
-    """… and what the plan said it would be, with its P10 and P90; None where it promised nothing."""
+    """Seconds of a step in the plan; None if the plan made no promise."""
     promised_low: float | None
+    """P10 of the promised step time."""
     promised_high: float | None
+    """P90 of the promised step time."""
     promised_tokens_per_second: float | None
     memory: int | None
-    """Bytes, the largest of all ranks and steps of the last launch: of the device at peak on GPUs, resident ones on CPUs …"""
+    """Largest memory of any rank and step of the last launch, in bytes: peak device memory on GPUs, resident memory on CPUs."""
     promised_memory: float | None
-    """… and what the plan said."""
+    """The same in the plan."""
     seconds: float
     """Wall time of the last launch."""
     ranks: int
     parameters: int
     checkpoint: str | None
-    """The newest, as the record names it."""
+    """The newest checkpoint, as its event names it."""
     finished: bool
-    """All steps are done."""
+    """Whether all steps are done."""
     failure: str | None
-    """Why the last launch failed; None: it did not."""
+    """Why the last launch failed; None if it did not."""
 
     def to_json(self, run_dir: Path | str) -> dict[str, Any]:
-        """For programs. Numbers that JSON lacks are strings, as in events.jsonl."""
+        """Returns the summary for programs. Numbers that JSON lacks become strings, as in events.jsonl."""
         return {key: plain(value) for key, value in asdict(self).items()} | {"run_dir": str(run_dir)}
 
     def render(self, console: Console, run_dir: Path | str) -> None:
-        """The closing panel: the result, the speed, where to look."""
+        """Prints the closing panel: result, speed, and where the files are."""
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)
         table.add_column(overflow="fold")
@@ -104,7 +159,7 @@ class Summary:
             held_out = f", held-out {number(self.eval_loss)}" if self.eval_loss is not None else ""
             yield "loss", f"{number(self.first_loss)} → {number(self.loss)}{held_out}"
             if len(self.eval_sources) > 1:
-                yield "held-out", ", ".join(f"{name} {number(of['loss'])}" for name, of in self.eval_sources.items())
+                yield "held-out", ", ".join(f"{name} {number(values['loss'])}" for name, values in self.eval_sources.items())
             skipped = f", {self.steps_skipped} skipped" if self.steps_skipped else ""
             yield "trained", f"{count(self.parameters)} parameters on {count(self.tokens)} tokens{skipped}"
         if self.recoveries:
@@ -123,44 +178,44 @@ class Summary:
         if self.memory is not None and self.promised_memory is not None:
             yield "memory", f"{size(self.memory)}, promised {size(self.promised_memory)}"
         yield "events", str(run_dir / "events.jsonl")
-        if (run_dir / FILE_NAME).exists():
-            yield "curve", str(run_dir / FILE_NAME)
+        if (run_dir / LOSS_CURVE).exists():
+            yield "curve", str(run_dir / LOSS_CURVE)
         if self.checkpoint is not None:
             yield "checkpoint", self.checkpoint
             yield "generate", f"phalanx generate {shlex.quote(str(run_dir))}"
 
 
 def summarize(events: Iterable[Event]) -> Summary:
-    """Compute the summary from all events of a run directory, in order."""
-    every = list(events)
-    known = history(every)
-    begin = max((place for place, event in enumerate(every) if isinstance(event, RunStarted)), default=0)
-    launch = every[begin:]
+    """Computes the summary from all events of a run directory, in order."""
+    events = list(events)
+    known = history(events)
+    begin = max((index for index, event in enumerate(events) if isinstance(event, RunStarted)), default=0)
+    launch = events[begin:]
     started = next((event for event in launch if isinstance(event, RunStarted)), None)
     ends = [event for event in launch if isinstance(event, Finished | Stopped)]
     failures = [event.reason for event in launch if isinstance(event, WorkerFailed)]
-    saved = [event.path for event in every if isinstance(event, Saved)]
+    recoveries = [event for event in launch if isinstance(event, Recovered) and event.failures]
+    saved = [event.path for event in events if isinstance(event, Saved)]
     steps = [known.steps[step] for step in sorted(known.steps)]
-    evaluations = known.evaluations
-    reached = [*known.steps, *(event.step for event in ends), *(record.step for record in known.skipped)]
-    times, again, seconds = recoveries(launch)
+    last_evaluation = known.evaluations[max(known.evaluations)] if known.evaluations else None
+    reached = [*known.steps, *(event.step for event in ends), *(event.step for event in known.skipped)]
     promise = (started.promise if started else None) or {}
     return Summary(
-        recoveries=times,
-        steps_lost=again,
-        seconds_lost=seconds,
+        recoveries=len(recoveries),
+        steps_lost=sum(event.steps_lost for event in recoveries),
+        seconds_lost=sum(event.seconds for event in recoveries),
         steps=max(reached, default=0),
         planned=started.steps if started else 0,
         loss=steps[-1].loss if steps else None,
         first_loss=steps[0].loss if steps else None,
-        eval_loss=evaluations[max(evaluations)].loss if evaluations else None,
-        eval_sources=evaluations[max(evaluations)].sources if evaluations else {},
+        eval_loss=last_evaluation.loss if last_evaluation else None,
+        eval_sources=last_evaluation.sources if last_evaluation else {},
         expert_load=steps[-1].expert_load if steps else None,
         tokens=sum(step.tokens for step in steps),
-        tokens_per_second=_middle([step.tokens_per_second for step in known.launch]),
-        mfu=_middle([step.mfu for step in known.launch]),
+        tokens_per_second=_warm_median([step.tokens_per_second for step in known.launch]),
+        mfu=_warm_median([step.mfu for step in known.launch]),
         steps_skipped=len(known.skipped),
-        step_seconds=_middle([step.seconds for step in known.launch]),
+        step_seconds=_warm_median([step.seconds for step in known.launch]),
         promised_step_seconds=promise.get("seconds"),
         promised_low=promise.get("low"),
         promised_high=promise.get("high"),
@@ -176,7 +231,7 @@ def summarize(events: Iterable[Event]) -> Summary:
     )
 
 
-def _middle(values: Sequence[float | None]) -> float | None:
-    """Median of all but the first, or of the only one; None where there is nothing to tell."""
+def _warm_median(values: Sequence[float | None]) -> float | None:
+    """Median without the first value, or of the only one; None if no value is known."""
     known = [value for value in (values[1:] or values) if isinstance(value, int | float) and math.isfinite(value)]
     return median(known) if known else None

@@ -36,11 +36,11 @@ OTHERS: list[tuple[Event, str]] = [
         "step 7 skipped: loss nan, gradient norm inf (2 in",
     ),
     (Evaluated(step=5, loss=2.4, tokens=100, seconds=1.4), "step 5  held-out loss 2.4000  1.4 s"),
-    (WeightsLoaded(path="models/[llama]", seconds=2.5), "begins with the weights of models/[llama], read in 2.5 s"),
+    (WeightsLoaded(path="models/[llama]", seconds=2.5), "loaded initial weights from models/[llama] in 2.5 s"),
     (Saved(step=5, path="runs/a/step-5", bytes=40_000_000, seconds=0.2), "step 5  saved step-5  38.1 MiB in 0.2 s"),
     (
         CheckpointDamaged(path="a/step-6", reason="[red]3[/red] bytes of 5"),
-        "step-6 is damaged and was passed over: [red]3[/red] bytes of 5",
+        "step-6 is damaged and was skipped: [red]3[/red] bytes of 5",
     ),
     (Warned(message="disk [almost] full [/]"), "warning: disk [almost] full [/]"),
     (WorkerFailed(rank=2, reason="killed by signal 9"), "rank 2 failed: killed by signal 9"),
@@ -147,10 +147,10 @@ def test_display_can_be_closed_before_anything_happened() -> None:
 def test_time_left_counts_what_happens_between_steps(step: Make, started: Make) -> None:
     pace = Pace()
     assert pace.left(10) is None
-    pace.note(started(time=0.0))
-    pace.note(step(1, seconds=2.0, time=2.0))
+    pace.add(started(time=0.0))
+    pace.add(step(1, seconds=2.0, time=2.0))
     assert pace.left(10) == pytest.approx(18.0)  # only the step's own time is known yet
-    pace.note(step(2, seconds=2.0, time=7.0))  # three of the five seconds went into an evaluation
+    pace.add(step(2, seconds=2.0, time=7.0))  # three of the five seconds went into an evaluation
     assert pace.left(10) == pytest.approx(8 * 5.0)
     assert pace.elapsed == 7.0
     assert pace.left(1) == 0

@@ -7,7 +7,7 @@ from itertools import pairwise, product
 
 import pytest
 
-from phalanx.dashboard.simulated_trace import trace
+from phalanx.dashboard.simulation_view import trace
 from phalanx.planning.simulate.shared_links import Links
 from phalanx.planning.simulate.simulated_step import Step, Traffic, durations_of, simulate_step
 from phalanx.schedules.makers import NAMES, make

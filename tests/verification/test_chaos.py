@@ -17,7 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from phalanx.cli.main import app
-from phalanx.dashboard.chaos_report import show_campaign
+from phalanx.dashboard.verify_report import show_campaign
 from phalanx.events.fault_log import Struck
 from phalanx.events.records import (
     Corrupted,

@@ -8,32 +8,32 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phalanx.dashboard.schedule_picture import COLOURS, draw, legend, text
+from phalanx.dashboard.pictures import ACTION_COLORS, draw_schedule, schedule_legend, schedule_text
 from phalanx.schedules.makers import make
 from phalanx.schedules.timing import Durations, bubble, simulate
 
 
 def test_text_has_a_column_per_unit_of_time() -> None:
     made = make("1f1b", 2, 2)
-    assert text(simulate(made)) == [
+    assert schedule_text(simulate(made)) == [
         "rank 0  F0 F1 ·  ·  B0 -- ·  B1 --",
         "rank 1  ·  F0 B0 -- F1 B1 -- ·  ·".rstrip(),
     ]
-    assert legend(made) == "F forward, B whole backward, · idle"
+    assert schedule_legend(made) == "F forward, B whole backward, · idle"
 
 
 def test_later_stages_are_small_letters() -> None:
     made = make("zbv", 2, 3)
-    lines = text(simulate(made))
+    lines = schedule_text(simulate(made))
     assert lines[0].startswith("rank 0  F0 F1 F2 f0 i0 w0 ")
     assert lines[1].startswith("rank 1  ·  F0 f0 F1 f1 i0 w0 ")
-    assert legend(made).endswith("small letters: a rank's later stages, · idle")
+    assert schedule_legend(made).endswith("small letters: a rank's later stages, · idle")
 
 
 @pytest.mark.parametrize("name", ["gpipe", "interleaved-zero-bubble", "dualpipev"])
 def test_letters_and_dots_are_the_bubble(name: str) -> None:
     timeline = simulate(make(name, 4, 12), Durations(forward=2, input=3, weight=1))
-    cells = [line[8:].split() for line in text(timeline)]
+    cells = [line[8:].split() for line in schedule_text(timeline)]
     length = round(timeline.stop)
     dots = sum(row.count("·") + length - len(row) for row in cells)
     assert dots / (4 * length) == pytest.approx(bubble(timeline))
@@ -48,18 +48,18 @@ def test_picture_shows_every_kind_of_action_and_idleness(tmp_path: Path) -> None
 
     for name in ("dualpipev", "1f1b"):
         made = make(name, 4, 8)
-        draw(made, simulate(made), tmp_path / name)
+        draw_schedule(made, simulate(made), tmp_path / name)
     blob = (tmp_path / "dualpipev").read_bytes()
     width, height = struct.unpack(">II", blob[16:24])
     assert blob.startswith(b"\x89PNG") and width > 1000 and height > 400
-    for kind, colour in COLOURS.items():
+    for kind, colour in ACTION_COLORS.items():
         assert share("dualpipev", colour) > 5e-3, kind
         assert (share("1f1b", colour) > 5e-3) == (kind in ("F", "B", "idle")), kind
-    assert share("1f1b", COLOURS["idle"]) > 3 * share("dualpipev", COLOURS["idle"])
+    assert share("1f1b", ACTION_COLORS["idle"]) > 3 * share("dualpipev", ACTION_COLORS["idle"])
 
 
 def test_picture_of_very_much_stays_a_picture(tmp_path: Path) -> None:
     made = make("zbv", 16, 64)
-    draw(made, simulate(made), tmp_path / "big.png")
+    draw_schedule(made, simulate(made), tmp_path / "big.png")
     width, height = struct.unpack(">II", (tmp_path / "big.png").read_bytes()[16:24])
     assert width <= 6000 and height <= 5000

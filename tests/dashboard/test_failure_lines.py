@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.dashboard.event_lines import line
+from phalanx.dashboard.progress import event_line
 from phalanx.dashboard.summary import summarize
 from phalanx.events.records import (
     ControllerChanged,
@@ -38,41 +38,41 @@ LINES: list[tuple[Event, str]] = [
     (FailureNoticed(number=2, cause="died", message="rank 1: it was killed by SIGKILL", rank=1), "failure 2: rank 1: it was killed by SIGKILL"),
     (
         recovered(),
-        "recovered in 0.5 s: what was lost was started again; 4 ranks go on after step 7 from the survivors' state",
+        "recovered in 0.5 s: the lost ranks were restarted; 4 ranks continue after step 7 from the survivors' state",
     ),
     (
         recovered(action="shrink", ranks=2, source="memory", steps_lost=2),
-        "recovered in 0.5 s: it goes on with what is left; 2 ranks go on after step 7 from copies in memory, 2 steps to take again",
+        "recovered in 0.5 s: training continues on fewer ranks; 2 ranks continue after step 7 from in-memory replicas, 2 steps to repeat",
     ),
     (
         recovered(action="spare", source="disk", steps_lost=1),
-        "recovered in 0.5 s: free places took over; 4 ranks go on after step 7 from a checkpoint, 1 step to take again",
+        "recovered in 0.5 s: spare places took over; 4 ranks continue after step 7 from a checkpoint, 1 step to repeat",
     ),
     (
         recovered(action="grow", source="beginning", step=0),
-        "recovered in 0.5 s: nodes came, and it uses them; 4 ranks go on after step 0 from step 0",
+        "recovered in 0.5 s: training continues on more nodes; 4 ranks continue after step 0 from step 0",
     ),
-    (ControllerChanged(term=2, node=1), "node 1 decides now"),
+    (ControllerChanged(term=2, node=1), "node 1 is now the controller"),
     (Straggling(rank=3, node=1, step=9, factor=3.0, message="rank 3 is slow"), "rank 3 is slow"),
     (Corrupted(step=4, rank=1, what="weights", message="rank 1 differs"), "rank 1 differs"),
     (NotFinite(step=4, rank=0, layer="blocks.0", message="rank 0, blocks.0"), "rank 0, blocks.0"),
-    (Rewound(step=20, to=10, left_out=[80, 160], path="x"), "went back from step 20 to step 10; sequences 80 to 159 are left out"),
-    (StrangerRefused(address="10.0.0.9:4", node=0, reason="no token"), "node 0 sent a stranger at 10.0.0.9:4 away: no token"),
+    (Rewound(step=20, to=10, left_out=[80, 160], path="x"), "rolled back from step 20 to step 10; sequences 80 to 159 are skipped"),
+    (StrangerRefused(address="10.0.0.9:4", node=0, reason="no token"), "node 0 refused a connection from 10.0.0.9:4: no token"),
     (
         StrangerRefused(address="10.0.0.9:4", node=0, reason="no token", count=3),
-        "node 0 sent a stranger at 10.0.0.9:4 away (3 in all): no token",
+        "node 0 refused a connection from 10.0.0.9:4 (3 in all): no token",
     ),
     (FaultInjected(fault="kill rank=3 step=10", rank=3, node=None, step=10), "chaos: kill rank=3 step=10"),
     (
         StepSkipped(step=5, samples=40, loss=9.0, grad_norm=80.0, in_a_row=1, reason="spike"),
-        "step 5 skipped as a spike: loss 9.0000, gradient norm 80.00 (1 in a row); nothing was changed",
+        "step 5 skipped as a spike: loss 9.0000, gradient norm 80.00 (1 in a row); the weights are unchanged",
     ),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("event", "text"), LINES, ids=[event.kind for event, _ in LINES])
 def test_every_trouble_is_one_line(event: Event, text: str) -> None:
-    shown = line(event)
+    shown = event_line(event)
     assert shown is not None and shown.plain == text
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.dashboard.run_history import history
+from phalanx.dashboard.summary import history
 from phalanx.events.records import Evaluated, Restored, StepSkipped
 
 Make = Callable[..., Any]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phalanx.dashboard.loss_curve import draw, smooth
+from phalanx.dashboard.pictures import draw_loss, smooth
 from phalanx.events.records import Evaluated, Event, Restored, StepSkipped
 
 Make = Callable[..., Any]
@@ -31,7 +31,7 @@ def share(path: Path, colour: str) -> float:
 
 
 def test_nothing_to_draw_is_no_file(tmp_path: Path, started: Make) -> None:
-    assert draw([started()], tmp_path / "loss.png") is False
+    assert draw_loss([started()], tmp_path / "loss.png") is False
     assert not (tmp_path / "loss.png").exists()
 
 
@@ -41,7 +41,7 @@ def test_curve_of_a_resumed_run(tmp_path: Path, step: Make, started: Make) -> No
     events += [started(), Restored(step=50, path="a", seconds=1.0), *(step(n) for n in range(51, 121))]
     events += [Evaluated(step=n, loss=10 - n / 90, tokens=1, seconds=1.0) for n in (60, 120)]
     path = tmp_path / "loss.png"
-    assert draw(events, path) is True
+    assert draw_loss(events, path) is True
     blob = path.read_bytes()
     width, height = struct.unpack(">II", blob[16:24])
     assert blob.startswith(b"\x89PNG") and width > 1000 and height > 600 and len(blob) > 20_000
@@ -54,25 +54,25 @@ def test_undone_steps_leave_no_trace(tmp_path: Path, step: Make, started: Make) 
     undone = [started(), *(step(n, loss=50.0) for n in range(1, 31))]
     for name, events in (("a", kept), ("b", undone + kept)):
         (tmp_path / name / "run").mkdir(parents=True)
-        draw(events, tmp_path / name / "run" / "loss.png")
+        draw_loss(events, tmp_path / name / "run" / "loss.png")
     assert np.array_equal(pixels(tmp_path / "a/run/loss.png"), pixels(tmp_path / "b/run/loss.png"))
 
 
 @pytest.mark.parametrize("name", ["quick", "cost $x^ and $", "训练", "%s {0} \\alpha"])
 def test_any_name_can_be_a_title(tmp_path: Path, name: str, step: Make) -> None:
     (tmp_path / name).mkdir()
-    assert draw([step(1)], tmp_path / name / "loss.png")
+    assert draw_loss([step(1)], tmp_path / name / "loss.png")
 
 
 @pytest.mark.parametrize("values", [[math.nan], [1.0], [1.0, 1.0], [math.inf, 2.0], [0.0] * 30, [math.nan] * 30])
 def test_odd_losses(tmp_path: Path, values: list[float], step: Make) -> None:
     events: list[Event] = [step(n + 1, loss=v, tokens_per_second=v, learning_rate=0.0) for n, v in enumerate(values)]
-    assert draw([*events, Evaluated(step=1, loss=math.nan, tokens=1, seconds=1.0)], tmp_path / "loss.png")
+    assert draw_loss([*events, Evaluated(step=1, loss=math.nan, tokens=1, seconds=1.0)], tmp_path / "loss.png")
 
 
 def test_drawing_needs_no_global_state(tmp_path: Path, step: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it fails now
-    assert draw([step(1), step(2)], tmp_path / "loss.png")
+    assert draw_loss([step(1), step(2)], tmp_path / "loss.png")
 
 
 def test_smoothing_is_centred_and_ignores_spikes() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
-from phalanx.dashboard.tokenize_progress import tokenizing
+from phalanx.dashboard.data_tables import tokenizing
 from phalanx.data.ingest import Progress
 
 
