@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import fill
 
-from phalanx.planning.candidate import Option
+from phalanx.planning.candidate import Candidate
 from phalanx.planning.hardware import Hardware, hardware
 from phalanx.planning.price import Cost, cost
 from phalanx.planning.rates import PAIRED
@@ -95,9 +95,9 @@ class Row:
     published: Published
     run: Run
     machines: Hardware
-    option: Option
+    option: Candidate
     """As it was run."""
-    fitting: Option
+    fitting: Candidate
     """As the run file says, with what fits filled in."""
 
     @property
@@ -130,7 +130,7 @@ class Row:
             lines += self._lines(f"In Phalanx, with what fits ({how})", self.fitting)
         return lines
 
-    def _lines(self, what: str, option: Option) -> list[str]:
+    def _lines(self, what: str, option: Candidate) -> list[str]:
         spent = self.spent(option)
         mfu = f", {option.mfu:.1%} MFU" if option.mfu is not None else ""
         price = f", {_money(spent.dollars)}" if spent.dollars is not None else ""
@@ -140,7 +140,7 @@ class Row:
             f"  {spent.days:.1f} days, {_hours(spent.gpu_hours)}{price}{energy}; {_memory(option)}.",
         ]
 
-    def spent(self, option: Option) -> Cost:
+    def spent(self, option: Candidate) -> Cost:
         return cost(
             self.machines, step=option.seconds, steps=self.run.steps, goodput=option.goodput, devices=option.layout.ranks
         )
@@ -222,7 +222,7 @@ def _hours(hours: float) -> str:
     return f"{hours / 1e6:.2f}M device-hours" if hours >= 1e6 else f"{hours / 1e3:,.0f}K device-hours"
 
 
-def _memory(option: Option) -> str:
+def _memory(option: Candidate) -> str:
     said = f"{option.bytes / 2**30:.1f} of {option.capacity / 2**30:.1f} GiB"
     return said if option.fits else f"{said}, which does not fit in Phalanx"
 

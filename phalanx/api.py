@@ -48,8 +48,8 @@ def explain(run: Run) -> str:
 
     run = _checked(run)
     text = StringIO()
-    told = explained(run, hardware(run, None)) if planned(run) else here(run, probe(visible_gpus()))
-    show_plan(Console(file=text, width=100, highlight=False), told)
+    report = explained(run, hardware(run, None)) if planned(run) else here(run, probe(visible_gpus()))
+    show_plan(Console(file=text, width=100, highlight=False), report.to_json())
     return text.getvalue()
 
 

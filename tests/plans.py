@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from phalanx.planning.candidate import Found, Option, WhyNot
+from phalanx.planning.candidate import Alternative, Candidate, SearchResult
 from phalanx.planning.devices import GpuEntry
 from phalanx.planning.hardware import Failures, Hardware
 from phalanx.planning.times import PARTS
@@ -39,7 +39,7 @@ def hardware(**changes: Any) -> Hardware:
     return replace(made, **changes)
 
 
-def option(**changes: Any) -> Option:
+def option(**changes: Any) -> Candidate:
     """5 s a step: 3.5 computing, 0.5 bubble, 0.4 tensor, 0.35 data, 0.25 else; 61 GiB of 79.6."""
     split = dict.fromkeys(PARTS, 0.0) | {
         "compute": 3.5,
@@ -49,7 +49,7 @@ def option(**changes: Any) -> Option:
         "optimizer": 0.15,
         "other": 0.1,
     }
-    made = Option(
+    made = Candidate(
         layout=Layout(pipeline=16, data=1, shard=128, tensor=8, zero=1, sequence=True, schedule="interleaved-1f1b", stages=8),
         micro_batch=1, accumulation=16, compute="bf16", recompute="none", recompute_every=1, offload="none",
         memory={"parameters": 6 * GIB, "gradients": 12 * GIB, "optimizer": 1 * GIB, "activations": 36 * GIB, "logits": 2 * GIB, "fixed": 4 * GIB},
@@ -60,7 +60,7 @@ def option(**changes: Any) -> Option:
     return replace(made, **changes)
 
 
-def found() -> Found:
+def found() -> SearchResult:
     best = option()
     wide = option(
         layout=replace(best.layout, tensor=16, shard=64),
@@ -71,17 +71,17 @@ def found() -> Found:
         recompute="full", seconds=5.6, low=4.5, high=6.7, split=best.split | {"compute": 4.1}, days=60.5, price=52.9e6,
         memory=best.memory | {"activations": 20 * GIB}, tokens_per_second=2_995_931.0, mfu=0.375,
     )  # fmt: skip
-    return Found(
+    return SearchResult(
         best=best,
-        others=(flat, wide),
-        why_not=(
-            WhyNot(option=wide, name="TP16", reason="leaves the NVLink island, +38 % exposed communication"),
-            WhyNot(option=None, name="PP128", reason="126 layers are fewer than 128 stages"),
+        runners_up=(flat, wide),
+        alternatives=(
+            Alternative(candidate=wide, name="TP16", reason="leaves the NVLink island, +38 % exposed communication"),
+            Alternative(candidate=None, name="PP128", reason="126 layers are fewer than 128 stages"),
         ),
         considered=374_400,
         fitting=12_345,
         timed=20_000,
         seconds=0.75,
-        assumed=("Every GPU-hour costs $2.00.", "Nothing is known of the switches: rails are assumed."),
+        assumptions=("Every GPU-hour costs $2.00.", "Nothing is known of the switches: rails are assumed."),
         curve=(flat, best),
     )

@@ -4,6 +4,7 @@ cluster or the largest model would be; and what a plan promised beside what a ru
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -17,6 +18,7 @@ from phalanx.spec.load import load
 
 if TYPE_CHECKING:
     from phalanx.planning.hardware import Hardware
+    from phalanx.planning.report import PlanReport
     from phalanx.planning.search import Aim, Limits
     from phalanx.planning.solve import What
     from phalanx.spec.machine import Machine
@@ -84,8 +86,8 @@ def plan(
         if solve is not None:
             answer = _solve(wide, run, cluster, solve, limits, free)
         else:
-            answer = _told(run, cluster, machine, Asked(aim, limits, given, free, top))
-            _show(wide, run, cluster, answer, top, (png, html))
+            report = _report(run, cluster, machine, Asked(aim, limits, given, free, top))
+            answer = _show(wide, run, cluster, report, top, (png, html))
     if json:
         print_json(answer)
 
@@ -104,7 +106,7 @@ def _cluster_of(run: Run) -> tuple[Hardware, Machine | None]:
     return hardware(run, machine), machine
 
 
-def _told(run: Run, cluster: Hardware, machine: Machine | None, asked: Asked) -> dict[str, Any]:
+def _report(run: Run, cluster: Hardware, machine: Machine | None, asked: Asked) -> PlanReport:
     from phalanx.planning.answers import explained, here, judged
     from phalanx.planning.search import NONE
 
@@ -116,18 +118,19 @@ def _told(run: Run, cluster: Hardware, machine: Machine | None, asked: Asked) ->
 
 
 def _show(
-    wide: Console, run: Run, cluster: Hardware, told: dict[str, Any], top: int, files: tuple[Path | None, Path | None]
-) -> None:
-    """On the terminal, and into the files that are asked for."""
+    wide: Console, run: Run, cluster: Hardware, report: PlanReport, top: int, files: tuple[Path | None, Path | None]
+) -> dict[str, Any]:
+    """Shows the plan on the terminal, writes the files that are asked for, and returns the object that --json prints."""
     from phalanx.dashboard.plan_text import show_plan
 
+    told = report.to_json()
     show_plan(wide, told, top)
     png, html = files
     if png is not None or html is not None:
         from phalanx.planning.answers import sizes
 
         # What fewer and more devices would come to takes further searches, so that it is only there where it is drawn.
-        told["scaling"] = sizes(run, cluster, told["best"]["ranks"])
+        told = replace(report, scaling=sizes(run, cluster, report.best.layout.ranks)).to_json()
     if png is not None:
         from phalanx.dashboard.plan_picture import draw
 
@@ -136,6 +139,7 @@ def _show(
         from phalanx.dashboard.plan_page import page
 
         write_file(html, lambda: html.write_text(page(told), encoding="utf-8"))
+    return told
 
 
 def _limits(fits_in: str | None, deadline: str | None, budget: str | None) -> Limits:
@@ -152,7 +156,7 @@ def _solve(wide: Console, run: Run, cluster: Hardware, what: What, limits: Limit
     from phalanx.dashboard.plan_text import show_solved
     from phalanx.planning.answers import freed, solved
 
-    answer = solved(freed(run) if free else run, cluster, what, limits)
+    answer = solved(freed(run) if free else run, cluster, what, limits).to_json()
     show_solved(wide, answer)
     return answer
 

@@ -15,7 +15,7 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.load import load
 
 if TYPE_CHECKING:
-    from phalanx.planning.candidate import Option
+    from phalanx.planning.candidate import Candidate
     from phalanx.planning.hardware import Hardware
     from phalanx.planning.simulate.simulation_report import Ask
     from phalanx.spec.run import Run
@@ -99,7 +99,7 @@ def simulate(
         print_json(found)
 
 
-def _whole(run: Run, hardware: Hardware, option: Option, ask: Ask, png: Path | None) -> dict[str, Any]:
+def _whole(run: Run, hardware: Hardware, option: Candidate, ask: Ask, png: Path | None) -> dict[str, Any]:
     from phalanx.dashboard.simulation_view import text
     from phalanx.planning.search import judge
     from phalanx.planning.simulate.simulate_run import simulate as simulated
@@ -115,7 +115,7 @@ def _whole(run: Run, hardware: Hardware, option: Option, ask: Ask, png: Path | N
     return {"seed": ask.seed} | found.values()
 
 
-def _step(run: Run, hardware: Hardware, option: Option, files: tuple[Path | None, Path | None]) -> dict[str, Any]:
+def _step(run: Run, hardware: Hardware, option: Candidate, files: tuple[Path | None, Path | None]) -> dict[str, Any]:
     from phalanx.dashboard.simulation_view import step_text
     from phalanx.planning.simulate.step_traffic import step_of
 
@@ -155,7 +155,7 @@ def _hardware(run: Run) -> Hardware:
     return hardware(run, probe(visible_gpus()))
 
 
-def _option(run: Run, hardware: Hardware) -> Option:
+def _option(run: Run, hardware: Hardware) -> Candidate:
     """What is simulated: the run file's layout, or the plan's winner where it has none."""
     from phalanx.planning.search import judge, search
 

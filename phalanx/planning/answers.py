@@ -6,18 +6,18 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from phalanx.planning.candidate import Found, Option, WhyNot
+from phalanx.planning.candidate import Alternative, Candidate, SearchResult
 from phalanx.planning.candidates import space
 from phalanx.planning.chosen import devices_of
 from phalanx.planning.chosen import judged as judged_here
 from phalanx.planning.cpu import resident
-from phalanx.planning.explain import lost, short, told, told_option
+from phalanx.planning.explain import largest_loss, report_of
 from phalanx.planning.find_layout import assumed, find, judge, rates_of
 from phalanx.planning.formats import other_formats
 from phalanx.planning.hardware import Hardware
 from phalanx.planning.hardware import hardware as hardware_of
+from phalanx.planning.report import PlanReport, SolveReport
 from phalanx.planning.resolve import PlannedRun, plan_run
 from phalanx.planning.search import NONE, Aim, Limits, beyond, search
 from phalanx.planning.solve import What, solve, what_if
@@ -31,23 +31,23 @@ from phalanx.spec.run import Memory, Run
 
 def explained(
     run: Run, hardware: Hardware, *, aim: Aim = "time", limits: Limits = NONE, most: int = 10, free: bool = False
-) -> dict[str, Any]:
+) -> PlanReport:
     """The search's answer, told. `free`: the layout that the run file gives is not kept but compared. RunError where there is none."""
     open_ = freed(run) if free else run
     found = search(open_, hardware, aim=aim, limits=limits, most=most)
     if free and run.layout != Layout():
-        found = replace(found, why_not=(_own(run, hardware, found.best), *found.why_not))
-    return told(open_, hardware, found, aim=aim)
+        found = replace(found, alternatives=(_own(run, hardware, found.best), *found.alternatives))
+    return report_of(open_, hardware, found, aim=aim)
 
 
-def here(run: Run, machine: Machine, most: int = 10) -> dict[str, Any]:
+def here(run: Run, machine: Machine, most: int = 10) -> PlanReport:
     """For this very machine: what `phalanx train` takes there, and the search's winner beside it where that is another. RunError where
     neither finds anything that fits."""
     devices = hardware_of(run, machine)
     if run.model.module is not None:
-        return told(run, devices, search(run, devices, most=most))
+        return report_of(run, devices, search(run, devices, most=most))
     refused: RunError | None = None
-    found: Found | None = None
+    found: SearchResult | None = None
     try:
         settled = plan_run(run, machine)
     except RunError as error:
@@ -59,40 +59,40 @@ def here(run: Run, machine: Machine, most: int = 10) -> dict[str, Any]:
             raise  # it says what would make it fit
     if refused is not None:
         assert found is not None
-        own = WhyNot(option=None, name="as the run file has it", reason=" ".join(refused.problems))
-        return told(run, devices, replace(found, why_not=(own, *found.why_not)))
+        own = Alternative(candidate=None, name="as the run file has it", reason=" ".join(refused.problems))
+        return report_of(run, devices, replace(found, alternatives=(own, *found.alternatives)))
     return _taken(run, machine, settled, found, most)
 
 
-def _taken(run: Run, machine: Machine, settled: PlannedRun, found: Found | None, most: int) -> dict[str, Any]:
+def _taken(run: Run, machine: Machine, settled: PlannedRun, found: SearchResult | None, most: int) -> PlanReport:
     """What training takes, told as the best."""
     plan = settled.plan
     devices = devices_of(run, machine, plan.ranks, plan.threads, plan.device)
     exact = replace(settled.run, layout=plan.layout, train=replace(run.train, micro_batch=plan.micro_batch))
     best = judged_here(exact, machine, plan)
     if best is None:  # a schedule of one's own, of which a search knows nothing either
-        return told(run, devices, found or _alone(judge(exact, devices), run, devices))
+        return report_of(run, devices, found or _alone(judge(exact, devices), run, devices))
     if found is None:
-        return told(run, devices, _alone(best, run, devices))
+        return report_of(run, devices, _alone(best, run, devices))
     here_too = partial(_as_here, run, machine, plan)
-    quickest, others, curve = here_too(found.best), tuple(map(here_too, found.others)), tuple(map(here_too, found.curve))
+    quickest, others, curve = here_too(found.best), tuple(map(here_too, found.runners_up)), tuple(map(here_too, found.curve))
     neighbours = why_not(space(run, devices, plan.ranks), rates_of(run, devices), best, here_too)
     reasons = *other_formats(run, devices, best), *neighbours
     if _choices(best) == _choices(quickest):
-        return told(run, devices, replace(found, best=quickest, others=others, curve=curve, why_not=reasons))
+        return report_of(run, devices, replace(found, best=quickest, runners_up=others, curve=curve, alternatives=reasons))
     if best.layout == quickest.layout:
         others = others[:most]
     else:
         others = (quickest, *(option for option in others if option.layout != best.layout))[:most]
-    beside = WhyNot(option=quickest, name=short(quickest.layout), reason=_kept(best, quickest))
-    return told(run, devices, replace(found, best=best, others=others, curve=curve, why_not=(beside, *reasons)))
+    beside = Alternative(candidate=quickest, name=quickest.name, reason=_kept(best, quickest))
+    return report_of(run, devices, replace(found, best=best, runners_up=others, curve=curve, alternatives=(beside, *reasons)))
 
 
-def _choices(option: Option) -> tuple[object, ...]:
+def _choices(option: Candidate) -> tuple[object, ...]:
     return option.layout, option.micro_batch, option.recompute, option.recompute_every, option.offload
 
 
-def _kept(best: Option, quickest: Option) -> str:
+def _kept(best: Candidate, quickest: Candidate) -> str:
     """Why training does not take the search's winner."""
     gain = 1 - quickest.seconds / best.seconds
     if best.layout == quickest.layout:
@@ -107,23 +107,23 @@ def _kept(best: Option, quickest: Option) -> str:
     return f"{how}{' ' if how else ''}{speed}: {kept}"
 
 
-def _as_here(run: Run, machine: Machine, plan: Plan, option: Option) -> Option:
+def _as_here(run: Run, machine: Machine, plan: Plan, option: Candidate) -> Candidate:
     """With all that a process on this machine's cores keeps."""
     if plan.device != "cpu":
         return option
     return replace(option, memory=resident(run, replace(plan, layout=option.layout), option.memory, machine))
 
 
-def _alone(option: Option, run: Run, hardware: Hardware) -> Found:
+def _alone(option: Candidate, run: Run, hardware: Hardware) -> SearchResult:
     """One way of laying a run out, with nothing beside it."""
-    return Found(
+    return SearchResult(
         best=option,
-        others=(),
-        why_not=(),
+        runners_up=(),
+        alternatives=(),
         considered=1,
         fitting=int(option.fits),
         seconds=0.0,
-        assumed=assumed(run, hardware),
+        assumptions=assumed(run, hardware),
         curve=(option,),
     )
 
@@ -135,50 +135,49 @@ def freed(run: Run) -> Run:
     return replace(run, layout=Layout(), memory=memory, train=replace(run.train, micro_batch=None))
 
 
-def _own(run: Run, hardware: Hardware, best: Option) -> WhyNot:
+def _own(run: Run, hardware: Hardware, best: Candidate) -> Alternative:
     """The run file's layout as one of those that are not the winner."""
     try:
         own = judge(run, hardware)
     except RunError as error:
-        return WhyNot(option=None, name="the run file's", reason=" ".join(error.problems))
-    name = f"{short(own.layout)}:"
+        return Alternative(candidate=None, name="the run file's", reason=" ".join(error.problems))
+    name = f"{own.name}:"
     if not own.fits:
-        return WhyNot(
-            option=own, name="the run file's", reason=f"{name} lacks {(own.bytes - own.capacity) / 2**30:.1f} GiB of memory"
+        return Alternative(
+            candidate=own, name="the run file's", reason=f"{name} lacks {(own.bytes - own.capacity) / 2**30:.1f} GiB of memory"
         )
     behind = own.seconds / best.seconds - 1
     if behind <= 0:
-        return WhyNot(option=own, name="the run file's", reason=f"{name} as quick")
-    return WhyNot(option=own, name="the run file's", reason=f"{name} {behind:+.1%} time{lost(best, own)}")
+        return Alternative(candidate=own, name="the run file's", reason=f"{name} as quick")
+    return Alternative(candidate=own, name="the run file's", reason=f"{name} {behind:+.1%} time{largest_loss(best, own)}")
 
 
-def judged(run: Run, hardware: Hardware, limits: Limits = NONE) -> dict[str, Any]:
+def judged(run: Run, hardware: Hardware, limits: Limits = NONE) -> PlanReport:
     """The same of the run file's own layout, with nothing beside it. RunError where it is over a deadline or a budget."""
     began = time.process_time()
     option = judge(run, hardware, limits.fits_in)
     if problems := beyond(option, limits):
         raise RunError(problems)
     found = replace(_alone(option, run, hardware), seconds=time.process_time() - began)
-    return told(run, hardware, found)
+    return report_of(run, hardware, found)
 
 
-def sizes(run: Run, hardware: Hardware, ranks: int) -> list[dict[str, Any]]:
-    """The quickest layout of all on a quarter, half, twice and four times as many devices, and on these: what days cost."""
+def sizes(run: Run, hardware: Hardware, ranks: int) -> tuple[Candidate, ...]:
+    """The fastest layout on a quarter, half, twice and four times as many devices, and on this many."""
     run = freed(run)
     tried = sorted({number for part in (0.25, 0.5, 1, 2, 4) if (number := int(part * ranks)) >= 1})
-    found = [find(run, hardware.sized(max(number, hardware.gpus)), None, 1, gpus=number) for number in tried]
-    return [told_option(one.best) for one in found if one is not None]
+    results = [find(run, hardware.sized(max(number, hardware.gpus)), None, 1, gpus=number) for number in tried]
+    return tuple(result.best for result in results if result is not None)
 
 
-def solved(run: Run, hardware: Hardware, what: What, limits: Limits = NONE) -> dict[str, Any]:
-    """The smallest cluster, the largest model or the batch that pays, with its plan; and what other clusters would change."""
+def solved(run: Run, hardware: Hardware, what: What, limits: Limits = NONE) -> SolveReport:
+    """The smallest cluster, the largest model or the best batch, with its plan; and what other clusters would change."""
     answer = solve(run, hardware, what, limits)
-    changes = what_if(run, hardware) or what_if(answer.run, answer.hardware)
-    return {
-        "what": answer.what,
-        "value": answer.value,
-        "sentence": answer.sentence,
-        "tried": [[value, speed] for value, speed in answer.tried],
-        "what_if": [{"name": change.name, "sentence": change.sentence, "faster": change.faster} for change in changes],
-        "plan": told(answer.run, answer.hardware, answer.found),
-    }
+    return SolveReport(
+        what=answer.what,
+        value=answer.value,
+        sentence=answer.sentence,
+        plan=report_of(answer.run, answer.hardware, answer.found),
+        tried=answer.tried,
+        what_if=tuple(what_if(run, hardware) or what_if(answer.run, answer.hardware)),
+    )

@@ -1,18 +1,23 @@
-"""One way of laying a run out, with what it would cost; and what a search came to. `planning/search` makes them, everything that
-shows, compares, simulates or obeys a plan reads them."""
+"""One layout of a run with everything that the cost model predicts of it, and the result of a search.
+
+`planning/search` and `planning/options` make candidates; what shows, compares, simulates or trains a plan reads them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Memory
 
+_SCHEDULE_SUFFIXES = {"1f1b": "", "interleaved-1f1b": "", "looped-bfs": "-bfs", "interleaved-zero-bubble": "-zb"}
+"""Short names of schedules in the name of a layout; the other schedules keep their own."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Option:
-    """Every choice made, and its promise."""
+class Candidate:
+    """A layout with every other choice made, and its predicted memory, time and price."""
 
     layout: Layout
     micro_batch: int
@@ -20,42 +25,47 @@ class Option:
     compute: Literal["fp32", "bf16", "fp16", "fp8"]
     recompute: Literal["none", "selective", "full"]
     recompute_every: int
-    """Every so manieth block is."""
+    """Only every N-th block is recomputed."""
     offload: Literal["none", "cpu", "nvme"]
 
     memory: dict[str, float]
     """Bytes of the fullest rank by component: parameters, gradients, optimizer, activations, logits, gathered, buffers, fixed."""
     fullest: int
-    """Pipeline rank that it is."""
+    """The pipeline rank that uses most memory."""
     capacity: float
     """Bytes of the device."""
 
     seconds: float
-    """Of a step."""
+    """Time of a step."""
     low: float
-    """P10 …"""
+    """P10 of the step."""
     high: float
-    """… and P90 of it."""
+    """P90 of the step."""
     split: dict[str, float]
-    """Seconds of a step by planning.times.PARTS."""
+    """Seconds of a step by part, as `planning/times` names the parts."""
     pieces: dict[str, float]
-    """forward, input, weight, head, hop, tail of planning.times.Times: what a simulation of the step starts from."""
+    """Seconds of forward, input, weight, head, hop and tail of one micro-batch: what a simulation of the step starts from."""
 
     tokens_per_second: float
     mfu: float | None
     days: float
-    """Of the whole run without failures."""
+    """Time of the whole run without failures."""
     goodput: float
-    """Part of the time that counts, failures and saving considered."""
+    """Fraction of the time that becomes progress, with failures and saving."""
     save_every: float | None
-    """Seconds between checkpoints that make it so; None: nothing fails."""
+    """Seconds between checkpoints that give this goodput; None: nothing fails."""
     price: float | None
-    """Of the whole run, in US dollars, failures considered; None: no price is known."""
+    """US dollars of the whole run, with failures; None: no price is known."""
     energy: float | None
     """Joules of the whole run; None: no power is known."""
 
     compiled: bool = False
-    """Whether blocks are."""
+    """Whether blocks are compiled."""
+
+    @property
+    def name(self) -> str:
+        """The layout in the field's shorthand, such as "PP16v8 ZeRO1×128 TP8+SP"."""
+        return layout_name(self.layout)
 
     @property
     def bytes(self) -> float:
@@ -65,22 +75,43 @@ class Option:
     def fits(self) -> bool:
         return self.bytes <= self.capacity
 
-    def traded(self, memory: Memory) -> Memory:
-        """The run file's table with what is recomputed and what leaves the device filled in."""
-        return replace(memory, recompute=self.recompute, recompute_every=self.recompute_every, offload=self.offload)
-
     @property
     def expected_days(self) -> float:
-        """With failures and saving."""
+        """Time of the whole run with failures and saving."""
         return self.days / self.goodput
+
+    @property
+    def gpu_hours(self) -> float:
+        """Device-hours of the whole run with failures and saving."""
+        return 24 * self.expected_days * self.layout.ranks
+
+    @property
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """P10 and P90 of everything that follows from the step's time, by field name."""
+        low, high = self.low / self.seconds, self.high / self.seconds
+        grow = {
+            "seconds": self.seconds,
+            "days": self.days,
+            "expected_days": self.expected_days,
+            "gpu_hours": self.gpu_hours,
+            "price": self.price,
+            "energy": self.energy,
+        }
+        shrink = {"tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
+        ranges = {name: (value * low, value * high) for name, value in grow.items() if value is not None}
+        return ranges | {name: (value / high, value / low) for name, value in shrink.items() if value is not None}
+
+    def with_savings(self, memory: Memory) -> Memory:
+        """The run file's [memory] with this candidate's recomputation and offload."""
+        return replace(memory, recompute=self.recompute, recompute_every=self.recompute_every, offload=self.offload)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WhyNot:
-    """A layout that somebody might have expected, and why it is not the winner."""
+class Alternative:
+    """A layout that a reader may expect, and why it is not the best."""
 
-    option: Option | None
-    """None: it is not legal."""
+    candidate: Candidate | None
+    """None: the layout is not legal."""
     name: str
     """Such as "TP16"."""
     reason: str
@@ -88,23 +119,40 @@ class WhyNot:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """What a search came to."""
+class SearchResult:
+    """The best candidate of a search and the candidates it was compared with."""
 
-    best: Option
-    others: tuple[Option, ...]
-    """Runners-up, each different in its layout, quickest first."""
-    why_not: tuple[WhyNot, ...]
+    best: Candidate
+    runners_up: tuple[Candidate, ...]
+    """The next candidates, each with another layout, fastest first."""
+    alternatives: tuple[Alternative, ...]
     considered: int
-    """Legal candidates that were judged, most of them together: with others of the same degrees they are slower, or larger, than
-    what was found."""
+    """Legal candidates that the search covered. Most are ruled out in groups, by bounds that no member can beat."""
     fitting: int
-    """Of those judged one by one, that fit."""
+    """Candidates that were judged one by one and fit."""
     seconds: float
-    """CPU time that the search took."""
+    """CPU time of the search."""
     timed: int = 0
-    """Judged one by one."""
-    assumed: tuple[str, ...] = ()
-    """What the run file and the catalogue do not say, in sentences."""
-    curve: tuple[Option, ...] = field(default=())
-    """Trade-off of memory against time: the quickest at every memory, least memory first."""
+    """Candidates that were judged one by one."""
+    assumptions: tuple[str, ...] = ()
+    """Sentences on what neither the run file nor the catalogue says."""
+    curve: tuple[Candidate, ...] = ()
+    """Trade-off of memory against time: the fastest candidate at each memory, least memory first."""
+
+
+def layout_name(layout: Layout) -> str:
+    """The layout in the field's shorthand: PP16v8 ZeRO1×128 TP8+SP."""
+    expert = f"EP{layout.expert}" + (f"×{layout.expert_tensor}" if layout.expert_tensor > 1 else "")
+    order = _SCHEDULE_SUFFIXES.get(layout.schedule, f"-{layout.schedule}")
+    # V-shaped schedules always have two stages per rank.
+    stages = f"v{layout.stages_per_rank}" if layout.stages_per_rank > 1 and layout.schedule not in ("zbv", "dualpipev") else ""
+    method = "" if layout.context_method == "ring" else f"-{layout.context_method}"
+    parts = [
+        f"PP{layout.pipeline}{stages}{order}" if layout.pipeline > 1 else "",
+        f"DP{layout.data}" if (layout.data or 1) > 1 else "",
+        (f"FSDP{layout.shard}" if layout.zero == 3 else f"ZeRO{layout.zero}×{layout.shard}") if layout.shard > 1 else "",
+        f"CP{layout.context}{method}" if layout.context > 1 else "",
+        f"TP{layout.tensor}{'+SP' if layout.sequence else ''}" if layout.tensor > 1 else "",
+        expert if layout.expert * layout.expert_tensor > 1 else "",
+    ]
+    return " ".join(part for part in parts if part) or "one device"

@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from phalanx.planning.candidate import Option
+from phalanx.planning.candidate import Candidate
 from phalanx.planning.cluster import Hardware
 from phalanx.planning.cpu import cpu_hardware, resident
 from phalanx.planning.find_layout import find, judge
@@ -49,7 +49,7 @@ def rank_bytes(run: Run, machine: Machine, plan: Plan) -> float:
     return module_bytes(run, plan) if option is None else option.bytes
 
 
-def judged(run: Run, machine: Machine, plan: Plan) -> Option | None:
+def judged(run: Run, machine: Machine, plan: Plan) -> Candidate | None:
     """What the plan's layout comes to on this machine, with the micro-batch and what is traded for memory as the run has them, or the
     quickest that fit; on cores with all that a process keeps. A schedule of one's own counts as one that keeps most. None where the
     equations know nothing."""
@@ -99,7 +99,7 @@ def _plain(where: Placement) -> dict[str, Any]:
     return table
 
 
-def promise_of(option: Option) -> Promise:
+def promise_of(option: Candidate) -> Promise:
     return Promise(
         seconds=option.seconds,
         low=option.low,
@@ -123,7 +123,7 @@ def better(run: Run, machine: Machine, started: int | None, usual: Plan | None) 
     device = run.cluster.device or ("cuda" if machine.gpus else "cpu")
     if device == "cpu" and usual is not None:
         return _fewer(run, machine, started, usual)
-    best: tuple[float, Option] | None = None
+    best: tuple[float, Candidate] | None = None
     for ranks in _ranks(run, machine, started, usual):
         found = find(run, devices_of(run, machine, ranks, _threads(run, machine, ranks), device), most=1, gpus=ranks)
         if found is None:
@@ -156,8 +156,8 @@ def _fewer(run: Run, machine: Machine, started: int | None, usual: Plan) -> Bett
     return best
 
 
-def _taken(run: Run, option: Option) -> Better:
-    memory = option.traded(run.memory)
+def _taken(run: Run, option: Candidate) -> Better:
+    memory = option.with_savings(run.memory)
     train = replace(run.train, micro_batch=option.micro_batch)
     return Better(run, replace(run, layout=option.layout, memory=memory, train=train))
 

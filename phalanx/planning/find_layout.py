@@ -8,7 +8,7 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.planning.candidate import Found, Option
+from phalanx.planning.candidate import Candidate, SearchResult
 from phalanx.planning.candidates import Space, all_columns, compute_of, exactly, scores_kept, space
 from phalanx.planning.explore import NEAR, Explorer, Front, on_host, smallest
 from phalanx.planning.footprint import footprint
@@ -41,7 +41,7 @@ _TRIES = 400
 
 def find(
     run: Run, hardware: Hardware, fits_in: float | None = None, most: int = 10, *, gpus: int | None = None
-) -> Found | None:
+) -> SearchResult | None:
     """The quickest on all devices, or on `gpus` of them; None where nothing fits. Without reasons, and, where no more than one is
     wanted, without a curve."""
     began = time.process_time()
@@ -59,20 +59,20 @@ def find(
     explorer, front = best
     chosen, others = _ranked(front, most)
     picked = options(explorer.space, rates, pick(front.columns, np.array([chosen, *others])), fits_in)
-    return Found(
+    return SearchResult(
         best=picked[0],
-        others=tuple(picked[1:]),
-        why_not=(),
+        runners_up=tuple(picked[1:]),
+        alternatives=(),
         considered=considered,
         fitting=front.fitting,
         timed=front.timed,
         seconds=time.process_time() - began,
-        assumed=assumed(run, hardware),
+        assumptions=assumed(run, hardware),
         curve=_curve(explorer, rates, (capacity, fits_in), picked[0]) if most > 1 else (),
     )
 
 
-def judge(run: Run, hardware: Hardware, fits_in: float | None = None) -> Option:
+def judge(run: Run, hardware: Hardware, fits_in: float | None = None) -> Candidate:
     """What the layout that the run file gives would come to, with `data` filled in; the micro-batch, recomputation and offload that
     it leaves open are the quickest that fit. Whether it fits is for the caller to see. RunError where it is not legal."""
     here, rates = exactly(run, hardware), rates_of(run, hardware)
@@ -194,7 +194,7 @@ def _size(columns: Columns) -> npt.NDArray[np.float64]:
     return found
 
 
-def _curve(explorer: Explorer, rates: Rates, limits: tuple[float, float | None], best: Option) -> tuple[Option, ...]:
+def _curve(explorer: Explorer, rates: Rates, limits: tuple[float, float | None], best: Candidate) -> tuple[Candidate, ...]:
     """The quickest at a few sizes of memory, as far as a glimpse shows; least memory first."""
     found = []
     for part in _CURVE:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Literal
 
-from phalanx.planning.candidate import Option, WhyNot
+from phalanx.planning.candidate import Alternative, Candidate
 from phalanx.planning.candidates import compute_of
 from phalanx.planning.cluster import Hardware
 from phalanx.planning.find_layout import judge
@@ -19,12 +19,12 @@ _FORMATS: tuple[Literal["bf16", "fp8"], ...] = ("bf16", "fp8")
 _EQUAL = 0.01
 
 
-def other_formats(run: Run, hardware: Hardware, best: Option) -> tuple[WhyNot, ...]:
+def other_formats(run: Run, hardware: Hardware, best: Candidate) -> tuple[Alternative, ...]:
     """On GPUs, for runs in bf16 or fp8: the same layout and micro-batch in the others, the quickest first."""
     mine = compute_of(run, hardware), run.memory.compile
     if hardware.device != "cuda" or mine[0] not in _FORMATS or run.model.module is not None:
         return ()
-    found: list[tuple[float, WhyNot]] = []
+    found: list[tuple[float, Alternative]] = []
     for compute, compiled in product(_FORMATS, (False, True)):
         if (compute, compiled) == mine or hardware.gpu.peak(compute) is None:
             continue
@@ -42,11 +42,11 @@ def other_formats(run: Run, hardware: Hardware, best: Option) -> tuple[WhyNot, .
         except RunError:
             continue
         name = f"{compute}, compiled blocks" if compiled else f"{compute}, blocks not compiled"
-        found.append((option.seconds, WhyNot(option=option, name=name, reason=_reason(option, best))))
+        found.append((option.seconds, Alternative(candidate=option, name=name, reason=_reason(option, best))))
     return tuple(why for _, why in sorted(found, key=lambda one: one[0]))
 
 
-def _reason(option: Option, best: Option) -> str:
+def _reason(option: Candidate, best: Candidate) -> str:
     longer = option.seconds / best.seconds - 1
     saved = "" if option.recompute == best.recompute else f", with {option.recompute} recomputation"
     if not option.fits:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from phalanx.planning.candidate import Option
+from phalanx.planning.candidate import Candidate
 from phalanx.planning.chosen import CLEARLY, judged, promise_of, rank_bytes
 from phalanx.planning.find_layout import SAFE, find
 from phalanx.planning.hardware import hardware
@@ -97,7 +97,7 @@ def _planned(asked: PlanRequest, layout: Layout, trade: bool) -> Laid | None:
     """As the planner has it; None where the equations do not know such a layout."""
     memory, room = asked.run.memory, _room(asked, layout)
     recomputing = replace(memory, offload=_plain(memory).offload)
-    best: Option | None = None
+    best: Candidate | None = None
     for some in (_plain(memory), recomputing, memory) if trade else (_plain(memory),):
         if best is not None and best.bytes <= room and some is memory:
             break  # states leave the device only if they must
@@ -108,7 +108,7 @@ def _planned(asked: PlanRequest, layout: Layout, trade: bool) -> Laid | None:
             best = option
     assert best is not None
     plan = replace(asked.plan(layout, best.micro_batch), promise=promise_of(best))
-    return Laid(replace(asked.run, memory=best.traded(memory)), plan, best.bytes)
+    return Laid(replace(asked.run, memory=best.with_savings(memory)), plan, best.bytes)
 
 
 def _savings(asked: PlanRequest, trade: bool) -> Iterator[Memory]:

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
-from phalanx.planning.candidate import Option
+from phalanx.planning.candidate import Candidate
 from phalanx.planning.candidates import Space, layout_of
 from phalanx.planning.footprint import Footprint, footprint
 from phalanx.planning.goodput import upkeep
@@ -29,7 +29,7 @@ class _Judged(NamedTuple):
     times: Times
 
 
-def options(space: Space, rates: Rates, columns: Columns, capacity: float | None = None) -> list[Option]:
+def options(space: Space, rates: Rates, columns: Columns, capacity: float | None = None) -> list[Candidate]:
     """One of each row. `capacity`: bytes that it may take, where those are fewer than the device has."""
     if not len(columns["pipeline"]):
         return []
@@ -38,7 +38,7 @@ def options(space: Space, rates: Rates, columns: Columns, capacity: float | None
     return [_option(space, judged, row, capacity) for row in range(len(columns["pipeline"]))]
 
 
-def _option(space: Space, judged: _Judged, row: int, capacity: float | None) -> Option:
+def _option(space: Space, judged: _Judged, row: int, capacity: float | None) -> Candidate:
     work, held, times = judged
     seconds = _real(times.step, row)
     run, hardware = space.run, space.hardware
@@ -49,7 +49,7 @@ def _option(space: Space, judged: _Judged, row: int, capacity: float | None) -> 
     counts = float(kept.goodput)
     spent = cost(hardware, step=seconds, steps=run.steps, goodput=counts, devices=space.gpus)
     peak = float(work.peak) * space.gpus
-    return Option(
+    return Candidate(
         layout=layout,
         micro_batch=_at(work.micro_batch, row),
         accumulation=run.batch // layout.replicas // _at(work.micro_batch, row),
@@ -76,7 +76,7 @@ def _option(space: Space, judged: _Judged, row: int, capacity: float | None) -> 
     )
 
 
-def one(space: Space, rates: Rates, columns: Columns, row: int, capacity: float | None = None) -> Option:
+def one(space: Space, rates: Rates, columns: Columns, row: int, capacity: float | None = None) -> Candidate:
     """Of one row."""
     return options(space, rates, pick(columns, slice(row, row + 1)), capacity)[0]
 

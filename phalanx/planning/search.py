@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from phalanx.planning.candidate import Found, Option
+from phalanx.planning.candidate import Candidate, SearchResult
 from phalanx.planning.candidates import space
 from phalanx.planning.find_layout import find, judge, rates_of
 from phalanx.planning.formats import other_formats
@@ -36,7 +36,7 @@ class Limits:
 NONE = Limits()
 
 
-def search(run: Run, hardware: Hardware, *, aim: Aim = "time", limits: Limits = NONE, most: int = 10) -> Found:
+def search(run: Run, hardware: Hardware, *, aim: Aim = "time", limits: Limits = NONE, most: int = 10) -> SearchResult:
     """The best layout and what it was chosen from. RunError where nothing fits, with the nearest changes that would make it fit,
     or where no layout stays within the limits."""
     began = time.process_time()
@@ -49,10 +49,10 @@ def search(run: Run, hardware: Hardware, *, aim: Aim = "time", limits: Limits = 
         raise RunError(problems)
     here = space(run, hardware, found.best.layout.ranks)
     reasons = *other_formats(run, hardware, found.best), *why_not(here, rates_of(run, hardware), found.best)
-    return replace(found, why_not=reasons, seconds=time.process_time() - began)
+    return replace(found, alternatives=reasons, seconds=time.process_time() - began)
 
 
-def _cheaper(run: Run, hardware: Hardware, found: Found, aim: Aim, limits: Limits, most: int) -> Found:
+def _cheaper(run: Run, hardware: Hardware, found: SearchResult, aim: Aim, limits: Limits, most: int) -> SearchResult:
     """Halves of the cluster, if fewer devices are cheaper or the only way to stay within a budget."""
     tried, gpus = [found], found.best.layout.ranks
     while gpus % 2 == 0 and gpus > 1:
@@ -69,12 +69,12 @@ def _cheaper(run: Run, hardware: Hardware, found: Found, aim: Aim, limits: Limit
     return min(allowed, key=lambda one: one.best.expected_days * one.best.layout.ranks)
 
 
-def within(best: Option, limits: Limits) -> bool:
+def within(best: Candidate, limits: Limits) -> bool:
     """Whether an option stays within the limits."""
     return not beyond(best, limits)
 
 
-def beyond(best: Option, limits: Limits) -> list[str]:
+def beyond(best: Candidate, limits: Limits) -> list[str]:
     """Limits that the best layout is over, in sentences."""
     said = []
     if limits.deadline is not None and best.expected_days > limits.deadline:

@@ -6,10 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from phalanx.planning.candidate import Found
+from phalanx.planning.candidate import SearchResult
 from phalanx.planning.find_layout import find, possible
 from phalanx.planning.hardware import Hardware
 from phalanx.planning.remedies import fewest
+from phalanx.planning.report import WhatIf
 from phalanx.planning.scale import changed_keys, scaled
 from phalanx.planning.search import NONE, Limits, within
 from phalanx.spec.errors import RunError
@@ -35,23 +36,9 @@ class Solved:
     """As it would be."""
     hardware: Hardware
     """As it would be."""
-    found: Found
+    found: SearchResult
     tried: tuple[tuple[int, float], ...] = ()
     """(value, tokens per second) of others that were looked at."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WhatIf:
-    """The same run on a changed cluster."""
-
-    name: str
-    """Such as "twice the GPUs"."""
-    sentence: str
-    before: Found
-    after: Found | None
-    """None: nothing fits then."""
-    faster: float
-    """Tokens per second, after over before; 0 where nothing fits."""
 
 
 def solve(run: Run, hardware: Hardware, what: What = "gpus", limits: Limits = NONE) -> Solved:
@@ -74,10 +61,10 @@ def what_if(run: Run, hardware: Hardware) -> list[WhatIf]:
     return [_compared(name, run, other, before) for name, other in changed]
 
 
-def _compared(name: str, run: Run, other: Hardware, before: Found) -> WhatIf:
+def _compared(name: str, run: Run, other: Hardware, before: SearchResult) -> WhatIf:
     after = _found(run, other, NONE)
     if after is None:
-        return WhatIf(name=name, sentence=f"With {name} nothing fits.", before=before, after=None, faster=0.0)
+        return WhatIf(name=name, sentence=f"With {name} nothing fits.", faster=0.0)
     faster = after.best.tokens_per_second / before.best.tokens_per_second
     days = f"{after.best.expected_days:,.1f} instead of {before.best.expected_days:,.1f} days"
     price = ""
@@ -86,13 +73,11 @@ def _compared(name: str, run: Run, other: Hardware, before: Found) -> WhatIf:
     return WhatIf(
         name=name,
         sentence=f"With {name}: {faster:.2f} × the tokens a second, {days}{price}.",
-        before=before,
-        after=after,
         faster=faster,
     )
 
 
-def _found(run: Run, hardware: Hardware, limits: Limits) -> Found | None:
+def _found(run: Run, hardware: Hardware, limits: Limits) -> SearchResult | None:
     """The best within the limits."""
     found = find(run, hardware, limits.fits_in, 1)
     return found if found is not None and within(found.best, limits) else None
@@ -123,7 +108,7 @@ def _cluster(run: Run, hardware: Hardware, limits: Limits) -> Solved:
 
 def _model(run: Run, hardware: Hardware, limits: Limits) -> Solved:
     """Bisects how many times as many parameters the model could have."""
-    best: tuple[Run, Found] | None = None
+    best: tuple[Run, SearchResult] | None = None
     low, high = 0.0, None
     scale = 1.0
     for _ in range(_STEPS + 8):
@@ -149,7 +134,7 @@ def _model(run: Run, hardware: Hardware, limits: Limits) -> Solved:
 
 def _batch(run: Run, hardware: Hardware, limits: Limits) -> Solved:
     """The smallest batch that keeps the cluster as busy as any: more sequences bring little from there on."""
-    tried: dict[int, tuple[Run, Found]] = {}
+    tried: dict[int, tuple[Run, SearchResult]] = {}
     for power in range(-6, 7):
         batch = int(run.batch * 2.0**power)
         if batch < 1 or batch in tried:

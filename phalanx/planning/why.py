@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from phalanx.planning.candidate import Option, WhyNot
+from phalanx.planning.candidate import Alternative, Candidate
 from phalanx.planning.candidates import Space
 from phalanx.planning.find_layout import SAFE
 from phalanx.planning.footprint import footprint
@@ -57,31 +57,33 @@ class _Variant:
         return self.recompute in (None, recompute) and self.every in (None, every) and self.offload in (None, offload)
 
 
-def why_not(space: Space, rates: Rates, best: Option, seen: Callable[[Option], Option] = lambda one: one) -> tuple[WhyNot, ...]:
+def why_not(
+    space: Space, rates: Rates, best: Candidate, seen: Callable[[Candidate], Candidate] = lambda one: one
+) -> tuple[Alternative, ...]:
     """Neighbours of the winner, each once: those that are quicker but were not open to the search, the slower ones, those that do not
     fit, those that cannot be. `seen`: an option as the winner is told, where that has more to it than the equations."""
-    illegal: list[WhyNot] = []
+    illegal: list[Alternative] = []
     legal: list[_Variant] = []
     for variant in _variants(space, best):
         if (problem := _problem(space, variant)) is not None:
-            illegal.append(WhyNot(option=None, name=variant.name, reason=f"not legal: {problem}"))
+            illegal.append(Alternative(candidate=None, name=variant.name, reason=f"not legal: {problem}"))
         else:
             legal.append(variant)
     # As the search does it: not quite all of the device is filled.
     limit = max(min(best.capacity, SAFE * space.hardware.gpu.memory), best.bytes)
-    quicker: list[WhyNot] = []
-    slower: list[WhyNot] = []
-    large: list[WhyNot] = []
+    quicker: list[Alternative] = []
+    slower: list[Alternative] = []
+    large: list[Alternative] = []
     for variant, (judged, tight) in zip(legal, _judge(space, rates, legal, best, limit), strict=True):
         option = seen(judged)
         fits = option.bytes <= limit
         reason = _reason(space, variant, option, best, tight) if fits else _lack(option, limit)
         kind = large if not fits else quicker if option.seconds < (1 - _EQUAL) * best.seconds else slower
-        kind.append(WhyNot(option=option, name=variant.name, reason=reason))
+        kind.append(Alternative(candidate=option, name=variant.name, reason=reason))
     return (*quicker, *slower, *large, *illegal)
 
 
-def _variants(space: Space, best: Option) -> list[_Variant]:
+def _variants(space: Space, best: Candidate) -> list[_Variant]:
     """Twice and half of each degree, other stages of ZeRO, other schedules, other savings, and the plain layouts."""
     layout, micro = best.layout, best.micro_batch
     found: list[_Variant] = []
@@ -177,7 +179,7 @@ def _problem(space: Space, variant: _Variant) -> str | None:
     return None
 
 
-def _judge(space: Space, rates: Rates, variants: list[_Variant], best: Option, limit: float) -> list[tuple[Option, bool]]:
+def _judge(space: Space, rates: Rates, variants: list[_Variant], best: Candidate, limit: float) -> list[tuple[Candidate, bool]]:
     """The quickest of each that fits, or what it would take with the winner's savings; and whether those would not do for it."""
     if not variants:
         return []
@@ -225,12 +227,12 @@ def _columns(variants: list[_Variant], rows: list[tuple[int, bool, int, int, int
     }
 
 
-def _lack(option: Option, limit: float) -> str:
+def _lack(option: Candidate, limit: float) -> str:
     needs = f"needs {_sizes(option.bytes, 'of', option.capacity)}"
     return f"{needs}, of which plans fill at most {_size(limit)}" if option.fits else needs
 
 
-def _reason(space: Space, variant: _Variant, option: Option, best: Option, tight: bool) -> str:
+def _reason(space: Space, variant: _Variant, option: Candidate, best: Candidate, tight: bool) -> str:
     """In numbers. `tight`: with the winner's savings it would not fit."""
     slower = option.seconds / best.seconds - 1
     if abs(slower) <= _EQUAL:
@@ -244,7 +246,7 @@ def _reason(space: Space, variant: _Variant, option: Option, best: Option, tight
     return f"{', '.join(said)}; step {slower:+.0%}{_forbidden(space, option) if slower < 0 else ''}"
 
 
-def _forbidden(space: Space, option: Option) -> str:
+def _forbidden(space: Space, option: Candidate) -> str:
     """The keys of the run file that kept the search from it, as the end of a sentence."""
     usual, given, other = asdict(Layout()), asdict(space.run.layout), asdict(option.layout)
     keys = [f"layout.{key} = {toml(value)}" for key, value in given.items() if value not in (usual[key], other[key])]
@@ -253,7 +255,7 @@ def _forbidden(space: Space, option: Option) -> str:
     return f", but the run file has {', '.join(keys)}" if keys else ""
 
 
-def _memory(option: Option, best: Option) -> str:
+def _memory(option: Candidate, best: Candidate) -> str:
     """How its memory compares, as the end of a sentence."""
     more, both = option.bytes - best.bytes, _sizes(option.bytes, "instead of", best.bytes)
     if abs(more) < 0.01 * best.bytes:
@@ -272,7 +274,7 @@ def _size(value: float) -> str:
     return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
 
 
-def _saved(option: Option, best: Option) -> str:
+def _saved(option: Candidate, best: Candidate) -> str:
     """What it does to save memory that the winner does not."""
     found = []
     if option.recompute != "none" and (option.recompute, option.recompute_every) != (best.recompute, best.recompute_every):
@@ -283,14 +285,14 @@ def _saved(option: Option, best: Option) -> str:
     return " and ".join(found)
 
 
-def _shrunk(option: Option, best: Option) -> str:
+def _shrunk(option: Candidate, best: Candidate) -> str:
     """What of the step it saves most of: of a neighbour that is quicker, which the run file's own keys have ruled out."""
     less = {part: best.split[part] - option.split[part] for part in option.split}
     part = max(less, key=lambda name: less[name])
     return f"-{less[part] / best.seconds:.0%} for {_WORDS[part]}"
 
 
-def _grown(option: Option, best: Option) -> str:
+def _grown(option: Candidate, best: Candidate) -> str:
     """What of the step has grown most."""
     more = {part: option.split[part] - best.split[part] for part in option.split}
     sent = sum(option.split[part] for part in _COMMUNICATION), sum(best.split[part] for part in _COMMUNICATION)

@@ -13,7 +13,8 @@ import plans
 import pytest
 
 from phalanx.dashboard.plan_page import page, page_data
-from phalanx.planning.explain import told, told_option
+from phalanx.planning.explain import report_of
+from phalanx.planning.report import candidate_json
 
 DOM = """
 class Node {
@@ -66,7 +67,9 @@ console.log(JSON.stringify(said));
 
 @pytest.fixture(scope="module")
 def values() -> dict[str, Any]:
-    return told(plans.run(), plans.hardware(), plans.found()) | {"placement": {"lines": ["tensor <ranks> are a node"]}}
+    return report_of(plans.run(), plans.hardware(), plans.found()).to_json() | {
+        "placement": {"lines": ["tensor <ranks> are a node"]}
+    }
 
 
 class Parts(HTMLParser):
@@ -128,7 +131,7 @@ def test_each_layout_is_told_once_under_its_first_name(values: dict[str, Any]) -
 
 def test_units_suit_the_size_and_recomputed_blocks_are_told(values: dict[str, Any]) -> None:
     assert "memory of the fullest rank, GiB" in page(values) and "a step, s;" in page(values)
-    small = told_option(
+    small = candidate_json(
         plans.option(seconds=0.2, low=0.1, high=0.3, memory={"fixed": 300 * 2.0**20}, recompute="full", recompute_every=2)
     )
     told_small = values | {"best": small, "others": [], "why_not": [], "curve": []}
@@ -160,7 +163,7 @@ def test_the_program_draws_chooses_sorts_and_hides(values: dict[str, Any]) -> No
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no JavaScript here")
 def test_what_does_not_fit_is_said_and_can_be_left_out(values: dict[str, Any]) -> None:
-    large = told_option(plans.option(micro_batch=2, memory={"activations": 90 * plans.GIB})) | {"change": "", "beside": []}
+    large = candidate_json(plans.option(micro_batch=2, memory={"activations": 90 * plans.GIB})) | {"change": "", "beside": []}
     parts = Parts(page(values | {"why_not": [{"name": "micro-batch 2", "reason": "needs 90.0 GiB", "option": large}]}))
     *_, last = run_page(parts)
     assert last["name"] == f"{large['name']} (why not micro-batch 2, does not fit)"

@@ -11,7 +11,8 @@ import plans
 import pytest
 
 from phalanx.dashboard.plan_picture import MEMORY, STEP, compared, draw, long_unit, memory_unit, step_unit
-from phalanx.planning.explain import told, told_option
+from phalanx.planning.explain import report_of
+from phalanx.planning.report import candidate_json
 
 GAP = 2
 """White pixels between two parts of a bar: at 120 dots an inch, a line of 0.7 points and what is blurred beside it."""
@@ -19,7 +20,7 @@ GAP = 2
 
 @pytest.fixture(scope="module")
 def values() -> dict[str, Any]:
-    return told(plans.run(), plans.hardware(), plans.found())
+    return report_of(plans.run(), plans.hardware(), plans.found()).to_json()
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +70,10 @@ def test_the_file_says_what_it_shows(picture: Path) -> None:
 
 
 def test_one_layout_without_price_and_other_sizes_are_drawn_too(tmp_path: Path, values: dict[str, Any]) -> None:
-    alone = told_option(plans.option(price=None, mfu=None, days=0.01))
+    alone = candidate_json(plans.option(price=None, mfu=None, days=0.01))
     draw(values | {"best": alone, "others": [], "curve": []}, tmp_path / "alone.png")
     half = plans.option(layout=replace(plans.option().layout, shard=64), days=108.0, price=48e6)
-    draw(values | {"scaling": [told_option(half), values["best"]]}, tmp_path / "sizes.png")
+    draw(values | {"scaling": [candidate_json(half), values["best"]]}, tmp_path / "sizes.png")
     assert (tmp_path / "alone.png").stat().st_size > 20_000 < (tmp_path / "sizes.png").stat().st_size
     assert [long_unit(days)[1] for days in (54, 1.9, 0.05, 1e-3)] == ["days", "hours", "minutes", "seconds"]
 
@@ -80,8 +81,8 @@ def test_one_layout_without_price_and_other_sizes_are_drawn_too(tmp_path: Path, 
 def test_bars_beside_the_winners_are_runners_up_then_what_was_told_why_not(values: dict[str, Any]) -> None:
     best, flat, wide = values["best"], *values["others"]
     assert compared(values) == [best, flat, wide]  # TP16, a runner-up too, is there once
-    same = told_option(plans.option(memory={"fixed": 1.0}))  # the winner, with other numbers
-    large = told_option(plans.option(memory={"activations": 90 * plans.GIB}, micro_batch=2))
+    same = candidate_json(plans.option(memory={"fixed": 1.0}))  # the winner, with other numbers
+    large = candidate_json(plans.option(memory={"activations": 90 * plans.GIB}, micro_batch=2))
     reasons = [{"name": "?", "reason": "?", "option": option} for option in (None, same, large, wide)]
     assert compared(values | {"others": [], "why_not": reasons}) == [best, wide]  # what does not fit has no bar
 

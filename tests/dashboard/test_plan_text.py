@@ -13,14 +13,14 @@ from rich.console import Console
 
 from phalanx.dashboard.numbers import dollars, energy, short_duration
 from phalanx.dashboard.plan_text import bar, days, interval, show_plan, show_solved
-from phalanx.planning.candidate import Found
-from phalanx.planning.explain import told
+from phalanx.planning.candidate import SearchResult
+from phalanx.planning.explain import report_of
 from phalanx.spec.layout import Layout
 
 
-def shown(found: Found | None = None, width: int = 100, **hardware: Any) -> str:
+def shown(found: SearchResult | None = None, width: int = 100, **hardware: Any) -> str:
     out = StringIO()
-    values = told(plans.run(), plans.hardware(**hardware), found or plans.found())
+    values = report_of(plans.run(), plans.hardware(**hardware), found or plans.found()).to_json()
     show_plan(Console(file=out, width=width, highlight=False), values)
     return out.getvalue()
 
@@ -55,10 +55,10 @@ def test_runners_up_are_told_below_each_other_where_a_table_is_too_wide() -> Non
 
 def test_some_of_the_blocks_recomputed_is_shown_and_pasted() -> None:
     found = plans.found()
-    half = replace(found.others[0], recompute_every=2)
-    text = shown(replace(found, others=(half,), best=replace(found.best, recompute="full", recompute_every=3)))
+    half = replace(found.runners_up[0], recompute_every=2)
+    text = shown(replace(found, runners_up=(half,), best=replace(found.best, recompute="full", recompute_every=3)))
     assert "full 1/2" in text and "full 1/3" in text and "recompute_every = 3" in text
-    assert "recompute full 1/2" in shown(replace(found, others=(half,)), width=80)
+    assert "recompute full 1/2" in shown(replace(found, runners_up=(half,)), width=80)
 
 
 @pytest.mark.parametrize("width", [100, 80, 60, 140])
@@ -73,7 +73,7 @@ def test_what_does_not_fit_and_what_is_unknown_says_so() -> None:
     alone = plans.option(
         layout=Layout(data=1), capacity=40 * plans.GIB, price=None, energy=None, mfu=None, save_every=None, goodput=1.0
     )
-    found = replace(plans.found(), best=alone, others=(), why_not=(), considered=1, fitting=0, curve=())
+    found = replace(plans.found(), best=alone, runners_up=(), alternatives=(), considered=1, fitting=0, curve=())
     text = shown(found, failures=None)
     assert "one device on 1 of the devices  DOES NOT FIT" in text and "missing" in text and "21.0 GiB" in text
     assert "the run file's own layout, judged as it stands" in text and "it does not fit" in text
@@ -81,7 +81,7 @@ def test_what_does_not_fit_and_what_is_unknown_says_so() -> None:
 
 
 def test_pasted_lines_are_toml() -> None:
-    table = tomllib.loads(told(plans.run(), plans.hardware(), plans.found())["best"]["toml"])
+    table = tomllib.loads(report_of(plans.run(), plans.hardware(), plans.found()).to_json()["best"]["toml"])
     assert table["layout"]["shard"] == 128 and table["memory"] == {"recompute": "none", "offload": "none"}
 
 
@@ -104,7 +104,7 @@ def test_an_answer_the_other_way_round_has_its_plan_and_what_would_change() -> N
         "sentence": "The batch that pays is 512 sequences.",
         "tried": [[256, 1.5e6], [512, 2.5e6]],
         "what_if": [{"name": "twice", "sentence": "With twice the devices: 1.90 × the tokens a second.", "faster": 1.9}],
-        "plan": told(plans.run(), plans.hardware(), plans.found()),
+        "plan": report_of(plans.run(), plans.hardware(), plans.found()).to_json(),
     }
     show_solved(Console(file=out, width=100, highlight=False), answer)
     lines = out.getvalue().splitlines()

@@ -9,8 +9,9 @@ from dataclasses import replace
 import plans
 import pytest
 
-from phalanx.planning.candidate import WhyNot
-from phalanx.planning.explain import WORDS, beside, change, pasted, short, told, told_option, why
+from phalanx.planning.candidate import Alternative, layout_name
+from phalanx.planning.explain import report_of, why
+from phalanx.planning.report import PART_LABELS, candidate_json, keys_to_change, part_changes, run_file_tables
 from phalanx.planning.times import PARTS
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
@@ -18,25 +19,25 @@ from phalanx.spec.load import loads
 
 def test_everything_is_plain_and_complete() -> None:
     found = plans.found()
-    value = told(plans.run(), plans.hardware(), found)
+    value = report_of(plans.run(), plans.hardware(), found).to_json()
     assert json.loads(json.dumps(value))["best"] == value["best"]
     assert value["model"]["parameters"] == pytest.approx(405.85e9, rel=1e-4) and value["train"]["tokens"] >= 15.6e12
     assert (value["cluster"]["gpus"], value["cluster"]["nodes"]) == (16384, 2048)
     assert value["best"]["memory"] == found.best.memory and value["best"]["split"]["compute"] == 3.5
     assert [other["name"] for other in value["others"]] == ["PP8 DP2 FSDP128 TP8+SP", "PP16v8 ZeRO1×64 TP16+SP"]
     assert value["why_not"][0]["option"]["seconds"] == 6.9 and value["why_not"][1]["option"] is None
-    assert (value["considered"], value["fitting"], value["assumed"]) == (374_400, 12_345, list(found.assumed))
+    assert (value["considered"], value["fitting"], value["assumed"]) == (374_400, 12_345, list(found.assumptions))
     assert value["placement"]["lines"] == [
         "A rank is on node rank // 8, on rail rank % 8; ranks run through tensor, shard, pipeline, the first fastest.",
         "Inside a node: tensor groups of 8.",
         "Over the network: shard groups of 128 span 128 nodes on one rail and pipeline groups of 16 span 16 nodes on one rail.",
     ]
     assert value["placement"]["ranks"] == 16384 and len(value["curve"]) == 2
-    assert set(WORDS) == set(PARTS)
+    assert set(PART_LABELS) == set(PARTS)
 
 
 def test_what_follows_from_the_step_has_its_interval() -> None:
-    value = told_option(plans.option())
+    value = candidate_json(plans.option())
     assert value["gpu_hours"] == pytest.approx(54 / 0.9 * 24 * 16384)
     ranges = value["ranges"]
     assert ranges["seconds"] == [4.0, 6.0] and ranges["price"] == pytest.approx([0.8 * 47.2e6, 1.2 * 47.2e6])
@@ -45,16 +46,16 @@ def test_what_follows_from_the_step_has_its_interval() -> None:
     )  # the tokens of a step, in P90 and P10
     for name, (low, high) in ranges.items():
         assert low < value[name] < high, name
-    assert "price" not in told_option(plans.option(price=None))["ranges"]
+    assert "price" not in candidate_json(plans.option(price=None))["ranges"]
 
 
 def test_layouts_have_short_names() -> None:
-    assert short(Layout()) == "one device" and short(Layout(data=4)) == "DP4"
-    assert short(Layout(data=2, shard=8, tensor=2)) == "DP2 FSDP8 TP2"
+    assert layout_name(Layout()) == "one device" and layout_name(Layout(data=4)) == "DP4"
+    assert layout_name(Layout(data=2, shard=8, tensor=2)) == "DP2 FSDP8 TP2"
     moe = Layout(pipeline=16, data=1, shard=128, zero=1, expert=64, schedule="dualpipev")
-    assert short(moe) == "PP16-dualpipev ZeRO1×128 EP64"
-    assert short(Layout(data=1, pipeline=4, stages=3, schedule="interleaved-zero-bubble")) == "PP4v3-zb"
-    assert short(Layout(data=1, context=4, context_method="ulysses", expert=2, expert_tensor=2)) == "CP4-ulysses EP2×2"
+    assert layout_name(moe) == "PP16-dualpipev ZeRO1×128 EP64"
+    assert layout_name(Layout(data=1, pipeline=4, stages=3, schedule="interleaved-zero-bubble")) == "PP4v3-zb"
+    assert layout_name(Layout(data=1, context=4, context_method="ulysses", expert=2, expert_tensor=2)) == "CP4-ulysses EP2×2"
 
 
 @pytest.mark.parametrize(
@@ -71,17 +72,17 @@ def test_what_is_pasted_is_the_option_again(layout: Layout) -> None:
     text = "[train]\nbatch = 64\nsteps = 1\n[model]\nlayers = 8\ndim = 64\nheads = 4\n".replace(
         "[train]\n", "[train]\nmicro_batch = 2\n"
     )
-    rest = pasted(option).replace("[train]\nmicro_batch = 2\n", "")
+    rest = run_file_tables(option).replace("[train]\nmicro_batch = 2\n", "")
     run = loads(text + "\n" + rest)
     assert (run.layout, run.train.micro_batch, run.precision.compute) == (layout, 2, "bf16")
     assert (run.memory.recompute, run.memory.offload) == ("selective", "cpu")
 
 
 def test_what_is_pasted_says_how_many_blocks_are_recomputed() -> None:
-    assert "recompute_every" not in pasted(plans.option(recompute="full"))
-    tables = tomllib.loads(pasted(plans.option(recompute="full", recompute_every=2)))
+    assert "recompute_every" not in run_file_tables(plans.option(recompute="full"))
+    tables = tomllib.loads(run_file_tables(plans.option(recompute="full", recompute_every=2)))
     assert tables["memory"] == {"recompute": "full", "recompute_every": 2, "offload": "none"}
-    assert told_option(plans.option(recompute="full", recompute_every=2))["recompute_every"] == 2
+    assert candidate_json(plans.option(recompute="full", recompute_every=2))["recompute_every"] == 2
 
 
 CHANGED = [
@@ -101,45 +102,51 @@ CHANGED = [
 def test_the_keys_to_set_make_the_best_into_another(old: int, new: int) -> None:
     best = plans.option(layout=CHANGED[old], recompute="full", recompute_every=2)
     other = plans.option(layout=CHANGED[new], micro_batch=2, recompute="selective", offload="cpu")
-    keys = change(best, other).split()
+    keys = keys_to_change(best, other).split()
     if best.layout.stages is not None and other.layout.pipeline == 1:
         assert keys == []  # `stages` would have to go
         return
     run = loads(
-        pasted(best).replace("[train]", "[train]\nbatch = 64\nsteps = 1") + "\n[model]\nlayers = 8\ndim = 64\nheads = 4\n",
+        run_file_tables(best).replace("[train]", "[train]\nbatch = 64\nsteps = 1")
+        + "\n[model]\nlayers = 8\ndim = 64\nheads = 4\n",
         overrides=keys,
     )
-    assert short(run.layout) == short(other.layout) and run.layout.ranks == 8
+    assert layout_name(run.layout) == layout_name(other.layout) and run.layout.ranks == 8
     assert (run.layout.sequence, run.layout.stages_per_rank) == (other.layout.sequence, other.layout.stages_per_rank)
     memory = run.memory.recompute, run.memory.recompute_every, run.memory.offload
     assert (run.train.micro_batch, *memory) == (2, "selective", 1, "cpu")
-    assert change(best, best) == ""
+    assert keys_to_change(best, best) == ""
 
 
 def test_only_keys_that_differ_are_to_be_set() -> None:
     best = plans.option()
-    assert change(best, replace(best, layout=replace(best.layout, tensor=16, shard=64))) == "layout.shard=64 layout.tensor=16"
+    assert (
+        keys_to_change(best, replace(best, layout=replace(best.layout, tensor=16, shard=64)))
+        == "layout.shard=64 layout.tensor=16"
+    )
     gpipe = replace(best, layout=replace(best.layout, schedule="gpipe", stages=None))
-    assert change(best, gpipe) == "layout.schedule=gpipe layout.stages=1"
+    assert keys_to_change(best, gpipe) == "layout.schedule=gpipe layout.stages=1"
     whole = replace(best, layout=replace(best.layout, data=128, shard=1, zero=3))
-    assert change(best, whole) == "layout.data=128 layout.shard=1 layout.zero=3"  # else ZeRO-1 would have nothing to spread
+    assert (
+        keys_to_change(best, whole) == "layout.data=128 layout.shard=1 layout.zero=3"
+    )  # else ZeRO-1 would have nothing to spread
     half = replace(best, recompute="full", recompute_every=2)
-    assert change(best, half) == "memory.recompute=full memory.recompute_every=2"
+    assert keys_to_change(best, half) == "memory.recompute=full memory.recompute_every=2"
 
 
 def test_a_layout_is_told_why_not_once_and_what_was_not_open_is_said() -> None:
     found = plans.found()
     twice = (
-        *found.why_not,
-        WhyNot(option=found.others[1], name="wide", reason="?"),
-        WhyNot(option=found.best, name="it", reason="?"),
+        *found.alternatives,
+        Alternative(candidate=found.runners_up[1], name="wide", reason="?"),
+        Alternative(candidate=found.best, name="it", reason="?"),
     )
-    value = told(plans.run(), plans.hardware(), replace(found, why_not=twice))
+    value = report_of(plans.run(), plans.hardware(), replace(found, alternatives=twice)).to_json()
     assert [one["name"] for one in value["why_not"]] == ["TP16", "PP128"]
     assert value["why_not"][0]["option"]["change"] == value["others"][1]["change"] == "layout.shard=64 layout.tensor=16"
     assert not any("--free" in sentence for sentence in value["why"])
     kept = replace(plans.run(), layout=Layout(tensor=8, pipeline=16))
-    assert told(kept, plans.hardware(), found)["why"][-1] == (
+    assert report_of(kept, plans.hardware(), found).why[-1] == (
         "The run file's [layout] was kept (pipeline, tensor): --free searches all layouts, and compares."
     )
 
@@ -147,11 +154,11 @@ def test_a_layout_is_told_why_not_once_and_what_was_not_open_is_said() -> None:
 def test_where_another_loses_time_most_first() -> None:
     best, worse = plans.option(), plans.option()
     worse = replace(worse, split=worse.split | {"tensor": 2.3, "bubble": 0.2, "data": 0.3501}, seconds=6.6)
-    assert [(one["part"], one["seconds"]) for one in beside(best, worse)] == [
+    assert [(change.part, change.seconds) for change in part_changes(best, worse)] == [
         ("tensor", pytest.approx(1.9)),
         ("bubble", pytest.approx(-0.3)),
     ]
-    assert beside(best, best) == []
+    assert part_changes(best, best) == ()
 
 
 def test_why_says_what_is_so() -> None:
@@ -164,10 +171,12 @@ def test_why_says_what_is_so() -> None:
     )
     assert third == "The next, PP8 DP2 FSDP128 TP8+SP, takes 12.0% longer, most of it computing."
     assert "cheapest" in why(found, "price")[0]
-    close = replace(found, others=(replace(found.others[0], seconds=5.1), *found.others[1:]))
+    close = replace(found, runners_up=(replace(found.runners_up[0], seconds=5.1), *found.runners_up[1:]))
     assert "PP8 DP2 FSDP128 TP8+SP is within 3% of it" in why(close, "time")[-1]
-    quicker = replace(found, others=(replace(found.others[0], seconds=4.97),))
+    quicker = replace(found, runners_up=(replace(found.runners_up[0], seconds=4.97),))
     assert (
         why(quicker, "time")[0] == "It is the simplest of those as quick as the quickest that fits, of 374,400 legal layouts."
     )
-    assert why(replace(found, considered=1, others=()), "time")[:1] == ["It is the run file's own layout, judged as it stands."]
+    assert why(replace(found, considered=1, runners_up=()), "time")[:1] == [
+        "It is the run file's own layout, judged as it stands."
+    ]

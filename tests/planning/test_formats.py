@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from planning_cases import cluster, run_of
 
-from phalanx.planning.candidate import Option
-from phalanx.planning.explain import change, pasted
+from phalanx.planning.candidate import Candidate
 from phalanx.planning.formats import other_formats
+from phalanx.planning.report import keys_to_change, run_file_tables
 from phalanx.planning.search import judge, search
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Memory, Precision, Run
@@ -18,13 +18,13 @@ from phalanx.spec.run import Memory, Precision, Run
 COMPILED, EAGER = "compiled blocks", "blocks not compiled"
 
 
-def others(run: Run, gpu: str = "h100-sxm") -> tuple[Option, dict[str, tuple[Option, str]]]:
+def others(run: Run, gpu: str = "h100-sxm") -> tuple[Candidate, dict[str, tuple[Candidate, str]]]:
     devices = cluster(8, gpu)
     best = judge(run, devices)
     found = other_formats(run, devices, best)
-    options = [one.option for one in found]
+    options = [one.candidate for one in found]
     assert [option.seconds for option in options if option] == sorted(option.seconds for option in options if option)
-    return best, {one.name: (one.option, one.reason) for one in found if one.option is not None}
+    return best, {one.name: (one.candidate, one.reason) for one in found if one.candidate is not None}
 
 
 def test_the_same_layout_is_judged_in_each_of_them() -> None:
@@ -34,9 +34,9 @@ def test_the_same_layout_is_judged_in_each_of_them() -> None:
     quickest, reason = found[f"fp8, {COMPILED}"]
     percent = round(100 * (quickest.seconds / best.seconds - 1))
     assert -40 < percent < -10 and reason.startswith(f"quicker, but in coarser numbers; step {percent}%")
-    assert change(best, quickest).endswith("precision.compute=fp8 memory.compile=true")
-    assert 'compute = "fp8"' in pasted(quickest) and "compile = true" in pasted(quickest)
-    assert "compile" not in pasted(best)
+    assert keys_to_change(best, quickest).endswith("precision.compute=fp8 memory.compile=true")
+    assert 'compute = "fp8"' in run_file_tables(quickest) and "compile = true" in run_file_tables(quickest)
+    assert "compile" not in run_file_tables(best)
 
 
 def test_rounding_in_passes_of_its_own_may_cost_more_than_fp8_brings() -> None:
@@ -67,5 +67,5 @@ def test_only_what_could_be_had_is_told(gpu: str, changed: dict[str, object], ex
 
 def test_a_search_tells_them_first() -> None:
     found = search(run_of("llama3-8b", 64, 4096), cluster(8))
-    assert found.why_not[0].name == f"fp8, {COMPILED}"
+    assert found.alternatives[0].name == f"fp8, {COMPILED}"
     assert found.best.compute == "bf16" and not found.best.compiled

@@ -91,7 +91,7 @@ def test_judging_the_winner_gives_the_winner() -> None:
     for run, hardware in CASES[:2]:
         best = search(run, hardware).best
         given = replace(
-            run, layout=best.layout, memory=best.traded(run.memory), train=replace(run.train, micro_batch=best.micro_batch)
+            run, layout=best.layout, memory=best.with_savings(run.memory), train=replace(run.train, micro_batch=best.micro_batch)
         )
         judged = judge(given, hardware)
         assert judged.layout == best.layout
@@ -122,27 +122,29 @@ def test_more_memory_is_never_slower_and_a_faster_network_neither() -> None:
 
 def test_runners_up_differ_in_their_degrees_and_are_no_quicker() -> None:
     found = search(run_of("llama3-8b", 16, 4096), cluster(16))
-    degrees = [(o.layout.pipeline, o.layout.replicas, o.layout.context, o.layout.tensor) for o in (found.best, *found.others)]
+    degrees = [
+        (o.layout.pipeline, o.layout.replicas, o.layout.context, o.layout.tensor) for o in (found.best, *found.runners_up)
+    ]
     assert len(set(degrees)) == len(degrees) > 5
-    assert all(found.best.seconds <= other.seconds * NEAR for other in found.others)
+    assert all(found.best.seconds <= other.seconds * NEAR for other in found.runners_up)
     assert [option.bytes for option in found.curve] == sorted(option.bytes for option in found.curve)
     assert [option.seconds for option in found.curve] == sorted((option.seconds for option in found.curve), reverse=True)
 
 
 def test_reasons_are_computed_from_the_numbers() -> None:
     found = search(run_of("llama3-70b", 512, 4096), cluster(256))
-    reasons = {one.name: one for one in found.why_not}
+    reasons = {one.name: one for one in found.alternatives}
     assert len(reasons) > 10
     for one in reasons.values():
-        if one.option is None:
+        if one.candidate is None:
             assert one.reason.startswith("not legal: ")
-        elif not one.option.fits:
-            assert one.reason == f"needs {one.option.bytes / 2**30:.1f} GiB of {one.option.capacity / 2**30:.1f}"
-        elif (one.option.compute, one.option.compiled) == ("bf16", False):  # others the search was not free to take
-            assert one.option.seconds >= found.best.seconds / NEAR
+        elif not one.candidate.fits:
+            assert one.reason == f"needs {one.candidate.bytes / 2**30:.1f} GiB of {one.candidate.capacity / 2**30:.1f}"
+        elif (one.candidate.compute, one.candidate.compiled) == ("bf16", False):  # others the search was not free to take
+            assert one.candidate.seconds >= found.best.seconds / NEAR
     odd, hardware = run_of(replace(WIDE, heads=10, kv_heads=2, dim=1280), 8, 128, layout=Layout(tensor=2, data=4)), cluster(8)
     neighbours = why_not(space(odd, hardware), rates_of(odd, hardware), judge(odd, hardware))
-    illegal = {one.name: one.reason for one in neighbours if one.option is None}
+    illegal = {one.name: one.reason for one in neighbours if one.candidate is None}
     assert illegal["TP4"] == "not legal: layout.tensor = 4 does not divide model.heads = 10"
 
 

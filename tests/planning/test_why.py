@@ -9,7 +9,7 @@ from itertools import groupby
 import pytest
 from planning_cases import SMALL, cluster, run_of, with_memory
 
-from phalanx.planning.candidate import WhyNot
+from phalanx.planning.candidate import Alternative
 from phalanx.planning.candidates import space
 from phalanx.planning.find_layout import SAFE, rates_of
 from phalanx.planning.hardware import hardware
@@ -23,7 +23,7 @@ WIDE = replace(SMALL, dim=2048, heads=10, kv_heads=2, layers=12, vocab=32000)
 LAYOUT = Layout(tensor=2, pipeline=2, data=2, schedule="gpipe")
 
 
-def reasons(run: Run, memory: float) -> tuple[float, list[WhyNot]]:
+def reasons(run: Run, memory: float) -> tuple[float, list[Alternative]]:
     devices = with_memory(cluster(8), memory)
     best = judge(run, devices)
     return best.seconds, list(why_not(space(run, devices, 8), rates_of(run, devices), best))
@@ -34,12 +34,12 @@ def test_quicker_comes_first_then_slower_then_too_large_then_what_is_not_legal()
     run = run_of(WIDE, 32, 2048, layout=LAYOUT, memory=Memory(recompute="full"))
     seconds, found = reasons(run, memory)
 
-    def kind(one: WhyNot) -> str:
-        if one.option is None:
+    def kind(one: Alternative) -> str:
+        if one.candidate is None:
             return "not legal"
-        if one.option.bytes > SAFE * memory:
+        if one.candidate.bytes > SAFE * memory:
             return "too large"
-        return "quicker" if one.option.seconds < 0.99 * seconds else "slower"
+        return "quicker" if one.candidate.seconds < 0.99 * seconds else "slower"
 
     assert [name for name, _ in groupby(found, kind)] == ["quicker", "slower", "too large", "not legal"]
     starts = {"quicker": "quicker, ", "too large": "needs ", "not legal": "not legal: "}
@@ -76,7 +76,7 @@ def test_recomputing_all_blocks_and_every_second_are_different_neighbours(every:
     devices = cluster(8)
     best = judge(run, devices)
     open_ = replace(run, memory=Memory(), layout=Layout())
-    found = {one.name: one.option for one in why_not(space(open_, devices, 8), rates_of(open_, devices), best)}
+    found = {one.name: one.candidate for one in why_not(space(open_, devices, 8), rates_of(open_, devices), best)}
     option = found["full recomputation" if every == 1 else "full recomputation 1/2"]
     assert option is not None and (option.recompute, option.recompute_every) == ("full", every)
     assert option.seconds > best.seconds

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from phalanx.planning.candidate import Option
+from phalanx.planning.candidate import Candidate
 from phalanx.planning.cluster import Hardware
 from phalanx.planning.goodput import DETECT, best_interval, goodput, upkeep
 from phalanx.planning.simulate.simulated_faults import kind_of, mean_detection
@@ -23,7 +23,7 @@ from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Run
 
-Judge = Callable[[Run, Hardware], Option]
+Judge = Callable[[Run, Hardware], Candidate]
 """The step time and memory of a run as its layout says."""
 
 DAY = 86400.0
@@ -38,9 +38,9 @@ _LONGEST = 10.0
 class Setting:
     """The world of one question, and what the closed form says of it."""
 
-    def __init__(self, run: Run, hardware: Hardware, option: Option, ask: Ask, judge: Judge):
+    def __init__(self, run: Run, hardware: Hardware, option: Candidate, ask: Ask, judge: Judge):
         self._run, self._hardware, self._option, self._ask, self._judge = run, hardware, option, ask, judge
-        self._options: dict[Layout, Option | None] = {option.layout: option}
+        self._options: dict[Layout, Candidate | None] = {option.layout: option}
         self.step = option.seconds
         self.used = -(-option.layout.ranks // hardware.node)
         self._up = upkeep(hardware, state=state_bytes(run, option.layout), ranks=option.layout.ranks, step=option.seconds)
@@ -133,12 +133,12 @@ class Setting:
     def _legal(self, layout: Layout) -> bool:
         return self._of(layout) is not None
 
-    def _of(self, layout: Layout) -> Option | None:
+    def _of(self, layout: Layout) -> Candidate | None:
         if layout not in self._options:
             self._options[layout] = self._judged(layout)
         return self._options[layout]
 
-    def _judged(self, layout: Layout) -> Option | None:
+    def _judged(self, layout: Layout) -> Candidate | None:
         """The run on another layout, as control/replan lays it out: with the same batch, and a micro-batch that divides a replica's share."""
         run, option = self._run, self._option
         if run.batch % layout.replicas or (run.optimizer.local_steps > 1 and layout.data != option.layout.data):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from phalanx.planning.candidate import Option
+from phalanx.planning.candidate import Candidate
 from phalanx.planning.cluster import Hardware
 from phalanx.planning.simulate.cluster_model import Judge, Setting
 from phalanx.planning.simulate.simulated_faults import Dice
@@ -25,7 +25,7 @@ _AROUND = (0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0)
 """Intervals that are tried, times the closed form's best."""
 
 
-def simulate(run: Run, hardware: Hardware, option: Option, ask: Ask, judge: Judge) -> Simulated:
+def simulate(run: Run, hardware: Hardware, option: Candidate, ask: Ask, judge: Judge) -> Simulated:
     """`option`: the layout that is wanted, with its promise; `judge`: of another layout."""
     began = time.process_time()
     _check(hardware, option, ask)
@@ -61,7 +61,7 @@ def simulate(run: Run, hardware: Hardware, option: Option, ask: Ask, judge: Judg
     )
 
 
-def _check(hardware: Hardware, option: Option, ask: Ask) -> None:
+def _check(hardware: Hardware, option: Candidate, ask: Ask) -> None:
     given = {"--days": ask.days, "--interval": ask.interval, "--runs": ask.runs}
     problems = [
         f"{name} {value}: give a number above 0." for name, value in given.items() if value is not None and not value > 0

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from phalanx.planning.candidate import Option
+from phalanx.planning.candidate import Candidate
 from phalanx.planning.simulate.simulated_run import Trial
 from phalanx.planning.simulate.simulated_saves import Keep
 
@@ -68,7 +68,7 @@ class Tried:
 class Simulated:
     """The answers."""
 
-    option: Option
+    option: Candidate
     ranks: int
     runs: int
     nodes: int

@@ -3,7 +3,7 @@ links. Called by the CLI."""
 
 from __future__ import annotations
 
-from phalanx.planning.candidate import Option
+from phalanx.planning.candidate import Candidate
 from phalanx.planning.cluster import Hardware
 from phalanx.planning.simulate.simulated_step import Step, Tier, Traffic, simulate_step
 from phalanx.schedules.choose import schedule
@@ -17,7 +17,7 @@ _WORK = ("compute", "launch", "tensor", "context", "expert")
 """What the times of actions hold."""
 
 
-def step_of(run: Run, hardware: Hardware, option: Option) -> Step:
+def step_of(run: Run, hardware: Hardware, option: Candidate) -> Step:
     """The option's step, simulated."""
     order = schedule(option.layout, option.accumulation) or make("1f1b", 1, option.accumulation)
     return simulate_step(order, option.pieces, traffic(run, hardware, option), option.split.get("other", 0.0))
@@ -36,7 +36,7 @@ def tiers(layout: Layout, hardware: Hardware) -> dict[str, Tier]:
     return {dimension: "island" if ranks <= hardware.island else "network" for dimension, ranks in reach.items()}
 
 
-def traffic(run: Run, hardware: Hardware, option: Option) -> Traffic:
+def traffic(run: Run, hardware: Hardware, option: Candidate) -> Traffic:
     """Messages that actions wait for come out of the plan's split; those beside actions are counted here, less what the plan shows of them."""
     layout, split, pieces = option.layout, option.split, option.pieces
     on = tiers(layout, hardware)
