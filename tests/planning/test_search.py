@@ -91,7 +91,10 @@ def test_judging_the_winner_gives_the_winner() -> None:
     for run, hardware in CASES[:2]:
         best = search(run, hardware).best
         given = replace(
-            run, layout=best.layout, memory=best.with_savings(run.memory), train=replace(run.train, micro_batch=best.micro_batch)
+            run,
+            layout=best.layout,
+            memory=best.with_savings(run.memory),
+            train=replace(run.train, micro_batch=best.micro_batch),
         )
         judged = judge(given, hardware)
         assert judged.layout == best.layout
