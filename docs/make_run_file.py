@@ -29,7 +29,7 @@ NOTES = {
 from = "weights/llama3.2-1b"   # sizes and tokenizer come from the folder; sizes that differ from it are refused
 ```
 
-A run that starts from a folder may still set what only concerns training: `ahead`, `ahead_weight`, `init_std`,
+A run that starts from a folder may still set what only concerns training: `mtp_depth`, `mtp_loss_weight`, `init_std`,
 `moe.bias_rate`, `moe.balance_loss`, and `context` where positions are rotary. A run file that gives all sizes itself, as the
 one in a run directory does, can be read after the folder is gone.""",
     "model.options": """ Names are made of letters, digits, `_` and `-`; values are text, numbers, true or false.

@@ -40,7 +40,7 @@ MOE = ModelSpec(
     heads=2,
     ffn=24,
     moe=Moe(experts=6, active=2, ffn=8, shared=1, dense_layers=1, balance_loss=0.01),
-    ahead=1,
+    mtp_depth=1,
     init_std=0.2,
 )
 TIED = replace(ODD, layers=4, tied=True)

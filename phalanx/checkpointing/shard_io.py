@@ -14,7 +14,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from phalanx.checkpointing.rank_file import Box
 from phalanx.checkpointing.retry import Unreachable, persist
 from phalanx.checkpointing.slices import LoadPieces, Part, Piece
 from phalanx.spec.errors import RunFailed
+from phalanx.spec.renamed import current_tensor, has_own_module, original_tensor
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
@@ -172,6 +173,7 @@ class Reader(dcp.StorageReader):
     def __init__(self, path: Location, names: Iterable[str] | Mapping[str, Piece] | None = None):
         self.path, self.marker = path, directory.read_marker(path)
         self._names = None if names is None else set(names)
+        self._translates = not has_own_module(self.marker.get("run", ""))
         self._pieces = names if isinstance(names, Mapping) else None
         self._open: OrderedDict[str, Checked] = OrderedDict()
         self.boxes: dict[MetadataIndex, tuple[str, Box]] = {}
@@ -188,6 +190,8 @@ class Reader(dcp.StorageReader):
         found: dict[str, TensorStorageMetadata] = {}
         for file in self._holders(found):
             for one in self._boxes(file):
+                if self._translates:
+                    one = replace(one, name=current_tensor(one.name))
                 if self._names is not None and one.name not in self._names:
                     continue
                 tensor = found.get(one.name)
@@ -213,7 +217,8 @@ class Reader(dcp.StorageReader):
             return
         marked: dict[int, list[tuple[str, Piece]]] = {}
         for name, piece in self._pieces.items():
-            marked.setdefault(rank_file.mark(name), []).append((name, piece))
+            for saved in {name, original_tensor(name)}:
+                marked.setdefault(rank_file.mark(saved), []).append((name, piece))
 
         def useful(entry: str) -> bool:
             mark, *place = map(int, entry.split())
@@ -227,7 +232,8 @@ class Reader(dcp.StorageReader):
                     yield file
 
     def _wanted(self, stage: int) -> bool:
-        return self._names is None or not self._names.isdisjoint(self.marker["names"][stage])
+        saved = self.marker["names"][stage]
+        return self._names is None or not self._names.isdisjoint(map(current_tensor, saved) if self._translates else saved)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         # File by file, each from its beginning to its end; but what is borrowed from elsewhere, one tensor after the other.

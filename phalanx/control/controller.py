@@ -338,7 +338,7 @@ class Controller:
             begun=self.begun,
             restarts=self.settings.restarts,
             shrink=self.settings.shrink,
-            go_on=self.settings.go_on,
+            continue_degraded=self.settings.continue_degraded,
             batch=self.run.batch,
         )
 

@@ -43,7 +43,7 @@ class Replanner:
         return self.plan(layout) is not None
 
     def _choose(self, layout: Layout) -> Plan | None:
-        if self._run.optimizer.local_steps > 1 and layout.data != self._plan.layout.data:
+        if self._run.optimizer.sync_every > 1 and layout.data != self._plan.layout.data:
             return None  # each replica has a state of its own
         share, micro = self._run.batch // layout.replicas, self._run.train.micro_batch
         # The batch stays what it is; a replica's share of it may no longer be a multiple of the micro-batch that was asked for.
@@ -62,7 +62,7 @@ def copy_every(run: Run, plan: Plan, assignment: Sequence[int]) -> int | None:
     are several, holds what no other does, and memory is plentiful."""
     if run.checkpoint.memory_every is not None:
         return run.checkpoint.memory_every
-    alike = run.optimizer.local_steps == 1  # else each replica goes its own way for some steps
+    alike = run.optimizer.sync_every == 1  # else each replica goes its own way for some steps
     if run.resilience.restarts == 0 or (alike and elsewhere(plan.layout, assignment)):
         return None
     return 1 if _plenty(plan, len(set(assignment))) else None

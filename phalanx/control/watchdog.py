@@ -126,7 +126,7 @@ class Overseer:
         c = self._c
         if c.stop_asked is None or c.saving or current.ended:
             return
-        if time.monotonic() - c.stop_asked < _NOTICE * c.settings.notice:
+        if time.monotonic() - c.stop_asked < _NOTICE * c.settings.preemption_notice:
             return
         phases = {beat[2] for _, beat in current.beats.values()}
         if phases and phases <= {"saving", "ending"}:

@@ -142,9 +142,9 @@ def export_checkpoint(
     tensors |= {copy: tensors[original] for copy, original in copies.items()}
     written = _word(formats["embed.weight"])
     words, special, notes = _words(run, found.tokenizer)
-    if spec.ahead and family != "deepseek_v3":
+    if spec.mtp_depth and family != "deepseek_v3":
         notes.append(
-            f"{hf_config_write.NAMES[family]} has no multi-token prediction: the {spec.ahead} modules of it are left out."
+            f"{hf_config_write.NAMES[family]} has no multi-token prediction: the {spec.mtp_depth} modules of it are left out."
         )
     with whole(out) as unfinished:
         for name, text in words.items():

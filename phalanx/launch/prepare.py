@@ -249,8 +249,8 @@ def _check_resumption(rundir: RunDir, run: Run, plan: Plan, data: Dataset, reque
         if replicas != plan.layout.data:
             raise RunError(
                 [
-                    f"{path} holds {replicas} replicas, each with a state of its own (optimizer.local_steps = "
-                    f"{run.optimizer.local_steps}), so it does not go on with layout.data = {plan.layout.data}: set "
+                    f"{path} holds {replicas} replicas, each with a state of its own (optimizer.sync_every = "
+                    f"{run.optimizer.sync_every}), so it does not go on with layout.data = {plan.layout.data}: set "
                     f"layout.data = {replicas}, or start afresh with --fresh or another --run-dir."
                 ]
             )

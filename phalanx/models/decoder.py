@@ -18,12 +18,12 @@ from phalanx.models.attention import Attention, KeyValues, Scope
 from phalanx.models.layers import GELU, SwiGLU, norm, rotary
 from phalanx.models.mla import LatentAttention
 from phalanx.models.moe import MoE
-from phalanx.models.mtp import Ahead, ahead_tokens
+from phalanx.models.mtp import MTPModule, mtp_tokens
 from phalanx.spec.model import ModelSpec
 
 AXES: dict[str, tuple[str, ...]] = {
     "embed.weight": ("vocab", "model"),
-    "places.weight": ("place", "model"),
+    "position_embed.weight": ("position", "model"),
     "*.attention.query.weight": ("heads", "model"),
     "*.attention.query.bias": ("heads",),
     "*.attention.key.weight": ("kv_heads", "model"),
@@ -49,13 +49,13 @@ AXES: dict[str, tuple[str, ...]] = {
     "*.mlp.*up.bias": ("ffn",),
     "*.mlp.*down.weight": ("model", "ffn"),
     "*.mlp.*down.bias": ("model",),
-    "ahead.*.join.weight": ("model", "joined"),
+    "mtp.*.join.weight": ("model", "joined"),
     "*norm.weight": ("model",),
     "*norm.bias": ("model",),
     "head.weight": ("vocab", "model"),
 }
 """Parameter-name pattern to the names of its dimensions; the first pattern that matches counts. A block is `blocks.N` or
-`ahead.N.block`, so patterns for its parts begin with a star."""
+`mtp.N.block`, so patterns for its parts begin with a star."""
 
 INITIAL: dict[str, str] = {
     "*norm.weight": "ones",
@@ -109,13 +109,13 @@ class Decoder(nn.Module):
     def __init__(self, spec: ModelSpec):
         super().__init__()
         self.spec = spec
-        self.begins = self.ends = True
+        self.is_first_stage = self.is_last_stage = True
         self.embed = nn.Embedding(spec.rows, spec.dim)
-        self.places = nn.Embedding(spec.context, spec.dim) if spec.positions == "learned" else None
+        self.position_embed = nn.Embedding(spec.context, spec.dim) if spec.positions == "learned" else None
         self.blocks = nn.ModuleDict({str(index): Block(spec, index) for index in range(spec.layers)})
         self.norm = norm(spec, spec.dim)
         self.head = None if spec.tied else nn.Linear(spec.dim, spec.rows, bias=False)
-        self.ahead = nn.ModuleList(Ahead(spec, Block(spec, spec.layers - 1)) for _ in range(spec.ahead))
+        self.mtp = nn.ModuleList(MTPModule(spec, Block(spec, spec.layers - 1)) for _ in range(spec.mtp_depth))
         self.project = linear
 
     def part(self, first: int, stop: int) -> Decoder:
@@ -126,14 +126,14 @@ class Decoder(nn.Module):
         """
         part = copy(self)
         part._modules = dict(self._modules)
-        part.begins, part.ends = first == 0, stop == len(self.blocks)
+        part.is_first_stage, part.is_last_stage = first == 0, stop == len(self.blocks)
         part.blocks = nn.ModuleDict({str(index): self.blocks[str(index)] for index in range(first, stop)})
-        if not part.begins:
-            part.places = None
-            if self.head is not None or not part.ends:  # tied, the embedding is the head too
+        if not part.is_first_stage:
+            part.position_embed = None
+            if self.head is not None or not part.is_last_stage:  # tied, the embedding is the head too
                 del part.embed
-        if not part.ends:
-            del part.norm, part.head, part.ahead
+        if not part.is_last_stage:
+            del part.norm, part.head, part.mtp
         return part
 
     def forward(
@@ -143,24 +143,24 @@ class Decoder(nn.Module):
 
         A model that predicts several tokens returns, in training and with gradients, those of each depth beside them.
         """
-        x_BSD = self.embed(tokens_BS) if self.begins else tokens_BS
+        x_BSD = self.embed(tokens_BS) if self.is_first_stage else tokens_BS
         rotation = None
         if self.spec.positions != "learned":
             rotation = rotary(self.spec, positions_BS)
-        elif self.places is not None:
-            x_BSD = x_BSD + self.places(positions_BS)
+        elif self.position_embed is not None:
+            x_BSD = x_BSD + self.position_embed(positions_BS)
         scope = Scope(documents_BS)
         for index, block in enumerate(self.blocks.values()):
             x_BSD = block(x_BSD, scope, rotation, None if memory is None else memory[index])
-        return self._finish(x_BSD, tokens_BS, scope, rotation) if self.ends else x_BSD
+        return self._finish(x_BSD, tokens_BS, scope, rotation) if self.is_last_stage else x_BSD
 
     def _finish(self, x_BSD: Tensor, tokens_BS: Tensor, scope: Scope, rotation: tuple[Tensor, Tensor] | None) -> Any:
         logits_BSV = self._logits(self.norm(x_BSD))
-        if not (len(self.ahead) and self.training and torch.is_grad_enabled()):
+        if not (len(self.mtp) and self.training and torch.is_grad_enabled()):
             return logits_BSV
         further = []
-        for depth, module in enumerate(self.ahead, start=1):
-            x_BSD, normed_BSD = module(x_BSD, self.embed(ahead_tokens(tokens_BS, depth)), scope, rotation)
+        for depth, module in enumerate(self.mtp, start=1):
+            x_BSD, normed_BSD = module(x_BSD, self.embed(mtp_tokens(tokens_BS, depth)), scope, rotation)
             further.append(self._logits(normed_BSD))
         return (logits_BSV, *further)
 

@@ -51,9 +51,9 @@ def match(files: Files, spec: ModelSpec, interleaved: bool = True) -> tuple[Entr
 def _plausible(files: Files, spec: ModelSpec) -> None:
     """Before a table of them is made: layers and experts of which the folder cannot have so many."""
     config, most = files.path / "config.json", len(files.names)
-    if spec.layers + spec.ahead > most:
+    if spec.layers + spec.mtp_depth > most:
         raise RunError(
-            [f"{config} asks for {spec.layers + spec.ahead} layers, but the folder has only {most} tensors. {_AGAIN}"]
+            [f"{config} asks for {spec.layers + spec.mtp_depth} layers, but the folder has only {most} tensors. {_AGAIN}"]
         )
     if spec.moe is None:
         return
@@ -82,7 +82,7 @@ def copies(spec: ModelSpec) -> dict[str, str]:
     head = "model.embed_tokens.weight" if spec.tied else "lm_head.weight"
     return {
         f"model.layers.{spec.layers + depth}.{copy}": original
-        for depth in range(spec.ahead)
+        for depth in range(spec.mtp_depth)
         for copy, original in (("embed_tokens.weight", "model.embed_tokens.weight"), ("shared_head.head.weight", head))
     }
 
@@ -103,9 +103,9 @@ def _decoder(spec: ModelSpec, kind: str, names: set[str], interleaved: bool) -> 
     yield _plain("norm.weight", "model.norm.weight", spec.dim)
     if not spec.tied:
         yield _plain("head.weight", "lm_head.weight", spec.rows, spec.dim)
-    for depth in range(spec.ahead if kind == "deepseek_v3" else 0):
+    for depth in range(spec.mtp_depth if kind == "deepseek_v3" else 0):
         layer = spec.layers + depth
-        ours, theirs = f"ahead.{depth}", f"model.layers.{layer}"
+        ours, theirs = f"mtp.{depth}", f"model.layers.{layer}"
         yield _plain(f"{ours}.token_norm.weight", f"{theirs}.enorm.weight", spec.dim)
         yield _plain(f"{ours}.state_norm.weight", f"{theirs}.hnorm.weight", spec.dim)
         yield _plain(f"{ours}.join.weight", f"{theirs}.eh_proj.weight", spec.dim, 2 * spec.dim)
@@ -211,7 +211,7 @@ def _gpt2(spec: ModelSpec, prefix: str) -> Iterator[Entry]:
         yield _plain(f"{ours}.bias", f"{prefix}{theirs}.bias", outer)
 
     yield _plain("embed.weight", f"{prefix}wte.weight", spec.rows, dim)
-    yield _plain("places.weight", f"{prefix}wpe.weight", spec.context, dim)
+    yield _plain("position_embed.weight", f"{prefix}wpe.weight", spec.context, dim)
     for layer in range(spec.layers):
         ours, theirs = f"blocks.{layer}", f"h.{layer}"
         yield from norm(f"{ours}.attention_norm", f"{theirs}.ln_1")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from phalanx.models import custom
 from phalanx.models.decoder import INITIAL, Decoder
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.renamed import original_tensor
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -78,6 +79,8 @@ def fill(
     elif rule == "zeros":
         nn.init.zeros_(parameter)
     elif parameter.numel():
+        # Drawn under the name that the parameter had first: a renamed parameter keeps its initial values bit for bit.
+        stream = original_tensor(name) if spec.module is None else name
         std = spec.init_std / math.sqrt(2 * spec.layers) if rule == "residual" else spec.init_std
         box = box or Box(tuple(parameter.shape), (0,) * parameter.ndim)
         rows = parameter.view(len(parameter), -1)
@@ -89,7 +92,7 @@ def fill(
             outer = torch.arange(top, min(top + height, len(rows)), device=parameter.device).add_(box.offset[0]).mul_(stride)
             for left in range(0, rows.shape[1], width):
                 places = outer[:, None] + inner[None, left : left + width]
-                rows[top : top + height, left : left + width] = _drawn(seed, name, places).mul_(std)
+                rows[top : top + height, left : left + width] = _drawn(seed, stream, places).mul_(std)
 
 
 def _places(shape: Sequence[int], whole: Sequence[int], offset: Sequence[int], device: torch.device) -> Tensor:

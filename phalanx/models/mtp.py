@@ -1,5 +1,5 @@
 """Multi-token prediction (DeepSeek-V3): small modules behind the last block, each predicting one token further ahead. They serve
-training only. `models/decoder` holds them; training takes the targets of each from `ahead_targets`."""
+training only. `models/decoder` holds them; training takes the targets of each from `mtp_targets`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.spec.model import ModelSpec
 IGNORED = -100
 
 
-class Ahead(nn.Module):
+class MTPModule(nn.Module):
     """One depth: the state so far and the embedding of a token further ahead, joined and sent through one block.
 
     Embedding and output head are the model's own and stay outside.
@@ -38,12 +38,12 @@ class Ahead(nn.Module):
         return state_BSD, self.norm(state_BSD)
 
 
-def ahead_tokens(tokens_BS: Tensor, depth: int) -> Tensor:
+def mtp_tokens(tokens_BS: Tensor, depth: int) -> Tensor:
     """The token `depth` places further on at each position. The last ones have none; any token will do, as no target is theirs."""
     return F.pad(tokens_BS[:, depth:], (0, min(depth, tokens_BS.shape[1])))
 
 
-def ahead_targets(targets_BS: Tensor, documents_BS: Tensor | None, depth: int) -> Tensor:
+def mtp_targets(targets_BS: Tensor, documents_BS: Tensor | None, depth: int) -> Tensor:
     """What depth 1, 2, … is to predict: the target `depth` places further on, if that is in the window and the same document.
 
     A position near its document's end has read a token of the next one, but only positions behind it would see that, and

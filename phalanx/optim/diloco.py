@@ -39,7 +39,7 @@ class Outer:
 
     def due(self, step: int) -> bool:
         """Whether replicas meet after this many steps, taken or skipped."""
-        return step % self._spec.local_steps == 0
+        return step % self._spec.sync_every == 0
 
     @torch.no_grad()
     def adopt(self) -> None:
@@ -90,7 +90,7 @@ class Outer:
 
     @property
     def applied(self) -> str:
-        return f"{self._group.size} replicas meet every {self._spec.local_steps} steps, anchors and momentum of {len(self._held)} parameters"
+        return f"{self._group.size} replicas meet every {self._spec.sync_every} steps, anchors and momentum of {len(self._held)} parameters"
 
 
 @dataclass(slots=True)

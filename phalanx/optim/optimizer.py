@@ -21,7 +21,7 @@ from phalanx.spec.errors import RunError
 from phalanx.spec.run import Memory, Precision
 from phalanx.spec.run import Optimizer as OptimizerSpec
 
-_LAYERS = ("blocks.", "ahead.")  # not the embedding and not the head, which are matrices too
+_LAYERS = ("blocks.", "mtp.")  # not the embedding and not the head, which are matrices too
 _PRECISION, _MEMORY = Precision(), Memory()
 
 

@@ -62,7 +62,7 @@ def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Reci
     applied |= transform(parts, run, plan, mesh)
     engine = _engine(parts, _mirrored(parts, spots, recipe.tied), run, plan, mesh, recipe)
     applied["data"] = engine.applied()
-    placed = ShardedModel(parts, mesh, engine, loss, is_local_sgd=run.optimizer.local_steps > 1)
+    placed = ShardedModel(parts, mesh, engine, loss, is_local_sgd=run.optimizer.sync_every > 1)
     if recipe.schedule is not None:
         whole = recipe.schedule.splits and run.memory.recompute == "selective"
         said = "; backwards are whole, as selective recomputation keeps its results for one" if whole else ""
@@ -118,7 +118,7 @@ def materialize(parts: list[nn.Module], spots: dict[str, ParamShard], recipe: Re
 
 def sample_axes(run: Run) -> tuple[str, ...]:
     """Mesh axes whose ranks see other samples, or other parts of them, and sum their gradients in every step."""
-    return ("data", "shard", "context") if run.optimizer.local_steps == 1 else ("shard", "context")
+    return ("data", "shard", "context") if run.optimizer.sync_every == 1 else ("shard", "context")
 
 
 def _mirrored(parts: list[nn.Module], spots: dict[str, ParamShard], tied: str | None) -> dict[str, ParamShard]:

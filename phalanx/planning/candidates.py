@@ -164,7 +164,7 @@ class Space:
         model, moe = self.run.model, self.run.model.moe
         pairs = [(1, 1)]
         shared = moe is not None and model.module is None and model.dense_layers < model.layers
-        if moe is not None and shared and self.run.optimizer.local_steps == 1:
+        if moe is not None and shared and self.run.optimizer.sync_every == 1:
             pairs = [
                 (expert, slices)
                 for expert in divisors(ranks)
@@ -192,7 +192,7 @@ class Space:
         return columns_of(("schedule", "stages"), rows)
 
     def _spreads(self, replicas: int) -> Columns:
-        given, apart = self.run.layout, self.run.optimizer.local_steps > 1
+        given, apart = self.run.layout, self.run.optimizer.sync_every > 1
         rows = [
             (replicas // shard, shard, zero)
             for shard in self._free("shard", divisors(replicas))
@@ -216,7 +216,7 @@ class Space:
         model, length = self.run.model, self.run.train.sequence_length
         if context == 1:
             return [METHODS.index(self.run.layout.context_method)]
-        if model.ahead or model.module is not None:
+        if model.mtp_depth or model.module is not None:
             return []
         legal = [method for method in METHODS if length % (context * (1 if method == "ulysses" else 2)) == 0]
         if (model.heads // tensor) % context:
@@ -237,7 +237,7 @@ class Space:
         model, given = self.run.model, self.run.layout
         if pipeline == 1:
             return given.schedule == _DEFAULT.schedule and given.stages is None and given.schedule_file is None
-        return pipeline <= model.layers and not model.ahead and model.module is None
+        return pipeline <= model.layers and not model.mtp_depth and model.module is None
 
     def _free(self, name: str, values: Iterable[int]) -> list[int]:
         """The given value of a key of the layout, or all of these."""
@@ -317,7 +317,7 @@ def layout_of(run: Run, work: Work, row: int) -> Layout:
         schedule=schedule if pipelined else _DEFAULT.schedule,
         schedule_file=run.layout.schedule_file,
         stages=at("stages") if pipelined and at("stages") != usual else None,
-        cut=run.layout.cut,
+        stage_split=run.layout.stage_split,
         expert=at("expert"),
         expert_tensor=at("expert_tensor"),
     )

@@ -30,7 +30,7 @@ def model_columns(model: ModelSpec) -> dict[str, float]:
         "tied": int(model.tied),
         "learned_positions": model.context if model.positions == "learned" else 0,
         "layer_norm": int(model.norm == "layer"),
-        "ahead": model.ahead,
+        "ahead": model.mtp_depth,
     }
     if moe is None or model.layers == model.dense_layers:
         return plain

@@ -158,7 +158,7 @@ def _spreads(layout: Layout, micro: int) -> list[_Variant]:
 
 def _expected(space: Space, layout: Layout, micro: int) -> list[_Variant]:
     """What people try first: everything sharded and nothing else, and tensor groups that fill a node."""
-    plain = Layout(data=1, shard=space.gpus, cut=layout.cut)
+    plain = Layout(data=1, shard=space.gpus, stage_split=layout.stage_split)
     found = [_Variant("FSDP alone", plain, 1)] if space.gpus > 1 else []
     node = space.hardware.node
     if node > 1 and layout.tensor != node and layout.pipeline > 1:

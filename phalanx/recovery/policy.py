@@ -106,7 +106,7 @@ def _go_on(scene: _Scene, legal: Legal) -> Go | None:
     """The healthy replicas by themselves, as many as may be, all in their own processes: nothing has to be started."""
     layout = scene.situation.layout
     replicas = layout.data or 1
-    if not scene.situation.go_on:
+    if not scene.situation.continue_degraded:
         return None
     inner = layout.shard * layout.context * layout.tensor
     survivors = scene.survivors

@@ -59,7 +59,7 @@ class Situation:
     """Failures within 1,000 new steps that are recovered from; one more ends the run."""
     shrink: bool = True
     """Go on with fewer ranks where there is no room for all."""
-    go_on: bool = False
+    continue_degraded: bool = False
     """Healthy replicas do not wait for a broken one."""
     batch: int | None = None
     """Sequences of a step. Where it is known, nobody asks about layouts whose replicas do not divide it: on thousands of ranks

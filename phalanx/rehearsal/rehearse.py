@@ -89,10 +89,10 @@ def _refuse(run: Run, plan: Plan, rank: int) -> None:
     layout = plan.layout
     if not 0 <= rank < layout.ranks:
         raise RunError([f"--rank {rank} is none of the layout's {layout.ranks} ranks: take one from 0 to {layout.ranks - 1}."])
-    if layout.cut == "measured" and layout.pipeline > 1:
+    if layout.stage_split == "measured" and layout.pipeline > 1:
         raise RunError(
             [
-                'layout.cut = "measured" cuts stages by what they take on the devices of a job, so it cannot be rehearsed: take "counted".'
+                'layout.stage_split = "measured" cuts stages by what they take on the devices of a job, so it cannot be rehearsed: take "counted".'
             ]
         )
 

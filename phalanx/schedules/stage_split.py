@@ -53,9 +53,9 @@ def cut(costs: Sequence[float], first: float, last: float, stages: int) -> list[
 
 def flop_costs(spec: ModelSpec, sequence: int) -> Costs:
     """By the floating-point operations of a token. Looking up an embedding has none; adding to its gradient is one per value."""
-    plain = replace(spec, ahead=0, moe=None, layers=1)
+    plain = replace(spec, mtp_depth=0, moe=None, layers=1)
     dense = _block(plain, sequence)
-    last = spec.flops_per_token(sequence) - replace(spec, ahead=0).flops_per_token(sequence)
+    last = spec.flops_per_token(sequence) - replace(spec, mtp_depth=0).flops_per_token(sequence)
     last += plain.flops_per_token(sequence) - dense
     sparse = dense if spec.moe is None else _block(replace(plain, moe=replace(spec.moe, dense_layers=0)), sequence)
     blocks = (dense,) * spec.dense_layers + (sparse,) * (spec.layers - spec.dense_layers)

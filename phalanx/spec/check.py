@@ -169,19 +169,19 @@ def _copies(run: Run) -> Iterator[Finding]:
 
 
 def _rewinding(run: Run) -> Iterator[Finding]:
-    after, most = run.resilience.rewind_after, run.resilience.max_skipped
+    after, most = run.resilience.rollback_after, run.resilience.max_skipped
     if after is None:
         return
     if run.checkpoint.every is None:
         yield Finding(
-            ("resilience.rewind_after", "checkpoint.every"),
-            f"resilience.rewind_after = {after} has nothing to go back to, as checkpoint.every is not given: set it, such as "
-            "checkpoint.every = 100, or remove resilience.rewind_after.",
+            ("resilience.rollback_after", "checkpoint.every"),
+            f"resilience.rollback_after = {after} has nothing to go back to, as checkpoint.every is not given: set it, such as "
+            "checkpoint.every = 100, or remove resilience.rollback_after.",
         )
     if after > most:
         yield Finding(
-            ("resilience.rewind_after", "resilience.max_skipped"),
-            f"resilience.rewind_after = {after} is never reached, as the run ends after {most + 1} bad steps in a row: set it to at "
+            ("resilience.rollback_after", "resilience.max_skipped"),
+            f"resilience.rollback_after = {after} is never reached, as the run ends after {most + 1} bad steps in a row: set it to at "
             f"most resilience.max_skipped = {most}, or raise that.",
         )
 
@@ -225,11 +225,11 @@ def _export(run: Run) -> Iterator[Finding]:
             yield Finding(
                 ("checkpoint.export_hf", "model.module"), f"checkpoint.export_hf = true: {sentence.removesuffix('.')}: {off}."
             )
-    if run.optimizer.local_steps > 1:
+    if run.optimizer.sync_every > 1:
         yield Finding(
-            ("checkpoint.export_hf", "optimizer.local_steps"),
-            f"checkpoint.export_hf = true needs one model to export, but with optimizer.local_steps = {run.optimizer.local_steps} "
-            f"each replica has its own between two meetings: {off}, or set optimizer.local_steps to 1.",
+            ("checkpoint.export_hf", "optimizer.sync_every"),
+            f"checkpoint.export_hf = true needs one model to export, but with optimizer.sync_every = {run.optimizer.sync_every} "
+            f"each replica has its own between two meetings: {off}, or set optimizer.sync_every to 1.",
         )
 
 

@@ -106,11 +106,11 @@ def _context(run: Run) -> Iterator[Finding]:
             f"{layout.context} ranks, which does not divide them: set layout.context to {either(around(layout.context, divisors(heads)))}, "
             'or layout.context_method to "ring".',
         )
-    if model.ahead:
+    if model.mtp_depth:
         yield Finding(
-            ("layout.context", "model.ahead"),
-            f"layout.context = {layout.context} cuts sequences apart, but model.ahead = {model.ahead} predicts tokens across the cuts: "
-            "set layout.context = 1 or model.ahead = 0.",
+            ("layout.context", "model.mtp_depth"),
+            f"layout.context = {layout.context} cuts sequences apart, but model.mtp_depth = {model.mtp_depth} predicts tokens across the cuts: "
+            "set layout.context = 1 or model.mtp_depth = 0.",
         )
 
 
@@ -139,11 +139,11 @@ def _pipeline(run: Run) -> Iterator[Finding]:
             ("layout.pipeline", "model.layers", "layout.schedule", "layout.stages"),
             f"layout.pipeline = {layout.pipeline}{each} leaves stages without a layer, as model.layers = {model.layers}: {wide}.",
         )
-    if model.ahead:
+    if model.mtp_depth:
         yield Finding(
-            ("layout.pipeline", "model.ahead"),
-            f"layout.pipeline = {layout.pipeline} puts embedding and head on different ranks, but model.ahead = {model.ahead} needs both "
-            "at the end: set layout.pipeline = 1 or model.ahead = 0.",
+            ("layout.pipeline", "model.mtp_depth"),
+            f"layout.pipeline = {layout.pipeline} puts embedding and head on different ranks, but model.mtp_depth = {model.mtp_depth} needs both "
+            "at the end: set layout.pipeline = 1 or model.mtp_depth = 0.",
         )
 
 
@@ -290,19 +290,19 @@ def _memory(run: Run) -> Iterator[Finding]:
 
 
 def _local_steps(run: Run) -> Iterator[Finding]:
-    steps, layout = run.optimizer.local_steps, run.layout
+    steps, layout = run.optimizer.sync_every, run.layout
     if steps == 1:
         return
     if layout.data == 1:
         yield Finding(
-            ("optimizer.local_steps", "layout.data"),
-            f"optimizer.local_steps = {steps} lets replicas go their own way, but layout.data = 1: set layout.data to 2 or more, or "
-            "remove optimizer.local_steps.",
+            ("optimizer.sync_every", "layout.data"),
+            f"optimizer.sync_every = {steps} lets replicas go their own way, but layout.data = 1: set layout.data to 2 or more, or "
+            "remove optimizer.sync_every.",
         )
     if layout.expert * layout.expert_tensor > 1:
         yield Finding(
-            ("optimizer.local_steps", "layout.expert", "layout.expert_tensor"),
-            f"optimizer.local_steps = {steps} keeps replicas apart, but layout.expert = {layout.expert} (× expert_tensor = "
+            ("optimizer.sync_every", "layout.expert", "layout.expert_tensor"),
+            f"optimizer.sync_every = {steps} keeps replicas apart, but layout.expert = {layout.expert} (× expert_tensor = "
             f"{layout.expert_tensor}) shares experts between them: set one of them to 1.",
         )
 

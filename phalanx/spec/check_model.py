@@ -112,11 +112,11 @@ def _module(run: Run) -> Iterator[Finding]:
             f"model.module = {shown(model.module)} does not name a class: write it as "
             '"package.module:Class", such as "mypackage.mymodel:MyModel".',
         )
-    if model.ahead:
+    if model.mtp_depth:
         yield Finding(
-            ("model.ahead", "model.module"),
-            f"model.ahead = {model.ahead} belongs to the built-in decoder, but model.module = {shown(model.module)}: "
-            "remove model.ahead.",
+            ("model.mtp_depth", "model.module"),
+            f"model.mtp_depth = {model.mtp_depth} belongs to the built-in decoder, but model.module = {shown(model.module)}: "
+            "remove model.mtp_depth.",
         )
 
 

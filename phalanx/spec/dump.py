@@ -15,10 +15,13 @@ from phalanx.spec.run import Run
 _ESCAPES = {"\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r", '"': '\\"', "\\": "\\\\"}
 _ESCAPED = re.compile(r'[\x00-\x1f"\\\x7f]')
 
+HEADER = "# The resolved run: the run file with overrides applied and every default filled in.\n"
+"""First line of every run file that Phalanx writes. Such files may have the keys of earlier versions."""
+
 
 def dump(run: Run) -> str:
     """The complete run file of a run: `loads` reads it back to an equal Run."""
-    blocks = ["# The resolved run: the run file with overrides applied and every default filled in.\n"]
+    blocks = [HEADER]
     nameless = not _expressible(run)
     for table in tables_in(run):
         lines = [

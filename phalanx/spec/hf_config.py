@@ -97,7 +97,7 @@ def model_spec(folder: Path) -> ModelSpec:
                 raise Unsupported(key, value, f"not supported; only {only} is.")
         _no_window(config)
         spec = read(config)
-        return replace(spec, ahead=_ahead(config, spec, folder)) if family == "DeepseekV3ForCausalLM" else spec
+        return replace(spec, mtp_depth=_ahead(config, spec, folder)) if family == "DeepseekV3ForCausalLM" else spec
     except Unsupported as problem:
         value = json.dumps(problem.value, default=str)
         raise RunError([f"{folder / CONFIG}: {problem.key} = {value}: {problem.remedy}"]) from None

@@ -207,7 +207,7 @@ def _deepseek(spec: ModelSpec) -> dict[str, Any]:
         "qk_rope_head_dim": mla.rope_dim,
         "v_head_dim": mla.value_dim,
         "rope_interleave": True,
-        "num_nextn_predict_layers": spec.ahead,
+        "num_nextn_predict_layers": spec.mtp_depth,
         "first_k_dense_replace": spec.layers if moe is None else moe.dense_layers,
     }
     if moe is None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from phalanx.spec.fields import within
+from phalanx.spec.renamed import current_keys
 
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev"]
 
@@ -37,12 +39,17 @@ class Layout:
     """A schedule of your own instead, as `phalanx schedule NAME --csv FILE` writes it."""
     stages: int | None = field(default=None, metadata=within(1))
     """Stages of each pipeline rank; left out: 1 for gpipe and 1f1b, 2 for the others."""
-    cut: Literal["counted", "measured"] = "counted"
+    stage_split: Literal["counted", "measured"] = "counted"
     """How stages get their blocks, so that none keeps the others waiting: by the operations of blocks, embedding and head, or by what these take on this device, timed at each start."""
     expert: int = field(default=1, metadata=within(1))
     """Ranks that share the experts: another view of the same ranks."""
     expert_tensor: int = field(default=1, metadata=within(1))
     """Ranks that share each expert's matrices."""
+
+    @staticmethod
+    def from_saved(table: Mapping[str, Any]) -> Layout:
+        """The layout in a plan or a checkpoint, of this or an earlier version."""
+        return Layout(**current_keys("layout", table))
 
     @property
     def ranks(self) -> int:

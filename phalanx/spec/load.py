@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.spec.check import findings
+from phalanx.spec.dump import HEADER
 from phalanx.spec.errors import RunError
 from phalanx.spec.keys import KEYS, OPTIONAL, TABLES, find_key, keys_of
 from phalanx.spec.lines import key_lines
@@ -57,7 +58,7 @@ def _read(draft: Draft, data: bytes) -> None:
 def _parse(draft: Draft, text: str) -> None:
     text = text.replace("\r\n", "\n")
     try:
-        draft.take_file(tomllib.loads(text), key_lines(text))
+        draft.take_file(tomllib.loads(text), key_lines(text), written_by_run=text.startswith(HEADER))
     except RecursionError:
         draft.lose_file(draft.file, "brackets are nested too deeply to be read: a run file needs two levels at most.")
     except ValueError as error:  # a TOMLDecodeError, or an integer of thousands of digits

@@ -128,9 +128,9 @@ class ModelSpec:
     """Multi-head latent attention in place of grouped-query attention."""
     moe: Moe | None = None
     """Mixture of experts in place of the feed-forward layer."""
-    ahead: int = field(default=0, metadata=within(0, 8))
+    mtp_depth: int = field(default=0, metadata=within(0, 8))
     """Multi-token prediction: so many further modules, each predicting one token more ahead; they serve training only."""
-    ahead_weight: float = field(default=0.3, metadata=within(0.0))
+    mtp_loss_weight: float = field(default=0.3, metadata=within(0.0))
     """Weight of their mean loss in training."""
     init_std: float = field(default=0.02, metadata=within(0.0))
     """Standard deviation of the initial weights; those that write into the residual stream get it divided by sqrt(2·layers)."""
@@ -190,7 +190,7 @@ class ModelSpec:
         dense, sparse = self._blocks()
         matrices = (dense + sparse) * self._attention_matrices() + dense * self._dense_matrices()
         matrices += sparse * self._expert_matrices(self.moe.active if self.moe else 0)
-        matrices += self.ahead * 2 * self.dim**2 + (1 + self.ahead) * self.rows * self.dim
+        matrices += self.mtp_depth * 2 * self.dim**2 + (1 + self.mtp_depth) * self.rows * self.dim
         if self.mla is None:
             widths = 2 * self.heads * self.head
         else:
@@ -200,7 +200,7 @@ class ModelSpec:
     def _blocks(self) -> tuple[int, int]:
         """Blocks with an ordinary feed-forward layer and blocks with experts; those that predict ahead are like the last."""
         sparse = self.layers - self.dense_layers
-        return (self.dense_layers, sparse + self.ahead) if sparse else (self.dense_layers + self.ahead, 0)
+        return (self.dense_layers, sparse + self.mtp_depth) if sparse else (self.dense_layers + self.mtp_depth, 0)
 
     def _total(self, experts: int) -> int:
         """Trained values when so many routed experts of each block are counted."""
@@ -212,7 +212,7 @@ class ModelSpec:
         if self.bias:
             feed_forward += self.hidden * (2 if self.activation == "swiglu" else 1) + self.dim
         blocks = dense * (around + feed_forward) + sparse * (around + self._expert_matrices(experts))
-        ahead = self.ahead * (2 * self.dim**2 + 3 * self._norm_parameters())
+        ahead = self.mtp_depth * (2 * self.dim**2 + 3 * self._norm_parameters())
         return embedding + head + blocks + self._norm_parameters() + ahead
 
     def _norm_parameters(self) -> int:

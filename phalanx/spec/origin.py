@@ -15,7 +15,7 @@ from phalanx.spec.model import ModelSpec
 from phalanx.spec.tokenizer_size import FILE
 
 _TRAINING_ONLY = frozenset(
-    {"model.moe.bias_rate", "model.moe.balance_loss", "model.ahead", "model.ahead_weight", "model.init_std"}
+    {"model.moe.bias_rate", "model.moe.balance_loss", "model.mtp_depth", "model.mtp_loss_weight", "model.init_std"}
 )
 
 _MARKER = "commit.json"

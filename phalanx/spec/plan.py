@@ -80,7 +80,7 @@ class Plan:
     @staticmethod
     def from_json(text: str) -> Plan:
         table: dict[str, Any] = json.loads(text)
-        table["layout"] = Layout(**table["layout"])
+        table["layout"] = Layout.from_saved(table["layout"])
         if (promised := table.get("promise")) is not None:
             table["promise"] = Promise(**{f.name: promised[f.name] for f in fields(Promise) if f.name in promised})
         return Plan(**{f.name: table[f.name] for f in fields(Plan) if f.name in table})

@@ -136,12 +136,12 @@ class Optimizer:
     """wsd: steps of linear decay at the end; left out: a fifth of the run."""
     final_fraction: float = field(default=0.1, metadata=within(0.0, 1.0))
     """Learning rate at the end, as a part of the largest."""
-    local_steps: int = field(default=1, metadata=within(1))
+    sync_every: int = field(default=1, metadata=within(1))
     """Steps that each replica (layout.data) takes by itself before replicas meet, as DiLoCo does over slow links; 1: they meet in every step."""
     outer_learning_rate: float = field(default=0.7, metadata=within(above=0.0))
-    """local_steps > 1: step of the outer optimizer, which takes the replicas' mean movement for a gradient."""
+    """sync_every > 1: step of the outer optimizer, which takes the replicas' mean movement for a gradient."""
     outer_momentum: float = field(default=0.9, metadata=within(0.0, 0.9999999))
-    """local_steps > 1: its Nesterov momentum."""
+    """sync_every > 1: its Nesterov momentum."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,7 +232,7 @@ class Checkpoint:
     """Newest checkpoints to keep; older ones are removed after a newer one is complete."""
     keep_every: int | None = field(default=None, metadata=within(1))
     """Keep also those of every so many steps, for good."""
-    asynchronous: bool = True
+    async_save: bool = True
     """Write behind training: a step waits only for a copy of the state in host memory. False: it waits until all is written."""
     url: str | None = None
     """Where checkpoints go, in place of the run directory: a folder, or any URL that fsspec knows, such as s3://bucket/folder."""
@@ -258,7 +258,7 @@ class Resilience:
     """Nodes of `cluster.nodes` that are kept idle and step in for one that is lost."""
     shrink: bool = True
     """Go on with fewer ranks where no spare is left, on a new layout with the same batch; false: wait for the node to return."""
-    go_on: bool = False
+    continue_degraded: bool = False
     """Healthy replicas go on with the whole batch while a broken one is started again, instead of waiting for it."""
     heartbeat: float = field(default=2.5, metadata=within(above=0.0))
     """Seconds without a sign of life after which a node is taken for lost."""
@@ -270,9 +270,9 @@ class Resilience:
     """Compare what replicas hold every so many steps, before the step is applied; 0: never."""
     spike: float | None = field(default=None, metadata=within(above=0.0))
     """Skip a step whose loss or gradient norm lies more than so many of its usual deviations above the usual; left out: never."""
-    rewind_after: int | None = field(default=None, metadata=within(1))
+    rollback_after: int | None = field(default=None, metadata=within(1))
     """Bad steps in a row after which the run goes back to its last good state and leaves out the data since; left out: never."""
-    notice: float = field(default=10.0, metadata=within(above=0.0))
+    preemption_notice: float = field(default=10.0, metadata=within(above=0.0))
     """Seconds from SIGTERM or SIGUSR1 until the machine is gone: the state is saved within them."""
     node_return: float | None = field(default=None, metadata=within(0.0))
     """Seconds after which a lost node of this machine is started again; left out: never. Elsewhere, whoever started it decides."""

@@ -11,6 +11,7 @@ from phalanx.spec.dump import toml
 from phalanx.spec.errors import RunError
 from phalanx.spec.keys import BARE, FREE, NAMED, find_key, is_table, keys_of, pattern
 from phalanx.spec.nearest import unknown_key, unknown_table
+from phalanx.spec.renamed import RENAMED_KEYS
 from phalanx.spec.typed import Wrong
 from phalanx.spec.words import cut, noun, shown
 
@@ -45,6 +46,7 @@ class Draft:
         """Keys and tables whose values are not known because of a problem told already; "" is all of them."""
         self._problems: list[tuple[Where, str]] = []
         self._tables: dict[str, Where] = {}
+        self._accepts_old_keys = False
 
     def problem(self, where: Where, sentence: str) -> None:
         # Keys and arguments may hold line breaks and undecodable bytes; a problem is one line that any terminal prints.
@@ -83,11 +85,14 @@ class Draft:
         """What the person called the tables in a table, in the order they came."""
         return [path.rpartition(".")[2] for path in self._tables if path.rpartition(".")[0] == table]
 
-    def take_file(self, tree: Mapping[str, Any], lines: Mapping[tuple[str, ...], int]) -> None:
+    def take_file(self, tree: Mapping[str, Any], lines: Mapping[tuple[str, ...], int], *, written_by_run: bool) -> None:
+        """Take every setting of a parsed file. Old keys are accepted only in files that a run wrote itself."""
+        self._accepts_old_keys = written_by_run
         # An editor may be pointed to the schema by a key; it says nothing about the run.
         self._take(
             {name: value for name, value in tree.items() if name != "$schema"}, (), lambda path: self.line(lines[path]), None
         )
+        self._accepts_old_keys = False
 
     def take_override(self, text: str) -> None:
         """One `key=value` of the command line."""
@@ -109,6 +114,8 @@ class Draft:
             parts = (*table, name)
             path = ".".join(parts)
             here = where(parts)
+            if path in RENAMED_KEYS and self._accepts_old_keys:
+                path = RENAMED_KEYS[path]
             if ".".join(table) in (*NAMED, *FREE) and not BARE.fullmatch(name):
                 self.doubtful.add(".".join(table))
                 self.problem(
@@ -133,6 +140,10 @@ class Draft:
                 self.problem(here, _no_table(path, value))
 
     def _unknown(self, path: str, where: Where, value: Any) -> None:
+        if (new := RENAMED_KEYS.get(path)) is not None:
+            self.doubtful.add(new)
+            self.problem(where, f"{path} is now called {new}: write {new} = {shown(value)}.")
+            return
         if path.endswith(".name") and pattern(path).endswith(".*.name"):
             self.problem(where, f"{path} = {shown(value)} is not needed: the header of its table names it, so remove it.")
             return

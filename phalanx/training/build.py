@@ -59,5 +59,5 @@ def place(run: Run, plan: Plan, mesh: Mesh, folder: Path | None = None) -> Built
     parts = stages(model, run, plan, mesh, order)
     placed = apply(parts, run, plan, mesh, recipe(model, run.train.seed, order))
     optimizer = Optimizer(placed.owned, run.optimizer, precision=run.precision, memory=run.memory, mesh=mesh, folder=folder)
-    outer = Outer(placed.owned, run.optimizer, mesh) if run.optimizer.local_steps > 1 else None
+    outer = Outer(placed.owned, run.optimizer, mesh) if run.optimizer.sync_every > 1 else None
     return Built(placed, optimizer, outer, order, shapes, experts)

@@ -41,10 +41,10 @@ def held(run: Run, layout: Layout, rank: int) -> dict[str, Piece]:
 def foreseen(run: Run, layout: Layout, rank: int) -> Iterator[Built]:
     """What the rank trains with, without memory, while its groups of ranks that are not there last."""
     layout = replace(layout, data=layout.data or 1)
-    if layout.cut == "measured" and layout.pipeline > 1:
+    if layout.stage_split == "measured" and layout.pipeline > 1:
         raise RunError(
             [
-                'layout.cut = "measured" cuts stages by what they take on the devices of a job, so it cannot be foreseen: take "counted".'
+                'layout.stage_split = "measured" cuts stages by what they take on the devices of a job, so it cannot be foreseen: take "counted".'
             ]
         )
     assert 0 <= rank < layout.ranks, f"rank {rank} of {layout.ranks}"

@@ -70,4 +70,4 @@ def _fit(folder: Path | Location, shapes: Mapping[str, tuple[int, ...]], found: 
 
 
 def _optional(name: str) -> bool:
-    return name.startswith("ahead.") or name.endswith("router.bias")
+    return name.startswith("mtp.") or name.endswith("router.bias")

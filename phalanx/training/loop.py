@@ -66,7 +66,7 @@ def end(trainer: Trainer, saving: Saving) -> Iterator[Event]:
 def _bad(trainer: Trainer, saving: Saving) -> Iterator[Event]:
     """What follows from bad steps that follow each other."""
     bad, limits = trainer.progress.skipped_in_a_row, trainer.run.resilience
-    if limits.rewind_after is not None and bad >= limits.rewind_after:
+    if limits.rollback_after is not None and bad >= limits.rollback_after:
         yield from rewind(trainer, saving)
     if trainer.progress.skipped_in_a_row > limits.max_skipped:
         yield from trainer.save_now()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.data.pack import IGNORED
-from phalanx.models.mtp import ahead_targets
+from phalanx.models.mtp import mtp_targets
 
 
 def summed_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
@@ -38,6 +38,6 @@ def objective(
     if not ahead:
         return loss
     further = [
-        measure(logits, ahead_targets(batch.targets, batch.documents, depth)) for depth, logits in enumerate(ahead, start=1)
+        measure(logits, mtp_targets(batch.targets, batch.documents, depth)) for depth, logits in enumerate(ahead, start=1)
     ]
     return loss + weight * torch.stack(further).mean()

@@ -55,7 +55,7 @@ class Laid:
     def distinct(self) -> list[int]:
         """Ranks of which no two hold all the same: replicas do, unless experts are dealt among them too."""
         layout, degrees = self.layout, (self.layout.pipeline, self.layout.data or 1, self.layout.shard, self.layout.context)
-        if layout.expert * layout.expert_tensor > 1 or self.run.optimizer.local_steps > 1:
+        if layout.expert * layout.expert_tensor > 1 or self.run.optimizer.sync_every > 1:
             return list(range(layout.ranks))
         places = itertools.product(*map(range, (*degrees, layout.tensor)))
         return [rank for rank, place in enumerate(places) if not place[1] and not place[3]]
@@ -75,8 +75,8 @@ def laid_out(found: Found, marker: Mapping[str, Any], asked: str) -> Laid:
     if replicas != layout.data:
         raise RunError(
             [
-                f"{found.checkpoint} holds {replicas} replicas, each with a state of its own (optimizer.local_steps = "
-                f"{run.optimizer.local_steps}), so it does not fit layout.data = {layout.data}: take data={replicas}."
+                f"{found.checkpoint} holds {replicas} replicas, each with a state of its own (optimizer.sync_every = "
+                f"{run.optimizer.sync_every}), so it does not fit layout.data = {layout.data}: take data={replicas}."
             ]
         )
     return Laid(run, _plan(run, marker))
@@ -107,7 +107,7 @@ def as_saved(found: Found, marker: Mapping[str, Any]) -> Laid | None:
     """On the layout that saved it; None where it does not say."""
     if "layout" not in marker:
         return None
-    run = replace(_run(found, []), layout=Layout(**marker["layout"]))
+    run = replace(_run(found, []), layout=Layout.from_saved(marker["layout"]))
     return Laid(run, _plan(run, marker))
 
 

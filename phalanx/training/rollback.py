@@ -30,7 +30,7 @@ def rewind(trainer: Trainer, saving: Saving) -> Iterator[Event]:
     chosen, events = _restored(trainer, saving, before.last_good)
     yield from events
     if chosen is None:
-        if before.skipped_in_a_row == trainer.run.resilience.rewind_after:
+        if before.skipped_in_a_row == trainer.run.resilience.rollback_after:
             yield Warned(
                 message=f"There is no checkpoint of step {before.last_good} or before to go back to: bad steps are skipped."
             )

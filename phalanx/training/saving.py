@@ -64,7 +64,7 @@ class Saving:
 
     def _behind(self, tensors: Mapping[str, Piece]) -> bool:
         """States in files are too large for a copy in memory: their saves are waited for."""
-        return self._run.checkpoint.asynchronous and all(isinstance(one.tensor, Tensor) for one in tensors.values())
+        return self._run.checkpoint.async_save and all(isinstance(one.tensor, Tensor) for one in tensors.values())
 
     def save(self, progress: Progress, tensors: Mapping[str, Piece], *, wait: bool) -> list[Event]:
         """A checkpoint of this moment; all ranks call it together. Tells what has ended by now, perhaps this save too."""
@@ -96,7 +96,7 @@ class Saving:
             "run": dump(self._run),
             "plan": self._plan.to_json(),
         }
-        if self._run.optimizer.local_steps > 1:
+        if self._run.optimizer.sync_every > 1:
             contents["replicas"] = self._mesh.size("data")  # each has a state of its own: it is resumed with as many
         return contents
 

@@ -26,7 +26,7 @@ def stages(model: Any, run: Run, plan: Plan, mesh: Mesh, order: Schedule | None)
     if order is None:
         return [model]
     spec, length = run.model, run.train.sequence_length
-    costs = flop_costs(spec, length) if plan.layout.cut == "counted" else timed_costs(spec, length, plan, mesh)
+    costs = flop_costs(spec, length) if plan.layout.stage_split == "counted" else timed_costs(spec, length, plan, mesh)
     ranges = cut(costs.blocks, costs.first, costs.last, order.stages)
     return [model.part(*ranges[stage]) for stage in order.stages_of(mesh.coordinate("pipeline"))]
 
@@ -34,9 +34,9 @@ def stages(model: Any, run: Run, plan: Plan, mesh: Mesh, order: Schedule | None)
 def timed_costs(spec: ModelSpec, length: int, plan: Plan, mesh: Mesh) -> Costs:
     """Of a model, by timing a first, a middle and a last block of each kind at the sizes of the run, on rank 0 for all."""
     moe = spec.moe
-    kinds = {"dense": replace(spec, layers=3, moe=None, ahead=0)} if moe is None or spec.dense_layers else {}
+    kinds = {"dense": replace(spec, layers=3, moe=None, mtp_depth=0)} if moe is None or spec.dense_layers else {}
     if moe is not None and spec.layers > spec.dense_layers:
-        kinds["sparse"] = replace(spec, layers=3, moe=replace(moe, dense_layers=0), ahead=0)
+        kinds["sparse"] = replace(spec, layers=3, moe=replace(moe, dense_layers=0), mtp_depth=0)
     tried: dict[str, Callable[[], Tensor]] = {}
     if mesh.rank == 0:
         for kind, three in kinds.items():

@@ -86,7 +86,7 @@ class Stepper:
         """`experts`: how many each router of the whole model has, by its name."""
         self.sharded, self._mesh, self._pipeline = placed, placed.mesh, pipeline
         self._width = run.model.dim
-        self._compute, self._clip, self._ahead_weight = plan.compute, run.train.clip, run.model.ahead_weight
+        self._compute, self._clip, self._ahead_weight = plan.compute, run.train.clip, run.model.mtp_loss_weight
         # Losses are divided by the tokens a batch has room for, a constant; masked ones are corrected for in the update,
         # when their number in the whole global batch is known. So no rank waits for a count before its backward.
         self._room = float(run.batch_tokens) * placed.step_group.size / self._mesh.ranks

@@ -130,7 +130,7 @@ def too_often_back(progress: Progress, step: int, run: Run) -> str:
     told = ", ".join(f"{first} to {beyond - 1}" for first, beyond in times)
     return (
         f"{progress.skipped_in_a_row} steps in a row were bad once more, although the run has gone back to step {step} "
-        f"{len(times)} times (resilience.rewind_after = {run.resilience.rewind_after}) and left out samples {told}: it is not the "
+        f"{len(times)} times (resilience.rollback_after = {run.resilience.rollback_after}) and left out samples {told}: it is not the "
         f"data. The state of step {step} itself may be bad: go back further by removing its checkpoint, or lower "
         f"optimizer.learning_rate ({run.optimizer.learning_rate:g})."
     )

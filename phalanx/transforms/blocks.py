@@ -13,15 +13,15 @@ from phalanx.spec.errors import RunError
 def blocks(parts: Sequence[nn.Module], asked: str) -> dict[str, nn.Module]:
     """Every block of this rank's parts by its name in the whole model, each once.
 
-    They are the children of `blocks`, and the `block` of each module in `ahead`. `asked` is the setting that needs them, for
+    They are the children of `blocks`, and the `block` of each module in `mtp`. `asked` is the setting that needs them, for
     the words in which a model without any is refused.
     """
     found: dict[str, nn.Module] = {}
     for part in parts:
         for name, block in getattr(part, "blocks", nn.ModuleList()).named_children():
             found[f"blocks.{name}"] = block
-        for name, module in getattr(part, "ahead", nn.ModuleList()).named_children():
-            found[f"ahead.{name}.block"] = module.get_submodule("block")
+        for name, module in getattr(part, "mtp", nn.ModuleList()).named_children():
+            found[f"mtp.{name}.block"] = module.get_submodule("block")
     if not found and not any(hasattr(part, "blocks") for part in parts):
         raise RunError(
             [

@@ -54,7 +54,7 @@ def apply(parts: Sequence[nn.Module], mode: Literal["full", "selective"], every:
 def _number(name: str, parts: Sequence[nn.Module]) -> int:
     """A block's place in the whole model, so that the layout does not decide which blocks recompute."""
     kind, number, *_ = name.split(".")
-    layers: int = getattr(parts[0].spec, "layers", 0) if kind == "ahead" else 0
+    layers: int = getattr(parts[0].spec, "layers", 0) if kind == "mtp" else 0
     return int(number) + layers
 
 

@@ -40,7 +40,7 @@ def replicas(mesh: Mesh, case: Case) -> Iterator[list[Moment]]:
         for step in range(case.steps + 1):
             now = list(threads.map(agreement.watch, watched))
             balance.settle()
-            if step and step % case.run.optimizer.local_steps == 0:
+            if step and step % case.run.optimizer.sync_every == 0:
                 outer.meet()
             loss, batch = agreement.step_group(now) if step else (None, "")
             for moment, kept in zip(now, taken, strict=True):
@@ -57,7 +57,7 @@ class _Replica(Trainer):
 
     def __init__(self, mesh: Mesh, case: Case, number: int):
         each = case.alone.batch // (case.layout.data or 1)
-        optimizer = replace(case.alone.optimizer, local_steps=1)  # it meets nobody by itself
+        optimizer = replace(case.alone.optimizer, sync_every=1)  # it meets nobody by itself
         train = replace(case.alone.train, batch=each, batch_tokens=None)
         run = replace(case.alone, train=train, optimizer=optimizer)
         plan = replace(case.alone_plan, accumulation=each // case.alone_plan.micro_batch)

@@ -102,7 +102,7 @@ def prove(case: Case, *, account: bool = False, pool: Pool | None = None, refere
     references = {} if references is None else references
     with _held(case.layout.ranks, pool) as held:
         case = replace(case, folder=mkdtemp(dir=held.folder))
-        local = case.layout.data if case.run.optimizer.local_steps > 1 else None
+        local = case.layout.data if case.run.optimizer.sync_every > 1 else None
         key = (case.alone, case.alone_plan, case.steps, local)
         try:
             if key not in references:

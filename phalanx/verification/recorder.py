@@ -75,7 +75,7 @@ def _parameters(trainer: Trainer) -> dict[str, Box]:
                 tensor.detach(),
                 ParamShard(TensorSlice.of(piece.whole, piece.offset, piece.shape)),
             )
-    if trainer.run.optimizer.local_steps > 1:  # between two meetings a checkpoint holds where replicas last met
+    if trainer.run.optimizer.sync_every > 1:  # between two meetings a checkpoint holds where replicas last met
         found |= {one.name: (one.value.detach(), one.shard) for one in trainer.sharded.owned}
     return found
 

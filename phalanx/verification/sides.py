@@ -47,7 +47,7 @@ class Found:
 
 def leave(mesh: Mesh, case: Case, path: Path) -> Reference:
     """One process's steps, in a file; replicas that step by themselves one after the other."""
-    local = case.run.optimizer.local_steps > 1
+    local = case.run.optimizer.sync_every > 1
     found = list(replicas(mesh, case)) if local else [list(_kept(_trainer(mesh, case, alone=True), case.steps))]
     torch.save(found, path)
     return Reference(path, {name: spot.slice.whole for name, (_, spot) in found[0][0].parameters.items()})

@@ -37,7 +37,7 @@ def shrink(spec: ModelSpec, layout: Layout, length: int) -> ModelSpec:
         ffn=_FFN,
         vocab=_VOCABULARY,
         context=length,
-        ahead=min(spec.ahead, 2),
+        mtp_depth=min(spec.mtp_depth, 2),
         init_std=max(spec.init_std, _INITIAL),
     )
     if spec.head_dim is not None:  # attention wider or narrower than the residual stream, as it is there

@@ -106,7 +106,7 @@ def _sent(run: Run, plan: Plan, each: float) -> dict[str, float]:
     layout, model, times = plan.layout, run.model, plan.accumulation
     wire, number = 2 if run.precision.reduce == "bf16" else 4, 4 if plan.compute == "fp32" else 2
     tokens = plan.micro_batch * run.train.sequence_length // layout.context
-    replicas = (layout.data or 1) * layout.context if run.optimizer.local_steps == 1 else 1
+    replicas = (layout.data or 1) * layout.context if run.optimizer.sync_every == 1 else 1
     found = {}
     if replicas > 1:
         found["data"] = 2 * _most(replicas) * each / layout.shard * wire

@@ -85,7 +85,7 @@ def train(mesh: Mesh, folder: Path, overrides: tuple[str, ...]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
-    [(1, MOE), (2, ("optimizer.local_steps=2",)), (2, ("memory.offload=cpu", "optimizer.name=adamw"))],
+    [(1, MOE), (2, ("optimizer.sync_every=2",)), (2, ("memory.offload=cpu", "optimizer.name=adamw"))],
     ids=["experts", "local steps", "offloaded"],
 )
 def test_every_checkpoint_of_a_run_is_the_one_that_was_waited_for(
@@ -93,7 +93,7 @@ def test_every_checkpoint_of_a_run_is_the_one_that_was_waited_for(
 ) -> None:
     slow_copies(monkeypatch, 0.002)
     (events, *_) = run_ranks(train, ranks, tmp_path / "behind", overrides)
-    run_ranks(train, ranks, tmp_path / "waited", (*overrides, "checkpoint.asynchronous=false"))
+    run_ranks(train, ranks, tmp_path / "waited", (*overrides, "checkpoint.async_save=false"))
     saves = [event for event in events if isinstance(event, Saved)]
     assert [event.step for event in saves] == [1, 2, 3, 4, 5, 6]
     for event in saves:

@@ -104,7 +104,7 @@ BREAKING: dict[Breaking, str] = {
 
 def train(mesh: Mesh, folder: Path, breaking: Breaking, trouble: Trouble, asynchronous: bool) -> tuple[list[Any], str | None]:
     breaking(mesh, trouble)
-    run = tiny_run("checkpoint.every=2", "checkpoint.keep_last=1", f"checkpoint.asynchronous={str(asynchronous).lower()}")
+    run = tiny_run("checkpoint.every=2", "checkpoint.keep_last=1", f"checkpoint.async_save={str(asynchronous).lower()}")
     trainer = tiny_trainer(mesh, run, folder)
     told: list[Any] = []
     try:

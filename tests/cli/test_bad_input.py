@@ -150,7 +150,7 @@ KEYS = {
     "an address of another kind": (["cluster.bind=::1"], ('cluster.bind = "::1"', "IPv4")),
     "no address": (["cluster.bind=eth0"], ('cluster.bind = "eth0"', "no address", "127.0.0.1")),
     "no patience": (["resilience.heartbeat=0"], ("resilience.heartbeat = 0", "greater than 0")),
-    "going back too late": (["resilience.rewind_after=9", "resilience.max_skipped=2"], ("rewind_after = 9", "resilience.max_skipped = 2")),
+    "going back too late": (["resilience.rollback_after=9", "resilience.max_skipped=2"], ("rollback_after = 9", "resilience.max_skipped = 2")),
     "two mistakes": (["train.steps=-1", "model.vocab=100"], ("train.steps = -1", "model.vocab = 100")),
 }  # fmt: skip
 

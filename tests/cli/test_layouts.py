@@ -248,7 +248,7 @@ def test_torchrun_starts_a_layout(straight: Any, losses: Any) -> None:
 
 @pytest.mark.slow
 def test_replicas_that_meet_now_and_then_are_resumed_between_meetings(workshop: Any, losses: Any) -> None:
-    given = (*SHAPE, "optimizer.local_steps=3", "layout.data=2")
+    given = (*SHAPE, "optimizer.sync_every=3", "layout.data=2")
     workshop.train(*given, "--run-dir", "straight")
     legs(workshop, "local", given, [(), (), ()])
     assert losses(workshop.events("local")) == losses(workshop.events("straight"))

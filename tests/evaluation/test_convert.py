@@ -122,24 +122,24 @@ def test_the_byte_tokenizer_means_the_same_to_transformers(tmp_path: Path) -> No
 
 
 def test_multi_token_prediction_goes_along_with_deepseek(tmp_path: Path) -> None:
-    spec = replace(TRAINED["deepseek_v3"], ahead=1)
+    spec = replace(TRAINED["deepseek_v3"], mtp_depth=1)
     export_checkpoint(trained(tmp_path / "run", spec), tmp_path / "out")
     found = tensors_of(tmp_path / "out")
     assert torch.equal(found["model.layers.3.embed_tokens.weight"], found["model.embed_tokens.weight"])
     assert torch.equal(found["model.layers.3.shared_head.head.weight"], found["lm_head.weight"])
     assert found["model.layers.3.eh_proj.weight"].shape == (32, 64)
-    assert hf_config.model_spec(tmp_path / "out").ahead == 1
+    assert hf_config.model_spec(tmp_path / "out").mtp_depth == 1
     import_folder(tmp_path / "out", tmp_path / "again")
     one, other = (open_model(tmp_path / name, "cpu").model.state_dict() for name in ("run", "again"))
-    assert any(name.startswith("ahead.0.block.mlp.experts") for name in one)
+    assert any(name.startswith("mtp.0.block.mlp.experts") for name in one)
     assert equal(one, other)
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
 def test_modules_that_serve_training_only_are_left_out_elsewhere(tmp_path: Path) -> None:
-    done = export_checkpoint(trained(tmp_path / "run", replace(SMALL, ahead=2)), tmp_path / "out")
+    done = export_checkpoint(trained(tmp_path / "run", replace(SMALL, mtp_depth=2)), tmp_path / "out")
     assert "the 2 modules of it are left out" in done.notes[0]
-    assert hf_config.model_spec(tmp_path / "out").ahead == 0
+    assert hf_config.model_spec(tmp_path / "out").mtp_depth == 0
 
 
 def test_weights_keep_their_format_unless_another_is_asked_for(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ print(json.dumps({"wrong": wrong, "saves": len(at), "stalls": stalls, "device": 
 
 
 @pytest.mark.parametrize(
-    "settings", [(), ("memory.offload=cpu",), ("checkpoint.asynchronous=false",), ("precision.compute=fp32",)]
+    "settings", [(), ("memory.offload=cpu",), ("checkpoint.async_save=false",), ("precision.compute=fp32",)]
 )
 def test_each_save_holds_the_state_of_its_moment(
     settings: tuple[str, ...], tmp_path: Path, gpu_environment: dict[str, str]

@@ -52,7 +52,7 @@ def test_what_does_not_divide_is_not_legal(layout: Layout) -> None:
 
 
 def test_replicas_with_states_of_their_own_are_never_fewer() -> None:
-    found = replanner(tiny_run("layout.data=4", "cluster.cpu_ranks=4", "optimizer.local_steps=2"))
+    found = replanner(tiny_run("layout.data=4", "cluster.cpu_ranks=4", "optimizer.sync_every=2"))
     assert found.legal(Layout(data=4))
     assert not found.legal(Layout(data=2))
 
@@ -101,5 +101,5 @@ def test_what_the_run_file_says_about_copies_holds() -> None:
 
 
 def test_replicas_that_go_their_own_way_for_some_steps_do_not_stand_in_for_each_other() -> None:
-    run = tiny_run("layout.data=2", "cluster.cpu_ranks=2", "optimizer.local_steps=2")
+    run = tiny_run("layout.data=2", "cluster.cpu_ranks=2", "optimizer.sync_every=2")
     assert copy_every(run, planned(run), (0, 1)) == 1

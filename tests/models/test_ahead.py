@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from phalanx.models.init import build, materialize
-from phalanx.models.mtp import ahead_targets, ahead_tokens
+from phalanx.models.mtp import mtp_targets, mtp_tokens
 from phalanx.spec.model import ModelSpec, Moe
 
 CPU = torch.device("cpu")
-SPEC = ModelSpec(vocab=41, dim=24, layers=2, heads=2, ffn=40, context=64, ahead=2, init_std=0.3)
+SPEC = ModelSpec(vocab=41, dim=24, layers=2, heads=2, ffn=40, context=64, mtp_depth=2, init_std=0.3)
 SPARSE = replace(SPEC, tied=True, moe=Moe(experts=4, active=2, ffn=16, dense_layers=1))
 PLACES = torch.arange(12)[None]
 TOKENS = torch.randint(41, (1, 12), generator=torch.Generator().manual_seed(1))
@@ -30,7 +30,7 @@ def test_training_sees_every_depth_and_nobody_else_does(spec: ModelSpec) -> None
     with torch.no_grad():
         assert torch.equal(decoder(TOKENS, PLACES), first)
     assert torch.equal(decoder.eval()(TOKENS, PLACES), first)
-    alone = model(replace(spec, ahead=0))  # weights follow from their names, so the model proper is the same
+    alone = model(replace(spec, mtp_depth=0))  # weights follow from their names, so the model proper is the same
     assert torch.equal(alone(TOKENS, PLACES), first)
 
 
@@ -38,10 +38,10 @@ def test_the_modules_are_like_the_last_block() -> None:
     names = dict(model(SPARSE).named_parameters())
     of_block = {name.removeprefix("blocks.1.") for name in names if name.startswith("blocks.1.")}
     for depth in range(2):
-        mine = {name.removeprefix(f"ahead.{depth}.") for name in names if name.startswith(f"ahead.{depth}.")}
+        mine = {name.removeprefix(f"mtp.{depth}.") for name in names if name.startswith(f"mtp.{depth}.")}
         outside = {"token_norm.weight", "state_norm.weight", "join.weight", "norm.weight"}
         assert mine == outside | {f"block.{name}" for name in of_block}
-        assert names[f"ahead.{depth}.join.weight"].shape == (24, 48)
+        assert names[f"mtp.{depth}.join.weight"].shape == (24, 48)
 
 
 def test_depth_d_knows_the_tokens_up_to_d_ahead_and_no_further() -> None:
@@ -55,11 +55,11 @@ def test_depth_d_knows_the_tokens_up_to_d_ahead_and_no_further() -> None:
 
 
 def test_a_depth_is_the_published_formula() -> None:
-    decoder = model(replace(SPEC, ahead=1))
+    decoder = model(replace(SPEC, mtp_depth=1))
     states: list[Tensor] = []
     list(decoder.blocks.values())[-1].register_forward_hook(lambda *a: states.append(a[-1]))
     _, further = decoder(TOKENS, PLACES)
-    module = decoder.ahead[0]
+    module = decoder.mtp[0]
 
     def rms(x: Tensor) -> Tensor:
         return x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
@@ -67,7 +67,7 @@ def test_a_depth_is_the_published_formula() -> None:
     following = decoder.embed.weight[TOKENS[:, 1:]]
     joined = torch.cat((rms(following), rms(states[0][:, :-1])), dim=-1) @ module.join.weight.T
     # The block is an ordinary one: a decoder of that one block, whose embedding is `joined`, gives the same.
-    lone = model(replace(SPEC, layers=1, ahead=0))
+    lone = model(replace(SPEC, layers=1, mtp_depth=0))
     lone.blocks["0"].load_state_dict(module.block.state_dict())
     lone.head.load_state_dict(decoder.head.state_dict())
     lone.embed = torch.nn.Embedding.from_pretrained(joined[0].detach())
@@ -79,15 +79,15 @@ def test_targets_stay_in_window_and_document() -> None:
     documents = torch.tensor([[4, 4, 4, 4, 7, 7, 7, 8, 8]])
     targets = torch.tensor([[1, 2, 3, -100, 5, 6, -100, 8, 9]])
     no = -100
-    assert ahead_targets(targets, documents, 1).tolist() == [[2, 3, no, no, 6, no, no, 9, no]]
-    assert ahead_targets(targets, documents, 2).tolist() == [[3, no, no, no, no, no, no, no, no]]
-    assert ahead_targets(targets, None, 1).tolist() == [[2, 3, no, 5, 6, no, 8, 9, no]]
-    assert ahead_targets(targets, None, 9).tolist() == ahead_targets(targets, documents, 20).tolist() == [[no] * 9]
+    assert mtp_targets(targets, documents, 1).tolist() == [[2, 3, no, no, 6, no, no, 9, no]]
+    assert mtp_targets(targets, documents, 2).tolist() == [[3, no, no, no, no, no, no, no, no]]
+    assert mtp_targets(targets, None, 1).tolist() == [[2, 3, no, 5, 6, no, 8, 9, no]]
+    assert mtp_targets(targets, None, 9).tolist() == mtp_targets(targets, documents, 20).tolist() == [[no] * 9]
     # The target of depth d at position i is the main target at position i + d: token i + 1 + d.
     tokens = torch.arange(10)[None]
-    assert ahead_targets(tokens[:, 1:], None, 2)[0, :7].tolist() == tokens[0, 3:].tolist()
-    assert ahead_tokens(tokens, 3)[0, :7].tolist() == tokens[0, 3:].tolist()
-    assert ahead_tokens(tokens, 12).shape == (1, 10)
+    assert mtp_targets(tokens[:, 1:], None, 2)[0, :7].tolist() == tokens[0, 3:].tolist()
+    assert mtp_tokens(tokens, 3)[0, :7].tolist() == tokens[0, 3:].tolist()
+    assert mtp_tokens(tokens, 12).shape == (1, 10)
 
 
 def objective(decoder: Any, tokens: Tensor, documents: Tensor | None, positions: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def objective(decoder: Any, tokens: Tensor, documents: Tensor | None, positions:
         targets = targets.masked_fill(torch.nn.functional.pad(documents[:, 1:], (0, 1), value=-1) != documents, -100)
     return torch.stack(
         [
-            torch.nn.functional.cross_entropy(logits[0], ahead_targets(targets, documents, depth)[0], reduction="none")
+            torch.nn.functional.cross_entropy(logits[0], mtp_targets(targets, documents, depth)[0], reduction="none")
             for depth, logits in enumerate(decoder(tokens, positions, documents))
         ]
     )

@@ -32,7 +32,7 @@ FAMILIES = {
     "gpt": GPT, "llama": LLAMA, "qwen": QWEN, "biased": BIASED, "mixtral": MIXTRAL, "deepseek": DEEPSEEK, "straight": STRAIGHT,
 }  # fmt: skip
 WITH_AHEAD = FAMILIES | {
-    f"{name}, ahead": replace(FAMILIES[name], ahead=2) for name in ("gpt", "qwen", "biased", "mixtral", "deepseek")
+    f"{name}, ahead": replace(FAMILIES[name], mtp_depth=2) for name in ("gpt", "qwen", "biased", "mixtral", "deepseek")
 }
 
 
@@ -42,7 +42,7 @@ def first_match(table: dict[str, object], name: str) -> str:
 
 def sizes(spec: ModelSpec) -> dict[str, set[int]]:
     """What a dimension of each name may measure."""
-    known = {"vocab": {spec.rows}, "model": {spec.dim}, "joined": {2 * spec.dim}, "place": {spec.context}, "ffn": {spec.hidden}}
+    known = {"vocab": {spec.rows}, "model": {spec.dim}, "joined": {2 * spec.dim}, "position": {spec.context}, "ffn": {spec.hidden}}
     if spec.moe is not None:
         known |= {"route": {spec.moe.experts}, "expert": {spec.moe.experts}}
         known["ffn"] = {spec.hidden, spec.moe.ffn, spec.moe.shared * spec.moe.ffn}
@@ -68,7 +68,7 @@ def test_axes_name_the_dimensions_of_every_parameter(family: str) -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_axes_cover_every_preset(preset: str, ahead: int) -> None:
-    spec = replace(PRESETS[preset], vocab=PRESETS[preset].vocab or 257, layers=min(PRESETS[preset].layers, 5), ahead=ahead)
+    spec = replace(PRESETS[preset], vocab=PRESETS[preset].vocab or 257, layers=min(PRESETS[preset].layers, 5), mtp_depth=ahead)
     for name, parameter in build(spec).named_parameters():
         assert len(AXES[first_match(AXES, name)]) == parameter.ndim, name
 
@@ -212,7 +212,7 @@ def test_bf16_gives_the_gradients_of_fp32_roughly(family: str) -> None:
         model = materialize(build(spec), 5, torch.device("cpu"))
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
             out = model(tokens, torch.arange(24).expand(2, 24))
-        for logits in out if spec.ahead else (out,):
+        for logits in out if spec.mtp_depth else (out,):
             assert logits.dtype == (torch.bfloat16 if enabled else torch.float32)
             nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten()).backward(retain_graph=True)
         found.append({name: p.grad for name, p in model.named_parameters()})

@@ -17,7 +17,7 @@ NEVER = -1  # no token ends the text
 DRAWS = 4000
 LLAMA = ModelSpec(vocab=VOCAB, dim=32, layers=3, heads=4, kv_heads=2, ffn=64, qk_norm=True, init_std=0.4)
 GPT = replace(LLAMA, kv_heads=None, qk_norm=False, norm="layer", activation="gelu", positions="learned", bias=True, context=64)
-MIXED = replace(LLAMA, moe=Moe(experts=6, active=2, ffn=32), ahead=1)
+MIXED = replace(LLAMA, moe=Moe(experts=6, active=2, ffn=32), mtp_depth=1)
 LATENT = replace(
     LLAMA, kv_heads=None, qk_norm=False,
     mla=Mla(kv_rank=16, q_rank=12, nope_dim=8, rope_dim=4, value_dim=10),

@@ -72,7 +72,7 @@ SMALL = ModelSpec(vocab=64, dim=32, heads=4, layers=3)
 LATENT = Mla(kv_rank=16, q_rank=12, nope_dim=8, rope_dim=4, value_dim=6)
 ROUTED = Moe(experts=8, active=2, ffn=16, shared=2, dense_layers=1, router="sigmoid", groups=2)
 SPECS = {name: replace(spec, vocab=spec.vocab or 257) for name, spec in PRESETS.items()} | {
-    "two-ahead": replace(SMALL, mla=LATENT, moe=ROUTED, ahead=2),
+    "two-ahead": replace(SMALL, mla=LATENT, moe=ROUTED, mtp_depth=2),
     "latent-dense": replace(SMALL, mla=LATENT, tied=True),
 }
 
@@ -83,7 +83,7 @@ def test_the_table_has_every_tensor_of_the_model_once(name: str) -> None:
     entries = hf_names.table(spec)
     ours = {key: tuple(tensor.shape) for key, tensor in build(spec).state_dict().items()}
     if spec.mla is None:
-        ours = {key: shape for key, shape in ours.items() if not key.startswith("ahead.")}
+        ours = {key: shape for key, shape in ours.items() if not key.startswith("mtp.")}
     assert {entry.name: entry.shape for entry in entries} == ours
     assert len(entries) == len(ours)
 

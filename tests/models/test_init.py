@@ -127,3 +127,11 @@ def test_sizes_follow_the_spec_and_what_writes_into_the_residual_is_smaller_with
             expected = residual if name.endswith(("output.weight", "down.weight")) else 0.05
             assert tensor.std() == pytest.approx(expected, rel=6 / math.sqrt(2 * tensor.numel())), name
             assert torch.equal(tensor.flatten(), normal(0, name, 0, tensor.numel(), CPU) * expected)
+
+
+def test_renamed_parameters_keep_their_initial_bits() -> None:
+    spec = ModelSpec(vocab=41, dim=16, layers=2, heads=2, positions="learned", context=32, mtp_depth=1)
+    model = dict(materialize(build(spec), 7, torch.device("cpu")).named_parameters())
+    for old, new in (("places.weight", "position_embed.weight"), ("ahead.0.join.weight", "mtp.0.join.weight")):
+        drawn = normal(7, old, 0, model[new].numel(), torch.device("cpu")).mul_(spec.init_std)
+        assert torch.equal(model[new].flatten(), drawn)

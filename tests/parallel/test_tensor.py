@@ -65,7 +65,7 @@ SPARSE = ModelSpec(
     moe=Moe(experts=5, active=2, ffn=11, shared=1, dense_layers=1, balance_loss=0.1),
     init_std=0.2,
 )
-AHEAD = ModelSpec(vocab=257, dim=24, layers=1, heads=6, kv_heads=2, head_dim=8, ffn=53, ahead=2, tied=True, init_std=0.2)
+AHEAD = ModelSpec(vocab=257, dim=24, layers=1, heads=6, kv_heads=2, head_dim=8, ffn=53, mtp_depth=2, tied=True, init_std=0.2)
 
 LENGTH = 12
 SEED = 5

@@ -173,7 +173,7 @@ def test_backward_in_two_halves() -> None:
     torch.testing.assert_close(dweight_VD, want[2], rtol=1e-5, atol=1e-6)
 
 
-SPEC = ModelSpec(vocab=41, dim=16, layers=2, heads=2, ffn=32, init_std=0.1, tied=True, ahead=1)
+SPEC = ModelSpec(vocab=41, dim=16, layers=2, heads=2, ffn=32, init_std=0.1, tied=True, mtp_depth=1)
 
 
 def sharded(mesh: Mesh, chunk: int | None, shard: bool) -> tuple[list[float], dict[str, Tensor], int]:

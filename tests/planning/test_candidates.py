@@ -41,7 +41,7 @@ def drawn_run(draw: random.Random) -> tuple[Run, int]:
     heads = draw.choice((2, 3, 4, 6, 8))
     model = replace(
         draw.choice((SMALL, SMALL, SPARSE)), heads=heads, kv_heads=draw.choice((None, 1)), dim=16 * heads, layers=draw.choice((1, 2, 3, 5)),
-        ffn=draw.choice((3, 5, 64)), vocab=draw.choice((5, 257)), ahead=draw.choice((0, 0, 0, 1)),
+        ffn=draw.choice((3, 5, 64)), vocab=draw.choice((5, 257)), mtp_depth=draw.choice((0, 0, 0, 1)),
     )  # fmt: skip
     if model.moe is not None:
         model = replace(
@@ -55,7 +55,7 @@ def drawn_run(draw: random.Random) -> tuple[Run, int]:
         activations=draw.choice(("device", "device", "cpu")),
         recompute_every=draw.choice((1, 1, 2)),
     )
-    optimizer = Optimizer(name=draw.choice(("adamw", "adamw", "muon")), local_steps=draw.choice((1, 1, 1, 4)))
+    optimizer = Optimizer(name=draw.choice(("adamw", "adamw", "muon")), sync_every=draw.choice((1, 1, 1, 4)))
     run = run_of(model, draw.choice((4, 6, 8, 12)), draw.choice((8, 12, 16, 18)), memory=memory, optimizer=optimizer)
     return run, draw.choice((1, 2, 4, 6, 8))
 

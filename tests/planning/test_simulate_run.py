@@ -115,7 +115,7 @@ def test_months_of_a_large_cluster_take_a_moment() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [AT_ONCE, replace(AT_ONCE, shrink=False), replace(AT_ONCE, go_on=True)], ids=["", "wait", "go_on"]
+    "settings", [AT_ONCE, replace(AT_ONCE, shrink=False), replace(AT_ONCE, continue_degraded=True)], ids=["", "wait", "go_on"]
 )
 def test_equal_nodes_are_taken_for_each_other_without_harm(settings: Resilience) -> None:
     """On a small cluster every decision is also made about the very node and rank that were struck."""

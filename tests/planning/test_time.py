@@ -48,9 +48,9 @@ def test_an_ideal_device_takes_the_flops_of_the_model(model: str) -> None:
     ours = step_times(jobs, IDEAL).compute * 989e12 / 8192
     # Scores are counted in full there, but causal kernels skip half of them, and take 2.5 forward passes to go back, not two.
     widths = jobs.score_width + jobs.value_width
-    matrices = spec.flops_per_token(8192) - 6 * (spec.layers + spec.ahead) * widths * 8192
-    scores = (1 + 2.5) * (spec.layers + spec.ahead) * widths * 8192
-    projections = 6.0 * spec.ahead * 2 * spec.dim**2  # of what predicts ahead: too little to be in the equations
+    matrices = spec.flops_per_token(8192) - 6 * (spec.layers + spec.mtp_depth) * widths * 8192
+    scores = (1 + 2.5) * (spec.layers + spec.mtp_depth) * widths * 8192
+    projections = 6.0 * spec.mtp_depth * 2 * spec.dim**2  # of what predicts ahead: too little to be in the equations
     assert ours == pytest.approx(matrices - projections + scores, rel=1e-6)
 
 

@@ -44,7 +44,7 @@ class World:
     legal: Legal
     dice: random.Random
     shrink: bool = True
-    go_on: bool = False
+    continue_degraded: bool = False
     alive: set[int] = field(default_factory=set)
     layout: Layout = field(default_factory=Layout)
     assignment: tuple[int, ...] = ()
@@ -99,7 +99,7 @@ class World:
     def answer(self, event: Event, dead: tuple[int, ...]) -> Action:
         before = Situation(
             wanted=self.wanted, layout=self.layout, assignment=self.assignment, nodes=self.nodes, history=self.history,
-            dead=dead, restarts=10**9, shrink=self.shrink, go_on=self.go_on,
+            dead=dead, restarts=10**9, shrink=self.shrink, continue_degraded=self.continue_degraded,
         )  # fmt: skip
         action = decide(before, event, self.legal)
         assert action == decide(before, event, self.legal)

@@ -184,7 +184,7 @@ def test_a_failure_with_room_for_more_grows_at_once(legal: Legal) -> None:
 
 
 def test_healthy_replicas_go_on_in_their_processes(legal: Legal) -> None:
-    before = situation(CUBE, nodes(4, 4), go_on=True)
+    before = situation(CUBE, nodes(4, 4), continue_degraded=True)
     go = went(before, killed(2), legal)  # of the second replica, which is ranks 2, 3, 6 and 7
     assert (go.action, go.layout) == ("shrink", replace(CUBE, data=1))
     assert (go.old, go.fresh, go.assignment) == ((0, 1, 4, 5), (), (0, 0, 1, 1))
@@ -193,23 +193,23 @@ def test_healthy_replicas_go_on_in_their_processes(legal: Legal) -> None:
 
 
 def test_as_many_replicas_go_on_as_the_batch_allows(legal_for: LegalFor) -> None:
-    before = situation(Layout(data=4), nodes(2, 2), go_on=True)
+    before = situation(Layout(data=4), nodes(2, 2), continue_degraded=True)
     assert went(before, killed(0), legal_for(12)).old == (1, 2, 3)
     assert went(before, killed(0), legal_for(8)).old == (1, 2)
     assert went(before, killed(0), lambda layout: layout.data == 4).action == "restart"
 
 
 def test_going_on_comes_before_growing(legal: Legal) -> None:
-    before = situation(Layout(data=3), nodes(2, 2), wanted=Layout(data=4), go_on=True)
+    before = situation(Layout(data=3), nodes(2, 2), wanted=Layout(data=4), continue_degraded=True)
     go = went(before, killed(0), legal)
     assert (go.action, go.old) == ("shrink", (1, 2))
     assert went(replace(before, layout=go.layout, assignment=go.assignment), NodeJoined(0), legal).layout == Layout(data=4)
 
 
 def test_going_on_needs_a_whole_replica(legal: Legal) -> None:
-    before = situation(CUBE, nodes(4, 4), go_on=True)
+    before = situation(CUBE, nodes(4, 4), continue_degraded=True)
     assert went(before, Several((killed(0), killed(3))), legal).action == "restart"
-    assert went(situation(Layout(data=1, shard=4), nodes(4), go_on=True), killed(0), legal).action == "restart"
+    assert went(situation(Layout(data=1, shard=4), nodes(4), continue_degraded=True), killed(0), legal).action == "restart"
     assert went(before, Disconnected(10), legal).action == "restart"
     assert went(before, Several((killed(2), Disconnected(10))), legal).action == "shrink"
 

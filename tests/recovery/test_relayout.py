@@ -63,15 +63,23 @@ def test_other_degrees(legal_for: LegalFor, wanted: Layout, ranks: int, expected
 
 def test_settings_go_with_the_degree_that_they_belong_to(legal_for: LegalFor) -> None:
     wanted = Layout(
-        pipeline=2, data=1, shard=2, tensor=2, zero=2, sequence=True, schedule="interleaved-1f1b", stages=2, cut="measured"
+        pipeline=2,
+        data=1,
+        shard=2,
+        tensor=2,
+        zero=2,
+        sequence=True,
+        schedule="interleaved-1f1b",
+        stages=2,
+        stage_split="measured",
     )
     legal = legal_for(8)
     assert relayout(wanted, 5, legal) == replace(wanted, shard=1, zero=3)
     assert relayout(wanted, 5, lambda layout: layout.shard == 2 and legal(layout)) == Layout(
-        data=1, shard=2, tensor=2, zero=2, sequence=True, cut="measured"
+        data=1, shard=2, tensor=2, zero=2, sequence=True, stage_split="measured"
     )
     assert relayout(wanted, 1, legal) == Layout(
-        data=1, cut="measured"
+        data=1, stage_split="measured"
     )  # the checks refuse zero = 2, sequence and a schedule here
 
 
@@ -92,7 +100,7 @@ def test_experts_are_shared_among_the_ranks_of_a_stage(legal_for: LegalFor) -> N
 
 def test_local_steps_keep_their_replicas(legal_for: LegalFor) -> None:
     """Where replicas differ, whoever says what is legal refuses another number of them: other degrees give way."""
-    legal = legal_for(8, local_steps=4)
+    legal = legal_for(8, sync_every=4)
     assert degrees(relayout(Layout(data=2, tensor=4), 7, lambda layout: layout.data == 2 and legal(layout))) == (1, 2, 1, 1, 2)
 
 

@@ -55,7 +55,7 @@ CASES: dict[str, tuple[Layout, tuple[str, ...]]] = {
         Layout(data=1, shard=2, zero=3),
         (*MOE, "model.moe.ffn=4", "model.dim=36", "model.heads=6", "model.kv_heads=3"),
     ),
-    "local steps, fp16": (Layout(data=2), ("optimizer.local_steps=2", "precision.compute=fp16")),
+    "local steps, fp16": (Layout(data=2), ("optimizer.sync_every=2", "precision.compute=fp16")),
     "fp8, activations on the host, chunks": (
         Layout(data=2),
         ("precision.compute=fp8", "memory.activations=cpu", "memory.loss_chunk=8"),

@@ -51,7 +51,7 @@ CASES: dict[str, tuple[Layout, tuple[str, ...]]] = {
     "ring": (Layout(data=1, context=2), ()),
     "ulysses": (Layout(data=1, context=2, context_method="ulysses"), ("data.document_mask=false",)),
     "muon": (Layout(data=1, shard=2, zero=3, tensor=2), ("optimizer.name=muon",)),
-    "local steps": (Layout(data=2), ("optimizer.local_steps=2",)),
+    "local steps": (Layout(data=2), ("optimizer.sync_every=2",)),
 }
 QUICK = ("zero 1, tensor, sequence", "experts, latent attention, zero 3", "dualpipev, experts, zero 3", "muon")
 

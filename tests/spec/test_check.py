@@ -60,12 +60,12 @@ CONFLICTS = {
     ),
     "part of a sequence": (train(batch=None, batch_tokens=10), ["train.batch_tokens = 10", "take 64."]),
     "nothing to go back to": (
-        replace(BASE, resilience=Resilience(rewind_after=3)),
-        ["resilience.rewind_after = 3", "checkpoint.every is not given", "checkpoint.every = 100"],
+        replace(BASE, resilience=Resilience(rollback_after=3)),
+        ["resilience.rollback_after = 3", "checkpoint.every is not given", "checkpoint.every = 100"],
     ),
     "going back too late": (
-        replace(BASE, resilience=Resilience(rewind_after=3, max_skipped=2), checkpoint=Checkpoint(every=5)),
-        ["resilience.rewind_after = 3", "after 3 bad steps", "at most resilience.max_skipped = 2"],
+        replace(BASE, resilience=Resilience(rollback_after=3, max_skipped=2), checkpoint=Checkpoint(every=5)),
+        ["resilience.rollback_after = 3", "after 3 bad steps", "at most resilience.max_skipped = 2"],
     ),
     "spares of one node": (
         replace(BASE, resilience=Resilience(spares=1)),
@@ -143,8 +143,8 @@ CONFLICTS = {
         ["layout.pipeline = 3 with 2 stages each", "model.layers = 4", "at most 2"],
     ),
     "ahead and pipeline": (
-        layout(model(ahead=1), pipeline=2),
-        ["layout.pipeline = 2", "model.ahead = 1", "layout.pipeline = 1 or model.ahead = 0"],
+        layout(model(mtp_depth=1), pipeline=2),
+        ["layout.pipeline = 2", "model.mtp_depth = 1", "layout.pipeline = 1 or model.mtp_depth = 0"],
     ),
     "experts of a dense model": (layout(expert=2), ["layout.expert = 2", "has none", "[model.moe]"]),
     "uneven experts": (layout(moe(), expert=3), ["layout.expert = 3", "model.moe.experts = 8", "2 or 4"]),
@@ -153,8 +153,8 @@ CONFLICTS = {
         ["layout.expert × layout.expert_tensor = 4", "2 ranks", "layout.expert to 2"],
     ),
     "local steps alone": (
-        layout(replace(BASE, optimizer=replace(BASE.optimizer, local_steps=4)), data=1),
-        ["optimizer.local_steps = 4", "layout.data = 1"],
+        layout(replace(BASE, optimizer=replace(BASE.optimizer, sync_every=4)), data=1),
+        ["optimizer.sync_every = 4", "layout.data = 1"],
     ),
     "yarn upside down": (
         model(rope_scaling=RopeScaling(factor=8.0, kind="yarn", beta_fast=1.0, low_freq_factor=9.0)),
@@ -183,7 +183,7 @@ CONFLICTS = {
     "module without a class": (model(module="mymodel"), ['model.module = "mymodel"', '"package.module:Class"']),
     "module that is a path": (model(module="my/model.py:Mine"), ['model.module = "my/model.py:Mine"', "does not name a class"]),
     "options of nobody": (model(options=(("x", 1),)), ["model.options.x", "model.module is not given", "set model.module"]),
-    "module and ahead": (model(module="a.b:C", ahead=2), ["model.ahead = 2", "remove model.ahead"]),
+    "module and ahead": (model(module="a.b:C", mtp_depth=2), ["model.mtp_depth = 2", "remove model.mtp_depth"]),
     "preset and module": (
         model(preset="tiny-dense", module="a.b:C"),
         ['model.module = "a.b:C" and model.preset = "tiny-dense"', "remove one"],

@@ -25,7 +25,7 @@ steps = 2
         (["model.module=mine:Model"], 'model.module = "mine:Model": a model of your own has no counterpart in transformers'),
         (["model.positions=learned"], 'model.norm = "rms" with learned positions: Hugging Face\'s GPT-2'),
         (["model.moe.experts=4", "model.moe.active=2", "model.moe.ffn=32", "model.moe.shared=1"], "model.moe.shared = 1"),
-        (["optimizer.local_steps=4", "layout.data=2"], "optimizer.local_steps = 4 each replica has its own"),
+        (["optimizer.sync_every=4", "layout.data=2"], "optimizer.sync_every = 4 each replica has its own"),
     ],
 )
 def test_refused(overrides: list[str], said: str) -> None:

@@ -52,11 +52,11 @@ def _balanced(preset: ModelSpec) -> ModelSpec:
 def test_the_published_deepseek_is_the_preset(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, DEEPSEEK)
     preset = _balanced(PRESETS["deepseek-v3"])
-    assert replace(spec, ahead=preset.ahead) == replace(preset, preset=None, head_dim=spec.head_dim)
-    assert spec.ahead == 0  # no weights of it are in the folder
+    assert replace(spec, mtp_depth=preset.mtp_depth) == replace(preset, preset=None, head_dim=spec.head_dim)
+    assert spec.mtp_depth == 0  # no weights of it are in the folder
     index = {"weight_map": {"model.layers.61.eh_proj.weight": "model-00001-of-00001.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert hf_config.model_spec(tmp_path).ahead == 1
+    assert hf_config.model_spec(tmp_path).mtp_depth == 1
 
 
 def test_keys_left_out_mean_what_transformers_takes_them_for(tmp_path: Path) -> None:
@@ -185,8 +185,8 @@ def test_a_preset_survives_the_way_there_and_back(tmp_path: Path, name: str) -> 
         assert name.startswith("palm"), "no published family is made like PaLM alone"
         return
     back = spec_of(tmp_path, config)
-    full = replace(preset, preset=None, ahead=0, kv_heads=back.kv_heads, head_dim=back.head_dim, ffn=back.ffn)
-    assert replace(back, ahead_weight=full.ahead_weight) == full
+    full = replace(preset, preset=None, mtp_depth=0, kv_heads=back.kv_heads, head_dim=back.head_dim, ffn=back.ffn)
+    assert replace(back, mtp_loss_weight=full.mtp_loss_weight) == full
     assert (back.kv, back.hidden) == (preset.kv, preset.hidden)
     assert preset.mla is not None or back.head == preset.head
 

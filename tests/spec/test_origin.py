@@ -102,7 +102,7 @@ def test_a_run_directory_may_name_itself(finished: Path) -> None:
 
 
 def test_the_resolved_run_outlives_the_folder(weights: Path) -> None:
-    run = start("weights", "model.ahead=2")
+    run = start("weights", "model.mtp_depth=2")
     assert loads(dump(run)) == run
     (weights / "config.json").write_text(json.dumps(LLAMA | {"hidden_size": 128, "head_dim": 8}))
     (weights / "tokenizer.json").write_text(json.dumps(TOKENIZER))
@@ -117,9 +117,11 @@ def test_the_resolved_run_outlives_the_folder(weights: Path) -> None:
 
 def test_what_only_concerns_training_may_be_set_otherwise(finished: Path) -> None:
     moe = ("model.moe.bias_rate=0.5", "model.moe.balance_loss=0.1")
-    run = start("runs/first", *moe, "model.ahead=1", "model.ahead_weight=0.5", "model.init_std=0.1", "model.context=4096")
+    run = start(
+        "runs/first", *moe, "model.mtp_depth=1", "model.mtp_loss_weight=0.5", "model.init_std=0.1", "model.context=4096"
+    )
     assert run.model.moe == Moe(experts=8, active=2, ffn=32, bias_rate=0.5, balance_loss=0.1)
-    assert (run.model.ahead, run.model.ahead_weight, run.model.init_std, run.model.context) == (1, 0.5, 0.1, 4096)
+    assert (run.model.mtp_depth, run.model.mtp_loss_weight, run.model.init_std, run.model.context) == (1, 0.5, 0.1, 4096)
     assert loads(dump(run)) == run
     assert resolve(run) == run
 
@@ -189,12 +191,12 @@ def test_a_folder_that_cannot_be_understood(weights: Path, finished: Path) -> No
 
 def test_runs_made_in_python(weights: Path) -> None:
     (weights / "tokenizer.json").write_text(json.dumps(TOKENIZER))
-    made = Run(model=ModelSpec(from_="weights", ahead=1), train=Train(batch=8, steps=10, sequence_length=64))
+    made = Run(model=ModelSpec(from_="weights", mtp_depth=1), train=Train(batch=8, steps=10, sequence_length=64))
     run = resolve(made)
     assert check(run) == []
-    assert (run.model.dim, run.model.vocab, run.model.ahead, run.data.tokenizer) == (64, 300, 1, "weights")
+    assert (run.model.dim, run.model.vocab, run.model.mtp_depth, run.data.tokenizer) == (64, 300, 1, "weights")
     assert resolve(run) == run
-    assert run == start("weights", "model.ahead=1")
+    assert run == start("weights", "model.mtp_depth=1")
     (problem,) = check(resolve(replace(made, model=ModelSpec(from_="gone"))))
     assert "does not exist" in problem
     (problem,) = check(resolve(replace(made, model=ModelSpec(from_="weights", dim=32))))

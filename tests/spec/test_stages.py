@@ -50,7 +50,7 @@ def test_too_few_layers() -> None:
 
 def test_costs_add_up_to_the_models() -> None:
     plain = ModelSpec(dim=24, layers=5, heads=6, kv_heads=2, ffn=48, vocab=257)
-    moe = replace(plain, moe=Moe(experts=8, active=2, ffn=16, shared=1, dense_layers=2), ahead=1)
+    moe = replace(plain, moe=Moe(experts=8, active=2, ffn=16, shared=1, dense_layers=2), mtp_depth=1)
     for spec in (plain, moe, replace(PRESETS["llama3-8b"], vocab=128256), PRESETS["mixtral-8x7b"]):
         costs = flop_costs(spec, 512)
         assert len(costs.blocks) == spec.layers

@@ -219,7 +219,7 @@ MOE = ("model.moe.experts=4", "model.moe.active=2", "model.moe.ffn=16", "model.m
         pytest.param(Layout(data=4), ("optimizer.name=muon", "precision.reduce=bf16"), True, marks=pytest.mark.slow),
         (Layout(data=2, expert=2), MOE, True),
         pytest.param(Layout(data=2, shard=2, zero=2), ("precision.compute=bf16",), True, marks=pytest.mark.slow),
-        (Layout(data=2), ("optimizer.local_steps=2",), True),
+        (Layout(data=2), ("optimizer.sync_every=2",), True),
         pytest.param(Layout(data=2), ("memory.offload=cpu",), True, marks=pytest.mark.slow),
         pytest.param(Layout(data=1, tensor=2), (), False, marks=pytest.mark.slow),
         (Layout(data=1, shard=2, zero=3), (), True),  # the optimizer's counts of steps, at least

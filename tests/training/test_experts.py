@@ -43,7 +43,7 @@ def train(mesh: Mesh, directory: Path, *overrides: str) -> tuple[list[Any], dict
     return told, copied(trainer.tensors())
 
 
-@pytest.mark.parametrize("overrides", [(), ("model.ahead=2",)], ids=["experts", "ahead"])
+@pytest.mark.parametrize("overrides", [(), ("model.mtp_depth=2",)], ids=["experts", "ahead"])
 def test_the_number_of_ranks_does_not_show(overrides: tuple[str, ...], tmp_path: Path) -> None:
     told, final = train(ALONE, tmp_path, *overrides)
     assert any(name.endswith("mlp.router.bias") and tensor.any() for name, tensor in final.items())
@@ -140,7 +140,7 @@ def test_loads_travel_as_one_row() -> None:
 
 
 def test_tokens_further_ahead_weigh_in_the_gradient_and_not_in_the_report(tmp_path: Path) -> None:
-    trainer = tiny_trainer(ALONE, tiny_run("model.ahead=2", "model.ahead_weight=0.5", "train.clip=inf"), tmp_path)
+    trainer = tiny_trainer(ALONE, tiny_run("model.mtp_depth=2", "model.mtp_loss_weight=0.5", "train.clip=inf"), tmp_path)
     micro = [trainer.feed.prepare(trainer.data.train.batch(torch.arange(n, n + 2).numpy())) for n in range(0, 8, 2)]
     total, objective, tokens = 0.0, torch.zeros(()), 0
     for batch in micro:

@@ -42,7 +42,7 @@ CASES: dict[str, tuple[Layout, tuple[str, ...]]] = {
     "context, offloaded": (Layout(data=1, context=2, shard=2, zero=2), ("memory.offload=cpu",)),
     "states in files": (Layout(data=2), ("memory.offload=nvme",)),
     "muon": (Layout(data=1, shard=2, zero=3, tensor=2), ("optimizer.name=muon",)),
-    "local steps": (Layout(data=2, shard=2, zero=1), ("optimizer.local_steps=2",)),
+    "local steps": (Layout(data=2, shard=2, zero=1), ("optimizer.sync_every=2",)),
 }
 
 
@@ -91,4 +91,4 @@ def test_a_rank_of_sixteen_thousand_takes_no_memory() -> None:
 
 def test_what_only_the_job_itself_can_measure_is_refused() -> None:
     with pytest.raises(RunError, match=r"layout\.cut"):
-        held(tiny_run(FOUR), Layout(pipeline=2, cut="measured"), 1)
+        held(tiny_run(FOUR), Layout(pipeline=2, stage_split="measured"), 1)

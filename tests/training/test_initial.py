@@ -58,14 +58,14 @@ def test_what_serves_training_only_keeps_its_initial_values(tmp_path: Path) -> N
     save(tmp_path / "hf", "mixtral")
     spec = hf_config.model_spec(tmp_path / "hf")
     assert spec.moe is not None
-    spec = replace(spec, ahead=1, moe=replace(spec.moe, bias_rate=0.001))
+    spec = replace(spec, mtp_depth=1, moe=replace(spec.moe, bias_rate=0.001))
     import_folder(tmp_path / "hf", tmp_path / "run")
     fresh = model(spec).state_dict()
     for path in (tmp_path / "hf", tmp_path / "run"):
         ours = model(spec)
         start(ours, path)
         for name, tensor in ours.state_dict().items():
-            own = name.startswith("ahead.") or name.endswith("router.bias")
+            own = name.startswith("mtp.") or name.endswith("router.bias")
             assert torch.equal(tensor, fresh[name]) == (own or tensor.numel() == 0), name
 
 

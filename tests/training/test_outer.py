@@ -22,7 +22,7 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.run import Memory
 from phalanx.spec.run import Optimizer as OptimizerSpec
 
-LOCAL = replace(ADAMW, local_steps=3, outer_learning_rate=0.7, outer_momentum=0.9)
+LOCAL = replace(ADAMW, sync_every=3, outer_learning_rate=0.7, outer_momentum=0.9)
 NVME = Memory(offload="nvme", offload_buffer=1)
 
 
@@ -84,7 +84,7 @@ def simulated(spec: OptimizerSpec, replicas: int, steps: int) -> list[dict[str, 
         for number, (held, optimizer) in enumerate(zip(all_held, inner, strict=True)):
             give_gradients(held, gradient_of(step, number))
             optimizer.step(0.01, torch.tensor(1.0), NO)
-        if (step + 1) % spec.local_steps == 0:
+        if (step + 1) % spec.sync_every == 0:
             for index, anchor in enumerate(anchors):
                 mean = torch.stack([held[index].value.detach() for held in all_held]).mean(0)
                 anchor.grad = anchor.detach() - mean
@@ -116,7 +116,7 @@ def _boxes_of(layout: Layout, shard: int) -> list[OwnedParam]:
 
 def test_with_rate_one_and_no_momentum_replicas_take_their_mean() -> None:
     spec = replace(LOCAL, outer_learning_rate=1.0, outer_momentum=0.0)
-    apart = run_ranks(run_replica, 2, replace(spec, local_steps=100), 3, layout=Layout(data=2))
+    apart = run_ranks(run_replica, 2, replace(spec, sync_every=100), 3, layout=Layout(data=2))
     met = run_ranks(run_replica, 2, spec, 3, layout=Layout(data=2))
     for name in values(holding()):
         torch.testing.assert_close(met[0][name], (apart[0][name] + apart[1][name]) / 2, atol=1e-6, rtol=1e-6)

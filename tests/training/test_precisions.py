@@ -26,7 +26,7 @@ LAYOUTS = {
     "tensor × pipeline": (Layout(data=1, tensor=2, pipeline=2), ()),
     "pipeline zbv × zero 2": (Layout(data=1, pipeline=2, schedule="zbv", shard=2, zero=2), ()),
     "zero 3 × tensor": (Layout(data=1, shard=2, tensor=2), ()),
-    "replicas by themselves": (Layout(data=2), ("optimizer.local_steps=3",)),
+    "replicas by themselves": (Layout(data=2), ("optimizer.sync_every=3",)),
 }
 
 

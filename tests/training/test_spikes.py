@@ -98,7 +98,7 @@ def test_too_many_spikes_end_the_run_in_words_of_their_own(tmp_path: Path) -> No
     )
 
 
-REWIND = ("resilience.rewind_after=2", "checkpoint.every=4", "checkpoint.keep_last=9", "checkpoint.asynchronous=false")
+REWIND = ("resilience.rollback_after=2", "checkpoint.every=4", "checkpoint.keep_last=9", "checkpoint.async_save=false")
 
 
 def nans(trainer: Trainer, batches: set[int]) -> None:
@@ -178,7 +178,7 @@ def test_going_back_to_one_step_again_and_again_ends_the_run_with_the_story(tmp_
     with pytest.raises(RunFailed) as caught:
         rewinding(ALONE, tmp_path, set(range(6, 99)), "train.steps=9")
     assert (
-        "the run has gone back to step 4 3 times (resilience.rewind_after = 2) and left out samples 32 to 55, 56 to 71, 72 to 87"
+        "the run has gone back to step 4 3 times (resilience.rollback_after = 2) and left out samples 32 to 55, 56 to 71, 72 to 87"
         in str(caught.value)
     )
 

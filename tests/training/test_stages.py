@@ -61,7 +61,7 @@ def test_a_rank_gets_the_blocks_of_its_stages() -> None:
     for rank in range(2):
         mesh = Mesh(Place(rank=rank, ranks=2), torch.device("cpu"), layout)
         for part in stages(build(run.model), run, plan(layout), mesh, order):
-            seen.append((rank, part.begins, part.ends, list(part.blocks)))  # type: ignore[arg-type]
+            seen.append((rank, part.is_first_stage, part.is_last_stage, list(part.blocks)))  # type: ignore[arg-type]
     assert [rank for rank, *_ in seen] == [0, 0, 1, 1]
     assert sorted(block for *_, blocks in seen for block in blocks) == list("01234")
     assert [(begins, ends) for _, begins, ends, _ in seen] == [(True, False), (False, True), (False, False), (False, False)]

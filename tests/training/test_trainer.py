@@ -58,7 +58,7 @@ def test_the_loss_falls(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("behind", ["true", "false"])
 def test_events_tell_what_happens_in_order(behind: str, tmp_path: Path) -> None:
-    saves = ("checkpoint.every=2", "checkpoint.keep_last=10", f"checkpoint.asynchronous={behind}")
+    saves = ("checkpoint.every=2", "checkpoint.keep_last=10", f"checkpoint.async_save={behind}")
     events, _ = uninterrupted(tiny_run("train.steps=5", "train.eval_every=2", *saves), tmp_path)
     told = [(event.kind, event.step) for event in events]  # type: ignore[attr-defined]
     expected = [
@@ -377,7 +377,7 @@ def test_a_stop_after_the_last_micro_batch_has_begun_lets_the_step_finish(tmp_pa
 
 @pytest.mark.parametrize("behind", ["true", "false"])
 def test_a_stopped_run_whose_state_is_on_disk_is_not_saved_twice(behind: str, tmp_path: Path) -> None:
-    trainer = tiny_trainer(ALONE, tiny_run("checkpoint.every=1", f"checkpoint.asynchronous={behind}"), tmp_path)
+    trainer = tiny_trainer(ALONE, tiny_run("checkpoint.every=1", f"checkpoint.async_save={behind}"), tmp_path)
     kinds = []
     for event in trainer.events():
         kinds.append(event.kind)

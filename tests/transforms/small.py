@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 KINDS = {
     "dense": replace(PRESETS["tiny-dense"], vocab=257),
     "moe": replace(PRESETS["tiny-moe"], vocab=257),
-    "mla": replace(PRESETS["tiny-mla"], vocab=257, ahead=1),
+    "mla": replace(PRESETS["tiny-mla"], vocab=257, mtp_depth=1),
     "gpt": ModelSpec(
         vocab=257, dim=64, layers=2, heads=4, norm="layer", activation="gelu", positions="learned", bias=True, context=64
     ),

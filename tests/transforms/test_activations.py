@@ -71,5 +71,5 @@ def test_what_is_said() -> None:
     said: list[str] = []
     made(KINDS["mla"], lambda parts: said.append(activations.apply(parts, CPU)))
     assert said == [
-        "activations of blocks.0 … ahead.0.block (4) wait in the machine's memory: copied, although it is the same memory"
+        "activations of blocks.0 … mtp.0.block (4) wait in the machine's memory: copied, although it is the same memory"
     ]

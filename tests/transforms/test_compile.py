@@ -45,7 +45,7 @@ def test_compiled_blocks_are_recomputed_and_moved() -> None:
 def test_blocks_that_route_tokens_are_compiled_in_part() -> None:
     sentence = compile.apply([build(KINDS["mla"])], "eager")
     assert sentence == (
-        "blocks.0 and the attention of blocks.1 … ahead.0.block (3), which route tokens "
+        "blocks.0 and the attention of blocks.1 … mtp.0.block (3), which route tokens "
         "compiled by torch.compile (eager), each by itself"
     )
 

@@ -104,8 +104,8 @@ def test_only_linear_layers_of_blocks_change_and_parameters_do_not() -> None:
     assert {name: (id(p), p.shape) for name, p in model.named_parameters()} == before
     changed = [name for name, module in model.named_modules() if isinstance(module, Linear8)]
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and ".block" in f".{name}"]
-    assert changed == linears and sentence.startswith(f"{len(changed)} linear layers of blocks.0 … ahead.0.block (4): ")
-    assert type(model.head) is type(model.ahead[0].join) is nn.Linear  # type: ignore[index,union-attr]
+    assert changed == linears and sentence.startswith(f"{len(changed)} linear layers of blocks.0 … mtp.0.block (4): ")
+    assert type(model.head) is type(model.mtp[0].join) is nn.Linear  # type: ignore[index,union-attr]
 
 
 def test_whoever_takes_a_forward_over_asks_how_to_multiply() -> None:

@@ -59,7 +59,7 @@ def test_every_so_manieth_block_of_the_whole_model() -> None:
 
 def test_a_block_ahead_counts_behind_the_last() -> None:
     model = build(KINDS["mla"])  # three blocks and one ahead
-    assert "blocks.0 and ahead.0.block" in recompute.apply([model], "full", 3)
+    assert "blocks.0 and mtp.0.block" in recompute.apply([model], "full", 3)
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])

@@ -57,7 +57,7 @@ def test_a_batch_that_is_cut_otherwise_is_still_the_same_batch(pool: Pool) -> No
 
 def test_a_step_that_overflows_in_one_local_replica_is_skipped_by_all(pool: Pool) -> None:
     scale = "precision.loss_scale=1048576.0"  # both overflow in the first step, one of them in the second
-    run = tiny_run("layout.data=2", "optimizer.local_steps=2", "precision.compute=fp16", scale)
+    run = tiny_run("layout.data=2", "optimizer.sync_every=2", "precision.compute=fp16", scale)
     report = verify(run, steps=4, pool=pool)
     assert report.passed, told(report)
     assert {check.name: check.step for check in report.checks}["gradients"] in (3, 4)  # the first that were taken

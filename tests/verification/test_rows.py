@@ -140,7 +140,7 @@ def test_what_is_traded_for_memory_or_speed(overrides: tuple[str, ...], layout: 
 @pytest.mark.parametrize("layout", [{"data": 2, "shard": 2}, {"data": 2}], ids=["sharded", "alone"])
 def test_replicas_that_meet_now_and_then(layout: dict[str, Any], pool: Pool) -> None:
     run = run_of("moe", layout)
-    run = replace(run, optimizer=replace(run.optimizer, local_steps=2))
+    run = replace(run, optimizer=replace(run.optimizer, sync_every=2))
     report = verify(run, steps=5, pool=pool)
     assert report.passed, report.failure or report.first
 

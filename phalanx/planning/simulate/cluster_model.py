@@ -71,7 +71,7 @@ class Setting:
 
     def _live_keep(self, situations: Situations) -> Keep:
         """As control/replan has it: copies where a node holds what no other does."""
-        alike = self._run.optimizer.local_steps == 1
+        alike = self._run.optimizer.sync_every == 1
         if self._run.checkpoint.memory_every is None and alike and elsewhere(self._option.layout, situations.first.assignment):
             return "replicas"
         return "memory" if self._up.in_memory or self._run.checkpoint.memory_every is not None else "disk"
@@ -84,7 +84,7 @@ class Setting:
         """Seconds that training waits for a checkpoint, and those until it is complete behind training."""
         if self._ask.stall is not None:
             return self._ask.stall, 0.0
-        return (self._stall, self._written) if self._run.checkpoint.asynchronous else (self._stall + self._written, 0.0)
+        return (self._stall, self._written) if self._run.checkpoint.async_save else (self._stall + self._written, 0.0)
 
     def _best(self) -> float:
         """The closed form's best interval: not oftener than a step, nor than checkpoints are written."""
@@ -141,7 +141,7 @@ class Setting:
     def _judged(self, layout: Layout) -> Candidate | None:
         """The run on another layout, as control/replan lays it out: with the same batch, and a micro-batch that divides a replica's share."""
         run, option = self._run, self._option
-        if run.batch % layout.replicas or (run.optimizer.local_steps > 1 and layout.data != option.layout.data):
+        if run.batch % layout.replicas or (run.optimizer.sync_every > 1 and layout.data != option.layout.data):
             return None
         share = run.batch // layout.replicas
         train = replace(run.train, micro_batch=math.gcd(share, option.micro_batch))

@@ -167,7 +167,7 @@ class Policy:
         return Situation(
             wanted=self._s.wanted, layout=self.ground.layout, assignment=self.ground.assignment,
             nodes=tuple(Node(number, self._s.slots) for number in numbers), dead=self._dead, begun=self.begun, restarts=10**9,
-            shrink=self._s.settings.shrink, go_on=self._s.settings.go_on, batch=self._s.batch,
+            shrink=self._s.settings.shrink, continue_degraded=self._s.settings.continue_degraded, batch=self._s.batch,
         )  # fmt: skip
 
     def _decide(self, what: tuple[object, ...], event: Event, lost: frozenset[int]) -> Action:

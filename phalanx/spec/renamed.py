@@ -1,0 +1,52 @@
+"""Names that earlier versions used, and what they are called now. The run-file loader refuses an old key and says its new name;
+what earlier versions wrote themselves (run directories, checkpoints) is translated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+RENAMED_KEYS = {
+    "model.ahead": "model.mtp_depth",
+    "model.ahead_weight": "model.mtp_loss_weight",
+    "optimizer.local_steps": "optimizer.sync_every",
+    "layout.cut": "layout.stage_split",
+    "checkpoint.asynchronous": "checkpoint.async_save",
+    "resilience.go_on": "resilience.continue_degraded",
+    "resilience.notice": "resilience.preemption_notice",
+    "resilience.rewind_after": "resilience.rollback_after",
+}
+"""Run-file keys: old dotted path to new."""
+
+RENAMED_MODULES = {"places": "position_embed", "ahead": "mtp"}
+"""Modules of the built-in decoder, which the names of its parameters begin with: old to new."""
+
+_MODULE = re.compile(r"((?:[^/]*/)?)([^./]*)")  # "model/", "optimizer/" or nothing; the outermost module
+_OWN_MODULE = re.compile(r"(?m)^module = ")
+
+
+def current_keys(table: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of one saved table under their current names."""
+    return {RENAMED_KEYS.get(f"{table}.{name}", f"{table}.{name}").rpartition(".")[2]: value for name, value in values.items()}
+
+
+def current_tensor(name: str) -> str:
+    """The current name of a parameter or state of the built-in decoder, such as "model/mtp.0.join.weight"."""
+    return _renamed(name, RENAMED_MODULES)
+
+
+def original_tensor(name: str) -> str:
+    """The name that a parameter or state of the built-in decoder had first."""
+    return _renamed(name, {new: old for old, new in RENAMED_MODULES.items()})
+
+
+def has_own_module(run_file: str) -> bool:
+    """Whether a resolved run file sets `model.module`; the parameters of such models keep the names their authors gave them."""
+    return _OWN_MODULE.search(run_file) is not None
+
+
+def _renamed(name: str, modules: Mapping[str, str]) -> str:
+    match = _MODULE.match(name)
+    assert match, name
+    return f"{match[1]}{modules.get(match[2], match[2])}{name[match.end() :]}"
