@@ -42,7 +42,13 @@ def first_match(table: dict[str, object], name: str) -> str:
 
 def sizes(spec: ModelSpec) -> dict[str, set[int]]:
     """What a dimension of each name may measure."""
-    known = {"vocab": {spec.rows}, "model": {spec.dim}, "joined": {2 * spec.dim}, "position": {spec.context}, "ffn": {spec.hidden}}
+    known = {
+        "vocab": {spec.rows},
+        "model": {spec.dim},
+        "joined": {2 * spec.dim},
+        "position": {spec.context},
+        "ffn": {spec.hidden},
+    }
     if spec.moe is not None:
         known |= {"route": {spec.moe.experts}, "expert": {spec.moe.experts}}
         known["ffn"] = {spec.hidden, spec.moe.ffn, spec.moe.shared * spec.moe.ffn}
