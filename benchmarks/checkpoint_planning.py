@@ -28,13 +28,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import SavePlan
 
-from phalanx.checkpointing import directory, rank_file
-from phalanx.checkpointing.checksums import BLOCK
-from phalanx.checkpointing.location import at
+from phalanx.checkpointing import directory, format
+from phalanx.checkpointing.format import BLOCK
 from phalanx.checkpointing.quiet import quiet
 from phalanx.checkpointing.shard_io import Holding, Reader, Writer, box, laid_out
-from phalanx.checkpointing.slices import LoadPieces, Part, Piece, SavePieces, _write_item, written
-from phalanx.optim.param_slices import copies, piece
+from phalanx.checkpointing.state_tensor import LoadPieces, Part, SavePieces, StateTensor, _write_item, written
+from phalanx.checkpointing.storage import open_location
+from phalanx.optim.param_slices import replica_group, state_tensor
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.owned_param import ParamShard
 from phalanx.parallel.sharding import own_box
@@ -101,15 +101,15 @@ class Everyone:
         self.run, self.layout = run, layout
         self._states: dict[tuple[int, ...], State] = {}
 
-    def pieces(self, rank: int) -> dict[str, Piece]:
+    def pieces(self, rank: int) -> dict[str, StateTensor]:
         mesh = Mesh(Place(rank=rank, ranks=self.layout.ranks), torch.device("meta"), self.layout)
         state, found = self._state(mesh), {}
         own = {name: self._own(spot, mesh) for name, spot in state.spots.items()}
         for name, (dtype, beside) in state.tensors.items():
             if beside is None:
-                found[name] = Piece.of(torch.empty((), dtype=dtype, device="meta"), copies(mesh))
+                found[name] = StateTensor.full(torch.empty((), dtype=dtype, device="meta"), replica_group(mesh))
             else:
-                found[name] = piece(torch.empty(own[beside].slice.shape, dtype=dtype, device="meta"), own[beside], mesh)
+                found[name] = state_tensor(torch.empty(own[beside].slice.shape, dtype=dtype, device="meta"), own[beside], mesh)
         return found
 
     def _own(self, spot: ParamShard, mesh: Mesh) -> ParamShard:
@@ -142,17 +142,17 @@ class Planned(Writer):
     """All that a rank does for its save but the writing of its values."""
 
     def write_data(self, plan: SavePlan, planner: Any) -> Any:
-        self.head = rank_file.header([box(part) for part in self._parts])
+        self.head = format.header([box(part) for part in self._parts])
         self.bytes = len(self.head) + sum(part.bytes for part in self._parts)
         done: torch.futures.Future[list[Any]] = torch.futures.Future()
         done.set_result([])
         return done
 
 
-def plan(pieces: dict[str, Piece], holding: Holding) -> Planned:
+def plan(pieces: dict[str, StateTensor], holding: Holding) -> Planned:
     """From what a rank holds to the first byte that it writes."""
     parts = laid_out(written(pieces))
-    writer = Planned(at("."), "", parts, list, holding)
+    writer = Planned(open_location("."), "", parts, list, holding)
     with quiet():
         dcp.save({}, storage_writer=writer, planner=SavePieces(parts), no_dist=True)
     return writer
@@ -191,12 +191,12 @@ def write_all(everyone: Everyone, folder: Path) -> None:
     zeros, ranks = bytes(BLOCK), everyone.layout.ranks
 
     def one(rank: int, head: bytes, size: int, about: dict[str, Any]) -> None:
-        file = folder / rank_file.file_name(rank, ranks)
+        file = folder / format.file_name(rank, ranks)
         with file.open("wb") as sink:
             sink.write(head)
             sink.truncate(size)
         about["crc32"][0] = zlib.crc32(memoryview(zeros)[: min(BLOCK, size) - len(head)], zlib.crc32(head))
-        (folder / rank_file.beside(file.name)).write_text(json.dumps(about) + "\n")
+        (folder / format.beside(file.name)).write_text(json.dumps(about) + "\n")
 
     each = ranks // everyone.layout.pipeline
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -205,18 +205,18 @@ def write_all(everyone: Everyone, folder: Path) -> None:
             names = {name: one.whole_bytes for name, one in pieces.items()} if rank % each == 0 else None
             parts = laid_out(written(pieces))
             boxes = [box(part) for part in parts]
-            head, values = rank_file.header(boxes), sum(part.bytes for part in parts)
+            head, values = format.header(boxes), sum(part.bytes for part in parts)
             size = len(head) + values
             sums = [1 << 31] * max(1, -(-size // BLOCK))  # of the first alone the real one: others are not read
-            about = rank_file.about(rank_file.file_name(rank, ranks), size, values, sums, boxes) | {"stage": rank // each}
+            about = format.about(format.file_name(rank, ranks), size, values, sums, boxes) | {"stage": rank // each}
             if names is not None:
                 about["names"] = names
             pool.submit(one, rank, head, size, about)
 
 
-def find(folder: Path, pieces: dict[str, Piece]) -> int:
+def find(folder: Path, pieces: dict[str, StateTensor]) -> int:
     """What a loading rank does until it knows which bytes of which files it needs."""
-    reader = Reader(at(folder), pieces)
+    reader = Reader(open_location(folder), pieces)
     planner = LoadPieces(pieces)
     planner.set_up_planner({}, reader.read_metadata(), True)
     items = planner.create_local_plan().items
@@ -270,8 +270,8 @@ def measure(model: str, ranks: int, most_central: int, folder: Path) -> Iterator
         yield "sent for it, MB", size / 1e6
 
 
-def _boxes(pieces: dict[str, Piece]) -> dict[str, Any]:
-    return {name: (one.tensor.dtype, one.whole, one.offset, one.shape, one.copies) for name, one in pieces.items()}
+def _boxes(pieces: dict[str, StateTensor]) -> dict[str, Any]:
+    return {name: (one.tensor.dtype, one.whole, one.offset, one.shape, one.replicas) for name, one in pieces.items()}
 
 
 def main() -> None:

@@ -19,24 +19,26 @@ from typing import Any
 import torch
 
 from phalanx.checkpointing.replicas.memory_checkpoint import MemoryCopies
-from phalanx.checkpointing.replicas.replica_index import Held, newest, tell_peers
+from phalanx.checkpointing.replicas.replica_index import MemoryLocation, newest_state, set_peers
 from phalanx.checkpointing.replicas.shm_slots import default_root
 from phalanx.checkpointing.restore import load
-from phalanx.checkpointing.slices import Piece
-from phalanx.checkpointing.write_partition import ALONE
+from phalanx.checkpointing.state_tensor import NO_REPLICAS, StateTensor
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
+from phalanx.spec.tensor_slice import TensorSlice
 from phalanx.verification.rank_pool import Pool
 
 TOKEN = "of the benchmark"
 TENSORS = 20
 
 
-def pieces(mesh: Mesh, rows: int) -> dict[str, Piece]:
+def pieces(mesh: Mesh, rows: int) -> dict[str, StateTensor]:
     """Each rank has rows of its own."""
     whole = (rows * mesh.ranks, 256)
     return {
-        f"t{number}": Piece(torch.full((rows, 256), 1.0 + mesh.rank), whole, (rows * mesh.rank, 0), (rows, 256), ALONE)
+        f"t{number}": StateTensor(
+            torch.full((rows, 256), 1.0 + mesh.rank), TensorSlice.of(whole, (rows * mesh.rank, 0), (rows, 256)), NO_REPLICAS
+        )
         for number in range(TENSORS)
     }
 
@@ -55,7 +57,7 @@ def copy(mesh: Mesh, folders: list[str], rows: int, count: int) -> list[tuple[fl
     return [(one.stall, one.seconds, one.peer) for one in told]
 
 
-def restore(mesh: Mesh, place: Held, rows: int) -> float:
+def restore(mesh: Mesh, place: MemoryLocation, rows: int) -> float:
     state = pieces(mesh, rows)
     for piece in state.values():
         assert isinstance(piece.tensor, torch.Tensor)
@@ -88,23 +90,23 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=default_root().parent) as folder, Pool(4) as pool:
         holders = [holder(node, folder) for node in range(2)]
         addresses = [tuple(said["address"]) for _, said in holders]
-        tell_peers(dict(enumerate(addresses)), TOKEN)
+        set_peers(dict(enumerate(addresses)), TOKEN)
         told = pool.run(copy, Layout(data=4), [said["folder"] for _, said in holders], rows, given.copies)[0]
         print(f"{given.megabytes:.0f} MB per rank, {given.copies} copies, medians of 4 ranks on 2 nodes, all on this machine:")
         print(f"  a step waits           {median(stall for stall, _, _ in told):.3f} s")
         print(f"  whole, also on peers   {median(seconds for _, seconds, _ in told):.3f} s")
-        state = newest(addresses, TOKEN)
+        state = newest_state(addresses, TOKEN)
         assert state is not None
         for words, local in (("from this node's memory", True), ("over TCP", False)):
-            taken = pool.run(restore, Layout(data=4), Held(state, TOKEN, local=local), rows)
+            taken = pool.run(restore, Layout(data=4), MemoryLocation(state, TOKEN, local=local), rows)
             print(f"  restored {words:24}{max(taken):.3f} s")
         holders[1][0].kill()
         holders[1][0].wait()
         found = time.perf_counter()
-        state = newest(addresses, TOKEN)
+        state = newest_state(addresses, TOKEN)
         assert state is not None
         print(f"  node 1 lost: found in  {time.perf_counter() - found:.3f} s")
-        taken = pool.run(restore, Layout(data=4), Held(state, TOKEN, local=False), rows)
+        taken = pool.run(restore, Layout(data=4), MemoryLocation(state, TOKEN, local=False), rows)
         print(f"  restored from the peer's copy over TCP  {max(taken):.3f} s")
         for process, _ in holders:
             process.terminate()

@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.checkpointing.location import Location, at
+from phalanx.checkpointing.location import Location
+from phalanx.checkpointing.restore import CheckpointReader
 from phalanx.checkpointing.save import Saver
-from phalanx.checkpointing.slices import Piece
-from phalanx.checkpointing.stream import Saved
+from phalanx.checkpointing.state_tensor import StateTensor
+from phalanx.checkpointing.storage import open_location
 from phalanx.parallel.mesh import Mesh
 
 
-def saved(folder: Path, step: int, tensors: Mapping[str, Tensor | Piece], contents: dict[str, Any], mesh: Mesh) -> Path:
+def saved(folder: Path, step: int, tensors: Mapping[str, Tensor | StateTensor], contents: dict[str, Any], mesh: Mesh) -> Path:
     """A checkpoint of these tensors, by all ranks together; where it is."""
-    saver = Saver(at(folder), mesh)
+    saver = Saver(open_location(folder), mesh)
     (ended,) = saver.save(step, tensors, contents, wait=True)
     saver.close()
     assert ended.failure is None, ended.failure
@@ -27,7 +28,7 @@ def saved(folder: Path, step: int, tensors: Mapping[str, Tensor | Piece], conten
 
 def contents(path: Path | Location) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, whole, in the format it is stored in."""
-    found = Saved(path)
+    found = CheckpointReader(path)
     try:
         return {name: found.read(name) for name in found.names}
     finally:

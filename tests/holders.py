@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from phalanx.checkpointing.replicas.replica_index import tell_peers
+from phalanx.checkpointing.replicas.replica_index import set_peers
 from phalanx.checkpointing.replicas.replica_protocol import Address
 from phalanx.host.env import for_python
 
@@ -58,7 +58,7 @@ def nodes(root: Path, count: int) -> Iterator[Sequence[Node]]:
     try:
         for node in found:
             node.listen()
-        tell_peers({node.number: node.address for node in found}, TOKEN)
+        set_peers({node.number: node.address for node in found}, TOKEN)
         yield found
     finally:
         for node in found:

@@ -29,7 +29,7 @@ import psutil
 import torch
 
 from phalanx.checkpointing import directory
-from phalanx.checkpointing.stream import Saved
+from phalanx.checkpointing.restore import CheckpointReader
 
 RUN = """
 [model]
@@ -97,7 +97,7 @@ def victims(process: psutil.Process, target: str) -> list[psutil.Process]:
 
 def whole(checkpoints: Path) -> int:
     """Every folder with a checkpoint's name is one; returns how many there are."""
-    listed = directory.listed(checkpoints)
+    listed = directory.list_checkpoints(checkpoints)
     for path in listed:
         directory.verify(path)
     return len(listed)
@@ -144,9 +144,9 @@ def cmdline(process: psutil.Process) -> list[str]:
 
 def equal(one: Path, other: Path) -> None:
     """The last checkpoints of two runs, bit for bit."""
-    (first, _), (second, _) = directory.newest_valid(one / "checkpoints"), directory.newest_valid(other / "checkpoints")
+    (first, _), (second, _) = directory.newest_verified(one / "checkpoints"), directory.newest_verified(other / "checkpoints")
     assert first is not None and second is not None and first.name == second.name
-    a, b = Saved(first), Saved(second)
+    a, b = CheckpointReader(first), CheckpointReader(second)
     assert a.names == b.names
     for name in a.names:
         assert torch.equal(a.read(name), b.read(name)), f"{name} differs between {one} and {other}"

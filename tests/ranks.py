@@ -27,7 +27,7 @@ import torch._dynamo  # the first optimizer would import it, in every rank
 from torch import Tensor
 from torch.distributed.checkpoint import logger as dcp_logger
 
-from phalanx.checkpointing.slices import Piece
+from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.parallel.mesh import Mesh, connect, disconnect
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
@@ -216,17 +216,17 @@ def tiny_trainer(mesh: Mesh, run: Run, checkpoints: Path) -> Trainer:
     return trainer
 
 
-def copied(tensors: Mapping[str, Tensor | Piece]) -> dict[str, Tensor]:
+def copied(tensors: Mapping[str, Tensor | StateTensor]) -> dict[str, Tensor]:
     return {name: _tensor(found).detach().clone() for name, found in tensors.items()}
 
 
-def _tensor(found: Tensor | Piece) -> Tensor:
+def _tensor(found: Tensor | StateTensor) -> Tensor:
     if isinstance(found, Tensor):
         return found
     return found.tensor if isinstance(found.tensor, Tensor) else found.tensor.read()
 
 
-def differing(one: Mapping[str, Tensor | Piece], other: Mapping[str, Tensor | Piece]) -> list[str]:
+def differing(one: Mapping[str, Tensor | StateTensor], other: Mapping[str, Tensor | StateTensor]) -> list[str]:
     """Names whose tensors differ in any bit, or that only one of the two has."""
     first, second = copied(one), copied(other)
     both = first.keys() & second.keys()

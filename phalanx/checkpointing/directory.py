@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpointing import checksums, rank_file
-from phalanx.checkpointing.location import Location, at
-from phalanx.checkpointing.retry import Unreachable
+from phalanx.checkpointing import format
+from phalanx.checkpointing.location import Location
+from phalanx.checkpointing.storage import Unreachable, open_location
 from phalanx.spec.errors import PhalanxError
 
 MARKER = "commit.json"
@@ -40,8 +40,8 @@ class DamagedCheckpoint(PhalanxError):
         return type(self), (self.path, self.reason)  # one rank tells the others; by itself, only the message would travel
 
 
-def folder(checkpoints: Location | Path, step: int) -> Location:
-    return at(checkpoints) / f"step-{step:08d}"
+def step_dir(checkpoints: Location | Path, step: int) -> Location:
+    return open_location(checkpoints) / f"step-{step:08d}"
 
 
 def step_of(path: Location) -> int | None:
@@ -52,7 +52,7 @@ def step_of(path: Location) -> int | None:
 
 def begin(checkpoints: Location | Path, step: int) -> Location:
     """An empty folder to write a checkpoint into; what an interrupted save left there is gone."""
-    final = folder(checkpoints, step)
+    final = step_dir(checkpoints, step)
     if not final.renames:
         if MARKER in final.entries():
             (final / MARKER).remove()  # first, so that it is no checkpoint from here on
@@ -66,16 +66,16 @@ def begin(checkpoints: Location | Path, step: int) -> Location:
 
 def commit(partial: Location | Path, contents: dict[str, Any], ranks: int = 1) -> Location:
     """Make a written folder a checkpoint: see that all is there, write the marker, give it its name. Returns where it is."""
-    partial = at(partial)
-    names = [rank_file.file_name(rank, ranks) for rank in range(ranks)]
+    partial = open_location(partial)
+    names = [format.file_name(rank, ranks) for rank in range(ranks)]
     with ThreadPoolExecutor(_READERS) as pool:
-        read = list(pool.map(lambda name: (partial / rank_file.beside(name)).read(), names))
+        read = list(pool.map(lambda name: (partial / format.beside(name)).read(), names))
     return complete(partial, marker(partial, contents | {"time": time.time()}, dict(zip(names, read, strict=True))))
 
 
 def complete(partial: Location, text: bytes) -> Location:
     """Give a folder in which all else lies its marker, and its name."""
-    checksums.write(partial / MARKER, [text])
+    format.write(partial / MARKER, [text])
     partial.sync()
     if not partial.renames:
         return partial
@@ -94,8 +94,8 @@ def marker(path: Location, contents: dict[str, Any], beside: dict[str, bytes]) -
     told = [json.loads(text) for text in beside.values()]
     files = {}
     for (name, text), about in zip(beside.items(), told, strict=True):
-        files[name] = {"bytes": about["bytes"], "checksum": checksums.whole(about["crc32"]), "stage": about["stage"]}
-        files[rank_file.beside(name)] = {"bytes": len(text), "checksum": checksums.whole_of(text)}
+        files[name] = {"bytes": about["bytes"], "checksum": format.whole(about["crc32"]), "stage": about["stage"]}
+        files[format.beside(name)] = {"bytes": len(text), "checksum": format.whole_of(text)}
     whole = contents | {"format": FORMAT, "names": _names(path, told), "files": files}
     return _text(whole | {"sha256": _seal(whole)})
 
@@ -117,7 +117,7 @@ def _names(partial: Location, told: list[dict[str, Any]]) -> list[list[str]]:
 
 def read_marker(path: Location | Path) -> dict[str, Any]:
     """What was saved besides tensors; raises DamagedCheckpoint if the folder is not a whole checkpoint."""
-    path = at(path)
+    path = open_location(path)
     marker, sizes = sealed(path), path.sizes()
     for name, expected in marker["files"].items():
         if name not in sizes:
@@ -151,10 +151,10 @@ def sealed(path: Location) -> dict[str, Any]:
 
 def verify(path: Location | Path) -> None:
     """Compare every file with the checksum in the marker."""
-    path = at(path)
+    path = open_location(path)
     for name, expected in read_marker(path)["files"].items():
         try:
-            found = checksums.digest(path / name)
+            found = format.digest(path / name)
         except Unreachable:
             raise
         except OSError as error:
@@ -163,16 +163,16 @@ def verify(path: Location | Path) -> None:
             raise DamagedCheckpoint(path, f"its file {name} does not have the contents that were saved")
 
 
-def listed(checkpoints: Location | Path) -> list[Location]:
+def list_checkpoints(checkpoints: Location | Path) -> list[Location]:
     """Every folder named like a checkpoint, newest first, valid or not."""
-    place = at(checkpoints)
+    place = open_location(checkpoints)
     named = [(int(match[1]), name) for name in place.entries() if (match := _NAME.fullmatch(name))]
     return [place / name for _, name in sorted(named, reverse=True)]
 
 
-def mend(checkpoints: Location | Path) -> None:
+def restore_replaced(checkpoints: Location | Path) -> None:
     """Put back what was set aside for a checkpoint of the same step that, as its save was killed, never came."""
-    place = at(checkpoints)
+    place = open_location(checkpoints)
     names = set(place.entries())
     for name in names:
         final = name.removesuffix(_REPLACED)
@@ -190,7 +190,7 @@ def newest(
     """
     damaged = []
     places = checkpoints if isinstance(checkpoints, Sequence) else [checkpoints]
-    found = [path for place in places for path in listed(place)]
+    found = [path for place in places for path in list_checkpoints(place)]
     for path in sorted(found, key=lambda path: -(step_of(path) or 0)):
         if str(path) in (passed or ()):
             continue
@@ -204,7 +204,7 @@ def newest(
     return None, damaged
 
 
-def newest_valid(checkpoints: Location | Path) -> tuple[Location | None, list[DamagedCheckpoint]]:
+def newest_verified(checkpoints: Location | Path) -> tuple[Location | None, list[DamagedCheckpoint]]:
     """The newest whole checkpoint, all its contents compared, and the newer ones that had to be passed over."""
     damaged: list[DamagedCheckpoint] = []
     while True:
@@ -234,18 +234,18 @@ def prune(
     contents are damaged, which only reading them through would show. `held`: names of those that somebody still reads; they are
     left for the next time.
     """
-    place = at(checkpoints)
-    removed = [name for name in superfluous(place, keep_last, saved, keep_every) if name not in held]
+    place = open_location(checkpoints)
+    removed = [name for name in prunable(place, keep_last, saved, keep_every) if name not in held]
     _remove(place, removed)
     if not place.renames:
         _sweep(place, saved)
     return removed
 
 
-def drop_after(checkpoints: Location | Path, step: int) -> list[str]:
+def remove_after(checkpoints: Location | Path, step: int) -> list[str]:
     """Remove all of later steps, which the run has gone back behind; returns their names."""
-    place = at(checkpoints)
-    removed = [path.name for path in listed(place) if (step_of(path) or 0) > step]
+    place = open_location(checkpoints)
+    removed = [path.name for path in list_checkpoints(place) if (step_of(path) or 0) > step]
     _remove(place, removed)
     return removed
 
@@ -265,13 +265,13 @@ def _remove(place: Location, names: Sequence[str]) -> None:
 
 def _sweep(place: Location, saved: Location) -> None:
     """Of interrupted saves, where folders have their names from the beginning: those of earlier steps that never got a marker."""
-    begun = {*(path.name for path in listed(place)), *filter(_NAME.fullmatch, place.unfinished())}
+    begun = {*(path.name for path in list_checkpoints(place)), *filter(_NAME.fullmatch, place.unfinished())}
     for path in (place / name for name in begun):
         if (step_of(path) or 0) < (step_of(saved) or 0) and MARKER not in path.entries():
             path.remove()
 
 
-def superfluous(checkpoints: Location, keep_last: int, saved: Location, keep_every: int | None = None) -> list[str]:
+def prunable(checkpoints: Location, keep_last: int, saved: Location, keep_every: int | None = None) -> list[str]:
     """Names of the whole checkpoints that `prune` would remove."""
     whole = list(_whole(checkpoints))
     counted = whole[[path.name for path in whole].index(saved.name) :]
@@ -279,7 +279,7 @@ def superfluous(checkpoints: Location, keep_last: int, saved: Location, keep_eve
 
 
 def _whole(checkpoints: Location) -> Iterator[Location]:
-    for path in listed(checkpoints):
+    for path in list_checkpoints(checkpoints):
         try:
             read_marker(path)
         except DamagedCheckpoint:

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from phalanx.checkpointing import directory
-from phalanx.checkpointing.location import Local, Location, at
+from phalanx.checkpointing.location import Local, Location
+from phalanx.checkpointing.storage import open_location
 from phalanx.spec.errors import RunError
 
 _EXAMPLE = "runs/quickstart/checkpoints/step-00000300"
 _RUN_FILE = "run.toml"
 
 
-class Found(NamedTuple):
+class FoundCheckpoint(NamedTuple):
     """A checkpoint and the run that it is of."""
 
     checkpoint: Location
@@ -32,61 +33,61 @@ def is_url(path: Path | str) -> bool:
     return isinstance(path, str) and "://" in path
 
 
-def named(place: Location) -> Path | str:
+def path_or_url(place: Location) -> Path | str:
     """A location as others write it: a path, or a URL."""
     return place.path if isinstance(place, Local) else str(place)
 
 
-def find(path: Path | str) -> Found:
+def find(path: Path | str) -> FoundCheckpoint:
     """The checkpoint that a path names, its contents compared; a run directory stands for its newest valid one."""
-    place = there(path)
+    place = existing_location(path)
     if is_checkpoint(place):
         directory.verify(place)
         return _with_run(place)
     return _with_run(_newest(path, directory.verify), place)
 
 
-def nothing(path: Path | str, places: list[Location], damaged: list[directory.DamagedCheckpoint]) -> str:
+def no_checkpoint_message(path: Path | str, places: list[Location], damaged: list[directory.DamagedCheckpoint]) -> str:
     """Why there is no checkpoint to load."""
     why = "; ".join(str(bad) for bad in damaged) or f"there is none in {' or '.join(map(str, places))}"
     return f"{path} has no checkpoint to load ({why}): train first, or name another directory."
 
 
-def located(path: Path | str) -> Location:
+def locate(path: Path | str) -> Location:
     """The checkpoint that a path names, or the newest; of contents only the sizes are looked at, for those who check what they read."""
-    place = there(path)
+    place = existing_location(path)
     return place if is_checkpoint(place) else _newest(path, directory.read_marker)
 
 
 def _newest(path: Path | str, check: Callable[[Location], object]) -> Location:
     """The newest that passes, wherever it lies."""
-    places, damaged = places_of(at(path)), []
-    for found in every(places):
+    places, damaged = checkpoint_locations(open_location(path)), []
+    for found in all_checkpoints(places):
         try:
             check(found)
         except directory.DamagedCheckpoint as bad:
             damaged.append(bad)
             continue
         return found
-    raise RunError([nothing(path, places, damaged)])
+    raise RunError([no_checkpoint_message(path, places, damaged)])
 
 
-def every(places: list[Location]) -> list[Location]:
+def all_checkpoints(places: list[Location]) -> list[Location]:
     """All that is named like a checkpoint, newest first; of two of one step that in the first place."""
-    found = [path for place in places for path in directory.listed(place)]
+    found = [path for place in places for path in directory.list_checkpoints(place)]
     return sorted(found, key=lambda path: directory.step_of(path) or 0, reverse=True)
 
 
-def one(path: Path | str) -> Found:
+def find_unverified(path: Path | str) -> FoundCheckpoint:
     """The same, with the run that it is of."""
-    place = there(path)
-    return _with_run(located(path), None if is_checkpoint(place) else place)
+    place = existing_location(path)
+    return _with_run(locate(path), None if is_checkpoint(place) else place)
 
 
-def there(path: Path | str) -> Location:
+def existing_location(path: Path | str) -> Location:
     """The folder that a person named, or RunError where there is none."""
     try:
-        place = at(path)
+        place = open_location(path)
         found = place.is_folder()
     except (OSError, ValueError, ImportError) as error:  # as fsspec says that it does not know a store, or cannot reach it
         raise RunError([f"{path} cannot be looked at ({error}): see that it is right and can be reached from here."]) from None
@@ -101,21 +102,21 @@ def is_checkpoint(place: Location) -> bool:
     return directory.step_of(place) is not None or (place / directory.MARKER).size() is not None
 
 
-def places_of(place: Location) -> list[Location]:
+def checkpoint_locations(place: Location) -> list[Location]:
     """Where the checkpoints of a run directory lie: inside it, where its run file says, or both. A folder of checkpoints is its own,
     and so is the folder around a checkpoint."""
     if is_checkpoint(place):
         return [place.parent]
-    keys, inside = checkpoint_keys(place), place / "checkpoints"
+    keys, inside = checkpoint_settings(place), place / "checkpoints"
     url = keys.get("url")
     if isinstance(url, str):
-        return [inside, at(url)] if keys.get("local_first") is True else [at(url)]
+        return [inside, open_location(url)] if keys.get("local_first") is True else [open_location(url)]
     if inside.is_folder() or not any(name.startswith("step-") for name in place.entries()):
         return [inside]
     return [place]
 
 
-def checkpoint_keys(place: Location) -> dict[str, Any]:
+def checkpoint_settings(place: Location) -> dict[str, Any]:
     """The table [checkpoint] of a run directory's file, as far as it can be read; nothing where there is none."""
     try:
         found = tomllib.loads((place / _RUN_FILE).read().decode()).get("checkpoint", {})
@@ -124,7 +125,7 @@ def checkpoint_keys(place: Location) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _with_run(checkpoint: Location, run_dir: Location | None = None) -> Found:
+def _with_run(checkpoint: Location, run_dir: Location | None = None) -> FoundCheckpoint:
     """The run file around a checkpoint goes before the one in it: somebody may have moved what it names, and said so there."""
     around = [*([run_dir] if run_dir is not None else []), checkpoint.parent.parent]
     for folder in around:
@@ -136,11 +137,11 @@ def _with_run(checkpoint: Location, run_dir: Location | None = None) -> Found:
         except (OSError, ValueError) as error:
             raise RunError([f"{file} cannot be read ({getattr(error, 'strerror', None) or error})."]) from None
         kept = Path(str(folder)) / "tokenizer"
-        return Found(checkpoint, text, str(file), kept if kept.is_dir() else None)
+        return FoundCheckpoint(checkpoint, text, str(file), kept if kept.is_dir() else None)
     marker = checkpoint / directory.MARKER
     said = directory.read_marker(checkpoint).get("run")
     if isinstance(said, str):
-        return Found(checkpoint, said, str(marker), None)
+        return FoundCheckpoint(checkpoint, said, str(marker), None)
     raise RunError(
         [
             f"{checkpoint} has no run file at {around[-1] / _RUN_FILE}, and its {directory.MARKER} carries none: name it where it lies in "

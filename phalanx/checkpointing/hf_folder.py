@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from phalanx.checkpointing.shard_io import WORDS
@@ -26,7 +28,7 @@ _MOST_PROBLEMS = 10
 _AGAIN = "config.json and the weights must describe one model: save or download the folder again."
 
 
-class Folder:
+class WeightsFolder:
     """The tensors of a folder by name. RunError, naming file and tensor, where its headers or sizes are not right."""
 
     def __init__(self, path: Path):
@@ -112,7 +114,7 @@ class _Place:
     dtype: torch.dtype
 
 
-class Writer:
+class WeightsWriter:
     """A folder of safetensors whose tensors may be written in any order and in parts: headers and sizes are laid out first."""
 
     def __init__(self, path: Path, tensors: dict[str, tuple[tuple[int, ...], torch.dtype]], shard_size: int):
@@ -187,3 +189,37 @@ def _shards(tensors: dict[str, tuple[tuple[int, ...], torch.dtype]], most: int) 
         shards[-1].append(name)
         filled += size
     return shards
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReferenceLogits:
+    """A prompt and the logits at some of its places."""
+
+    tokens_S: Tensor
+    places_K: Tensor
+    """Where in the prompt: some places are enough, as a vocabulary is large."""
+    logits_KV: Tensor
+    """In fp32, whatever they were computed in."""
+    compute: str
+    """The number format of matrix products that they were computed in: fp32, bf16, fp16 or fp8."""
+    scaling: str = "tensor"
+    """fp8: what one scale is for."""
+
+    def write(self, file: Path) -> None:
+        tensors = {"tokens": self.tokens_S, "places": self.places_K, "logits": self.logits_KV}
+        save_file(
+            {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
+            file,
+            {"compute": self.compute, "scaling": self.scaling},
+        )
+
+
+def read_reference(file: Path) -> ReferenceLogits:
+    """RunError where it is no such file."""
+    try:
+        with safe_open(file, "pt") as inside:
+            tokens, places, logits = (inside.get_tensor(name) for name in ("tokens", "places", "logits"))
+            told = inside.metadata()
+        return ReferenceLogits(tokens, places, logits, told["compute"], told["scaling"])
+    except (OSError, SafetensorError, KeyError, TypeError) as error:
+        raise RunError([f"{file} is no file of logits to compare with ({error}): name one that a run has written."]) from None

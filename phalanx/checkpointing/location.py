@@ -11,14 +11,15 @@ import fcntl
 import mmap
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from phalanx.events.fault_log import DISK
-
-_FILE = "file://"
+from phalanx.spec.errors import RunError, RunFailed
 
 _PAGE = 4096
 
@@ -75,17 +76,6 @@ class Location(Protocol):
     def rename(self, to: Location, /) -> None: ...
     def remove(self) -> None:
         """The file, or the folder with everything inside; without a word where there is none."""
-
-
-def at(place: Location | Path | str) -> Location:
-    """A path, or an fsspec URL such as s3://bucket/folder."""
-    if isinstance(place, str) and place.startswith(_FILE):
-        return Local(Path(place.removeprefix(_FILE)))  # a file system can do more than fsspec asks of it
-    if isinstance(place, str) and "://" in place:
-        from phalanx.checkpointing.remote import Remote  # fsspec: most runs never see it
-
-        return Remote(place)
-    return Local(Path(place)) if isinstance(place, str | Path) else place
 
 
 class Local:
@@ -244,3 +234,33 @@ class _LocalSink:
 
 def _address(data: memoryview) -> int:
     return int(np.frombuffer(data, dtype=np.uint8).ctypes.data)
+
+
+def refuse_existing(out: Path) -> None:
+    """RunError where a name is taken by something other than an empty directory."""
+    if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
+        raise RunError([f"{out} is already there: name a new directory, or an empty one."])
+
+
+@contextmanager
+def atomic_directory(out: Path) -> Iterator[Path]:
+    """A directory to write into that takes the name `out` when all went well, and else leaves nothing."""
+    refuse_existing(out)
+    unfinished = out.with_name(f"{out.name}.partial")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)  # from an attempt that was killed
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        if out.exists():
+            out.rmdir()
+        unfinished.rename(out)
+    except OSError as error:
+        raise RunFailed(f"{out} could not be written: {_reason(error)}.") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _reason(error: OSError) -> str:
+    if not error.strerror:
+        return str(error)
+    return f"{error.strerror} ({error.filename})" if error.filename else error.strerror

@@ -16,12 +16,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from phalanx.checkpointing import directory, rank_file
+from phalanx.checkpointing import directory, format
 from phalanx.checkpointing.location import Location
-from phalanx.checkpointing.restore import reason
+from phalanx.checkpointing.restore import failure_text
 from phalanx.checkpointing.shard_io import Holding, Writer, laid_out, live
-from phalanx.checkpointing.slices import Piece, SavePieces, pieces, written
 from phalanx.checkpointing.staging import Staging
+from phalanx.checkpointing.state_tensor import SavePieces, StateTensor, as_state_tensors, written
 
 _LOOK = 0.02  # seconds between two looks at whether all ranks have written
 _PATIENCE = 10.0  # seconds for which a run that ends by a failure still waits for the others
@@ -53,7 +53,7 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SaveOutcome:
     """How a save went."""
 
     step: int
@@ -80,18 +80,20 @@ class Saver:
         self._checkpoints, self._ranks, self._retain = checkpoints, ranks, retain
         self._staging = Staging(ranks.device)
         self._thread: threading.Thread | None = None
-        self._found: Outcome | None = None
-        self.last: Outcome | None = None
+        self._found: SaveOutcome | None = None
+        self.last: SaveOutcome | None = None
         """The save that ended last, as all ranks know it after `save` and `settle`."""
         self._key = ""  # under which ranks tell each other of the save under way
         self._left: float | None = None
         self._stall = 0.0
 
-    def prepare(self, tensors: Mapping[str, Tensor | Piece]) -> None:
+    def prepare(self, tensors: Mapping[str, Tensor | StateTensor]) -> None:
         """A save behind training will come: get the memory for it ready."""
-        self._staging.prepare(written(pieces(tensors)))
+        self._staging.prepare(written(as_state_tensors(tensors)))
 
-    def save(self, step: int, tensors: Mapping[str, Tensor | Piece], contents: dict[str, Any], *, wait: bool) -> list[Outcome]:
+    def save(
+        self, step: int, tensors: Mapping[str, Tensor | StateTensor], contents: dict[str, Any], *, wait: bool
+    ) -> list[SaveOutcome]:
         """Begin a save of this moment, by all ranks together; with `wait`, also see it through, without a copy of the state. Else
         call `release` before the state changes.
 
@@ -100,17 +102,17 @@ class Saver:
         started = time.perf_counter()
         ended = self.settle()
         folder = self._begin(step)
-        if isinstance(folder, Outcome):
+        if isinstance(folder, SaveOutcome):
             self.last = folder
             return [*ended, folder]
-        held = pieces(tensors)
+        held = as_state_tensors(tensors)
         parts = laid_out(written(held))
         holding = Holding(
             self._ranks.stage, {n: p.whole_bytes for n, p in held.items()} if self._ranks.speaks_for_stage else None
         )
         no_copy = None if wait else self._staging.begin(parts)
         direct = wait or no_copy is not None
-        file = rank_file.file_name(self._ranks.rank, self._ranks.ranks)
+        file = format.file_name(self._ranks.rank, self._ranks.ranks)
         writer = Writer(folder, file, parts, partial(live, parts) if direct else self._staging.chunks, holding)
         self._stall = time.perf_counter() - started
         self._thread = threading.Thread(
@@ -124,10 +126,10 @@ class Saver:
             self._thread.join()  # this rank alone: the others' copies may have found room
         return [*ended, *self.settle()] if wait else ended
 
-    def _begin(self, step: int) -> Location | Outcome:
+    def _begin(self, step: int) -> Location | SaveOutcome:
         """Rank 0 makes room for all."""
         failure, number = None, 0
-        folder = directory.folder(self._checkpoints, step)
+        folder = directory.step_dir(self._checkpoints, step)
         if self._ranks.rank == 0:
             number = self._ranks.store_add(
                 "saves", 1
@@ -135,10 +137,10 @@ class Saver:
             try:
                 directory.begin(self._checkpoints, step)
             except OSError as error:
-                failure = reason(error)
+                failure = failure_text(error)
         failure, number = self._ranks.broadcast_object((failure, number))
         if failure is not None:
-            return Outcome(step=step, path=str(folder), failure=failure)
+            return SaveOutcome(step=step, path=str(folder), failure=failure)
         self._key = f"save-{number}"
         return folder.parent / f"{folder.name}{directory.PARTIAL}" if folder.renames else folder
 
@@ -159,13 +161,13 @@ class Saver:
             # What torch's `save` does for one process; in a thread it would also change the warnings of all others.
             writer.write_data(planner.create_local_plan(), planner).wait()
         except BaseException as error:
-            failure = reason(error)
+            failure = failure_text(error)
             self._ranks.store_set(
                 f"{key}-why-{self._ranks.store_add(f'{key}-failed', 1)}", f"rank {self._ranks.rank}: {failure}"
             )
         size = self._ranks.store_add(f"{key}-bytes", writer.bytes)
         self._ranks.store_add(f"{key}-done", 1)
-        path = directory.folder(self._checkpoints, step)
+        path = directory.step_dir(self._checkpoints, step)
         if self._ranks.rank == 0:
             try:
                 self._wait_for_all(f"{key}-done")
@@ -175,12 +177,12 @@ class Saver:
                 else:
                     directory.commit(folder, contents, self._ranks.ranks)
             except BaseException as error:
-                failure = f"rank 0: {reason(error)}"
+                failure = f"rank 0: {failure_text(error)}"
             note = self._tidy(folder, path, failure) or note
         write = time.perf_counter() - writer.begun
         whole = time.perf_counter() - started
         stall = whole if waited else self._stall + self._staging.waited()
-        self._found = Outcome(
+        self._found = SaveOutcome(
             step=step, path=str(path), failure=failure, bytes=size, seconds=whole, stall=stall, write=write, note=note
         )
 
@@ -198,7 +200,7 @@ class Saver:
             elif self._retain is not None:
                 self._retain(path)
         except Exception as error:
-            return f"{path} is complete, but what it replaces could not be removed: {reason(error)}."
+            return f"{path} is complete, but what it replaces could not be removed: {failure_text(error)}."
         return None
 
     def release(self) -> None:
@@ -207,7 +209,7 @@ class Saver:
         self._staging.release()
         self._stall += time.perf_counter() - started
 
-    def ended(self) -> list[Outcome]:
+    def ended(self) -> list[SaveOutcome]:
         """What has ended by now, without waiting. To be asked on rank 0, which knows of all."""
         if self._thread is None or self._thread.is_alive():
             return []
@@ -215,7 +217,7 @@ class Saver:
         self._thread = None
         return self._take()
 
-    def settle(self) -> list[Outcome]:
+    def settle(self) -> list[SaveOutcome]:
         """Wait for the save under way, all ranks together: afterwards each knows whether it is there."""
         if self._thread is not None:
             self._thread.join()
@@ -223,7 +225,7 @@ class Saver:
         found, self.last = self._ranks.broadcast_object((self._take(), self.last))
         return list(found)
 
-    def _take(self) -> list[Outcome]:
+    def _take(self) -> list[SaveOutcome]:
         found, self._found = self._found, None
         if found is None:
             return []

@@ -31,12 +31,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from phalanx.checkpointing import checksums, directory, rank_file
-from phalanx.checkpointing.checksums import BLOCK, Checked
+from phalanx.checkpointing import directory, format
+from phalanx.checkpointing.format import BLOCK, Box, Checked
 from phalanx.checkpointing.location import Location
-from phalanx.checkpointing.rank_file import Box
-from phalanx.checkpointing.retry import Unreachable, persist
-from phalanx.checkpointing.slices import LoadPieces, Part, Piece
+from phalanx.checkpointing.state_tensor import LoadPieces, Part, StateTensor
+from phalanx.checkpointing.storage import Unreachable, retry
 from phalanx.spec.errors import RunFailed
 from phalanx.spec.renamed import current_tensor, has_own_module, original_tensor
 
@@ -120,20 +119,20 @@ class Writer(dcp.StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         boxes = [box(part) for part in self._parts]
-        head = rank_file.header(boxes)
+        head = format.header(boxes)
         chunks = self._chunks()
         self.begun = time.perf_counter()
         try:
-            sums = checksums.write(self._folder / self._file, _after(head, chunks))
+            sums = format.write(self._folder / self._file, _after(head, chunks))
         except ConnectionError:  # of a store: the bytes are still here, to be sent once more from the first
             file = self._folder / self._file
-            sums = persist(f"{file} cannot be written", lambda: checksums.write(file, _after(head, self._chunks())))
+            sums = retry(f"{file} cannot be written", lambda: format.write(file, _after(head, self._chunks())))
         written = sum(part.bytes for part in self._parts)
         self.bytes = len(head) + written
-        about = rank_file.about(self._file, self.bytes, written, sums, boxes) | {"stage": self._holding.stage}
+        about = format.about(self._file, self.bytes, written, sums, boxes) | {"stage": self._holding.stage}
         if self._holding.names is not None:
             about["names"] = dict(self._holding.names)
-        checksums.write(self._folder / rank_file.beside(self._file), [json.dumps(about).encode() + b"\n"])
+        format.write(self._folder / format.beside(self._file), [json.dumps(about).encode() + b"\n"])
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(index=item.index, size_in_bytes=0, storage_data=None) for item in plan.items])
         return done
@@ -158,7 +157,7 @@ def _after(head: bytes, chunks: Iterable[memoryview]) -> Iterable[memoryview | b
     return [head, *chunks] if isinstance(chunks, list) else itertools.chain([head], chunks)
 
 
-def overlap(offset: Sequence[int], shape: Sequence[int], piece: Piece) -> bool:
+def overlap(offset: Sequence[int], shape: Sequence[int], piece: StateTensor) -> bool:
     """Whether a box and a piece of the same tensor have numbers in common."""
     if len(offset) != len(piece.offset):
         return True  # of another tensor with this name, then: whoever plans the reading says so
@@ -170,7 +169,7 @@ class Reader(dcp.StorageReader):
     """A checkpoint's tensors, or those of the given names, or those boxes of them that the given pieces need (of a tensor of which
     nothing is needed, one, as it tells the shape). DamagedCheckpoint where a byte that is read is not what was saved."""
 
-    def __init__(self, path: Location, names: Iterable[str] | Mapping[str, Piece] | None = None):
+    def __init__(self, path: Location, names: Iterable[str] | Mapping[str, StateTensor] | None = None):
         self.path, self.marker = path, directory.read_marker(path)
         self._names = None if names is None else set(names)
         self._translates = not has_own_module(self.marker.get("run", ""))
@@ -211,14 +210,14 @@ class Reader(dcp.StorageReader):
     def _holders(self, found: Mapping[str, Any]) -> Iterator[str]:
         """The files with something of what is wanted. Of thousands a rank needs a few, so their headers are not all read: what is
         told beside them is. `found`: names of which a box is known."""
-        named = [n for n, e in self.marker["files"].items() if n.endswith(rank_file.SUFFIX) and self._wanted(e["stage"])]
+        named = [n for n, e in self.marker["files"].items() if n.endswith(format.SUFFIX) and self._wanted(e["stage"])]
         if self._pieces is None:
             yield from named
             return
-        marked: dict[int, list[tuple[str, Piece]]] = {}
+        marked: dict[int, list[tuple[str, StateTensor]]] = {}
         for name, piece in self._pieces.items():
             for saved in {name, original_tensor(name)}:
-                marked.setdefault(rank_file.mark(saved), []).append((name, piece))
+                marked.setdefault(format.mark(saved), []).append((name, piece))
 
         def useful(entry: str) -> bool:
             mark, *place = map(int, entry.split())
@@ -286,13 +285,13 @@ class Reader(dcp.StorageReader):
         with self._damage():
             try:
                 if "header" not in told:
-                    return rank_file.boxes(self._checked(file), size)
+                    return format.boxes(self._checked(file), size)
                 head = (self.path / file).read(0, size - told["tensors"])
                 if zlib.crc32(head) != told["header"]:
-                    raise checksums.Damaged(f"its file {file} does not have the contents that were saved (its header)")
-                return rank_file.parsed(head)
+                    raise format.Damaged(f"its file {file} does not have the contents that were saved (its header)")
+                return format.parsed(head)
             except (ValueError, KeyError, TypeError) as error:
-                raise checksums.Damaged(f"its file {file} has a header that cannot be read ({error})") from None
+                raise format.Damaged(f"its file {file} has a header that cannot be read ({error})") from None
 
     def _checked(self, file: str) -> Checked:
         if file in self._open:
@@ -306,18 +305,18 @@ class Reader(dcp.StorageReader):
 
     def _beside(self, file: str) -> bytes:
         """What tells about it."""
-        beside = rank_file.beside(file)
+        beside = format.beside(file)
         with self._damage():
             text = (self.path / beside).read()
-            if checksums.whole_of(text) != self.marker["files"][beside]["checksum"]:
-                raise checksums.Damaged(f"its file {beside} does not have the contents that were saved")
+            if format.whole_of(text) != self.marker["files"][beside]["checksum"]:
+                raise format.Damaged(f"its file {beside} does not have the contents that were saved")
         return text
 
     @contextlib.contextmanager
     def _damage(self) -> Iterator[None]:
         try:
             yield
-        except checksums.Damaged as error:
+        except format.Damaged as error:
             raise directory.DamagedCheckpoint(str(self.path), str(error)) from None
         except Unreachable:
             raise  # which says nothing of what lies there

@@ -12,10 +12,10 @@ import threading
 import torch
 from torch import Tensor
 
-from phalanx.checkpointing.checksums import BLOCK
-from phalanx.checkpointing.free_memory import free_memory
+from phalanx.checkpointing.format import BLOCK
+from phalanx.checkpointing.replicas.shm_slots import free_memory
 from phalanx.checkpointing.shard_io import raw
-from phalanx.checkpointing.slices import Part
+from phalanx.checkpointing.state_tensor import Part
 
 
 class Staging:
@@ -82,10 +82,10 @@ class Staging:
         for part in parts:
             region = self._memory[begin : begin + part.bytes].view(part.piece.tensor.dtype).view(part.shape)
             begin += part.bytes
-            if part.piece.steady:
-                later.append((part, region))
-            else:
+            if part.piece.is_buffer:
                 _copy(part, region)
+            else:
+                later.append((part, region))
         self._copying = threading.Thread(target=self._copy_all, args=(later, self._now()), name="copying", daemon=True)
         self._copying.start()
         return None

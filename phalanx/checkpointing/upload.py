@@ -13,18 +13,18 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from phalanx.checkpointing import checksums, directory, rank_file
+from phalanx.checkpointing import directory, format
 from phalanx.checkpointing.location import Location
-from phalanx.checkpointing.restore import reason
-from phalanx.checkpointing.retry import persist
+from phalanx.checkpointing.restore import failure_text
 from phalanx.checkpointing.save import Ranks
+from phalanx.checkpointing.storage import retry
 from phalanx.spec.errors import PhalanxError
 
 _SOON, _LATE = 0.05, 2.0  # seconds between two looks at what rank 0 has decided: short after something happened, then longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Upload:
+class UploadOutcome:
     """How it went."""
 
     step: int
@@ -45,7 +45,7 @@ class Uploader:
         self._waiting: int | None = None
         self._running: int | None = None
         self._skipped: list[int] = []
-        self._ended: list[Upload] = []
+        self._ended: list[UploadOutcome] = []
         self._closing = self._stopped = False
         # A mesh may have seen the uploads of an earlier trainer. All ranks ask before any of them can begin one.
         self._number = ranks.broadcast_object(ranks.store_add("uploads", 0) if ranks.rank == 0 else None)
@@ -70,15 +70,15 @@ class Uploader:
     def held(self) -> set[str]:
         """Names of checkpoints that must stay at the near place for now."""
         with self._changed:
-            return {directory.folder(self._near, step).name for step in (self._waiting, self._running) if step is not None}
+            return {directory.step_dir(self._near, step).name for step in (self._waiting, self._running) if step is not None}
 
-    def ended(self) -> list[Upload]:
+    def ended(self) -> list[UploadOutcome]:
         """What has ended since this was asked last; rank 0 knows."""
         with self._changed:
             told, self._ended = self._ended, []
         return told
 
-    def wait(self) -> list[Upload]:
+    def wait(self) -> list[UploadOutcome]:
         """On rank 0: until nothing is left to upload."""
         with self._changed:
             self._changed.wait_for(lambda: (self._waiting is None and self._running is None) or not self._thread.is_alive())
@@ -106,9 +106,9 @@ class Uploader:
             with self._changed:
                 self._ended.append(ended)
 
-    def _upload(self, step: int, skipped: list[int]) -> Upload:
+    def _upload(self, step: int, skipped: list[int]) -> UploadOutcome:
         started = time.perf_counter()
-        target = directory.folder(self._far, step)
+        target = directory.step_dir(self._far, step)
         try:
             folder = directory.begin(self._far, step)
             self._number += 1
@@ -120,15 +120,15 @@ class Uploader:
                 why = [self._ranks.store_get(f"upload-{self._number}-why-{one + 1}") for one in range(failed)]
                 raise PhalanxError("; ".join(why))
             size = self._ranks.store_add(f"upload-{self._number}-bytes", 0)
-            directory.complete(folder, (directory.folder(self._near, step) / directory.MARKER).read())
+            directory.complete(folder, (directory.step_dir(self._near, step) / directory.MARKER).read())
         except Exception as error:
-            return Upload(step=step, url=str(target), failure=reason(error), skipped=skipped)
+            return UploadOutcome(step=step, url=str(target), failure=failure_text(error), skipped=skipped)
         try:
             self._retain(target)
         except Exception as error:
-            reported = f"it is there, but what it replaces cannot be removed: {reason(error)}"
-            return Upload(step=step, url=str(target), failure=reported, skipped=skipped)
-        return Upload(step=step, url=str(target), bytes=size, seconds=time.perf_counter() - started, skipped=skipped)
+            reported = f"it is there, but what it replaces cannot be removed: {failure_text(error)}"
+            return UploadOutcome(step=step, url=str(target), failure=reported, skipped=skipped)
+        return UploadOutcome(step=step, url=str(target), bytes=size, seconds=time.perf_counter() - started, skipped=skipped)
 
     def _wait_for_all(self, done: str) -> None:
         pause = _SOON
@@ -154,34 +154,32 @@ class Uploader:
         """This rank's files; returns their bytes."""
         key, size = f"upload-{self._number}", 0
         try:
-            near = directory.folder(self._near, step)
-            far = directory.folder(self._far, step)
+            near = directory.step_dir(self._near, step)
+            far = directory.step_dir(self._far, step)
             if far.renames:
                 far = far.parent / f"{far.name}{directory.PARTIAL}"
             files = directory.sealed(near)["files"]
             # By turns, in the order of the ranks that wrote them: where as many upload, each its own.
-            for name in sorted(name for name in files if rank_file.beside(name) in files)[
-                self._ranks.rank :: self._ranks.ranks
-            ]:
-                for one in (name, rank_file.beside(name)):
+            for name in sorted(name for name in files if format.beside(name) in files)[self._ranks.rank :: self._ranks.ranks]:
+                for one in (name, format.beside(name)):
                     self._copy(near / one, far / one, files[one])
                     size += files[one]["bytes"]
         except BaseException as error:
             number = self._ranks.store_add(f"{key}-failed", 1)
-            self._ranks.store_set(f"{key}-why-{number}", f"rank {self._ranks.rank}: {reason(error)}")
+            self._ranks.store_set(f"{key}-why-{number}", f"rank {self._ranks.rank}: {failure_text(error)}")
         self._ranks.store_add(f"{key}-bytes", size)
         self._ranks.store_add(f"{key}-done", 1)
         return size
 
     def _copy(self, near: Location, far: Location, expected: dict[str, int | str]) -> None:
         """Read anew wherever the sending has to begin anew; and what was sent is what was saved."""
-        sums = persist(f"{far} cannot be written", lambda: checksums.write(far, self._blocks(near)))
-        if checksums.whole(sums) != expected["checksum"]:
+        sums = retry(f"{far} cannot be written", lambda: format.write(far, self._blocks(near)))
+        if format.whole(sums) != expected["checksum"]:
             raise directory.DamagedCheckpoint(near.parent, f"its file {near.name} does not have the contents that were saved")
 
     def _blocks(self, file: Location) -> Iterator[bytes]:
         size = file.size() or 0
-        for begin in range(0, size, checksums.BLOCK):
+        for begin in range(0, size, format.BLOCK):
             if self._stopped:
                 raise PhalanxError("the run has ended")
-            yield file.read(begin, min(checksums.BLOCK, size - begin))
+            yield file.read(begin, min(format.BLOCK, size - begin))

@@ -14,10 +14,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import Progress
 
-from phalanx.checkpointing import directory, info
-from phalanx.checkpointing.find_checkpoint import checkpoint_keys, every, is_checkpoint, located, nothing, one, places_of, there
+from phalanx.checkpointing import directory
+from phalanx.checkpointing.find_checkpoint import (
+    all_checkpoints,
+    checkpoint_locations,
+    checkpoint_settings,
+    existing_location,
+    find_unverified,
+    is_checkpoint,
+    locate,
+    no_checkpoint_message,
+)
 from phalanx.checkpointing.location import Local
-from phalanx.checkpointing.tools.check_bytes import damages
+from phalanx.checkpointing.tools import checkpoint_info
+from phalanx.checkpointing.tools.checkpoint_info import find_damage
 from phalanx.cli.checkpoint_export import checkpoint_export
 from phalanx.cli.import_cmd import import_
 from phalanx.cli.output import AsJson, console, print_json
@@ -26,8 +36,8 @@ from phalanx.events.rundir import RunDir
 from phalanx.spec.errors import RunError
 
 if TYPE_CHECKING:
-    from phalanx.checkpointing.info import Held
     from phalanx.checkpointing.location import Location
+    from phalanx.checkpointing.tools.checkpoint_info import SavedTensor
 
 app = typer.Typer(help="Checkpoints: list, inspect, verify, compare, move, prune.", no_args_is_help=True)
 app.command("export")(checkpoint_export)
@@ -41,13 +51,13 @@ _ONE = "A checkpoint, or a run directory for its newest; a path or a URL."
 def list_(path: Annotated[str, typer.Argument(help=_PLACE, metavar="PATH")], json: AsJson = False) -> None:
     """Checkpoints and what interrupted saves left, newest first: step, size, time, layout, and what is wrong with them."""
     found = []
-    place = there(path)
+    place = existing_location(path)
     alone = (
         is_checkpoint(place) and directory.step_of(place) is None
     )  # somebody gave it another name, so that no folder lists it
-    for checkpoints in [place] if alone else places_of(place):
-        rows = [asdict(told) for told in ([info.told(place)] if alone else info.listing(checkpoints))]
-        show.show_listing(console, str(checkpoints), [row | {"degrees": info.degrees(row["layout"])} for row in rows])
+    for checkpoints in [place] if alone else checkpoint_locations(place):
+        rows = [asdict(told) for told in ([checkpoint_info.describe(place)] if alone else checkpoint_info.listing(checkpoints))]
+        show.show_listing(console, str(checkpoints), [row | {"degrees": checkpoint_info.layout_text(row["layout"])} for row in rows])
         found += rows
     if json:
         print_json({"path": path, "checkpoints": found})
@@ -66,50 +76,50 @@ def inspect(
     json: AsJson = False,
 ) -> None:
     """What a checkpoint holds, where, and who saved it; and what another layout would read of it."""
-    place = located(path)
+    place = locate(path)
     marker = directory.read_marker(place)
-    tensors = info.tensors(place, marker)
-    chosen = list(info.named_like(tensors, names))
+    tensors = checkpoint_info.tensors(place, marker)
+    chosen = list(checkpoint_info.matching(tensors, names))
     if names is not None and not chosen:
         raise RunError([f"--names {names}: {place} has no such tensor; its names are like {next(iter(tensors))}."])
-    about = asdict(info.told(place)) | {key: marker.get(key) for key in ("progress", "seed", "data", "replicas")}
-    about |= {"kinds": info.kinds(tensors), "files": marker["files"]}
+    about = asdict(checkpoint_info.describe(place)) | {key: marker.get(key) for key in ("progress", "seed", "data", "replicas")}
+    about |= {"kinds": checkpoint_info.bytes_by_kind(tensors), "files": marker["files"]}
     change = None if layout is None else _change(path, tensors, layout)
     show.show_checkpoint(
-        console, about | {"degrees": info.degrees(marker.get("layout"))}, show.first_rows(chosen, names is not None)
+        console, about | {"degrees": checkpoint_info.layout_text(marker.get("layout"))}, show.first_rows(chosen, names is not None)
     )
     if change is not None:
         show.show_relayout(console, change)
     if json:
-        print_json(about | {"tensors": {one.name: _table(one) for one in chosen}} | ({"change": change} if change else {}))
+        print_json(about | {"tensors": {item.name: _table(item) for item in chosen}} | ({"change": change} if change else {}))
 
 
-def _table(held: Held) -> dict[str, Any]:
+def _table(held: SavedTensor) -> dict[str, Any]:
     boxes = [{"file": file, "offset": box.offset, "shape": box.shape, "begin": box.begin} for file, box in held.boxes]
     return {"dtype": held.dtype, "shape": held.shape, "bytes": held.bytes, "boxes": boxes}
 
 
-def _change(path: str, tensors: dict[str, Held], asked: str) -> dict[str, Any]:
+def _change(path: str, tensors: dict[str, SavedTensor], asked: str) -> dict[str, Any]:
     """What the ranks of another layout would read, and which tensors they cut in another way."""
-    from phalanx.checkpointing.tools.reshard import Cuts, needs
+    from phalanx.checkpointing.tools.offline_writer import Cuts, read_needs
     from phalanx.training.reshard_run import as_saved, laid_out
 
-    found = one(path)
+    found = find_unverified(path)
     marker = directory.read_marker(found.checkpoint)
     then, now = as_saved(found, marker), laid_out(found, marker, asked)
     before: Cuts = {}
     after: Cuts = {}
     with _progress("foreseeing", len(now.distinct) + (len(then.distinct) if then else 0)) as advance:
         read = []
-        for need in needs(tensors, now.holds, now.distinct, after):
+        for need in read_needs(tensors, now.holds, now.distinct, after):
             read.append(asdict(need))
             advance(1)
-        for _ in needs(tensors, then.holds, then.distinct, before) if then is not None else ():
+        for _ in read_needs(tensors, then.holds, then.distinct, before) if then is not None else ():
             advance(1)
     uncut = {name: {((0,) * len(held.shape), held.shape)} for name, held in tensors.items()}
     cut = [name for name in tensors if after.get(name) != (before if then is not None else uncut).get(name)]
     return {
-        "layout": asdict(now.layout), "degrees": info.degrees(asdict(now.layout)), "ranks": now.layout.ranks, "distinct": read,
+        "layout": asdict(now.layout), "degrees": checkpoint_info.layout_text(asdict(now.layout)), "ranks": now.layout.ranks, "distinct": read,
         "tensors": len(tensors), "cut": cut, "micro_batch": now.plan.micro_batch if now.plan else None,
         "accumulation": now.plan.accumulation if now.plan else None,
     }  # fmt: skip
@@ -122,15 +132,17 @@ def verify(
     json: AsJson = False,
 ) -> None:
     """Compare every byte with its checksum; exit code 1 if any is not what was saved."""
-    place = there(path)
-    chosen = [place] if is_checkpoint(place) and not all_ else every(places_of(place))[: None if all_ else 1]
+    place = existing_location(path)
+    chosen = (
+        [place] if is_checkpoint(place) and not all_ else all_checkpoints(checkpoint_locations(place))[: None if all_ else 1]
+    )
     if not chosen:
-        raise RunError([nothing(path, places_of(place), [])])
+        raise RunError([no_checkpoint_message(path, checkpoint_locations(place), [])])
     result = []
     for checkpoint in chosen:
         size = sum(checkpoint.sizes().values())
         with _progress(checkpoint.name, size) as advance:
-            wrong = [asdict(damage) for damage in damages(checkpoint, advance)]
+            wrong = [asdict(damage) for damage in find_damage(checkpoint, advance)]
         show.show_verified(console, str(checkpoint), size, wrong)
         result.append({"path": str(checkpoint), "bytes": size, "valid": not wrong, "damages": wrong})
     if json:
@@ -147,11 +159,11 @@ def diff(
     json: AsJson = False,
 ) -> None:
     """Compare two checkpoints by name, whatever their layouts; exit code 1 if they differ in any bit."""
-    places = located(a), located(b)
-    from phalanx.checkpointing.stream import Saved
-    from phalanx.checkpointing.tools.diff import Difference, beside, compare
+    places = locate(a), locate(b)
+    from phalanx.checkpointing.restore import CheckpointReader
+    from phalanx.checkpointing.tools.diff import Difference, compare, compare_metadata
 
-    one_, other = (Saved(place) for place in places)
+    one_, other = (CheckpointReader(place) for place in places)
     different: list[Difference] = []
     equal = 0
     with _progress("comparing", len({*one_.names, *other.names})) as advance:
@@ -167,7 +179,7 @@ def diff(
     different.sort(
         key=lambda found: (found.kind in ("values", "format"), found.name.endswith("/step"), -found.largest, found.name)
     )
-    contents = beside(one_, other)
+    contents = compare_metadata(one_, other)
     rows = [asdict(found) for found in different]
     show.show_differences(console, (str(places[0]), str(places[1])), {"equal": equal, "beside": contents}, rows, largest)
     same = not different and not contents
@@ -187,20 +199,20 @@ def reshard(
     json: AsJson = False,
 ) -> None:
     """Write a checkpoint as another layout would have saved it. Training does not need this: any layout loads any checkpoint."""
-    found = one(path)
-    from phalanx.checkpointing.stream import Saved
+    found = find_unverified(path)
+    from phalanx.checkpointing.restore import CheckpointReader
     from phalanx.training.reshard_run import laid_out, write
 
-    saved = Saved(found.checkpoint)
+    saved = CheckpointReader(found.checkpoint)
     laid = laid_out(found, saved.contents, layout)
     written = write(saved, found, laid, out)
     saved.close()
-    told = info.told(written)
+    told = checkpoint_info.describe(written)
     if json:
         print_json(asdict(told) | {"from": str(found.checkpoint)})
         return
     console.print(
-        f"step {told.step} for {info.degrees(told.layout)} ({told.ranks} rank{'s' if told.ranks != 1 else ''}) → {written}",
+        f"step {told.step} for {checkpoint_info.layout_text(told.layout)} ({told.ranks} rank{'s' if told.ranks != 1 else ''}) → {written}",
         style="bold",
         soft_wrap=True,
         markup=False,
@@ -216,26 +228,26 @@ def prune(
     json: AsJson = False,
 ) -> None:
     """Remove older checkpoints and what interrupted saves left; never the newest valid one, whose contents are compared first."""
-    place = there(path)
+    place = existing_location(path)
     if not isinstance(place, Local) or not RunDir(place.path).exists:
         raise RunError(
             [f"{path} is not a run directory, as it has no run.toml: name one, so that it can be seen whether it runs."]
         )
-    keys = checkpoint_keys(place)
+    keys = checkpoint_settings(place)
     last, every_ = keep_last or keys.get("keep_last", 2), keep_every or keys.get("keep_every")
     removed, kept, damaged = list[str](), list[str](), list[str]()
     with _held(RunDir(place.path), path):
-        for checkpoints in places_of(place):
+        for checkpoints in checkpoint_locations(place):
             if not dry_run:
-                directory.mend(checkpoints)
-            newest, bad = directory.newest_valid(checkpoints)
+                directory.restore_replaced(checkpoints)
+            newest, bad = directory.newest_verified(checkpoints)
             if newest is None:
-                raise RunError([f"{nothing(path, [checkpoints], bad)} Nothing was removed there."])
-            left = info.leftovers(checkpoints)
-            going = directory.superfluous(checkpoints, last, newest, every_) + left
-            kept += [str(found) for found in directory.listed(checkpoints) if found.name not in going]
+                raise RunError([f"{no_checkpoint_message(path, [checkpoints], bad)} Nothing was removed there."])
+            left = checkpoint_info.leftovers(checkpoints)
+            going = directory.prunable(checkpoints, last, newest, every_) + left
+            kept += [str(found) for found in directory.list_checkpoints(checkpoints) if found.name not in going]
             removed += [str(checkpoints / name) for name in going]
-            damaged += [str(one) for one in bad]
+            damaged += [str(item) for item in bad]
             if not dry_run:
                 directory.prune(checkpoints, last, newest, every_)
                 for name in left:

@@ -41,14 +41,14 @@ def checkpoint_export(
         export(checkpoint, out, dtype, shard_size, json=json)
         return
     limit = size_in_bytes(shard_size)
-    from phalanx.checkpointing.find_checkpoint import located
-    from phalanx.checkpointing.stream import Saved
+    from phalanx.checkpointing.find_checkpoint import locate
+    from phalanx.checkpointing.restore import CheckpointReader
     from phalanx.checkpointing.tools.plain_export import to_safetensors, to_torch
     from phalanx.evaluation.convert import TORCH
 
     if dtype is not None and dtype not in TORCH:
         raise RunError([f"--dtype {dtype}: choose {', '.join(TORCH)}."])
-    saved = Saved(located(checkpoint))
+    saved = CheckpointReader(locate(checkpoint))
     format_ = None if dtype is None else TORCH[dtype]
     if kind == "torch":
         written = to_torch(saved, out, optimizer=optimizer, dtype=format_)

@@ -30,12 +30,12 @@ def export(
     json: AsJson = False,
 ) -> None:
     """Write a model for transformers: weights in safetensors, config.json and the tokenizer."""
-    from phalanx.checkpointing.reference_logits import read
+    from phalanx.checkpointing.hf_folder import read_reference
     from phalanx.evaluation.convert import TORCH, export_checkpoint
 
     if dtype is not None and dtype not in TORCH:
         raise RunError([f"--dtype {dtype}: choose {', '.join(TORCH)}."])
-    reference = None if check is None else read(check)
+    reference = None if check is None else read_reference(check)
     converted = export_checkpoint(checkpoint, out, dtype, size_in_bytes(shard_size), reference)
     if json:
         print_json(report(converted))

@@ -323,7 +323,7 @@ class Controller:
 
     async def _tell_peers(self, assignment: tuple[int, ...]) -> None:
         holders = {node: self.members[node].holder for node in set(assignment) if node in self.members}
-        await asyncio.to_thread(replica_index.tell_peers, holders, self.agent.token)
+        await asyncio.to_thread(replica_index.set_peers, holders, self.agent.token)
 
     def situation(self) -> Situation:
         current = self.generation

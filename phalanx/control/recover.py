@@ -199,12 +199,12 @@ class Recovery:
             return None
         return {"step": step, "ranks": len(contributors), "rewinds": ahead["rewinds"]}
 
-    async def _copies(self) -> list[replica_index.Whole]:
+    async def _copies(self) -> list[replica_index.ReplicaState]:
         addresses = [member.holder for member in self._c.members.values()]
-        return await asyncio.to_thread(replica_index.whole, addresses, self._c.agent.token)
+        return await asyncio.to_thread(replica_index.complete_states, addresses, self._c.agent.token)
 
 
-def _course(state: replica_index.Whole) -> tuple[int, int]:
+def _course(state: replica_index.ReplicaState) -> tuple[int, int]:
     """Which of two states is the later: a run that went back has left the steps after that behind."""
     contents = state.kept[0][0].copy.contents or {}
     return len(contents.get("progress", {}).get("left_out", [])), state.step

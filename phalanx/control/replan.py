@@ -71,5 +71,5 @@ def copy_every(run: Run, plan: Plan, assignment: Sequence[int]) -> int | None:
 def _plenty(plan: Plan, nodes: int) -> bool:
     """Whether copies that nobody asked for leave most of the memory to others. Each node has its own ranks' and its neighbour's."""
     root = shm_slots.default_root()
-    room = shm_slots.available(root if root.is_dir() else root.parent)
+    room = shm_slots.free_bytes(root if root.is_dir() else root.parent)
     return 2 * plan.parameters * BYTES_PER_PARAMETER * min(nodes, 2) / nodes <= _MODEST * room

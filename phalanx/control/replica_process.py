@@ -95,7 +95,7 @@ class Keeper:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
-        shm_slots.Shelf(self.folder).remove()  # where it was killed, by somebody or here
+        shm_slots.SlotDir(self.folder).remove()  # where it was killed, by somebody or here
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -114,7 +114,7 @@ def room_for_copies(run: Run, plan: Plan) -> None:
     key, root = f"checkpoint.memory_every = {run.checkpoint.memory_every}", shm_slots.default_root()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        free = shm_slots.available(root)
+        free = shm_slots.free_bytes(root)
     except OSError as error:
         raise RunError([f"{key}: no copies can be kept in memory ({error}). Without that key the run needs none."]) from None
     # Each node has copies of its own ranks and of its neighbour's, and all nodes of the local launcher are on this machine.

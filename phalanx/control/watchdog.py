@@ -95,7 +95,7 @@ class Overseer:
         """What was handed over has been taken; copies go when there are newer ones."""
         if self._c.copies is None:
             holders = [member.holder for member in self._c.members.values()]
-            await asyncio.to_thread(replica_index.forget, holders, self._c.agent.token, generation)
+            await asyncio.to_thread(replica_index.discard, holders, self._c.agent.token, generation)
 
     def _lost_connections(self, current: Generation) -> None:
         """Ranks say that another went away, and nobody has: a connection broke."""

@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 
 from phalanx._version import __version__
-from phalanx.checkpointing import stream
-from phalanx.checkpointing.atomic_dir import whole
-from phalanx.checkpointing.find_checkpoint import find, one
-from phalanx.checkpointing.hf_folder import Folder, Writer
-from phalanx.checkpointing.reference_logits import Reference
+from phalanx.checkpointing.find_checkpoint import find, find_unverified
+from phalanx.checkpointing.hf_folder import ReferenceLogits, WeightsFolder, WeightsWriter
+from phalanx.checkpointing.location import atomic_directory
+from phalanx.checkpointing.restore import CheckpointReader
+from phalanx.checkpointing.tools import offline_writer
 from phalanx.evaluation import bytelevel
 from phalanx.evaluation.matching import Match, check
 from phalanx.evaluation.open_model import run_for, run_of, words_of
@@ -62,7 +62,7 @@ def import_folder(folder: Path, out: Path) -> Converted:
     if not folder.is_dir():
         raise RunError([f"{folder} is not a folder: name one with config.json and weights in safetensors."])
     spec = hf_config.model_spec(folder)
-    files = Folder(folder)
+    files = WeightsFolder(folder)
     table = hf_names.match(files, spec, hf_config.interleaved(hf_config.read_config(folder)))
     notes = _notes_of_import(folder, spec)
     words = [folder / name for name in sorted(_WORDS) if (folder / name).is_file()]
@@ -76,13 +76,13 @@ def import_folder(folder: Path, out: Path) -> Converted:
         "version": __version__,
         "run": dump(run),
     }
-    with whole(out) as unfinished:
+    with atomic_directory(out) as unfinished:
         if words:
             (unfinished / "tokenizer").mkdir()
         for word in words:
             shutil.copyfile(word, unfinished / "tokenizer" / word.name)
         (unfinished / "run.toml").write_text(dump(run))
-        stream.write(unfinished / "checkpoints", 0, [_streamed(entry, files) for entry in table], contents)
+        offline_writer.write_checkpoint(unfinished / "checkpoints", 0, [_streamed(entry, files) for entry in table], contents)
     read = {piece.theirs for entry in table for piece in entry.pieces}
     formats = sorted({_word(files.dtype(name)) for name in read})
     return Converted(
@@ -92,13 +92,13 @@ def import_folder(folder: Path, out: Path) -> Converted:
     )  # fmt: skip
 
 
-def _streamed(entry: Entry, files: Folder) -> stream.Streamed:
+def _streamed(entry: Entry, files: WeightsFolder) -> offline_writer.StreamedTensor:
     dtype = files.dtype(entry.pieces[0].theirs)
     chunks = [
-        stream.Chunk(offsets=block.offsets, sizes=block.sizes, read=partial(hf_mapping.read, block, files.rows))
+        offline_writer.StreamedBox(offsets=block.offsets, sizes=block.sizes, read=partial(hf_mapping.read, block, files.rows))
         for block in hf_mapping.blocks(entry, dtype.itemsize)
     ]
-    return stream.Streamed(name=f"model/{entry.name}", shape=entry.shape, dtype=dtype, chunks=chunks)
+    return offline_writer.StreamedTensor(name=f"model/{entry.name}", shape=entry.shape, dtype=dtype, chunks=chunks)
 
 
 def _notes_of_import(folder: Path, spec: ModelSpec) -> tuple[str, ...]:
@@ -123,17 +123,17 @@ def export_checkpoint(
     out: Path,
     dtype: str | None = None,
     shard_size: int = 5_000_000_000,
-    reference: Reference | None = None,
+    reference: ReferenceLogits | None = None,
 ) -> Converted:
     """Write a checkpoint's model as a folder that transformers loads. `dtype`: of the weights; None: as they are stored.
 
     `reference`: what the folder has to say before it gets its name; RunFailed where it says something else.
     """
-    found = find(path) if reference is None else one(path)  # what is read is checked; all of it was just written
+    found = find(path) if reference is None else find_unverified(path)  # what is read is checked; all of it was just written
     run = run_of(found)
     spec = run.model
     family = hf_config_write.family(spec)
-    saved = stream.Saved(found.checkpoint)
+    saved = CheckpointReader(found.checkpoint)
     table = hf_names.table(spec)
     _fits(saved, table, found.source)
     formats = {entry.name: _format(saved, entry, dtype) for entry in table}
@@ -146,12 +146,12 @@ def export_checkpoint(
         notes.append(
             f"{hf_config_write.NAMES[family]} has no multi-token prediction: the {spec.mtp_depth} modules of it are left out."
         )
-    with whole(out) as unfinished:
+    with atomic_directory(out) as unfinished:
         for name, text in words.items():
             (unfinished / name).write_bytes(text)
         config = hf_config_write.config(spec, dtype=str(TORCH[written]).removeprefix("torch."), tokens=special)
         (unfinished / hf_config.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        writer = Writer(unfinished, tensors, shard_size)
+        writer = WeightsWriter(unfinished, tensors, shard_size)
         for entry in table:
             _export(entry, saved, writer, [copy for copy, original in copies.items() if original == entry.pieces[0].theirs])
         match = None if reference is None else check(unfinished, reference)
@@ -172,7 +172,7 @@ def _sync(file: Path) -> None:
         os.close(fd)
 
 
-def _export(entry: Entry, saved: stream.Saved, writer: Writer, copies: list[str]) -> None:
+def _export(entry: Entry, saved: CheckpointReader, writer: WeightsWriter, copies: list[str]) -> None:
     """Read one of our tensors, part by part, and put each where theirs are."""
     name = f"model/{entry.name}"
     if entry.pieces[0].expert is not None:
@@ -191,7 +191,7 @@ def _export(entry: Entry, saved: stream.Saved, writer: Writer, copies: list[str]
             writer.write(theirs, rows, piece.rows[0] + first, None if piece.columns is None else piece.columns[0])
 
 
-def _fits(saved: stream.Saved, table: tuple[Entry, ...], source: str) -> None:
+def _fits(saved: CheckpointReader, table: tuple[Entry, ...], source: str) -> None:
     problems = []
     for entry in table:
         found = saved.shape(f"model/{entry.name}")
@@ -202,7 +202,7 @@ def _fits(saved: stream.Saved, table: tuple[Entry, ...], source: str) -> None:
         raise RunError([*problems[:10], "Undo what was changed in the run file."])
 
 
-def _format(saved: stream.Saved, entry: Entry, dtype: str | None) -> torch.dtype:
+def _format(saved: CheckpointReader, entry: Entry, dtype: str | None) -> torch.dtype:
     stored = saved.dtype(f"model/{entry.name}")
     return stored if dtype is None or entry.exact else TORCH[dtype]
 

@@ -22,13 +22,13 @@ def main() -> int:
     os.nice(19)
     import torch
 
-    from phalanx.checkpointing.reference_logits import read
+    from phalanx.checkpointing.hf_folder import read_reference
     from phalanx.evaluation.convert import export_checkpoint
     from phalanx.spec.errors import PhalanxError
 
     torch.set_num_threads(1)  # the cores are the run's
     try:
-        converted = export_checkpoint(checkpoint, Path(out), reference=read(Path(logits)))
+        converted = export_checkpoint(checkpoint, Path(out), reference=read_reference(Path(logits)))
     except PhalanxError as error:
         print(json.dumps({"error": str(error).replace("\n", " ")}))
         return error.exit_code

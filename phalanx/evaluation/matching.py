@@ -1,5 +1,5 @@
 """Does an exported folder say what the model in training said? Opened on one CPU device, by transformers where it is installed, it
-answers the prompt of a `Reference`, in fp32. `phalanx export --check` asks.
+answers the prompt of a `ReferenceLogits`, in fp32. `phalanx export --check` asks.
 
 How far the answers may be apart follows from the number format that training computes in. In fp32 it is a bound on the rounding of
 sums in another order. For the others it is measured: our own one-device model, filled from the folder, computes the prompt in fp32 and
@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from phalanx.checkpointing.hf_folder import Folder
-from phalanx.checkpointing.reference_logits import Reference
+from phalanx.checkpointing.hf_folder import ReferenceLogits, WeightsFolder
 from phalanx.models import hf_mapping, hf_names
 from phalanx.models.decoder import Decoder
 from phalanx.models.init import build, reset_buffers
@@ -59,7 +58,7 @@ class Match:
         return self.difference <= self.allowed  # not so where a number is not finite
 
 
-def check(folder: Path, reference: Reference) -> Match:
+def check(folder: Path, reference: ReferenceLogits) -> Match:
     """Compare, or RunFailed saying by how much and where they differ."""
     match = compare(folder, reference)
     if not match.agrees:
@@ -72,7 +71,7 @@ def check(folder: Path, reference: Reference) -> Match:
 
 
 @torch.no_grad()
-def compare(folder: Path, reference: Reference) -> Match:
+def compare(folder: Path, reference: ReferenceLogits) -> Match:
     exact_KV, rounded_KV = _ours(folder, reference)
     opened, answer_KV = "phalanx", exact_KV
     if find_spec("transformers") is not None and _fits(folder):
@@ -97,9 +96,9 @@ def compare(folder: Path, reference: Reference) -> Match:
     )
 
 
-def _ours(folder: Path, reference: Reference) -> tuple[Tensor, Tensor]:
+def _ours(folder: Path, reference: ReferenceLogits) -> tuple[Tensor, Tensor]:
     """The answer of our own model with the folder's weights in fp32, and in the format of the reference."""
-    spec, files = hf_config.model_spec(folder), Folder(folder)
+    spec, files = hf_config.model_spec(folder), WeightsFolder(folder)
     table = hf_names.match(files, spec, hf_config.interleaved(hf_config.read_config(folder)))
     model = build(spec)
     assert isinstance(model, Decoder)
@@ -118,7 +117,7 @@ def _ours(folder: Path, reference: Reference) -> tuple[Tensor, Tensor]:
     return exact_KV, exact_KV if reference.compute == "fp32" else rounded[0, reference.places_K].float()
 
 
-def _in_format(part: nn.Module, x: Tensor, positions: Tensor, reference: Reference) -> Tensor:
+def _in_format(part: nn.Module, x: Tensor, positions: Tensor, reference: ReferenceLogits) -> Tensor:
     if reference.compute == "fp8":
         fp8.apply([part], "row" if reference.scaling == "row" else "tensor", _CPU)
     with computing(reference.compute, _CPU):
@@ -126,7 +125,7 @@ def _in_format(part: nn.Module, x: Tensor, positions: Tensor, reference: Referen
     return answer
 
 
-def _theirs(folder: Path, reference: Reference) -> Tensor:
+def _theirs(folder: Path, reference: ReferenceLogits) -> Tensor:
     """The answer of transformers, in fp32."""
     import transformers
 
@@ -140,7 +139,7 @@ def _theirs(folder: Path, reference: Reference) -> Tensor:
 
 def _fits(folder: Path) -> bool:
     """Whether transformers, which opens a model whole, has the memory for it; training goes before."""
-    values = sum((tensor.end - tensor.begin) // SIZES[tensor.dtype] for tensor in Folder(folder).tensors.values())
+    values = sum((tensor.end - tensor.begin) // SIZES[tensor.dtype] for tensor in WeightsFolder(folder).tensors.values())
     try:
         with open("/proc/meminfo") as file:
             available = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))

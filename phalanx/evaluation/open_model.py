@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from phalanx.checkpointing.find_checkpoint import Found, find, is_url, named
-from phalanx.checkpointing.hf_folder import Folder
+from phalanx.checkpointing.find_checkpoint import FoundCheckpoint, find, is_url, path_or_url
+from phalanx.checkpointing.hf_folder import WeightsFolder
 from phalanx.checkpointing.restore import load as load_tensors
 from phalanx.data.tokenizer import Tokenizer, open_tokenizer
 from phalanx.models import hf_mapping, hf_names
@@ -55,10 +55,10 @@ def open_model(path: Path | str, device: str | torch.device | None = None) -> Op
         raise RunError(
             [f"{checkpoint} does not fit the model of {found.source} ({why}): undo what was changed there."]
         ) from None
-    return Opened(model, words, run, named(checkpoint), _stops(found.tokenizer, words))
+    return Opened(model, words, run, path_or_url(checkpoint), _stops(found.tokenizer, words))
 
 
-def run_of(found: Found) -> Run:
+def run_of(found: FoundCheckpoint) -> Run:
     """The run that made a checkpoint, whether or not what it was started from still lies where it did.
 
     The sizes are all in the file, so `model.from` is not asked again; the tokenizer kept beside it goes before the one it names.
@@ -127,7 +127,7 @@ def _stops(folder: Path | None, words: Tokenizer) -> frozenset[int]:
 
 def _open_folder(path: Path, where: torch.device) -> Opened:
     spec = hf_config.model_spec(path)
-    files = Folder(path)
+    files = WeightsFolder(path)
     table = hf_names.match(files, spec, hf_config.interleaved(hf_config.read_config(path)))
     words, data = words_of(path)
     run = run_for(spec, data, path)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpointing import directory
-from phalanx.checkpointing.location import Local, Location, at
-from phalanx.checkpointing.retry import said
+from phalanx.checkpointing.location import Local, Location
+from phalanx.checkpointing.storage import error_text, open_location
 from phalanx.events.log import read_events
 from phalanx.events.records import Saved
 from phalanx.events.rundir import RunDir
@@ -24,10 +24,10 @@ _COMMON = "s3://, gs:// or az://"
 
 def places(run: Run, rundir: RunDir) -> list[Location]:
     """Everywhere a checkpoint of the run may be; of two of the same step, the first is taken."""
-    url, near = run.checkpoint.url, at(rundir.checkpoints)
+    url, near = run.checkpoint.url, open_location(rundir.checkpoints)
     if url is None:
         return [near]
-    return [near, at(url)] if run.checkpoint.local_first else [at(url)]
+    return [near, open_location(url)] if run.checkpoint.local_first else [open_location(url)]
 
 
 def storage_problems(run: Run) -> list[str]:
@@ -40,15 +40,17 @@ def storage_problems(run: Run) -> list[str]:
     if problem := _missing(protocol):
         return [f"{key} {problem}"]
     try:
-        place = at(url)
+        place = open_location(url)
         if isinstance(place, Local):
             _attempt(place.path)
         else:
-            place.attempt()  # type: ignore[attr-defined]  # of Remote, the only other that `at` makes
+            place.attempt()  # type: ignore[attr-defined]  # of Remote, the only other that `open_location` makes
     except OSError as error:
         if isinstance(error, FileNotFoundError) and protocol != "file":
-            return [f"{key} does not exist ({said(error)}): make the bucket first, or name another."]
-        return [f"{key} cannot be used ({said(error)}): see that it can be reached and written from here, or name another."]
+            return [f"{key} does not exist ({error_text(error)}): make the bucket first, or name another."]
+        return [
+            f"{key} cannot be used ({error_text(error)}): see that it can be reached and written from here, or name another."
+        ]
     return []
 
 
@@ -65,7 +67,7 @@ def _missing(protocol: str) -> str | None:
         fsspec.get_filesystem_class(protocol)
     except ImportError as error:
         extra = _EXTRAS.get(protocol)
-        how = f"pip install 'phalanx[{extra}]'" if extra else said(error)
+        how = f"pip install 'phalanx[{extra}]'" if extra else error_text(error)
         return f"needs a package that is not installed: {how}."
     return None
 
@@ -95,7 +97,7 @@ def check_owner(path: Location, saved: dict[str, Any], run: Run, *, new: bool, f
 
 def newest_first(found: list[Location]) -> list[tuple[Location, dict[str, Any]]]:
     """The newest checkpoint whose marker is good, with what it says; nothing where there is none."""
-    paths = [path for place in found for path in directory.listed(place)]
+    paths = [path for place in found for path in directory.list_checkpoints(place)]
     for path in sorted(paths, key=lambda path: -(directory.step_of(path) or 0)):
         try:
             return [(path, directory.read_marker(path))]
@@ -110,7 +112,7 @@ def check_lost(found: list[Location], rundir: RunDir) -> None:
     if not saved:
         return
     for place in found:
-        directory.mend(place)  # a save may have been killed between its two renames
+        directory.restore_replaced(place)  # a save may have been killed between its two renames
     if directory.newest(found) == (None, []):  # where all are damaged, the workers say what is wrong with each
         where = " or ".join(map(str, found))
         raise RunError(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.checkpointing import directory
-from phalanx.checkpointing.location import at
+from phalanx.checkpointing.storage import open_location
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.events.log import read_events
 from phalanx.events.records import Finished
@@ -197,7 +197,7 @@ def _own(base: Path, run: Run, fresh: bool) -> RunDir:
 def _imported(rundir: RunDir) -> bool:
     """What `phalanx import` made: weights of no text, and no state of an optimizer to go on with."""
     try:
-        listed = directory.listed(rundir.checkpoints)
+        listed = directory.list_checkpoints(rundir.checkpoints)
     except OSError:
         return False  # `_make` says what is wrong with it
     for path in listed:
@@ -243,7 +243,7 @@ def _check_resumption(rundir: RunDir, run: Run, plan: Plan, data: Dataset, reque
     """
     found = places(run, rundir)
     for path, saved in newest_first(found):
-        if path.parent != at(rundir.checkpoints):
+        if path.parent != open_location(rundir.checkpoints):
             check_owner(path, saved, run, new=not rundir.exists, fresh=request.fresh)
         replicas = saved.get("replicas", plan.layout.data)
         if replicas != plan.layout.data:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from phalanx.checkpointing.slices import Elsewhere
+from phalanx.checkpointing.state_tensor import OffloadedTensor
 from phalanx.optim.chunks import Portion, portions
 from phalanx.parallel.owned_param import OwnedParam
 from phalanx.spec.run import Optimizer as OptimizerSpec
 
-State = Tensor | Elsewhere
+State = Tensor | OffloadedTensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

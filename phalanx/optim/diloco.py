@@ -16,13 +16,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.checkpointing.slices import Elsewhere, Piece
+from phalanx.checkpointing.state_tensor import OffloadedTensor, StateTensor
 from phalanx.optim.adamw import Bytes, flat, size
 from phalanx.optim.chunks import portions
-from phalanx.optim.param_slices import copies, piece
+from phalanx.optim.param_slices import replica_group, state_tensor
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.owned_param import OwnedParam, ParamShard
 from phalanx.spec.run import Optimizer as OptimizerSpec
+from phalanx.spec.tensor_slice import Box, TensorSlice
 
 _PORTION = 1 << 22  # numbers that travel in one message
 
@@ -66,24 +67,27 @@ class Outer:
         momentum.mul_(self._spec.outer_momentum).add_(gradient)
         anchor.add_(gradient.add(momentum, alpha=self._spec.outer_momentum), alpha=-self._spec.outer_learning_rate)
 
-    def tensors(self) -> dict[str, Piece]:
+    def tensors(self) -> dict[str, StateTensor]:
         """For a checkpoint: they take the place of the values under the parameters' names, and add to them."""
         found = {}
         for one, anchor, momentum in zip(self._held, self._anchors, self._momentum, strict=True):
-            found[f"model/{one.name}"] = piece(anchor, one.shard, self._mesh)
-            found[f"outer/{one.name}/momentum"] = piece(momentum, one.shard, self._mesh)
+            found[f"model/{one.name}"] = state_tensor(anchor, one.shard, self._mesh)
+            found[f"outer/{one.name}/momentum"] = state_tensor(momentum, one.shard, self._mesh)
             found[f"outer/{one.name}/local"] = self.of_replica(one.value.detach(), one.shard)
         return found
 
-    def of_replica(self, state: Tensor | Elsewhere, spot: ParamShard) -> Piece:
+    def of_replica(self, state: Tensor | OffloadedTensor, spot: ParamShard) -> StateTensor:
         """A state that each replica has its own of, as a piece of all of them together; a single number, or one laid out as `shard`."""
         count, here = self._group.size, self._group.index
         mine = state.unsqueeze(0) if isinstance(state, Tensor) else _Row(state, state.dtype)
         if isinstance(state, Tensor) and tuple(state.shape) != spot.slice.shape:
             assert state.ndim == 0
-            return Piece(mine, (count,), (here,), (1,), copies(self._mesh, ("data",), counted=spot.counted))
-        alike = copies(self._mesh, ("data", *spot.split), counted=spot.counted)
-        return Piece(mine, (count, *spot.slice.whole), (here, *spot.slice.offset), (1, *spot.slice.shape), alike)
+            return StateTensor(
+                mine, TensorSlice.of((count,), (here,), (1,)), replica_group(self._mesh, ("data",), counted=spot.counted)
+            )
+        alike = replica_group(self._mesh, ("data", *spot.split), counted=spot.counted)
+        stacked = tuple(Box((here, *box.offset), (1, *box.shape)) for box in spot.slice.boxes)
+        return StateTensor(mine, TensorSlice((count, *spot.slice.whole), stacked, spot.slice.dim + 1), alike)
 
     def bytes(self) -> Bytes:
         return Bytes(device=sum(size(tensor) for tensor in (*self._anchors, *self._momentum)))
@@ -97,7 +101,7 @@ class Outer:
 class _Row:
     """A state in a file, seen as one row of a taller one."""
 
-    state: Elsewhere
+    state: OffloadedTensor
     dtype: torch.dtype
 
     def read(self, into: Tensor | None = None) -> Tensor:

@@ -41,7 +41,7 @@ _OWN_PLUMBING = ("parallel/store.py", "events/frames.py", "observe/comm_timer.py
 _ROOMS = (
     (("data/",), "the data loader"),
     (("training/evaluate.py", "training/fixed_prompt.py", "evaluation/"), "evaluation"),
-    (("checkpointing/restore.py", "checkpointing/tools/reshard.py", "training/initial.py"), "restoring"),
+    (("checkpointing/restore.py", "checkpointing/tools/offline_writer.py", "training/initial.py"), "restoring"),
     (
         ("checkpointing/", "training/saving.py", "training/memory_copies.py", "training/exporting.py", "training/uploading.py"),
         "saving",

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.checkpointing.slices import Piece
+from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.models.init import build
 from phalanx.models.moe import router_sizes
 from phalanx.optim.diloco import Outer
@@ -39,7 +39,7 @@ class Built:
     experts: dict[str, int]
     """How many each router of the whole model has, by its name."""
 
-    def tensors(self) -> dict[str, Piece]:
+    def tensors(self) -> dict[str, StateTensor]:
         """The live state by name, this rank's parts of it: what is saved, and where it is restored to."""
         return pieces(self.sharded, self.optimizer, self.outer)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from phalanx.checkpointing.slices import Piece
+from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
@@ -27,7 +27,7 @@ from phalanx.training.build import Built, place
 _generations = count(1)  # torch remembers meshes by their names: no two of this process may have the same
 
 
-def held(run: Run, layout: Layout, rank: int) -> dict[str, Piece]:
+def held(run: Run, layout: Layout, rank: int) -> dict[str, StateTensor]:
     """The pieces that this rank would save, on torch's meta device: name, dtype, box and who else holds it, but no values.
 
     Takes no memory worth mentioning and no other process; not for a process that is itself a rank of a job. Raises RunError where

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from phalanx.checkpointing.directory import PARTIAL, step_of
+from phalanx.checkpointing.hf_folder import ReferenceLogits
 from phalanx.checkpointing.location import Location
-from phalanx.checkpointing.reference_logits import Reference
 from phalanx.events.records import Event, Exported, ExportFailed
 
 LOGITS = ".logits"
@@ -29,7 +29,7 @@ LOGITS = ".logits"
 class _Job(NamedTuple):
     step: int
     checkpoint: Location
-    reference: Reference
+    reference: ReferenceLogits
     asked: float
 
 
@@ -39,7 +39,7 @@ class Exports:
     def __init__(self, folder: Path):
         self._folder = folder
         self._lock = threading.Lock()
-        self._expected: dict[int, Reference] = {}
+        self._expected: dict[int, ReferenceLogits] = {}
         self._waiting: _Job | None = None
         self._running: _Job | None = None
         self._thread: threading.Thread | None = None
@@ -53,7 +53,7 @@ class Exports:
         """Whether the checkpoint of this name has been exported."""
         return (self._folder / name).is_dir()
 
-    def expect(self, step: int, reference: Reference) -> None:
+    def expect(self, step: int, reference: ReferenceLogits) -> None:
         """A save of this step begins; this is what the model says."""
         with self._lock:
             self._expected[step] = reference

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.checkpointing.reference_logits import Reference
+from phalanx.checkpointing.hf_folder import ReferenceLogits
 from phalanx.data.pack import Batch
 from phalanx.parallel.context.context_parallel import places
 from phalanx.parallel.mesh import Mesh
@@ -42,7 +42,7 @@ def prompt(run: Run, layout: Layout) -> np.ndarray:
 
 
 @torch.no_grad()
-def answer(stepper: Stepper, run: Run, plan: Plan) -> Reference:
+def answer(stepper: Stepper, run: Run, plan: Plan) -> ReferenceLogits:
     """The prompt's logits, the same on every rank; all ranks call it together."""
     placed, mesh, layout = stepper.sharded, stepper.sharded.mesh, plan.layout
     tokens_S = prompt(run, layout)
@@ -70,7 +70,7 @@ def answer(stepper: Stepper, run: Run, plan: Plan) -> Reference:
     # Every number comes from one rank, and zeros from all others: adding them up is exact.
     whole_KV = mesh.sum(logits_KV)
     scaling = run.precision.fp8_scaling
-    return Reference(torch.from_numpy(tokens_S), torch.from_numpy(kept_K), whole_KV.cpu(), plan.compute, scaling)
+    return ReferenceLogits(torch.from_numpy(tokens_S), torch.from_numpy(kept_K), whole_KV.cpu(), plan.compute, scaling)
 
 
 def _batch(tokens_S: np.ndarray) -> Batch:

@@ -9,7 +9,7 @@ from typing import Any
 
 from phalanx.checkpointing.replicas import memory_checkpoint
 from phalanx.checkpointing.replicas.memory_checkpoint import MemoryCopies
-from phalanx.checkpointing.slices import Piece
+from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.events.records import Copied, Event, Warned
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.run import Run
@@ -33,11 +33,11 @@ class Copying:
         self._rank = mesh.rank
         self._said: set[str] = set()
 
-    def prepare(self, tensors: Mapping[str, Piece]) -> None:
+    def prepare(self, tensors: Mapping[str, StateTensor]) -> None:
         if self._copies is not None:
             self._copies.prepare(tensors)
 
-    def take(self, step: int, tensors: Callable[[], Mapping[str, Piece]], contents: Callable[[], dict[str, Any]]) -> None:
+    def take(self, step: int, tensors: Callable[[], Mapping[str, StateTensor]], contents: Callable[[], dict[str, Any]]) -> None:
         """A copy of this moment, if one is due; all ranks call it together."""
         if self._copies is not None and self._every is not None and step % self._every == 0:
             self._copies.take(step, tensors(), contents())
@@ -55,7 +55,7 @@ class Copying:
         """Wait for the copy under way; all ranks call it together."""
         return self._events(self._copies.settle()) if self._copies is not None else []
 
-    def _events(self, outcomes: list[memory_checkpoint.Copied]) -> list[Event]:
+    def _events(self, outcomes: list[memory_checkpoint.CopyOutcome]) -> list[Event]:
         found: list[Event] = []
         for one in outcomes:
             if one.failure is not None:

@@ -1,7 +1,7 @@
 """The run of a checkpoint on another layout: what a person asks for, checked against the model, what each rank would then hold,
 and a checkpoint of it.
 
-`phalanx checkpoint reshard` and `inspect --layout` call it; the moving itself is `checkpointing/tools/reshard`'s.
+`phalanx checkpoint reshard` and `inspect --layout` call it; the moving itself is `checkpointing/tools/offline_writer`'s.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpointing import directory
-from phalanx.checkpointing.atomic_dir import whole
-from phalanx.checkpointing.find_checkpoint import Found, is_url
-from phalanx.checkpointing.location import Location, at
-from phalanx.checkpointing.slices import Piece
-from phalanx.checkpointing.stream import Saved
-from phalanx.checkpointing.tools.reshard import reshard
+from phalanx.checkpointing.find_checkpoint import FoundCheckpoint, is_url
+from phalanx.checkpointing.location import Location, atomic_directory
+from phalanx.checkpointing.restore import CheckpointReader
+from phalanx.checkpointing.state_tensor import StateTensor
+from phalanx.checkpointing.storage import open_location
+from phalanx.checkpointing.tools.offline_writer import reshard
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
@@ -45,7 +45,7 @@ class Laid:
     def layout(self) -> Layout:
         return self.run.layout
 
-    def holds(self, rank: int) -> dict[str, Piece]:
+    def holds(self, rank: int) -> dict[str, StateTensor]:
         """What a rank of it would save, without values."""
         # What the run file leaves open was decided for the device it ran on, and the states of an optimizer rest on it.
         compute = self.run.precision.compute or (self.plan.compute if self.plan is not None else None)
@@ -67,7 +67,7 @@ class Laid:
         return kept | {"layout": asdict(self.layout), "run": dump(self.run)} | plan
 
 
-def laid_out(found: Found, marker: Mapping[str, Any], asked: str) -> Laid:
+def laid_out(found: FoundCheckpoint, marker: Mapping[str, Any], asked: str) -> Laid:
     """`asked`: degrees such as "tensor=2,pipeline=2", where all others are 1, or a run file, for its layout."""
     run = _run(found, _degrees(asked))
     layout = run.layout
@@ -82,28 +82,28 @@ def laid_out(found: Found, marker: Mapping[str, Any], asked: str) -> Laid:
     return Laid(run, _plan(run, marker))
 
 
-def write(saved: Saved, found: Found, laid: Laid, out: str) -> Location:
+def write(saved: CheckpointReader, found: FoundCheckpoint, laid: Laid, out: str) -> Location:
     """The checkpoint as this layout would have saved it: a run directory that can be trained on in and begun from, or, at a URL, a
     folder of checkpoints as `checkpoint.url` names one. Returns where the checkpoint is."""
     shape = (laid.layout.ranks, laid.layout.pipeline)
     step = saved.contents["step"]
     if is_url(out):
-        if directory.folder(at(out), step).is_folder():
-            raise RunError([f"{directory.folder(at(out), step)} is already there: name another folder."])
+        if directory.step_dir(open_location(out), step).is_folder():
+            raise RunError([f"{directory.step_dir(open_location(out), step)} is already there: name another folder."])
         laid = replace(laid, run=replace(laid.run, checkpoint=replace(laid.run.checkpoint, url=out, local_first=False)))
-        return reshard(saved, laid.holds, shape, at(out), laid.contents(saved.contents))
+        return reshard(saved, laid.holds, shape, open_location(out), laid.contents(saved.contents))
     laid = replace(laid, run=replace(laid.run, checkpoint=replace(laid.run.checkpoint, url=None, local_first=False)))
-    with whole(Path(out)) as unfinished:
+    with atomic_directory(Path(out)) as unfinished:
         (unfinished / "run.toml").write_text(dump(laid.run))
         if laid.plan is not None:
             (unfinished / "plan.json").write_text(laid.plan.to_json())
         if found.tokenizer is not None:
             shutil.copytree(found.tokenizer, unfinished / "tokenizer")
-        reshard(saved, laid.holds, shape, at(unfinished / "checkpoints"), laid.contents(saved.contents))
-    return directory.folder(Path(out) / "checkpoints", step)
+        reshard(saved, laid.holds, shape, open_location(unfinished / "checkpoints"), laid.contents(saved.contents))
+    return directory.step_dir(Path(out) / "checkpoints", step)
 
 
-def as_saved(found: Found, marker: Mapping[str, Any]) -> Laid | None:
+def as_saved(found: FoundCheckpoint, marker: Mapping[str, Any]) -> Laid | None:
     """On the layout that saved it; None where it does not say."""
     if "layout" not in marker:
         return None
@@ -137,7 +137,7 @@ def _written(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _run(found: Found, overrides: list[str]) -> Run:
+def _run(found: FoundCheckpoint, overrides: list[str]) -> Run:
     """The checkpoint's run with no layout but the one given. Of a resolved run file, the folders that it names need not be there."""
     run = loads(_TABLE.sub("", found.run), name=found.source, overrides=overrides)
     return replace(run, layout=replace(run.layout, data=run.layout.data or 1))

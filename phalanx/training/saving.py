@@ -14,12 +14,13 @@ from torch import Tensor
 
 from phalanx._version import __version__
 from phalanx.checkpointing import directory
-from phalanx.checkpointing.location import Location, at
-from phalanx.checkpointing.reference_logits import Reference
-from phalanx.checkpointing.replicas.replica_index import Held
-from phalanx.checkpointing.restore import load, reason
-from phalanx.checkpointing.save import Outcome, Saver
-from phalanx.checkpointing.slices import Piece
+from phalanx.checkpointing.hf_folder import ReferenceLogits
+from phalanx.checkpointing.location import Location
+from phalanx.checkpointing.replicas.replica_index import MemoryLocation
+from phalanx.checkpointing.restore import failure_text, load
+from phalanx.checkpointing.save import SaveOutcome, Saver
+from phalanx.checkpointing.state_tensor import StateTensor
+from phalanx.checkpointing.storage import open_location
 from phalanx.data.dataset import Dataset
 from phalanx.events.records import CheckpointDamaged, Event, Restored, Saved, SaveFailed, Warned
 from phalanx.parallel.mesh import Mesh
@@ -41,7 +42,7 @@ class Saving:
 
     def __init__(self, run: Run, plan: Plan, mesh: Mesh, folder: Path, data: Dataset):
         self._run, self._plan, self._mesh, self._data = run, plan, mesh, data
-        self._place: Location = at(folder if run.checkpoint.local_first else run.checkpoint.url or folder)
+        self._place: Location = open_location(folder if run.checkpoint.local_first else run.checkpoint.url or folder)
         self._uploads = Uploads(run, mesh, self._place)
         self._places = [self._place, *([self._uploads.far] if self._uploads.far is not None else [])]
         self._saver = Saver(self._place, mesh, self._retain)
@@ -56,27 +57,27 @@ class Saving:
         self.failure: str | None = None
         """Why the save that ended last left none, as all ranks know it."""
 
-    def prepare(self, tensors: Mapping[str, Piece]) -> None:
+    def prepare(self, tensors: Mapping[str, StateTensor]) -> None:
         """The run saves while it trains: memory for that is got ready now."""
         if self._run.checkpoint.every is not None and self._behind(tensors):
             self._saver.prepare(tensors)
         self._copying.prepare(tensors)
 
-    def _behind(self, tensors: Mapping[str, Piece]) -> bool:
+    def _behind(self, tensors: Mapping[str, StateTensor]) -> bool:
         """States in files are too large for a copy in memory: their saves are waited for."""
         return self._run.checkpoint.async_save and all(isinstance(one.tensor, Tensor) for one in tensors.values())
 
-    def save(self, progress: Progress, tensors: Mapping[str, Piece], *, wait: bool) -> list[Event]:
+    def save(self, progress: Progress, tensors: Mapping[str, StateTensor], *, wait: bool) -> list[Event]:
         """A checkpoint of this moment; all ranks call it together. Tells what has ended by now, perhaps this save too."""
         self._uploads.expect()
         saved = self._saver.save(progress.step, tensors, self._contents(progress), wait=wait or not self._behind(tensors))
         return self._heard(saved)
 
-    def copy(self, progress: Progress, tensors: Callable[[], Mapping[str, Piece]]) -> None:
+    def copy(self, progress: Progress, tensors: Callable[[], Mapping[str, StateTensor]]) -> None:
         """A copy in host memory of this moment, if one is due; all ranks call it together."""
         self._copying.take(progress.step, tensors, lambda: self._contents(progress))
 
-    def expect(self, step: int, reference: Reference) -> None:
+    def expect(self, step: int, reference: ReferenceLogits) -> None:
         """What the model says to a fixed prompt as a save of this step begins: an export of it has to say the same."""
         if self._exports is not None:
             self._exports.expect(step, reference)
@@ -138,7 +139,7 @@ class Saving:
         share(None)
         return ended
 
-    def _heard(self, outcomes: list[Outcome]) -> list[Event]:
+    def _heard(self, outcomes: list[SaveOutcome]) -> list[Event]:
         last = self._saver.last
         if last is not None:
             self.failure = last.failure
@@ -161,24 +162,26 @@ class Saving:
         if self._exports is not None:
             self._exports.pruned(removed)
 
-    def restore(self, tensors: Mapping[str, Piece], path: Path | Location | None) -> tuple[Progress | None, list[Event]]:
+    def restore(self, tensors: Mapping[str, StateTensor], path: Path | Location | None) -> tuple[Progress | None, list[Event]]:
         """Fill the tensors from `path`, or from the newest valid checkpoint, all ranks together; None where there is none."""
         self.release()
         events: list[Event] = []
         passed: set[str] = set()
         if self._mesh.rank == 0 and not path:
-            directory.mend(self._place)
+            directory.restore_replaced(self._place)
         while True:
             started = time.perf_counter()
             # One rank looks, so that all agree even while files come and go.
-            found = (at(path), []) if path else directory.newest(self._places, passed) if self._mesh.rank == 0 else None
+            found = (
+                (open_location(path), []) if path else directory.newest(self._places, passed) if self._mesh.rank == 0 else None
+            )
             chosen, damaged = self._mesh.broadcast_object(found)
             if chosen is not None:
                 problem, contents = self._load(chosen, tensors)
                 if problem is None:
                     progress = Progress(**contents["progress"])
                     # A copy in memory is no checkpoint: what was restored from one is still to be saved.
-                    self.step = None if isinstance(chosen, Held) else progress.step
+                    self.step = None if isinstance(chosen, MemoryLocation) else progress.step
                     self._newest = chosen if path is None else None
                     if self._mesh.rank == 0 and path is None:
                         self._uploads.restored(chosen)
@@ -200,7 +203,10 @@ class Saving:
         found = None
         if self._mesh.rank == 0:
             later = {
-                str(path) for place in self._places for path in directory.listed(place) if (directory.step_of(path) or 0) > step
+                str(path)
+                for place in self._places
+                for path in directory.list_checkpoints(place)
+                if (directory.step_of(path) or 0) > step
             }
             found, _ = directory.newest(self._places, {*later, *passed})
         return cast(Location | None, self._mesh.broadcast_object(found))
@@ -210,15 +216,17 @@ class Saving:
         failure = None
         if self._mesh.rank == 0:
             try:
-                removed = [name for place in self._places for name in directory.drop_after(place, step)]
+                removed = [name for place in self._places for name in directory.remove_after(place, step)]
                 if self._exports is not None:
                     self._exports.pruned(removed)
             except OSError as error:
-                failure = reason(error)
+                failure = failure_text(error)
         if failure := self._mesh.broadcast_object(failure):
             raise RunFailed(f"The checkpoints after step {step}, to which the run went back, could not be removed: {failure}.")
 
-    def _load(self, path: Location, tensors: Mapping[str, Piece]) -> tuple[directory.DamagedCheckpoint | None, dict[str, Any]]:
+    def _load(
+        self, path: Location, tensors: Mapping[str, StateTensor]
+    ) -> tuple[directory.DamagedCheckpoint | None, dict[str, Any]]:
         """What is wrong with it on any rank; and what was saved beside the tensors."""
         problem: BaseException | None = None
         contents: dict[str, Any] = {}
@@ -241,11 +249,11 @@ class Saving:
             self._exports.close()
 
 
-def _events(outcomes: list[Outcome]) -> list[Event]:
+def _events(outcomes: list[SaveOutcome]) -> list[Event]:
     return [event for one in outcomes for event in (*([Warned(message=one.note)] if one.note else []), _event(one))]
 
 
-def _event(outcome: Outcome) -> Event:
+def _event(outcome: SaveOutcome) -> Event:
     if outcome.failure is not None:
         return SaveFailed(step=outcome.step, path=outcome.path, reason=outcome.failure)
     return Saved(

@@ -15,7 +15,7 @@ from typing import cast
 from torch import nn
 
 from phalanx.checkpointing.location import Location
-from phalanx.checkpointing.slices import Piece
+from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.events.heartbeat import Heartbeat
 from phalanx.events.records import Evaluated, Event, ModelPlaced, Saved, SaveFailed, Step, StepSkipped, WeightsLoaded
@@ -139,7 +139,7 @@ class Trainer:
     def finished(self) -> bool:
         return self.progress.step >= self.run.steps
 
-    def tensors(self) -> dict[str, Piece]:
+    def tensors(self) -> dict[str, StateTensor]:
         """The live state by name, this rank's parts of it: what is saved, and where it is restored to."""
         return pieces(self.sharded, self.optimizer, self.outer)
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from phalanx.checkpointing import directory
-from phalanx.checkpointing.location import Location, at
-from phalanx.checkpointing.upload import Upload, Uploader
+from phalanx.checkpointing.location import Location
+from phalanx.checkpointing.storage import open_location
+from phalanx.checkpointing.upload import Uploader, UploadOutcome
 from phalanx.events.records import Event, Uploaded, UploadFailed
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.run import Run
@@ -24,7 +25,7 @@ class Uploads:
         self.far: Location | None = None
         self._uploader: Uploader | None = None
         if run.checkpoint.local_first and run.checkpoint.url is not None:
-            self.far = at(run.checkpoint.url)
+            self.far = open_location(run.checkpoint.url)
             self._uploader = Uploader(near, self.far, mesh, self._retain)
 
     @property
@@ -79,7 +80,7 @@ class Uploads:
             self._uploader.close()
 
 
-def _event(upload: Upload) -> Event:
+def _event(upload: UploadOutcome) -> Event:
     if upload.failure is not None:
         return UploadFailed(step=upload.step, url=upload.url, reason=upload.failure)
     return Uploaded(step=upload.step, url=upload.url, bytes=upload.bytes, seconds=upload.seconds, skipped=upload.skipped)

@@ -9,8 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from phalanx.checkpointing.find_checkpoint import located
-from phalanx.checkpointing.stream import Saved
+from phalanx.checkpointing.find_checkpoint import locate
+from phalanx.checkpointing.restore import CheckpointReader
 from phalanx.checkpointing.tools.diff import Difference, compare
 from phalanx.events.fault_log import Struck
 from phalanx.events.records import Recovered
@@ -180,7 +180,7 @@ def _state(ours: Side, theirs: Side, accepted: float) -> Verdict:
     """The last checkpoints. On one layout throughout they are the same to the bit; where ranks were fewer for a while, sums were in
     another order."""
     try:
-        one, other = (Saved(located(side.directory)) for side in (ours, theirs))
+        one, other = (CheckpointReader(locate(side.directory)) for side in (ours, theirs))
     except (RunError, OSError) as error:
         endings = "; ".join(side.said.strip().splitlines()[-1] for side in (ours, theirs) if side.code and side.said.strip())
         return Verdict(name="state", passed=False, said=f"{error} {endings}".strip())
@@ -199,7 +199,7 @@ def _state(ours: Side, theirs: Side, accepted: float) -> Verdict:
     return Verdict(name="state", passed=all(value <= accepted for value in apart.values()), said=said)
 
 
-def _apart(found: Difference, saved: Saved) -> float:
+def _apart(found: Difference, saved: CheckpointReader) -> float:
     """In relation to the largest number of the tensor."""
     if found.kind != "values":
         return float("inf")

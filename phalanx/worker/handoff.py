@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.checkpointing.replicas.survivor_copy import Share, hand_over
+from phalanx.checkpointing.replicas.memory_checkpoint import HandoffShare, write_handoff
 from phalanx.training.step import SPIKE
 from phalanx.training.trainer import Trainer
 
@@ -49,9 +49,11 @@ def hand_off(trainer: Trainer, contributors: list[int]) -> bool:
     mesh = trainer.mesh
     mesh.mark_lost(rank for rank in range(mesh.ranks) if rank not in contributors)
     tensors = trainer.tensors()
-    if not all(mesh.covers(*piece.copies.key) for piece in {piece.copies: piece for piece in tensors.values()}.values()):
+    if not all(mesh.covers(*piece.replicas.key) for piece in {piece.replicas: piece for piece in tensors.values()}.values()):
         return False
     assert mesh.place.holder is not None
-    share = Share(mesh.place.generation, contributors.index(mesh.rank), len(contributors), mesh.stage, mesh.speaks_for_stage)
-    hand_over(Path(mesh.place.holder), share, trainer.progress.step, tensors, trainer.saving.contents(trainer.progress))
+    share = HandoffShare(
+        mesh.place.generation, contributors.index(mesh.rank), len(contributors), mesh.stage, mesh.speaks_for_stage
+    )
+    write_handoff(Path(mesh.place.holder), share, trainer.progress.step, tensors, trainer.saving.contents(trainer.progress))
     return True

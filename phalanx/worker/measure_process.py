@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.checkpointing.hf_folder import Folder
+from phalanx.checkpointing.hf_folder import WeightsFolder
 from phalanx.models import hf_names
 from phalanx.models.init import build, reset_buffers
 from phalanx.spec import hf_config
@@ -56,7 +56,7 @@ def measured(run: Run) -> dict[str, Any]:
 
 def match_folder(folder: Path) -> None:
     """Every tensor that the model of a Hugging Face folder has, found there in its shape; from the headers alone."""
-    hf_names.match(Folder(folder), hf_config.model_spec(folder), hf_config.interleaved(hf_config.read_config(folder)))
+    hf_names.match(WeightsFolder(folder), hf_config.model_spec(folder), hf_config.interleaved(hf_config.read_config(folder)))
 
 
 def try_forward(run: Run, model: nn.Module) -> None:

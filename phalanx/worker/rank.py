@@ -220,10 +220,10 @@ class _Rank:
         if mesh.rank == 0:
             addresses = [(host, port) for host, port in source["holders"]]
             assert place.token is not None
-            states = replica_index.whole(addresses, place.token)
+            states = replica_index.complete_states(addresses, place.token)
             wanted = (source["generation"], source["step"], source["ranks"])
             chosen = next((one for one in states if (one.generation, one.step, one.ranks) == wanted), None)
-            found = None if chosen is None else replica_index.Held(chosen, place.token)
+            found = None if chosen is None else replica_index.MemoryLocation(chosen, place.token)
         location: Location | None = mesh.broadcast_object(found)
         if location is None:
             raise ConnectionError("Connection closed by peer: the copies in memory are gone")

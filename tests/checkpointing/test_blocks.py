@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from checkpoints import flip
 
-from phalanx.checkpointing import checksums
-from phalanx.checkpointing.checksums import Checked, Damaged, digest, whole, whole_of, write
+from phalanx.checkpointing import format
+from phalanx.checkpointing.format import Checked, Damaged, digest, whole, whole_of, write
 from phalanx.checkpointing.location import Local
 
 BLOCK = 1000
@@ -21,7 +21,7 @@ BLOCK = 1000
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: Any) -> None:
-    monkeypatch.setattr(checksums, "BLOCK", BLOCK)
+    monkeypatch.setattr(format, "BLOCK", BLOCK)
 
 
 def cut(data: bytes, sizes: Iterator[int]) -> Iterator[memoryview]:

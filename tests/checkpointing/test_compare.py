@@ -9,11 +9,11 @@ from checkpoints import saved
 from ranks import ALONE, run_ranks
 from torch import Tensor
 
-from phalanx.checkpointing.slices import Piece
-from phalanx.checkpointing.stream import Saved
-from phalanx.checkpointing.tools.diff import Difference, beside, compare
-from phalanx.checkpointing.write_partition import Copies
+from phalanx.checkpointing.restore import CheckpointReader
+from phalanx.checkpointing.state_tensor import ReplicaGroup, StateTensor
+from phalanx.checkpointing.tools.diff import Difference, compare, compare_metadata
 from phalanx.parallel.mesh import Mesh
+from phalanx.spec.tensor_slice import TensorSlice
 
 STATE = {
     "model/w": torch.randn(7, 6, generator=torch.Generator().manual_seed(0)),
@@ -23,7 +23,7 @@ STATE = {
 
 
 def differences(a: Path, b: Path) -> dict[str, Difference]:
-    return {found.name: found for found in compare(Saved(a), Saved(b)) if isinstance(found, Difference)}
+    return {found.name: found for found in compare(CheckpointReader(a), CheckpointReader(b)) if isinstance(found, Difference)}
 
 
 def save(path: Path, state: dict[str, Tensor], **contents: object) -> Path:
@@ -32,18 +32,18 @@ def save(path: Path, state: dict[str, Tensor], **contents: object) -> Path:
 
 def cut(mesh: Mesh, path: Path) -> None:
     """Columns of one tensor to each rank, and the others shared."""
-    pieces = {name: Piece.of(tensor, Copies((), mesh.rank, mesh.ranks)) for name, tensor in STATE.items()}
+    pieces = {name: StateTensor.full(tensor, ReplicaGroup((), mesh.rank, mesh.ranks)) for name, tensor in STATE.items()}
     columns = STATE["model/w"][:, 2 * mesh.rank : 2 * mesh.rank + 2].clone()
-    pieces["model/w"] = Piece(columns, (7, 6), (0, 2 * mesh.rank), (7, 2))
+    pieces["model/w"] = StateTensor(columns, TensorSlice.of((7, 6), (0, 2 * mesh.rank), (7, 2)))
     saved(path, 3, pieces, {"progress": {"samples": 24}, "seed": 0, "layout": {"tensor": 3}}, mesh)
 
 
 def test_the_same_state_is_the_same_whoever_saved_it(tmp_path: Path) -> None:
     one = save(tmp_path / "one", STATE)
     run_ranks(cut, 3, tmp_path / "three")
-    a, b = Saved(one), Saved(tmp_path / "three" / "step-00000003")
+    a, b = CheckpointReader(one), CheckpointReader(tmp_path / "three" / "step-00000003")
     assert list(compare(a, b)) == sorted(STATE)  # a NaN is the same as itself
-    assert beside(a, b) == {}  # a layout is not part of the state
+    assert compare_metadata(a, b) == {}  # a layout is not part of the state
 
 
 def test_each_difference_is_told_for_what_it_is(tmp_path: Path) -> None:
@@ -86,4 +86,4 @@ def test_whole_numbers_and_what_lies_beside_are_compared_too(tmp_path: Path) -> 
     a = save(tmp_path / "a", {"model/n": torch.tensor([1, 2, 3])}, data="x")
     b = save(tmp_path / "b", {"model/n": torch.tensor([1, 2, 7])}, data="y", version="2")
     assert differences(a, b)["model/n"].largest == 4.0
-    assert beside(Saved(a), Saved(b)) == {"data": ("x", "y")}
+    assert compare_metadata(CheckpointReader(a), CheckpointReader(b)) == {"data": ("x", "y")}

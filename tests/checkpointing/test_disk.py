@@ -14,13 +14,23 @@ from typing import Any
 import pytest
 from checkpoints import flip
 
-from phalanx.checkpointing import checksums, directory, rank_file
-from phalanx.checkpointing.directory import DamagedCheckpoint, commit, listed, newest, newest_valid, prune, read_marker, verify
-from phalanx.checkpointing.location import Local, at
+from phalanx.checkpointing import directory, format
+from phalanx.checkpointing.directory import (
+    DamagedCheckpoint,
+    commit,
+    list_checkpoints,
+    newest,
+    newest_verified,
+    prune,
+    read_marker,
+    verify,
+)
+from phalanx.checkpointing.location import Local
+from phalanx.checkpointing.storage import open_location
 from phalanx.spec.errors import PhalanxError
 
-DATA, LATER = rank_file.file_name(0, 2), rank_file.file_name(1, 2)
-ABOUT = rank_file.beside(DATA)
+DATA, LATER = format.file_name(0, 2), format.file_name(1, 2)
+ABOUT = format.beside(DATA)
 VALUES = {DATA: bytes(range(256)) * 5, LATER: b"a few bytes"}
 CONTENTS = {"progress": {"step": 3, "samples": 24}, "version": "1.2", "rate": 0.1, "small": 1e-05, "said": "naïve"}
 
@@ -29,9 +39,9 @@ def write(checkpoints: Path, step: int, contents: dict[str, Any] = CONTENTS) -> 
     """A checkpoint, made the way saving makes it; its files hold no tensors, which nobody asks here."""
     partial = directory.begin(checkpoints, step)
     for stage, (name, data) in enumerate(VALUES.items()):
-        about = rank_file.about(name, len(data), len(data), checksums.write(partial / name, [data]))
+        about = format.about(name, len(data), len(data), format.write(partial / name, [data]))
         about |= {"stage": stage, "names": {f"tensor {stage}": len(data)}}
-        checksums.write(partial / rank_file.beside(name), [json.dumps(about).encode()])
+        format.write(partial / format.beside(name), [json.dumps(about).encode()])
     return Path(str(commit(partial, contents | {"step": step}, 2)))
 
 
@@ -49,7 +59,7 @@ def test_a_committed_directory_has_its_name_its_files_and_its_contents(tmp_path:
     assert marker["step"] == 12
     files = {name: file["bytes"] for name, file in marker["files"].items()}
     assert files == {file.name: file.stat().st_size for file in path.iterdir() if file.name != directory.MARKER}
-    assert files.keys() == {DATA, LATER, ABOUT, rank_file.beside(LATER)}
+    assert files.keys() == {DATA, LATER, ABOUT, format.beside(LATER)}
     assert {name: (path / name).read_bytes() for name in VALUES} == VALUES
     assert marker["names"] == [["tensor 0"], ["tensor 1"]]
     for name, file in marker["files"].items():  # as anybody can find them out: these are of one block
@@ -58,12 +68,17 @@ def test_a_committed_directory_has_its_name_its_files_and_its_contents(tmp_path:
 
 
 def test_the_newest_by_number_is_found_not_by_name_or_time(tmp_path: Path) -> None:
-    assert newest_valid(tmp_path / "none") == (None, [])
-    assert newest_valid(tmp_path) == (None, [])
+    assert newest_verified(tmp_path / "none") == (None, [])
+    assert newest_verified(tmp_path) == (None, [])
     for step in (99, 1234567890, 100, 7):  # one has outgrown its eight digits
         write(tmp_path, step)
-    assert [path.name for path in listed(tmp_path)] == ["step-1234567890", "step-00000100", "step-00000099", "step-00000007"]
-    assert newest_valid(tmp_path) == newest(tmp_path) == (at(tmp_path / "step-1234567890"), [])
+    assert [path.name for path in list_checkpoints(tmp_path)] == [
+        "step-1234567890",
+        "step-00000100",
+        "step-00000099",
+        "step-00000007",
+    ]
+    assert newest_verified(tmp_path) == newest(tmp_path) == (open_location(tmp_path / "step-1234567890"), [])
 
 
 def no_marker(path: Path) -> None:
@@ -174,8 +189,8 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(damage: Callable[[Path], 
         write(tmp_path, step)
     damage(tmp_path / "step-00000003")
     damage(tmp_path / "step-00000004")
-    found, damaged = newest_valid(tmp_path)
-    assert found == at(tmp_path / "step-00000002")
+    found, damaged = newest_verified(tmp_path)
+    assert found == open_location(tmp_path / "step-00000002")
     assert [Path(bad.path).name for bad in damaged] == ["step-00000004", "step-00000003"]
     for bad in damaged:
         assert DAMAGES[damage] in bad.reason
@@ -187,7 +202,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(damage: Callable[[Path], 
 def test_without_any_valid_one_all_are_named(tmp_path: Path) -> None:
     for step in (1, 2):
         truncated_file(write(tmp_path, step))
-    found, damaged = newest_valid(tmp_path)
+    found, damaged = newest_verified(tmp_path)
     assert found is None
     assert [Path(bad.path).name for bad in damaged] == ["step-00000002", "step-00000001"]
 
@@ -217,8 +232,8 @@ def test_what_is_not_finished_is_never_looked_at(tmp_path: Path) -> None:
     write(tmp_path, 1)
     for name in ("step-00000009.partial", "step-00000008.replaced.partial", "step-x", "other", "step-00000007.bak"):
         shutil.copytree(tmp_path / "step-00000001", tmp_path / name)
-    assert newest_valid(tmp_path) == (at(tmp_path / "step-00000001"), [])
-    assert listed(tmp_path) == [at(tmp_path / "step-00000001")]
+    assert newest_verified(tmp_path) == (open_location(tmp_path / "step-00000001"), [])
+    assert list_checkpoints(tmp_path) == [open_location(tmp_path / "step-00000001")]
 
 
 def test_pruning_keeps_the_newest_whole_ones_and_removes_what_was_interrupted(tmp_path: Path) -> None:
@@ -229,7 +244,7 @@ def test_pruning_keeps_the_newest_whole_ones_and_removes_what_was_interrupted(tm
     for name in ("step-00000007.partial", "step-00000004.replaced.partial"):
         shutil.copytree(tmp_path / "step-00000001", tmp_path / name)
     (tmp_path / "notes").mkdir()
-    last = at(tmp_path / "step-00000006")
+    last = open_location(tmp_path / "step-00000006")
     assert prune(tmp_path, 2, last) == ["step-00000002", "step-00000001"]
     # Damaged ones are left for a person to look at, and do not count.
     assert names(tmp_path) == ["notes", "step-00000003", "step-00000004", "step-00000005", "step-00000006"]
@@ -242,7 +257,7 @@ def test_pruning_keeps_the_newest_whole_ones_and_removes_what_was_interrupted(tm
 )
 def test_some_are_kept_for_good(last: int, every: int | None, kept: Iterable[int], tmp_path: Path) -> None:
     for step in range(1, 11):  # as a run does, after each save
-        prune(tmp_path, last, at(write(tmp_path, step)), every)
+        prune(tmp_path, last, open_location(write(tmp_path, step)), every)
     assert names(tmp_path) == [f"step-{step:08d}" for step in kept]
 
 
@@ -251,9 +266,9 @@ def test_a_removal_cut_short_is_finished_by_the_next_and_nothing_of_it_is_loaded
         write(tmp_path, step)
     with monkeypatch.context() as patched:
         patched.setattr(Local, "remove", lambda self: None)  # killed before a file of it is gone
-        prune(tmp_path, 1, at(tmp_path / "step-00000002"))
-    assert [path.name for path in listed(tmp_path)] == ["step-00000002"]
-    prune(tmp_path, 1, at(tmp_path / "step-00000002"))
+        prune(tmp_path, 1, open_location(tmp_path / "step-00000002"))
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002"]
+    prune(tmp_path, 1, open_location(tmp_path / "step-00000002"))
     assert names(tmp_path) == ["step-00000002"]
 
 
@@ -262,10 +277,10 @@ def test_pruning_never_removes_what_was_just_saved(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         write(tmp_path, step)
     first_bit(tmp_path / "step-00000006")
-    last = at(write(tmp_path, 5))
+    last = open_location(write(tmp_path, 5))
     prune(tmp_path, 1, last)
     assert names(tmp_path) == ["step-00000005", "step-00000006"]
-    assert newest_valid(tmp_path)[0] == last
+    assert newest_verified(tmp_path)[0] == last
 
 
 def test_the_same_step_again_replaces_the_one_that_is_there(tmp_path: Path) -> None:
@@ -274,8 +289,8 @@ def test_the_same_step_again_replaces_the_one_that_is_there(tmp_path: Path) -> N
         verify(tmp_path / "step-00000005")
     for _ in range(3):  # also where an earlier replacement was killed before it was tidied up
         verify(write(tmp_path, 5))
-        assert newest_valid(tmp_path) == (at(tmp_path / "step-00000005"), [])
-    prune(tmp_path, 2, at(tmp_path / "step-00000005"))
+        assert newest_verified(tmp_path) == (open_location(tmp_path / "step-00000005"), [])
+    prune(tmp_path, 2, open_location(tmp_path / "step-00000005"))
     assert names(tmp_path) == ["step-00000005"]
 
 
@@ -289,8 +304,8 @@ def test_a_file_with_the_name_of_a_checkpoint_gives_way_to_it(tmp_path: Path) ->
 def test_an_older_one_under_a_later_name_is_not_the_newest(tmp_path: Path) -> None:
     shutil.copytree(write(tmp_path, 2), tmp_path / "step-00000099")
     path = write(tmp_path, 4)
-    found, damaged = newest_valid(tmp_path)
-    assert found == at(path)
+    found, damaged = newest_verified(tmp_path)
+    assert found == open_location(path)
     assert [str(bad) for bad in damaged] == [
         f"{tmp_path / 'step-00000099'} is damaged: its commit.json is that of step 2: it was copied or renamed"
     ]
@@ -313,4 +328,4 @@ def test_ranks_that_disagree_about_who_writes_what_make_no_checkpoint(tmp_path: 
     (partial / ABOUT).unlink()
     with pytest.raises(FileNotFoundError, match=ABOUT):
         commit(partial, CONTENTS, 2)
-    assert newest_valid(tmp_path) == (at(tmp_path / "step-00000001"), [])
+    assert newest_verified(tmp_path) == (open_location(tmp_path / "step-00000001"), [])

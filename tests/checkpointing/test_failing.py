@@ -13,8 +13,9 @@ from checkpoints import contents, various
 from ranks import ALONE, differing, run_ranks, tiny_run, tiny_trainer
 
 from phalanx.checkpointing import directory, location, staging
-from phalanx.checkpointing.location import Local, at
+from phalanx.checkpointing.location import Local
 from phalanx.checkpointing.save import Saver
+from phalanx.checkpointing.storage import open_location
 from phalanx.events.records import Saved, SaveFailed, Step
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.errors import RunFailed
@@ -172,7 +173,7 @@ def test_a_run_that_was_stopped_after_a_failed_save_saves_again(tmp_path: Path, 
 def test_a_full_disk(wait: bool, tmp_path: Path, mount_disk: Callable[[Path, str], Path]) -> None:
     """A real one: it has room for one checkpoint and a half."""
     folder = mount_disk(tmp_path / "small", "100k")
-    saver, small, large = Saver(at(folder), ALONE), various(1), {"large": various(1)["model/matrix"].repeat(10, 1)}
+    saver, small, large = Saver(open_location(folder), ALONE), various(1), {"large": various(1)["model/matrix"].repeat(10, 1)}
     outcomes = saver.save(1, small, {}, wait=wait) + saver.settle()
     outcomes += saver.save(2, {**small, **large}, {}, wait=wait) + saver.settle()
     assert [outcome.failure for outcome in outcomes[:1]] == [None]
@@ -188,7 +189,7 @@ def test_what_cannot_be_removed_afterwards_is_told_but_the_checkpoint_is_there(t
     def retain(path: location.Location) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    saver = Saver(at(tmp_path), ALONE, retain)
+    saver = Saver(open_location(tmp_path), ALONE, retain)
     (ended,) = saver.save(1, various(1), {}, wait=True)
     assert ended.failure is None
     assert (
@@ -201,7 +202,7 @@ def test_what_cannot_be_removed_afterwards_is_told_but_the_checkpoint_is_there(t
 
 def test_without_memory_for_a_copy_the_save_is_waited_for_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "free_memory", lambda: 1000)
-    saver, tensors = Saver(at(tmp_path), ALONE), various(1)
+    saver, tensors = Saver(open_location(tmp_path), ALONE), various(1)
     saver.prepare(tensors)
     assert saver.save(1, tensors, {}, wait=False) == []
     for tensor in tensors.values():
@@ -222,7 +223,7 @@ def test_a_new_saver_of_the_same_ranks_hears_nothing_of_an_earlier_ones_failure(
     with monkeypatch.context() as patched:
         patched.setattr(directory, "commit", lambda *args: (_ for _ in ()).throw(FULL))
         patched.setattr(Local, "sink", lambda self: (_ for _ in ()).throw(FULL))
-        (failed,) = Saver(at(tmp_path), ALONE).save(1, various(1), {}, wait=True)
+        (failed,) = Saver(open_location(tmp_path), ALONE).save(1, various(1), {}, wait=True)
         assert failed.failure == "rank 0: No space left on device"
-    (ended,) = Saver(at(tmp_path), ALONE).save(1, various(1), {}, wait=True)
+    (ended,) = Saver(open_location(tmp_path), ALONE).save(1, various(1), {}, wait=True)
     assert ended.failure is None

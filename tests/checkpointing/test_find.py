@@ -8,18 +8,26 @@ import torch
 from checkpoints import flip, values
 
 from phalanx.checkpointing.directory import DamagedCheckpoint
-from phalanx.checkpointing.find_checkpoint import every, find, is_checkpoint, located, named, one, places_of
-from phalanx.checkpointing.location import at
-from phalanx.checkpointing.stream import Chunk, Streamed, write
+from phalanx.checkpointing.find_checkpoint import (
+    all_checkpoints,
+    checkpoint_locations,
+    find,
+    find_unverified,
+    is_checkpoint,
+    locate,
+    path_or_url,
+)
+from phalanx.checkpointing.storage import open_location
+from phalanx.checkpointing.tools.offline_writer import StreamedBox, StreamedTensor, write_checkpoint
 from phalanx.spec.errors import RunError
 
 WHOLE = torch.arange(12.0).view(3, 4)
 
 
 def checkpoint(folder: Path, step: int, **contents: str) -> Path:
-    chunk = Chunk(offsets=(0, 0), sizes=(3, 4), read=lambda: WHOLE)
-    tensor = Streamed(name="model/w", shape=(3, 4), dtype=torch.float32, chunks=[chunk])
-    return Path(str(write(folder, step, [tensor], contents)))
+    chunk = StreamedBox(offsets=(0, 0), sizes=(3, 4), read=lambda: WHOLE)
+    tensor = StreamedTensor(name="model/w", shape=(3, 4), dtype=torch.float32, chunks=[chunk])
+    return Path(str(write_checkpoint(folder, step, [tensor], contents)))
 
 
 def run_directory(path: Path, *steps: int, text: str = "# of the directory\n") -> Path:
@@ -35,29 +43,29 @@ def test_a_run_stands_for_its_newest_valid_checkpoint_and_a_checkpoint_for_itsel
     first, second, third = sorted((run / "checkpoints").iterdir())
     for path, expected in ((run, third), (first, first), (run / "checkpoints", third), (str(second), second)):
         found = find(path)
-        assert named(found.checkpoint) == expected
+        assert path_or_url(found.checkpoint) == expected
         assert (found.run, found.source) == ("# of the directory\n", str(run / "run.toml"))
         assert found.tokenizer is None
     (run / "tokenizer").mkdir()
     assert find(run).tokenizer == find(first).tokenizer == run / "tokenizer"
     flip(values(third), -1)
-    assert named(find(run).checkpoint) == second
+    assert path_or_url(find(run).checkpoint) == second
     with pytest.raises(DamagedCheckpoint, match=r"step-00000003 is damaged: its file state-.* does not have the contents"):
         find(third)
     # Who checks what they read is given the newest by its marker, and reads nothing twice.
-    assert named(one(run).checkpoint) == named(located(run)) == third
+    assert path_or_url(find_unverified(run).checkpoint) == path_or_url(locate(run)) == third
     (third / "commit.json").unlink()
-    assert named(located(run)) == second
+    assert path_or_url(locate(run)) == second
 
 
 def test_a_checkpoint_away_from_its_run_directory_carries_its_run_file(tmp_path: Path) -> None:
     run = run_directory(tmp_path / "run", 5)
     lone = Path(shutil.copytree(run / "checkpoints" / "step-00000005", tmp_path / "elsewhere" / "lone"))
     found = find(lone)
-    assert (named(found.checkpoint), found.run, found.tokenizer) == (lone, "# of the checkpoint\n", None)
+    assert (path_or_url(found.checkpoint), found.run, found.tokenizer) == (lone, "# of the checkpoint\n", None)
     assert found.source == str(lone / "commit.json")
     shutil.copytree(lone, tmp_path / "many" / "step-00000005")
-    assert named(find(tmp_path / "many").checkpoint) == tmp_path / "many" / "step-00000005"
+    assert path_or_url(find(tmp_path / "many").checkpoint) == tmp_path / "many" / "step-00000005"
     (run / "run.toml").unlink()
     assert find(run).run == "# of the checkpoint\n"
 
@@ -66,39 +74,39 @@ def test_checkpoints_lie_where_the_run_file_says(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     checkpoint(kept, 7, run="# of the checkpoint\n")
     run = run_directory(tmp_path / "run", text=f'[checkpoint]\nurl = "{kept}"\n')
-    assert places_of(at(run)) == [at(kept)]
+    assert checkpoint_locations(open_location(run)) == [open_location(kept)]
     found = find(run)
-    assert named(found.checkpoint) == kept / "step-00000007" and found.source == str(run / "run.toml")
+    assert path_or_url(found.checkpoint) == kept / "step-00000007" and found.source == str(run / "run.toml")
     # Saved near and uploaded: of two of the same step the near one is taken.
     (run / "run.toml").write_text(f'[checkpoint]\nurl = "{kept}"\nlocal_first = true\n')
     near = run / "checkpoints"
-    assert named(find(run).checkpoint) == kept / "step-00000007"
+    assert path_or_url(find(run).checkpoint) == kept / "step-00000007"
     for step in (6, 7):
         checkpoint(near, step)
-    assert places_of(at(run)) == [at(near), at(kept)]
-    assert [named(path) for path in every(places_of(at(run)))] == [
+    assert checkpoint_locations(open_location(run)) == [open_location(near), open_location(kept)]
+    assert [path_or_url(path) for path in all_checkpoints(checkpoint_locations(open_location(run)))] == [
         near / "step-00000007",
         kept / "step-00000007",
         near / "step-00000006",
     ]
     flip(values(near / "step-00000007"), -1)
-    assert named(find(run).checkpoint) == kept / "step-00000007"
+    assert path_or_url(find(run).checkpoint) == kept / "step-00000007"
     (run / "run.toml").write_text("no toml = = at all")
-    assert places_of(at(run)) == [at(near)]
+    assert checkpoint_locations(open_location(run)) == [open_location(near)]
 
 
 def test_a_folder_is_a_checkpoint_by_its_name_or_its_marker(tmp_path: Path) -> None:
     made = checkpoint(tmp_path, 3)
-    assert is_checkpoint(at(made)) and not is_checkpoint(at(tmp_path))
-    assert is_checkpoint(at(made.rename(tmp_path / "best")))
+    assert is_checkpoint(open_location(made)) and not is_checkpoint(open_location(tmp_path))
+    assert is_checkpoint(open_location(made.rename(tmp_path / "best")))
     (tmp_path / "step-00000009").mkdir()
-    assert is_checkpoint(at(tmp_path / "step-00000009"))
+    assert is_checkpoint(open_location(tmp_path / "step-00000009"))
 
 
 def test_what_cannot_be_found_is_said_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is not a directory: name a checkpoint"):
         find(tmp_path / "nothing")
-    for look in (find, located):
+    for look in (find, locate):
         with pytest.raises(RunError, match=r"has no checkpoint to load .there is none in .*: train first"):
             look(run_directory(tmp_path / look.__name__))
     damaged = run_directory(tmp_path / "damaged", 4)

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from phalanx.checkpointing.hf_folder import Folder, Writer
+from phalanx.checkpointing.hf_folder import WeightsFolder, WeightsWriter
 from phalanx.spec.errors import RunError
 
 TENSORS = {
@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_rows_of_what_the_library_wrote(folder: Path) -> None:
-    files = Folder(folder)
+    files = WeightsFolder(folder)
     assert set(files.names) == set(TENSORS)
     assert files.rows("vector", 2, 5).tolist() == [[2.0], [3.0], [4.0]]
     assert torch.equal(files.rows("matrix", 1, 3), TENSORS["matrix"][1:3])
@@ -39,7 +39,7 @@ def test_rows_of_what_the_library_wrote(folder: Path) -> None:
 
 
 def test_the_library_reads_what_was_written(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, {name: (SHAPES[name], tensor.dtype) for name, tensor in TENSORS.items()}, 1 << 30)
+    writer = WeightsWriter(tmp_path, {name: (SHAPES[name], tensor.dtype) for name, tensor in TENSORS.items()}, 1 << 30)
     writer.write("stack", TENSORS["stack"].view(6, 4)[4:], 4)  # in any order, in parts
     writer.write("vector", TENSORS["vector"][:, None])
     writer.write("stack", TENSORS["stack"].view(6, 4)[:4])
@@ -55,26 +55,26 @@ def test_the_library_reads_what_was_written(tmp_path: Path) -> None:
 
 def test_shards_hold_no_more_than_asked_and_are_indexed(tmp_path: Path) -> None:
     tensors = {f"t{index}": ((10, 10), torch.float32) for index in range(7)}
-    writer = Writer(tmp_path, tensors, 900)
+    writer = WeightsWriter(tmp_path, tensors, 900)
     for name in tensors:
         writer.write(name, torch.full((10, 10), float(name[1])))
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 2800
     assert sorted(set(index["weight_map"].values())) == [f"model-0000{shard}-of-00004.safetensors" for shard in range(1, 5)]
-    files = Folder(tmp_path)
+    files = WeightsFolder(tmp_path)
     assert all((files.rows(name, 0, 10) == float(name[1])).all() for name in tensors)
     for file in tmp_path.glob("*.safetensors"):
         assert sum(tensor.nbytes for tensor in load_file(file).values()) <= 900
 
 
 def test_a_tensor_larger_than_a_shard_gets_one_of_its_own(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, {"a": ((100,), torch.float32), "b": ((1,), torch.float32)}, 8)
+    writer = WeightsWriter(tmp_path, {"a": ((100,), torch.float32), "b": ((1,), torch.float32)}, 8)
     assert writer.files == 2
 
 
 def _refusal(folder: Path, wanted: dict[str, tuple[int, ...]] | None = None) -> str:
     with pytest.raises(RunError) as refused:
-        Folder(folder).check(SHAPES if wanted is None else wanted, [], [["matrix", "stack"]] if wanted is None else [])
+        WeightsFolder(folder).check(SHAPES if wanted is None else wanted, [], [["matrix", "stack"]] if wanted is None else [])
     return "\n".join(refused.value.problems)
 
 
@@ -146,7 +146,7 @@ def test_a_file_that_its_tensors_do_not_fill_is_refused(tmp_path: Path, places: 
 
 
 def _sharded(folder: Path) -> dict[str, dict[str, str]]:
-    writer = Writer(folder, {"a": ((4,), torch.float32), "b": ((4,), torch.float32)}, 16)
+    writer = WeightsWriter(folder, {"a": ((4,), torch.float32), "b": ((4,), torch.float32)}, 16)
     for name in "ab":
         writer.write(name, torch.ones(4, 1))
     index: dict[str, dict[str, str]] = json.loads((folder / "model.safetensors.index.json").read_text())

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from phalanx.checkpointing import checksums, directory, rank_file
+from phalanx.checkpointing import directory, format
+from phalanx.checkpointing.format import Box
 from phalanx.checkpointing.location import Local
 from phalanx.checkpointing.quiet import quiet
-from phalanx.checkpointing.rank_file import Box
 from phalanx.checkpointing.shard_io import DTYPES
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
@@ -88,8 +88,8 @@ def test_values_begin_where_their_format_may(by_four: Path) -> None:
                 assert entry["data_offsets"][0] % SIZES[entry["dtype"]] == 0
 
 
-def checked(file: Path, data: bytes) -> checksums.Checked:
-    return checksums.Checked(Local(file), len(data), checksums.write(Local(file), [data]))
+def checked(file: Path, data: bytes) -> format.Checked:
+    return format.Checked(Local(file), len(data), format.write(Local(file), [data]))
 
 
 def test_what_the_header_says_is_read_back(tmp_path: Path) -> None:
@@ -98,10 +98,10 @@ def test_what_the_header_says_is_read_back(tmp_path: Path) -> None:
         Box("a/matrix", "F32", (10, 4), (6, 0), (3, 4)),
         Box("naïve “name”", "BF16", (7,), (0,), (7,)),
     ]
-    head = rank_file.header(boxes)
+    head = format.header(boxes)
     data = head + bytes(sum(box.bytes for box in boxes))
     file = checked(tmp_path / "file", data)
-    found = rank_file.boxes(file, len(data))
+    found = format.boxes(file, len(data))
     file.close()
     assert [(one.name, one.dtype, one.whole, one.offset, one.shape) for one in found] == [
         (one.name, one.dtype, one.whole, one.offset, one.shape) for one in boxes
@@ -114,7 +114,7 @@ def test_another_programs_header_is_told(head: bytes, tmp_path: Path) -> None:
     data = head + bytes(10)
     file = checked(tmp_path / "file", data)
     with pytest.raises((ValueError, KeyError, TypeError)):
-        rank_file.boxes(file, len(data))
+        format.boxes(file, len(data))
     file.close()
 
 
@@ -125,4 +125,4 @@ def test_a_marker_tells_what_each_rank_and_stage_holds(by_four: Path, tmp_path: 
     first, last = (set(names) for names in marker["names"])
     assert not first & last and first | last == set(contents(tmp_path / "step-00000001"))
     assert "model/embed.weight" in first and "model/head.weight" in last
-    assert [file["stage"] for name, file in marker["files"].items() if name.endswith(rank_file.SUFFIX)] == [0, 1]
+    assert [file["stage"] for name, file in marker["files"].items() if name.endswith(format.SUFFIX)] == [0, 1]

@@ -13,13 +13,13 @@ from checkpoints import saved
 from ranks import ALONE, run_ranks
 from torch import Tensor
 
-from phalanx.checkpointing import checksums, shard_io
+from phalanx.checkpointing import format, shard_io
 from phalanx.checkpointing.location import Local
 from phalanx.checkpointing.restore import load
-from phalanx.checkpointing.slices import Piece
-from phalanx.checkpointing.write_partition import Copies
+from phalanx.checkpointing.state_tensor import ReplicaGroup, StateTensor
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.errors import RunFailed
+from phalanx.spec.tensor_slice import TensorSlice
 
 WHOLE = torch.arange(48 * 40, dtype=torch.float32).view(48, 40)
 CUBE = torch.arange(6 * 8 * 10, dtype=torch.int64).view(6, 8, 10)
@@ -34,9 +34,13 @@ def save_boxes(mesh: Mesh, folder: Path) -> None:
         folder,
         1,
         {
-            "matrix": Piece(tile, (48, 40), (row * 24, column * 20), (24, 20), Copies(("row", "column"), 0, 1)),
-            "cube": Piece(slab, (6, 8, 10), (0, column * 4, 0), (6, 4, 10), Copies(("column",), row, 2)),
-            "number": Piece.of(torch.tensor(7.0), Copies((), mesh.rank, 4)),
+            "matrix": StateTensor(
+                tile, TensorSlice.of((48, 40), (row * 24, column * 20), (24, 20)), ReplicaGroup(("row", "column"), 0, 1)
+            ),
+            "cube": StateTensor(
+                slab, TensorSlice.of((6, 8, 10), (0, column * 4, 0), (6, 4, 10)), ReplicaGroup(("column",), row, 2)
+            ),
+            "number": StateTensor.full(torch.tensor(7.0), ReplicaGroup((), mesh.rank, 4)),
         },
         {},
         mesh,
@@ -54,11 +58,11 @@ def boxes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_any_box_is_put_together_from_the_boxes_that_were_saved(seed: int, boxes: Path) -> None:
     dice = random.Random(seed)
 
-    def box(whole: Tensor) -> tuple[Piece, Tensor]:
+    def box(whole: Tensor) -> tuple[StateTensor, Tensor]:
         offset = tuple(dice.randrange(size) for size in whole.shape)
         shape = tuple(dice.randrange(1, size - first + 1) for first, size in zip(offset, whole.shape, strict=True))
         expected = whole[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
-        return Piece(torch.full_like(expected, -1), tuple(whole.shape), offset, shape), expected
+        return StateTensor(torch.full_like(expected, -1), TensorSlice.of(whole.shape, offset, shape)), expected
 
     wanted = {"matrix": box(WHOLE), "cube": box(CUBE), "number": box(torch.tensor(7.0))}
     load(boxes, {name: piece for name, (piece, _) in wanted.items()})
@@ -83,7 +87,7 @@ def test_what_the_checkpoint_lacks_is_said(boxes: Path) -> None:
 
 def test_only_the_blocks_that_hold_what_is_needed_are_read(tmp_path: Path, monkeypatch: Any) -> None:
     block = 8192
-    for module in (checksums, shard_io):
+    for module in (format, shard_io):
         monkeypatch.setattr(module, "BLOCK", block)
     rows = torch.randn(4096, 64)
     path = saved(tmp_path, 1, {"rows": rows, "others": torch.randn(4096, 64)}, {}, ALONE)
@@ -100,7 +104,7 @@ def test_only_the_blocks_that_hold_what_is_needed_are_read(tmp_path: Path, monke
 
     monkeypatch.setattr(Local, "read", counting(Local.read))
     monkeypatch.setattr(Local, "block", counting(Local.block))
-    quarter = Piece(torch.zeros(1024, 64), (4096, 64), (1024, 0), (1024, 64))
+    quarter = StateTensor(torch.zeros(1024, 64), TensorSlice.of((4096, 64), (1024, 0), (1024, 64)))
     load(path, {"rows": quarter})
     assert isinstance(quarter.tensor, Tensor) and torch.equal(quarter.tensor, rows[1024:2048])
     # The header's page; a block at either end of the quarter; and one that was on its way when no more was wanted.

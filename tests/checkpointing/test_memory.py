@@ -21,14 +21,13 @@ from holders import TOKEN, Node, nodes
 from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
 from torch import Tensor
 
-from phalanx.checkpointing import directory, free_memory
+from phalanx.checkpointing import directory
 from phalanx.checkpointing.replicas import replica_index, replica_protocol, shm_slots
-from phalanx.checkpointing.replicas.memory_checkpoint import Copied, MemoryCopies, Slot
-from phalanx.checkpointing.replicas.replica_index import Held
-from phalanx.checkpointing.replicas.replica_server import Holder
+from phalanx.checkpointing.replicas.memory_checkpoint import CopyOutcome, MemoryCopies, SharedStaging
+from phalanx.checkpointing.replicas.replica_index import MemoryLocation
+from phalanx.checkpointing.replicas.replica_server import ReplicaServer
 from phalanx.checkpointing.restore import load
-from phalanx.checkpointing.slices import Piece
-from phalanx.checkpointing.write_partition import Copies
+from phalanx.checkpointing.state_tensor import ReplicaGroup, StateTensor
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
 from phalanx.verification.rank_pool import fork
@@ -80,11 +79,11 @@ def test_what_killed_workers_had_is_restored_bit_for_bit(
     local: bool, trained: tuple[Path, Sequence[Node]], tmp_path: Path
 ) -> None:
     checkpoints, found = trained
-    state = replica_index.newest(addresses(found), TOKEN)
+    state = replica_index.newest_state(addresses(found), TOKEN)
     assert state is not None
     assert (state.step, state.ranks, state.nodes) == (3, 4, {0: (0, 1), 1: (0, 1), 2: (1, 0), 3: (1, 0)})
-    place = Held(state, TOKEN, local=local)
-    saved = directory.folder(checkpoints, 3)
+    place = MemoryLocation(state, TOKEN, local=local)
+    saved = directory.step_dir(checkpoints, 3)
     on_disk, marker = directory.read_marker(saved), directory.read_marker(place)
     assert {k: v for k, v in marker.items() if k != "time"} == {k: v for k, v in on_disk.items() if k != "time"}
     directory.verify(place)
@@ -95,15 +94,15 @@ def test_what_killed_workers_had_is_restored_bit_for_bit(
 @pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(shard=2, zero=3)])
 def test_it_is_restored_on_another_layout(layout: Layout, trained: tuple[Path, Sequence[Node]], tmp_path: Path) -> None:
     checkpoints, found = trained
-    state = replica_index.newest(addresses(found), TOKEN)
+    state = replica_index.newest_state(addresses(found), TOKEN)
     assert state is not None
-    from_memory = run_ranks(restored, 2, Held(state, TOKEN), tmp_path, layout=layout)
-    from_disk = run_ranks(restored, 2, directory.folder(checkpoints, 3), tmp_path, layout=layout)
+    from_memory = run_ranks(restored, 2, MemoryLocation(state, TOKEN), tmp_path, layout=layout)
+    from_disk = run_ranks(restored, 2, directory.step_dir(checkpoints, 3), tmp_path, layout=layout)
     assert [differing(*pair) for pair in zip(from_memory, from_disk, strict=True)] == [[], []]
 
 
 def test_both_of_the_last_two_are_there_and_none_before(trained: tuple[Path, Sequence[Node]]) -> None:
-    assert [state.step for state in replica_index.whole(addresses(trained[1]), TOKEN)] == [3, 2]
+    assert [state.step for state in replica_index.complete_states(addresses(trained[1]), TOKEN)] == [3, 2]
 
 
 def values(step: int, rows: int = 1000) -> dict[str, Tensor]:
@@ -111,12 +110,14 @@ def values(step: int, rows: int = 1000) -> dict[str, Tensor]:
     return {"weight": torch.randn(rows, 37, generator=dice), "half": torch.randn(rows, generator=dice).bfloat16()}
 
 
-def state_of(mesh: Mesh, step: int, rows: int = 1000) -> dict[str, Piece]:
+def state_of(mesh: Mesh, step: int, rows: int = 1000) -> dict[str, StateTensor]:
     """The same on all ranks, so that each keeps a share of it."""
-    return {name: Piece.of(tensor, Copies((), mesh.rank, mesh.ranks)) for name, tensor in values(step, rows).items()}
+    return {
+        name: StateTensor.full(tensor, ReplicaGroup((), mesh.rank, mesh.ranks)) for name, tensor in values(step, rows).items()
+    }
 
 
-def copy(mesh: Mesh, folders: list[Path], steps: list[int], generation: int = 0) -> list[Copied]:
+def copy(mesh: Mesh, folders: list[Path], steps: list[int], generation: int = 0) -> list[CopyOutcome]:
     copies = MemoryCopies(mesh, folders[mesh.rank * len(folders) // mesh.ranks], generation)
     told = []
     for step in steps:
@@ -127,10 +128,10 @@ def copy(mesh: Mesh, folders: list[Path], steps: list[int], generation: int = 0)
     return told
 
 
-def loaded(state: replica_index.Whole | None, rows: int = 1000) -> tuple[int, bool]:
+def loaded(state: replica_index.ReplicaState | None, rows: int = 1000) -> tuple[int, bool]:
     """Which step it is, and whether it is that step's state."""
     assert state is not None
-    place = Held(state, TOKEN, local=False)
+    place = MemoryLocation(state, TOKEN, local=False)
     found = {name: torch.zeros_like(tensor) for name, tensor in values(0, rows).items()}
     contents = load(place, found)
     place.close()
@@ -146,21 +147,21 @@ def test_any_node_may_be_lost_and_two_neighbours_may_not(tmp_path: Path) -> None
             (10, None, None, True),
         ]
         found[1].lose()
-        state = replica_index.newest(addresses(found), TOKEN)
+        state = replica_index.newest_state(addresses(found), TOKEN)
         assert state is not None
         assert state.nodes == {0: (0,), 1: (2,), 2: (2, 0)}
         assert loaded(state) == (10, True)
         # Those who live close the ring, and a copy of two ranks takes the place of the copy of three.
         living = {node.number: node.address for node in (found[0], found[2])}
-        assert replica_index.tell_peers(living, TOKEN) == {0: 2, 2: 0}
+        assert replica_index.set_peers(living, TOKEN) == {0: 2, 2: 0}
         run_ranks(copy, 2, [folders[0], folders[2]], [11, 12], 1)
-        states = replica_index.whole(addresses(found), TOKEN)
+        states = replica_index.complete_states(addresses(found), TOKEN)
         assert [(state.generation, state.step) for state in states] == [(1, 12), (1, 11)], "the older generation was forgotten"
         assert states[0].nodes == {0: (0, 2), 1: (2, 0)}
         found[0].lose()
-        assert loaded(replica_index.newest(addresses(found), TOKEN)) == (12, True)
+        assert loaded(replica_index.newest_state(addresses(found), TOKEN)) == (12, True)
         found[2].lose()
-        assert replica_index.newest(addresses(found), TOKEN) is None
+        assert replica_index.newest_state(addresses(found), TOKEN) is None
 
 
 def test_without_a_node_that_holds_the_only_copy_an_older_state_counts(tmp_path: Path) -> None:
@@ -168,13 +169,13 @@ def test_without_a_node_that_holds_the_only_copy_an_older_state_counts(tmp_path:
         folders = [node.folder for node in found]
         run_ranks(copy, 2, folders, [5])
         for node in found:  # from here on each is alone
-            replica_index.tell_peers({node.number: node.address}, TOKEN)
+            replica_index.set_peers({node.number: node.address}, TOKEN)
         told = run_ranks(copy, 2, folders, [5, 10])[0]
         assert [one.peer for one in told] == [False, False]
-        states = replica_index.whole(addresses(found), TOKEN)
+        states = replica_index.complete_states(addresses(found), TOKEN)
         assert [(state.step, state.nodes) for state in states] == [(10, {0: (0,), 1: (1,)}), (5, {0: (0, 1), 1: (1, 0)})]
         found[1].lose()
-        assert loaded(replica_index.newest(addresses(found), TOKEN)) == (5, True)
+        assert loaded(replica_index.newest_state(addresses(found), TOKEN)) == (5, True)
 
 
 def die_in_a_copy(mesh: Mesh, folders: list[Path]) -> None:
@@ -198,11 +199,11 @@ def test_killed_in_the_middle_of_a_copy_the_older_one_is_whole(tmp_path: Path, m
     with nodes(tmp_path, 2) as found:
         with pytest.raises(RuntimeError, match="rank 1 ended without a result"):
             run_ranks(die_in_a_copy, 2, [node.folder for node in found])
-        state = replica_index.newest(addresses(found), TOKEN)
+        state = replica_index.newest_state(addresses(found), TOKEN)
         assert loaded(state) == (5, True)
 
 
-def _late(copy: shm_slots.Copy) -> None:
+def _late(copy: shm_slots.RankCopy) -> None:
     if (copy.rank, copy.step) == (1, 10):
         time.sleep(30)
 
@@ -222,7 +223,7 @@ def test_killed_at_any_moment_what_counts_as_a_copy_is_one(tmp_path: Path) -> No
             time.sleep(dice.uniform(0.05, 0.3))
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            for state in replica_index.whole([one.address, other.address], TOKEN):
+            for state in replica_index.complete_states([one.address, other.address], TOKEN):
                 assert loaded(state, 20_000) == (state.step, True)
                 found.append((state.generation, state.step))
     assert len(set(found)) > 1
@@ -232,11 +233,11 @@ def test_a_flipped_byte_is_found_and_named(tmp_path: Path) -> None:
     with nodes(tmp_path, 1) as (node,):
         told = copy(ALONE, [node.folder], [5])
         assert [(one.failure, one.problem, one.peer) for one in told] == [(None, None, False)]
-        image = shm_slots.Shelf(node.folder).image(0, 0, "a")
+        image = shm_slots.SlotDir(node.folder).image(0, 0, "a")
         contents = bytearray(image.read_bytes())
         contents[len(contents) // 2] ^= 4
         image.write_bytes(contents)
-        state = replica_index.newest([node.address], TOKEN)
+        state = replica_index.newest_state([node.address], TOKEN)
         assert state is not None
         with pytest.raises(directory.DamagedCheckpoint, match=r"step-00000005 .*state-00000-of-00001.* not have the contents"):
             loaded(state)
@@ -250,7 +251,7 @@ def test_strangers_are_refused_and_logged(tmp_path: Path) -> None:
             stranger.recv(32)
             stranger.sendall(b"GET / HTTP/1.1".ljust(64))
             assert stranger.recv(64) == bytes(32) and stranger.recv(1) == b""
-        assert replica_index.newest([node.address], "another secret") is None
+        assert replica_index.newest_state([node.address], "another secret") is None
         deadline = time.monotonic() + 10  # a stranger is told first, and written down then
         while (refused := node.log.read_text().count("refused 127.0.0.1")) < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -299,7 +300,7 @@ def test_too_little_memory_is_said_with_its_numbers_and_no_copy_is_tried(
         real = os.statvfs(node.folder)
         copies = MemoryCopies(ALONE, node.folder)
         huge = torch.empty(1, device="meta").expand(real.f_blocks * real.f_frsize // 4, 1)
-        monkeypatch.setattr("phalanx.checkpointing.replicas.memory_checkpoint.Slot.begin", None)  # never come to
+        monkeypatch.setattr("phalanx.checkpointing.replicas.memory_checkpoint.SharedStaging.begin", None)  # never come to
         copies.take(5, {"huge": huge}, {})
         (told,) = copies.settle()
         assert told.failure is not None
@@ -314,9 +315,9 @@ def test_too_little_memory_is_said_with_its_numbers_and_no_copy_is_tried(
 def test_a_container_may_take_less_than_the_machine_has(tmp_path: Path) -> None:
     for name, text in (("max", "1000"), ("current", "700"), ("stat", "anon 1\ninactive_file 30\nactive_file 20\n")):
         (tmp_path / f"memory.{name}").write_text(text)
-    assert free_memory._allowed(tmp_path) == 350
+    assert shm_slots._allowed(tmp_path) == 350
     (tmp_path / "memory.max").write_text("max\n")
-    assert free_memory._allowed(tmp_path) == sys.maxsize
+    assert shm_slots._allowed(tmp_path) == sys.maxsize
 
 
 def test_a_peer_that_is_gone_is_told_and_the_copy_counts_while_its_own_node_lives(tmp_path: Path) -> None:
@@ -325,7 +326,7 @@ def test_a_peer_that_is_gone_is_told_and_the_copy_counts_while_its_own_node_live
         (told,) = copy(ALONE, [found[0].folder], [5])
         assert (told.failure, told.peer) == (None, False)
         assert "rank 0: node 1: " in str(told.problem)
-        assert loaded(replica_index.newest(addresses(found), TOKEN)) == (5, True)
+        assert loaded(replica_index.newest_state(addresses(found), TOKEN)) == (5, True)
 
 
 def test_no_step_waits_for_a_copy_that_is_still_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,14 +365,14 @@ def test_no_step_waits_long_for_memory_that_is_not_there_yet(
         copies._ready.join()  # type: ignore[union-attr]
         copies.take(3, state_of(ALONE, 3), {"of": 3})
         assert [(one.step, one.failure, one.passed_over) for one in copies.settle()] == [(3, None, 2)]
-        assert loaded(replica_index.newest(addresses([node]), TOKEN)) == (3, True)
+        assert loaded(replica_index.newest_state(addresses([node]), TOKEN)) == (3, True)
         copies.close()
 
 
 def test_no_copy_waits_for_pages_to_be_mapped(tmp_path: Path) -> None:
     size, path = 2**25, tmp_path / "slot"
     path.write_bytes(bytes(size + 100))
-    slot = Slot(torch.device("cpu"), path, bytes(100))
+    slot = SharedStaging(torch.device("cpu"), path, bytes(100))
     slot.map(size)
     (mapping,) = [lines for lines in Path("/proc/self/smaps").read_text().split("VmFlags")[:-1] if str(path) in lines]
     mapped = int(mapping.split("Rss:")[1].split()[0]) * 1024
@@ -388,13 +389,13 @@ def test_a_holder_started_again_takes_over_what_is_there(tmp_path: Path) -> None
         node.process.wait()
         copies.take(10, state_of(ALONE, 10), {"of": 10})
         assert "refused" in str(copies.settle()[0].failure)
-        again = Holder(node.folder, 0, TOKEN)
+        again = ReplicaServer(node.folder, 0, TOKEN)
         serving = threading.Thread(target=again.serve)
         serving.start()
-        assert loaded(replica_index.newest([again.address], TOKEN)) == (5, True)
+        assert loaded(replica_index.newest_state([again.address], TOKEN)) == (5, True)
         copies.take(15, state_of(ALONE, 15), {"of": 15})
         assert [one.failure for one in copies.settle()] == [None]
-        assert loaded(replica_index.newest([again.address], TOKEN)) == (15, True)
+        assert loaded(replica_index.newest_state([again.address], TOKEN)) == (15, True)
         copies.close()
         again.close()
         serving.join()

@@ -9,7 +9,7 @@ from checkpoints import saved
 from ranks import ALONE
 from safetensors.torch import load_file
 
-from phalanx.checkpointing.stream import Saved
+from phalanx.checkpointing.restore import CheckpointReader
 from phalanx.checkpointing.tools import plain_export
 from phalanx.checkpointing.tools.plain_export import to_safetensors, to_torch
 from phalanx.spec.errors import RunError
@@ -27,9 +27,9 @@ ALL = MODEL | {name: tensor for name, tensor in STATE.items() if name.startswith
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Saved:
-    monkeypatch.setattr("phalanx.checkpointing.stream.BLOCK", 40)  # two rows at a time
-    return Saved(saved(tmp_path / "checkpoints", 1, STATE, {}, ALONE))
+def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointReader:
+    monkeypatch.setattr("phalanx.checkpointing.restore.BLOCK", 40)  # two rows at a time
+    return CheckpointReader(saved(tmp_path / "checkpoints", 1, STATE, {}, ALONE))
 
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
@@ -39,7 +39,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
 
 
 @pytest.mark.parametrize("optimizer", [False, True])
-def test_safetensors_hold_every_tensor_whole(optimizer: bool, checkpoint: Saved, tmp_path: Path) -> None:
+def test_safetensors_hold_every_tensor_whole(optimizer: bool, checkpoint: CheckpointReader, tmp_path: Path) -> None:
     expected = ALL if optimizer else MODEL
     one = to_safetensors(checkpoint, tmp_path / "one", optimizer=optimizer, dtype=None, shard_size=10**9)
     assert same(load_file(tmp_path / "one" / "model.safetensors"), expected)
@@ -55,7 +55,7 @@ def test_safetensors_hold_every_tensor_whole(optimizer: bool, checkpoint: Saved,
 
 
 @pytest.mark.parametrize("mmap", [False, True])
-def test_torch_reads_one_file_of_all(mmap: bool, checkpoint: Saved, tmp_path: Path) -> None:
+def test_torch_reads_one_file_of_all(mmap: bool, checkpoint: CheckpointReader, tmp_path: Path) -> None:
     to_torch(checkpoint, tmp_path / "new" / "all.pt", optimizer=True, dtype=None)
     assert same(torch.load(tmp_path / "new" / "all.pt", weights_only=True, mmap=mmap), ALL)
     to_torch(checkpoint, tmp_path / "model.pt", optimizer=False, dtype=None)
@@ -63,7 +63,7 @@ def test_torch_reads_one_file_of_all(mmap: bool, checkpoint: Saved, tmp_path: Pa
     assert not list(tmp_path.rglob("*.partial"))
 
 
-def test_weights_in_another_format_and_states_as_they_are(checkpoint: Saved, tmp_path: Path) -> None:
+def test_weights_in_another_format_and_states_as_they_are(checkpoint: CheckpointReader, tmp_path: Path) -> None:
     cast = {n: t.half() if t.is_floating_point() and "optimizer" not in n else t for n, t in ALL.items()}
     to_torch(checkpoint, tmp_path / "half.pt", optimizer=True, dtype=torch.float16)
     assert same(torch.load(tmp_path / "half.pt", weights_only=True), cast)
@@ -73,7 +73,7 @@ def test_weights_in_another_format_and_states_as_they_are(checkpoint: Saved, tmp
 
 
 def test_what_is_there_is_left_alone_and_what_fails_leaves_nothing(
-    checkpoint: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: CheckpointReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()

@@ -13,9 +13,9 @@ import pytest
 from object_store import Store, after, serve, wire
 from ranks import run_ranks, tiny_run, tiny_trainer
 
-from phalanx.checkpointing import checksums, directory, multipart, rank_file, remote, retry
-from phalanx.checkpointing.location import Local, Location, at
-from phalanx.checkpointing.remote import Remote
+from phalanx.checkpointing import directory, format, storage
+from phalanx.checkpointing.location import Local, Location
+from phalanx.checkpointing.storage import Remote, open_location
 from phalanx.events.records import CheckpointDamaged, Event, Finished, Restored, Saved, Step, Uploaded, UploadFailed
 from phalanx.parallel.mesh import Mesh
 
@@ -34,7 +34,7 @@ def s3(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """This process finds the server."""
     for key, value in store.env().items():
         monkeypatch.setenv(key, value)
-    monkeypatch.setattr(multipart, "PART", SMALLEST)
+    monkeypatch.setattr(storage, "PART", SMALLEST)
     _forget()
     yield store
     _forget()
@@ -43,7 +43,7 @@ def s3(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 def _forget() -> None:
     import s3fs
 
-    remote._filesystem.cache_clear()
+    storage._filesystem.cache_clear()
     s3fs.S3FileSystem.clear_instance_cache()
 
 
@@ -51,21 +51,21 @@ def _forget() -> None:
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
     if request.param == "file":
         (tmp_path / "here").mkdir()
-        return at(f"file://{tmp_path}/here")
+        return open_location(f"file://{tmp_path}/here")
     if request.param == "memory":
-        return at(f"memory://{uuid.uuid4().hex}/here")
+        return open_location(f"memory://{uuid.uuid4().hex}/here")
     store: Store = request.getfixturevalue("s3")
-    return at(f"s3://{store.bucket()}/over/here")
+    return open_location(f"s3://{store.bucket()}/over/here")
 
 
 def test_every_place_keeps_the_contract(place: Location) -> None:
     assert place.entries() == [] and place.sizes() == {} and place.unfinished() == []
     folder = place / "a"
     folder.make()
-    sums = checksums.write(folder / "large", [BYTES[: 7 << 20], BYTES[7 << 20 :]])
-    checksums.write(folder / "empty", [])
-    checksums.write(place / "ab", [b"a neighbour whose name begins alike"])
-    assert checksums.whole(sums) == checksums.whole_of(BYTES) == checksums.digest(folder / "large")
+    sums = format.write(folder / "large", [BYTES[: 7 << 20], BYTES[7 << 20 :]])
+    format.write(folder / "empty", [])
+    format.write(place / "ab", [b"a neighbour whose name begins alike"])
+    assert format.whole(sums) == format.whole_of(BYTES) == format.digest(folder / "large")
     assert (place.entries(), folder.entries()) == (["a", "ab"], ["empty", "large"])
     assert folder.sizes() == {"large": len(BYTES), "empty": 0}
     assert place.sizes() == {"ab": 35}
@@ -78,7 +78,7 @@ def test_every_place_keeps_the_contract(place: Location) -> None:
     assert file.read(len(BYTES) + 5, 10) == b""
     with pytest.raises(FileNotFoundError):
         (folder / "none").read()
-    checksums.write(file, [b"again"])
+    format.write(file, [b"again"])
     assert (file.read(), folder.sizes()["large"]) == (b"again", 5)
     assert (file.name, file.parent.name, str(file.parent)) == ("large", "a", str(folder))
     assert pickle.loads(pickle.dumps(file)) == file
@@ -99,32 +99,32 @@ def test_a_file_that_is_given_up_is_not_there(place: Location) -> None:
 
 
 def test_a_file_url_is_a_folder(tmp_path: Path) -> None:
-    assert at(f"file://{tmp_path}/x") == Local(tmp_path / "x")
+    assert open_location(f"file://{tmp_path}/x") == Local(tmp_path / "x")
 
 
 def written(place: Location, step: int, value: int) -> Location:
     """A checkpoint of one tensor, written by hand."""
     folder = directory.begin(place, step)
-    file, body = rank_file.file_name(0, 1), bytes([value]) * 64
-    head = rank_file.header([rank_file.Box("t", "U8", (64,), (0,), (64,))])
-    sums = checksums.write(folder / file, [head, body])
-    about = rank_file.about(file, len(head) + 64, 64, sums, [rank_file.Box("t", "U8", (64,), (0,), (64,))])
-    checksums.write(folder / rank_file.beside(file), [json.dumps(about | {"stage": 0, "names": {"t": 64}}).encode()])
+    file, body = format.file_name(0, 1), bytes([value]) * 64
+    head = format.header([format.Box("t", "U8", (64,), (0,), (64,))])
+    sums = format.write(folder / file, [head, body])
+    about = format.about(file, len(head) + 64, 64, sums, [format.Box("t", "U8", (64,), (0,), (64,))])
+    format.write(folder / format.beside(file), [json.dumps(about | {"stage": 0, "names": {"t": 64}}).encode()])
     return directory.commit(folder, {"step": step})
 
 
 def test_only_a_marker_makes_a_checkpoint_and_leftovers_go(s3: Store) -> None:
-    place = at(f"s3://{s3.bucket()}/run")
-    checksums.write(directory.begin(place, 1) / rank_file.file_name(0, 1), [b"half"])
+    place = open_location(f"s3://{s3.bucket()}/run")
+    format.write(directory.begin(place, 1) / format.file_name(0, 1), [b"half"])
     assert directory.newest(place) == (None, []), "a first save that was killed is no checkpoint: the run begins again"
     for step in (1, 2, 3):
         written(place, step, step)
     interrupted = directory.begin(place, 2)  # a step that is taken again, and killed
-    checksums.write(interrupted / rank_file.file_name(0, 1), [b"half"])
+    format.write(interrupted / format.file_name(0, 1), [b"half"])
     unseen = (directory.begin(place, 4) / "file").sink()  # killed while the first parts were on their way
     unseen.write(BYTES)
-    newest, damaged = directory.newest_valid(place)
-    assert newest == directory.folder(place, 3) and damaged == []
+    newest, damaged = directory.newest_verified(place)
+    assert newest == directory.step_dir(place, 3) and damaged == []
     assert place.unfinished() == ["step-00000004"]
     saved = written(place, 5, 5)
     unseen._end()  # type: ignore[attr-defined]  # the parts have arrived; nobody will ever complete them
@@ -134,15 +134,15 @@ def test_only_a_marker_makes_a_checkpoint_and_leftovers_go(s3: Store) -> None:
 
 
 def test_a_damaged_object_is_named_and_passed_over(s3: Store) -> None:
-    place = at(f"s3://{s3.bucket()}/run")
+    place = open_location(f"s3://{s3.bucket()}/run")
     good, bad = written(place, 1, 1), written(place, 2, 2)
-    file = bad / rank_file.file_name(0, 1)
+    file = bad / format.file_name(0, 1)
     contents = bytearray(file.read())
     contents[-1] ^= 1
-    checksums.write(file, [bytes(contents)])
-    newest, damaged = directory.newest_valid(place)
+    format.write(file, [bytes(contents)])
+    newest, damaged = directory.newest_verified(place)
     assert newest == good
-    assert [(one.path, rank_file.file_name(0, 1) in one.reason) for one in damaged] == [(str(bad), True)]
+    assert [(one.path, format.file_name(0, 1) in one.reason) for one in damaged] == [(str(bad), True)]
 
 
 def test_connections_cut_in_the_middle_lose_nothing(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,25 +150,25 @@ def test_connections_cut_in_the_middle_lose_nothing(s3: Store, monkeypatch: pyte
     with wire(s3.port, after(2 << 20, 8 << 20, 9 << 20, 17 << 20)) as cut:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{cut.port}")
         _forget()
-        file = at(f"s3://{bucket}/file")
-        checksums.write(file, [BYTES])
-        checksums.write(at(f"s3://{bucket}/small"), [BYTES[: 3 << 20]])
+        file = open_location(f"s3://{bucket}/file")
+        format.write(file, [BYTES])
+        format.write(open_location(f"s3://{bucket}/small"), [BYTES[: 3 << 20]])
         assert cut.cuts == 4
         assert file.read() == BYTES
-        assert at(f"s3://{bucket}/small").size() == 3 << 20
-        assert at(f"s3://{bucket}").unfinished() == []
+        assert open_location(f"s3://{bucket}/small").size() == 3 << 20
+        assert open_location(f"s3://{bucket}").unfinished() == []
 
 
 def test_a_store_that_is_gone_is_not_taken_for_damage(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = at(f"s3://{s3.bucket()}/run")
+    place = open_location(f"s3://{s3.bucket()}/run")
     written(place, 1, 1)
-    monkeypatch.setattr(retry, "PAUSES", (0.01,))
+    monkeypatch.setattr(storage, "PAUSES", (0.01,))
     with wire(s3.port, lambda sent, data: True) as cut:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{cut.port}")
         _forget()
-        with pytest.raises(retry.Unreachable, match=r"step-00000001.* cannot be read"):
-            directory.read_marker(directory.folder(place, 1))
-        assert isinstance(pickle.loads(pickle.dumps(retry.Unreachable("x"))), OSError)
+        with pytest.raises(storage.Unreachable, match=r"step-00000001.* cannot be read"):
+            directory.read_marker(directory.step_dir(place, 1))
+        assert isinstance(pickle.loads(pickle.dumps(storage.Unreachable("x"))), OSError)
 
 
 def test_tries_again_only_what_may_pass() -> None:
@@ -178,11 +178,11 @@ def test_tries_again_only_what_may_pass() -> None:
         asked.append(error)
         raise error
 
-    with pytest.raises(retry.Unreachable, match="x: no way"):
-        retry.persist("x", lambda: refuse(PermissionError("no way")), (0.0, 0.0))
+    with pytest.raises(storage.Unreachable, match="x: no way"):
+        storage.retry("x", lambda: refuse(PermissionError("no way")), (0.0, 0.0))
     assert len(asked) == 1
-    with pytest.raises(retry.Unreachable, match="x: later"):
-        retry.persist("x", lambda: refuse(TimeoutError("later")), (0.0, 0.0))
+    with pytest.raises(storage.Unreachable, match="x: later"):
+        storage.retry("x", lambda: refuse(TimeoutError("later")), (0.0, 0.0))
     assert len(asked) == 4
 
 
@@ -222,19 +222,19 @@ def test_two_ranks_save_to_a_store_and_go_on_from_it(
     assert (restored.step, restored.path) == (3, f"{url}/step-00000003")
     assert losses(first) | losses(second) == unbroken
     assert isinstance(second[-1], Finished)
-    assert at(url).entries() == ["step-00000004", "step-00000006"]
+    assert open_location(url).entries() == ["step-00000004", "step-00000006"]
     near = (tmp_path / "c").is_dir() and sorted(os.listdir(tmp_path / "c"))
     assert near == (["step-00000004", "step-00000006"] if local_first else False)
     uploads = [event for event in second if isinstance(event, Uploaded)]
     assert [event.step for event in uploads][-1:] == ([6] if local_first else [])
-    directory.verify(directory.folder(at(url), 6))
+    directory.verify(directory.step_dir(open_location(url), 6))
 
 
 def test_damage_near_by_is_made_good_from_afar(s3: Store, tmp_path: Path) -> None:
     url = f"s3://{s3.bucket()}/run"
     (first,) = run_ranks(trained, 1, url, tmp_path / "near", True, 3)
     (saved,) = [event for event in first if isinstance(event, Saved) and event.step == 3]
-    file = Path(saved.path) / rank_file.file_name(0, 1)
+    file = Path(saved.path) / format.file_name(0, 1)
     contents = bytearray(file.read_bytes())
     contents[-1] ^= 1
     file.write_bytes(contents)
@@ -246,7 +246,7 @@ def test_damage_near_by_is_made_good_from_afar(s3: Store, tmp_path: Path) -> Non
 
 def test_a_store_that_fails_is_loud_and_the_run_goes_on(s3: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"s3://{s3.bucket()}/run"
-    monkeypatch.setattr(retry, "PAUSES", (0.01,))
+    monkeypatch.setattr(storage, "PAUSES", (0.01,))
     with wire(s3.port, lambda sent, data: sent > 100_000) as bad:  # nothing large gets through, ever
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{bad.port}")
         _forget()
@@ -255,4 +255,4 @@ def test_a_store_that_fails_is_loud_and_the_run_goes_on(s3: Store, tmp_path: Pat
     failures = [event for event in found if isinstance(event, UploadFailed)]
     assert failures and failures[-1].step == 6 and "cannot be" in failures[-1].reason
     assert [event.step for event in found if isinstance(event, Saved)] == [2, 4, 6]
-    assert isinstance(at(url), Remote)
+    assert isinstance(open_location(url), Remote)

@@ -18,9 +18,10 @@ from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
 from torch import Tensor
 
 from phalanx.checkpointing import directory, location
-from phalanx.checkpointing.directory import DamagedCheckpoint, newest_valid
-from phalanx.checkpointing.location import Local, at
+from phalanx.checkpointing.directory import DamagedCheckpoint, newest_verified
+from phalanx.checkpointing.location import Local
 from phalanx.checkpointing.restore import load
+from phalanx.checkpointing.storage import open_location
 from phalanx.parallel.mesh import Mesh
 
 
@@ -117,7 +118,7 @@ def test_a_run_that_went_back_behind_a_damaged_checkpoint_saves_and_keeps_its_ow
     path = Path(trainer.save().path)
     trainer.close()
     assert path == tmp_path / "step-00000003"
-    assert newest_valid(tmp_path)[0] == at(path)
+    assert newest_verified(tmp_path)[0] == open_location(path)
 
 
 def _forked(work: Callable[[], NoReturn]) -> int:
@@ -140,7 +141,7 @@ def state(value: int) -> dict[str, Tensor]:
 def check_all(checkpoints: Path) -> list[location.Location]:
     """Every directory that passes for a checkpoint holds exactly one save; returns them."""
     valid = []
-    for path in directory.listed(checkpoints):
+    for path in directory.list_checkpoints(checkpoints):
         try:
             directory.verify(path)
         except DamagedCheckpoint:
@@ -164,7 +165,7 @@ def test_a_save_killed_at_any_moment_leaves_nothing_that_passes_for_one(tmp_path
             for step in range(3):
                 value = 1000 * attempt + step
                 path = saved(tmp_path, step, state(value), {"value": value}, ALONE)
-                directory.prune(tmp_path, 2, at(path))
+                directory.prune(tmp_path, 2, open_location(path))
             attempt += 1
 
     for _ in range(10):
@@ -207,7 +208,7 @@ def test_a_save_killed_between_any_two_of_its_writes_leaves_the_old_or_the_new(t
     saved(tmp_path, 1, state(1), {"value": 1}, ALONE)
     for call in itertools.count():
         killed = killed_at(call, lambda: saved(tmp_path, 2, state(2), {"value": 2}, ALONE))
-        found, damaged = newest_valid(tmp_path)
+        found, damaged = newest_verified(tmp_path)
         assert damaged == []
         assert found is not None and found in check_all(tmp_path)
         if not killed:
@@ -215,11 +216,11 @@ def test_a_save_killed_between_any_two_of_its_writes_leaves_the_old_or_the_new(t
             break
         # Whatever was left, the next save works and tidies up.
         path = saved(tmp_path, 2, state(2), {"value": 2}, ALONE)
-        directory.prune(tmp_path, 2, at(path))
+        directory.prune(tmp_path, 2, open_location(path))
         assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
         assert len(check_all(tmp_path)) == 2
         path.rename(tmp_path / "step-00000002.removed.partial")
-        directory.prune(tmp_path, 1, at(tmp_path / "step-00000001"))
+        directory.prune(tmp_path, 1, open_location(tmp_path / "step-00000001"))
     assert call > 15
 
 
@@ -228,11 +229,11 @@ def test_a_replacement_killed_between_any_two_of_its_writes_leaves_the_old_or_th
     saved(tmp_path, 1, state(1001), {"value": 1001}, ALONE)
     for call in itertools.count():
         killed = killed_at(call, lambda: saved(tmp_path, 1, state(2001), {"value": 2001}, ALONE))
-        directory.mend(tmp_path)  # as every run does that goes on
+        directory.restore_replaced(tmp_path)  # as every run does that goes on
         assert [path.name for path in check_all(tmp_path)] == ["step-00000001"]
         if not killed:
             break
         path = saved(tmp_path, 1, state(1001), {"value": 1001}, ALONE)
-        directory.prune(tmp_path, 1, at(path))
+        directory.prune(tmp_path, 1, open_location(path))
         assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
     assert call > 15

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from ranks import tiny_run
 
-from phalanx.checkpointing import directory, rank_file, stream
+from phalanx.checkpointing import directory, format
 from phalanx.checkpointing.restore import load
 from phalanx.checkpointing.shard_io import Holding, Reader, box, laid_out, raw
-from phalanx.checkpointing.slices import Part, Piece, SavePieces, written
+from phalanx.checkpointing.state_tensor import Part, SavePieces, StateTensor, written
+from phalanx.checkpointing.tools import offline_writer
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Run
 from phalanx.training.dry_build import held
@@ -28,14 +29,14 @@ def big() -> Run:
     )
 
 
-def planned(pieces: dict[str, Piece]) -> tuple[list[Part], bytes]:
+def planned(pieces: dict[str, StateTensor]) -> tuple[list[Part], bytes]:
     """All that a rank does before it writes."""
     parts = laid_out(written(pieces))
     planner = SavePieces(parts)
     planner.set_up_planner({}, None, True)
     plans, _ = planner.create_global_plan([planner.create_local_plan()])
     assert len(planner.finish_plan(plans[0]).items) == len(parts)
-    return parts, rank_file.header([box(part) for part in parts])
+    return parts, format.header([box(part) for part in parts])
 
 
 def calls(function: Callable[..., Any], *args: Any) -> tuple[Any, int]:
@@ -74,13 +75,13 @@ def test_planning_does_not_grow_with_the_number_of_ranks(zero: int, monkeypatch:
     assert work[16_384] <= 1.1 * work[1024], "calls for each piece that it holds and each that it writes"
 
 
-def whole(name: str, piece: Piece) -> torch.Tensor:
+def whole(name: str, piece: StateTensor) -> torch.Tensor:
     """Values that tell tensors and places apart."""
     count = torch.Size(piece.whole).numel()
-    return (torch.arange(count) + rank_file.mark(name) % 1000).view(piece.whole).to(piece.tensor.dtype)
+    return (torch.arange(count) + format.mark(name) % 1000).view(piece.whole).to(piece.tensor.dtype)
 
 
-def of(name: str, piece: Piece) -> torch.Tensor:
+def of(name: str, piece: StateTensor) -> torch.Tensor:
     return whole(name, piece)[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape, strict=True))].contiguous()
 
 
@@ -93,7 +94,9 @@ def write_all(folder: Path, run: Run, layout: Layout) -> Path:
         parts = laid_out(written(pieces))
         values = (raw(part.of(of(part.name, part.piece))) for part in parts)
         names = {name: piece.whole_bytes for name, piece in pieces.items()} if rank % each == 0 else None
-        stream.write_file(partial, (rank, layout.ranks), [box(part) for part in parts], values, Holding(rank // each, names))
+        offline_writer.write_file(
+            partial, (rank, layout.ranks), [box(part) for part in parts], values, Holding(rank // each, names)
+        )
     return Path(str(directory.commit(partial, {"step": 1}, layout.ranks)))
 
 
@@ -111,7 +114,7 @@ def test_a_loading_rank_looks_into_the_files_that_hold_its_boxes(tmp_path: Path,
     for what, (other, rank, most) in cases.items():
         opened.clear()
         pieces = {
-            name: Piece(torch.zeros(piece.shape, dtype=piece.tensor.dtype), piece.whole, piece.offset, piece.shape)
+            name: StateTensor(torch.zeros(piece.shape, dtype=piece.tensor.dtype), piece.slice)
             for name, piece in held(run, other, rank).items()
         }
         load(saved, pieces)

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from phalanx.checkpointing.slices import Piece, written
-from phalanx.checkpointing.write_partition import Copies, portions
+from phalanx.checkpointing.state_tensor import ReplicaGroup, StateTensor, portions, written
+from phalanx.spec.tensor_slice import TensorSlice
 
 
 def line(dice: random.Random) -> list[tuple[int, int]]:
@@ -27,7 +27,7 @@ def line(dice: random.Random) -> list[tuple[int, int]]:
 def test_every_row_is_written_once_and_all_write_the_same_to_within_a_row(seed: int) -> None:
     dice = random.Random(seed)
     rows, count = line(dice), dice.choice([1, 2, 3, 4, 7, 8, 64, 1000])
-    shares = [portions(rows, Copies(("a",), index, count)) for index in range(count)]
+    shares = [portions(rows, ReplicaGroup(("a",), index, count)) for index in range(count)]
     for number, (length, size) in enumerate(rows):
         ranges = [share[number] for share in shares if share[number][0] < share[number][1]]
         covered = [row for first, last in ranges for row in range(first, last)]
@@ -40,7 +40,7 @@ def test_every_row_is_written_once_and_all_write_the_same_to_within_a_row(seed: 
 
 
 def test_what_mirrors_another_rank_is_not_written() -> None:
-    assert portions([(5, 4), (1, 8)], Copies((), 1, 0)) == [(0, 0), (0, 0)]
+    assert portions([(5, 4), (1, 8)], ReplicaGroup((), 1, 0)) == [(0, 0), (0, 0)]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -63,7 +63,9 @@ def test_groups_of_ranks_are_cut_by_themselves(seed: int) -> None:
             among = sum(place[axis] << at for at, axis in enumerate(reversed(others)))
             box = torch.zeros(length, *shape[1:], dtype=torch.int64)
             offset = (index * length, *[0] * (len(shape) - 1))
-            pieces[name] = Piece(box, shape, offset, tuple(box.shape), Copies(split, among, 4 // parts))
+            pieces[name] = StateTensor(
+                box, TensorSlice.of(shape, offset, tuple(box.shape)), ReplicaGroup(split, among, 4 // parts)
+            )
         parts_of_rank = written(pieces)
         assert len({part.name for part in parts_of_rank}) == len(parts_of_rank), "one range of rows of each tensor"
         for part in parts_of_rank:

@@ -11,26 +11,28 @@ from checkpoints import contents, saved
 from ranks import ALONE
 
 from phalanx.checkpointing import directory
-from phalanx.checkpointing.checksums import BLOCK
-from phalanx.checkpointing.restore import load
-from phalanx.checkpointing.stream import Chunk, Saved, Streamed, write
+from phalanx.checkpointing.format import BLOCK
+from phalanx.checkpointing.restore import CheckpointReader, load
+from phalanx.checkpointing.tools.offline_writer import StreamedBox, StreamedTensor, write_checkpoint
 
 WHOLE = torch.arange(60.0).view(6, 10)
 
 
-def streamed(rows: int) -> Streamed:
-    def chunk(first: int) -> Chunk:
+def streamed(rows: int) -> StreamedTensor:
+    def chunk(first: int) -> StreamedBox:
         part = WHOLE[first : first + rows]
-        return Chunk(offsets=(first, 0), sizes=tuple(part.shape), read=part.clone)
+        return StreamedBox(offsets=(first, 0), sizes=tuple(part.shape), read=part.clone)
 
-    return Streamed(name="model/w", shape=(6, 10), dtype=torch.float32, chunks=[chunk(first) for first in range(0, 6, rows)])
+    return StreamedTensor(
+        name="model/w", shape=(6, 10), dtype=torch.float32, chunks=[chunk(first) for first in range(0, 6, rows)]
+    )
 
 
 def test_it_is_a_checkpoint_like_any_other(tmp_path: Path) -> None:
-    columns = [Chunk(offsets=(0, at), sizes=(6, 5), read=WHOLE[:, at : at + 5].bfloat16) for at in (0, 5)]
-    across = Streamed(name="model/across", shape=(6, 10), dtype=torch.bfloat16, chunks=columns)
-    path = write(tmp_path, 0, [streamed(2), across], {"version": "1"})
-    assert path == directory.folder(tmp_path, 0)
+    columns = [StreamedBox(offsets=(0, at), sizes=(6, 5), read=WHOLE[:, at : at + 5].bfloat16) for at in (0, 5)]
+    across = StreamedTensor(name="model/across", shape=(6, 10), dtype=torch.bfloat16, chunks=columns)
+    path = write_checkpoint(tmp_path, 0, [streamed(2), across], {"version": "1"})
+    assert path == directory.step_dir(tmp_path, 0)
     directory.verify(path)
     # Into another format: a run computes in its own.
     tensors = {"model/w": torch.zeros(6, 10, dtype=torch.float64), "model/across": torch.zeros(6, 10)}
@@ -41,9 +43,9 @@ def test_it_is_a_checkpoint_like_any_other(tmp_path: Path) -> None:
 
 
 def test_parts_of_what_was_streamed_and_of_what_was_saved(tmp_path: Path) -> None:
-    path = write(tmp_path / "a", 0, [streamed(2)], {})
-    apart = Saved(path)
-    whole = Saved(saved(tmp_path / "b", 7, {"model/w": WHOLE}, {"progress": 1}, ALONE))
+    path = write_checkpoint(tmp_path / "a", 0, [streamed(2)], {})
+    apart = CheckpointReader(path)
+    whole = CheckpointReader(saved(tmp_path / "b", 7, {"model/w": WHOLE}, {"progress": 1}, ALONE))
     assert whole.contents["progress"] == 1
     for found in (apart, whole):
         assert found.names == ["model/w"]
@@ -58,7 +60,7 @@ def test_parts_of_what_was_streamed_and_of_what_was_saved(tmp_path: Path) -> Non
 def test_parts_fill_a_block_and_keep_rows_together(tmp_path: Path) -> None:
     rows, columns = 10, BLOCK // 4 // 4  # four rows fill a block
     large = torch.arange(rows, dtype=torch.float32)[:, None].expand(rows, columns).contiguous()
-    found = Saved(saved(tmp_path, 1, {"large": large, "small": WHOLE, "number": torch.tensor(3.0)}, {}, ALONE))
+    found = CheckpointReader(saved(tmp_path, 1, {"large": large, "small": WHOLE, "number": torch.tensor(3.0)}, {}, ALONE))
     assert found.parts("large") == [(0, 4), (4, 8), (8, 10)]
     assert found.parts("large", 3) == [(0, 3), (3, 6), (6, 9), (9, 10)]
     assert found.parts("large", 7) == [(0, 7), (7, 10)]  # the fewest that may be taken by themselves
@@ -77,26 +79,27 @@ def test_chunks_in_any_order_and_of_any_shape_are_put_together(tmp_path: Path) -
         "row by row": [((row, column), (1, 5)) for row in range(6) for column in (0, 5)],
     }
     tensors = [
-        Streamed(
+        StreamedTensor(
             name=name,
             shape=(6, 10),
             dtype=torch.float32,
             chunks=[
-                Chunk(offsets=o, sizes=n, read=lambda o=o, n=n: WHOLE[o[0] : o[0] + n[0], o[1] : o[1] + n[1]])  # type: ignore[misc]
+                StreamedBox(offsets=o, sizes=n, read=lambda o=o, n=n: WHOLE[o[0] : o[0] + n[0], o[1] : o[1] + n[1]])  # type: ignore[misc]
                 for o, n in given
             ],
         )
         for name, given in boxes.items()
     ]
     assert [tensor.in_order for tensor in tensors] == [False, False, False, True]
-    found = contents(write(tmp_path, 0, tensors, {}))
+    found = contents(write_checkpoint(tmp_path, 0, tensors, {}))
     assert found.keys() == boxes.keys() and all(torch.equal(tensor, WHOLE) for tensor in found.values())
 
 
 PROGRAM = """
 import resource, sys, torch
 from pathlib import Path
-from phalanx.checkpointing.stream import Chunk, Saved, Streamed, write
+from phalanx.checkpointing.tools.offline_writer import Chunk, Streamed, write
+from phalanx.checkpointing.restore import Saved
 rows = 4 << 20
 def tensor(index):
     chunk = Chunk(offsets=(0,), sizes=(rows,), read=lambda: torch.full((rows,), float(index)))

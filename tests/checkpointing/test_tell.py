@@ -15,14 +15,23 @@ from checkpoints import flip, saved, values
 from ranks import ALONE, run_ranks
 from safetensors import safe_open
 
-from phalanx.checkpointing import checksums, directory
+from phalanx.checkpointing import directory, format
 from phalanx.checkpointing.directory import DamagedCheckpoint
-from phalanx.checkpointing.info import degrees, kinds, leftovers, listing, named_like, tensors, told
-from phalanx.checkpointing.location import at
-from phalanx.checkpointing.slices import Piece
-from phalanx.checkpointing.tools.check_bytes import Damage, damages
-from phalanx.checkpointing.write_partition import Copies
+from phalanx.checkpointing.state_tensor import ReplicaGroup, StateTensor
+from phalanx.checkpointing.storage import open_location
+from phalanx.checkpointing.tools.checkpoint_info import (
+    FileDamage,
+    bytes_by_kind,
+    describe,
+    find_damage,
+    layout_text,
+    leftovers,
+    listing,
+    matching,
+    tensors,
+)
 from phalanx.parallel.mesh import Mesh
+from phalanx.spec.tensor_slice import TensorSlice
 
 LAYOUT = {"pipeline": 1, "data": 2, "shard": 1, "tensor": 1, "zero": 3, "sequence": True, "schedule_file": None}
 W = torch.arange(40.0).view(10, 4)
@@ -30,14 +39,14 @@ W = torch.arange(40.0).view(10, 4)
 
 def save(mesh: Mesh, folder: Path, step: int) -> Path:
     mine = W[5 * mesh.rank : 5 * mesh.rank + 5] if mesh.ranks > 1 else W
-    cut = Piece(mine.clone(), (10, 4), (5 * mesh.rank, 0), tuple(mine.shape))
-    both = Piece.of(torch.arange(6, dtype=torch.int64), Copies((), mesh.rank, mesh.ranks))
+    cut = StateTensor(mine.clone(), TensorSlice.of((10, 4), (5 * mesh.rank, 0), tuple(mine.shape)))
+    both = StateTensor.full(torch.arange(6, dtype=torch.int64), ReplicaGroup((), mesh.rank, mesh.ranks))
     state = {"model/w": cut, "optimizer/w/exp_avg": both}
     return saved(folder, step, state, {"layout": LAYOUT, "version": "1.2", "progress": {"samples": 8}}, mesh)
 
 
 def test_a_list_says_what_there_is_and_what_is_wrong_with_it(tmp_path: Path) -> None:
-    assert listing(at(tmp_path)) == []
+    assert listing(open_location(tmp_path)) == []
     for step in (2, 4, 6, 8):
         save(ALONE, tmp_path, step)
     values(tmp_path / "step-00000004").unlink()
@@ -45,7 +54,7 @@ def test_a_list_says_what_there_is_and_what_is_wrong_with_it(tmp_path: Path) -> 
     shutil.copytree(tmp_path / "step-00000002", tmp_path / "step-00000010.partial")
     shutil.copytree(tmp_path / "step-00000002", tmp_path / "step-00000002.replaced.partial")
     (tmp_path / "notes").mkdir()
-    found = listing(at(tmp_path))
+    found = listing(open_location(tmp_path))
     assert [(one.step, one.leftover) for one in found] == [
         (10, True),
         (8, False),
@@ -60,28 +69,28 @@ def test_a_list_says_what_there_is_and_what_is_wrong_with_it(tmp_path: Path) -> 
     assert good.bytes == sum(file.stat().st_size for file in files)
     assert good.time is not None and abs(good.time - (tmp_path / "step-00000008").stat().st_mtime) < 60
     assert "no commit.json" in str(found[2].problem) and "is missing" in str(found[3].problem)
-    assert leftovers(at(tmp_path)) == ["step-00000002.replaced.partial", "step-00000010.partial"]
+    assert leftovers(open_location(tmp_path)) == ["step-00000002.replaced.partial", "step-00000010.partial"]
     # What was set aside for another that never came is put back by the next launch.
     shutil.rmtree(tmp_path / "step-00000002")
-    assert leftovers(at(tmp_path)) == ["step-00000010.partial"]
+    assert leftovers(open_location(tmp_path)) == ["step-00000010.partial"]
 
 
 def test_a_layout_in_words() -> None:
-    assert degrees(LAYOUT) == "data 2, sequence"
-    assert degrees(None) == degrees({"data": 1, "zero": 3}) == "one rank"
-    assert degrees({"shard": 4, "zero": 2, "schedule": "zbv"}) == "shard 4, zero 2, schedule zbv"
+    assert layout_text(LAYOUT) == "data 2, sequence"
+    assert layout_text(None) == layout_text({"data": 1, "zero": 3}) == "one rank"
+    assert layout_text({"shard": 4, "zero": 2, "schedule": "zbv"}) == "shard 4, zero 2, schedule zbv"
 
 
 def test_tensors_are_told_as_the_library_reads_them(tmp_path: Path) -> None:
     (path, _) = run_ranks(save, 2, tmp_path, 3)
     marker = directory.read_marker(path)
-    found = tensors(at(path), marker)
+    found = tensors(open_location(path), marker)
     assert list(found) == ["model/w", "optimizer/w/exp_avg"]
     assert {name: (one.dtype, one.shape, one.bytes) for name, one in found.items()} == {
         "model/w": ("F32", (10, 4), 160),
         "optimizer/w/exp_avg": ("I64", (6,), 48),
     }
-    assert kinds(found) == {"model": 160, "optimizer": 48}
+    assert bytes_by_kind(found) == {"model": 160, "optimizer": 48}
     for one in found.values():
         for file, box in one.boxes:
             with safe_open(path / file, "pt") as read:
@@ -90,52 +99,52 @@ def test_tensors_are_told_as_the_library_reads_them(tmp_path: Path) -> None:
             assert tuple(values.shape) == box.shape and values.numpy().tobytes() == raw
             whole = W if one.name == "model/w" else torch.arange(6)
             assert torch.equal(values, whole[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))])
-    assert [one.name for one in named_like(found, "exp")] == ["optimizer/w/exp_avg"]
-    assert [one.name for one in named_like(found, "model/*")] == ["model/w"]
-    assert list(named_like(found, "*/x")) == []
-    assert len(list(named_like(found, None))) == 2
+    assert [one.name for one in matching(found, "exp")] == ["optimizer/w/exp_avg"]
+    assert [one.name for one in matching(found, "model/*")] == ["model/w"]
+    assert list(matching(found, "*/x")) == []
+    assert len(list(matching(found, None))) == 2
     flip(path / "state-00001-of-00002.safetensors", 20)
     with pytest.raises(DamagedCheckpoint, match=r"state-00001-of-00002.safetensors does not have the contents"):
-        tensors(at(path), marker)
+        tensors(open_location(path), marker)
 
 
 def test_every_file_that_is_damaged_is_named_with_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (path, _) = run_ranks(save, 2, tmp_path, 3)
     read: list[int] = []
-    assert damages(at(path), read.append) == []
+    assert find_damage(open_location(path), read.append) == []
     assert sum(read) == sum(file["bytes"] for file in directory.read_marker(path)["files"].values())
     first, second = "state-00000-of-00002", "state-00001-of-00002"
     flip(path / f"{first}.safetensors", 30)
     os.truncate(path / f"{second}.safetensors", 100)
     flip(path / f"{second}.json", 5)
     size = (path / f"{first}.safetensors").stat().st_size
-    assert {one.file: one for one in damages(at(path))} == {
-        f"{first}.safetensors": Damage(
+    assert {one.file: one for one in find_damage(open_location(path))} == {
+        f"{first}.safetensors": FileDamage(
             file=f"{first}.safetensors", reason="it does not have the contents that were saved", ranges=((0, size),)
         ),
-        f"{second}.safetensors": Damage(
+        f"{second}.safetensors": FileDamage(
             file=f"{second}.safetensors",
-            reason=f"it has 100 bytes instead of {directory.sealed(at(path))['files'][f'{second}.safetensors']['bytes']}",
+            reason=f"it has 100 bytes instead of {directory.sealed(open_location(path))['files'][f'{second}.safetensors']['bytes']}",
         ),
-        f"{second}.json": Damage(file=f"{second}.json", reason="it does not have the contents that were saved"),
+        f"{second}.json": FileDamage(file=f"{second}.json", reason="it does not have the contents that were saved"),
     }
     (path / f"{second}.json").unlink()
-    assert "it is missing" in [one.reason for one in damages(at(path)) if one.file == f"{second}.json"]
+    assert "it is missing" in [one.reason for one in find_damage(open_location(path)) if one.file == f"{second}.json"]
     flip(path / "commit.json", 40)
-    (only,) = damages(at(path))
+    (only,) = find_damage(open_location(path))
     assert only.file == "commit.json" and "commit.json" in only.reason
 
 
 def test_damage_is_told_to_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("blocks", "image", "rehash"):
+    for module in ("format", "tools.checkpoint_info"):
         monkeypatch.setattr(f"phalanx.checkpointing.{module}.BLOCK", 4096)
-    assert checksums.BLOCK == 4096
+    assert format.BLOCK == 4096
     big = {"model/w": torch.arange(4096.0)}
     path = saved(tmp_path, 1, big, {}, ALONE)
     file = values(path)
     flip(file, 5000)
     flip(file, 12288)
-    (only,) = damages(at(path))
+    (only,) = find_damage(open_location(path))
     assert only.ranges == ((4096, 8192), (12288, 16384))
 
 
@@ -151,4 +160,4 @@ def test_none_of_this_needs_torch(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert [len(json.loads(line)) > 1 for line in done.stdout.splitlines() if line.startswith("{")] == [True] * 3
-    assert told(at(path)).problem is None
+    assert describe(open_location(path)).problem is None

@@ -11,30 +11,31 @@ from pathlib import Path
 import pytest
 from ranks import ALONE
 
-from phalanx.checkpointing import checksums, directory, rank_file
-from phalanx.checkpointing.location import Location, at
+from phalanx.checkpointing import directory, format
+from phalanx.checkpointing.location import Location
+from phalanx.checkpointing.storage import open_location
 from phalanx.checkpointing.upload import Uploader
 
 
 def written(place: Location, step: int) -> Location:
     """A checkpoint of one tensor, written by hand."""
     folder = directory.begin(place, step)
-    file, boxes = rank_file.file_name(0, 1), [rank_file.Box("t", "U8", (64,), (0,), (64,))]
-    head = rank_file.header(boxes)
-    sums = checksums.write(folder / file, [head, bytes([step]) * 64])
-    about = rank_file.about(file, len(head) + 64, 64, sums, boxes)
-    checksums.write(folder / rank_file.beside(file), [json.dumps(about | {"stage": 0, "names": {"t": 64}}).encode()])
+    file, boxes = format.file_name(0, 1), [format.Box("t", "U8", (64,), (0,), (64,))]
+    head = format.header(boxes)
+    sums = format.write(folder / file, [head, bytes([step]) * 64])
+    about = format.about(file, len(head) + 64, 64, sums, boxes)
+    format.write(folder / format.beside(file), [json.dumps(about | {"stage": 0, "names": {"t": 64}}).encode()])
     return directory.commit(folder, {"step": step})
 
 
 @pytest.fixture
 def near(tmp_path: Path) -> Location:
-    return at(tmp_path / "near")
+    return open_location(tmp_path / "near")
 
 
 @pytest.fixture(params=["folder", "store"])
 def far(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
-    return at(tmp_path / "far") if request.param == "folder" else at(f"memory://{uuid.uuid4().hex}/far")
+    return open_location(tmp_path / "far") if request.param == "folder" else open_location(f"memory://{uuid.uuid4().hex}/far")
 
 
 @pytest.fixture
@@ -48,8 +49,8 @@ def test_what_arrives_is_the_same_checkpoint(uploader: Uploader, near: Location,
     saved = written(near, 7)
     uploader.saved(7)
     (upload,) = uploader.wait()
-    assert (upload.step, upload.url, upload.failure) == (7, str(directory.folder(far, 7)), None)
-    arrived = directory.folder(far, 7)
+    assert (upload.step, upload.url, upload.failure) == (7, str(directory.step_dir(far, 7)), None)
+    arrived = directory.step_dir(far, 7)
     assert {name: (arrived / name).read() for name in arrived.entries()} == {
         name: (saved / name).read() for name in saved.entries()
     }
@@ -63,14 +64,14 @@ def test_of_those_that_wait_the_newest_goes(
     for step in (1, 2, 3):
         written(near, step)
     begun, go_on = threading.Event(), threading.Event()
-    write = checksums.write
+    write = format.write
 
     def held_up(*given: object) -> list[int]:
         begun.set()
         assert go_on.wait(20)
         return write(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(checksums, "write", held_up)
+    monkeypatch.setattr(format, "write", held_up)
     uploader.saved(1)
     assert begun.wait(20)
     uploader.saved(2)
@@ -79,16 +80,16 @@ def test_of_those_that_wait_the_newest_goes(
     go_on.set()
     assert [(upload.step, upload.skipped) for upload in uploader.wait()] == [(1, []), (3, [2])]
     assert uploader.held == set()
-    assert [path.name for path in directory.listed(far)] == ["step-00000003", "step-00000001"]
+    assert [path.name for path in directory.list_checkpoints(far)] == ["step-00000003", "step-00000001"]
 
 
 def test_damage_is_not_passed_on(uploader: Uploader, near: Location, far: Location) -> None:
     saved = written(near, 4)
-    file = saved / rank_file.file_name(0, 1)
+    file = saved / format.file_name(0, 1)
     contents = bytearray(file.read())
     contents[-1] ^= 1
-    checksums.write(file, [bytes(contents)])
+    format.write(file, [bytes(contents)])
     uploader.saved(4)
     (upload,) = uploader.wait()
-    assert upload.failure is not None and rank_file.file_name(0, 1) in upload.failure
+    assert upload.failure is not None and format.file_name(0, 1) in upload.failure
     assert directory.newest(far)[0] is None

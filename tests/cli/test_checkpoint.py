@@ -18,7 +18,7 @@ from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
 from safetensors.torch import load_file
 
 from phalanx.checkpointing import directory
-from phalanx.checkpointing.location import at
+from phalanx.checkpointing.storage import open_location
 from phalanx.events.rundir import RunDir
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.dump import dump
@@ -307,11 +307,11 @@ def test_checkpoints_at_a_url(phalanx: Phalanx, trained: Path, one: Path) -> Non
     # A run directory whose checkpoints lie there; and what an interrupted save left, which has a name but no marker.
     text = (one / "run.toml").read_text().replace("[checkpoint]\n", f'[checkpoint]\nurl = "{url}"\n')
     (one / "run.toml").write_text(text)
-    (at(url) / "step-00000004" / "state-00000-of-00001.safetensors").sink().close()
+    (open_location(url) / "step-00000004" / "state-00000-of-00001.safetensors").sink().close()
     rows = phalanx("list", "one", "--json").json["checkpoints"]
     assert [(row["step"], row["problem"] is None) for row in rows] == [(4, False), (3, True)]
     assert phalanx("prune", "one", "--json").json["removed"] == [f"{url}/step-00000004"]
-    assert at(url).entries() == ["step-00000003"]
+    assert open_location(url).entries() == ["step-00000003"]
     done = phalanx("list", "memory://bucket/none")
     assert done.code == 2 and "is a URL that there is nothing at" in done.err
     done = phalanx("list", "nostore://bucket/none")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.checkpointing.reference_logits import read
+from phalanx.checkpointing.hf_folder import read_reference
 from phalanx.events.records import Exported, ExportFailed, Step
 
 transformers = pytest.importorskip("transformers")
@@ -42,7 +42,7 @@ def there_and_back(shop: Any, family: str, *overrides: str) -> None:
     assert out == shop.path / "first" / "hf" / "step-00000004"
     model = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
     assert model.config.model_type == family
-    said = read(Path(f"{out}.logits"))
+    said = read_reference(Path(f"{out}.logits"))
     with torch.no_grad():
         theirs = model(input_ids=said.tokens_S[None]).logits[0, said.places_K]
     torch.testing.assert_close(theirs, said.logits_KV, rtol=0, atol=1e-4 * float(theirs.abs().max()))
@@ -112,11 +112,11 @@ def test_an_export_that_says_something_else_is_not_kept(workshop: Any) -> None:
 
 def test_the_option_compares(workshop: Any, finished: Any, tmp_path: Path) -> None:
     """`phalanx export --check` with logits of another model exits with 1 and writes nothing."""
-    from phalanx.checkpointing.reference_logits import Reference
+    from phalanx.checkpointing.hf_folder import ReferenceLogits
 
     run = finished(1)
     file = tmp_path / "said"
-    Reference(torch.arange(8), torch.arange(8), torch.randn(8, 257), "fp32").write(file)
+    ReferenceLogits(torch.arange(8), torch.arange(8), torch.randn(8, 257), "fp32").write(file)
     ended = workshop.run("export", run.path, "out", "--check", file, "--json")
     assert ended.code == 1 and "differs from the model in training" in json.loads(ended.out.splitlines()[-1])["error"][0], ended
     assert not (workshop.path / "out").exists()

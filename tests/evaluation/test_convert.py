@@ -338,16 +338,16 @@ def test_a_model_without_tokenizer_is_imported_with_a_word_about_it(tmp_path: Pa
 
 
 def test_a_failure_halfway_leaves_nothing(tmp_path: Path, good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from phalanx.checkpointing.hf_folder import Folder
+    from phalanx.checkpointing.hf_folder import WeightsFolder
 
-    read = Folder.rows
+    read = WeightsFolder.rows
 
-    def fail(self: Folder, name: str, first: int, last: int) -> Tensor:
+    def fail(self: WeightsFolder, name: str, first: int, last: int) -> Tensor:
         if name == NORM:
             raise OSError(28, "No space left on device")
         return read(self, name, first, last)
 
-    monkeypatch.setattr(Folder, "rows", fail)
+    monkeypatch.setattr(WeightsFolder, "rows", fail)
     with pytest.raises(PhalanxError, match="No space left on device"):
         import_folder(good, tmp_path / "run")
     assert not list(tmp_path.iterdir())

@@ -13,7 +13,7 @@ from hf_models import SIX, VOCAB, logits, save
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from phalanx.checkpointing.reference_logits import Reference, read
+from phalanx.checkpointing.hf_folder import ReferenceLogits, read_reference
 from phalanx.evaluation import matching
 from phalanx.evaluation.open_model import open_model
 from phalanx.spec.errors import RunError, RunFailed
@@ -47,10 +47,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return make_once
 
 
-def reference(theirs: Any, compute: str = "fp32") -> Reference:
+def reference(theirs: Any, compute: str = "fp32") -> ReferenceLogits:
     """What a model of transformers says, in the format that training has."""
     with computing(compute, torch.device("cpu")):
-        return Reference(TOKENS, PLACES, logits(theirs, TOKENS[None])[0].float(), compute)
+        return ReferenceLogits(TOKENS, PLACES, logits(theirs, TOKENS[None])[0].float(), compute)
 
 
 @pytest.mark.parametrize("family", SIX)
@@ -74,7 +74,7 @@ def test_eight_bits(made: Saved) -> None:
     fp8.apply([model], "row", torch.device("cpu"))
     with torch.no_grad(), computing("fp8", torch.device("cpu")):
         said = model(TOKENS[None], torch.arange(16)[None])[0].float()
-    match = matching.check(folder, Reference(TOKENS, PLACES, said, "fp8", "row"))
+    match = matching.check(folder, ReferenceLogits(TOKENS, PLACES, said, "fp8", "row"))
     assert 1e-2 < match.difference <= match.allowed < 1
 
 
@@ -174,7 +174,7 @@ def test_another_vocabulary(made: Saved) -> None:
     folder, theirs = made("llama")
     said = reference(theirs)
     with pytest.raises(RunFailed, match=f"{VOCAB} logits, and the model in training has 300"):
-        matching.check(folder, Reference(TOKENS, PLACES, said.logits_KV[:, :300], "fp32"))
+        matching.check(folder, ReferenceLogits(TOKENS, PLACES, said.logits_KV[:, :300], "fp32"))
 
 
 def test_with_experts_a_few_tokens_may_go_another_way(made: Saved) -> None:
@@ -189,9 +189,9 @@ def test_with_experts_a_few_tokens_may_go_another_way(made: Saved) -> None:
 
 def test_a_file_of_logits_and_one_that_is_none(tmp_path: Path) -> None:
     file = tmp_path / "said"
-    Reference(TOKENS, PLACES[:3], torch.randn(3, 9), "fp8", "row").write(file)
-    back = read(file)
+    ReferenceLogits(TOKENS, PLACES[:3], torch.randn(3, 9), "fp8", "row").write(file)
+    back = read_reference(file)
     assert torch.equal(back.tokens_S, TOKENS) and (back.compute, back.scaling) == ("fp8", "row")
     file.write_bytes(b"nothing of the kind")
     with pytest.raises(RunError, match="is no file of logits"):
-        read(file)
+        read_reference(file)

@@ -19,7 +19,7 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 import torch
-from phalanx.checkpointing.stream import Saved
+from phalanx.checkpointing.restore import Saved
 from phalanx.parallel.mesh import connect
 from phalanx.planning.resolve import choose
 from phalanx.host.probe import probe

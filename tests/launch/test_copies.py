@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from phalanx.checkpointing.replicas import replica_index, shm_slots
-from phalanx.checkpointing.stream import Saved
+from phalanx.checkpointing.restore import CheckpointReader
 from phalanx.control import replica_process
 from phalanx.control.replica_process import Keeper, room_for_copies
 from phalanx.events.records import Copied, Warned
@@ -48,10 +48,10 @@ def test_a_run_has_its_newest_state_in_memory_and_a_killed_launcher_leaves_none(
     pids = {event.rank: event.pid for event in workshop.events("run") if event.kind == "worker_started"}
     for pid in pids.values():
         os.kill(pid, signal.SIGSTOP)  # the holder needs none of them
-    state = replica_index.newest([tuple(told["address"])], told["token"])
+    state = replica_index.newest_state([tuple(told["address"])], told["token"])
     assert state is not None and state.step % 5 == 0 and state.nodes == {0: (0,), 1: (0,)}
-    place = replica_index.Held(state, told["token"])
-    saved = Saved(place)
+    place = replica_index.MemoryLocation(state, told["token"])
+    saved = CheckpointReader(place)
     assert saved.contents["progress"]["step"] == saved.contents["step"] == state.step
     assert all(torch.isfinite(saved.read(name)).all() for name in saved.names)
     assert {name.partition("/")[0] for name in saved.names} == {"model", "optimizer"}

@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from phalanx.checkpointing.replicas import replica_index
-from phalanx.checkpointing.replicas.replica_index import Kept, Whole
-from phalanx.checkpointing.replicas.shm_slots import Copy
+from phalanx.checkpointing.replicas.replica_index import Replica, ReplicaState
+from phalanx.checkpointing.replicas.shm_slots import RankCopy
 from phalanx.control.controller import Controller
 from phalanx.control.generation import Generation
 from phalanx.control.recover import Recovery, noticed
@@ -73,18 +73,18 @@ def generation(*steps: int | None, prepared: tuple[int, ...] = ()) -> Generation
     return current
 
 
-def copy_of(step: int, generation: int = 3, left_out: int = 0) -> Whole:
+def copy_of(step: int, generation: int = 3, left_out: int = 0) -> ReplicaState:
     contents = {"progress": {"left_out": [[0, 1]] * left_out}}
-    copy = Copy(node=0, generation=generation, rank=0, ranks=1, slot="a", step=step, about={"bytes": 0}, contents=contents)
-    return Whole(generation, step, 1, ((Kept(copy, 0, ("127.0.0.1", 1000), "folder", "machine"),),))
+    copy = RankCopy(node=0, generation=generation, rank=0, ranks=1, slot="a", step=step, about={"bytes": 0}, contents=contents)
+    return ReplicaState(generation, step, 1, ((Replica(copy, 0, ("127.0.0.1", 1000), "folder", "machine"),),))
 
 
 @pytest.fixture
 def source(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """What is decided, given the copies that the holders have."""
 
-    def choose(ranks: Ranks, *copies: Whole) -> dict[str, Any]:
-        monkeypatch.setattr(replica_index, "whole", lambda addresses, token: list(copies))
+    def choose(ranks: Ranks, *copies: ReplicaState) -> dict[str, Any]:
+        monkeypatch.setattr(replica_index, "complete_states", lambda addresses, token: list(copies))
         recovery = Recovery(cast(Controller, ranks))
         found: Awaitable[dict[str, Any]] = recovery._source(ranks.current)
         return asyncio.run(_awaited(found)) | {"told as": recovery._record.source}

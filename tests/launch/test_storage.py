@@ -9,7 +9,7 @@ import pytest
 from object_store import ACCESS
 from ranks import tiny_run
 
-from phalanx.checkpointing.location import at
+from phalanx.checkpointing.storage import open_location
 from phalanx.events.log import EventLog
 from phalanx.events.records import Saved
 from phalanx.events.rundir import RunDir
@@ -57,7 +57,7 @@ def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_checkpoints_of_another_run_are_left_alone(tmp_path: Path) -> None:
     run = run_at("s3://bucket/run")
-    path, saved = at("s3://bucket/run/step-00000002"), {"step": 2, "run": dump(run)}
+    path, saved = open_location("s3://bucket/run/step-00000002"), {"step": 2, "run": dump(run)}
     check_owner(path, saved, run, new=True, fresh=False)
     with pytest.raises(RunError, match=r"already holds a run \(step-00000002\) and --fresh was given"):
         check_owner(path, saved, run, new=True, fresh=True)
@@ -80,7 +80,7 @@ def test_where_checkpoints_are_looked_for(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_checkpoints_are_elsewhere_does_not_begin_again(tmp_path: Path) -> None:
-    rundir, found = RunDir(tmp_path / "run"), [at(tmp_path / "new")]
+    rundir, found = RunDir(tmp_path / "run"), [open_location(tmp_path / "new")]
     rundir.create()
     check_lost(found, rundir)  # killed before it saved for the first time
     log = EventLog(rundir.events_file)

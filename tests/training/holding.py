@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from phalanx.checkpointing.slices import Elsewhere
+from phalanx.checkpointing.state_tensor import OffloadedTensor
 from phalanx.models.init import build, materialize
 from phalanx.parallel.owned_param import OwnedParam, ParamShard, extract
 from phalanx.spec.model import ModelSpec
@@ -40,11 +40,11 @@ def values(held: list[OwnedParam]) -> dict[str, Tensor]:
     return {one.name: one.value.detach() for one in held}
 
 
-def read(states: Mapping[str, Tensor | Elsewhere]) -> dict[str, Tensor]:
+def read(states: Mapping[str, Tensor | OffloadedTensor]) -> dict[str, Tensor]:
     """Copies, of states in files too."""
     return {name: state.detach().clone() if isinstance(state, Tensor) else state.read() for name, state in states.items()}
 
 
-def everything(held: list[OwnedParam], states: Mapping[str, Tensor | Elsewhere]) -> dict[str, Tensor]:
+def everything(held: list[OwnedParam], states: Mapping[str, Tensor | OffloadedTensor]) -> dict[str, Tensor]:
     """Copies of all that a step may change."""
     return read(values(held)) | read(states)

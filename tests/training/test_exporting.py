@@ -10,8 +10,8 @@ import pytest
 import torch
 from ranks import ALONE, run_ranks, tiny_run, tiny_trainer
 
-from phalanx.checkpointing.directory import folder
-from phalanx.checkpointing.reference_logits import Reference
+from phalanx.checkpointing.directory import step_dir
+from phalanx.checkpointing.hf_folder import ReferenceLogits
 from phalanx.events.records import Event, Exported, ExportFailed, Saved
 from phalanx.models.init import build, materialize
 from phalanx.parallel.mesh import Mesh
@@ -20,11 +20,11 @@ from phalanx.training import exporting
 from phalanx.training.exporting import Exports
 from phalanx.training.fixed_prompt import answer
 
-SAID = Reference(torch.arange(4), torch.arange(4), torch.randn(4, 9), "fp32")
+SAID = ReferenceLogits(torch.arange(4), torch.arange(4), torch.randn(4, 9), "fp32")
 MOE = ("model.moe.experts=4", "model.moe.active=2", "model.moe.ffn=32")
 
 
-def _asked(mesh: Mesh, path: Path, overrides: tuple[str, ...]) -> tuple[Reference, float, float]:
+def _asked(mesh: Mesh, path: Path, overrides: tuple[str, ...]) -> tuple[ReferenceLogits, float, float]:
     trainer = tiny_trainer(mesh, tiny_run(*overrides), path / "checkpoints")
     said = answer(trainer.stepper, trainer.run, trainer.plan)
     first = trainer.step()
@@ -81,7 +81,7 @@ def test_one_at_a_time_and_the_newest_next(tmp_path: Path, monkeypatch: pytest.M
     exports = Exports(tmp_path / "hf")
     for step in (10, 20, 30):
         exports.expect(step, SAID)
-        exports.saved(folder(tmp_path / "checkpoints", step))
+        exports.saved(step_dir(tmp_path / "checkpoints", step))
         if step == 10:
             assert gate.begun.acquire(timeout=20)
     assert exports.owned == {"step-00000010", "step-00000030"}
@@ -102,7 +102,7 @@ def test_a_failure_is_told_and_nothing_is_left(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "hf" / "step-00000007.partial").mkdir(parents=True)
     exports = Exports(tmp_path / "hf")
     exports.expect(5, SAID)
-    exports.saved(folder(tmp_path / "checkpoints", 5))
+    exports.saved(step_dir(tmp_path / "checkpoints", 5))
     gate.go.release()
     (failed,) = exports.wait()
     assert isinstance(failed, ExportFailed) and (failed.step, failed.reason) == (5, "it differs")
@@ -114,8 +114,8 @@ def test_a_save_that_failed_has_no_export(tmp_path: Path, monkeypatch: pytest.Mo
     exports = Exports(tmp_path / "hf")
     exports.expect(5, SAID)  # its save failed
     exports.expect(10, SAID)
-    exports.saved(folder(tmp_path / "checkpoints", 10))
-    exports.saved(folder(tmp_path / "checkpoints", 5))
+    exports.saved(step_dir(tmp_path / "checkpoints", 10))
+    exports.saved(step_dir(tmp_path / "checkpoints", 5))
     gate.go.release(2)
     assert [event.step for event in exports.wait() if isinstance(event, Exported)] == [10]
     assert len(gate.calls) == 1
@@ -171,7 +171,7 @@ def test_closing_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(exporting.sys, "executable", str(_sleeper(tmp_path)))
     exports = Exports(tmp_path / "hf")
     exports.expect(5, SAID)
-    exports.saved(folder(tmp_path / "checkpoints", 5))
+    exports.saved(step_dir(tmp_path / "checkpoints", 5))
     while exports._process is None:
         pass
     process = exports._process

@@ -16,7 +16,7 @@ import torch
 from ranks import copied, differing, run_ranks, tiny_run, tiny_trainer
 from torch import Tensor, nn
 
-from phalanx.checkpointing.location import at
+from phalanx.checkpointing.storage import open_location
 from phalanx.events.fault_log import DISK, Struck, fill
 from phalanx.events.log import EventLog, read_events
 from phalanx.events.records import FaultInjected, Warned
@@ -237,13 +237,13 @@ def test_a_full_disk_is_this_runs_alone_and_has_room_again(tmp_path: Path, disk:
     log.emit(Warned(message="nobody watches yet"))
     faults_of("fill-disk from=2 for=1s", tmp_path)
     with pytest.raises(OSError) as error:
-        at(tmp_path / "file").sink().write(b"data")
+        open_location(tmp_path / "file").sink().write(b"data")
     assert error.value.errno == errno.ENOSPC
     log.emit(Warned(message="waits"))
     assert len(read_events(tmp_path / "events.jsonl")) == 1
     (tmp_path / "of somebody else").write_text("is written")
     time.sleep(0.45)
-    sink = at(tmp_path / "file").sink()
+    sink = open_location(tmp_path / "file").sink()
     sink.write(b"data")
     sink.close()
     log.emit(Warned(message="after"))
@@ -251,7 +251,7 @@ def test_a_full_disk_is_this_runs_alone_and_has_room_again(tmp_path: Path, disk:
     assert said == ["nobody watches yet", "waits", "after"]
     fill(tmp_path, 60)
     Struck(tmp_path).forget()
-    at(tmp_path / "file").sink().write(b"data")
+    open_location(tmp_path / "file").sink().write(b"data")
 
 
 def test_without_faults_it_costs_nothing(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import ALONE, run_ranks, tiny_run, tiny_trainer
 
-from phalanx.checkpointing.slices import Piece
+from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
@@ -46,8 +46,8 @@ CASES: dict[str, tuple[Layout, tuple[str, ...]]] = {
 }
 
 
-def told(pieces: dict[str, Piece]) -> dict[str, Any]:
-    return {name: (one.tensor.dtype, one.whole, one.offset, one.shape, one.copies) for name, one in pieces.items()}
+def told(pieces: dict[str, StateTensor]) -> dict[str, Any]:
+    return {name: (one.tensor.dtype, one.slice, one.replicas) for name, one in pieces.items()}
 
 
 def real(mesh: Mesh, run: Run, folder: Path) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def test_a_rank_of_sixteen_thousand_takes_no_memory() -> None:
     # The last stage, tensor rank and part of the state: 1/8 of the head's rows, of which 1/16, and others hold the same 8 times.
     assert pieces["model/head.weight"].offset == (128256 * 127 // 128, 0)
     assert pieces["model/head.weight"].shape == (128256 // 128, 16384)
-    assert pieces["model/head.weight"].copies.index == 7 and pieces["model/head.weight"].copies.count == 8
+    assert pieces["model/head.weight"].replicas.index == 7 and pieces["model/head.weight"].replicas.count == 8
 
 
 def test_what_only_the_job_itself_can_measure_is_refused() -> None:

@@ -49,7 +49,7 @@ def test_ranks_leave_an_evaluation_together_when_one_is_told_to_stop(layout: Lay
 def test_a_pause_leaves_it_without_saving(tmp_path: Path) -> None:
     for told, _, heard in run_ranks(told_meanwhile, 2, tmp_path, 0, True):
         assert [type(event) for event in told] == [Step, Step] and heard == PAUSE
-    assert not directory.listed(tmp_path)
+    assert not directory.list_checkpoints(tmp_path)
 
 
 def test_the_last_one_too_and_the_run_is_finished(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from hf_models import logits, save, tokens
 from torch import nn
 
-from phalanx.checkpointing.slices import Piece
+from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.evaluation.convert import import_folder
 from phalanx.models.init import build, materialize
 from phalanx.spec import hf_config
@@ -27,7 +27,7 @@ def model(spec: ModelSpec) -> nn.Module:
 def start(ours: nn.Module, folder: Path) -> None:
     state = ours.state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    initial.load({name: Piece.of(tensor) for name, tensor in state.items()}, shapes, folder)
+    initial.load({name: StateTensor.full(tensor) for name, tensor in state.items()}, shapes, folder)
 
 
 def answer(of: nn.Module) -> torch.Tensor:

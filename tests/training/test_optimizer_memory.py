@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.checkpointing.checksums import BLOCK
+from phalanx.checkpointing.format import BLOCK
 
 PROGRAM = """
 import json, sys
@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 from torch import nn
 from phalanx.checkpointing.restore import load
-from phalanx.checkpointing.slices import Piece
-from phalanx.checkpointing.location import at
+from phalanx.checkpointing.state_tensor import StateTensor
+from phalanx.spec.tensor_slice import TensorSlice
+from phalanx.checkpointing.storage import at
 from phalanx.checkpointing.save import Saver
 from phalanx.parallel.mesh import Mesh, resident_bytes
 from phalanx.parallel.owned_param import OwnedParam, ParamShard
@@ -51,7 +52,7 @@ def live(where, count):
     for _ in range(3):
         optimizer.step(1e-3, torch.tensor(1.0), torch.tensor(0.0))
     stepped = most()
-    pieces = {name: Piece(state, state.shape, (0,) * len(state.shape), state.shape) for name, state in optimizer.state().items()}
+    pieces = {name: StateTensor(state, TensorSlice.full(state.shape)) for name, state in optimizer.state().items()}
     (ended,) = Saver(at(where / "checkpoints"), mesh).save(3, pieces, {}, wait=True)
     assert ended.failure is None, ended.failure
     load(Path(ended.path), pieces)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from training.holding import ADAMW, NO, everything, give_gradients, holding, values
 
 from phalanx.checkpointing.restore import load
-from phalanx.checkpointing.slices import Piece
+from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.optim.diloco import Outer
 from phalanx.optim.optimizer import Optimizer
 from phalanx.parallel.mesh import Mesh
@@ -54,7 +54,7 @@ class Replica:
                 self.outer.step()
                 self.inner.adopt()
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, StateTensor]:
         spots = {one.name: one.shard for one in self.owned}
         inner = self.inner.state().items()
         return self.outer.tensors() | {

@@ -11,11 +11,11 @@ from checkpoints import saved
 from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
 
 from phalanx.checkpointing import directory
-from phalanx.checkpointing.find_checkpoint import one
-from phalanx.checkpointing.info import tensors
-from phalanx.checkpointing.location import at
-from phalanx.checkpointing.stream import Saved
-from phalanx.checkpointing.tools.reshard import Cuts, needs
+from phalanx.checkpointing.find_checkpoint import find_unverified
+from phalanx.checkpointing.restore import CheckpointReader
+from phalanx.checkpointing.storage import open_location
+from phalanx.checkpointing.tools.checkpoint_info import tensors
+from phalanx.checkpointing.tools.offline_writer import Cuts, read_needs
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
@@ -56,8 +56,8 @@ def saved_again(mesh: Mesh, run: Run, path: Path, folder: Path) -> Path:
 
 
 def resharded(path: Path, asked: str, out: Path) -> Path:
-    found = one(path)
-    saved = Saved(found.checkpoint)
+    found = find_unverified(path)
+    saved = CheckpointReader(found.checkpoint)
     try:
         return Path(str(write(saved, found, laid_out(found, saved.contents, asked), str(out))))
     finally:
@@ -98,7 +98,7 @@ def test_the_way_there_and_back_loses_nothing(tmp_path: Path) -> None:
 
 def test_a_layout_of_a_run_file_and_one_that_saved(tmp_path: Path) -> None:
     path = trained(tiny_run(), tmp_path / "run")
-    found, marker = one(path), directory.read_marker(path)
+    found, marker = find_unverified(path), directory.read_marker(path)
     other = tmp_path / "other.toml"
     other.write_text(dump(tiny_run("layout.tensor=2", "layout.sequence=true", "layout.data=2")))
     assert laid_out(found, marker, str(other)).layout == Layout(tensor=2, sequence=True, data=2)
@@ -111,15 +111,15 @@ def test_a_layout_of_a_run_file_and_one_that_saved(tmp_path: Path) -> None:
 
 def test_what_ranks_would_read_adds_up(tmp_path: Path) -> None:
     path = trained(tiny_run(), tmp_path / "run")
-    found, marker = one(path), directory.read_marker(path)
-    held = tensors(at(path), marker)
+    found, marker = find_unverified(path), directory.read_marker(path)
+    held = tensors(open_location(path), marker)
     laid = laid_out(found, marker, "pipeline=2,shard=2")
     cuts: Cuts = {}
-    read = list(needs(held, laid.holds, laid.distinct, cuts))
-    numbers = sum(one.bytes for name, one in held.items() if name.endswith("/step"))
-    whole = sum(one.bytes for one in held.values())
-    assert [one.files for one in read] == [1] * 4
-    assert sum(one.bytes for one in read) == whole + numbers  # a single number is read by both ranks of its stage
+    read = list(read_needs(held, laid.holds, laid.distinct, cuts))
+    numbers = sum(item.bytes for name, item in held.items() if name.endswith("/step"))
+    whole = sum(item.bytes for item in held.values())
+    assert [item.files for item in read] == [1] * 4
+    assert sum(item.bytes for item in read) == whole + numbers  # a single number is read by both ranks of its stage
     assert cuts["model/embed.weight"] == {((0, 0), (129, 32)), ((129, 0), (128, 32))}
 
 
@@ -139,7 +139,7 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "taken" / "file").touch()
     with pytest.raises(RunError, match="taken is already there"):
         resharded(path, "tensor=2", tmp_path / "taken")
-    found = one(path)
+    found = find_unverified(path)
     with pytest.raises(RunError, match=r"holds 2 replicas, each with a state of its own .*: take data=2"):
         laid_out(found, directory.read_marker(path) | {"replicas": 2}, "data=4")
     smaller = (tmp_path / "run" / "run.toml").read_text().replace("ffn = 64", "ffn = 32")
@@ -153,7 +153,7 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
 
 def test_tensors_that_no_rank_would_hold_are_not_lost_in_silence(tmp_path: Path) -> None:
     path = trained(tiny_run(), tmp_path / "run")
-    source = Saved(path)
+    source = CheckpointReader(path)
     state = {name: source.read(name) for name in source.names} | {"model/extra": source.read("model/norm.weight")}
     contents = {key: source.contents[key] for key in ("progress", "seed", "data", "run", "plan", "layout")}
     more = saved(tmp_path / "more", 2, state, contents, ALONE)

@@ -127,7 +127,7 @@ def test_after_bad_steps_the_run_goes_back_and_leaves_the_data_since_out(tmp_pat
     ]
     (rewound,) = [event for event in told if isinstance(event, Rewound)]
     assert (rewound.step, rewound.to, rewound.left_out) == (7, 4, [32, 56])
-    assert rewound.path == str(directory.folder(tmp_path / "run", 4))
+    assert rewound.path == str(directory.step_dir(tmp_path / "run", 4))
     assert trainer.progress.left_out == [[32, 56, 4]]
     # As a run that had never seen those batches.
     other = tiny_trainer(ALONE, tiny_run("data.eval_fraction=0", "train.steps=9"), tmp_path / "other")
@@ -158,7 +158,7 @@ def test_a_resumption_does_not_find_what_was_taken_back(tmp_path: Path) -> None:
     """With saves every 2 steps there are some of 4 and, during the bad ones, of 6: none of that is newest after step 4 was saved anew."""
     told = run_ranks(stopped, 2, tmp_path)[0]
     assert [event.step for event in told if isinstance(event, Saved)] == [2, 4, 6, 4]
-    assert [path.name for path in directory.listed(tmp_path)] == ["step-00000004", "step-00000002"]
+    assert [path.name for path in directory.list_checkpoints(tmp_path)] == ["step-00000004", "step-00000002"]
     told, trainer = rewinding(ALONE, tmp_path, {6, 7}, "train.steps=9")
     assert trainer is not None
     assert [event.step for event in told if isinstance(event, Restored)] == [4]

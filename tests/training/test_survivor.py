@@ -145,7 +145,7 @@ def hand(mesh: Mesh, folder: Path, folders: Sequence[Path], dead: Sequence[int])
     return found
 
 
-def restored(folder: Path, source: replica_index.Held | None = None) -> dict[str, Tensor]:
+def restored(folder: Path, source: replica_index.MemoryLocation | None = None) -> dict[str, Tensor]:
     """By one rank, which has all of it."""
     trainer = tiny_trainer(ALONE, tiny_run(), folder)
     trainer.restore(source)
@@ -167,10 +167,10 @@ def test_what_the_living_leave_is_the_whole_state(tmp_path: Path, layout: Layout
     with nodes(tmp_path, 2) as found:
         handed = run_ranks(hand, 4, tmp_path / "saved", [node.folder for node in found], dead, layout=layout)
         assert handed == [None if rank in dead else True for rank in range(4)]
-        state = replica_index.newest([node.address for node in found], TOKEN)
+        state = replica_index.newest_state([node.address for node in found], TOKEN)
         assert state is not None
         assert (state.generation, state.step, state.ranks) == (5, 3, 4 - len(dead))
-        handed_over = restored(tmp_path / "nothing", replica_index.Held(state, TOKEN))
+        handed_over = restored(tmp_path / "nothing", replica_index.MemoryLocation(state, TOKEN))
     assert differing(restored(tmp_path / "saved"), handed_over) == []
 
 

@@ -75,7 +75,7 @@ def test_events_tell_what_happens_in_order(behind: str, tmp_path: Path) -> None:
     assert told == expected
     for event in events:
         if isinstance(event, Saved):
-            assert event.path == str(directory.folder(tmp_path, event.step))
+            assert event.path == str(directory.step_dir(tmp_path, event.step))
             assert event.bytes == sum(file.stat().st_size for file in Path(event.path).glob("*.safetensors"))
 
 

@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.checkpointing import rank_file
-from phalanx.checkpointing.rank_file import Box
+from phalanx.checkpointing import format
+from phalanx.checkpointing.format import Box
 from phalanx.checkpointing.replicas.replica_protocol import Caller
-from phalanx.checkpointing.replicas.shm_slots import ADDRESS, SLOTS, Copy, Shelf
-from phalanx.checkpointing.restore import reason
+from phalanx.checkpointing.replicas.shm_slots import ADDRESS, HANDOFF_SLOT, SLOTS, RankCopy, SlotDir
+from phalanx.checkpointing.restore import failure_text
 from phalanx.checkpointing.save import Ranks
 from phalanx.checkpointing.shard_io import box, laid_out
-from phalanx.checkpointing.slices import Part, Piece, pieces, written
 from phalanx.checkpointing.staging import Staging
+from phalanx.checkpointing.state_tensor import Part, StateTensor, as_state_tensors, written
 
 _SELDOM = 1000  # steps between two copies at most
 _LOOK = 0.02  # seconds between two looks at whether all ranks are there
@@ -40,7 +40,7 @@ _PATIENCE = 600.0  # seconds that a holder may take for the checksums and for se
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copied:
+class CopyOutcome:
     """How a copy of all ranks went, as rank 0 knows it."""
 
     step: int
@@ -59,7 +59,7 @@ class Copied:
     """Copies that were due before it and left out, as the one before them, or the memory, was not ready."""
 
 
-class Slot(Staging):
+class SharedStaging(Staging):
     """Memory that is shared with the holder: a header, then the copy of this rank's parts."""
 
     def __init__(self, device: torch.device, path: Path, head: bytes, *, pin: bool = True):
@@ -86,7 +86,7 @@ class Slot(Staging):
             raise MemoryError(problem)
 
 
-def ask(shelf: Shelf, message: dict[str, Any]) -> dict[str, Any]:
+def ask_server(shelf: SlotDir, message: dict[str, Any]) -> dict[str, Any]:
     """The holder of this node."""
     # Looked up each time: a holder that was started again listens elsewhere.
     try:
@@ -106,16 +106,16 @@ class MemoryCopies:
     def __init__(self, ranks: Ranks, folder: Path, generation: int = 0, *, patient: bool = False):
         """`folder`: of this node's holder. `slow_broadcast`: wait for the copy before rather than leave one out, so that a failure never
         costs more than a step."""
-        self._ranks, self._shelf, self._generation, self._patient = ranks, Shelf(folder), generation, patient
+        self._ranks, self._shelf, self._generation, self._patient = ranks, SlotDir(folder), generation, patient
         self._parts: list[Part] = []
         self._boxes: list[Box] = []
         self._head = b""
-        self._slots: dict[str, Slot] = {}
+        self._slots: dict[str, SharedStaging] = {}
         self._ready: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._key = ""
         self._problem: str | None = None
-        self._found: list[Copied] = []
+        self._found: list[CopyOutcome] = []
         self._whole: str | None = None
         """Rank 0: the slot of the newest state that is whole on all ranks."""
         self._told = self._passed_over = 0
@@ -133,11 +133,11 @@ class MemoryCopies:
     def _bytes(self) -> int:
         return len(self._head) + sum(part.bytes for part in self._parts)
 
-    def prepare(self, tensors: Mapping[str, Tensor | Piece]) -> None:
+    def prepare(self, tensors: Mapping[str, Tensor | StateTensor]) -> None:
         """Get the memory ready, in the background; all ranks call it together."""
-        self._parts = laid_out(written(pieces(tensors)))
+        self._parts = laid_out(written(as_state_tensors(tensors)))
         self._boxes = [box(part) for part in self._parts]
-        self._head = rank_file.header(self._boxes)
+        self._head = format.header(self._boxes)
         self._key = self._number()
         self._ready = threading.Thread(target=self._reserve, name="memory for copies", daemon=True)
         self._ready.start()
@@ -154,7 +154,7 @@ class MemoryCopies:
             self._ask({"op": "reserve", "bytes": self._bytes} | which)
             for slot in SLOTS:
                 path = self._shelf.image(self._generation, self._ranks.rank, slot)
-                self._slots[slot] = Slot(self._ranks.device, path, self._head)
+                self._slots[slot] = SharedStaging(self._ranks.device, path, self._head)
                 self._slots[slot].map(self._bytes - len(self._head))
         except BaseException as error:
             failure = error
@@ -164,18 +164,18 @@ class MemoryCopies:
             self._ranks.store_add(f"{self._key}-done", 1)
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        return ask(self._shelf, message)
+        return ask_server(self._shelf, message)
 
     def _fail(self, error: BaseException) -> None:
         number = self._ranks.store_add(f"{self._key}-failed", 1)
-        words = str(error) if isinstance(error, OSError) else reason(error)
+        words = str(error) if isinstance(error, OSError) else failure_text(error)
         self._ranks.store_set(f"{self._key}-why-{number}", f"rank {self._ranks.rank}: {words}")
 
     def _failures(self) -> str | None:
         failed = self._ranks.store_add(f"{self._key}-failed", 0)
         return "; ".join(self._ranks.store_get(f"{self._key}-why-{number + 1}") for number in range(failed)) or None
 
-    def take(self, step: int, tensors: Mapping[str, Tensor | Piece], contents: dict[str, Any]) -> None:
+    def take(self, step: int, tensors: Mapping[str, Tensor | StateTensor], contents: dict[str, Any]) -> None:
         """Begin a copy of this moment, by all ranks together; call `release` before the state changes. Left out where the one
         before it is still under way on some rank: training never waits for a peer, unless it is `slow_broadcast`. Left out too as long as
         the memory that was to be prepared is not there; that is waited for, but not for long."""
@@ -192,10 +192,10 @@ class MemoryCopies:
             return
         self.off, number, slot, old, self._next = plan
         if self.off is not None:
-            self._found.append(Copied(step=step, failure=self.off))
+            self._found.append(CopyOutcome(step=step, failure=self.off))
             return
         self._join()
-        before, self._parts = self._bytes, laid_out(written(pieces(tensors)))
+        before, self._parts = self._bytes, laid_out(written(as_state_tensors(tensors)))
         assert self._bytes == before, "the state of a generation does not change its shape"
         self._key = f"copies-{number}"
         self._shelf.unseal(self._generation, self._ranks.rank, slot)
@@ -230,15 +230,13 @@ class MemoryCopies:
         each = (now - last[1]) / (step - last[0])
         return max(1, min(_SELDOM, math.ceil(self._cost / (self.pace * each))))
 
-    def _copy(self, step: int, slot: str, tensors: Mapping[str, Tensor | Piece], contents: dict[str, Any]) -> Copy:
+    def _copy(self, step: int, slot: str, tensors: Mapping[str, Tensor | StateTensor], contents: dict[str, Any]) -> RankCopy:
         rank, ranks = self._ranks.rank, self._ranks.ranks
         values = sum(part.bytes for part in self._parts)
-        about = rank_file.about(rank_file.file_name(rank, ranks), self._bytes, values, [], self._boxes) | {
-            "stage": self._ranks.stage
-        }
+        about = format.about(format.file_name(rank, ranks), self._bytes, values, [], self._boxes) | {"stage": self._ranks.stage}
         if self._ranks.speaks_for_stage:
-            about["names"] = {name: piece.whole_bytes for name, piece in pieces(tensors).items()}
-        return Copy(
+            about["names"] = {name: piece.whole_bytes for name, piece in as_state_tensors(tensors).items()}
+        return RankCopy(
             node=0,  # the holder knows
             generation=self._generation,
             rank=rank,
@@ -249,7 +247,7 @@ class MemoryCopies:
             contents=contents | {"time": time.time()} if rank == 0 else None,
         )
 
-    def _seal(self, copy: Copy, started: float, old: bool) -> None:
+    def _seal(self, copy: RankCopy, started: float, old: bool) -> None:
         """In a thread: when the copy is in memory, the holder does the rest; rank 0's waits for all."""
         key, peer = self._key, False
         failure: BaseException | None = None
@@ -274,9 +272,9 @@ class MemoryCopies:
             if copy.rank == 0 and self._wait_for_all():
                 self._found.append(self._outcome(copy, started))
         except Exception as error:  # the store is gone, and with it the run
-            self._found.append(Copied(step=copy.step, failure=reason(error)))
+            self._found.append(CopyOutcome(step=copy.step, failure=failure_text(error)))
 
-    def _outcome(self, copy: Copy, started: float) -> Copied:
+    def _outcome(self, copy: RankCopy, started: float) -> CopyOutcome:
         """On rank 0, when all are done."""
         failure, key = self._failures(), self._key
         if failure is None:
@@ -284,7 +282,7 @@ class MemoryCopies:
         passed_over, self._passed_over = self._passed_over, 0
         seconds, stall = time.perf_counter() - started, self._stall + self._slots[copy.slot].waited()
         self._cost = stall
-        return Copied(
+        return CopyOutcome(
             step=copy.step,
             failure=failure,
             bytes=self._ranks.store_add(f"{key}-bytes", 0),
@@ -315,12 +313,12 @@ class MemoryCopies:
             slot.release()
         self._stall += time.perf_counter() - started
 
-    def ended(self) -> list[Copied]:
+    def ended(self) -> list[CopyOutcome]:
         """What has ended since this was asked last, without waiting. To be asked on rank 0, which knows of all."""
         found, self._found = self._found, []
         return found
 
-    def settle(self) -> list[Copied]:
+    def settle(self) -> list[CopyOutcome]:
         """Wait for the copy under way; all ranks call it together. Rank 0 tells."""
         self._join()
         self._ranks.broadcast_object(None)
@@ -335,3 +333,54 @@ class MemoryCopies:
         for slot in self._slots.values():
             slot.close()
         self._slots.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffShare:
+    """Which of the files of the handed-over state is this rank's."""
+
+    generation: int
+    index: int
+    count: int
+    stage: int
+    names: bool
+    """It tells, for its stage, what there is."""
+
+
+def write_handoff(
+    folder: Path, share: HandoffShare, step: int, tensors: Mapping[str, StateTensor], contents: dict[str, Any]
+) -> int:
+    """Copy, and return when it is there; the bytes. `folder`: of this node's holder. OSError where there is no room."""
+    parts = laid_out(written(tensors))
+    boxes = [box(part) for part in parts]
+    head = format.header(boxes)
+    values = sum(part.bytes for part in parts)
+    shelf = SlotDir(folder)
+    which = {"generation": share.generation, "rank": share.index}
+    ask_server(shelf, {"op": "reserve", "bytes": len(head) + values, "slots": [HANDOFF_SLOT], "alone": True} | which)
+    device = next(
+        (part.piece.tensor.device for part in parts if isinstance(part.piece.tensor, torch.Tensor)), torch.device("cpu")
+    )
+    slot = SharedStaging(device, shelf.image(share.generation, share.index, HANDOFF_SLOT), head, pin=False)
+    slot.map(values)
+    if parts:
+        slot.begin(parts)
+        slot.chunks()  # waits for it
+    slot.close()
+    about = format.about(format.file_name(share.index, share.count), len(head) + values, values, [], boxes) | {
+        "stage": share.stage
+    }
+    if share.names:
+        about["names"] = {name: piece.whole_bytes for name, piece in tensors.items()}
+    copy = RankCopy(
+        node=0,  # the holder knows
+        generation=share.generation,
+        rank=share.index,
+        ranks=share.count,
+        slot=HANDOFF_SLOT,
+        step=step,
+        about=about,
+        contents=contents | {"time": time.time()} if share.index == 0 else None,
+    )
+    ask_server(shelf, {"op": "seal", "copy": copy.to_json(), "alone": True})
+    return copy.size

@@ -16,20 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpointing import directory, rank_file
+from phalanx.checkpointing import directory, format
 from phalanx.checkpointing.location import Location, Sink
 from phalanx.checkpointing.replicas.replica_protocol import Address, Caller
 from phalanx.checkpointing.replicas.replica_server import machine
-from phalanx.checkpointing.replicas.shm_slots import Copy, Shelf
+from phalanx.checkpointing.replicas.shm_slots import RankCopy, SlotDir
 
 _PATIENCE = 5.0  # seconds in which a living holder says what it has
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Replica:
     """A rank's copy, and who keeps it."""
 
-    copy: Copy
+    copy: RankCopy
     node: int
     """Of the holder: the rank's own, or its peer."""
     address: Address
@@ -38,13 +38,13 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class ReplicaState:
     """A state that can be restored."""
 
     generation: int
     step: int
     ranks: int
-    kept: tuple[tuple[Kept, ...], ...]
+    kept: tuple[tuple[Replica, ...], ...]
     """By rank: its copies, that of its own node first."""
 
     @property
@@ -57,9 +57,9 @@ class Whole:
         return sum(found[0].copy.size for found in self.kept)
 
 
-def whole(holders: Iterable[Address], token: str) -> list[Whole]:
+def complete_states(holders: Iterable[Address], token: str) -> list[ReplicaState]:
     """Every state that the living among these holders have all of, the newest first. One that does not answer is dead."""
-    found: dict[tuple[int, int, int], dict[int, list[Kept]]] = {}
+    found: dict[tuple[int, int, int], dict[int, list[Replica]]] = {}
     for one in _listed(list(holders), token):
         key = (one.copy.generation, one.copy.step, one.copy.ranks)
         found.setdefault(key, {}).setdefault(one.copy.rank, []).append(one)
@@ -67,16 +67,16 @@ def whole(holders: Iterable[Address], token: str) -> list[Whole]:
     for (generation, step, ranks), kept in sorted(found.items(), reverse=True):
         if len(kept) == ranks:
             ordered = (sorted(kept[rank], key=lambda one: one.node != one.copy.node) for rank in range(ranks))
-            states.append(Whole(generation, step, ranks, tuple(map(tuple, ordered))))
+            states.append(ReplicaState(generation, step, ranks, tuple(map(tuple, ordered))))
     return states
 
 
-def newest(holders: Iterable[Address], token: str) -> Whole | None:
+def newest_state(holders: Iterable[Address], token: str) -> ReplicaState | None:
     """The newest state that the living among these holders have all of."""
-    return next(iter(whole(holders, token)), None)
+    return next(iter(complete_states(holders, token)), None)
 
 
-def tell_peers(holders: dict[int, Address], token: str) -> dict[int, int | None]:
+def set_peers(holders: dict[int, Address], token: str) -> dict[int, int | None]:
     """Tell all living holders, by node, of each other: each sends its copies to the next from now on. Returns who sends to whom;
     without those that do not answer."""
     addresses, peers = {str(node): list(address) for node, address in holders.items()}, {}
@@ -86,14 +86,14 @@ def tell_peers(holders: dict[int, Address], token: str) -> dict[int, int | None]
     return peers
 
 
-def forget(holders: Iterable[Address], token: str, before: int, but: int | None = None) -> None:
+def discard(holders: Iterable[Address], token: str, before: int, but: int | None = None) -> None:
     """Give back the memory of generations before this one, except of step `but`: before memory for the next is taken."""
     for address in holders:
         with contextlib.suppress(OSError):  # one that is lost has nothing to forget
             _once(address, token, {"op": "forget", "before": before, "but": but})
 
 
-def _listed(holders: Sequence[Address], token: str) -> list[Kept]:
+def _listed(holders: Sequence[Address], token: str) -> list[Replica]:
     def ask(address: Address) -> dict[str, Any] | None:
         try:
             return _once(address, token, {"op": "list"})
@@ -106,7 +106,7 @@ def _listed(holders: Sequence[Address], token: str) -> list[Kept]:
             if answer is None:
                 continue
             where = (answer["node"], (address[0], address[1]), answer["folder"], answer["machine"])
-            found += [Kept(Copy.from_json(table), *where) for table in answer["copies"]]
+            found += [Replica(RankCopy.from_json(table), *where) for table in answer["copies"]]
     return found
 
 
@@ -119,15 +119,15 @@ def _once(address: Address, token: str, message: dict[str, Any]) -> dict[str, An
 
 
 def _name(step: int) -> str:
-    return directory.folder(Path(), step).name
+    return directory.step_dir(Path(), step).name
 
 
-class Held:
+class MemoryLocation:
     """A state in memory as a folder, or one of its files: a Location that can be read. It travels between ranks as it is."""
 
     renames = False
 
-    def __init__(self, state: Whole, token: str, *, local: bool = True):
+    def __init__(self, state: ReplicaState, token: str, *, local: bool = True):
         """`local`: read what is in this machine's own memory without asking its holder."""
         contents = state.kept[0][0].copy.contents
         assert contents is not None, "rank 0 keeps what is not in tensors"
@@ -135,7 +135,7 @@ class Held:
         self._file: str | None = None
         self._kept = {found[0].copy.file: found for found in state.kept}
         beside = {name: found[0].copy.text for name, found in self._kept.items()}
-        self._texts = {rank_file.beside(name): text for name, text in beside.items()}
+        self._texts = {format.beside(name): text for name, text in beside.items()}
         self._texts[directory.MARKER] = directory.marker(self, contents | {"step": state.step}, beside)
         self._callers = _Callers(token)
 
@@ -144,16 +144,16 @@ class Held:
         return self._file or _name(self.state.step)
 
     @property
-    def parent(self) -> Held:
+    def parent(self) -> MemoryLocation:
         assert self._file is not None, "copies in memory have no folder around them"
         return self._at(None)
 
-    def __truediv__(self, name: str) -> Held:
+    def __truediv__(self, name: str) -> MemoryLocation:
         assert self._file is None, "a file has nothing inside"
         return self._at(name)
 
-    def _at(self, file: str | None) -> Held:
-        one = object.__new__(Held)
+    def _at(self, file: str | None) -> MemoryLocation:
+        one = object.__new__(MemoryLocation)
         one.__dict__ = self.__dict__ | {"_file": file}
         return one
 
@@ -191,13 +191,13 @@ class Held:
                 problems.append(f"node {one.node}: {error}")
         raise OSError(f"no node has {self._file} any more ({'; '.join(problems)})")
 
-    def _near(self, one: Kept) -> bool:
+    def _near(self, one: Replica) -> bool:
         return self._local and one.machine == machine() and Path(one.folder).is_dir()
 
-    def _read(self, one: Kept, begin: int, length: int) -> bytes:
+    def _read(self, one: Replica, begin: int, length: int) -> bytes:
         copy = one.copy
         if self._near(one):
-            shelf = Shelf(Path(one.folder))
+            shelf = SlotDir(Path(one.folder))
             return shelf.read(shelf.image(copy.generation, copy.rank, copy.slot), copy.step, begin, length)
         which = {"generation": copy.generation, "rank": copy.rank, "slot": copy.slot, "step": copy.step}
         return self._callers.at(one.address).fetch({"op": "read", "begin": begin, "length": length} | which)

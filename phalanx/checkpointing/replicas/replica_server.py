@@ -25,10 +25,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from phalanx.checkpointing.checksums import BLOCK
+from phalanx.checkpointing.format import BLOCK
 from phalanx.checkpointing.replicas import replica_protocol
 from phalanx.checkpointing.replicas.replica_protocol import Address, Caller, Connection
-from phalanx.checkpointing.replicas.shm_slots import ADDRESS, SLOTS, Copy, Shelf, claim, default_root
+from phalanx.checkpointing.replicas.shm_slots import ADDRESS, SLOTS, RankCopy, SlotDir, claim, default_root
 
 _SUMMING = 2  # blocks of one image that are summed at once: training has the cores
 _CROWD = 64  # connections that have not proved themselves, kept at a time
@@ -36,12 +36,12 @@ _LOOK = 1.0  # seconds between two looks at whether the process that started thi
 _MACHINE = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Holder:
+class ReplicaServer:
     """Copies of one node of one run."""
 
     def __init__(self, folder: Path, node: int, token: str, bind: str = "127.0.0.1"):
         """`bind`: the address of the only interface that it listens on."""
-        self.shelf, self.node, self._token = Shelf(folder), node, token
+        self.shelf, self.node, self._token = SlotDir(folder), node, token
         self._listener = socket.create_server((bind, 0), backlog=1024)
         self.address: Address = self._listener.getsockname()[:2]
         self._peer: tuple[int, Caller] | None = None
@@ -140,7 +140,7 @@ class Holder:
     def _seal(self, message: dict[str, Any]) -> dict[str, Any]:
         """A worker has copied: take the checksums, make it a copy, send it on. Returns when all this is done."""
         started = time.perf_counter()
-        copy = Copy.from_json(message["copy"] | {"node": self.node})
+        copy = RankCopy.from_json(message["copy"] | {"node": self.node})
         with self.shelf.image(copy.generation, copy.rank, copy.slot).open("rb") as file:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as area:
                 if len(area) != copy.size:
@@ -162,7 +162,7 @@ class Holder:
         """Another node's copy, taken in block by block and compared with its checksums on the way."""
         left = length
         try:
-            copy = Copy.from_json(message["copy"])
+            copy = RankCopy.from_json(message["copy"])
             if copy.size != length or copy.slot not in SLOTS:
                 raise ValueError(f"{length} bytes for a copy of {copy.size} in slot {copy.slot!r}")
             self.shelf.unseal(int(copy.generation), int(copy.rank), copy.slot)
@@ -246,7 +246,7 @@ def main() -> NoReturn:
         folder = Path(given["folder"])
     else:
         folder, _ = claim(Path(given["root"]) if given.get("root") else default_root(), f"{given['run']}-node{given['node']}")
-    holder = Holder(folder, int(given["node"]), given["token"], given.get("bind", "127.0.0.1"))
+    holder = ReplicaServer(folder, int(given["node"]), given["token"], given.get("bind", "127.0.0.1"))
     threading.Thread(target=holder.serve, daemon=True).start()
     print(json.dumps({"address": holder.address, "folder": str(folder)}), flush=True)
     # Where what started this has forked others, they keep the pipe open after its death.
@@ -255,7 +255,7 @@ def main() -> NoReturn:
     _end(holder)
 
 
-def _end(holder: Holder) -> NoReturn:
+def _end(holder: ReplicaServer) -> NoReturn:
     holder.close()
     holder.shelf.remove()
     os._exit(0)  # whatever its threads are doing: nobody is left who wants it

@@ -16,18 +16,18 @@ import json
 import os
 import shutil
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpointing import rank_file
-from phalanx.checkpointing.free_memory import free_memory
+from phalanx.checkpointing import format
 from phalanx.checkpointing.location import Local
 
 SLOTS = ("a", "b")
-HANDED = "h"
+HANDOFF_SLOT = "h"
 """The slot of what a survivor hands over when a generation ends."""
 LOCK = "lock"
 ADDRESS = "holder.json"
@@ -36,7 +36,7 @@ _USED = 0.9  # of the free memory may be taken: the rest of the machine lives on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
+class RankCopy:
     """One rank's part of the state of one step, in memory."""
 
     node: int
@@ -58,7 +58,7 @@ class Copy:
 
     @property
     def file(self) -> str:
-        return rank_file.file_name(self.rank, self.ranks)
+        return format.file_name(self.rank, self.ranks)
 
     @property
     def text(self) -> bytes:
@@ -69,11 +69,11 @@ class Copy:
         return asdict(self)
 
     @staticmethod
-    def from_json(table: dict[str, Any]) -> Copy:
-        return Copy(**table)
+    def from_json(table: dict[str, Any]) -> RankCopy:
+        return RankCopy(**table)
 
 
-class Shelf:
+class SlotDir:
     """The folder of one node."""
 
     def __init__(self, folder: Path):
@@ -81,8 +81,8 @@ class Shelf:
         self._known: dict[Path, tuple[tuple[int, int], int]] = {}
 
     def image(self, generation: int, rank: int, slot: str) -> Path:
-        assert slot in (*SLOTS, HANDED)
-        return self.folder / f"{generation:05d}-{rank:05d}-{slot}{rank_file.SUFFIX}"
+        assert slot in (*SLOTS, HANDOFF_SLOT)
+        return self.folder / f"{generation:05d}-{rank:05d}-{slot}{format.SUFFIX}"
 
     def reserve(self, generation: int, rank: int, size: int, slots: tuple[str, ...] = SLOTS) -> None:
         """Memory for a rank's slots, taken now: a worker that copies into a full file system would be killed.
@@ -91,7 +91,7 @@ class Shelf:
         """
         paths = [self.image(generation, rank, slot) for slot in slots]
         missing = [path for path in paths if not (path.exists() and path.stat().st_size == size)]
-        need, free = len(missing) * size, available(self.folder)
+        need, free = len(missing) * size, free_bytes(self.folder)
         if need > _USED * free:
             raise OSError(
                 f"copies in memory of rank {rank} need {need / 2**20:,.0f} MiB ({len(missing)} times {size / 2**20:,.0f}), but {self.folder} has "
@@ -117,19 +117,19 @@ class Shelf:
     def _unseal(self, path: Path) -> None:
         path.with_suffix(_SEALED).unlink(missing_ok=True)
 
-    def seal(self, copy: Copy) -> None:
+    def seal(self, copy: RankCopy) -> None:
         """The slot is whole: from here on it is a copy, in one instant."""
         path = self.image(copy.generation, copy.rank, copy.slot).with_suffix(_SEALED)
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(copy.to_json()))
         os.replace(partial, path)
 
-    def copies(self) -> list[Copy]:
+    def copies(self) -> list[RankCopy]:
         """All that is whole."""
         found = []
         for path in sorted(self.folder.glob(f"*-*-?{_SEALED}")):
             try:
-                found.append(Copy.from_json(json.loads(path.read_text())))
+                found.append(RankCopy.from_json(json.loads(path.read_text())))
             except FileNotFoundError:
                 continue  # unsealed at this moment
         return found
@@ -155,7 +155,7 @@ class Shelf:
     def forget(self, before: int, but: int | None = None) -> None:
         """Give back the memory of generations before this one, except of copies of step `but`."""
         kept = {(copy.generation, copy.rank, copy.slot) for copy in self.copies() if copy.step == but}
-        for path in self.folder.glob(f"*-*-?{rank_file.SUFFIX}"):
+        for path in self.folder.glob(f"*-*-?{format.SUFFIX}"):
             generation, rank, slot = path.stem.split("-")
             if int(generation) < before and (int(generation), int(rank), slot) not in kept:
                 self._unseal(path)
@@ -165,7 +165,7 @@ class Shelf:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def available(folder: Path) -> int:
+def free_bytes(folder: Path) -> int:
     """Bytes that can be had there: of the file system, which a container often keeps small, and of the machine."""
     found = os.statvfs(folder)
     return min(found.f_bavail * found.f_frsize, free_memory())
@@ -237,3 +237,23 @@ def _is(fd: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:
         return False
+
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_memory() -> int:
+    """Bytes that can be had without anything being put out for them."""
+    with open("/proc/meminfo") as lines:
+        found = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        return max(0, min(next(found, sys.maxsize), _allowed(_CGROUP)))
+
+
+def _allowed(group: Path) -> int:
+    """Bytes that this container may still take: files that are only cached would make room."""
+    try:
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # "max", or no such limits here
+        return sys.maxsize
+    return limit - used + int(cached.get("inactive_file", 0)) + int(cached.get("active_file", 0))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.checkpointing.stream import Saved
+from phalanx.checkpointing.restore import CheckpointReader
 
 BESIDE = ("step", "progress", "seed", "data", "replicas")
 """What is restored beside the tensors, and so belongs to the state. Who saved it and how it was laid out does not."""
@@ -38,19 +38,19 @@ class Difference:
     """Largest difference in relation to the larger of the two values."""
 
 
-def compare(a: Saved, b: Saved) -> Iterator[Difference | str]:
+def compare(a: CheckpointReader, b: CheckpointReader) -> Iterator[Difference | str]:
     """For each name in either: its difference, or just the name where the tensor is the same to the bit."""
     for name in sorted({*a.names, *b.names}):
         yield _compare(name, a, b) or name
 
 
-def beside(a: Saved, b: Saved) -> dict[str, tuple[Any, Any]]:
+def compare_metadata(a: CheckpointReader, b: CheckpointReader) -> dict[str, tuple[Any, Any]]:
     """What differs of the state that is not in tensors."""
     both = {key: (a.contents.get(key), b.contents.get(key)) for key in BESIDE}
     return {key: pair for key, pair in both.items() if pair[0] != pair[1]}
 
 
-def _compare(name: str, a: Saved, b: Saved) -> Difference | None:
+def _compare(name: str, a: CheckpointReader, b: CheckpointReader) -> Difference | None:
     one, other = a.shape(name), b.shape(name)
     if one is None or other is None:
         return Difference(name=name, kind="only in B" if one is None else "only in A")

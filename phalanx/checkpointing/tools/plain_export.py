@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from phalanx.checkpointing.atomic_dir import whole
-from phalanx.checkpointing.hf_folder import Writer
+from phalanx.checkpointing.hf_folder import WeightsWriter
+from phalanx.checkpointing.location import atomic_directory
+from phalanx.checkpointing.restore import CheckpointReader
 from phalanx.checkpointing.shard_io import raw
-from phalanx.checkpointing.stream import Saved
 from phalanx.spec.errors import RunError, RunFailed
 
 
@@ -29,7 +29,7 @@ class Written:
     formats: tuple[str, ...]
 
 
-def chosen(saved: Saved, *, optimizer: bool) -> dict[str, str]:
+def chosen(saved: CheckpointReader, *, optimizer: bool) -> dict[str, str]:
     """Names in the checkpoint by their names outside: those of the model bare, states as optimizer/NAME/STATE."""
     found = {name.removeprefix("model/"): name for name in saved.names if name.startswith("model/")}
     return found | ({name: name for name in saved.names if not name.startswith("model/")} if optimizer else {})
@@ -38,7 +38,7 @@ def chosen(saved: Saved, *, optimizer: bool) -> dict[str, str]:
 class _Plan:
     """Which tensors go out, and in which format."""
 
-    def __init__(self, saved: Saved, optimizer: bool, dtype: torch.dtype | None):
+    def __init__(self, saved: CheckpointReader, optimizer: bool, dtype: torch.dtype | None):
         self.saved, self.names = saved, chosen(saved, optimizer=optimizer)
         self.formats = {name: self._format(theirs, dtype) for name, theirs in self.names.items()}
 
@@ -62,12 +62,14 @@ class _Plan:
         )
 
 
-def to_safetensors(saved: Saved, out: Path, *, optimizer: bool, dtype: torch.dtype | None, shard_size: int) -> Written:
+def to_safetensors(
+    saved: CheckpointReader, out: Path, *, optimizer: bool, dtype: torch.dtype | None, shard_size: int
+) -> Written:
     """A folder of them: one file, or several and an index where they would be larger than `shard_size`."""
     plan = _Plan(saved, optimizer, dtype)
     ordered = sorted(plan.names, key=lambda name: (-plan.formats[name].itemsize, name))  # so that each begins where it may
-    with whole(out) as unfinished:
-        writer = Writer(unfinished, {name: (plan.shape(name), plan.formats[name]) for name in ordered}, shard_size)
+    with atomic_directory(out) as unfinished:
+        writer = WeightsWriter(unfinished, {name: (plan.shape(name), plan.formats[name]) for name in ordered}, shard_size)
         for name in ordered:
             shape = plan.shape(name)
             rows = math.prod(shape[1:-1])  # the writer sees a matrix: all dimensions but the last are its rows
@@ -77,7 +79,7 @@ def to_safetensors(saved: Saved, out: Path, *, optimizer: bool, dtype: torch.dty
     return plan.told(writer.files)
 
 
-def to_torch(saved: Saved, out: Path, *, optimizer: bool, dtype: torch.dtype | None) -> Written:
+def to_torch(saved: CheckpointReader, out: Path, *, optimizer: bool, dtype: torch.dtype | None) -> Written:
     """One file that `torch.load(weights_only=True)` reads, also with mmap=True: a dictionary of tensors by name.
 
     torch writes the file with room for the values, which are then put there one after the other. So the checksums that zip files

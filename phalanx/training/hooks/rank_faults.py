@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from phalanx.checkpointing.slices import Elsewhere
+from phalanx.checkpointing.state_tensor import OffloadedTensor
 from phalanx.events.fault_log import DISK, Struck, injected
 from phalanx.events.records import FaultInjected
 from phalanx.faults.grammar import Fault, Point, of_agent
@@ -98,7 +98,7 @@ class Faults:
         """When all gradients are complete: of one of them."""
         self._corrupt("gradients", step, lambda: [one.gradient for one in held if one.gradient is not None])
 
-    def optimizer(self, step: int, states: Callable[[], Mapping[str, Tensor | Elsewhere]]) -> None:
+    def optimizer(self, step: int, states: Callable[[], Mapping[str, Tensor | OffloadedTensor]]) -> None:
         """Before the forward: of one optimizer state. `states` is asked only where that is due."""
         self._corrupt("optimizer", step, lambda: list(states().values()))
 
@@ -138,7 +138,7 @@ class Faults:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _corrupt(self, what: str, step: int, tensors: Callable[[], Sequence[Tensor | Elsewhere]]) -> None:
+    def _corrupt(self, what: str, step: int, tensors: Callable[[], Sequence[Tensor | OffloadedTensor]]) -> None:
         for number, fault in self._mine.get(f"corrupt {what}", ()):
             if step == fault.step and self._claim(number, fault, step):
                 _flip_one(tensors())
@@ -192,9 +192,9 @@ def _with_nan(module: nn.Module, given: Any, output: Any) -> Any:
 
 
 @torch.no_grad()
-def _flip_one(tensors: Sequence[Tensor | Elsewhere]) -> None:
+def _flip_one(tensors: Sequence[Tensor | OffloadedTensor]) -> None:
     """One bit of the largest number of the first tensor that is not all zeros, or of the first where all are."""
-    found: tuple[Tensor | Elsewhere, Tensor] | None = None
+    found: tuple[Tensor | OffloadedTensor, Tensor] | None = None
     for tensor in tensors:
         values = tensor if isinstance(tensor, Tensor) else tensor.read()
         if values.ndim and values.numel() and values.dtype in _LOW_EXPONENT:

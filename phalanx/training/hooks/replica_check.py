@@ -20,7 +20,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from phalanx.checkpointing.slices import Piece
+from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.events.records import Corrupted
 from phalanx.models.moe import routers
 from phalanx.parallel.mesh import AXES
@@ -120,7 +120,7 @@ def judge(rows: list[Row], groups: Mapping[Key, list[tuple[int, ...]]], changed:
 class Agreement:
     """The comparisons of one rank."""
 
-    def __init__(self, every: int, placed: ShardedModel, pieces: Callable[[], Mapping[str, Piece]]):
+    def __init__(self, every: int, placed: ShardedModel, pieces: Callable[[], Mapping[str, StateTensor]]):
         """`every`: steps between two; 0: never. `pieces`: the live state."""
         self._every, self._placed, self._mesh, self._pieces = every, placed, placed.mesh, pieces
         self._all = placed.mesh.group(*AXES, use="step")
@@ -238,10 +238,10 @@ class Agreement:
             tensor = piece.tensor
             if not isinstance(tensor, Tensor) or tensor.device != self._mesh.device or not tensor.numel():
                 continue
-            if not piece.steady and parameter not in biases:
+            if piece.is_buffer and parameter not in biases:
                 continue  # buffers of one's own modules may differ
             what = WEIGHTS if kind == "model" or name.endswith("/local") else OPTIMIZER
-            found.setdefault((what, _key(piece.copies.key, spots.get(parameter))), {})[name.partition("/")[2]] = tensor
+            found.setdefault((what, _key(piece.replicas.key, spots.get(parameter))), {})[name.partition("/")[2]] = tensor
         return found
 
     @cached_property

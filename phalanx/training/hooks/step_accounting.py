@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from phalanx.checkpointing.slices import Piece
+from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.events.records import ModelPlaced, StepAccounted
 from phalanx.observe.flop_count import counted
 from phalanx.observe.traffic import Account, Live
@@ -24,7 +24,7 @@ class Accounting:
     """Counts one step, once."""
 
     def __init__(
-        self, placed: ShardedModel, held: Callable[[], ModelPlaced], state: Callable[[], dict[str, Piece]], *, on: bool
+        self, placed: ShardedModel, held: Callable[[], ModelPlaced], state: Callable[[], dict[str, StateTensor]], *, on: bool
     ):
         """`on`: not where blocks are compiled, which a look at every operation would stop."""
         self._placed, self._mesh, self._held, self._state, self._on = placed, placed.mesh, held, state, on
@@ -62,5 +62,5 @@ class Accounting:
         return found
 
 
-def _tensors(state: dict[str, Piece]) -> Iterator[Tensor]:
+def _tensors(state: dict[str, StateTensor]) -> Iterator[Tensor]:
     return (piece.tensor for piece in state.values() if isinstance(piece.tensor, Tensor))

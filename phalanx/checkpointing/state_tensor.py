@@ -4,7 +4,7 @@ these planners to torch's distributed checkpoint, which then moves exactly the b
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,11 +15,48 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from phalanx.checkpointing.write_partition import ALONE, Copies, portions
 from phalanx.spec.errors import RunFailed
+from phalanx.spec.tensor_slice import TensorSlice
+
+_LEAST = 512  # bytes that a rank writes of what others hold too
 
 
-class Elsewhere(Protocol):
+@dataclass(frozen=True, slots=True)
+class ReplicaGroup:
+    """The ranks that hold the same piece."""
+
+    key: tuple[str, ...] = ()
+    """Names them: pieces with the same key on a rank are held by the same ranks."""
+    index: int = 0
+    """This rank among them."""
+    count: int = 1
+    """0: others write it, as this rank's copy only mirrors theirs."""
+
+
+NO_REPLICAS = ReplicaGroup()
+
+
+def portions(rows: Sequence[tuple[int, int]], copies: ReplicaGroup) -> list[tuple[int, int]]:
+    """Of pieces held by the same ranks, given as (number of rows, bytes of a row): the rows (first, last) that this rank writes."""
+    if not copies.count:
+        return [(0, 0)] * len(rows)
+    total = sum(count * size for count, size in rows)
+    # What is not worth sharing is not strewn over the files of thousands of ranks, for each rank that loads would look into them all.
+    writers = min(copies.count, -(-total // _LEAST) or 1)
+    low, high = (total * min(place, writers) // writers for place in (copies.index, copies.index + 1))
+    found, begin = [], 0
+    for count, size in rows:
+        found.append((_row(low - begin, count, size), _row(high - begin, count, size)))
+        begin += count * size
+    return found
+
+
+def _row(byte: int, count: int, size: int) -> int:
+    """The first row that begins at a byte or after it; the same for the rank that ends there and for the one that begins."""
+    return min(max(-(-byte // size), 0), count) if size else 0
+
+
+class OffloadedTensor(Protocol):
     """A tensor that is not in memory: in a file, to be read and written as a whole."""
 
     dtype: torch.dtype
@@ -31,25 +68,35 @@ class Elsewhere(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of a tensor: the live values, the shape of the whole, where the box begins in it, and who else holds it."""
+class StateTensor:
+    """A tensor of the training state on this rank: its live values, the slice of the whole that they are, and which ranks hold the same."""
 
-    tensor: Tensor | Elsewhere
-    whole: tuple[int, ...]
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    copies: Copies = ALONE
-    steady: bool = True
-    """Only an update of the optimizer changes it. A module's buffer may change in any forward."""
+    tensor: Tensor | OffloadedTensor
+    slice: TensorSlice
+    replicas: ReplicaGroup = NO_REPLICAS
+    is_buffer: bool = False
+    """A module's buffer, which may change in any forward. Everything else changes only in the optimizer step."""
 
     @staticmethod
-    def of(tensor: Tensor, copies: Copies = ALONE) -> Piece:
-        """All of it."""
-        return Piece(tensor, tuple(tensor.shape), (0,) * tensor.ndim, tuple(tensor.shape), copies)
+    def full(tensor: Tensor, replicas: ReplicaGroup = NO_REPLICAS) -> StateTensor:
+        """All of a tensor."""
+        return StateTensor(tensor, TensorSlice.full(tuple(tensor.shape)), replicas)
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        return self.slice.whole
+
+    @property
+    def offset(self) -> tuple[int, ...]:
+        return self.slice.offset
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.slice.shape
 
     @property
     def empty(self) -> bool:
-        return 0 in self.shape
+        return self.slice.empty
 
     @property
     def box(self) -> ChunkStorageMetadata:
@@ -57,12 +104,13 @@ class Piece:
 
     @property
     def whole_bytes(self) -> int:
+        """Bytes of the whole tensor, over all ranks."""
         return math.prod(self.whole) * self.tensor.dtype.itemsize
 
 
-def pieces(tensors: Mapping[str, Tensor | Piece]) -> dict[str, Piece]:
-    """Whole tensors as pieces too."""
-    return {name: found if isinstance(found, Piece) else Piece.of(found) for name, found in tensors.items()}
+def as_state_tensors(tensors: Mapping[str, Tensor | StateTensor]) -> dict[str, StateTensor]:
+    """Plain tensors become state tensors that this rank holds all of."""
+    return {name: value if isinstance(value, StateTensor) else StateTensor.full(value) for name, value in tensors.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +118,7 @@ class Part:
     """Rows of a piece that this rank writes."""
 
     name: str
-    piece: Piece
+    piece: StateTensor
     first: int
     last: int
 
@@ -91,18 +139,18 @@ class Part:
         return values[self.first : self.last] if self.piece.shape else values
 
 
-def written(pieces: Mapping[str, Piece]) -> list[Part]:
+def written(tensors: Mapping[str, StateTensor]) -> list[Part]:
     """What this rank writes of what it holds, in the order of names."""
-    groups: dict[Copies, list[str]] = {}
-    for name in sorted(pieces):
-        if not pieces[name].empty:
-            groups.setdefault(pieces[name].copies, []).append(name)
+    groups: dict[ReplicaGroup, list[str]] = {}
+    for name in sorted(tensors):
+        if not tensors[name].empty:
+            groups.setdefault(tensors[name].replicas, []).append(name)
     found = []
     for copies, names in groups.items():
-        shapes = [(pieces[name].shape or (1,), pieces[name].tensor.dtype.itemsize) for name in names]
+        shapes = [(tensors[name].shape or (1,), tensors[name].tensor.dtype.itemsize) for name in names]
         rows = [(shape[0], math.prod(shape[1:]) * size) for shape, size in shapes]
         found += [
-            Part(name, pieces[name], first, last)
+            Part(name, tensors[name], first, last)
             for name, (first, last) in zip(names, portions(rows, copies), strict=True)
             if last > first
         ]
@@ -110,7 +158,7 @@ def written(pieces: Mapping[str, Piece]) -> list[Part]:
 
 
 class SavePieces(dcp.DefaultSavePlanner):
-    """Writes this rank's parts. The plan needs nobody else: `checkpointing/write_partition` gave each part to one rank."""
+    """Writes this rank's parts. The plan needs nobody else: `checkpointing/state_tensor` gave each part to one rank."""
 
     def __init__(self, parts: list[Part]):
         super().__init__()
@@ -136,9 +184,9 @@ class LoadPieces(dcp.DefaultLoadPlanner):
     What is not in memory is borrowed while its parts arrive, and written back with the last of them.
     """
 
-    def __init__(self, pieces: Mapping[str, Piece]):
+    def __init__(self, tensors: Mapping[str, StateTensor]):
         super().__init__()
-        self._pieces = pieces
+        self._pieces = tensors
         self._borrowed: dict[str, Tensor] = {}
         self._missing: dict[str, int] = {}
 

@@ -6,15 +6,14 @@ Knows no tensors: of the files of boxes only the beginnings are read.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.checkpointing import checksums, directory, rank_file
-from phalanx.checkpointing.checksums import Checked
+from phalanx.checkpointing import directory, format
 from phalanx.checkpointing.directory import DamagedCheckpoint
+from phalanx.checkpointing.format import BLOCK, Box, Checked
 from phalanx.checkpointing.location import Location
-from phalanx.checkpointing.rank_file import Box
 from phalanx.spec.safefiles import SIZES
 
 
@@ -40,7 +39,7 @@ class CheckpointInfo:
 
 def listing(checkpoints: Location) -> list[CheckpointInfo]:
     """Everything that saves have made there, newest first."""
-    found = [told(path) for path in directory.listed(checkpoints)]
+    found = [describe(path) for path in directory.list_checkpoints(checkpoints)]
     found += [
         CheckpointInfo(
             path=str(checkpoints / name), step=_step(name), bytes=sum((checkpoints / name).sizes().values()), time=None, ranks=None,
@@ -60,7 +59,7 @@ def leftovers(checkpoints: Location) -> list[str]:
     aside = {f"{name}.replaced{directory.PARTIAL}" for name in names}
     found = [name for name in found if ".replaced" not in name or name in aside]
     if not checkpoints.renames:
-        found += [path.name for path in directory.listed(checkpoints) if (path / directory.MARKER).size() is None]
+        found += [path.name for path in directory.list_checkpoints(checkpoints) if (path / directory.MARKER).size() is None]
     return found
 
 
@@ -69,7 +68,7 @@ def _step(name: str) -> int | None:
     return int(digits) if digits.isdigit() else None
 
 
-def told(path: Location) -> CheckpointInfo:
+def describe(path: Location) -> CheckpointInfo:
     marker: dict[str, Any] = {}
     problem = None
     try:
@@ -81,14 +80,14 @@ def told(path: Location) -> CheckpointInfo:
         step=directory.step_of(path) if "step" not in marker else marker["step"],
         bytes=sum(path.sizes().values()),
         time=marker.get("time"),
-        ranks=sum(name.endswith(rank_file.SUFFIX) for name in marker["files"]) if marker else None,
+        ranks=sum(name.endswith(format.SUFFIX) for name in marker["files"]) if marker else None,
         layout=marker.get("layout"),
         version=marker.get("version"),
         problem=problem,
     )
 
 
-def degrees(layout: Mapping[str, Any] | None) -> str:
+def layout_text(layout: Mapping[str, Any] | None) -> str:
     """A layout in a few words: what is not as in one process."""
     plain = {"zero": 3, "sequence": False, "context_method": "ring", "schedule": "1f1b", "cut": "counted"}
     said = [
@@ -100,7 +99,7 @@ def degrees(layout: Mapping[str, Any] | None) -> str:
 
 
 @dataclass(slots=True)
-class Held:
+class SavedTensor:
     """A tensor of a checkpoint, and where it lies."""
 
     name: str
@@ -116,13 +115,13 @@ class Held:
         return sum(box.bytes for _, box in self.boxes)
 
 
-def tensors(path: Location, marker: Mapping[str, Any]) -> dict[str, Held]:
+def tensors(path: Location, marker: Mapping[str, Any]) -> dict[str, SavedTensor]:
     """What a checkpoint holds, by name; DamagedCheckpoint where a header is not what was saved."""
-    found: dict[str, Held] = {}
+    found: dict[str, SavedTensor] = {}
     for file in marker["files"]:
-        if file.endswith(rank_file.SUFFIX):
+        if file.endswith(format.SUFFIX):
             for box in _boxes(path, file, marker["files"]):
-                found.setdefault(box.name, Held(box.name, box.dtype, box.whole)).boxes.append((file, box))
+                found.setdefault(box.name, SavedTensor(box.name, box.dtype, box.whole)).boxes.append((file, box))
     return dict(sorted(found.items()))
 
 
@@ -130,10 +129,10 @@ def _boxes(path: Location, file: str, files: Mapping[str, Any]) -> list[Box]:
     try:
         checked = Checked(path / file, files[file]["bytes"], sums(path, file, files))
         try:
-            return rank_file.boxes(checked, files[file]["bytes"])
+            return format.boxes(checked, files[file]["bytes"])
         finally:
             checked.close()
-    except checksums.Damaged as error:
+    except format.Damaged as error:
         raise DamagedCheckpoint(path, str(error)) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpoint(path, f"its file {file} has a header that cannot be read ({error})") from None
@@ -141,20 +140,20 @@ def _boxes(path: Location, file: str, files: Mapping[str, Any]) -> list[Box]:
 
 def sums(path: Location, file: str, files: Mapping[str, Any]) -> list[int]:
     """The checksums of a file's blocks, from what lies beside it."""
-    beside = rank_file.beside(file)
+    beside = format.beside(file)
     text = (path / beside).read()
-    if checksums.whole_of(text) != files[beside]["checksum"]:
-        raise checksums.Damaged(f"its file {beside} does not have the contents that were saved")
+    if format.whole_of(text) != files[beside]["checksum"]:
+        raise format.Damaged(f"its file {beside} does not have the contents that were saved")
     found: list[int] = json.loads(text)["crc32"]
     return found
 
 
-def values(held: Held) -> int:
+def values(held: SavedTensor) -> int:
     """Numbers in a tensor."""
     return held.bytes // SIZES[held.dtype]
 
 
-def kinds(found: Mapping[str, Held]) -> dict[str, int]:
+def bytes_by_kind(found: Mapping[str, SavedTensor]) -> dict[str, int]:
     """Bytes of parameters, of optimizer states, and of whatever else there is."""
     sizes: dict[str, int] = {}
     for name, one in found.items():
@@ -163,7 +162,7 @@ def kinds(found: Mapping[str, Held]) -> dict[str, int]:
     return sizes
 
 
-def named_like(found: Mapping[str, Held], pattern: str | None) -> Iterator[Held]:
+def matching(found: Mapping[str, SavedTensor], pattern: str | None) -> Iterator[SavedTensor]:
     """Those whose names contain a text, or match it where it has * or ?."""
     from fnmatch import fnmatchcase
 
@@ -171,3 +170,72 @@ def named_like(found: Mapping[str, Held], pattern: str | None) -> Iterator[Held]
         wild = pattern is not None and any(sign in pattern for sign in "*?[")
         if pattern is None or (fnmatchcase(name, pattern) if wild else pattern in name):
             yield one
+
+
+_OTHER = "it does not have the contents that were saved"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileDamage:
+    """What is wrong with a file of a checkpoint."""
+
+    file: str
+    reason: str
+    ranges: tuple[tuple[int, int], ...] = ()
+    """Bytes [begin, end) that are not what was saved, as far as that can be told; to a block, which is what has a checksum."""
+
+
+def find_damage(path: Location, progress: Callable[[int], None] = lambda count: None) -> list[FileDamage]:
+    """Everything that is wrong with a checkpoint; `progress` is told of bytes that have been read."""
+    try:
+        marker = directory.sealed(path)
+    except directory.DamagedCheckpoint as bad:
+        return [FileDamage(file=directory.MARKER, reason=bad.reason)]
+    sizes, found = path.sizes(), []
+    for name, expected in marker["files"].items():
+        wrong = None
+        if name not in sizes:
+            wrong = FileDamage(file=name, reason="it is missing")
+        elif sizes[name] != expected["bytes"]:
+            wrong = FileDamage(file=name, reason=f"it has {sizes[name]} bytes instead of {expected['bytes']}")
+        else:
+            try:
+                wrong = _damage(path, name, marker["files"], progress)
+            except OSError as error:
+                wrong = FileDamage(file=name, reason=f"it cannot be read ({error})")
+        if wrong is not None:
+            found.append(wrong)
+    return found
+
+
+def _damage(path: Location, name: str, files: Mapping[str, Any], progress: Callable[[int], None]) -> FileDamage | None:
+    known = _known(path, name, files)
+    if known is None:
+        right = format.digest(path / name) == files[name]["checksum"]
+        progress(files[name]["bytes"])
+        return None if right else FileDamage(file=name, reason=_OTHER)
+    size, buffer = files[name]["bytes"], bytearray(BLOCK)
+    checked = Checked(path / name, size, known)
+    wrong: list[tuple[int, int]] = []
+    try:
+        for begin in range(0, size, BLOCK):
+            end = min(begin + BLOCK, size)
+            try:
+                checked.read(begin, memoryview(buffer)[: end - begin])
+            except format.Damaged:
+                wrong.append((begin, end))
+            progress(end - begin)
+    finally:
+        checked.close()
+    return FileDamage(file=name, reason=_OTHER, ranges=tuple(wrong)) if wrong else None
+
+
+def _known(path: Location, name: str, files: Mapping[str, Any]) -> list[int] | None:
+    """The checksums of a file's blocks; None where it has none, or where they are damaged themselves, which is told by itself."""
+    if not name.endswith(format.SUFFIX):
+        return None
+    try:
+        found = sums(path, name, files)
+    except (format.Damaged, OSError, ValueError, KeyError):
+        return None
+    return found if format.whole(found) == files[name]["checksum"] else None
