@@ -98,15 +98,15 @@ def test_chunks_in_any_order_and_of_any_shape_are_put_together(tmp_path: Path) -
 PROGRAM = """
 import resource, sys, torch
 from pathlib import Path
-from phalanx.checkpointing.tools.offline_writer import Chunk, Streamed, write
+from phalanx.checkpointing.tools.offline_writer import StreamedBox, StreamedTensor, write_checkpoint
 from phalanx.checkpointing.restore import Saved
 rows = 4 << 20
 def tensor(index):
-    chunk = Chunk(offsets=(0,), sizes=(rows,), read=lambda: torch.full((rows,), float(index)))
-    return Streamed(name=f"t{index}", shape=(rows,), dtype=torch.float32, chunks=[chunk])
-write(Path(sys.argv[1]) / "first", 0, [tensor(0)], {})
+    chunk = StreamedBox(offsets=(0,), sizes=(rows,), read=lambda: torch.full((rows,), float(index)))
+    return StreamedTensor(name=f"t{index}", shape=(rows,), dtype=torch.float32, chunks=[chunk])
+write_checkpoint(Path(sys.argv[1]) / "first", 0, [tensor(0)], {})
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-path = write(Path(sys.argv[1]) / "second", 0, [tensor(index) for index in range(20)], {})
+path = write_checkpoint(Path(sys.argv[1]) / "second", 0, [tensor(index) for index in range(20)], {})
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 saved = Saved(path)
 assert all((saved.read(f"t{index}") == index).all() for index in (0, 7, 19))
