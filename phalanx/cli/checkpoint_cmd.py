@@ -57,7 +57,9 @@ def list_(path: Annotated[str, typer.Argument(help=_PLACE, metavar="PATH")], jso
     )  # somebody gave it another name, so that no folder lists it
     for checkpoints in [place] if alone else checkpoint_locations(place):
         rows = [asdict(told) for told in ([checkpoint_info.describe(place)] if alone else checkpoint_info.listing(checkpoints))]
-        show.show_listing(console, str(checkpoints), [row | {"degrees": checkpoint_info.layout_text(row["layout"])} for row in rows])
+        show.show_listing(
+            console, str(checkpoints), [row | {"degrees": checkpoint_info.layout_text(row["layout"])} for row in rows]
+        )
         found += rows
     if json:
         print_json({"path": path, "checkpoints": found})
@@ -86,7 +88,9 @@ def inspect(
     about |= {"kinds": checkpoint_info.bytes_by_kind(tensors), "files": marker["files"]}
     change = None if layout is None else _change(path, tensors, layout)
     show.show_checkpoint(
-        console, about | {"degrees": checkpoint_info.layout_text(marker.get("layout"))}, show.first_rows(chosen, names is not None)
+        console,
+        about | {"degrees": checkpoint_info.layout_text(marker.get("layout"))},
+        show.first_rows(chosen, names is not None),
     )
     if change is not None:
         show.show_relayout(console, change)

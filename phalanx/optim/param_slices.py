@@ -14,9 +14,7 @@ def state_tensor(tensor: Tensor | OffloadedTensor, spot: ParamShard, mesh: Mesh)
     """A state of a parameter lies where the parameter does; one that is a single number belongs to all of it."""
     if isinstance(tensor, Tensor) and tuple(tensor.shape) != spot.slice.shape:
         return StateTensor.full(tensor, replica_group(mesh, counted=spot.counted))
-    return StateTensor(
-        tensor, spot.slice, replica_group(mesh, spot.split, counted=spot.counted)
-    )
+    return StateTensor(tensor, spot.slice, replica_group(mesh, spot.split, counted=spot.counted))
 
 
 def replica_group(mesh: Mesh, split: tuple[str, ...] = (), *, counted: bool = True) -> ReplicaGroup:
