@@ -99,7 +99,7 @@ PROGRAM = """
 import resource, sys, torch
 from pathlib import Path
 from phalanx.checkpointing.tools.offline_writer import StreamedBox, StreamedTensor, write_checkpoint
-from phalanx.checkpointing.restore import Saved
+from phalanx.checkpointing.restore import CheckpointReader
 rows = 4 << 20
 def tensor(index):
     chunk = StreamedBox(offsets=(0,), sizes=(rows,), read=lambda: torch.full((rows,), float(index)))
@@ -108,7 +108,7 @@ write_checkpoint(Path(sys.argv[1]) / "first", 0, [tensor(0)], {})
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 path = write_checkpoint(Path(sys.argv[1]) / "second", 0, [tensor(index) for index in range(20)], {})
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
-saved = Saved(path)
+saved = CheckpointReader(path)
 assert all((saved.read(f"t{index}") == index).all() for index in (0, 7, 19))
 """
 
