@@ -6,17 +6,17 @@ from pathlib import Path
 
 import torch
 
-from phalanx.checkpointing.restore import load
-from phalanx.checkpointing.stream import Chunk, Saved, Streamed, write
+from phalanx.checkpointing.restore import CheckpointReader, load
+from phalanx.checkpointing.tools.offline_writer import StreamedBox, StreamedTensor, write_checkpoint
 
 VALUES = torch.arange(24.0).view(6, 4)
 
 
 def saved_as(folder: Path, name: str, run: str) -> Path:
     """A checkpoint of one tensor, and the run file that its marker carries."""
-    chunk = Chunk(offsets=(0, 0), sizes=(6, 4), read=lambda: VALUES)
-    tensor = Streamed(name=name, shape=(6, 4), dtype=torch.float32, chunks=[chunk])
-    return Path(str(write(folder, 3, [tensor], {"run": run})))
+    chunk = StreamedBox(offsets=(0, 0), sizes=(6, 4), read=lambda: VALUES)
+    tensor = StreamedTensor(name=name, shape=(6, 4), dtype=torch.float32, chunks=[chunk])
+    return Path(str(write_checkpoint(folder, 3, [tensor], {"run": run})))
 
 
 def test_renamed_tensors_are_found_under_their_old_names(tmp_path: Path) -> None:
@@ -28,11 +28,11 @@ def test_renamed_tensors_are_found_under_their_old_names(tmp_path: Path) -> None
         found = torch.zeros(6, 4)
         load(path, {new: found})
         assert torch.equal(found, VALUES)
-        assert Saved(path).names == [new] and torch.equal(Saved(path).read(new, 2, 4), VALUES[2:4])
+        assert CheckpointReader(path).names == [new] and torch.equal(CheckpointReader(path).read(new, 2, 4), VALUES[2:4])
 
 
 def test_names_of_own_modules_are_never_translated(tmp_path: Path) -> None:
     path = saved_as(tmp_path, "model/ahead.weight", '[model]\nmodule = "mine:Model"\n')
     found = torch.zeros(6, 4)
     load(path, {"model/ahead.weight": found})
-    assert torch.equal(found, VALUES) and Saved(path).names == ["model/ahead.weight"]
+    assert torch.equal(found, VALUES) and CheckpointReader(path).names == ["model/ahead.weight"]
