@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from phalanx.host.env import for_workers
+from phalanx.host.env import worker_env
 from phalanx.host.probe import probe
 from phalanx.parallel.mesh import Mesh, connect
 from phalanx.planning.resolve import choose
@@ -135,7 +135,7 @@ def main() -> None:
     run = loads(RUN.format(dim=dim, layers=layers, ranks=given.ranks, device=given.device, threads=given.threads))
     plan = choose(run, probe("" if given.device == "cpu" else None), given.ranks)
     if os.environ.get("GLOO_SOCKET_IFNAME") != "lo":  # before the first thread starts
-        os.execve(sys.executable, [sys.executable, *sys.argv], for_workers(plan))
+        os.execve(sys.executable, [sys.executable, *sys.argv], worker_env(plan))
     folder = Path(tempfile.mkdtemp(dir=given.folder))
     try:
         if given.ranks == 1:

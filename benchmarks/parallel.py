@@ -31,7 +31,7 @@ from common import RUN, contestants, starts
 from handwritten_parallel import LOOPS, Micro
 
 from phalanx.data.loader import ReplicaShare
-from phalanx.host.env import for_workers
+from phalanx.host.env import worker_env
 from phalanx.host.probe import probe
 from phalanx.models.init import build, materialize
 from phalanx.parallel.mesh import Mesh
@@ -164,7 +164,7 @@ def main() -> None:
     plans = {technique: choose(run, probe(""), RANKS) for technique, run in runs.items()}
     if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         # Read when a process starts: both sides get the allocator's settings that our launcher gives its ranks.
-        os.execve(sys.executable, [sys.executable, *sys.argv], for_workers(next(iter(plans.values()))))
+        os.execve(sys.executable, [sys.executable, *sys.argv], worker_env(next(iter(plans.values()))))
     torch.set_num_threads(1)
     with Pool(RANKS, timeout=1800) as pool:
         for technique, run in runs.items():

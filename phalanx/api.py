@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from phalanx.host.env import torchrun_place, visible_gpus
 from phalanx.host.probe import probe
 from phalanx.launch.local import Job
-from phalanx.launch.measure_model import measure
+from phalanx.launch.model_check import measure
 from phalanx.launch.prepare import Request, prepare
 from phalanx.planning.hardware import hardware, planned
 from phalanx.planning.resolve import choose, plan_run

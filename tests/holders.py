@@ -13,7 +13,7 @@ from pathlib import Path
 
 from phalanx.checkpointing.replicas.replica_index import set_peers
 from phalanx.checkpointing.replicas.replica_protocol import Address
-from phalanx.host.env import for_python
+from phalanx.host.env import python_env
 
 TOKEN = "a secret of the test"
 
@@ -26,7 +26,7 @@ class Node:
         command = [sys.executable, "-m", "phalanx.checkpointing.replicas.replica_server"]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=for_python(), text=True
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=python_env(), text=True
             )
         given = {"run": "test", "node": number, "root": str(root / f"memory-{number}"), "token": TOKEN}
         assert self.process.stdin is not None

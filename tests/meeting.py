@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.control.channel import listen
-from phalanx.control.store_server import KeyValue, serve
+from phalanx.control.store_server import KeyValueStore, serve
 from phalanx.events.frames import Address
-from phalanx.host.env import for_python
+from phalanx.host.env import python_env
 
 TOKEN = "a secret of the test"
 GENERATIONS = 10
@@ -33,7 +33,7 @@ class Agent:
     def __init__(self) -> None:
         command = [sys.executable, __file__]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self.process = subprocess.Popen(command, env=for_python(), text=True, **pipes)
+        self.process = subprocess.Popen(command, env=python_env(), text=True, **pipes)
         assert self.process.stdout is not None
         host, port = json.loads(self.process.stdout.readline())
         self.address: Address = (host, port)
@@ -83,7 +83,7 @@ def until(condition: Any, what: str, seconds: float = 10.0) -> None:
 
 async def _main() -> None:
     refused: Counter[str] = Counter()
-    stores = {generation: KeyValue() for generation in range(GENERATIONS)}
+    stores = {generation: KeyValueStore() for generation in range(GENERATIONS)}
     listener = await listen(
         "127.0.0.1", TOKEN, lambda link: serve(link, stores), lambda address, reason: refused.update([reason])
     )

@@ -21,7 +21,7 @@ import torch
 from phalanx.calibration import op_bench
 from phalanx.calibration.op_bench import Row
 from phalanx.calibration.step_bench import Compute, jobs, plan_of
-from phalanx.host.env import for_workers
+from phalanx.host.env import worker_env
 from phalanx.planning.cluster import Hardware
 from phalanx.planning.cpu import cpu_hardware
 from phalanx.planning.hardware import hardware
@@ -185,7 +185,7 @@ def _plan(found: Bench, threads: int) -> Plan:
 def _ask(commands: list[list[str]], plan: Plan) -> list[Any]:
     """The answers of processes that run at the same time, in the environment that ranks are given."""
     start = [sys.executable, "-P", "-m", "phalanx.calibration.bench_process"]
-    environment = for_workers(plan)
+    environment = worker_env(plan)
     running = [
         subprocess.Popen([*start, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
         for words in commands

@@ -18,15 +18,15 @@ def bench(
     from phalanx.calibration.measure_machine import bench as measure
     from phalanx.dashboard.bench_table import show
     from phalanx.host.env import visible_gpus
-    from phalanx.host.machine_profile import entry_file, write_entry
+    from phalanx.host.machine_profile import profile_file, write_profile
     from phalanx.host.probe import probe
 
     machine = probe(visible_gpus())
     with console.status("measuring") as status:
         found = measure(machine, Path.cwd(), minutes, lambda words: status.update(words))
-    path = write_entry(machine, found.constants, found.rows, out)
+    path = write_profile(machine, found.constants, found.rows, out)
     show(console, found.rows, found.constants)
-    how = "plans on this machine use it from now on" if path == entry_file() else "plans do not look there"
+    how = "plans on this machine use it from now on" if path == profile_file() else "plans do not look there"
     console.print(f"measured in {found.seconds:.0f} s; kept in {path}: {how}")
     if json:
         print_json(found.to_json() | {"file": str(path)})

@@ -275,7 +275,7 @@ def _exports(place: Location, removed: list[str], kept: list[str]) -> list[Locat
 @contextmanager
 def _held(rundir: RunDir, path: str) -> Iterator[None]:
     """No run may begin here meanwhile, and none may be under way."""
-    if not rundir.take():
+    if not rundir.acquire():
         raise RunError([f"{path} is in use by a running job, which prunes by itself: wait for it, or stop it."])
     try:
         yield

@@ -165,7 +165,7 @@ def _compare(wide: Console, directory: Path, refit: bool) -> dict[str, Any]:
     from phalanx.dashboard.comparison_table import show_comparison
     from phalanx.dashboard.numbers import short_duration, size
     from phalanx.host.env import visible_gpus
-    from phalanx.host.machine_profile import write_entry
+    from phalanx.host.machine_profile import write_profile
     from phalanx.host.probe import probe
     from phalanx.planning.compare_run import after, compare, correction
 
@@ -179,7 +179,7 @@ def _compare(wide: Console, directory: Path, refit: bool) -> dict[str, Any]:
     again = after(found, machine, constants)
     told = found.to_json(again)
     show_comparison(wide, told)
-    path = write_entry(machine, constants)
+    path = write_profile(machine, constants)
     wide.print(
         f"kept in {path} for plans on this machine, which now promise {short_duration(again.seconds)} and {size(again.total_memory)} for this run",
         soft_wrap=True,

@@ -11,7 +11,7 @@ import typer
 from phalanx.cli.output import AsJson, console, print_json
 from phalanx.host.env import visible_gpus
 from phalanx.host.probe import probe
-from phalanx.launch.measure_model import measure
+from phalanx.launch.model_check import measure
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import load
 

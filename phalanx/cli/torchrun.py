@@ -11,7 +11,7 @@ import torch
 
 from phalanx.cli.output import console, print_error, print_json
 from phalanx.cli.train_cmd import conclude
-from phalanx.control.replica_process import NO_COPIES
+from phalanx.control.processes import NO_COPIES
 from phalanx.dashboard.data_tables import tokenizing
 from phalanx.dashboard.progress import display
 from phalanx.events.log import EventLog
@@ -19,13 +19,13 @@ from phalanx.events.records import Warned
 from phalanx.events.rundir import RunDir
 from phalanx.host.env import visible_gpus
 from phalanx.host.probe import probe
-from phalanx.launch.local import started
+from phalanx.launch.local import run_started
 from phalanx.launch.prepare import Prepared, Request, prepare
 from phalanx.parallel.mesh import connect, disconnect
 from phalanx.spec.errors import PhalanxError, RunError
 from phalanx.spec.load import load
 from phalanx.spec.place import Place
-from phalanx.worker.rank import Signals, work
+from phalanx.worker.rank import StopSignals, train_rank
 
 _UNTIL_PREPARED = 7 * 86400.0  # seconds that the others wait for rank 0, which may have a large corpus to tokenise
 _UNTIL_ENDED = 60.0  # seconds that torchrun has to end a rank once another has ended
@@ -66,12 +66,12 @@ def train_here(place: Place, run_file: Path, overrides: list[str], request: Requ
         view = display(console, run.steps, run.watch.log_every, live=False)
         log = EventLog(rundir.events_file)
         notices = (*prepared.notices, *([NO_COPIES] if run.checkpoint.memory_every is not None else []))
-        for event in (started(run, plan), *(Warned(message=notice) for notice in notices)):
+        for event in (run_started(run, plan), *(Warned(message=notice) for notice in notices)):
             view.show(log.emit(event))
         log.close()
         show = view.show
     try:
-        code = work(run, plan, mesh, rundir, Signals(), also=show)
+        code = train_rank(run, plan, mesh, rundir, StopSignals(), also=show)
     except PhalanxError as error:
         print_error(error)  # a sentence says it all
         code = 1

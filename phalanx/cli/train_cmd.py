@@ -12,15 +12,15 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.output import AsJson, console, print_json
-from phalanx.control.exit_cause import RESUMABLE
+from phalanx.control.protocol import RESUMABLE
 from phalanx.dashboard.data_tables import tokenizing
 from phalanx.dashboard.pictures import draw_loss
 from phalanx.dashboard.progress import display
 from phalanx.dashboard.summary import Summary, summarize
 from phalanx.events.log import read_events
 from phalanx.events.rundir import RunDir
-from phalanx.faults.draw import expand
-from phalanx.faults.grammar import Fault, check, parse, text_of
+from phalanx.faults.draw import expand_random
+from phalanx.faults.grammar import Fault, check, format_faults, parse
 from phalanx.host.env import torchrun_place
 from phalanx.launch.local import Job
 from phalanx.launch.prepare import Prepared, Request, prepare
@@ -88,7 +88,7 @@ def _planted(faults: tuple[Fault, ...], prepared: Prepared) -> str:
     ranks, nodes, steps = prepared.plan.ranks, prepared.run.cluster.nodes, prepared.run.steps
     if problems := check(faults, ranks, nodes, steps):
         raise RunError(problems)
-    return text_of(expand(faults, steps=steps, ranks=ranks, nodes=nodes))
+    return format_faults(expand_random(faults, steps=steps, ranks=ranks, nodes=nodes))
 
 
 def conclude(rundir: RunDir) -> Summary:

@@ -17,24 +17,22 @@ import secrets
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from phalanx.control import store_server
-from phalanx.control.channel import Link, listen
+from phalanx.control.channel import Channel, listen
 from phalanx.control.controller import Controller
-from phalanx.control.election import Claims
-from phalanx.control.fork_client import Nursery, Worker, inspect
-from phalanx.control.leader import Follower
-from phalanx.control.node_faults import Strikes
-from phalanx.control.parent_pipe import first_line, follow_lines
-from phalanx.control.replica_process import Keeper
-from phalanx.control.store_server import KeyValue
+from phalanx.control.election import LeaderClient, Terms
+from phalanx.control.node_faults import NodeFaults
+from phalanx.control.processes import ForkClient, ReplicaProcess, Worker, inspect_process
+from phalanx.control.store_server import KeyValueStore
 from phalanx.events import heartbeat
 from phalanx.events.log import EventLog
 from phalanx.events.records import Event, StrangerRefused, Warned
 from phalanx.events.rundir import RunDir
-from phalanx.host.process_tree import STOPPING, adopt_orphans, die_with, hearing
+from phalanx.host.process_tree import STOP_SIGNALS, adopt_orphans, die_with, unblock_stop_signals
 from phalanx.spec.load import load
 from phalanx.spec.plan import Plan
 
@@ -54,9 +52,9 @@ class Agent:
         self.chaos = str(given.get("chaos") or "")
         self.run, self.plan = load(self.rundir.run_file), Plan.from_json(self.rundir.plan_file.read_text())
         self.name = f"{self.node}-{secrets.token_hex(4)}"
-        self.claims = Claims(self.rundir.control)
+        self.claims = Terms(self.rundir.control)
         self.log = EventLog(self.rundir.events_file)
-        self.stores: dict[int, KeyValue] = {}
+        self.stores: dict[int, KeyValueStore] = {}
         """By generation: where its ranks meet, if this agent has begun it."""
         self.address: tuple[str, int] = ("", 0)
         self.last: Message | None = None
@@ -66,14 +64,14 @@ class Agent:
         self.outcome: Message | None = None
         """How the run ended."""
         self.controller: Controller | None = None
-        self._follower = Follower(self)
+        self._follower = LeaderClient(self)
         self._count = 0
         self._keeping: asyncio.Task[Any] | None = None
         self._refused, self._refused_told = 0, 0.0
         self._over = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._strikes = Strikes(self) if self.chaos else None
-        self.nursery = Nursery(self.rundir, self.plan)
+        self._strikes = NodeFaults(self) if self.chaos else None
+        self.nursery = ForkClient(self.rundir, self.plan)
 
     # --- the node's life ---
 
@@ -82,7 +80,7 @@ class Agent:
         self.nursery.on_failure = self._barren
         self.nursery.start()
         # Beside torch's loading, which takes longer.
-        self.keeper = await asyncio.to_thread(Keeper, self.rundir, self.node, self.bind, self.token)
+        self.keeper = await asyncio.to_thread(ReplicaProcess, self.rundir, self.node, self.bind, self.token)
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
         listener = await listen(self.bind, self.token, self._welcome, self._refuse)
         self.address = listener.address
@@ -171,7 +169,7 @@ class Agent:
         else:
             self._follower.post(message)
 
-    async def _welcome(self, link: Link) -> None:
+    async def _welcome(self, link: Channel) -> None:
         """Somebody who knows the token: a rank that looks for its store, or a node that joins."""
         first = await link.receive()
         if "store" in first:
@@ -329,7 +327,7 @@ class Agent:
         )
 
     async def _inspect(self, worker: Worker) -> None:
-        state, stack = await inspect(worker)
+        state, stack = await inspect_process(worker)
         self.report({"report": "inspected", "rank": worker.rank, "state": state, "stack": stack})
 
     async def _beat(self) -> None:
@@ -368,9 +366,9 @@ class Agent:
 async def _main(given: Message) -> None:
     agent = Agent(given)
     loop = asyncio.get_running_loop()
-    for number in STOPPING:
+    for number in STOP_SIGNALS:
         loop.add_signal_handler(number, agent.stop, signal.Signals(number).name)
-    hearing()
+    unblock_stop_signals()
     follow_lines(loop, agent.hear)
     await agent.live()
 
@@ -389,3 +387,30 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def first_line() -> bytes | None:
+    """Byte by byte: what follows is read by the loop. None: nobody is there any more."""
+    line = b""
+    while not line.endswith(b"\n"):
+        if not (one := os.read(0, 1)):
+            return None
+        line += one
+    return line
+
+
+def follow_lines(loop: asyncio.AbstractEventLoop, hear: Callable[[str], None]) -> None:
+    """Every further line, as it comes. Their end ends this process at once, and the workers with it."""
+    buffer = bytearray()
+
+    def read() -> None:
+        block = os.read(0, 65536)
+        if not block:
+            os._exit(1)
+        buffer.extend(block)
+        while (end := buffer.find(b"\n")) >= 0:
+            line = bytes(buffer[:end])
+            del buffer[: end + 1]
+            hear(line.decode())
+
+    loop.add_reader(0, read)

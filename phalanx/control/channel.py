@@ -18,7 +18,7 @@ from typing import Any
 from phalanx.events import frames
 from phalanx.events.frames import Address, Refused
 
-CROWD = 64
+MAX_UNPROVEN = 64
 """Connections without a proof that are kept at a time."""
 _UNREAD = 32 << 20  # bytes waiting for a reader, after which it is taken for dead
 _FAREWELL = 2.0  # seconds in which what was sent before a connection was closed can still leave
@@ -26,10 +26,10 @@ _FAREWELL = 2.0  # seconds in which what was sent before a connection was closed
 OnRefused = Callable[[str, str], None]
 
 
-class Link:
+class Channel:
     """To somebody who has proved to know the run's token."""
 
-    def __init__(self, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], seals: frames.Seals, address: str):
+    def __init__(self, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], seals: frames.MessageSealer, address: str):
         self.address = address
         """host:port of the other side, for messages."""
         self.on_nonsense: OnRefused | None = None
@@ -67,7 +67,7 @@ class Link:
             raise ConnectionError(f"{self.address}: {self._ended}")
         try:
             if self._head is None:
-                self._head = await self._reader.readexactly(frames.HEAD)
+                self._head = await self._reader.readexactly(frames.HEADER)
             body = await self._reader.readexactly(self._seals.size(self._head))
             message = self._seals.open(self._head, body)
         except Refused as error:
@@ -98,7 +98,7 @@ class Link:
                 asyncio.get_running_loop().call_later(_FAREWELL, transport.abort)
 
 
-async def dial(address: Address, token: str, timeout: float = frames.GREETING) -> Link:
+async def connect(address: Address, token: str, timeout: float = frames.HANDSHAKE_SECONDS) -> Channel:
     """To a listener; Refused where either does not know the token of the other. One that is crowded by strangers is asked again."""
     async with asyncio.timeout(timeout):
         while True:
@@ -107,21 +107,23 @@ async def dial(address: Address, token: str, timeout: float = frames.GREETING) -
             except Refused:
                 raise
             except ConnectionResetError:
-                await asyncio.sleep(frames.pause())
+                await asyncio.sleep(frames.retry_delay())
 
 
-async def _greeted(address: Address, token: str) -> Link:
+async def _greeted(address: Address, token: str) -> Channel:
     loop = asyncio.get_running_loop()
     family, kind, protocol, _, where = (await loop.getaddrinfo(*address, type=socket.SOCK_STREAM))[0]
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setblocking(False)
         await loop.sock_connect(sock, where)
-        frames.tune(sock)
-        answer, expected, key = frames.reply(token, frames.CONTROL, await _exactly(sock, frames.NONCE))
+        frames.set_socket_options(sock)
+        answer, expected, key = frames.client_response(token, frames.CONTROL, await _exactly(sock, frames.NONCE))
         await loop.sock_sendall(sock, answer)
-        frames.compare(await _exactly(sock, frames.PROOF), expected, frames.place(address))
-        return Link(await asyncio.open_connection(sock=sock), frames.Seals(key, asking=True), frames.place(address))
+        frames.check_server(await _exactly(sock, frames.PROOF), expected, frames.format_address(address))
+        return Channel(
+            await asyncio.open_connection(sock=sock), frames.MessageSealer(key, asking=True), frames.format_address(address)
+        )
     except BrokenPipeError as error:
         sock.close()
         raise ConnectionResetError(*error.args) from None
@@ -143,7 +145,7 @@ async def _exactly(sock: socket.socket, size: int) -> bytes:
 class Listener:
     """Admits whoever proves to know the token, each into a task of its own."""
 
-    def __init__(self, sock: socket.socket, token: str, on_link: Callable[[Link], Awaitable[None]], on_refused: OnRefused):
+    def __init__(self, sock: socket.socket, token: str, on_link: Callable[[Channel], Awaitable[None]], on_refused: OnRefused):
         self.address: Address = sock.getsockname()[:2]
         self._socket, self._token, self._on_link, self._on_refused = sock, token, on_link, on_refused
         self._greeting: dict[asyncio.Task[None], str] = {}  # addresses, the oldest first
@@ -159,11 +161,11 @@ class Listener:
                 await asyncio.sleep(0.05)
                 continue
             sock.setblocking(False)
-            if len(self._greeting) >= CROWD:
+            if len(self._greeting) >= MAX_UNPROVEN:
                 oldest = next(iter(self._greeting))
                 self._on_refused(self._greeting.pop(oldest), "it did not prove itself before many others came")
                 oldest.cancel()
-            address = frames.place(peer[:2])
+            address = frames.format_address(peer[:2])
             task = asyncio.create_task(self._greet(sock, address))
             self._greeting[task] = address
             task.add_done_callback(partial(self._gone, sock))
@@ -182,7 +184,7 @@ class Listener:
 
     async def _greet(self, sock: socket.socket, address: str) -> None:
         try:
-            async with asyncio.timeout(frames.GREETING):
+            async with asyncio.timeout(frames.HANDSHAKE_SECONDS):
                 key = await self._admit(sock)
         except Refused as error:
             self._on_refused(address, str(error))
@@ -194,7 +196,7 @@ class Listener:
         assert task is not None
         self._greeting.pop(task, None)
         self._admitted.add(task)
-        link = Link(await asyncio.open_connection(sock=sock), frames.Seals(key, asking=False), address)
+        link = Channel(await asyncio.open_connection(sock=sock), frames.MessageSealer(key, asking=False), address)
         link.on_nonsense = self._on_refused
         try:
             await self._on_link(link)
@@ -204,14 +206,14 @@ class Listener:
             link.close()
 
     async def _admit(self, sock: socket.socket) -> bytes:
-        frames.tune(sock)
+        frames.set_socket_options(sock)
         loop, ours = asyncio.get_running_loop(), secrets.token_bytes(frames.NONCE)
         await loop.sock_sendall(sock, ours)
         said = await _exactly(sock, frames.NONCE + frames.PROOF)
         try:
-            proof, key = frames.judge(self._token, frames.CONTROL, ours, said)
+            proof, key = frames.check_client(self._token, frames.CONTROL, ours, said)
         except Refused:
-            await loop.sock_sendall(sock, frames.NO)
+            await loop.sock_sendall(sock, frames.REFUSAL)
             raise
         await loop.sock_sendall(sock, proof)
         return key
@@ -226,7 +228,7 @@ class Listener:
 
 
 async def listen(
-    bind: str, token: str, on_link: Callable[[Link], Awaitable[None]], on_refused: OnRefused, port: int = 0
+    bind: str, token: str, on_link: Callable[[Channel], Awaitable[None]], on_refused: OnRefused, port: int = 0
 ) -> Listener:
     """On one interface. A link lives until `on_link` returns, which runs once for each at the same time; strangers and nonsense
     are told to `on_refused` by address and reason."""

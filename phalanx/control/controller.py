@@ -15,14 +15,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from phalanx.checkpointing.replicas import replica_index
-from phalanx.control.assemble import assemble
-from phalanx.control.channel import Link
-from phalanx.control.exit_cause import RESUMABLE
-from phalanx.control.generation import Generation, Message
-from phalanx.control.recover import Record, Recovery
-from phalanx.control.replan import Replanner, copy_every
-from phalanx.control.store_server import KeyValue
-from phalanx.control.watchdog import Overseer
+from phalanx.control.channel import Channel
+from phalanx.control.protocol import RESUMABLE
+from phalanx.control.recover import Record, Recovery, Replanner, copy_every
+from phalanx.control.startup import assemble
+from phalanx.control.state import Generation, Message
+from phalanx.control.store_server import KeyValueStore
+from phalanx.control.watchdog import Watchdog
 from phalanx.host.env import visible_gpus
 from phalanx.host.probe import probe
 from phalanx.recovery.state import Event, Failure, Node, NodeJoined, NodeLost, Situation, WorkerDied
@@ -43,7 +42,7 @@ class Member:
     name: str
     slots: int
     holder: tuple[str, int]
-    link: Link | None
+    link: Channel | None
     """None: this very agent."""
     heard: float
 
@@ -87,7 +86,7 @@ class Controller:
 
     # --- hearing ---
 
-    async def member(self, link: Link, first: Message) -> None:
+    async def member(self, link: Channel, first: Message) -> None:
         """A node's agent, as long as it lives."""
         node = int(first["node"])
         self.hear(node, first, link)
@@ -98,7 +97,7 @@ class Controller:
         if one is not None and one.link is link:
             self._lose(node, "its supervisor is gone")
 
-    def hear(self, node: int, message: Message, link: Link | None = None) -> None:
+    def hear(self, node: int, message: Message, link: Channel | None = None) -> None:
         """What an agent reports."""
         what = message["report"]
         if what == "join":
@@ -108,7 +107,7 @@ class Controller:
             getattr(self, f"_{what}")(node, message)
         self._changed.set()
 
-    def _join(self, node: int, message: Message, link: Link | None) -> None:
+    def _join(self, node: int, message: Message, link: Channel | None) -> None:
         host, port = message["holder"]
         known = self.members.get(node)
         if known is not None and known.name != message["name"]:
@@ -274,7 +273,7 @@ class Controller:
 
     async def lead(self) -> None:
         """Until the run has ended, or another leads."""
-        self.overseer = Overseer(self)
+        self.overseer = Watchdog(self)
         alive = asyncio.create_task(self._alive())
         try:
             await assemble(self)
@@ -302,7 +301,7 @@ class Controller:
         number = (self.generation.number + 1) if self.generation is not None else 0
         if self.generation is not None and self.generation.number in self.agent.stores:
             self.agent.stores[self.generation.number].end(f"generation {self.generation.number} is over")
-        self.agent.stores[number] = KeyValue()
+        self.agent.stores[number] = KeyValueStore()
         self.copies = every = copy_every(self.run, plan, assignment)
         if every is not None:
             await self._tell_peers(assignment)

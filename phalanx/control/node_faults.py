@@ -11,24 +11,24 @@ import subprocess
 import time
 from typing import TYPE_CHECKING
 
-from phalanx.events.fault_log import DISK, Struck, fill, injected
-from phalanx.faults.grammar import Fault, of_agent, parse
+from phalanx.events.fault_log import DISK, FaultClaims, fault_record, fill_disk
+from phalanx.faults.grammar import Fault, is_node_fault, parse
 
 if TYPE_CHECKING:
     from phalanx.control.agent import Agent
-    from phalanx.control.fork_client import Worker
+    from phalanx.control.processes import Worker
 
 _FULL = 5.0  # seconds that a full disk lasts where nothing is said
 
 
-class Strikes:
+class NodeFaults:
     """The faults of one node."""
 
     def __init__(self, agent: Agent):
         self._agent = agent
         every = parse(agent.chaos)
-        self._struck = Struck(agent.rundir.path)
-        self._mine = {number: fault for number, fault in enumerate(every) if of_agent(fault)}
+        self._struck = FaultClaims(agent.rundir.path)
+        self._mine = {number: fault for number, fault in enumerate(every) if is_node_fault(fault)}
         self._waker: subprocess.Popen[bytes] | None = None
         self.apart: dict[int, float] = {}
         """Nodes that this one does not reach, and until when."""
@@ -48,7 +48,7 @@ class Strikes:
                 continue
             del self._mine[number]
             if self._struck.claim(number):
-                self._agent.emit(injected(fault, step + 1))
+                self._agent.emit(fault_record(fault, step + 1))
                 self._strike(fault)
 
     def _is_mine(self, fault: Fault) -> bool:
@@ -63,7 +63,7 @@ class Strikes:
     def _strike(self, fault: Fault) -> None:
         agent = self._agent
         if fault.kind == "fill-disk":
-            fill(agent.rundir.path, fault.seconds or _FULL)
+            fill_disk(agent.rundir.path, fault.seconds or _FULL)
         elif fault.kind == "drop-link" and fault.link is not None:
             self.apart[fault.link[1]] = time.monotonic() + (fault.seconds or _FULL)
             agent.part_from(fault.link[1])

@@ -4,31 +4,43 @@ One object carries one such change; the controller makes it."""
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from phalanx.checkpointing.replicas import replica_index
-from phalanx.control.generation import Generation, Message
+from phalanx.checkpointing.replicas import replica_index, shm_slots
+from phalanx.control.processes import BYTES_PER_PARAMETER
+from phalanx.control.state import Generation, Message
 from phalanx.events.records import FailureNoticed, Warned
-from phalanx.recovery.history import remembered
+from phalanx.planning.resolve import choose
+from phalanx.recovery.history import updated_history
 from phalanx.recovery.policy import decide
+from phalanx.recovery.relayout import replicated_elsewhere
 from phalanx.recovery.state import (
     Corrupt,
     Disconnected,
-    End,
+    EndRun,
     Event,
-    Go,
+    EventBatch,
+    NewGeneration,
+    NoChange,
     NodeJoined,
     NodeLost,
-    Nothing,
-    Several,
     Wait,
     WorkerDied,
 )
+from phalanx.spec.check_layout import layout_findings
+from phalanx.spec.errors import RunError
+from phalanx.spec.layout import Layout
+from phalanx.spec.machine import Machine
+from phalanx.spec.plan import Plan, Size
+from phalanx.spec.run import Run
 
 if TYPE_CHECKING:
     from phalanx.control.controller import Controller
+
 
 _MOMENT = 0.03  # seconds: what dies together is decided together
 _GIVE_UP = 10.0  # seconds in which a rank must have given up its step
@@ -87,8 +99,8 @@ class Recovery:
         """Only nodes have come. Where that allows for more, let the ranks end their step; False: go on as before."""
         c, current = self._c, self._c.generation
         assert current is not None
-        action = decide(c.situation(), Several(tuple(self._events)), c.replanner.legal)
-        if not isinstance(action, Go) or c.recovering is not None:
+        action = decide(c.situation(), EventBatch(tuple(self._events)), c.replanner.legal)
+        if not isinstance(action, NewGeneration) or c.recovering is not None:
             # A run that has just begun to recover comes back to this when it has.
             c.returned |= {event.node for event in self._events if isinstance(event, NodeJoined)}
             return False
@@ -109,25 +121,25 @@ class Recovery:
         self._take()
         if not c.leads:
             return True
-        event = Several(tuple(self._events))
+        event = EventBatch(tuple(self._events))
         action = decide(c.situation(), event, c.replanner.legal)
-        if isinstance(action, Nothing):  # halted all the same: everybody goes on where they were
-            action = decide(c.situation(), Several((*self._events, Disconnected(current.step))), c.replanner.legal)
+        if isinstance(action, NoChange):  # halted all the same: everybody goes on where they were
+            action = decide(c.situation(), EventBatch((*self._events, Disconnected(current.step))), c.replanner.legal)
         self._record.decided = time.time()
         final = next((one for one in self._events if isinstance(one, WorkerDied) and one.final), None)
-        if isinstance(action, End) or final is not None:
+        if isinstance(action, EndRun) or final is not None:
             died = final or next((one for one in self._events if isinstance(one, WorkerDied)), None)
             alone = final is not None or not c.history  # the first failure of a launch tells its own story
-            c.give_up(action.story if isinstance(action, End) and not (alone and died) else None, died)
+            c.give_up(action.story if isinstance(action, EndRun) and not (alone and died) else None, died)
             return True
         if isinstance(action, Wait):
             await self._wait(action)
             return False
-        assert isinstance(action, Go)
+        assert isinstance(action, NewGeneration)
         source = await self._source(current)
         if c.troubles:
             return False  # somebody was lost meanwhile: decide again, with what is left
-        c.history = remembered(c.situation(), event, action)
+        c.history = updated_history(c.situation(), event, action)
         self._record.action, self._record.before, self._record.restarted = action.action, current.step, None
         plan = c.replanner.plan(action.layout)
         assert plan is not None, "the policy has asked whether it is legal"
@@ -226,3 +238,60 @@ def noticed(number: int, event: Event, current: Generation | None) -> FailureNot
         return FailureNoticed(number=number, cause="corrupt", message=event.reason, rank=event.rank, step=step)
     assert isinstance(event, Disconnected)
     return FailureNoticed(number=number, cause="connection lost", message=event.reason, step=step)
+
+
+_MODEST = 0.4
+"""Of the free memory."""
+
+
+class Replanner:
+    """Plans of one run on this kind of machine."""
+
+    def __init__(self, run: Run, plan: Plan, machine: Callable[[], Machine]):
+        """`machine`: asked only when there is a new layout to plan, as drivers of GPUs take seconds to answer."""
+        self._run, self._plan, self._machine = run, plan, machine
+        self._size = Size(
+            parameters=plan.parameters, active=plan.active or plan.parameters, flops_per_token=plan.flops_per_token
+        )
+        self._known: dict[Layout, Plan | None] = {plan.layout: plan}
+
+    def plan(self, layout: Layout) -> Plan | None:
+        """None where the run cannot be laid out so."""
+        if layout not in self._known:
+            self._known[layout] = self._choose(layout)
+        return self._known[layout]
+
+    def legal(self, layout: Layout) -> bool:
+        return self.plan(layout) is not None
+
+    def _choose(self, layout: Layout) -> Plan | None:
+        if self._run.optimizer.sync_every > 1 and layout.data != self._plan.layout.data:
+            return None  # each replica has a state of its own
+        share, micro = self._run.batch // layout.replicas, self._run.train.micro_batch
+        # The batch stays what it is; a replica's share of it may no longer be a multiple of the micro-batch that was asked for.
+        train = replace(self._run.train, micro_batch=math.gcd(share, micro) if micro and share else micro)
+        run = replace(self._run, layout=layout, train=train)
+        if next(iter(layout_findings(run)), None) is not None:
+            return None
+        try:
+            return choose(run, self._machine(), size=self._size)
+        except RunError:
+            return None
+
+
+def copy_every(run: Run, plan: Plan, assignment: Sequence[int]) -> int | None:
+    """How often the state is copied into host memory: as the run file says; else after every step where a rank, or a node where there
+    are several, holds what no other does, and memory is plentiful."""
+    if run.checkpoint.memory_every is not None:
+        return run.checkpoint.memory_every
+    alike = run.optimizer.sync_every == 1  # else each replica goes its own way for some steps
+    if run.resilience.restarts == 0 or (alike and replicated_elsewhere(plan.layout, assignment)):
+        return None
+    return 1 if _plenty(plan, len(set(assignment))) else None
+
+
+def _plenty(plan: Plan, nodes: int) -> bool:
+    """Whether copies that nobody asked for leave most of the memory to others. Each node has its own ranks' and its neighbour's."""
+    root = shm_slots.default_root()
+    room = shm_slots.free_bytes(root if root.is_dir() else root.parent)
+    return 2 * plan.parameters * BYTES_PER_PARAMETER * min(nodes, 2) / nodes <= _MODEST * room

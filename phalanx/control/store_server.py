@@ -11,12 +11,12 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from phalanx.control.channel import Link
+from phalanx.control.channel import Channel
 
 Message = dict[str, Any]
 
 
-class KeyValue:
+class KeyValueStore:
     """One generation's meeting place. For one event loop."""
 
     def __init__(self) -> None:
@@ -164,14 +164,14 @@ def _seconds(message: Message) -> float:
     return float(seconds)
 
 
-async def serve(link: Link, stores: Mapping[int, KeyValue], first: Message | None = None) -> None:
+async def serve(link: Channel, stores: Mapping[int, KeyValueStore], first: Message | None = None) -> None:
     """Answer one connection's questions, one after the other, until it ends. Its first message, {"store": generation}, says which
     store; `first` is that message where the caller has read it already."""
     first = first or await link.receive()
     generation = first.get("store")
     store = stores.get(generation) if isinstance(generation, int) else None
     if store is None:
-        store = KeyValue()
+        store = KeyValueStore()
         store.end(f"generation {generation} is not, or no longer, met here")
     while True:
         question = await link.receive()
@@ -179,7 +179,7 @@ async def serve(link: Link, stores: Mapping[int, KeyValue], first: Message | Non
         await link.send(answer)
 
 
-async def _patiently(link: Link, answer: Coroutine[Any, Any, Message]) -> Message:
+async def _patiently(link: Channel, answer: Coroutine[Any, Any, Message]) -> Message:
     """An answer that may take long, unless whoever asked goes away meanwhile."""
     answering, leaving = asyncio.create_task(answer), asyncio.create_task(link.receive())
     try:

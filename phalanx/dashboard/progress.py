@@ -311,9 +311,9 @@ def _failure_line(event: Event) -> Text | None:
         case Straggling() | Corrupted() | NotFinite():
             return Text(event.message, style="yellow")
         case Rewound():
-            first, end = event.left_out
+            first, end = event.skipped_samples
             return Text(
-                f"rolled back from step {event.step} to step {event.to}; sequences {first} to {end - 1} are skipped",
+                f"rolled back from step {event.step} to step {event.to_step}; sequences {first} to {end - 1} are skipped",
                 style="yellow",
             )
         case StrangerRefused():

@@ -14,14 +14,14 @@ from phalanx.events.records import FaultInjected
 from phalanx.faults.grammar import Fault
 
 
-class Struck:
+class FaultClaims:
     """Which faults have struck: a file each, so that one strikes once although its step is taken again by another process."""
 
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
         self.folder = run_dir / "control" / "chaos"
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Before a launch: what it asks for is its own."""
         shutil.rmtree(self.folder, ignore_errors=True)
         _flag(self.run_dir).unlink(missing_ok=True)
@@ -37,7 +37,7 @@ class Struck:
         os.close(fd)
         return True
 
-    def moments(self) -> dict[int, float]:
+    def times(self) -> dict[int, float]:
         """When each struck, in seconds since 1970. Also of those whose record is lost: a process that is killed while the disk is
         full takes along what it could not write."""
         found = {}
@@ -50,7 +50,7 @@ class Struck:
         return (self.folder / str(number)).exists()
 
 
-class Disk:
+class SimulatedDisk:
     """The disk under this run's files. Once it is told where to look it can play full: checkpoints and event records of this process
     then fail as on a full disk, while the real one has room for everybody else."""
 
@@ -67,11 +67,11 @@ class Disk:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-DISK = Disk()
+DISK = SimulatedDisk()
 """Of this process."""
 
 
-def fill(run_dir: Path, seconds: float) -> None:
+def fill_disk(run_dir: Path, seconds: float) -> None:
     """The disk plays full from now on, for so long. It ends by itself, whoever lives then."""
     flag = _flag(run_dir)
     flag.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def fill(run_dir: Path, seconds: float) -> None:
     partial.replace(flag)
 
 
-def injected(fault: Fault, step: int) -> FaultInjected:
+def fault_record(fault: Fault, step: int) -> FaultInjected:
     """The record of a fault, written before it strikes; `step` is being taken, or was the last where it strikes between steps."""
     return FaultInjected(fault=str(fault), rank=fault.rank, node=fault.node, step=step)
 

@@ -20,19 +20,19 @@ from typing import Any
 
 Address = tuple[str, int]
 
-CONTROL, COPIES = b"control", b"copies"
+CONTROL, REPLICAS = b"control", b"copies"
 """What a proof is for: one for a holder of copies is worth nothing to an agent, and the other way round."""
 NONCE = PROOF = 32
-GREETING = 5.0
+HANDSHAKE_SECONDS = 5.0
 """Seconds to prove oneself in, all together."""
-MOST = 16 << 20
+MAX_MESSAGE = 16 << 20
 """Bytes of a message."""
-NO = bytes(PROOF)
+REFUSAL = bytes(PROOF)
 """Sent in place of a proof to somebody who has none, so that they know it from a connection that broke."""
 
 _LENGTH = struct.Struct("!I")
 _NUMBER = struct.Struct("!Q")
-HEAD = _LENGTH.size + PROOF
+HEADER = _LENGTH.size + PROOF
 """Bytes before each message: its length and its seal."""
 
 
@@ -40,7 +40,7 @@ class Refused(ConnectionError):
     """The other side does not know the secret, or said what nobody who knows it would say."""
 
 
-class Seals:
+class MessageSealer:
     """One connection's two directions: packs what goes out, opens what comes in. Each message has a number that nobody needs to send."""
 
     def __init__(self, key: bytes, asking: bool):
@@ -49,8 +49,8 @@ class Seals:
 
     def pack(self, message: dict[str, Any]) -> bytes:
         body = json.dumps(message).encode()
-        if len(body) > MOST:
-            raise ValueError(f"a message of {len(body)} bytes: at most {MOST} can be sent at once")
+        if len(body) > MAX_MESSAGE:
+            raise ValueError(f"a message of {len(body)} bytes: at most {MAX_MESSAGE} can be sent at once")
         seal = self._seal(self._out, self._sent, body)
         self._sent += 1
         return _LENGTH.pack(len(body)) + seal + body
@@ -58,7 +58,7 @@ class Seals:
     def size(self, head: bytes) -> int:
         """Bytes of the message that follows this head."""
         (size,) = _LENGTH.unpack_from(head)
-        if size > MOST:
+        if size > MAX_MESSAGE:
             raise Refused(f"it announced a message of {size} bytes")
         return int(size)
 
@@ -78,10 +78,10 @@ class Seals:
         return hmac.digest(self._key, direction + _NUMBER.pack(number) + body, "sha256")
 
 
-class Channel:
+class BlockingChannel:
     """A connection on which this thread waits, to somebody who has proved to know the secret. For one thread at a time."""
 
-    def __init__(self, sock: socket.socket, seals: Seals):
+    def __init__(self, sock: socket.socket, seals: MessageSealer):
         self._socket, self._seals = sock, seals
 
     def send(self, message: dict[str, Any]) -> None:
@@ -90,29 +90,29 @@ class Channel:
     def receive(self, timeout: float | None) -> dict[str, Any]:
         """The next message, in at most so many seconds."""
         until = None if timeout is None else time.monotonic() + timeout
-        head = exactly(self._socket, HEAD, until)
-        return self._seals.open(head, exactly(self._socket, self._seals.size(head), until))
+        head = receive_exactly(self._socket, HEADER, until)
+        return self._seals.open(head, receive_exactly(self._socket, self._seals.size(head), until))
 
     def close(self) -> None:
         self._socket.close()
 
 
-def channel(address: Address, token: str, use: bytes, timeout: float = GREETING) -> Channel:
+def open_channel(address: Address, token: str, use: bytes, timeout: float = HANDSHAKE_SECONDS) -> BlockingChannel:
     """To a `control/channel` listener; Refused where either does not know the token of the other."""
-    sock, key = knock(address, token, use, timeout)
-    return Channel(sock, Seals(key, asking=True))
+    sock, key = connect(address, token, use, timeout)
+    return BlockingChannel(sock, MessageSealer(key, asking=True))
 
 
-def knock(address: Address, token: str, use: bytes, timeout: float = GREETING) -> tuple[socket.socket, bytes]:
-    """Connect and prove oneself: the socket, and the key for `Seals`. A listener that is crowded by strangers is asked again."""
+def connect(address: Address, token: str, use: bytes, timeout: float = HANDSHAKE_SECONDS) -> tuple[socket.socket, bytes]:
+    """Connect and prove oneself: the socket, and the key for `MessageSealer`. A listener that is crowded by strangers is asked again."""
     until = time.monotonic() + timeout
     while True:
         sock = socket.create_connection(address, timeout=max(until - time.monotonic(), 0.01))
         try:
-            tune(sock)
-            answer, expected, key = reply(token, use, exactly(sock, NONCE, until))
+            set_socket_options(sock)
+            answer, expected, key = client_response(token, use, receive_exactly(sock, NONCE, until))
             sock.sendall(answer)
-            compare(exactly(sock, PROOF, until), expected, place(address))
+            check_server(receive_exactly(sock, PROOF, until), expected, format_address(address))
             sock.settimeout(None)
             return sock, key
         except Refused:
@@ -122,40 +122,40 @@ def knock(address: Address, token: str, use: bytes, timeout: float = GREETING) -
             sock.close()
             if time.monotonic() > until - 0.1:
                 raise
-            time.sleep(pause())
+            time.sleep(retry_delay())
         except BaseException:
             sock.close()
             raise
 
 
-def admit(sock: socket.socket, token: str, use: bytes) -> bytes:
-    """Let somebody prove themselves who has connected; the key for `Seals`. Refused, in time, where they cannot."""
-    until, ours = time.monotonic() + GREETING, secrets.token_bytes(NONCE)
-    tune(sock)
-    sock.settimeout(GREETING)
+def accept_client(sock: socket.socket, token: str, use: bytes) -> bytes:
+    """Let somebody prove themselves who has connected; the key for `MessageSealer`. Refused, in time, where they cannot."""
+    until, ours = time.monotonic() + HANDSHAKE_SECONDS, secrets.token_bytes(NONCE)
+    set_socket_options(sock)
+    sock.settimeout(HANDSHAKE_SECONDS)
     try:
         sock.sendall(ours)
-        said = exactly(sock, NONCE + PROOF, until)
+        said = receive_exactly(sock, NONCE + PROOF, until)
     except OSError as error:
         raise Refused(f"it did not answer the greeting ({error})") from None
     try:
-        proof, key = judge(token, use, ours, said)
+        proof, key = check_client(token, use, ours, said)
     except Refused:
-        sock.send(NO)
+        sock.send(REFUSAL)
         raise
     sock.sendall(proof)
     sock.settimeout(None)
     return key
 
 
-def reply(token: str, use: bytes, theirs: bytes) -> tuple[bytes, bytes, bytes]:
+def client_response(token: str, use: bytes, theirs: bytes) -> tuple[bytes, bytes, bytes]:
     """What the one who asks says to the listener's random bytes, the proof it expects in return, and the key then."""
     ours = secrets.token_bytes(NONCE)
     asks, tells, key = (_proof(token, use, word, theirs + ours) for word in (b"asks", b"tells", b"key"))
     return ours + asks, tells, key
 
 
-def judge(token: str, use: bytes, ours: bytes, said: bytes) -> tuple[bytes, bytes]:
+def check_client(token: str, use: bytes, ours: bytes, said: bytes) -> tuple[bytes, bytes]:
     """The listener's proof and the key, for somebody whose own proof is right; else Refused."""
     theirs, proof = said[:NONCE], said[NONCE:]
     asks, tells, key = (_proof(token, use, word, ours + theirs) for word in (b"asks", b"tells", b"key"))
@@ -164,15 +164,15 @@ def judge(token: str, use: bytes, ours: bytes, said: bytes) -> tuple[bytes, byte
     return tells, key
 
 
-def compare(proof: bytes, expected: bytes, who: str) -> None:
-    """Refused where the listener's proof is not what `reply` expected."""
-    if hmac.compare_digest(proof, NO):
+def check_server(proof: bytes, expected: bytes, who: str) -> None:
+    """Refused where the listener's proof is not what `client_response` expected."""
+    if hmac.compare_digest(proof, REFUSAL):
         raise Refused(f"{who} belongs to another run: it refused this one's token")
     if not hmac.compare_digest(proof, expected):
         raise Refused(f"{who} does not know the token of this run")
 
 
-def exactly(sock: socket.socket, size: int, until: float | None) -> bytes:
+def receive_exactly(sock: socket.socket, size: int, until: float | None) -> bytes:
     """So many bytes, before a point in time however slowly they come, else TimeoutError."""
     found = bytearray()
     if until is None:
@@ -190,7 +190,7 @@ def exactly(sock: socket.socket, size: int, until: float | None) -> bytes:
     return bytes(found)
 
 
-def tune(sock: socket.socket) -> None:
+def set_socket_options(sock: socket.socket) -> None:
     """Small messages leave at once, and a machine that has vanished is noticed even where nobody speaks."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -199,12 +199,12 @@ def tune(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-def pause() -> float:
+def retry_delay() -> float:
     """Seconds before one asks again; never the same for all who were sent away together."""
     return 0.02 + secrets.randbelow(60) / 1000
 
 
-def place(address: Address) -> str:
+def format_address(address: Address) -> str:
     return f"{address[0]}:{address[1]}"
 
 

@@ -87,7 +87,7 @@ def read_events(path: Path) -> list[Event]:
     return list(EventReader(path).new())
 
 
-def told_steps(path: Path) -> set[int]:
+def recorded_steps(path: Path) -> set[int]:
     """Steps that the newest records tell of."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)

@@ -1,6 +1,6 @@
-"""What happened in a run, as typed records. One line of events.jsonl is one record; docs/run-directory.md is the contract.
+"""Typed records of what happened in a run. One line of events.jsonl is one record; docs/run-directory.md is the contract.
 
-Training and launching emit them; the display, the summary and embedding programs read them.
+Training and the control plane write them; the dashboard, the run summary and embedding programs read them.
 """
 
 from __future__ import annotations
@@ -10,28 +10,19 @@ import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar
 
-from phalanx.events.event import Event
-from phalanx.events.failure_records import (
-    ControllerChanged,
-    Corrupted,
-    FailureNoticed,
-    FaultInjected,
-    NotFinite,
-    Recovered,
-    Rewound,
-    Straggling,
-    StrangerRefused,
-)
 
-__all__ = [  # noqa: RUF022 - in the order of the file
-    "Event", "ControllerChanged", "Corrupted", "FailureNoticed", "FaultInjected", "NotFinite", "Recovered", "Rewound", "Straggling",
-    "StrangerRefused",
-]  # fmt: skip
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """Base class of all records."""
+
+    kind: ClassVar[str] = "event"
+    time: float = field(default=0.0)
+    """Seconds since 1970, set when the record is written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStarted(Event):
-    """A launch of the run: the first of a directory, or a resumption."""
+    """One launch of the run: the first in its directory, or a resumption."""
 
     kind: ClassVar[str] = "run_started"
     version: str
@@ -44,13 +35,13 @@ class RunStarted(Event):
     layout: dict[str, Any]
     compute: str
     promise: dict[str, Any] | None = None
-    """What the plan expects: seconds of a step with `low` and `high` (P10, P90) and their `split`, tokens_per_second, `memory` by
-    component and total_memory in bytes of the fullest rank, mfu, days, price. None: nothing is promised."""
+    """What the plan expects, or None: `seconds` of a step with `low` and `high` (P10, P90) and their `split`, `tokens_per_second`, `memory`
+    in bytes by component and `total_memory` of the fullest rank, `mfu`, `days`, `price`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerStarted(Event):
-    """A rank is running."""
+    """The process of a rank is running."""
 
     kind: ClassVar[str] = "worker_started"
     rank: int
@@ -61,53 +52,53 @@ class WorkerStarted(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelPlaced(Event):
-    """What a rank holds of the model and what was really done to it, read off the placed tensors and modules."""
+    """The part of the model on one rank, and the techniques applied to it, read from the actual tensors and modules."""
 
     kind: ClassVar[str] = "model_placed"
     rank: int
     applied: dict[str, str]
-    """By technique, in words."""
+    """Technique to a short description."""
     parameters: int
-    """Bytes on this rank."""
+    """Bytes on this rank; so are the next three fields."""
     gradients: int
     optimizer: int
-    """Bytes of states and master weights in the memory of device and host."""
+    """Optimizer states and master weights in device and host memory."""
     files: int = 0
-    """Bytes of those in files."""
+    """Optimizer states in files."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepAccounted(Event):
-    """What one step of this launch cost a rank in messages and memory."""
+    """Communication, memory and FLOPs of one step on one rank."""
 
     kind: ClassVar[str] = "step_accounted"
     step: int
     rank: int
     sent: dict[str, dict[str, int]]
-    """Bytes that the rank sent, by technique and collective."""
+    """Bytes sent by this rank, by technique and collective."""
     memory: dict[str, int]
-    """Bytes at the step's peak: "parameters", "gradients", "optimizer", "activations"."""
+    """Bytes at the peak of the step: "parameters", "gradients", "optimizer", "activations"."""
     flops: dict[str, int] = field(default_factory=dict)
-    """Floating-point operations of matrix products and attention: "all", and of those "repeated" by recomputation."""
+    """Floating-point operations of matrix products and attention: "all", and the part that recomputation "repeated"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimed(Event):
-    """What one of the early steps of this launch was made of on a rank."""
+    """Where the time of one early step went on one rank."""
 
     kind: ClassVar[str] = "step_timed"
     step: int
     rank: int
     seconds: float
-    """Of the step on this rank."""
+    """Duration of the step on this rank."""
     parts: dict[str, float]
-    """Seconds that add up to it: "compute" (launching too), "tensor", "context", "expert" and "data" (waiting for messages of that
-    technique), "bubble" (for another pipeline stage), "optimizer", "loading" (waiting for the batch), "other"."""
+    """Seconds that add up to the step: "compute" (with kernel launches), "tensor", "context", "expert" and "data" (blocked in collectives
+    of that technique), "bubble" (waiting for another pipeline stage), "optimizer", "loading" (waiting for the batch), "other"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restored(Event):
-    """State was read from a checkpoint; training goes on after `step`."""
+    """The state was read from a checkpoint; training continues after `step`."""
 
     kind: ClassVar[str] = "restored"
     step: int
@@ -117,7 +108,7 @@ class Restored(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightsLoaded(Event):
-    """The run begins from given weights, those of model.from, instead of drawn ones."""
+    """The run starts from the weights of model.from instead of initialized ones."""
 
     kind: ClassVar[str] = "weights_loaded"
     path: str
@@ -126,19 +117,19 @@ class WeightsLoaded(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step(Event):
-    """An optimizer step was taken."""
+    """One optimizer step."""
 
     kind: ClassVar[str] = "step"
     step: int
     """Counts from 1."""
     loss: float
-    """Mean over the target tokens of the whole global batch, in nats."""
+    """Mean over the target tokens of the global batch, in nats."""
     tokens: int
-    """Target tokens in this step's batch."""
+    """Target tokens of the global batch."""
     samples: int
-    """Position in the data after this step: sequences consumed since the beginning of the run."""
+    """Position in the data after this step: sequences consumed since the start of the run."""
     batch_digest: str
-    """Checksum of the token ids of the whole global batch, in order: equal wherever the same tokens were seen."""
+    """Checksum of the token ids of the global batch, in order. Equal digests mean equal batches."""
     learning_rate: float
     grad_norm: float
     """Before clipping."""
@@ -147,15 +138,14 @@ class Step(Event):
     flops_per_second: float
     mfu: float | None
     memory: int
-    """Largest of all ranks: device bytes at peak on GPUs, resident bytes on CPUs."""
+    """Maximum over all ranks: peak device bytes on GPUs, resident bytes on CPUs."""
     expert_load: float | None = None
-    """Mixture of experts: load of the fullest expert over the mean, in the layer where that is worst, over the last 20 steps
-    of this launch."""
+    """Load of the fullest expert divided by the mean, in the worst layer, over the last 20 steps of this launch. None without experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSkipped(Event):
-    """Loss or gradient was not finite, or far outside the usual: no rank changed anything. The data position moves on."""
+    """A step without an update: loss or gradient was not finite, or a spike. The position in the data advances."""
 
     kind: ClassVar[str] = "step_skipped"
     step: int
@@ -164,7 +154,7 @@ class StepSkipped(Event):
     grad_norm: float
     in_a_row: int
     reason: str = "not finite"
-    """Or "spike"."""
+    """"not finite" or "spike"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,7 +164,7 @@ class Evaluated(Event):
     kind: ClassVar[str] = "evaluated"
     step: int
     loss: float
-    """Mean over the held-out target tokens that were read, of all sources together."""
+    """Mean over the held-out target tokens of all sources."""
     tokens: int
     seconds: float
     perplexity: float | None = None
@@ -192,18 +182,18 @@ class Saved(Event):
     path: str
     bytes: int
     seconds: float
-    """From the moment it holds until it was complete."""
+    """From the snapshot until the checkpoint was complete."""
     stall: float = 0.0
-    """Seconds of those that training stood still for it."""
+    """Seconds for which training was blocked."""
     write_seconds: float = 0.0
-    """Seconds of those that writing took, behind training where the save is asynchronous."""
+    """Seconds spent writing, in the background if the save is asynchronous."""
     bytes_per_second: float = 0.0
-    """Of the writing."""
+    """Write throughput."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveFailed(Event):
-    """There is no checkpoint of this step; earlier ones are untouched, and the run goes on."""
+    """The checkpoint of this step could not be written. Earlier checkpoints are untouched and the run continues."""
 
     kind: ClassVar[str] = "save_failed"
     step: int
@@ -213,20 +203,20 @@ class SaveFailed(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported(Event):
-    """A checkpoint is there for transformers too, and says what the model in training said."""
+    """A checkpoint was exported for transformers, and the export reproduces the logits of the model in training."""
 
     kind: ClassVar[str] = "exported"
     step: int
     path: str
     seconds: float
-    """From when the checkpoint was complete."""
+    """From the complete checkpoint to the complete export."""
     difference: float
-    """Of the logits of a fixed prompt from the model's in training: the largest, as a part of the largest logit."""
+    """Largest difference of the logits of a fixed prompt, relative to the largest logit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportFailed(Event):
-    """There is no export of this step; its checkpoint is untouched, and the run goes on."""
+    """The checkpoint of this step was not exported. The checkpoint is untouched and the run continues."""
 
     kind: ClassVar[str] = "export_failed"
     step: int
@@ -236,38 +226,38 @@ class ExportFailed(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copied(Event):
-    """A copy of the state is whole in host memory, outside the workers."""
+    """A replica of the state is complete in host memory, outside the workers."""
 
     kind: ClassVar[str] = "copied"
     step: int
     bytes: int
     seconds: float
-    """From the moment it holds until it was whole."""
+    """From the snapshot until the replica was complete."""
     stall: float
-    """Seconds of those that training stood still for it."""
+    """Seconds for which training was blocked."""
     peer: bool
-    """Every rank's part is on a second node too."""
-    passed_over: int = 0
-    """Copies that were due before it and left out, as the one before them was still under way."""
+    """A second node has a replica of every part, too."""
+    skipped: int = 0
+    """Replicas skipped before this one because the previous one was still being written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Uploaded(Event):
-    """A checkpoint of the run directory is complete at checkpoint.url as well."""
+    """A checkpoint of the run directory is complete at checkpoint.url, too."""
 
     kind: ClassVar[str] = "uploaded"
     step: int
     url: str
     bytes: int
     seconds: float
-    """From its first byte until it was complete there."""
+    """From the first byte until the upload was complete."""
     skipped: list[int] = field(default_factory=list)
-    """Earlier steps that were saved while another was on its way, and are not uploaded any more."""
+    """Earlier steps that are not uploaded because this one is newer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UploadFailed(Event):
-    """A checkpoint is in the run directory but not at checkpoint.url; the run goes on, and the next will be tried."""
+    """A checkpoint could not be uploaded to checkpoint.url. The run continues; the next checkpoint is tried again."""
 
     kind: ClassVar[str] = "upload_failed"
     step: int
@@ -277,7 +267,7 @@ class UploadFailed(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointDamaged(Event):
-    """A checkpoint was passed over when the newest valid one was looked for."""
+    """A damaged checkpoint was skipped in the search for the newest valid one."""
 
     kind: ClassVar[str] = "checkpoint_damaged"
     path: str
@@ -286,7 +276,7 @@ class CheckpointDamaged(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Warned(Event):
-    """Something a person should know; the run goes on."""
+    """Something the user should know. The run continues."""
 
     kind: ClassVar[str] = "warned"
     message: str
@@ -294,7 +284,7 @@ class Warned(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerFailed(Event):
-    """The rank that failed first, and why."""
+    """The failure that ends the run: the rank that failed first, and why."""
 
     kind: ClassVar[str] = "worker_failed"
     rank: int | None
@@ -303,8 +293,140 @@ class WorkerFailed(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FailureNoticed(Event):
+    """A failure was detected. `recovered` follows, or the run ends."""
+
+    kind: ClassVar[str] = "failure_noticed"
+    number: int
+    """Counts the failures of a launch from 1. `recovered` refers to it."""
+    cause: str
+    """"died", "hung", "failed", "node lost", "connection lost" or "corrupt"."""
+    message: str
+    """Which rank or node, where, since when."""
+    rank: int | None = None
+    node: int | None = None
+    step: int | None = None
+    """Last complete step."""
+    traceback: str = ""
+    """Traceback or stack of the failed rank, if there is one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recovered(Event):
+    """The first step after failures, or after nodes joined, is complete."""
+
+    kind: ClassVar[str] = "recovered"
+    failures: list[int]
+    """Numbers of the failures; empty if nodes joined."""
+    action: str
+    """"restart", "spare", "shrink" or "grow"."""
+    generation: int
+    ranks: int
+    layout: dict[str, Any]
+    source: str
+    """Origin of the state: "live" (survivors), "memory" (replicas), "disk" (checkpoint) or "beginning" (step 0)."""
+    step: int
+    """Step that training continued from."""
+    steps_lost: int
+    """Complete steps that had to be repeated."""
+    noticed: float
+    """Time of detection, in seconds since 1970; so are the next three fields."""
+    decided: float
+    restarted: float
+    """All ranks of the new generation had restored the state."""
+    first_step: float
+    seconds: float
+    """From `noticed` to `first_step`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControllerChanged(Event):
+    """The node of the controller was lost and another node took over."""
+
+    kind: ClassVar[str] = "controller_changed"
+    term: int
+    node: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Straggling(Event):
+    """A rank is persistently slower than the others, which wait for it."""
+
+    kind: ClassVar[str] = "straggling"
+    rank: int
+    node: int | None
+    step: int
+    factor: float
+    """Compute time of this rank divided by the median of the others."""
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Corrupted(Event):
+    """Replicas that must be equal differ. The step was not applied."""
+
+    kind: ClassVar[str] = "corrupted"
+    step: int
+    rank: int | None
+    """The rank with the wrong values; None if that is unknown."""
+    what: str
+    """"weights", "optimizer" or "gradients"."""
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotFinite(Event):
+    """Where a loss or gradient first became infinite or NaN."""
+
+    kind: ClassVar[str] = "not_finite"
+    step: int
+    rank: int | None
+    """None if the repeated step was finite."""
+    layer: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rewound(Event):
+    """The run rolled back to a good checkpoint after bad steps and skips the data since."""
+
+    kind: ClassVar[str] = "rewound"
+    step: int
+    """Step it rolled back from."""
+    to_step: int
+    """Step it rolled back to."""
+    skipped_samples: list[int]
+    """First skipped sample, and the first sample after the skipped ones."""
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrangerRefused(Event):
+    """A connection without the token of this run was refused."""
+
+    kind: ClassVar[str] = "stranger_refused"
+    address: str
+    node: int
+    reason: str
+    count: int = 1
+    """Refusals since the last such record; records are rate-limited."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FaultInjected(Event):
+    """A fault of --chaos is about to happen."""
+
+    kind: ClassVar[str] = "fault_injected"
+    fault: str
+    """The fault as written on the command line."""
+    rank: int | None
+    node: int | None
+    step: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Stopped(Event):
-    """The run was told to stop and has saved; it can be resumed."""
+    """The run was asked to stop and has saved; it can be resumed."""
 
     kind: ClassVar[str] = "stopped"
     step: int
@@ -313,7 +435,7 @@ class Stopped(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finished(Event):
-    """All steps are done."""
+    """All steps are complete."""
 
     kind: ClassVar[str] = "finished"
     step: int
@@ -330,24 +452,30 @@ KINDS: dict[str, type[Event]] = {
 }  # fmt: skip
 
 
+_RENAMED_FIELDS = {"copied": {"passed_over": "skipped"}, "rewound": {"to": "to_step", "left_out": "skipped_samples"}}
+"""Kind to {old field name: new one}, for run directories of earlier versions."""
+
+
 def encode(event: Event) -> str:
-    """One line of JSON. Numbers that JSON lacks are written as the strings "nan", "inf" and "-inf"."""
-    table = {"event": event.kind} | {key: plain(value) for key, value in asdict(event).items()}
-    return json.dumps(table, allow_nan=False)
+    """One line of JSON. Floats that JSON lacks become the strings "nan", "inf" and "-inf"."""
+    return json.dumps({"event": event.kind} | {key: plain(value) for key, value in asdict(event).items()}, allow_nan=False)
 
 
 def decode(line: str) -> Event | None:
-    """The record on a line, or None for a kind this version does not know."""
+    """Parse one line; None for a kind that this version does not know. Unknown fields are ignored."""
     table = json.loads(line)
-    record = KINDS.get(table.pop("event", ""))
+    kind = table.pop("event", "")
+    record = KINDS.get(kind)
     if record is None:
         return None
-    known = {f.name: str(f.type) for f in fields(record)}
-    return record(**{key: _number(value) if "float" in known[key] else value for key, value in table.items() if key in known})
+    renamed = _RENAMED_FIELDS.get(kind, {})
+    types = {field.name: str(field.type) for field in fields(record)}
+    values = {renamed.get(key, key): value for key, value in table.items()}
+    return record(**{key: _number(value) if "float" in types[key] else value for key, value in values.items() if key in types})
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON can write it, tables included."""
+    """Convert a value, or a nested table, to what JSON can represent."""
     if isinstance(value, dict):
         return {key: plain(inner) for key, inner in value.items()}
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

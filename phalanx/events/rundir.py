@@ -31,7 +31,7 @@ class RunDir:
         for directory in (self.path, self.checkpoints, self.logs):
             directory.mkdir(parents=True, exist_ok=True)
 
-    def take(self) -> bool:
+    def acquire(self) -> bool:
         """Hold this directory until the process ends, however it ends; False if another process holds it."""
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -47,10 +47,10 @@ class RunDir:
             os.close(self._lock)
             self._lock = None
 
-    def log_of(self, rank: int) -> Path:
+    def rank_log(self, rank: int) -> Path:
         """What a rank prints."""
         return self.logs / f"rank-{rank}.log"
 
-    def error_of(self, rank: int) -> Path:
+    def rank_error_file(self, rank: int) -> Path:
         """Why a rank failed, written by the rank itself."""
         return self.logs / f"rank-{rank}.error.json"

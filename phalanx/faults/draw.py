@@ -6,9 +6,9 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from phalanx.faults.grammar import DRAWN, POINTS, WHATS, Fault, Kind
+from phalanx.faults.grammar import POINTS, RANDOM_KINDS, TARGETS, Fault, Kind
 
-USUAL = ("kill", "hang", "slow", "corrupt", "nan", "raise", "fill-disk", "drop-link", "kill-node")
+DEFAULT_KINDS = ("kill", "hang", "slow", "corrupt", "nan", "raise", "fill-disk", "drop-link", "kill-node")
 """What is drawn from where nothing is said."""
 _IN_STEP = tuple(point for point in POINTS if point not in ("save", "evaluate"))  # points that every step has
 
@@ -25,10 +25,10 @@ class Extent:
 
     def kinds(self, asked: Sequence[str] = ()) -> tuple[str, ...]:
         """Those of what was asked for that a run with so many nodes has room for."""
-        return tuple(kind for kind in asked or USUAL if self.nodes > 1 or not _of_nodes(kind))
+        return tuple(kind for kind in asked or DEFAULT_KINDS if self.nodes > 1 or not _of_nodes(kind))
 
 
-def expand(faults: Iterable[Fault], *, steps: int, ranks: int, nodes: int) -> tuple[Fault, ...]:
+def expand_random(faults: Iterable[Fault], *, steps: int, ranks: int, nodes: int) -> tuple[Fault, ...]:
     """The faults with every `random` drawn: each step has one with the probability that it says. The place of a fault in what is
     returned is its number, the same in every process."""
     found: list[Fault] = []
@@ -44,7 +44,9 @@ def expand(faults: Iterable[Fault], *, steps: int, ranks: int, nodes: int) -> tu
     return tuple(found)
 
 
-def several(count: int, *, steps: int, ranks: int, nodes: int, seed: int = 0, kinds: Sequence[str] = ()) -> tuple[Fault, ...]:
+def draw_faults(
+    count: int, *, steps: int, ranks: int, nodes: int, seed: int = 0, kinds: Sequence[str] = ()
+) -> tuple[Fault, ...]:
     """Exactly `count` faults spread over the steps, as many of each kind as of any other, give or take one; at most one in a step.
     For campaigns. `kinds` in the words of `random`."""
     assert count <= steps - 1, "not more than one in a step, and none in the first"
@@ -73,7 +75,7 @@ def _of_nodes(kind: str) -> bool:
 
 def _draw(dice: random.Random, drawn: str, step: int, extent: Extent) -> Fault:
     """One fault of this kind in this step. What lasts is short: random faults come often."""
-    assert drawn in DRAWN, drawn
+    assert drawn in RANDOM_KINDS, drawn
     kind: Kind = drawn.removesuffix("-node")  # type: ignore[assignment]
     rank = dice.randrange(extent.ranks)
     if drawn == "kill":
@@ -84,7 +86,7 @@ def _draw(dice: random.Random, drawn: str, step: int, extent: Extent) -> Fault:
         last = min(extent.steps, step + dice.randrange(3, 9))
         return Fault(kind=kind, rank=rank, step=step, to=last, factor=float(dice.choice((2, 3, 5))))
     if drawn == "corrupt":
-        return Fault(kind=kind, rank=rank, step=step, what=dice.choice(WHATS))
+        return Fault(kind=kind, rank=rank, step=step, what=dice.choice(TARGETS))
     if drawn == "nan":
         # Rank 0 is there however few are left, so the step is left out in this run and in one that only this fault disturbs.
         return Fault(kind=kind, rank=0, step=step)

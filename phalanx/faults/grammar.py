@@ -1,7 +1,7 @@
 """The faults that `--chaos` asks for, as values: read from text, written back, checked against a run. docs/chaos.md has the grammar.
 
 The command line reads them, `faults/draw` draws random ones, `training/hooks/rank_faults` strikes inside a rank, and a node's supervisor
-strikes those that no rank can (`of_agent`).
+strikes those that no rank can (`is_node_fault`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,22 @@ from phalanx.spec.words import cut, either
 
 Kind = Literal["kill", "hang", "slow", "corrupt", "nan", "raise", "freeze", "fill-disk", "drop-link", "random"]
 Point = Literal["data", "compute", "collective", "update", "save", "evaluate"]
-What = Literal["weights", "gradients", "optimizer"]
+Target = Literal["weights", "gradients", "optimizer"]
 POINTS: tuple[str, ...] = get_args(Point)
-WHATS: tuple[str, ...] = get_args(What)
-DRAWN = ("kill", "hang", "slow", "corrupt", "nan", "raise", "fill-disk", "drop-link", "kill-node", "freeze", "freeze-node")
+TARGETS: tuple[str, ...] = get_args(Target)
+RANDOM_KINDS = (
+    "kill",
+    "hang",
+    "slow",
+    "corrupt",
+    "nan",
+    "raise",
+    "fill-disk",
+    "drop-link",
+    "kill-node",
+    "freeze",
+    "freeze-node",
+)
 """What `random` can be told to draw from."""
 
 _SHORT = 10.0  # seconds that a disk is full or a link gone where nothing else is said: a run is to survive it
@@ -139,7 +151,7 @@ def _one_of(names: Sequence[str]) -> Callable[[str], str]:
 
 def _several_of(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
-    if not set(names) <= set(DRAWN):
+    if not set(names) <= set(RANDOM_KINDS):
         raise ValueError
     return names
 
@@ -154,11 +166,11 @@ _WORDS = {
     "for": _Word("seconds", _duration, "a duration such as 20s, 1.5s or 2m"),
     "in": _Word("point", _one_of(POINTS), either(POINTS)),
     "during": _Word("point", _one_of(POINTS), either(POINTS)),
-    "what": _Word("what", _one_of(WHATS), either(WHATS)),
+    "what": _Word("what", _one_of(TARGETS), either(TARGETS)),
     "layer": _Word("layer", _layer, "the name of a module, such as blocks.3.attention"),
     "rate": _Word("rate", _rate, "a probability above 0 and at most 1"),
     "seed": _Word("seed", _whole(0), "a whole number"),
-    "kinds": _Word("kinds", _several_of, f"names separated by commas, out of {', '.join(DRAWN)}"),
+    "kinds": _Word("kinds", _several_of, f"names separated by commas, out of {', '.join(RANDOM_KINDS)}"),
     _X: _Word("factor", _factor, "a factor above 1 such as x3"),
     _A_B: _Word("link", _link, "two different nodes such as 0-1"),
 }
@@ -191,12 +203,12 @@ def parse(text: str) -> tuple[Fault, ...]:
     return tuple(faults)
 
 
-def text_of(faults: Iterable[Fault]) -> str:
+def format_faults(faults: Iterable[Fault]) -> str:
     """What `parse` reads the same faults from."""
     return "; ".join(map(str, faults))
 
 
-def of_agent(fault: Fault) -> bool:
+def is_node_fault(fault: Fault) -> bool:
     """Whether it strikes from outside the ranks: what takes a node, a link or a disk, and what stops a process and wakes it again."""
     return fault.node is not None or fault.kind in ("freeze", "fill-disk", "drop-link")
 
@@ -293,7 +305,7 @@ def _meant(name: str, known: Iterable[str]) -> str:
 
 def _meant_value(word: str, value: str) -> str:
     """The nearest choice, where a word has a few."""
-    choices = {"in": POINTS, "during": POINTS, "what": WHATS, "kinds": DRAWN}.get(word, ())
+    choices = {"in": POINTS, "during": POINTS, "what": TARGETS, "kinds": RANDOM_KINDS}.get(word, ())
     for name in value.split(","):
         if name not in choices and (guesses := near(name, choices)):
             return f": did you mean {guesses[0]}?"

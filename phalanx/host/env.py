@@ -29,7 +29,7 @@ def config_folder() -> Path:
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "phalanx"
 
 
-def for_python() -> dict[str, str]:
+def python_env() -> dict[str, str]:
     """The environment in which another Python finds this very package, also in a checkout that was never installed."""
     home = str(Path(__file__).parents[2])
     if home in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
@@ -37,7 +37,7 @@ def for_python() -> dict[str, str]:
     return dict(os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))}
 
 
-def for_workers(plan: Plan) -> dict[str, str]:
+def worker_env(plan: Plan) -> dict[str, str]:
     """The environment of the workers of a plan on this machine."""
     ours = {
         "OMP_NUM_THREADS": str(plan.threads),
@@ -57,15 +57,15 @@ def for_workers(plan: Plan) -> dict[str, str]:
         layout = plan.layout
         mixes = layout.shard * layout.tensor * layout.context * layout.expert > 1
         ours |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 20 if mixes else 1 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
-    return for_python() | ours
+    return python_env() | ours
 
 
-def only_this_machine() -> None:
+def use_loopback_only() -> None:
     """Ranks that this process becomes or starts meet on this machine's own interface, and use no GPU."""
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def one_thread() -> None:
+def limit_to_one_thread() -> None:
     """Libraries that this process loads from now on use one thread each."""
     os.environ |= {
         "RAYON_NUM_THREADS": "1",

@@ -23,27 +23,27 @@ Pairs = tuple[tuple[str, float], ...]
 _DEVICES = ("cpu", "cuda")
 
 
-def entry_file() -> Path:
+def profile_file() -> Path:
     """Where it is kept unless somebody says otherwise."""
     return config_folder() / "machine.toml"
 
 
-def read_entry(machine: Machine, path: Path | None = None) -> Pairs:
+def read_profile(machine: Machine, path: Path | None = None) -> Pairs:
     """Its constants, such as ("cuda.bf16.gemm", 0.74); none where there is no entry, or one of another machine."""
-    table = _table(path or entry_file())
+    table = _table(path or profile_file())
     if not _matches(table, machine):
         return ()
     return tuple(pair for device in _DEVICES for pair in _flat(device, table.get(device, {})))
 
 
-def write_entry(
+def write_profile(
     machine: Machine, constants: Mapping[str, float], rows: Sequence[Mapping[str, Any]] = (), path: Path | None = None
 ) -> Path:
     """Keep constants for plans to come, beside those that are there already and were not measured anew. Whole or not at all."""
-    path = path or entry_file()
+    path = path or profile_file()
     table = _table(path)
     same = _matches(table, machine)
-    before = dict(read_entry(machine, path)) if same else {}
+    before = dict(read_profile(machine, path)) if same else {}
     kept = rows or (table.get("measured", []) if same else [])
     lines = [
         "# What was measured on this machine, by `phalanx bench` and `phalanx plan --compare RUNDIR --refit`. Plans use it in place of",

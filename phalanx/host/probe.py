@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from phalanx.host.machine_profile import read_entry
+from phalanx.host.machine_profile import read_profile
 from phalanx.spec.machine import Gpu, Machine
 
 _SMI_TIMEOUT = 10.0  # seconds; without persistence mode the driver wakes every GPU first
@@ -36,7 +36,7 @@ def probe(visible: str | None = None, *, root: Path = Path("/")) -> Machine:
         scalar=_scalar(cpuinfo),
         gpus=_gpus(visible, memory),
     )
-    return replace(machine, measured=read_entry(machine))
+    return replace(machine, measured=read_profile(machine))
 
 
 def driver_problem(*, root: Path = Path("/")) -> str | None:

@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator
 
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Who sends one of these wants the run to save and end."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -31,16 +31,16 @@ def adopt_orphans() -> None:
 
 
 @contextlib.contextmanager
-def deaf() -> Iterator[None]:
-    """What is started inside does not hear `STOPPING` until it says that it is ready to: who tells all processes of a job to stop must
+def stop_signals_blocked() -> Iterator[None]:
+    """What is started inside does not hear `STOP_SIGNALS` until it says that it is ready to: who tells all processes of a job to stop must
     not end one that has just begun to load, and one that only looks after others hears of it in another way."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def hearing() -> None:
-    """From now on this process hears `STOPPING`, also what has come before."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+def unblock_stop_signals() -> None:
+    """From now on this process hears `STOP_SIGNALS`, also what has come before."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

@@ -53,7 +53,7 @@ print(json.dumps({
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
+class HealthReport:
     """What was found."""
 
     machine: Machine
@@ -134,12 +134,12 @@ class Report:
         yield "limits", f"{files} open files, /dev/shm {size(self.shared_memory)}"
 
 
-def examine(directory: Path, machine: Machine) -> Report:
+def examine(directory: Path, machine: Machine) -> HealthReport:
     """Look at everything a run in `directory` would need. Takes as long as torch takes to import, and a 64 MiB write."""
     place = _existing(directory)
     free = shutil.disk_usage(place).free
     write_speed, write_error = _write_speed(place, free)
-    report = Report(
+    report = HealthReport(
         machine=machine,
         python=platform.python_version(),
         packages={name: _version(name) for name in _NEEDED},
@@ -160,7 +160,7 @@ def examine(directory: Path, machine: Machine) -> Report:
     return report
 
 
-def _problems(report: Report, write_error: str | None) -> Iterator[str]:
+def _problems(report: HealthReport, write_error: str | None) -> Iterator[str]:
     torch, gpus = report.torch, len(report.machine.gpus)
     for name, number in report.packages.items():
         if number is None:
@@ -193,7 +193,7 @@ def _problems(report: Report, write_error: str | None) -> Iterator[str]:
         yield f"A process may open {report.open_files} files, under {_FILES}; run `ulimit -n 4096` first."
 
 
-def _warnings(report: Report) -> Iterator[str]:
+def _warnings(report: HealthReport) -> Iterator[str]:
     torch, gpus = report.torch, report.machine.gpus
     seen = torch.get("devices", 0)
     if 0 < seen < len(gpus):

@@ -21,17 +21,17 @@ from pathlib import Path
 from typing import IO, Any
 
 from phalanx._version import __version__
-from phalanx.control.replica_process import ONE_NODE, give_back, room_for_copies
+from phalanx.control.processes import ONE_NODE, give_back, room_for_copies
 from phalanx.events.log import EventLog, EventReader
 from phalanx.events.records import Event, RunStarted, Warned, WorkerFailed
-from phalanx.host.env import for_python
-from phalanx.host.process_tree import deaf
+from phalanx.host.env import python_env
+from phalanx.host.process_tree import stop_signals_blocked
 from phalanx.launch.prepare import Prepared
 from phalanx.spec.errors import RunError, RunFailed
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 
-FORCED = 130
+FORCED_EXIT = 130
 """Exit code of a run that was ended at once, without saving: asked a second time, it does not wait."""
 
 _POLL = 0.1  # seconds between looks at the event log
@@ -44,13 +44,13 @@ class _Node:
 
     def __init__(self, number: int, given: dict[str, Any], log: Path):
         self.number = number
-        with log.open("ab") as file, deaf():
+        with log.open("ab") as file, stop_signals_blocked():
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "phalanx.control.agent"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
-                env=for_python(),
+                env=python_env(),
                 start_new_session=True,  # Ctrl-C reaches the launcher alone, which asks all to stop together
             )
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -113,7 +113,7 @@ class Job:
         for stale in self.rundir.logs.glob("rank-*.error.json"):
             stale.unlink()
         shutil.rmtree(self.rundir.control, ignore_errors=True)  # terms of an earlier launch
-        self._log.emit(started(self.run, self.plan))
+        self._log.emit(run_started(self.run, self.plan))
         alone = self.run.checkpoint.memory_every is not None and self.run.cluster.nodes == 1
         for notice in (*prepared.notices, *((ONE_NODE,) if alone else ())):
             self._log.emit(Warned(message=notice))
@@ -151,7 +151,7 @@ class Job:
             self._log.close()
             self.rundir.release()
         if self.failure is not None:
-            raise RunFailed(describe(self.failure, self.rundir.path))
+            raise RunFailed(describe_failure(self.failure, self.rundir.path))
 
     def _sweep(self) -> None:
         """What the supervisors told each other means nothing now, and its links lead nowhere: whoever copies a run would fall over them."""
@@ -210,7 +210,7 @@ class Job:
     def _settle(self) -> None:
         """The run is over, or its supervisors are: say how."""
         if self._forced:
-            self.exit_code = FORCED
+            self.exit_code = FORCED_EXIT
             return
         deadline = time.monotonic() + _UNTIL_GONE
         for node in self._nodes.values():
@@ -235,7 +235,7 @@ class Job:
             self._log.emit(event)
 
 
-def started(run: Run, plan: Plan) -> RunStarted:
+def run_started(run: Run, plan: Plan) -> RunStarted:
     """The first record of a launch."""
     return RunStarted(
         version=__version__,
@@ -251,7 +251,7 @@ def started(run: Run, plan: Plan) -> RunStarted:
     )
 
 
-def describe(failure: WorkerFailed, path: Path) -> str:
+def describe_failure(failure: WorkerFailed, path: Path) -> str:
     """A failure as a person reads it: the traceback of the rank that failed first, then what and where."""
     who = "" if failure.rank is None else f"Rank {failure.rank} failed: "
     words = f"{who}{failure.reason}\nThe run has ended; its logs are in {path / 'logs'}."

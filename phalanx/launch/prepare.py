@@ -23,10 +23,8 @@ from phalanx.events.rundir import RunDir
 from phalanx.host.env import visible_gpus
 from phalanx.host.probe import probe
 from phalanx.launch.checkpoint_storage import check_lost, check_owner, newest_first, places, storage_problems
-from phalanx.launch.data_notices import data_notices, sources, too_little_data
-from phalanx.launch.fit_check import memory_problems
-from phalanx.launch.measure_model import check_weights, measure
-from phalanx.launch.node_check import address_problems, node_problems
+from phalanx.launch.model_check import check_weights, measure, memory_problems
+from phalanx.launch.run_checks import address_problems, data_notices, node_problems, sources, too_little_data
 from phalanx.planning.hardware import mismatch
 from phalanx.planning.resolve import PlannedRun, again, plan_run
 from phalanx.spec.dump import dump
@@ -176,7 +174,7 @@ def _given(directory: Path, run: Run, fresh: bool) -> RunDir:
             ]
         )
     _make(rundir)
-    if not rundir.take():
+    if not rundir.acquire():
         raise RunError([f"--run-dir {directory} is in use by a running job: wait for it, stop it, or name another directory."])
     return rundir
 
@@ -190,7 +188,7 @@ def _own(base: Path, run: Run, fresh: bool) -> RunDir:
         if rundir.exists and (fresh or _ended(rundir) or _imported(rundir) or _differs(rundir, run)):
             continue
         _make(rundir)
-        if rundir.take():
+        if rundir.acquire():
             return rundir
 
 

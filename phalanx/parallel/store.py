@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from phalanx.events import frames
-from phalanx.events.frames import Address, Channel
+from phalanx.events.frames import Address, BlockingChannel
 
 _GRACE = 10.0  # seconds beyond a question's own time, after which the other side is taken for dead
 
@@ -27,7 +27,7 @@ class ControlStore(dist.Store):
     def __init__(self, address: Address, token: str, generation: int, timeout: float):
         super().__init__()
         self._address, self._token, self._generation = (address[0], int(address[1])), token, generation
-        self._idle: list[Channel] = []
+        self._idle: list[BlockingChannel] = []
         self._lock = threading.Lock()
         self.set_timeout(timedelta(seconds=timeout))
 
@@ -76,14 +76,14 @@ class ControlStore(dist.Store):
             channel = self._idle.pop() if self._idle else None
         try:
             if channel is None:
-                channel = frames.channel(self._address, self._token, frames.CONTROL)
+                channel = frames.open_channel(self._address, self._token, frames.CONTROL)
                 channel.send({"store": self._generation})
             channel.send(question)
             answer = channel.receive(question.get("timeout", 0.0) + _GRACE)
         except OSError as error:
             if channel is not None:
                 channel.close()
-            where = f"the store of generation {self._generation} at {frames.place(self._address)}"
+            where = f"the store of generation {self._generation} at {frames.format_address(self._address)}"
             raise ConnectionError(f"{where} is out of reach: {error}") from None
         except BaseException:  # an interrupt in the middle: the answer would be taken for the next one's
             if channel is not None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from phalanx.planning.cluster import Hardware
 from phalanx.planning.devices import GpuEntry
 from phalanx.planning.measured import measured_constants
-from phalanx.recovery.places import elsewhere
+from phalanx.recovery.relayout import replicated_elsewhere
 from phalanx.spec.machine import Machine
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
@@ -186,4 +186,4 @@ def _copied(run: Run, plan: Plan, machine: Machine) -> bool:
         return True
     if 2 * 12 * plan.parameters > _MODEST * machine.memory:
         return False
-    return run.resilience.restarts > 0 and not elsewhere(plan.layout, (0,) * plan.ranks)
+    return run.resilience.restarts > 0 and not replicated_elsewhere(plan.layout, (0,) * plan.ranks)

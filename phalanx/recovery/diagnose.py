@@ -3,12 +3,12 @@ a run makes no progress; it knows no clock and no process, so everything it says
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-from phalanx.recovery.stack import parse, place, waited_in, written
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 _MESSAGES = ("send", "recv", "send and recv")
 _PHASES = {
@@ -126,35 +126,35 @@ class _Rank:
             stack = where.get("stack", "") + threads
             doing = _found(_known(where.get("place"), report.beat), where.get("at"))
             return _Rank(report, where.get("operation"), False, doing, stack, where)
-        frames = parse(report.fallback_stack or "")
-        found = waited_in(frames)
+        frames = parse_faulthandler(report.fallback_stack or "")
+        found = blocking_collective(frames)
         if report.state in _STATES:
             doing = f"its process is {_STATES[report.state]}"
         elif found is not None:
             # Somebody who waits for others holds nobody up, even if he cannot be spoken to.
-            return _Rank(report, found[0], False, f"it waits in {found[0]} and does not answer", written(frames))
+            return _Rank(report, found[0], False, f"it waits in {found[0]} and does not answer", format_stack(frames))
         elif report.state == "D":
             doing = "it does not answer: its process waits for a disk or a device"
         else:
             doing = "it does not answer, although its process is there"
         if frames:
-            doing += f"; {_found(place(frames), str(frames[-1]))}"
+            doing += f"; {_found(describe_location(frames), str(frames[-1]))}"
         elif report.beat is not None:
             doing += f"; its last word was that it is {report.beat.phase}"
         last = report.where or {}
-        return _Rank(report, None, True, doing, written(frames) or last.get("stack", ""), last)
+        return _Rank(report, None, True, doing, format_stack(frames) or last.get("stack", ""), last)
 
 
-def _known(place: str | None, beat: Beat | None) -> str:
+def _known(describe_location: str | None, beat: Beat | None) -> str:
     """Where the stack says nothing that a person knows, the rank's last word on what it does is better."""
     said = _PHASES.get(beat.phase) if beat is not None else None
-    if said is not None and (not place or place.startswith("at ")):
+    if said is not None and (not describe_location or describe_location.startswith("at ")):
         return said
-    return place or "nowhere to be found"
+    return describe_location or "nowhere to be found"
 
 
-def _found(place: str, at: str | None) -> str:
-    return f"it is {place}: {at}" if at and at not in place else f"it is {place}"
+def _found(location: str, at: str | None) -> str:
+    return f"it is {location}: {at}" if at and at not in location else f"it is {location}"
 
 
 def _blockers(rank: _Rank, ranks: Mapping[int, _Rank]) -> set[int]:
@@ -291,3 +291,114 @@ def _list(numbers: Iterable[int]) -> str:
         return f"rank {words[0]}"
     shown = words if len(words) <= 8 else [*words[:8], f"{len(words) - 8} more"]
     return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
+
+
+_HOME = str(Path(__file__).resolve().parent.parent) + "/"
+
+STORE = "store"
+"""Waiting for a word that another rank leaves in the ranks' store."""
+
+
+class Frame(NamedTuple):
+    """One call. Stacks have the innermost last."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{package_path(self.file) or _short(self.file)}:{self.line} {self.function}"
+
+
+# torch's function: the collective as a person calls it.
+_NAMES = {
+    "isend": "send",
+    "irecv": "recv",
+    "batch_isend_irecv": "send and recv",
+    "monitored_barrier": "barrier",
+}
+_ENDINGS = re.compile(r"(_(into_tensor|tensor|single|object_list|object|coalesced))+$")
+
+_PLUMBING = ("/torch/distributed/c10d_logger.py", "/contextlib.py", "/socket.py", "/ssl.py", "/torch/utils/_contextlib.py")
+_OWN_PLUMBING = ("parallel/store.py", "events/frames.py", "observe/comm_timer.py")
+
+# Files of this program by what they are for; the first that fits.
+_ROOMS = (
+    (("data/",), "the data loader"),
+    (("training/evaluate.py", "training/fixed_prompt.py", "evaluation/"), "evaluation"),
+    (("checkpointing/restore.py", "checkpointing/tools/offline_writer.py", "training/initial.py"), "restoring"),
+    (
+        ("checkpointing/", "training/saving.py", "training/memory_copies.py", "training/exporting.py", "training/uploading.py"),
+        "saving",
+    ),
+    (("optim/",), "the optimizer"),
+    (("training/build.py", "parallel/apply.py"), "building the model"),
+)
+
+
+def package_path(file: str) -> str | None:
+    """The path inside this program; None for a file of somebody else's."""
+    return file.removeprefix(_HOME) if file.startswith(_HOME) else None
+
+
+def collective_name(name: str) -> str:
+    """A collective as a person calls it, by torch's name of the function."""
+    plain = _ENDINGS.sub("", name.lower().removeprefix("_"))
+    return _NAMES.get(plain, plain)
+
+
+def blocking_collective(frames: Sequence[Frame]) -> tuple[str, int] | None:
+    """The collective that waits, and which of the frames is its; None where the innermost calls are none of waiting for others."""
+    found: tuple[str, int] | None = None
+    for index in range(len(frames) - 1, -1, -1):
+        frame = frames[index]
+        if frame.file.endswith("/torch/distributed/distributed_c10d.py"):
+            found = collective_name(frame.function), index
+        elif package_path(frame.file) == "parallel/store.py":
+            found = STORE, index
+        elif package_path(frame.file) == "observe/comm_timer.py" and frame.function in ("wait", "meet"):
+            return found or ("collective", index)
+        elif not frame.file.endswith(_PLUMBING) and package_path(frame.file) not in _OWN_PLUMBING:
+            break
+    return found
+
+
+def task_of(frames: Sequence[Frame]) -> str | None:
+    """What the innermost file of this program that has a task is for."""
+    for frame in reversed(frames):
+        path = package_path(frame.file)
+        for files, words in _ROOMS:
+            if path is not None and path.startswith(files):
+                return words
+    return None
+
+
+def describe_location(frames: Sequence[Frame], layer: str | None = None) -> str:
+    """What somebody does who does not wait: "in the data loader", "in the forward of layer blocks.3", …; else the innermost call."""
+    if not frames:
+        return "nowhere"
+    task = task_of(frames)
+    backward = any(frame.function == "_engine_run_backward" for frame in frames)
+    words = [] if task is None else [f"in {task}"]
+    if task in (None, "evaluation"):
+        if layer is not None:
+            words.append(f"in the {'backward' if backward else 'forward'} of layer {layer}")
+        elif backward:
+            words.append("in the backward")
+    return ", ".join(words) or f"at {frames[-1]}"
+
+
+def parse_faulthandler(dump: str) -> list[Frame]:
+    """The main thread's stack in what `faulthandler` has written: it comes last, and each thread's innermost call first."""
+    threads = re.split(r"^(?:Current thread|Thread) .*$", dump, flags=re.MULTILINE)
+    lines = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', threads[-1], flags=re.MULTILINE)
+    return [Frame(file, int(line), function) for file, line, function in reversed(lines)]
+
+
+def format_stack(frames: Sequence[Frame]) -> str:
+    """Like a traceback."""
+    return "".join(f'  File "{frame.file}", line {frame.line}, in {frame.function}\n' for frame in frames)
+
+
+def _short(file: str) -> str:
+    return "/".join(Path(file).parts[-2:]).lstrip("/")

@@ -12,19 +12,19 @@ from phalanx.recovery.state import (
     Action,
     Corrupt,
     Disconnected,
-    End,
+    EndRun,
     Event,
+    EventBatch,
     Failure,
-    Go,
+    NewGeneration,
     NodeJoined,
     NodeLost,
-    Several,
     Situation,
     Wait,
     WorkerDied,
 )
 
-SAME = 3
+SAME_FAILURE_LIMIT = 3
 """So often the same failure at the same step is a bug, not bad luck."""
 
 WINDOW = 1000
@@ -52,18 +52,18 @@ _LOOK = {
 }
 
 
-def simple(event: Event) -> Iterator[WorkerDied | NodeLost | NodeJoined | Disconnected | Corrupt]:
+def flatten(event: Event) -> Iterator[WorkerDied | NodeLost | NodeJoined | Disconnected | Corrupt]:
     """The single events of one or of several at once."""
-    if isinstance(event, Several):
+    if isinstance(event, EventBatch):
         for one in event.events:
-            yield from simple(one)
+            yield from flatten(one)
     else:
         yield event
 
 
 def failures(situation: Situation, event: Event) -> tuple[Failure, ...]:
     """What failed now. Ranks that went with their node are no failures of their own, nor is one that several ranks met at once."""
-    events = list(simple(event))
+    events = list(flatten(event))
     lost = {one.node for one in events if isinstance(one, NodeLost)}
     found: dict[tuple[str, str, int | None], Failure] = {}
     for one in events:
@@ -88,36 +88,36 @@ def failures(situation: Situation, event: Event) -> tuple[Failure, ...]:
     return tuple(found.values())
 
 
-def remembered(situation: Situation, event: Event, action: Action) -> tuple[Failure, ...]:
+def updated_history(situation: Situation, event: Event, action: Action) -> tuple[Failure, ...]:
     """The history after a decision: `Situation.history` of the next."""
-    tried = action.action if isinstance(action, Go) else "wait" if isinstance(action, Wait) else ""
+    tried = action.action if isinstance(action, NewGeneration) else "wait" if isinstance(action, Wait) else ""
     now = [replace(failure, tried=tried) for failure in failures(situation, event)]
     return tuple(_within(_REMEMBERED, situation.begun, [*situation.history, *now]))
 
 
-def verdict(situation: Situation, now: Sequence[Failure]) -> End | None:
+def verdict(situation: Situation, now: Sequence[Failure]) -> EndRun | None:
     """The end of the run, where what fails now is not worth another attempt."""
     everything = [*situation.history, *now]
     for failure in now:
         if failure.cause == "failed" and (failure.step is None or failure.step <= situation.begun):
             why = "The program failed before it had completed a step, so that starting it again would only repeat it."
-            return End(_story(why, [failure]))
+            return EndRun(_story(why, [failure]))
         same = _same(failure)
         # Few are of the same step: words are compared of those alone.
         alike = [other for other in everything if other.step == failure.step and _same(other) == same]
-        if len(alike) >= SAME:
+        if len(alike) >= SAME_FAILURE_LIMIT:
             why = f"The same failure came {len(alike)} times {_when(failure)}: that is a bug or a broken machine, not bad luck."
-            return End(_story(why, alike))
-    counted = lately(situation, now) if now else []
+            return EndRun(_story(why, alike))
+    counted = recent_failures(situation, now) if now else []
     if len(counted) > situation.restarts:
         many = len(counted) > 1
         count = f"There {'were' if many else 'was'} {len(counted)} failure{'s' if many else ''}"
         where = "in this launch" if len(counted) == len(everything) else f"within {WINDOW:,} steps"
-        return End(_story(f"{count} {where}, and resilience.restarts = {situation.restarts}.", counted))
+        return EndRun(_story(f"{count} {where}, and resilience.restarts = {situation.restarts}.", counted))
     return None
 
 
-def lately(situation: Situation, now: Sequence[Failure]) -> list[Failure]:
+def recent_failures(situation: Situation, now: Sequence[Failure]) -> list[Failure]:
     """Failures that count against `resilience.restarts`."""
     return _within(WINDOW, situation.begun, [*situation.history, *now])
 

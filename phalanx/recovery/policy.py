@@ -10,18 +10,25 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from phalanx.recovery.history import failures, simple, verdict
-from phalanx.recovery.places import house, kept, moved
-from phalanx.recovery.relayout import Legal, cost, fitted, relayout
+from phalanx.recovery.history import failures, flatten, verdict
+from phalanx.recovery.relayout import (
+    Legal,
+    assign_nodes,
+    reassign,
+    relayout,
+    relayout_cost,
+    retained_ranks,
+    with_valid_settings,
+)
 from phalanx.recovery.state import (
     Action,
     Corrupt,
     Disconnected,
     Event,
-    Go,
+    NewGeneration,
+    NoChange,
     NodeJoined,
     NodeLost,
-    Nothing,
     Situation,
     Wait,
     WorkerDied,
@@ -38,7 +45,7 @@ def decide(situation: Situation, event: Event, legal: Legal) -> Action:
     scene = _scene(situation, event)
     grown = _grow(scene, legal)
     if not (scene.dead or scene.homeless or scene.broken):
-        return grown or Nothing()
+        return grown or NoChange()
     # One interruption is enough: where there is room for more, the run need not come back as small as it was.
     return _go_on(scene, legal) or grown or _same_layout(scene) or _shrink(scene, legal)
 
@@ -73,7 +80,7 @@ class _Scene:
 
 
 def _scene(situation: Situation, event: Event) -> _Scene:
-    events, assignment = list(simple(event)), situation.assignment
+    events, assignment = list(flatten(event)), situation.assignment
     joined = {one.node for one in events if isinstance(one, NodeJoined)}
     lost = {one.node for one in events if isinstance(one, NodeLost)}
     lost |= {assignment[one.rank] for one in events if isinstance(one, WorkerDied) and not one.node_lives}
@@ -88,21 +95,21 @@ def _scene(situation: Situation, event: Event) -> _Scene:
         situation=situation,
         living=living,
         dead=frozenset(dead),
-        places=kept(situation, living, dead),
+        places=retained_ranks(situation, living, dead),
         broken=any(isinstance(one, Disconnected) for one in events),
     )
 
 
-def _grow(scene: _Scene, legal: Legal) -> Go | None:
+def _grow(scene: _Scene, legal: Legal) -> NewGeneration | None:
     """A better layout than the running one, where there is room for it."""
     wanted, layout = scene.situation.wanted, scene.situation.layout
     if layout == wanted:
         return None
     best = relayout(wanted, scene.slots, legal, scene.situation.batch)
-    return None if best is None or cost(wanted, best) >= cost(wanted, layout) else _go(scene, "grow", best)
+    return None if best is None or relayout_cost(wanted, best) >= relayout_cost(wanted, layout) else _go(scene, "grow", best)
 
 
-def _go_on(scene: _Scene, legal: Legal) -> Go | None:
+def _go_on(scene: _Scene, legal: Legal) -> NewGeneration | None:
     """The healthy replicas by themselves, as many as may be, all in their own processes: nothing has to be started."""
     layout = scene.situation.layout
     replicas = layout.data or 1
@@ -115,14 +122,14 @@ def _go_on(scene: _Scene, legal: Legal) -> Go | None:
     if len(healthy) == replicas:
         return None
     for count in range(len(healthy), 0, -1):
-        smaller = fitted(scene.situation.wanted, replace(layout, data=count))
+        smaller = with_valid_settings(scene.situation.wanted, replace(layout, data=count))
         if legal(smaller):
             old = [rank for rank in range(layout.ranks) if rank // inner % replicas in healthy[:count]]
-            return Go("shrink", smaller, tuple(survivors[rank] for rank in old), tuple(old))
+            return NewGeneration("shrink", smaller, tuple(survivors[rank] for rank in old), tuple(old))
     return None
 
 
-def _same_layout(scene: _Scene) -> Go | None:
+def _same_layout(scene: _Scene) -> NewGeneration | None:
     """The same ranks again: survivors stay what they are, dead ones start where they were, homeless ones in free places."""
     layout, homeless = scene.situation.layout, scene.homeless
     taken = Counter(scene.places.values())
@@ -131,9 +138,9 @@ def _same_layout(scene: _Scene) -> Go | None:
         return None
     # The emptiest first, so that the ranks of a lost node stay together on a spare one.
     order = sorted(free, key=lambda node: (-free[node], node))
-    places = house(homeless, layout.tensor, {node: free[node] for node in order}, scene.places)
+    places = assign_nodes(homeless, layout.tensor, {node: free[node] for node in order}, scene.places)
     ranks, survivors = range(layout.ranks), scene.survivors
-    return Go(
+    return NewGeneration(
         "spare" if homeless else "restart",
         layout,
         tuple(places[rank] for rank in ranks),
@@ -141,7 +148,7 @@ def _same_layout(scene: _Scene) -> Go | None:
     )
 
 
-def _shrink(scene: _Scene, legal: Legal) -> Go | Wait:
+def _shrink(scene: _Scene, legal: Legal) -> NewGeneration | Wait:
     situation, dead = scene.situation, tuple(sorted(scene.dead))
     room = f"{len(scene.living)} node{'' if len(scene.living) == 1 else 's'} with {scene.slots} place{'' if scene.slots == 1 else 's'}"
     needs = f"the layout has {situation.layout.ranks} ranks, but what is left is {room}"
@@ -153,5 +160,5 @@ def _shrink(scene: _Scene, legal: Legal) -> Go | Wait:
     return _go(scene, "shrink", best)
 
 
-def _go(scene: _Scene, action: Literal["shrink", "grow"], layout: Layout) -> Go:
-    return Go(action, layout, *moved(layout, scene.living, scene.survivors))
+def _go(scene: _Scene, action: Literal["shrink", "grow"], layout: Layout) -> NewGeneration:
+    return NewGeneration(action, layout, *reassign(layout, scene.living, scene.survivors))

@@ -121,20 +121,20 @@ class Corrupt:
 
 
 @dataclass(frozen=True, slots=True)
-class Several:
+class EventBatch:
     """All that is known at the same time makes one decision."""
 
     events: tuple[Event, ...]
 
 
-Event: TypeAlias = WorkerDied | NodeLost | NodeJoined | Disconnected | Corrupt | Several
+Event: TypeAlias = WorkerDied | NodeLost | NodeJoined | Disconnected | Corrupt | EventBatch
 
 
 # --- what is done ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Go:
+class NewGeneration:
     """Begin a new generation."""
 
     action: Literal["restart", "spare", "shrink", "grow"]
@@ -160,7 +160,7 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class EndRun:
     """Give up."""
 
     story: str
@@ -168,8 +168,8 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Nothing:
+class NoChange:
     """Go on as before."""
 
 
-Action: TypeAlias = Go | Wait | End | Nothing
+Action: TypeAlias = NewGeneration | Wait | EndRun | NoChange

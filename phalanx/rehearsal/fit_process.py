@@ -1,4 +1,4 @@
-"""The command that `launch/fit_check` starts: rehearses a run that is about to be trained, one rank of each kind. Not for people.
+"""The command that `launch/model_check` starts: rehearses a run that is about to be trained, one rank of each kind. Not for people.
 
     python -m phalanx.rehearsal.fit_process < QUESTION.json
 

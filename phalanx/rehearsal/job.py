@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from phalanx.launch.fit_check import DRIVER
+from phalanx.launch.model_check import DRIVER
 from phalanx.planning.cluster import Hardware
 from phalanx.planning.hardware import hardware, planned
 from phalanx.planning.memory_fit import CPU_SHARE

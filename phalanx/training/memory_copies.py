@@ -70,7 +70,7 @@ class Copying:
                     seconds=one.seconds,
                     stall=one.stall,
                     peer=one.peer,
-                    passed_over=one.passed_over,
+                    skipped=one.passed_over,
                 )
             )
         return found

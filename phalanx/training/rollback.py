@@ -42,7 +42,7 @@ def rewind(trainer: Trainer, saving: Saving) -> Iterator[Event]:
     yield from trainer.save_now()
     saving.forget_after(to)
     first, beyond, _ = after.left_out[-1]
-    yield Rewound(step=before.step, to=to, left_out=[first, beyond], path=str(chosen))
+    yield Rewound(step=before.step, to_step=to, skipped_samples=[first, beyond], path=str(chosen))
 
 
 def _restored(trainer: Trainer, saving: Saving, step: int) -> tuple[Location | None, list[Event]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from phalanx.events.fault_log import injected
+from phalanx.events.fault_log import fault_record
 from phalanx.events.records import (
     Corrupted,
     Event,
@@ -70,7 +70,7 @@ class Verdict:
 
 
 def strikes(faults: Sequence[Fault], events: Sequence[Event], moments: Mapping[int, float] | None = None) -> list[Strike]:
-    """Each fault with what was noticed of it. One noticing belongs to one fault: the last that it can be about. `moments`: when
+    """Each fault with what was noticed of it. One noticing belongs to one fault: the last that it can be about. `times`: when
     each struck, by number, where that is known besides."""
     struck: dict[str, list[FaultInjected]] = {}
     for event in events:
@@ -82,7 +82,7 @@ def strikes(faults: Sequence[Fault], events: Sequence[Event], moments: Mapping[i
         if told := struck.get(str(fault)):
             pairs.append((number, fault, told.pop(0)))
         elif moments and number in moments:
-            pairs.append((number, fault, replace(injected(fault, fault.step), time=moments[number])))
+            pairs.append((number, fault, replace(fault_record(fault, fault.step), time=moments[number])))
     found: dict[int, Strike] = {}
     about: dict[int, Noticing] = {}
     for event in left:

@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, replace
 
 from phalanx.data.dataset import open_dataset
-from phalanx.launch.measure_model import measure
+from phalanx.launch.model_check import measure
 from phalanx.planning.resolve import choose
 from phalanx.spec.check import check
 from phalanx.spec.errors import RunError

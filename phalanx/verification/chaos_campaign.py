@@ -12,9 +12,9 @@ from typing import Any
 from phalanx.checkpointing.find_checkpoint import locate
 from phalanx.checkpointing.restore import CheckpointReader
 from phalanx.checkpointing.tools.diff import Difference, compare
-from phalanx.events.fault_log import Struck
+from phalanx.events.fault_log import FaultClaims
 from phalanx.events.records import Recovered
-from phalanx.faults.draw import several
+from phalanx.faults.draw import draw_faults
 from phalanx.faults.grammar import Fault, check, parse
 from phalanx.host.process_tree import adopt_orphans
 from phalanx.spec.dump import dump
@@ -108,7 +108,7 @@ def campaign(run: Run, *, steps: int | None = None, faults: int | None = None, s
     found = (
         parse(STANDARD)
         if faults is None
-        else several(faults, steps=steps, ranks=RANKS, nodes=NODES, seed=seed, kinds=_kinds(replicas))
+        else draw_faults(faults, steps=steps, ranks=RANKS, nodes=NODES, seed=seed, kinds=_kinds(replicas))
     )
     if replicas == 1:
         found = tuple(fault for fault in found if fault.kind != "corrupt")
@@ -149,7 +149,7 @@ def verify(found: Campaign, say: Callable[[str], None] = lambda words: None) -> 
             sides.append(train(file, Path(folder) / name, faults, _limit(found)))
             say(f"{name} run: exit code {sides[-1].code} after {sides[-1].seconds:.1f} s")
         theirs, ours = sides
-        told = strikes(found.faults, ours.events, Struck(ours.directory).moments())
+        told = strikes(found.faults, ours.events, FaultClaims(ours.directory).times())
         verdicts = [
             *judge(ours.events, theirs.events, found.run.steps, found.accepted.loss),
             _state(ours, theirs, found.accepted.parameters),

@@ -17,7 +17,7 @@ from phalanx.checkpointing.replicas import shm_slots
 from phalanx.events.log import read_events
 from phalanx.events.records import Event
 from phalanx.events.rundir import RunDir
-from phalanx.faults.grammar import Fault, text_of
+from phalanx.faults.grammar import Fault, format_faults
 from phalanx.host.process_tree import die_with
 
 _GONE = 5.0  # seconds that processes have to follow the one that started them
@@ -43,7 +43,7 @@ def train(file: Path, directory: Path, faults: Sequence[Fault], limit: float) ->
     """Run it to its end, or for `limit` seconds. Call `family.adopt_orphans` first: what it leaves behind then comes to this process."""
     command = [sys.executable, "-m", "phalanx", "train", str(file), "--run-dir", str(directory), "--json"]
     if faults:
-        command += ["--chaos", text_of(faults)]
+        command += ["--chaos", format_faults(faults)]
     before = _children()
     began = time.monotonic()
     printed = file.with_name(f"{directory.name}.log")
@@ -115,6 +115,6 @@ def _command(pid: int) -> str:
 def _half_written(directory: Path) -> Iterator[str]:
     for path in sorted(directory.rglob("*.partial")):
         yield f"{path.relative_to(directory)}, half-written"
-    known = hashlib.sha256(str(directory.absolute()).encode()).hexdigest()[:8]  # as control/replica_process names them
+    known = hashlib.sha256(str(directory.absolute()).encode()).hexdigest()[:8]  # as control/processes names them
     for path in sorted(shm_slots.default_root().glob(f"{known}-*")):
         yield f"{path}, copies in memory"

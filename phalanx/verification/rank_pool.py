@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.tensor
 
-from phalanx.host.env import only_this_machine
+from phalanx.host.env import use_loopback_only
 from phalanx.host.process_tree import die_with
 from phalanx.parallel.mesh import connect, disconnect
 from phalanx.spec.layout import Layout
@@ -226,7 +226,7 @@ def _serve(tasks: int, results: int, log: Path) -> NoReturn:
     """The life of a rank: tasks until it is ended."""
     with log.open("w") as file:
         os.dup2(file.fileno(), 2)
-    only_this_machine()
+    use_loopback_only()
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)
     torch.set_num_threads(1)

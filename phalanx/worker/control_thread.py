@@ -27,7 +27,7 @@ class Halted(BaseException):
     """This generation is over. Not an Exception: nothing on the way up may take it for an error of its own."""
 
 
-class Attendant:
+class ControlThread:
     """Orders come to `orders`; what concerns the step under way is done at once."""
 
     def __init__(self, link: socket.socket):

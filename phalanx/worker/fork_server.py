@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from phalanx.host.process_tree import STOPPING, die_with, hearing
+from phalanx.host.process_tree import STOP_SIGNALS, die_with, unblock_stop_signals
 
 _MOST = 65536  # bytes of a message
 
@@ -29,14 +29,14 @@ def main() -> None:
     die_with(supervisor)
     # This process was started deaf, and stays so: told to stop while it loads, it does not die of it; and Python forgets a signal that
     # arrives while it forks.
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     import torch._dynamo  # noqa: F401  # the first optimizer would import it, in every rank
 
     from phalanx.events.rundir import RunDir
     from phalanx.worker import rank
 
     rundir = RunDir(Path(directory))
-    signals = rank.Signals()  # inherited by the ranks: one that is told to stop at once still hears it
+    signals = rank.StopSignals()  # inherited by the ranks: one that is told to stop at once still hears it
     gc.freeze()  # what is loaded now stays shared: no collection ever touches its pages
     control.send(b"{}")  # ready
     while True:
@@ -46,8 +46,8 @@ def main() -> None:
         asked = json.loads(message)
         pid = _fork_twice(control, supervisor)
         if pid == 0:
-            hearing()
-            _leave(rank.serve(socket.socket(fileno=handed[0]), rundir, signals))
+            unblock_stop_signals()
+            _leave(rank.serve_rank(socket.socket(fileno=handed[0]), rundir, signals))
         for fd in handed:
             os.close(fd)
         control.send(json.dumps({"worker": asked["worker"], "pid": pid}).encode())

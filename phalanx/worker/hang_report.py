@@ -2,7 +2,7 @@
 that nothing has to be recorded while all is well. The rank's attendant calls it; `recovery/diagnose` compares the answers of all.
 
 It works while the main thread waits in a collective or sleeps, for then that has let go of the interpreter. Where it has not, nobody
-in the process can answer: for that `register` has the system's signal write the stacks to a file.
+in the process can answer: for that `register_stack_dump` has the system's signal write the stacks to a file.
 
 On GPUs the host runs ahead of the device: the ranks are found waiting for their own device, and the numbers are of what was begun.
 """
@@ -26,10 +26,10 @@ from torch.distributed import distributed_c10d
 
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.recovery.stack import Frame, place, room, waited_in
+from phalanx.recovery.diagnose import Frame, blocking_collective, describe_location, task_of
 
-SIGNAL = signal.SIGUSR2
-"""Has a rank write the stacks of all its threads; see `register`."""
+STACK_DUMP_SIGNAL = signal.SIGUSR2
+"""Has a rank write the stacks of all its threads; see `register_stack_dump`."""
 ALL = "all ranks"
 """The group of all."""
 DEVICE = "the device"
@@ -45,7 +45,7 @@ _KINDS = (
 _FOR_DEVICE = re.compile(r"\.(tolist|item|synchronize|cpu|wait|query)\(")
 
 
-class Where(TypedDict):
+class HangReport(TypedDict):
     """Plain values, ready for JSON."""
 
     stack: str
@@ -76,9 +76,9 @@ class Where(TypedDict):
     """What went wrong in finding all this out."""
 
 
-def where(thread_id: int, modules: Mapping[int, str], mesh: Mesh | None) -> Where:
+def hang_report(thread_id: int, modules: Mapping[int, str], mesh: Mesh | None) -> HangReport:
     """Where the thread is; never raises. `modules`: names of the model's modules by their `id`. Without a mesh, as far as is known."""
-    answer = Where(
+    answer = HangReport(
         stack="", threads={}, at="", place="", layer=None, operation=None, use=None,
         group=None, members=None, peer=None, number=None, numbers={}, problem=None,
     )  # fmt: skip
@@ -89,13 +89,13 @@ def where(thread_id: int, modules: Mapping[int, str], mesh: Mesh | None) -> Wher
     return answer
 
 
-def register(path: Path) -> None:
-    """From now on `SIGNAL` adds the stacks of all threads to the file, whoever holds the interpreter. Empty it before asking."""
+def register_stack_dump(path: Path) -> None:
+    """From now on `STACK_DUMP_SIGNAL` adds the stacks of all threads to the file, whoever holds the interpreter. Empty it before asking."""
     file = open(path, "ab", buffering=0)  # noqa: SIM115 - it stays open for as long as the process lives
-    faulthandler.register(SIGNAL, file=file, all_threads=True, chain=False)
+    faulthandler.register(STACK_DUMP_SIGNAL, file=file, all_threads=True, chain=False)
 
 
-def _fill(answer: Where, thread_id: int, modules: Mapping[int, str], mesh: Mesh | None) -> None:
+def _fill(answer: HangReport, thread_id: int, modules: Mapping[int, str], mesh: Mesh | None) -> None:
     current = sys._current_frames()
     live = _calls(current.get(thread_id))
     if live and live[-1].f_code.co_name == "_engine_run_backward":
@@ -103,12 +103,12 @@ def _fill(answer: Where, thread_id: int, modules: Mapping[int, str], mesh: Mesh 
     frames = [Frame(call.f_code.co_filename, call.f_lineno, call.f_code.co_name) for call in live]
     answer["stack"] = _written(live)
     answer["layer"] = next((modules[key] for call in reversed(live) if (key := id(call.f_locals.get("self"))) in modules), None)
-    answer["at"], answer["place"] = str(frames[-1]) if frames else "", place(frames, answer["layer"])
+    answer["at"], answer["place"] = str(frames[-1]) if frames else "", describe_location(frames, answer["layer"])
     answer["numbers"] = {name: number for name, _, number in _groups()}
     _waiting(answer, live, frames, mesh)
     if answer["operation"] is not None:
         answer["place"] = f"waiting in {answer['operation']}"
-    if answer["operation"] is None and room(frames) == "the data loader":
+    if answer["operation"] is None and task_of(frames) == "the data loader":
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         for ident, inner in current.items():
             if names.get(ident, "").startswith("loader"):
@@ -117,9 +117,9 @@ def _fill(answer: Where, thread_id: int, modules: Mapping[int, str], mesh: Mesh 
                 answer["at"] = str(Frame(inner.f_code.co_filename, inner.f_lineno, inner.f_code.co_name))
 
 
-def _waiting(answer: Where, live: Sequence[FrameType], frames: Sequence[Frame], mesh: Mesh | None) -> None:
+def _waiting(answer: HangReport, live: Sequence[FrameType], frames: Sequence[Frame], mesh: Mesh | None) -> None:
     """What the rank waits in, for whom."""
-    found = waited_in(frames)
+    found = blocking_collective(frames)
     if found is None:
         line = linecache.getline(frames[-1].file, frames[-1].line) if frames else ""
         work: Any = (

@@ -1,4 +1,4 @@
-"""The command that `launch/measure_model` starts: builds a run's model without memory, tries it, and says what it comes to. Not for people.
+"""The command that `launch/model_check` starts: builds a run's model without memory, tries it, and says what it comes to. Not for people.
 
     python -m phalanx.worker.measure_process < RUN.toml
 

@@ -1,5 +1,5 @@
 """The program of one rank: joins the others, trains, writes down what happens; when its generation is over, it stays and waits for
-its place in the next. Run by the nursery; under torchrun, `work` alone."""
+its place in the next. Run by the nursery; under torchrun, `train_rank` alone."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ import torch
 
 from phalanx.checkpointing.location import Location
 from phalanx.checkpointing.replicas import replica_index
-from phalanx.control.exit_cause import RESUMABLE, echo
+from phalanx.control.protocol import RESUMABLE, is_secondary_error
 from phalanx.data.dataset import Dataset, open_dataset
-from phalanx.events.fault_log import Struck
+from phalanx.events.fault_log import FaultClaims
 from phalanx.events.heartbeat import Heartbeat
-from phalanx.events.log import EventLog, told_steps
+from phalanx.events.log import EventLog, recorded_steps
 from phalanx.events.records import Event, Step, StepSkipped, Stopped, WorkerStarted
 from phalanx.events.rundir import RunDir
 from phalanx.faults.grammar import parse
@@ -40,9 +40,9 @@ from phalanx.training.hooks.rank_faults import Faults
 from phalanx.training.hooks.replica_check import Corruption
 from phalanx.training.sinks import sinks
 from phalanx.training.trainer import Trainer
-from phalanx.worker.control_thread import Attendant
+from phalanx.worker.control_thread import ControlThread
 from phalanx.worker.handoff import hand_off, roll_forward, survivor_state
-from phalanx.worker.hang_report import register, where
+from phalanx.worker.hang_report import hang_report, register_stack_dump
 
 _UNINTERRUPTED = ("updating",)
 """Phases in which a state is being changed."""
@@ -52,7 +52,7 @@ _REMEMBERED = 200
 """Steps that every rank could tell of in place of the one that does."""
 
 
-class Signals:
+class StopSignals:
     """SIGTERM, SIGUSR1 and SIGINT from the moment this is made: kept until there is a trainer to stop, then passed on to it."""
 
     def __init__(self) -> None:
@@ -77,13 +77,13 @@ class Signals:
         self.stop(signal.Signals(number).name)
 
 
-def serve(link: socket.socket, rundir: RunDir, signals: Signals) -> int:
+def serve_rank(link: socket.socket, rundir: RunDir, signals: StopSignals) -> int:
     """A rank's whole life: one generation after the other, as the supervisor orders. Returns the exit code."""
-    return _Rank(Attendant(link), rundir, signals).serve()
+    return _Rank(ControlThread(link), rundir, signals).serve()
 
 
 class _Rank:
-    def __init__(self, attendant: Attendant, rundir: RunDir, signals: Signals):
+    def __init__(self, attendant: ControlThread, rundir: RunDir, signals: StopSignals):
         self._attendant, self._rundir, self._signals = attendant, rundir, signals
         self._run: Run = load(rundir.run_file)
         self._data: Dataset | None = None
@@ -141,7 +141,7 @@ class _Rank:
                 found = {"ranks": list(error.guilty), "what": error.what, "agreed": error.agreed, "reason": str(error)}
                 attendant.tell({"say": "corrupt", "generation": generation} | found)
                 return None
-            if not isinstance(error, RuntimeError | ConnectionError) or not echo(str(error)):
+            if not isinstance(error, RuntimeError | ConnectionError) or not is_secondary_error(str(error)):
                 raise
             # Another was lost, or a connection: who, the supervisor knows, or will find out.
             attendant.tell({"say": "broken", "generation": generation, "reason": f"{type(error).__name__}: {error}"})
@@ -152,11 +152,11 @@ class _Rank:
         plan = Plan.from_json(json.dumps(order["plan"]))
         place = Place(**order["place"] | {"store": tuple(order["place"]["store"])})
         self._rank = place.rank
-        _redirect(self._rundir.log_of(place.rank))
+        _redirect(self._rundir.rank_log(place.rank))
         torch.set_num_threads(plan.threads)
         if self._pulse is None:
             self._pulse = Heartbeat(Path(order["pulse"]))
-            register(Path(order["pulse"]).with_suffix(".stack"))
+            register_stack_dump(Path(order["pulse"]).with_suffix(".stack"))
         self._pulse.start(place.generation)
         mesh = connect(place, plan.device, self._run.resilience.timeout, plan.layout)
         trainer = self._prepared(plan, mesh, order["chaos"])
@@ -196,7 +196,7 @@ class _Rank:
         assert self._pulse is not None
         trainer.heartbeat = self._pulse
         if chaos:
-            done, place = Struck(self._rundir.path), mesh.place
+            done, place = FaultClaims(self._rundir.path), mesh.place
             trainer.faults = Faults(parse(chaos), rank=place.rank, node=place.node, done=done, report=self._log.emit)
         self._trainer = trainer
         self._signals.pass_to(trainer.stop)
@@ -255,7 +255,7 @@ class _Rank:
         """Whoever tells of steps may have been lost with some that it had not written yet. Every rank knows them all."""
         if trainer.taken is not None and trainer.taken not in self._steps:
             self._steps.append(trainer.taken)
-        told = told_steps(self._rundir.events_file)
+        told = recorded_steps(self._rundir.events_file)
         for event in self._steps:
             if event.step not in told and event.step <= trainer.progress.step:
                 self._log.emit(event)
@@ -274,18 +274,18 @@ class _Rank:
     def _where(self) -> dict[str, Any]:
         trainer = self._trainer
         if trainer is None or not hasattr(trainer, "placed"):
-            return dict(where(self._main, {}, None))
+            return dict(hang_report(self._main, {}, None))
         modules = {id(module): name for part in trainer.sharded.parts for name, module in part.named_modules() if name}
-        return dict(where(self._main, modules, trainer.mesh))
+        return dict(hang_report(self._main, modules, trainer.mesh))
 
     def _fail(self, error: BaseException) -> None:
         """Say what went wrong where the supervisor looks for it."""
         report = failure(error)
         # Written to a file of its own and renamed, so that it is read whole or not at all.
-        partial = self._rundir.error_of(self._rank).with_suffix(".partial")
+        partial = self._rundir.rank_error_file(self._rank).with_suffix(".partial")
         try:
             partial.write_text(json.dumps(report))
-            os.replace(partial, self._rundir.error_of(self._rank))
+            os.replace(partial, self._rundir.rank_error_file(self._rank))
         except OSError:
             pass  # a full disk: the supervisor is told all the same
         self._attendant.tell({"say": "failed", "generation": self._attendant.generation} | report)
@@ -301,8 +301,8 @@ def failure(error: BaseException) -> dict[str, Any]:
     return {"time": time.time(), "reason": reason, "traceback": words, "expected": expected}
 
 
-def work(
-    run: Run, plan: Plan, mesh: Mesh, rundir: RunDir, signals: Signals, also: Callable[[Event], None] | None = None
+def train_rank(
+    run: Run, plan: Plan, mesh: Mesh, rundir: RunDir, signals: StopSignals, also: Callable[[Event], None] | None = None
 ) -> int:
     """Train this rank's part to the end, with nobody to recover it; `also` is told what rank 0 writes into the event log."""
     log = EventLog(rundir.events_file)

@@ -225,7 +225,7 @@ def test_prune(phalanx: Phalanx, one: Path) -> None:
 
 def test_prune_leaves_a_running_job_and_what_nothing_is_valid_in_alone(phalanx: Phalanx, one: Path) -> None:
     running = RunDir(one)
-    assert running.take()
+    assert running.acquire()
     done = phalanx("prune", "one", "--keep-last", 1)
     assert done.code == 2 and "one is in use by a running job" in done.err
     running.release()

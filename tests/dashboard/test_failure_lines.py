@@ -56,7 +56,7 @@ LINES: list[tuple[Event, str]] = [
     (Straggling(rank=3, node=1, step=9, factor=3.0, message="rank 3 is slow"), "rank 3 is slow"),
     (Corrupted(step=4, rank=1, what="weights", message="rank 1 differs"), "rank 1 differs"),
     (NotFinite(step=4, rank=0, layer="blocks.0", message="rank 0, blocks.0"), "rank 0, blocks.0"),
-    (Rewound(step=20, to=10, left_out=[80, 160], path="x"), "rolled back from step 20 to step 10; sequences 80 to 159 are skipped"),
+    (Rewound(step=20, to_step=10, skipped_samples=[80, 160], path="x"), "rolled back from step 20 to step 10; sequences 80 to 159 are skipped"),
     (StrangerRefused(address="10.0.0.9:4", node=0, reason="no token"), "node 0 refused a connection from 10.0.0.9:4: no token"),
     (
         StrangerRefused(address="10.0.0.9:4", node=0, reason="no token", count=3),

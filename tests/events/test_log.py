@@ -246,5 +246,5 @@ def test_what_lies_where(tmp_path: Path) -> None:
     assert not rundir.exists, "a directory without a run file holds no run"
     rundir.run_file.touch()
     assert rundir.exists
-    assert rundir.log_of(3) == rundir.path / "logs" / "rank-3.log"
-    assert rundir.error_of(3) == rundir.path / "logs" / "rank-3.error.json"
+    assert rundir.rank_log(3) == rundir.path / "logs" / "rank-3.log"
+    assert rundir.rank_error_file(3) == rundir.path / "logs" / "rank-3.error.json"

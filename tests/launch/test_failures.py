@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from phalanx.control.exit_cause import echo, ended
+from phalanx.control.protocol import describe_exit, is_secondary_error
 from phalanx.events.records import FailureNoticed, Saved, Step, StepSkipped, WorkerFailed, WorkerStarted
 from phalanx.events.rundir import RunDir
 
@@ -32,16 +32,16 @@ def of(kind: type, events: list[Any]) -> list[Any]:
     return [event for event in events if isinstance(event, kind)]
 
 
-def failed(workshop: Any, ended: Any, rank: int | None, *parts: str) -> Any:
+def failed(workshop: Any, result: Any, rank: int | None, *parts: str) -> Any:
     """The one record of the failure; what holds for all of them is checked."""
-    assert ended.code == 1, ended
+    assert result.code == 1, result
     assert workshop.gone()
     (record,) = of(WorkerFailed, workshop.events())
     assert record.rank == rank
     for part in parts:
-        assert part in record.reason and part in ended.err, ended
-    assert ended.err.count("error: ") == 1 and "runs/tiny/logs" in ended.err
-    assert "Connection" not in ended.out + ended.err, "what the other ranks say about the lost one is shown"
+        assert part in record.reason and part in result.err, result
+    assert result.err.count("error: ") == 1 and "runs/tiny/logs" in result.err
+    assert "Connection" not in result.out + result.err, "what the other ranks say about the lost one is shown"
     return record
 
 
@@ -74,16 +74,20 @@ rank.connect = connect
 )
 def test_rank_that_raises(workshop: Any, code: str, restarts: int) -> None:
     """Where nothing is to be tried again, or where that would only repeat it."""
-    ended = workshop.run(
+    result = workshop.run(
         "train", *LONG, f"resilience.restarts={restarts}", "layout.data=4", "--json", env=workshop.sabotage(code)
     )
     now = time.time()
-    record = failed(workshop, ended, 1, "ValueError: sabotage at ")
+    record = failed(workshop, result, 1, "ValueError: sabotage at ")
     raised = float(record.reason.rpartition(" ")[2])
     assert now - raised < 5, f"the command went on for {now - raised:.1f} s"
-    assert (ended.out + ended.err).count(TRACEBACK) == 1, ended
+    assert (result.out + result.err).count(TRACEBACK) == 1, result
     assert TRACEBACK in record.traceback and "raise ValueError" in record.traceback
-    assert (ended.json["finished"], ended.json["failure"], ended.json["error"]) == (False, record.reason, [record.reason])
+    assert (result.json["finished"], result.json["failure"], result.json["error"]) == (
+        False,
+        record.reason,
+        [record.reason],
+    )
     assert len(of(WorkerFailed, workshop.events())) == 1
     (noticed,) = of(FailureNoticed, workshop.events())
     assert (noticed.number, noticed.cause, noticed.rank) == (1, "failed", 1) and noticed.traceback == record.traceback
@@ -91,8 +95,8 @@ def test_rank_that_raises(workshop: Any, code: str, restarts: int) -> None:
 
 def test_rank_that_raises_in_the_same_step_again_and_again(workshop: Any) -> None:
     """It is tried twice more, by other processes; then the story is told."""
-    ended = workshop.run("train", *LONG, "layout.data=4", "--json", env=workshop.sabotage(IN_A_STEP))
-    record = failed(workshop, ended, None, "The same failure came 3 times after step 2", "rank 1 (node 0), failed: ")
+    result = workshop.run("train", *LONG, "layout.data=4", "--json", env=workshop.sabotage(IN_A_STEP))
+    record = failed(workshop, result, None, "The same failure came 3 times after step 2", "rank 1 (node 0), failed: ")
     noticed = of(FailureNoticed, workshop.events())
     assert [(event.number, event.cause, event.rank, event.step) for event in noticed] == [
         (n, "failed", 1, 2) for n in (1, 2, 3)
@@ -102,9 +106,13 @@ def test_rank_that_raises_in_the_same_step_again_and_again(workshop: Any) -> Non
     for worker in of(WorkerStarted, workshop.events()):
         pids.setdefault(worker.rank, set()).add(worker.pid)
     assert [len(pids[rank]) for rank in range(4)] == [1, 3, 1, 1], "the others stay in their processes"
-    assert (ended.out + ended.err).count(TRACEBACK) == 1, "of the last"
-    assert (ended.json["finished"], ended.json["failure"], ended.json["recoveries"]) == (False, record.reason, 0)
-    assert ended.json["steps"] == 2
+    assert (result.out + result.err).count(TRACEBACK) == 1, "of the last"
+    assert (result.json["finished"], result.json["failure"], result.json["recoveries"]) == (
+        False,
+        record.reason,
+        0,
+    )
+    assert result.json["steps"] == 2
 
 
 def test_text_that_shrinks(workshop: Any) -> None:
@@ -113,10 +121,10 @@ def test_text_that_shrinks(workshop: Any) -> None:
     command.until(workshop.reached("runs/tiny", 3), "step 3")
     text = workshop.path / "text" / "1.txt"
     os.truncate(text, 100)
-    ended = command.wait()
+    result = command.wait()
     (record,) = of(WorkerFailed, workshop.events())
-    failed(workshop, ended, record.rank, "text/1.txt", "has shrunk")
-    assert TRACEBACK not in ended.out + ended.err
+    failed(workshop, result, record.rank, "text/1.txt", "has shrunk")
+    assert TRACEBACK not in result.out + result.err
 
 
 # --- processes that are killed --------------------------------------------------------------------------------------
@@ -136,11 +144,11 @@ def test_killed_rank_and_closed_doors(workshop: Any) -> None:
     (victim,) = (event for event in of(WorkerStarted, workshop.events()) if event.rank == 1)
     os.kill(victim.pid, signal.SIGKILL)
     killed = time.time()
-    ended = command.wait()
+    result = command.wait()
     assert time.time() - killed < 5
-    failed(workshop, ended, 1, "SIGKILL", "out of memory")
-    assert "Rank 1" in ended.err
-    assert TRACEBACK not in ended.out + ended.err
+    failed(workshop, result, 1, "SIGKILL", "out of memory")
+    assert "Rank 1" in result.err
+    assert TRACEBACK not in result.out + result.err
 
 
 @pytest.mark.slow
@@ -154,9 +162,9 @@ def test_killed_supervisor(workshop: Any, moment: str) -> None:
         time.sleep(0.3)
     (supervisor,) = (process for process in workshop.processes() if process.ppid() == command.pid)
     supervisor.kill()
-    ended = command.wait()
-    failed(workshop, ended, None, "supervisor of node 0", "-9")
-    assert TRACEBACK not in ended.out + ended.err
+    result = command.wait()
+    failed(workshop, result, None, "supervisor of node 0", "-9")
+    assert TRACEBACK not in result.out + result.err
 
 
 def nursery(workshop: Any) -> psutil.Process | None:
@@ -182,8 +190,8 @@ def test_killed_parent_of_the_workers(workshop: Any) -> None:
     reached = of(Step, workshop.events())[-1].step
     command.until(workshop.reached("runs/tiny", reached + 5), "more steps")
     command.process.terminate()
-    ended = command.wait()
-    assert ended.code == 75, ended
+    result = command.wait()
+    assert result.code == 75, result
     assert of(FailureNoticed, workshop.events()) == [] and len(of(WorkerStarted, workshop.events())) == 2
     assert [(workshop.path / "runs/tiny/logs" / name).read_text() for name in ("launch.log", "node-0.log")] == ["", ""]
 
@@ -256,15 +264,15 @@ def test_killed_launcher_at_any_moment(workshop: Any) -> None:
 
 def test_too_many_skipped_steps(workshop: Any) -> None:
     overrides = ("optimizer.learning_rate=1e30", "optimizer.warmup_steps=0", "resilience.max_skipped=3", "layout.data=2")
-    ended = workshop.run("train", *LONG, *overrides, "--json")
+    result = workshop.run("train", *LONG, *overrides, "--json")
     (record,) = of(WorkerFailed, workshop.events())  # all ranks find the same at the same time; any may be the first
-    failed(workshop, ended, record.rank, "resilience.max_skipped = 3", "optimizer.learning_rate", "step_skipped")
-    assert TRACEBACK not in ended.out + ended.err
+    failed(workshop, result, record.rank, "resilience.max_skipped = 3", "optimizer.learning_rate", "step_skipped")
+    assert TRACEBACK not in result.out + result.err
     skipped = of(StepSkipped, workshop.events())
     assert [event.in_a_row for event in skipped[-4:]] == [1, 2, 3, 4]
-    assert ended.json["steps_skipped"] == len(skipped) >= 4
-    assert ended.json["error"] == [record.reason]
-    assert len(re.findall(r"^step \d+ skipped: ", ended.out, re.MULTILINE)) == len(skipped)
+    assert result.json["steps_skipped"] == len(skipped) >= 4
+    assert result.json["error"] == [record.reason]
+    assert len(re.findall(r"^step \d+ skipped: ", result.out, re.MULTILINE)) == len(skipped)
 
 
 @pytest.fixture
@@ -285,11 +293,11 @@ def test_disk_that_fills_up(workshop: Any, small_disk: Path) -> None:
     (small_disk / "filling").unlink()
     command.until(workshop.reached(small_disk / "run", seen + 20), "steps after there is room again")
     command.process.terminate()
-    ended = command.wait()
-    assert ended.code == 75, ended
-    assert f"The disk of {small_disk / 'run'} is full" in ended.out.replace("\n", " ")
+    result = command.wait()
+    assert result.code == 75, result
+    assert f"The disk of {small_disk / 'run'} is full" in result.out.replace("\n", " ")
     steps = [event.step for event in of(Step, workshop.events(small_disk / "run"))]
-    assert steps == [*range(1, ended.json["steps"] + 1)], "what was said while it was full is written later"
+    assert steps == [*range(1, result.json["steps"] + 1)], "what was said while it was full is written later"
 
 
 @pytest.mark.slow
@@ -300,11 +308,11 @@ def test_disk_that_is_full_at_the_end(workshop: Any, small_disk: Path) -> None:
         while file.write(bytes(1 << 16)):
             pass
     command.process.terminate()
-    ended = command.wait()
-    assert ended.code == 1, ended
-    assert "Traceback" not in ended.out
-    assert re.search("No space left|disk of .* is full", ended.err), ended
-    assert ended.json["finished"] is False and ended.json["error"]
+    result = command.wait()
+    assert result.code == 1, result
+    assert "Traceback" not in result.out
+    assert re.search("No space left|disk of .* is full", result.err), result
+    assert result.json["finished"] is False and result.json["error"]
     (small_disk / "filling").unlink()
     again = workshop.start("train", *LONG, "layout.data=2", "--run-dir", small_disk / "run")
     again.until(lambda: len(of(WorkerStarted, workshop.events(small_disk / "run"))) == 4, "the next launch")
@@ -335,15 +343,15 @@ def rundir(tmp_path: Path) -> RunDir:
 
 
 def test_the_echo_of_another_rank_s_end_is_known() -> None:
-    assert echo("RuntimeError: Read error [127.0.0.1]:1: Connection reset by peer")
-    assert echo("ConnectionError: generation 4 is over") and echo(
+    assert is_secondary_error("RuntimeError: Read error [127.0.0.1]:1: Connection reset by peer")
+    assert is_secondary_error("ConnectionError: generation 4 is over") and is_secondary_error(
         "ConnectionError: generation 3 is not, or no longer, met here"
     )
-    assert not echo("ValueError: the generation config has no such key"), "a program's own error is its own"
+    assert not is_secondary_error("ValueError: the generation config has no such key"), "a program's own error is its own"
 
 
 def test_rank_that_could_not_say_why(rundir: RunDir) -> None:
-    rundir.log_of(0).write_text("last words\n")
-    reason, words = ended(rundir, 0, 3)
+    rundir.rank_log(0).write_text("last words\n")
+    reason, words = describe_exit(rundir, 0, 3)
     assert "exit code 3" in reason and "last words" in words
-    assert "SIGSEGV" in ended(rundir, 3, -signal.SIGSEGV)[0]
+    assert "SIGSEGV" in describe_exit(rundir, 3, -signal.SIGSEGV)[0]

@@ -12,8 +12,8 @@ import hf_models
 import pytest
 from ranks import ALONE, tiny_run, tiny_trainer
 
-from phalanx.launch.data_notices import data_notices, too_little_data
 from phalanx.launch.prepare import Prepared, Request, prepare
+from phalanx.launch.run_checks import data_notices, too_little_data
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import loads

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.events.frames import Address
-from phalanx.host.env import only_this_machine
+from phalanx.host.env import use_loopback_only
 from phalanx.parallel.mesh import Mesh, connect, disconnect
 from phalanx.parallel.store import ControlStore
 from phalanx.spec.place import Place
@@ -154,7 +154,7 @@ def test_an_interrupted_question_is_not_answered_to_the_next(monkeypatch: pytest
 
 def _rank(function: Callable[..., Any], rank: int, ranks: int, address: Address, pipe: int) -> None:
     """One forked rank; it says what came of it and when."""
-    only_this_machine()
+    use_loopback_only()
     try:
         mesh = connect(Place(rank=rank, ranks=ranks, store=address, token=meeting.TOKEN, generation=4), "cpu", 30.0)
         said = function(mesh)

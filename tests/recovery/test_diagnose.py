@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 
 from phalanx.events.heartbeat import Beat
-from phalanx.recovery.diagnose import Report, diagnose
-from phalanx.recovery.stack import Frame, called, parse, place, waited_in
+from phalanx.recovery.diagnose import (
+    Frame,
+    Report,
+    blocking_collective,
+    collective_name,
+    describe_location,
+    diagnose,
+    parse_faulthandler,
+)
 
 ALL = "all ranks"
 
@@ -23,9 +30,18 @@ def waits(operation: str = "all_gather", group: str = ALL, number: int = 8122, *
     return {"operation": operation, "group": group, "number": number, "numbers": numbers, "stack": "waits\n", **more}
 
 
-def works(place: str, *, at: str = "", layer: str | None = None, numbers: dict[str, int] | None = None) -> dict[str, Any]:
+def works(
+    describe_location: str, *, at: str = "", layer: str | None = None, numbers: dict[str, int] | None = None
+) -> dict[str, Any]:
     """The answer of a rank that does not wait for others."""
-    return {"operation": None, "place": place, "at": at, "layer": layer, "numbers": numbers or {}, "stack": "works\n"}
+    return {
+        "operation": None,
+        "place": describe_location,
+        "at": at,
+        "layer": layer,
+        "numbers": numbers or {},
+        "stack": "works\n",
+    }
 
 
 def reports(*answers: dict[str, Any] | None, **more: Any) -> list[Report]:
@@ -200,7 +216,14 @@ def test_torchs_names_are_said_as_people_say_them() -> None:
         "isend",
         "all_reduce",
     ]
-    assert [called(name) for name in names] == ["all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "all_reduce"]
+    assert [collective_name(name) for name in names] == [
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "broadcast",
+        "send",
+        "all_reduce",
+    ]
 
 
 HOME = str(Path(__file__).resolve().parents[2] / "phalanx")
@@ -218,14 +241,17 @@ C10D = "/x/torch/distributed/distributed_c10d.py"
     ],
 )
 def test_places_are_read_off_the_programs_own_files(files: list[str], words: str) -> None:
-    assert place([Frame(f"{HOME}/{file}", 1, "f") for file in files]) == words
+    assert describe_location([Frame(f"{HOME}/{file}", 1, "f") for file in files]) == words
 
 
 def test_a_layer_computes_forward_or_backward() -> None:
     forward = [Frame("/x/torch/nn/modules/module.py", 1, "_call_impl")]
-    assert place(forward, "blocks.3") == "in the forward of layer blocks.3"
-    assert place([Frame("/x/torch/autograd/graph.py", 1, "_engine_run_backward")]) == "in the backward"
-    assert place([Frame(f"{HOME}/training/held_out.py", 1, "f"), *forward], "b") == "in evaluation, in the forward of layer b"
+    assert describe_location(forward, "blocks.3") == "in the forward of layer blocks.3"
+    assert describe_location([Frame("/x/torch/autograd/graph.py", 1, "_engine_run_backward")]) == "in the backward"
+    assert (
+        describe_location([Frame(f"{HOME}/training/held_out.py", 1, "f"), *forward], "b")
+        == "in evaluation, in the forward of layer b"
+    )
 
 
 def test_only_a_wait_at_the_innermost_end_counts() -> None:
@@ -234,15 +260,15 @@ def test_only_a_wait_at_the_innermost_end_counts() -> None:
         Frame("/x/torch/distributed/c10d_logger.py", 1, "wrapper"),
         Frame(C10D, 2, "broadcast"),
     ]
-    assert waited_in(meeting) == ("broadcast", 0)
-    assert waited_in([*meeting, Frame("/x/pickle.py", 1, "loads")]) is None
+    assert blocking_collective(meeting) == ("broadcast", 0)
+    assert blocking_collective([*meeting, Frame("/x/pickle.py", 1, "loads")]) is None
     through_the_store = [
         Frame(C10D, 1, "new_group"),
         Frame(f"{HOME}/parallel/store.py", 5, "_ask"),
         Frame("/x/socket.py", 7, "recv"),
     ]
-    assert waited_in(through_the_store) == ("new_group", 0)
-    assert waited_in(through_the_store[1:]) == ("store", 0)
+    assert blocking_collective(through_the_store) == ("new_group", 0)
+    assert blocking_collective(through_the_store[1:]) == ("store", 0)
 
 
 STUCK = """
@@ -267,7 +293,7 @@ def test_a_rank_that_keeps_the_interpreter_is_found_by_what_the_signal_writes(tm
         while "<module>" not in dump.read_text() and time.monotonic() < deadline:
             time.sleep(0.01)
         process.kill()
-    assert [frame.function for frame in parse(dump.read_text())] == ["<module>", "read"]
+    assert [frame.function for frame in parse_faulthandler(dump.read_text())] == ["<module>", "read"]
     found = diagnose(reports(waits(), None, waits(), dumps={1: dump.read_text()}))
     assert found.culprits == (1,)
     assert "it does not answer, although its process is there; it is at <string>:7 read" in found.message

@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.recovery.history import failures, remembered, verdict
+from phalanx.recovery.history import failures, updated_history, verdict
 from phalanx.recovery.policy import decide
 from phalanx.recovery.state import (
     Action,
     Disconnected,
-    End,
+    EndRun,
     Event,
-    Go,
+    EventBatch,
+    NewGeneration,
     Node,
     NodeJoined,
     NodeLost,
-    Several,
     Situation,
     Wait,
     WorkerDied,
@@ -42,19 +42,19 @@ def play(state: Situation, *events: Event) -> list[Action]:
     actions = []
     for event in events:
         actions.append(decide(state, event, anything))
-        state = replace(state, history=remembered(state, event, actions[-1]))
+        state = replace(state, history=updated_history(state, event, actions[-1]))
     return actions
 
 
 def story(action: Action) -> str:
-    assert isinstance(action, End)
+    assert isinstance(action, EndRun)
     return action.story
 
 
 def test_the_same_failure_at_the_same_step_three_times_is_a_bug() -> None:
     reason = "IndexError: index 7 is out of range\n  File …"
     *twice, last = play(START, *(failed(rank, 431, reason) for rank in (1, 1, 2)))
-    assert all(isinstance(action, Go) for action in twice)
+    assert all(isinstance(action, NewGeneration) for action in twice)
     told = story(last)
     assert "same failure came 3 times after step 431" in told
     for line in (
@@ -70,7 +70,7 @@ def test_times_and_addresses_in_a_reason_make_no_other_failure() -> None:
     hung = [WorkerDied(1, 5, "hung", f"rank 1 is in all_gather #8122; 3 ranks wait since {since} s") for since in (6, 61.5, 7)]
     assert "3 times after step 5" in story(play(START, *hung)[-1])
     lost = [failed(rank, 5, f"rank {rank}: no answer of 0x{rank}f3a") for rank in (1, 2, 3)]
-    assert all(isinstance(action, Go) for action in play(START, *lost)), "what names its rank is another's"
+    assert all(isinstance(action, NewGeneration) for action in play(START, *lost)), "what names its rank is another's"
 
 
 @pytest.mark.parametrize(
@@ -80,23 +80,23 @@ def test_times_and_addresses_in_a_reason_make_no_other_failure() -> None:
         [failed(1, 5, "a"), failed(1, 5, "b"), failed(1, 5, "c")],
         [failed(1, 5), WorkerDied(1, 5, "died", "ValueError: no"), WorkerDied(1, 5, "hung", "ValueError: no")],
         [failed(1, 5), failed(1, 6), failed(1, 5)],
-        [Several((failed(0, 5), failed(1, 5), failed(2, 5))), failed(1, 5)],  # one failure that three ranks met
+        [EventBatch((failed(0, 5), failed(1, 5), failed(2, 5))), failed(1, 5)],  # one failure that three ranks met
     ],
 )
 def test_others_are_bad_luck(events: list[Event]) -> None:
-    assert all(isinstance(action, Go) for action in play(START, *events))
+    assert all(isinstance(action, NewGeneration) for action in play(START, *events))
 
 
 def test_three_times_need_not_be_in_a_row() -> None:
     *others, last = play(START, failed(1, 5), failed(1, 6), failed(1, 5), failed(3, 6, "x"), failed(1, 5))
-    assert all(isinstance(action, Go) for action in others) and "3 times after step 5" in story(last)
+    assert all(isinstance(action, NewGeneration) for action in others) and "3 times after step 5" in story(last)
 
 
 def test_more_failures_than_allowed() -> None:
     *others, last = play(
         replace(START, restarts=2), Disconnected(3), failed(0, 4), WorkerDied(2, 9, "died", "killed by SIGKILL")
     )
-    assert all(isinstance(action, Go) for action in others)
+    assert all(isinstance(action, NewGeneration) for action in others)
     told = story(last)
     assert "There were 3 failures in this launch, and resilience.restarts = 2." in told
     assert "no single rank, connection lost" in told and "rank 0 (node 0), failed" in told and "rank 2 (node 1), died" in told
@@ -130,16 +130,17 @@ def test_a_run_that_gets_on_may_fail_for_ever(steps: Iterable[int | None], end: 
             within = "in this launch" if end == 101 else "within 1,000 steps"
             assert f"There were 101 failures {within}, and resilience.restarts = 100." in found.story
             return
-        state = replace(state, history=remembered(state, event, Wait("", ())))
+        state = replace(state, history=updated_history(state, event, Wait("", ())))
 
 
 def test_a_launch_counts_from_its_first_step() -> None:
     """Of a run that was started again at step 40,000: what it does since is what counts."""
     resumed = replace(START, restarts=2, begun=40_000)
     *others, last = play(resumed, Disconnected(40_000), Disconnected(40_001), Disconnected(40_500))
-    assert all(isinstance(action, Go) for action in others) and "3 failures in this launch" in story(last)
+    assert all(isinstance(action, NewGeneration) for action in others) and "3 failures in this launch" in story(last)
     assert all(
-        isinstance(one, Go) for one in play(resumed, *(Disconnected(40_000 + step) for step in (0, 1, 1002, 1003, 2003)))
+        isinstance(one, NewGeneration)
+        for one in play(resumed, *(Disconnected(40_000 + step) for step in (0, 1, 1002, 1003, 2003)))
     )
 
 
@@ -152,13 +153,13 @@ def test_a_program_that_fails_at_once_is_not_started_again() -> None:
     assert "before it had completed a step" in story(play(START, failed(0, 0))[0])
     assert "before it had completed a step" in story(play(START, failed(0, None))[0])
     resumed = replace(START, begun=40)
-    assert isinstance(play(resumed, failed(0, 40))[0], End) and isinstance(play(resumed, failed(0, 41))[0], Go)
-    assert isinstance(play(START, WorkerDied(0, 0, "died", "killed by SIGKILL"))[0], Go)  # that may be bad luck
+    assert isinstance(play(resumed, failed(0, 40))[0], EndRun) and isinstance(play(resumed, failed(0, 41))[0], NewGeneration)
+    assert isinstance(play(START, WorkerDied(0, 0, "died", "killed by SIGKILL"))[0], NewGeneration)  # that may be bad luck
 
 
 def test_ranks_that_went_with_their_node_are_no_failures_of_their_own() -> None:
     killed = [WorkerDied(rank, 5, "died", f"rank {rank} was killed") for rank in range(4)]
-    found = failures(START, Several((*killed, NodeLost(1, 5))))
+    found = failures(START, EventBatch((*killed, NodeLost(1, 5))))
     assert [(failure.cause, failure.rank, failure.node) for failure in found] == [
         ("died", 0, 0),
         ("died", 1, 0),
@@ -167,10 +168,10 @@ def test_ranks_that_went_with_their_node_are_no_failures_of_their_own() -> None:
 
 
 def test_different_nodes_are_different_failures() -> None:
-    lost = [Several((NodeLost(node, 5), NodeJoined(node))) for node in (0, 1, 0, 1)]
-    assert all(isinstance(action, Go) for action in play(START, *lost))
+    lost = [EventBatch((NodeLost(node, 5), NodeJoined(node))) for node in (0, 1, 0, 1)]
+    assert all(isinstance(action, NewGeneration) for action in play(START, *lost))
 
 
 def test_a_node_that_comes_is_no_failure() -> None:
     state = replace(START, restarts=0, layout=Layout(data=2), assignment=(0, 0))
-    assert failures(state, NodeJoined(1)) == () and isinstance(decide(state, NodeJoined(1), anything), Go)
+    assert failures(state, NodeJoined(1)) == () and isinstance(decide(state, NodeJoined(1), anything), NewGeneration)

@@ -9,23 +9,22 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from phalanx.recovery.history import remembered
-from phalanx.recovery.places import placed
+from phalanx.recovery.history import updated_history
 from phalanx.recovery.policy import decide
-from phalanx.recovery.relayout import Legal
+from phalanx.recovery.relayout import Legal, initial_assignment
 from phalanx.recovery.state import (
     Action,
     Corrupt,
     Disconnected,
-    End,
+    EndRun,
     Event,
+    EventBatch,
     Failure,
-    Go,
+    NewGeneration,
+    NoChange,
     Node,
     NodeJoined,
     NodeLost,
-    Nothing,
-    Several,
     Situation,
     Wait,
     WorkerDied,
@@ -57,7 +56,7 @@ class World:
 
     def begin(self) -> None:
         self.alive = set(self.slots)
-        self.layout, self.assignment = self.wanted, placed(self.wanted, self.nodes)
+        self.layout, self.assignment = self.wanted, initial_assignment(self.wanted, self.nodes)
         self.running, self.history, self.waits = set(range(self.wanted.ranks)), (), False
 
     @property
@@ -68,7 +67,7 @@ class World:
         """Something happens; the world is changed by it at once."""
         events = [self._one() for _ in range(self.dice.choice((1, 1, 1, 2, 3)))]
         self.step += self.dice.choice((0, 1, 1, 2))
-        return events[0] if len(events) == 1 else Several(tuple(events))
+        return events[0] if len(events) == 1 else EventBatch(tuple(events))
 
     def _one(self) -> Event:
         gone = sorted(set(self.slots) - self.alive)
@@ -103,16 +102,16 @@ class World:
         )  # fmt: skip
         action = decide(before, event, self.legal)
         assert action == decide(before, event, self.legal)
-        self.history = remembered(before, event, action)[-6:]
-        self.seen[action.action if isinstance(action, Go) else type(action).__name__] += 1
-        if isinstance(action, Go):
+        self.history = updated_history(before, event, action)[-6:]
+        self.seen[action.action if isinstance(action, NewGeneration) else type(action).__name__] += 1
+        if isinstance(action, NewGeneration):
             self._check(action)
             self.layout, self.assignment = action.layout, action.assignment
             self.running = set(range(self.layout.ranks))
         self.waits = isinstance(action, Wait)
         return action
 
-    def _check(self, go: Go) -> None:
+    def _check(self, go: NewGeneration) -> None:
         used = Counter(go.assignment)
         assert go.layout.ranks == len(go.assignment) == len(go.old) <= self.wanted.ranks
         assert all(node in self.alive and count <= self.slots[node] for node, count in used.items())
@@ -155,7 +154,7 @@ def test_whatever_happens(
     dead: tuple[int, ...] = ()
     for _ in range(250):
         action = world.answer(world.strike(), dead)
-        if isinstance(action, End):
+        if isinstance(action, EndRun):
             assert "3 times after step" in action.story
             world.begin()
         if isinstance(action, Wait):
@@ -169,6 +168,6 @@ def test_whatever_happens(
         action = world.answer(world.join(node), dead)
         dead = action.dead if isinstance(action, Wait) else ()
     assert not world.waits and world.layout == wanted
-    assert world.answer(NodeJoined(0), ()) == Nothing()
+    assert world.answer(NodeJoined(0), ()) == NoChange()
     shrinks = shrink or (go_on and (wanted.data or 1) > 1)
     assert {"restart", "Nothing", *(("shrink", "grow") if shrinks else ("Wait",))} <= set(world.seen), world.seen

@@ -8,19 +8,18 @@ from typing import Any
 
 import pytest
 
-from phalanx.recovery.places import placed
 from phalanx.recovery.policy import decide
-from phalanx.recovery.relayout import Legal
+from phalanx.recovery.relayout import Legal, initial_assignment
 from phalanx.recovery.state import (
     Corrupt,
     Disconnected,
     Event,
-    Go,
+    EventBatch,
+    NewGeneration,
+    NoChange,
     Node,
     NodeJoined,
     NodeLost,
-    Nothing,
-    Several,
     Situation,
     Wait,
     WorkerDied,
@@ -36,7 +35,12 @@ def nodes(*slots: int) -> tuple[Node, ...]:
 
 
 def situation(layout: Layout, living: tuple[Node, ...], **changes: Any) -> Situation:
-    fields: dict[str, Any] = {"wanted": layout, "layout": layout, "assignment": placed(layout, living), "nodes": living}
+    fields: dict[str, Any] = {
+        "wanted": layout,
+        "layout": layout,
+        "assignment": initial_assignment(layout, living),
+        "nodes": living,
+    }
     return Situation(**(fields | changes))
 
 
@@ -44,9 +48,9 @@ def killed(rank: int, step: int = 10, node_lives: bool = True) -> WorkerDied:
     return WorkerDied(rank, step, "died", f"rank {rank} was killed", node_lives)
 
 
-def went(before: Situation, event: Event, legal: Legal) -> Go:
+def went(before: Situation, event: Event, legal: Legal) -> NewGeneration:
     action = decide(before, event, legal)
-    assert isinstance(action, Go), action
+    assert isinstance(action, NewGeneration), action
     return action
 
 
@@ -133,7 +137,7 @@ def test_it_shrinks_again_and_grows_back(legal: Legal) -> None:
 def test_processes_are_kept_where_there_are_most(legal_for: LegalFor) -> None:
     """The first node has one survivor and 3 places, the other 4 of each; the batch is for 4 ranks or 8."""
     before = replace(situation(CUBE, nodes(4, 4)), nodes=nodes(3, 4))
-    go = went(before, Several((killed(0), killed(1), killed(2))), legal_for(8))
+    go = went(before, EventBatch((killed(0), killed(1), killed(2))), legal_for(8))
     assert go.layout.ranks == 4 and go.assignment == (1, 1, 1, 1) and go.old == (4, 5, 6, 7)
 
 
@@ -152,26 +156,26 @@ def test_where_it_must_not_shrink_it_waits_for_the_node(legal: Legal) -> None:
 def test_where_nothing_fits_it_waits() -> None:
     wait = decide(situation(CUBE, nodes(4, 4)), NodeLost(1, 10), lambda layout: layout.ranks == 8)
     assert isinstance(wait, Wait) and "8 ranks" in wait.reason and "1 node with 4 places" in wait.reason
-    gone = decide(situation(CUBE, nodes(4, 4)), Several((NodeLost(0, 10), NodeLost(1, 10))), lambda layout: True)
+    gone = decide(situation(CUBE, nodes(4, 4)), EventBatch((NodeLost(0, 10), NodeLost(1, 10))), lambda layout: True)
     assert isinstance(gone, Wait) and gone.dead == tuple(range(8))
 
 
 def test_a_node_and_a_worker_at_once_are_one_decision(legal: Legal) -> None:
-    event = Several((NodeLost(1, 10), killed(3), killed(4)))
+    event = EventBatch((NodeLost(1, 10), killed(3), killed(4)))
     go = went(situation(CUBE, nodes(4, 4, 4)), event, legal)
     assert (go.action, go.fresh, go.assignment) == ("spare", (3, 4, 5, 6, 7), (0, 0, 0, 0, 2, 2, 2, 2))
 
 
 def test_a_node_that_is_back_already_starts_its_ranks_again(legal: Legal) -> None:
     before = situation(CUBE, nodes(4, 4))
-    go = went(before, Several((NodeLost(1, 10), NodeJoined(1))), legal)
+    go = went(before, EventBatch((NodeLost(1, 10), NodeJoined(1))), legal)
     assert (go.action, go.assignment, go.fresh) == ("restart", before.assignment, (4, 5, 6, 7))
 
 
 def test_a_node_that_is_not_needed_changes_nothing(legal: Legal) -> None:
-    assert decide(situation(CUBE, nodes(4, 4, 4)), NodeJoined(2), legal) == Nothing()
+    assert decide(situation(CUBE, nodes(4, 4, 4)), NodeJoined(2), legal) == NoChange()
     six = Layout(data=3, tensor=2)
-    assert decide(situation(six, nodes(4, 3), wanted=CUBE), NodeJoined(1), legal) == Nothing()  # 7 are no better than 6
+    assert decide(situation(six, nodes(4, 3), wanted=CUBE), NodeJoined(1), legal) == NoChange()  # 7 are no better than 6
 
 
 def test_a_failure_with_room_for_more_grows_at_once(legal: Legal) -> None:
@@ -208,13 +212,13 @@ def test_going_on_comes_before_growing(legal: Legal) -> None:
 
 def test_going_on_needs_a_whole_replica(legal: Legal) -> None:
     before = situation(CUBE, nodes(4, 4), continue_degraded=True)
-    assert went(before, Several((killed(0), killed(3))), legal).action == "restart"
+    assert went(before, EventBatch((killed(0), killed(3))), legal).action == "restart"
     assert went(situation(Layout(data=1, shard=4), nodes(4), continue_degraded=True), killed(0), legal).action == "restart"
     assert went(before, Disconnected(10), legal).action == "restart"
-    assert went(before, Several((killed(2), Disconnected(10))), legal).action == "shrink"
+    assert went(before, EventBatch((killed(2), Disconnected(10))), legal).action == "shrink"
 
 
 def test_the_first_places_leave_spare_nodes_idle() -> None:
-    assert placed(CUBE, nodes(4, 4, 4)) == (0, 0, 0, 0, 1, 1, 1, 1)
-    assert placed(CUBE, nodes(3, 3, 3)) == (0, 0, 1, 1, 2, 2, 2, 0)  # the last tensor group fits nowhere whole
-    assert placed(Layout(data=1, tensor=8), nodes(4, 4)) == (0, 0, 0, 0, 1, 1, 1, 1)
+    assert initial_assignment(CUBE, nodes(4, 4, 4)) == (0, 0, 0, 0, 1, 1, 1, 1)
+    assert initial_assignment(CUBE, nodes(3, 3, 3)) == (0, 0, 1, 1, 2, 2, 2, 0)  # the last tensor group fits nowhere whole
+    assert initial_assignment(Layout(data=1, tensor=8), nodes(4, 4)) == (0, 0, 0, 0, 1, 1, 1, 1)

@@ -17,7 +17,7 @@ from ranks import copied, differing, run_ranks, tiny_run, tiny_trainer
 from torch import Tensor, nn
 
 from phalanx.checkpointing.storage import open_location
-from phalanx.events.fault_log import DISK, Struck, fill
+from phalanx.events.fault_log import DISK, FaultClaims, fill_disk
 from phalanx.events.log import EventLog, read_events
 from phalanx.events.records import FaultInjected, Warned
 from phalanx.faults.grammar import POINTS, parse
@@ -36,7 +36,7 @@ class Told(list[FaultInjected]):
 
 def faults_of(text: str, folder: Path, rank: int = 0) -> tuple[Faults, Told]:
     told = Told()
-    return Faults(parse(text), rank=rank, node=0, done=Struck(folder), report=told.append), told
+    return Faults(parse(text), rank=rank, node=0, done=FaultClaims(folder), report=told.append), told
 
 
 def ended(act: Callable[[], object]) -> int:
@@ -82,7 +82,7 @@ def test_a_save_that_comes_later_is_struck(tmp_path: Path) -> None:
 
 def test_it_is_told_before_it_kills(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
-    faults = Faults(parse("kill rank=2 step=4 during=update"), rank=2, done=Struck(tmp_path), report=log.emit)
+    faults = Faults(parse("kill rank=2 step=4 during=update"), rank=2, done=FaultClaims(tmp_path), report=log.emit)
     assert ended(lambda: faults.at("compute", 4)) == 0
     assert ended(lambda: faults.at("update", 4)) == signal.SIGKILL
     assert ended(lambda: faults.at("update", 4)) == 0
@@ -94,12 +94,12 @@ def test_only_one_of_many_may_strike(tmp_path: Path) -> None:
     children = []
     for _ in range(8):
         if (pid := os.fork()) == 0:
-            os._exit(int(Struck(tmp_path).claim(5)))
+            os._exit(int(FaultClaims(tmp_path).claim(5)))
         children.append(pid)
     assert sum(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children) == 1
-    struck = Struck(tmp_path)
+    struck = FaultClaims(tmp_path)
     assert 5 in struck and 4 not in struck
-    struck.forget()
+    struck.clear()
     assert 5 not in struck and struck.claim(5)
 
 
@@ -174,7 +174,7 @@ def steps_with_nan(mesh: Mesh, folder: Path, text: str) -> list[Any]:
     """The trainer's steps, its points told as it will tell them itself; what the first and what a repeated forward gave."""
     trainer = tiny_trainer(mesh, tiny_run("train.steps=4", "memory.recompute=full"), folder / str(mesh.rank) / "checkpoints")
     told = Told()
-    faults = Faults(parse(text), rank=mesh.rank, done=Struck(folder), report=told.append)
+    faults = Faults(parse(text), rank=mesh.rank, done=FaultClaims(folder), report=told.append)
     faults.see(trainer.sharded.parts)
     found: list[Any] = []
     for step in (1, 2, 3):
@@ -233,7 +233,7 @@ def disk() -> Iterator[None]:
 
 def test_a_full_disk_is_this_runs_alone_and_has_room_again(tmp_path: Path, disk: None) -> None:
     log = EventLog(tmp_path / "events.jsonl")
-    fill(tmp_path, 0.4)
+    fill_disk(tmp_path, 0.4)
     log.emit(Warned(message="nobody watches yet"))
     faults_of("fill-disk from=2 for=1s", tmp_path)
     with pytest.raises(OSError) as error:
@@ -249,8 +249,8 @@ def test_a_full_disk_is_this_runs_alone_and_has_room_again(tmp_path: Path, disk:
     log.emit(Warned(message="after"))
     said = [event.message for event in read_events(tmp_path / "events.jsonl") if isinstance(event, Warned)]
     assert said == ["nobody watches yet", "waits", "after"]
-    fill(tmp_path, 60)
-    Struck(tmp_path).forget()
+    fill_disk(tmp_path, 60)
+    FaultClaims(tmp_path).clear()
     open_location(tmp_path / "file").sink().write(b"data")
 
 

@@ -126,7 +126,7 @@ def test_after_bad_steps_the_run_goes_back_and_leaves_the_data_since_out(tmp_pat
         *((n, n + 3) for n in range(5, 10)),
     ]
     (rewound,) = [event for event in told if isinstance(event, Rewound)]
-    assert (rewound.step, rewound.to, rewound.left_out) == (7, 4, [32, 56])
+    assert (rewound.step, rewound.to_step, rewound.skipped_samples) == (7, 4, [32, 56])
     assert rewound.path == str(directory.step_dir(tmp_path / "run", 4))
     assert trainer.progress.left_out == [[32, 56, 4]]
     # As a run that had never seen those batches.

@@ -10,7 +10,7 @@ import torch
 from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
 from torch import Tensor, nn
 
-from phalanx.events.fault_log import Struck
+from phalanx.events.fault_log import FaultClaims
 from phalanx.events.records import Event, NotFinite, Step, StepSkipped
 from phalanx.faults.grammar import Fault
 from phalanx.parallel.mesh import Mesh
@@ -113,7 +113,7 @@ def test_and_to_the_rank(
 def test_what_chaos_plants_is_found_where_it_was_planted_and_costs_nothing_when_it_has_passed(tmp_path: Path) -> None:
     trainer = tiny_trainer(ALONE, tiny_run("train.steps=3"), tmp_path / "checkpoints")
     faults = (Fault(kind="nan", rank=0, step=2, layer="blocks.1.mlp"),)
-    trainer.faults = Faults(faults, done=Struck(tmp_path))
+    trainer.faults = Faults(faults, done=FaultClaims(tmp_path))
     told = list(trainer.events())
     assert [(event.rank, event.layer) for event in told if isinstance(event, NotFinite)] == [(0, "blocks.1.mlp")]
     undisturbed = tiny_trainer(ALONE, tiny_run("train.steps=3"), tmp_path / "undisturbed" / "checkpoints").events()

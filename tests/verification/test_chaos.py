@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from phalanx.cli.main import app
 from phalanx.dashboard.verify_report import show_campaign
-from phalanx.events.fault_log import Struck
+from phalanx.events.fault_log import FaultClaims
 from phalanx.events.records import (
     Corrupted,
     Event,
@@ -194,12 +194,12 @@ def test_a_fault_that_nobody_noticed_or_that_was_blamed_on_another_does_not_pass
 
 def test_a_fault_whose_record_was_lost_is_known_by_the_file_that_it_left(tmp_path: Path) -> None:
     faults = parse("raise rank=0 step=1; kill rank=3 step=2")
-    struck, before = Struck(tmp_path), time.time()
+    struck, before = FaultClaims(tmp_path), time.time()
     assert struck.claim(1) and not struck.claim(1)
     died = FailureNoticed(time=time.time() + 0.5, number=1, cause="died", message="rank 3 died", rank=3)
-    never, lost = strikes(faults, [died], struck.moments())
+    never, lost = strikes(faults, [died], struck.times())
     assert never.step is None and lost.step == 2 and lost.noticed is not None and 0.4 < lost.noticed < 0.6
-    assert before <= struck.moments()[1] <= died.time
+    assert before <= struck.times()[1] <= died.time
 
 
 def test_what_ends_by_itself_may_pass_unseen() -> None:

@@ -80,14 +80,14 @@ class Connection:
 
 def connect(address: Address, token: str, patience: float = _PATIENCE) -> Connection:
     """To a holder. Refused where either does not know the token of the other."""
-    sock, _ = frames.knock(address, token, frames.COPIES, min(frames.GREETING, patience))
+    sock, _ = frames.connect(address, token, frames.REPLICAS, min(frames.HANDSHAKE_SECONDS, patience))
     sock.settimeout(patience)
     return Connection(sock)
 
 
 def accept(sock: socket.socket, token: str) -> Connection:
     """From somebody who has connected; Refused, in time, where they cannot prove that they belong here."""
-    frames.admit(sock, token, frames.COPIES)
+    frames.accept_client(sock, token, frames.REPLICAS)
     sock.settimeout(_PATIENCE)
     return Connection(sock)
 

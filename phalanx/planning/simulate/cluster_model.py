@@ -16,7 +16,7 @@ from phalanx.planning.simulate.simulated_run import Trial, World
 from phalanx.planning.simulate.simulated_saves import Keep, Saves
 from phalanx.planning.simulate.simulation_report import Ask
 from phalanx.recovery.history import WINDOW
-from phalanx.recovery.places import elsewhere
+from phalanx.recovery.relayout import replicated_elsewhere
 from phalanx.schedules.choose import schedule
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError
@@ -70,9 +70,13 @@ class Setting:
     # --- the world ---
 
     def _live_keep(self, situations: Situations) -> Keep:
-        """As control/replan has it: copies where a node holds what no other does."""
+        """As control/recover has it: copies where a node holds what no other does."""
         alike = self._run.optimizer.sync_every == 1
-        if self._run.checkpoint.memory_every is None and alike and elsewhere(self._option.layout, situations.first.assignment):
+        if (
+            self._run.checkpoint.memory_every is None
+            and alike
+            and replicated_elsewhere(self._option.layout, situations.first.assignment)
+        ):
             return "replicas"
         return "memory" if self._up.in_memory or self._run.checkpoint.memory_every is not None else "disk"
 
@@ -139,7 +143,7 @@ class Setting:
         return self._options[layout]
 
     def _judged(self, layout: Layout) -> Candidate | None:
-        """The run on another layout, as control/replan lays it out: with the same batch, and a micro-batch that divides a replica's share."""
+        """The run on another layout, as control/recover lays it out: with the same batch, and a micro-batch that divides a replica's share."""
         run, option = self._run, self._option
         if run.batch % layout.replicas or (run.optimizer.sync_every > 1 and layout.data != option.layout.data):
             return None

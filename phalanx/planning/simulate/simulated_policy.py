@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from phalanx.planning.simulate.simulated_faults import Fault
-from phalanx.recovery.history import failures, remembered, verdict
-from phalanx.recovery.places import placed
+from phalanx.recovery.history import failures, updated_history, verdict
 from phalanx.recovery.policy import decide
+from phalanx.recovery.relayout import initial_assignment
 from phalanx.recovery.state import (
     Action,
     Corrupt,
     Disconnected,
     Event,
     Failure,
-    Go,
+    NewGeneration,
     Node,
     NodeJoined,
     NodeLost,
@@ -66,7 +66,7 @@ class Situations:
     def first(self) -> Ground:
         """The wanted layout, where nothing is lost."""
         nodes = range(-(-self.wanted.ranks // self.slots))
-        return self.ground(self.wanted, placed(self.wanted, [Node(number, self.slots) for number in nodes]))
+        return self.ground(self.wanted, initial_assignment(self.wanted, [Node(number, self.slots) for number in nodes]))
 
     def ground(self, layout: Layout, assignment: tuple[int, ...]) -> Ground:
         names: dict[int, int] = {}
@@ -131,7 +131,7 @@ class Policy:
             rank = self.ground.assignment.index(node)
         lost = frozenset({node}) if fault.kind == "node" else frozenset()
         action = self._decide((fault.kind, rank), _event(fault, node, rank, step), lost)
-        self._history = remembered(asked, event, action)
+        self._history = updated_history(asked, event, action)
         return action
 
     def joined(self) -> Action:
@@ -175,7 +175,7 @@ class Policy:
         if key not in self._s.known:
             self._s.asked += 1
             action = decide(self._situation(lost), event, self._s.legal)
-            after = self._s.ground(action.layout, action.assignment) if isinstance(action, Go) else None
+            after = self._s.ground(action.layout, action.assignment) if isinstance(action, NewGeneration) else None
             self._s.known[key] = action, after
         action, after = self._s.known[key]
         if after is not None:

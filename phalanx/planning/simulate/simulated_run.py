@@ -17,7 +17,7 @@ from phalanx.planning.cluster import Failures
 from phalanx.planning.simulate.simulated_faults import Dice, Fault, detection, kind_of
 from phalanx.planning.simulate.simulated_policy import Policy, Situations
 from phalanx.planning.simulate.simulated_saves import Progress, Saves
-from phalanx.recovery.state import Action, End, Go, Wait
+from phalanx.recovery.state import Action, EndRun, NewGeneration, Wait
 from phalanx.spec.layout import Layout
 
 SPENT = ("computing", "slower", "lost", "detection", "restart", "saving", "waiting", "maintenance")
@@ -198,7 +198,7 @@ class _Run:
         happened = self._until(min(end, self.w.horizon, max(self.pause, start)))
         while isinstance(happened, float):
             action = self.policy.joined()
-            if isinstance(action, Go):  # at the end of the step that is under way
+            if isinstance(action, NewGeneration):  # at the end of the step that is under way
                 self._advance(progress, start, whole=True)
                 self.todo = partial(self._resume, "grow")
                 return
@@ -247,15 +247,15 @@ class _Run:
         action = self.policy.fault(fault, self.step)
         if fault.kind == "node":
             self._repair()
-        self._rewind(self.disk if gone or isinstance(action, End) else self._source())
-        name = action.action if isinstance(action, Go) else type(action).__name__.lower()
+        self._rewind(self.disk if gone or isinstance(action, EndRun) else self._source())
+        name = action.action if isinstance(action, NewGeneration) else type(action).__name__.lower()
         self.trial.components[fault.component] += 1
         self.trial.actions[name] += 1
         self.trial.marks.append(Mark(self.now, fault.component, name, (was - self.step) * self.quick))
         return action
 
     def _obeys(self, action: Action | None) -> Callable[[], None]:
-        return self._relaunch if isinstance(action, End) else self._wait if isinstance(action, Wait) else self._resume
+        return self._relaunch if isinstance(action, EndRun) else self._wait if isinstance(action, Wait) else self._resume
 
     def _gone(self, node: int) -> bool:
         """Whether a lost node takes the last copy of something along: it was alone, or its neighbour, which had the other, is lost too."""
@@ -296,7 +296,7 @@ class _Run:
         elif self.policy.free and self.policy.layout != self.w.situations.wanted:
             # Nodes came while it began: the live controller comes back to them now.
             self.policy.free -= 1
-            if isinstance(self.policy.joined(), Go):
+            if isinstance(self.policy.joined(), NewGeneration):
                 self.todo = partial(self._resume, "grow")
 
     def _wait(self) -> None:
@@ -307,10 +307,10 @@ class _Run:
             if happened is None:
                 break
             if isinstance(happened, Fault):
-                if isinstance(self._struck_by(happened), End):
+                if isinstance(self._struck_by(happened), EndRun):
                     self.todo = self._relaunch
                     break
-            elif isinstance(self.policy.joined(), Go):
+            elif isinstance(self.policy.joined(), NewGeneration):
                 self.todo = self._resume
                 break
         self._spend("waiting", start)

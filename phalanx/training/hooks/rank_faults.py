@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from phalanx.checkpointing.state_tensor import OffloadedTensor
-from phalanx.events.fault_log import DISK, Struck, injected
+from phalanx.events.fault_log import DISK, FaultClaims, fault_record
 from phalanx.events.records import FaultInjected
-from phalanx.faults.grammar import Fault, Point, of_agent
+from phalanx.faults.grammar import Fault, Point, is_node_fault
 from phalanx.parallel.owned_param import OwnedParam
 
 _BETWEEN = ("save", "evaluate")  # points that not every step has: a fault strikes at the first one from its step on
@@ -40,7 +40,7 @@ class Faults:
         *,
         rank: int = 0,
         node: int = 0,
-        done: Struck | None = None,
+        done: FaultClaims | None = None,
         report: Callable[[FaultInjected], object] = lambda event: None,
     ):
         """`faults`: all of the run's, those of `random` drawn; a fault's place among them is its number in `done`. `report` writes
@@ -50,7 +50,7 @@ class Faults:
         self._done, self._report = done, report
         self._mine: dict[str, list[tuple[int, Fault]]] = {}
         for number, fault in enumerate(faults):
-            if fault.rank == rank and not of_agent(fault):
+            if fault.rank == rank and not is_node_fault(fault):
                 self._mine.setdefault(_where(fault), []).append((number, fault))
         self._parts: Sequence[nn.Module] = ()
         self._hooks: list[RemovableHandle] = []
@@ -121,7 +121,7 @@ class Faults:
         assert self._done is not None, "faults need a place to write down that they have struck"
         if not self._done.claim(number):
             return False
-        self._report(injected(fault, step))
+        self._report(fault_record(fault, step))
         return True
 
     def _plant(self, number: int, fault: Fault) -> None:

@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 
 from phalanx.control import channel as link_module
-from phalanx.control.channel import CROWD, Link, Listener, dial, listen
+from phalanx.control.channel import MAX_UNPROVEN, Channel, Listener, connect, listen
 from phalanx.events import frames
 from phalanx.events.frames import Refused
 
 TOKEN = "a secret of the test"
 
 
-async def echo(link: Link) -> None:
+async def echo(link: Channel) -> None:
     while True:
         await link.send(await link.receive())
 
 
 @asynccontextmanager
-async def listening(on_link: Callable[[Link], Awaitable[None]] = echo) -> AsyncIterator[tuple[Listener, list[str]]]:
+async def listening(on_link: Callable[[Channel], Awaitable[None]] = echo) -> AsyncIterator[tuple[Listener, list[str]]]:
     """A listener, and the reasons of those it refused."""
     refused: list[str] = []
     listener = await listen("127.0.0.1", TOKEN, on_link, lambda address, reason: refused.append(reason))
@@ -47,14 +47,14 @@ async def soon(condition: Callable[[], Any], seconds: float = 5.0) -> None:
 def test_messages_go_both_ways_in_order() -> None:
     async def main() -> None:
         async with listening() as (listener, refused):
-            link = await dial(listener.address, TOKEN)
+            link = await connect(listener.address, TOKEN)
             for number in range(50):
                 link.post({"number": number, "text": "höher ⛰", "nothing": None})
-            await link.send({"last": True, "big": "x" * (frames.MOST - 100)})
+            await link.send({"last": True, "big": "x" * (frames.MAX_MESSAGE - 100)})
             assert [(await link.receive())["number"] for _ in range(50)] == list(range(50))
-            assert len((await link.receive())["big"]) == frames.MOST - 100
+            assert len((await link.receive())["big"]) == frames.MAX_MESSAGE - 100
             with pytest.raises(ValueError, match="at most 16777216"):
-                await link.send({"big": "x" * frames.MOST})
+                await link.send({"big": "x" * frames.MAX_MESSAGE})
             await link.send({"still": "here"})
             assert await link.receive() == {"still": "here"}
             assert link.address == f"127.0.0.1:{listener.address[1]}"
@@ -70,10 +70,10 @@ def test_messages_go_both_ways_in_order() -> None:
 def test_a_receive_that_was_cancelled_in_the_middle_of_a_message_loses_nothing() -> None:
     async def main() -> None:
         client, server = socket.socketpair()
-        seals = frames.Seals(b"k" * 32, asking=True)
-        link = Link(await asyncio.open_connection(sock=client), frames.Seals(b"k" * 32, asking=False), "there")
+        seals = frames.MessageSealer(b"k" * 32, asking=True)
+        link = Channel(await asyncio.open_connection(sock=client), frames.MessageSealer(b"k" * 32, asking=False), "there")
         message, sent = seals.pack({"a": 1}), 0
-        for cut in (3, frames.HEAD, frames.HEAD + 4):  # in the head, after it, in the body
+        for cut in (3, frames.HEADER, frames.HEADER + 4):  # in the head, after it, in the body
             server.sendall(message[sent:cut])
             sent = cut
             with pytest.raises(TimeoutError):
@@ -91,11 +91,11 @@ def test_both_sides_must_know_the_token() -> None:
     async def main() -> None:
         async with listening() as (listener, refused):
             with pytest.raises(Refused, match="refused this one's token"):
-                await dial(listener.address, "another secret")
+                await connect(listener.address, "another secret")
             with pytest.raises(Refused, match="refused this one's token"):
-                await asyncio.to_thread(frames.channel, listener.address, "another secret", frames.CONTROL)
+                await asyncio.to_thread(frames.open_channel, listener.address, "another secret", frames.CONTROL)
             with pytest.raises(Refused, match="refused this one's token"):  # a proof for holders of copies is none here
-                await asyncio.to_thread(frames.knock, listener.address, TOKEN, frames.COPIES)
+                await asyncio.to_thread(frames.connect, listener.address, TOKEN, frames.REPLICAS)
             assert refused == ["it does not know the token of this run"] * 3
 
     asyncio.run(main())
@@ -108,7 +108,7 @@ def test_an_impostor_who_listens_learns_nothing_and_is_left() -> None:
         sock, _ = server.accept()
         with sock:
             sock.sendall(bytes(range(32)))
-            heard.append(frames.exactly(sock, 64, time.monotonic() + 5))
+            heard.append(frames.receive_exactly(sock, 64, time.monotonic() + 5))
             sock.sendall(heard[0][32:])  # its own proof sent back to it is none
             heard.append(sock.recv(64))
 
@@ -117,7 +117,7 @@ def test_an_impostor_who_listens_learns_nothing_and_is_left() -> None:
             thread = threading.Thread(target=pretend, args=(server,))
             thread.start()
             with pytest.raises(Refused, match="does not know the token"):
-                await dial(server.getsockname(), TOKEN)
+                await connect(server.getsockname(), TOKEN)
             await asyncio.to_thread(thread.join)
 
     asyncio.run(main())
@@ -126,7 +126,7 @@ def test_an_impostor_who_listens_learns_nothing_and_is_left() -> None:
 
 def test_a_blocking_client_speaks_the_same() -> None:
     def ask(address: frames.Address) -> dict[str, Any]:
-        channel = frames.channel(address, TOKEN, frames.CONTROL)
+        channel = frames.open_channel(address, TOKEN, frames.CONTROL)
         channel.send({"n": 1})
         answer = channel.receive(5.0)
         with pytest.raises(TimeoutError):
@@ -145,15 +145,15 @@ def _tampered(change: Callable[[list[bytes]], list[bytes]]) -> tuple[list[dict[s
     """What a listener hears, and whom it refuses, where somebody on the way changes the three messages of a client."""
     heard: list[dict[str, Any]] = []
 
-    async def hear(link: Link) -> None:
+    async def hear(link: Channel) -> None:
         while True:
             heard.append(await link.receive())
 
     async def main() -> list[str]:
         async with listening(hear) as (listener, refused):
-            sock, key = await asyncio.to_thread(frames.knock, listener.address, TOKEN, frames.CONTROL)
-            other = await dial(listener.address, TOKEN)
-            seals = frames.Seals(key, asking=True)
+            sock, key = await asyncio.to_thread(frames.connect, listener.address, TOKEN, frames.CONTROL)
+            other = await connect(listener.address, TOKEN)
+            seals = frames.MessageSealer(key, asking=True)
             with sock:
                 for part in change([seals.pack({"n": number}) for number in range(3)]):
                     sock.sendall(part)
@@ -181,7 +181,7 @@ SEAL = "it sent a message whose seal is not this connection's"
         (lambda three: [three[0], three[2]], 1, SEAL),  # left out
         (lambda three: [three[0], three[1][:-1] + b"!"], 1, SEAL),
         (lambda three: [three[0], bytes([255]) + three[1][1:]], 1, "it announced a message of 4278190088 bytes"),
-        (lambda three: [frames.Seals(b"k" * 32, asking=True).pack({"n": 9}), *three], 0, SEAL),  # of another connection
+        (lambda three: [frames.MessageSealer(b"k" * 32, asking=True).pack({"n": 9}), *three], 0, SEAL),  # of another connection
         (lambda three: [three[0], three[1][:-2]], 1, None),  # ended in the middle: nobody's fault
     ],
 )
@@ -195,7 +195,7 @@ def test_changed_bytes_end_that_connection_alone(
 
 def test_what_is_sealed_and_still_makes_no_sense_is_refused() -> None:
     for body, reason in ((b"[1]", "that is no table"), (b"{", "not JSON"), (b"[" * 100_000, "not JSON")):
-        ours, theirs = frames.Seals(b"k" * 32, asking=True), frames.Seals(b"k" * 32, asking=False)
+        ours, theirs = frames.MessageSealer(b"k" * 32, asking=True), frames.MessageSealer(b"k" * 32, asking=False)
         seal = ours._seal(b"asks", 0, body)
         head = len(body).to_bytes(4, "big") + seal
         with pytest.raises(Refused, match=reason):
@@ -203,23 +203,23 @@ def test_what_is_sealed_and_still_makes_no_sense_is_refused() -> None:
 
 
 def test_what_goes_one_way_is_refused_on_the_way_back() -> None:
-    seals = frames.Seals(b"k" * 32, asking=True)
+    seals = frames.MessageSealer(b"k" * 32, asking=True)
     message = seals.pack({"n": 0})
     with pytest.raises(Refused, match="seal"):
-        seals.open(message[: frames.HEAD], message[frames.HEAD :])
+        seals.open(message[: frames.HEADER], message[frames.HEADER :])
 
 
 def test_one_who_never_reads_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "_UNREAD", 1 << 20)
-    links: list[Link] = []
+    links: list[Channel] = []
 
-    async def keep(link: Link) -> None:
+    async def keep(link: Channel) -> None:
         links.append(link)
         await link.receive()
 
     async def main() -> None:
         async with listening(keep) as (listener, _):
-            deaf = await dial(listener.address, TOKEN)
+            deaf = await connect(listener.address, TOKEN)
             await soon(lambda: links)
             deaf._reader._transport.pause_reading()  # type: ignore[attr-defined]
             for _ in range(400):
@@ -238,13 +238,13 @@ def test_a_crowd_of_silent_strangers_holds_nobody_up() -> None:
             before = len(os.listdir("/proc/self/fd"))
             strangers = []
             try:
-                for _ in range(5 * CROWD):
+                for _ in range(5 * MAX_UNPROVEN):
                     strangers.append(socket.create_connection(listener.address))
                     await asyncio.sleep(0)
-                await soon(lambda: len(refused) >= 4 * CROWD)
-                assert len(os.listdir("/proc/self/fd")) - before - len(strangers) <= CROWD + 4
+                await soon(lambda: len(refused) >= 4 * MAX_UNPROVEN)
+                assert len(os.listdir("/proc/self/fd")) - before - len(strangers) <= MAX_UNPROVEN + 4
                 started = time.monotonic()
-                links = [await dial(listener.address, TOKEN) for _ in range(10)]
+                links = [await connect(listener.address, TOKEN) for _ in range(10)]
                 for link in links:
                     await link.send({"here": 1})
                     assert await link.receive() == {"here": 1}
@@ -253,7 +253,7 @@ def test_a_crowd_of_silent_strangers_holds_nobody_up() -> None:
             finally:
                 for stranger in strangers:
                     stranger.close()
-            await soon(lambda: len(refused) == 5 * CROWD)
+            await soon(lambda: len(refused) == 5 * MAX_UNPROVEN)
             assert {reason.split(" (")[0] for reason in refused} == {
                 "it did not prove itself before many others came",
                 "it did not answer the greeting",
@@ -263,7 +263,7 @@ def test_a_crowd_of_silent_strangers_holds_nobody_up() -> None:
 
 
 def test_silent_and_slow_strangers_are_sent_away_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "GREETING", 0.3)
+    monkeypatch.setattr(frames, "HANDSHAKE_SECONDS", 0.3)
 
     async def main() -> None:
         async with listening() as (listener, refused):
@@ -283,7 +283,7 @@ def test_silent_and_slow_strangers_are_sent_away_in_time(monkeypatch: pytest.Mon
 def test_what_was_posted_before_a_close_still_arrives_and_a_failing_task_is_told() -> None:
     told: list[dict[str, Any]] = []
 
-    async def wave(link: Link) -> None:
+    async def wave(link: Channel) -> None:
         link.post({"good": "bye"})
         if (await link.receive()).get("fail"):
             raise KeyError("a bug of ours")
@@ -293,7 +293,7 @@ def test_what_was_posted_before_a_close_still_arrives_and_a_failing_task_is_told
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
         async with listening(wave) as (listener, refused):
             for question, answers in (({}, [{"good": "bye"}, {"and": "good luck"}]), ({"fail": 1}, [{"good": "bye"}])):
-                link = await dial(listener.address, TOKEN)
+                link = await connect(listener.address, TOKEN)
                 await link.send(question)
                 assert [await link.receive() for _ in answers] == answers
                 with pytest.raises(ConnectionError, match="the connection ended"):
@@ -308,6 +308,6 @@ def test_nobody_listening_is_said_at_once() -> None:
         async with listening() as (listener, _):
             address = listener.address
         with pytest.raises(ConnectionRefusedError):
-            await dial(address, TOKEN)
+            await connect(address, TOKEN)
 
     asyncio.run(main())

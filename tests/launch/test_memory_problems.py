@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ranks import tiny_run
 
-from phalanx.launch import fit_check
+from phalanx.launch import model_check
 from phalanx.spec.layout import Layout
 from phalanx.spec.machine import Gpu, Machine
 from phalanx.spec.plan import Plan
@@ -39,7 +39,7 @@ def plan_of(run: Run, device: Any, ranks: int) -> Plan:
 def test_ranks_on_cpus_are_held_against_the_memory_they_share() -> None:
     run = tiny_run(*MODEL)
     plan = plan_of(run, "cpu", 2)
-    found = fit_check.memory_problems(run, plan, machine(3 << 30))
+    found = model_check.memory_problems(run, plan, machine(3 << 30))
     assert (
         len(found) == 1 and "2 CPU ranks need" in found[0] and "3.0 GiB are there" in found[0] and "--unrehearsed" in found[0]
     )
@@ -49,13 +49,13 @@ def test_ranks_on_cpus_are_held_against_the_memory_they_share() -> None:
 def test_what_is_rehearsed_and_fits_may_start() -> None:
     run = tiny_run(*MODEL)
     plan = plan_of(run, "cpu", 2)
-    assert fit_check._estimate(run, plan, machine(6 << 30)) * 2 > 3 << 30  # more than half of it, so somebody is asked
-    assert fit_check.memory_problems(run, plan, machine(6 << 30)) == []
+    assert model_check._estimate(run, plan, machine(6 << 30)) * 2 > 3 << 30  # more than half of it, so somebody is asked
+    assert model_check.memory_problems(run, plan, machine(6 << 30)) == []
 
 
 def test_a_gpu_that_is_too_small_is_told_with_the_layer() -> None:
     run = tiny_run(*MODEL)
-    found = fit_check.memory_problems(run, plan_of(run, "cuda", 1), machine(64 << 30, gpu=4 << 30))
+    found = model_check.memory_problems(run, plan_of(run, "cuda", 1), machine(64 << 30, gpu=4 << 30))
     assert len(found) == 1 and "Rank 0 needs" in found[0] and "runs out of memory in" in found[0]
 
 
@@ -65,10 +65,10 @@ def test_small_runs_start_without_a_rehearsal(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(subprocess, "run", refuse)
     run = tiny_run()
-    assert fit_check.memory_problems(run, plan_of(run, "cpu", 2), machine(8 << 30)) == []
+    assert model_check.memory_problems(run, plan_of(run, "cpu", 2), machine(8 << 30)) == []
 
 
 def test_a_rehearsal_that_says_nothing_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     run = tiny_run(*MODEL)
-    monkeypatch.setattr(fit_check, "_ask", lambda *_: None)
-    assert fit_check.memory_problems(run, plan_of(run, "cpu", 2), machine(1 << 30)) == []
+    monkeypatch.setattr(model_check, "_ask", lambda *_: subprocess.CompletedProcess([], 0, stdout=""))
+    assert model_check.memory_problems(run, plan_of(run, "cpu", 2), machine(1 << 30)) == []

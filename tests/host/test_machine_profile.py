@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from phalanx.host.machine_profile import entry_file, read_entry, write_entry
+from phalanx.host.machine_profile import profile_file, read_profile, write_profile
 from phalanx.host.probe import probe
 from phalanx.spec.machine import Gpu, Machine
 
@@ -16,41 +16,41 @@ CONSTANTS = {"cpu.launch": 8e-6, "cuda.bf16.gemm": 0.74, "cuda.host_bandwidth": 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "machine.toml"
     rows = [{"what": "bf16 product", "shape": "8192 x 8192 x 8192", "value": 7.4e14, "unit": "FLOP/s", "seconds": None}]
-    assert write_entry(MACHINE, CONSTANTS, rows, path) == path
-    assert dict(read_entry(MACHINE, path)) == CONSTANTS
+    assert write_profile(MACHINE, CONSTANTS, rows, path) == path
+    assert dict(read_profile(MACHINE, path)) == CONSTANTS
     assert "[[measured]]" in path.read_text() and "8192 x 8192" in path.read_text()
 
 
 def test_a_correction_leaves_the_rest_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "machine.toml"
-    write_entry(MACHINE, CONSTANTS, [{"what": "memory", "value": 1.0}], path)
-    write_entry(MACHINE, {"cuda.bf16.gemm": 0.5}, path=path)
-    assert dict(read_entry(MACHINE, path)) == CONSTANTS | {"cuda.bf16.gemm": 0.5}
+    write_profile(MACHINE, CONSTANTS, [{"what": "memory", "value": 1.0}], path)
+    write_profile(MACHINE, {"cuda.bf16.gemm": 0.5}, path=path)
+    assert dict(read_profile(MACHINE, path)) == CONSTANTS | {"cuda.bf16.gemm": 0.5}
     assert "[[measured]]" in path.read_text()
 
 
 def test_the_entry_of_another_machine_is_neither_used_nor_kept(tmp_path: Path) -> None:
     path, other = tmp_path / "machine.toml", replace(MACHINE, cores=4)
-    write_entry(MACHINE, CONSTANTS, path=path)
-    assert read_entry(other, path) == ()
-    write_entry(other, {"cpu.launch": 1e-5}, path=path)
-    assert dict(read_entry(other, path)) == {"cpu.launch": 1e-5} and read_entry(MACHINE, path) == ()
+    write_profile(MACHINE, CONSTANTS, path=path)
+    assert read_profile(other, path) == ()
+    write_profile(other, {"cpu.launch": 1e-5}, path=path)
+    assert dict(read_profile(other, path)) == {"cpu.launch": 1e-5} and read_profile(MACHINE, path) == ()
 
 
 def test_no_entry_and_a_broken_one_are_none(tmp_path: Path) -> None:
     path = tmp_path / "machine.toml"
-    assert read_entry(MACHINE, path) == ()
+    assert read_profile(MACHINE, path) == ()
     path.write_text("cpu = [")
-    assert read_entry(MACHINE, path) == ()
-    write_entry(MACHINE, CONSTANTS, path=path)
-    assert dict(read_entry(MACHINE, path)) == CONSTANTS
+    assert read_profile(MACHINE, path) == ()
+    write_profile(MACHINE, CONSTANTS, path=path)
+    assert dict(read_profile(MACHINE, path)) == CONSTANTS
 
 
 def test_a_machine_knows_what_was_measured_on_it() -> None:
     before = probe("")
     assert before.measured == ()
     try:
-        write_entry(before, {"cpu.launch": 1e-5})
+        write_profile(before, {"cpu.launch": 1e-5})
         assert probe("").measured == (("cpu.launch", 1e-5),)
     finally:
-        entry_file().unlink()
+        profile_file().unlink()

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from phalanx.control.channel import Link, dial, listen
-from phalanx.control.store_server import KeyValue, serve
+from phalanx.control.channel import Channel, connect, listen
+from phalanx.control.store_server import KeyValueStore, serve
 
 TOKEN = "a secret of the test"
 
 
 def test_what_is_set_is_found_and_who_waits_for_it_is_woken() -> None:
     async def main() -> None:
-        store = KeyValue()
+        store = KeyValueStore()
         waiting = [
             asyncio.create_task(store.ask({"op": op, "keys": ["a", "b"], "timeout": 5})) for op in ("get", "wait", "get")
         ]
@@ -35,7 +35,7 @@ def test_what_is_set_is_found_and_who_waits_for_it_is_woken() -> None:
 
 def test_who_waits_too_long_is_told_for_what() -> None:
     async def main() -> None:
-        store = KeyValue()
+        store = KeyValueStore()
         await store.ask({"op": "set", "key": "here", "value": ""})
         started = time.monotonic()
         answer = await store.ask({"op": "get", "keys": ["here", "rank 3"], "timeout": 0.1})
@@ -48,7 +48,7 @@ def test_who_waits_too_long_is_told_for_what() -> None:
 
 def test_a_key_that_is_deleted_before_the_others_have_come_is_waited_for_again() -> None:
     async def main() -> None:
-        store = KeyValue()
+        store = KeyValueStore()
         waiting = asyncio.create_task(store.ask({"op": "get", "keys": ["a", "b"], "timeout": 5}))
         for question in (
             {"op": "set", "key": "a", "value": "1"},
@@ -67,7 +67,7 @@ def test_a_key_that_is_deleted_before_the_others_have_come_is_waited_for_again()
 
 def test_the_end_wakes_all_and_answers_all_afterwards() -> None:
     async def main() -> None:
-        store = KeyValue()
+        store = KeyValueStore()
         waiting = [asyncio.create_task(store.ask({"op": "get", "keys": [f"{n}"], "timeout": 60})) for n in range(20)]
         await asyncio.sleep(0)
         store.end("rank 3 has died")
@@ -105,7 +105,7 @@ def test_nothing_that_is_asked_breaks_it() -> None:
     ]
 
     async def main() -> None:
-        store = KeyValue()
+        store = KeyValueStore()
         for _ in range(3000):
             question = {name: draw.choice(values) for name in names if draw.random() < 0.8}
             question["op"] = draw.choice(ops) if draw.random() < 0.9 else draw.choice(values)
@@ -120,9 +120,9 @@ def test_nothing_that_is_asked_breaks_it() -> None:
 
 
 def test_a_connection_chooses_its_generation_and_its_end_frees_what_waited() -> None:
-    stores = {4: KeyValue(), 5: KeyValue()}
+    stores = {4: KeyValueStore(), 5: KeyValueStore()}
 
-    async def on_link(link: Link) -> None:
+    async def on_link(link: Channel) -> None:
         await serve(link, stores, await link.receive())
 
     async def main() -> None:
@@ -130,7 +130,7 @@ def test_a_connection_chooses_its_generation_and_its_end_frees_what_waited() -> 
         listener = await listen("127.0.0.1", TOKEN, on_link, lambda address, reason: refused.append(reason))
         links = {}
         for generation in (4, 5, 6, "4", None):
-            links[generation] = await dial(listener.address, TOKEN)
+            links[generation] = await connect(listener.address, TOKEN)
             await links[generation].send({"store": generation})
             await links[generation].send({"op": "add", "key": "k", "value": 1})
             answer = await links[generation].receive()

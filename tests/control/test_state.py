@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.control.generation import Generation
+from phalanx.control.state import Generation
 from phalanx.recovery.state import WorkerDied
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Plan

@@ -15,8 +15,8 @@ import torch
 
 from phalanx.checkpointing.replicas import replica_index, shm_slots
 from phalanx.checkpointing.restore import CheckpointReader
-from phalanx.control import replica_process
-from phalanx.control.replica_process import Keeper, room_for_copies
+from phalanx.control import processes
+from phalanx.control.processes import ReplicaProcess, room_for_copies
 from phalanx.events.records import Copied, Warned
 from phalanx.events.rundir import RunDir
 from phalanx.spec.errors import RunError
@@ -58,7 +58,7 @@ def test_a_run_has_its_newest_state_in_memory_and_a_killed_launcher_leaves_none(
     saved.close()
     events = workshop.events("run")
     assert all(event.bytes == state.bytes and not event.peer for event in events if isinstance(event, Copied))
-    assert [event.message for event in events if isinstance(event, Warned)] == [replica_process.ONE_NODE]
+    assert [event.message for event in events if isinstance(event, Warned)] == [processes.ONE_NODE]
     os.kill(started.pid, signal.SIGKILL)
     started.wait()
     assert until_gone(folder)
@@ -72,7 +72,7 @@ def run_dir(path: Path) -> RunDir:
 
 
 def test_a_keeper_gives_the_memory_back_also_where_its_process_was_killed(tmp_path: Path) -> None:
-    one, other = Keeper(run_dir(tmp_path)), Keeper(run_dir(tmp_path))
+    one, other = ReplicaProcess(run_dir(tmp_path)), ReplicaProcess(run_dir(tmp_path))
     assert one.folder != other.folder and one.folder.is_dir()  # two launches beside each other: neither is stale to the other
     assert one.token not in Path(f"/proc/{one._process.pid}/cmdline").read_text()
     os.kill(one._process.pid, signal.SIGKILL)

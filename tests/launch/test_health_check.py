@@ -17,7 +17,7 @@ from rich.console import Console
 
 from phalanx.host.probe import probe
 from phalanx.launch import health_check
-from phalanx.launch.health_check import Report, examine
+from phalanx.launch.health_check import HealthReport, examine
 from phalanx.spec.machine import Gpu, Machine
 
 GIB = 2**30
@@ -57,13 +57,13 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch
     return monkeypatch
 
 
-def rendered(report: Report) -> str:
+def rendered(report: HealthReport) -> str:
     file = io.StringIO()
     report.render(Console(file=file, width=80, force_terminal=False))
     return file.getvalue()
 
 
-def the_problem(report: Report, *parts: str) -> None:
+def the_problem(report: HealthReport, *parts: str) -> None:
     (found,) = report.problems
     assert found.endswith(".") and "; " in found, f"no remedy in: {found}"
     for part in parts:

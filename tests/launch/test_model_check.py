@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import phalanx as px
-from phalanx.launch.measure_model import measure
+from phalanx.launch.model_check import measure
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import loads
 from phalanx.spec.run import Run

@@ -6,17 +6,17 @@ from statistics import median
 import pytest
 
 from phalanx.events.heartbeat import Beat
-from phalanx.recovery.slowness import Stragglers, Usual, _middle_of_others
+from phalanx.recovery.stragglers import ProgressTimeouts, Stragglers, _middle_of_others
 
 
-def _steps(usual: Usual, seconds: list[float], rank: int = 0, first: int = 0) -> None:
+def _steps(usual: ProgressTimeouts, seconds: list[float], rank: int = 0, first: int = 0) -> None:
     usual.see(rank, Beat(taken=first, phase="between"))
     for taken, took in enumerate(seconds, first + 1):
         usual.see(rank, Beat(taken=taken, phase="computing", step_seconds=took))
 
 
 def test_before_the_first_step_of_a_generation_there_is_time_to_compile() -> None:
-    usual = Usual(timeout=600)
+    usual = ProgressTimeouts(timeout=600)
     assert usual.patience("computing", 5) == 600
     _steps(usual, [0.1] * 3)
     assert usual.patience("computing", 5) == 5
@@ -26,7 +26,7 @@ def test_before_the_first_step_of_a_generation_there_is_time_to_compile() -> Non
 
 
 def test_patience_is_eight_usual_steps_and_never_under_the_floor() -> None:
-    usual = Usual(timeout=600)
+    usual = ProgressTimeouts(timeout=600)
     _steps(usual, [60.0] + [2.0] * 20)  # the first has compiled
     assert usual.step == 2.0
     assert usual.patience("data", 5) == 16
@@ -34,13 +34,13 @@ def test_patience_is_eight_usual_steps_and_never_under_the_floor() -> None:
 
 
 def test_the_usual_follows_the_newest_steps() -> None:
-    usual = Usual(timeout=600)
+    usual = ProgressTimeouts(timeout=600)
     _steps(usual, [1.0] * 100 + [3.0] * 30)
     assert usual.step == 3.0
 
 
 def test_one_step_counts_once_however_many_ranks_and_looks_there_are() -> None:
-    usual = Usual(timeout=600)
+    usual = ProgressTimeouts(timeout=600)
     for taken, seconds in ((0, 0.0), (1, 9.0), (1, 9.0), (1, 9.0), (2, 1.0), (3, 1.0)):
         for rank in range(3):
             usual.see(rank, Beat(taken=taken, phase="computing", step_seconds=seconds))
@@ -48,7 +48,7 @@ def test_one_step_counts_once_however_many_ranks_and_looks_there_are() -> None:
 
 
 def test_a_page_that_still_shows_the_generation_before_is_no_step() -> None:
-    usual = Usual(timeout=600)
+    usual = ProgressTimeouts(timeout=600)
     _steps(usual, [1.0] * 50)
     usual.begin()
     usual.see(0, Beat(taken=50, phase="computing", step_seconds=1.0))
@@ -59,7 +59,7 @@ def test_a_page_that_still_shows_the_generation_before_is_no_step() -> None:
 
 
 def test_a_generation_that_nobody_announced_is_learned_from_too() -> None:
-    usual = Usual(timeout=600)
+    usual = ProgressTimeouts(timeout=600)
     _steps(usual, [1.0] * 50)
     _steps(usual, [3.0] * 30)
     assert usual.step == 3.0
@@ -67,7 +67,7 @@ def test_a_generation_that_nobody_announced_is_learned_from_too() -> None:
 
 @pytest.mark.parametrize("phase", ["evaluating", "saving"])
 def test_what_is_done_now_and_then_has_a_minute_or_eight_times_its_longest(phase: str) -> None:
-    usual = Usual(timeout=600)
+    usual = ProgressTimeouts(timeout=600)
     _steps(usual, [0.1] * 3)
     assert usual.patience(phase, 5) == 60
     usual.see(0, Beat(taken=3, phase=phase, since=100.0))

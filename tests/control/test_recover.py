@@ -13,8 +13,8 @@ from phalanx.checkpointing.replicas import replica_index
 from phalanx.checkpointing.replicas.replica_index import Replica, ReplicaState
 from phalanx.checkpointing.replicas.shm_slots import RankCopy
 from phalanx.control.controller import Controller
-from phalanx.control.generation import Generation
 from phalanx.control.recover import Recovery, noticed
+from phalanx.control.state import Generation
 from phalanx.recovery.state import Disconnected, NodeLost, WorkerDied
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Plan

@@ -8,11 +8,11 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from phalanx.control.generation import Generation, Message
 from phalanx.control.recover import Record
+from phalanx.control.state import Generation, Message
 from phalanx.events.log import read_events
 from phalanx.events.records import ControllerChanged, FailureNoticed, Finished, Recovered, RunStarted, Step
-from phalanx.recovery.places import placed
+from phalanx.recovery.relayout import initial_assignment
 from phalanx.recovery.state import Failure, Node, NodeLost, WorkerDied
 from phalanx.spec.plan import Plan
 
@@ -69,7 +69,7 @@ def _remember(c: Controller) -> list[FailureNoticed]:
 async def _first(c: Controller) -> None:
     """The first generation of a launch."""
     plan = c.agent.plan
-    assignment = placed(
+    assignment = initial_assignment(
         plan.layout, tuple(Node(one.node, one.slots) for one in sorted(c.members.values(), key=lambda one: one.node))
     )
     c.joined.clear()

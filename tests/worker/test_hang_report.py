@@ -25,7 +25,7 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.recovery.diagnose import Diagnosis, Report, diagnose
 from phalanx.spec.layout import Layout
 from phalanx.training.trainer import Trainer
-from phalanx.worker.hang_report import SIGNAL, register, where
+from phalanx.worker.hang_report import STACK_DUMP_SIGNAL, hang_report, register_stack_dump
 
 GUILTY = 1
 SETTLED = 0.6
@@ -99,7 +99,7 @@ def asked(mesh: Mesh, path: Path, plant: Callable[[Trainer, Hang], None], overri
             hang.reached.wait(20)
             mesh.store_set("hangs", "now")
         mesh.store_get("hangs")
-        answers.append(settled(lambda: where(main, modules, mesh)))
+        answers.append(settled(lambda: hang_report(main, modules, mesh)))
         mesh.store_add("answers", 1)
         while mesh.store_add("answers", 0) < mesh.ranks:
             time.sleep(0.02)
@@ -171,7 +171,7 @@ def out_of_step(mesh: Mesh) -> dict[str, Any]:
 
     def ask() -> None:
         time.sleep(SETTLED / 2)
-        answers.append(settled(lambda: where(main, {}, mesh)))
+        answers.append(settled(lambda: hang_report(main, {}, mesh)))
         mesh.store_add("answers", 1)
         while mesh.store_add("answers", 0) < mesh.ranks:
             time.sleep(0.02)
@@ -204,16 +204,16 @@ def test_a_rank_that_leaves_a_collective_out_is_found() -> None:
 
 def unable(mesh: Mesh, path: Path) -> tuple[dict[str, Any] | None, dict[int, str], str]:
     """Rank 1 keeps the interpreter to itself, rank 2 is stopped; rank 0 looks at both from outside, as a supervisor would."""
-    register(path / str(mesh.rank))
+    register_stack_dump(path / str(mesh.rank))
     pids, main = mesh.gather_objects(os.getpid()), threading.get_ident()
     answers: list[Any] = []
     states: dict[int, str] = {}
 
     def ask() -> None:
         time.sleep(SETTLED)
-        answers.append(where(main, {}, mesh))
+        answers.append(hang_report(main, {}, mesh))
         if mesh.rank == 0:
-            os.kill(pids[1], SIGNAL)
+            os.kill(pids[1], STACK_DUMP_SIGNAL)
             time.sleep(0.2)
             states.update(
                 {rank: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for rank, pid in enumerate(pids)}
@@ -246,13 +246,13 @@ def test_ranks_that_cannot_answer_are_found(tmp_path: Path) -> None:
     )
     assert found.culprits == (1, 2) and found.certain
     assert "rank 1 (node 1) has not reached all_reduce #" in found.message
-    assert "it does not answer, although its process is there; it is at parallel/test_where.py:" in found.message
+    assert "it does not answer, although its process is there; it is at worker/test_hang_report.py:" in found.message
     assert "rank 2 (node 2) has not reached all_reduce #" in found.message and "stopped by a signal" in found.message
     assert "2 ranks wait" in found.message
 
 
 def test_nothing_to_see_is_no_error() -> None:
-    answer = where(-1, {}, None)
+    answer = hang_report(-1, {}, None)
     assert answer["stack"] == "" and answer["operation"] is None and answer["problem"] is None
 
 

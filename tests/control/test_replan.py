@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ranks import tiny_run
 
-from phalanx.control.replan import Replanner, copy_every
+from phalanx.control.recover import Replanner, copy_every
 from phalanx.planning.resolve import choose
 from phalanx.spec.layout import Layout
 from phalanx.spec.machine import Machine

@@ -39,7 +39,7 @@ class Beat(Protocol):
     def taken(self) -> int: ...
 
 
-class Usual:
+class ProgressTimeouts:
     """Learns from looks at the ranks, each as often as one likes."""
 
     def __init__(self, timeout: float):

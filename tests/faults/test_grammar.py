@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.faults.draw import USUAL, expand, several
-from phalanx.faults.grammar import DRAWN, Fault, check, of_agent, parse, text_of
+from phalanx.faults.draw import DEFAULT_KINDS, draw_faults, expand_random
+from phalanx.faults.grammar import RANDOM_KINDS, Fault, check, format_faults, is_node_fault, parse
 from phalanx.spec.errors import RunError
 
 ISSUED = (
@@ -60,11 +60,11 @@ def test_every_word_is_read(text: str, fault: Fault) -> None:
 
 def test_what_is_written_is_read_back() -> None:
     dice = random.Random(5)
-    drawn = several(200, steps=900, ranks=8, nodes=4, kinds=DRAWN)
+    drawn = draw_faults(200, steps=900, ranks=8, nodes=4, kinds=RANDOM_KINDS)
     odd = [replace(fault, seconds=dice.random() * 10**-3) if fault.seconds else fault for fault in drawn]
     faults = (*drawn, *odd, *parse(ISSUED))
-    assert parse(text_of(faults)) == faults
-    assert text_of(parse(ISSUED)).replace(" for=10s", "") == ISSUED
+    assert parse(format_faults(faults)) == faults
+    assert format_faults(parse(ISSUED)).replace(" for=10s", "") == ISSUED
 
 
 @pytest.mark.parametrize(
@@ -134,36 +134,37 @@ def test_what_the_run_does_not_have_is_found() -> None:
 
 def test_who_strikes() -> None:
     texts = {
-        text: of_agent(parse(text)[0]) for text in ("kill rank=0 step=1", "kill node=0 step=1", "fill-disk", "drop-link 0-1")
+        text: is_node_fault(parse(text)[0])
+        for text in ("kill rank=0 step=1", "kill node=0 step=1", "fill-disk", "drop-link 0-1")
     }
     assert list(texts.values()) == [False, True, True, True]
-    assert of_agent(parse("freeze rank=0 step=1 for=1s")[0])  # it cannot wake itself
+    assert is_node_fault(parse("freeze rank=0 step=1 for=1s")[0])  # it cannot wake itself
 
 
 def test_random_faults_follow_from_the_seed_alone() -> None:
     faults = parse("kill rank=0 step=3; random rate=0.1 seed=7; random rate=0.1 seed=8 kinds=nan")
-    drawn = expand(faults, steps=1000, ranks=4, nodes=2)
-    assert drawn == expand(faults, steps=1000, ranks=4, nodes=2)
+    drawn = expand_random(faults, steps=1000, ranks=4, nodes=2)
+    assert drawn == expand_random(faults, steps=1000, ranks=4, nodes=2)
     assert drawn[0] == faults[0] and not check(drawn, 4, 2, 1000)
     assert 140 < len(drawn) < 260
     assert {fault.kind for fault in drawn} == {"kill", "hang", "slow", "corrupt", "nan", "raise", "fill-disk", "drop-link"}
-    assert all(fault.seconds for fault in drawn if of_agent(fault))  # nothing is gone for good
-    assert expand(parse("random rate=0.1 seed=9"), steps=1000, ranks=4, nodes=2) != drawn
+    assert all(fault.seconds for fault in drawn if is_node_fault(fault))  # nothing is gone for good
+    assert expand_random(parse("random rate=0.1 seed=9"), steps=1000, ranks=4, nodes=2) != drawn
 
 
 def test_one_node_has_no_faults_of_nodes() -> None:
-    drawn = expand(parse("random rate=1"), steps=300, ranks=1, nodes=1)
+    drawn = expand_random(parse("random rate=1"), steps=300, ranks=1, nodes=1)
     assert len(drawn) == 300 and not any(fault.node is not None or fault.link for fault in drawn)
-    assert not expand(parse("random rate=1 kinds=drop-link"), steps=300, ranks=2, nodes=1)
+    assert not expand_random(parse("random rate=1 kinds=drop-link"), steps=300, ranks=2, nodes=1)
 
 
 @pytest.mark.parametrize(("count", "steps"), [(100, 500), (9, 10), (1, 2), (40, 60)])
 def test_a_campaign_has_exactly_so_many_of_all_kinds(count: int, steps: int) -> None:
-    faults = several(count, steps=steps, ranks=4, nodes=2, seed=3)
+    faults = draw_faults(count, steps=steps, ranks=4, nodes=2, seed=3)
     assert len(faults) == count and not check(faults, 4, 2, steps)
     assert len({fault.step for fault in faults}) == count and min(fault.step for fault in faults) > 1
     kinds = Counter("kill-node" if fault.kind == "kill" and fault.node is not None else fault.kind for fault in faults)
-    assert max(kinds.values()) - min(kinds.values()) <= 1 and len(kinds) == min(count, len(USUAL))
+    assert max(kinds.values()) - min(kinds.values()) <= 1 and len(kinds) == min(count, len(DEFAULT_KINDS))
     assert all(fault.step <= 0.6 * steps + 2 for fault in faults if fault.kind == "fill-disk")
 
 
@@ -173,15 +174,15 @@ def test_the_page_shows_every_kind_and_its_examples_are_read() -> None:
     faults = [fault for row in rows for fault in parse(row)]
     assert {fault.kind for fault in faults} == {fault.kind for fault in parse(ISSUED)} | {"raise", "freeze"}
     assert set(re.search(r"kinds=.*?out of ([^.;]+)", page, re.S)[1].replace("`", "").replace("\n", " ").split(", ")) == set(
-        DRAWN
+        RANDOM_KINDS
     )  # type: ignore[index]
 
 
 def test_random_faults_never_take_two_nodes() -> None:
     for drawn in (
-        several(90, steps=400, ranks=8, nodes=4, seed=1),
-        expand(parse("random rate=0.5 seed=3"), steps=400, ranks=8, nodes=4),
+        draw_faults(90, steps=400, ranks=8, nodes=4, seed=1),
+        expand_random(parse("random rate=0.5 seed=3"), steps=400, ranks=8, nodes=4),
     ):
         assert len({fault.node for fault in drawn if fault.node is not None}) == 1
-    nodes = {fault.node for seed in range(20) for fault in several(9, steps=40, ranks=8, nodes=4, seed=seed)} - {None}
+    nodes = {fault.node for seed in range(20) for fault in draw_faults(9, steps=40, ranks=8, nodes=4, seed=seed)} - {None}
     assert nodes == {0, 1, 2, 3}

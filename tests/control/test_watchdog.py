@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from phalanx.control.controller import Controller
-from phalanx.control.generation import Generation
-from phalanx.control.hang_detector import Hangs
+from phalanx.control.state import Generation
+from phalanx.control.watchdog import HangDetector
 from phalanx.recovery.state import WorkerDied
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Plan
@@ -43,7 +43,7 @@ class Silent:
         self.troubles: list[WorkerDied] = []
         self.orders: list[dict[str, Any]] = []
         self._meanwhile = meanwhile
-        self.hangs = Hangs(cast(Controller, self))
+        self.hangs = HangDetector(cast(Controller, self))
         for taken, age in ((0, silent + 1), (1, silent)):
             for rank in range(ranks):
                 self.generation.beats[rank] = (time.monotonic(), [0, taken, "computing", age, 0.1, 0.1, taken, 0])

@@ -29,21 +29,21 @@ _ECHOES = (
 _FULL = 1 << 20  # bytes left
 
 
-def echo(reason: str) -> bool:
+def is_secondary_error(reason: str) -> bool:
     """Whether a rank says only that another went away."""
     return any(words in reason for words in _ECHOES)
 
 
-def ended(rundir: RunDir, rank: int, code: int) -> tuple[str, str]:
+def describe_exit(rundir: RunDir, rank: int, code: int) -> tuple[str, str]:
     """Why a rank ended that has not said so itself, and its last words."""
     if code < 0:
-        return killed(-code), ""
-    log = rundir.log_of(rank)
+        return describe_signal(-code), ""
+    log = rundir.rank_log(rank)
     tail = log.read_text(errors="replace")[-4000:] if log.is_file() else ""
     return f"it ended with exit code {code}{_disk_full(rundir)}", tail
 
 
-def killed(number: int) -> str:
+def describe_signal(number: int) -> str:
     """By a signal."""
     name = signal.Signals(number).name
     if number == signal.SIGKILL:

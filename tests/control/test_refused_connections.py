@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from phalanx.events import frames
-from phalanx.events.frames import Address, Channel
-from phalanx.host.env import only_this_machine
+from phalanx.events.frames import Address, BlockingChannel
+from phalanx.host.env import use_loopback_only
 from phalanx.parallel.mesh import connect
 from phalanx.spec.place import Place
 from phalanx.verification.rank_pool import fork, serve_store
@@ -38,12 +38,12 @@ class Honest(threading.Thread):
         self.asked, self.slowest, self.odd, self.over = 0, 0.0, "", threading.Event()
 
     def run(self) -> None:
-        channel: Channel | None = None
+        channel: BlockingChannel | None = None
         try:
             while not self.over.is_set():
                 started = time.monotonic()
                 if channel is None:
-                    channel = frames.channel(self.address, meeting.TOKEN, frames.CONTROL)
+                    channel = frames.open_channel(self.address, meeting.TOKEN, frames.CONTROL)
                     channel.send({"store": 1})
                 channel.send({"op": "add", "key": self.key, "value": 1})
                 answer = channel.receive(10.0)
@@ -81,15 +81,15 @@ def at_work(address: Address) -> Iterator[list[Honest]]:
 def recorded(address: Address) -> tuple[list[bytes], list[bytes]]:
     """What an honest client said, and what it was answered, part by part."""
     with socket.create_connection(address) as sock:
-        said, heard = [], [frames.exactly(sock, frames.NONCE, time.monotonic() + 5)]
-        answer, _, key = frames.reply(meeting.TOKEN, frames.CONTROL, heard[0])
-        seals = frames.Seals(key, asking=True)
+        said, heard = [], [frames.receive_exactly(sock, frames.NONCE, time.monotonic() + 5)]
+        answer, _, key = frames.client_response(meeting.TOKEN, frames.CONTROL, heard[0])
+        seals = frames.MessageSealer(key, asking=True)
         questions = [{"store": 1}] + [{"op": "set", "key": f"recorded {number}", "value": "x" * 50} for number in range(4)]
         for part in (answer, *map(seals.pack, questions)):
             sock.sendall(part)
             said.append(part)
-        for size in (frames.PROOF, *[frames.HEAD + len('{"value": true}')] * 4):
-            heard.append(frames.exactly(sock, size, time.monotonic() + 5))
+        for size in (frames.PROOF, *[frames.HEADER + len('{"value": true}')] * 4):
+            heard.append(frames.receive_exactly(sock, size, time.monotonic() + 5))
     return said, heard
 
 
@@ -120,9 +120,9 @@ def message(draw: random.Random, said: list[bytes], heard: list[bytes]) -> bytes
 
 def on_the_way(address: Address, draw: random.Random) -> None:
     """Somebody on the way changes what passes after an honest proof."""
-    sock, key = frames.knock(address, meeting.TOKEN, frames.CONTROL)
+    sock, key = frames.connect(address, meeting.TOKEN, frames.CONTROL)
     with sock:
-        seals = frames.Seals(key, asking=True)
+        seals = frames.MessageSealer(key, asking=True)
         parts = [seals.pack({"store": 1}), *(seals.pack({"op": "set", "key": "way", "value": "good"}) for _ in range(3))]
         change = draw.randrange(5)
         if change == 0:
@@ -135,9 +135,9 @@ def on_the_way(address: Address, draw: random.Random) -> None:
         elif change == 2:
             parts[1], parts[2] = parts[2], parts[1].replace(b"good", b"evil")
         elif change == 3:
-            parts[2] = frames.Seals(draw.randbytes(32), asking=True).pack({"op": "set", "key": "way", "value": "evil"})
+            parts[2] = frames.MessageSealer(draw.randbytes(32), asking=True).pack({"op": "set", "key": "way", "value": "evil"})
         else:
-            parts[1] = struct.pack("!I", draw.randrange(frames.MOST + 1, 1 << 32)) + parts[1][4:]
+            parts[1] = struct.pack("!I", draw.randrange(frames.MAX_MESSAGE + 1, 1 << 32)) + parts[1][4:]
         with suppress(ConnectionError):
             sock.sendall(b"".join(parts))
             while sock.recv(4096):
@@ -156,7 +156,7 @@ def attack(address: Address, count: int, draw: random.Random, conversation: Conv
             text, manner = message(draw, *conversation), draw.randrange(8)
             with suppress(OSError):
                 if manner == 0:
-                    frames.exactly(sock, frames.NONCE, time.monotonic() + patience)
+                    frames.receive_exactly(sock, frames.NONCE, time.monotonic() + patience)
                 if manner == 1:
                     for byte in text[:20]:
                         sock.send(bytes([byte]))
@@ -200,7 +200,7 @@ def _campaign(strangers: int, changed: int) -> None:
         grown = agent.memory() - memory
         reached = [one.asked for one in honest]
         meeting.until(lambda: all(one.asked > before for one, before in zip(honest, reached, strict=True)), "all go on")
-        channel = frames.channel(agent.address, meeting.TOKEN, frames.CONTROL)
+        channel = frames.open_channel(agent.address, meeting.TOKEN, frames.CONTROL)
         channel.send({"store": 1})
         channel.send({"op": "get", "keys": ["way"], "timeout": 0})
         assert channel.receive(5.0) in (
@@ -234,7 +234,7 @@ def test_ten_thousand_strangers_disturb_nobody() -> None:
 
 def _sum_on(rank: int, address: Address, beat: Path, over: Path) -> None:
     """A rank that sums with the others until it is told to end, and checks every sum."""
-    only_this_machine()
+    use_loopback_only()
     mesh = connect(Place(rank=rank, ranks=3, store=address), "cpu", 60.0)
     groups = [mesh.group_of((0, 1, 2), use="one"), mesh.group_of((0, 1, 2), use="other")]
     step = 0

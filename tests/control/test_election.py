@@ -12,24 +12,24 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.control.election import Claims
-from phalanx.host.env import for_python
+from phalanx.control.election import Terms
+from phalanx.host.env import python_env
 
 
 def test_terms_follow_each_other(tmp_path: Path) -> None:
-    claims = Claims(tmp_path / "control")
+    claims = Terms(tmp_path / "control")
     assert claims.newest() is None
     assert claims.claim(1, "0-a1") and claims.newest() == (1, "0-a1")
     assert claims.claim(1, "0-a1"), "its own"
     assert not claims.claim(1, "1-b2") and claims.newest() == (1, "0-a1")
-    assert claims.claim(2, "1-b2") and Claims(tmp_path / "control").newest() == (2, "1-b2")
+    assert claims.claim(2, "1-b2") and Terms(tmp_path / "control").newest() == (2, "1-b2")
     assert claims.claim(123456, "0-a1") and claims.newest() == (123456, "0-a1")
     assert os.readlink(tmp_path / "control/term-00002") == "1-b2"
 
 
 def test_of_many_who_claim_at_once_one_has_it(tmp_path: Path) -> None:
     """Eight processes, each claiming whatever is free next, a hundred terms together: no term has two authors who think it theirs."""
-    claims, pids = Claims(tmp_path / "control"), []
+    claims, pids = Terms(tmp_path / "control"), []
     for node in range(8):
         if not (pid := os.fork()):
             try:
@@ -50,7 +50,7 @@ def test_of_many_who_claim_at_once_one_has_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("junk", ["file", "folder", "../../etc/passwd", "0-a1\n", "0 a1", "ä-1", "a" * 51])
 def test_what_is_no_claim_has_no_author_and_stops_no_election(tmp_path: Path, junk: str) -> None:
-    claims = Claims(tmp_path)
+    claims = Terms(tmp_path)
     claims.claim(1, "0-a1")
     taken = tmp_path / "term-00002"
     if junk == "file":
@@ -69,11 +69,11 @@ def test_what_is_no_claim_has_no_author_and_stops_no_election(tmp_path: Path, ju
 def test_an_authors_name_is_plain(tmp_path: Path) -> None:
     for name in ("", "a/b", "..", "a b", "a" * 51, "a\n"):
         with pytest.raises(AssertionError):
-            Claims(tmp_path).claim(1, name)
+            Terms(tmp_path).claim(1, name)
 
 
 def test_nodes_are_announced_for_this_user_alone(tmp_path: Path) -> None:
-    claims = Claims(tmp_path)
+    claims = Terms(tmp_path)
     old = os.umask(0)
     try:
         claims.announce(3, {"address": ["127.0.0.1", 1]})
@@ -94,7 +94,7 @@ def test_nodes_are_announced_for_this_user_alone(tmp_path: Path) -> None:
 
 
 def test_what_is_no_nodes_word_is_passed_over(tmp_path: Path) -> None:
-    claims = Claims(tmp_path)
+    claims = Terms(tmp_path)
     claims.announce(0, {"here": 1})
     for number, text in enumerate((b"", b"{", b"[1]", b"\xff\xfe", b"[" * 60_000, b"{}" + b" " * (65 << 10) + b"x"), start=1):
         (tmp_path / f"node-{number:05d}.json").write_bytes(text)
@@ -133,6 +133,6 @@ def test_a_full_disk_stops_no_election(tmp_path: Path) -> None:
     if shutil.which("unshare") is None or subprocess.run([*alone, "true"], capture_output=True).returncode:
         pytest.skip("no file system of its own can be had here")
     command = [*alone, sys.executable, "-c", FULL, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=for_python())
+    done = subprocess.run(command, capture_output=True, text=True, env=python_env())
     assert done.returncode == 0, done.stderr
     assert done.stdout == "No space left on device\nclaimed\n"

@@ -1,0 +1,165 @@
+"""Checks of a run that only torch can answer: the size of a custom model, whether given weights match it, and whether the run fits in memory.
+
+`launch/prepare` and `phalanx.plan` call it. The launcher never imports torch, so each check asks another process:
+`worker/measure_process` builds the model, `rehearsal/fit_process` rehearses one rank of each kind.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from phalanx.checkpointing.find_checkpoint import find
+from phalanx.host.env import python_env
+from phalanx.spec import hf_config
+from phalanx.spec.dump import dump
+from phalanx.spec.errors import RunError
+from phalanx.spec.machine import Machine
+from phalanx.spec.origin import origin_folder
+from phalanx.spec.plan import Plan, Size
+from phalanx.spec.run import Run
+
+_MEASURE_SECONDS = 600.0  # importing a module may download or compile something
+_REHEARSAL_SECONDS = 300.0  # a slower rehearsal is not waited for
+_REHEARSAL_THRESHOLD = 0.5
+"""Fraction of the memory above which a run is rehearsed. Smaller runs start without the delay."""
+_CPU_FRACTION = 0.95
+DRIVER = 614 << 20
+"""Bytes of the memory shown by nvidia-smi that the driver reserves; measured on an H200."""
+REMEDY = (
+    'take a smaller train.micro_batch, memory.recompute = "full", memory.offload = "cpu" or a layout that shares more, or start it all '
+    "the same with --unrehearsed"
+)
+
+
+def measure(run: Run) -> Size | None:
+    """Count the parameters of the run's custom module; None for built-in models, whose size follows from the spec. Raises RunError."""
+    if run.model.module is None:
+        return None
+    return Size(**_measure(run, f'model.module = "{run.model.module}"'))
+
+
+def check_weights(run: Run) -> None:
+    """Raise RunError unless the weights of `model.from`, if given, are present, complete and match the model."""
+    given = run.model.from_
+    if given is None:
+        return
+    folder = origin_folder(given)
+    if not folder.is_dir():
+        raise RunError(
+            [
+                f'model.from = "{given}" is not there any more: name a folder of Hugging Face weights, a run directory or a '
+                f"checkpoint, taken from {Path.cwd()}."
+            ]
+        )
+    if hf_config.is_folder(folder):
+        _measure(run, f'model.from = "{given}"')
+    else:
+        find(folder)
+
+
+def memory_problems(run: Run, plan: Plan, machine: Machine) -> list[str]:
+    """Sentences on why the run does not fit in the memory of this machine; empty if it fits or cannot be rehearsed."""
+    available = _available(plan, machine)
+    if available <= 0:
+        return []
+    if _estimate(run, plan, machine) * (plan.ranks if plan.device == "cpu" else 1) < _REHEARSAL_THRESHOLD * available:
+        return []
+    question = {
+        "run": dump(run),
+        "plan": plan.to_json(),
+        "capacity": available,
+        "gpu": machine.gpus[0].name if machine.gpus else "",
+    }
+    try:
+        answer = _last_json(_ask("phalanx.rehearsal.fit_process", json.dumps(question), _REHEARSAL_SECONDS).stdout)
+    except (subprocess.TimeoutExpired, OSError):
+        return []
+    if answer is None or "problems" in answer:
+        return []  # a run that cannot be rehearsed is not refused for that
+    kinds: list[dict[str, Any]] = answer["kinds"]
+    if plan.device == "cpu":
+        need = sum(kind["in_use"] * kind["count"] for kind in kinds)
+        if need <= _CPU_FRACTION * available:
+            return []
+        return [
+            f"{plan.ranks} CPU ranks need {_gib(need)} together, as a rehearsal of their program shows, and {_gib(available)} are "
+            f"there: {REMEDY}."
+        ]
+    too_large = [kind for kind in kinds if not kind["fits"] and kind["error"] is None]
+    if not too_large:
+        return []
+    worst = max(too_large, key=lambda kind: kind["in_use"])
+    return [
+        f"Rank {worst['rank']} needs {_gib(worst['in_use'])} of the GPU's {_gib(available)}, as a rehearsal of its program shows, and "
+        f"runs out of memory in {worst['at']}: {REMEDY}."
+    ]
+
+
+def _available(plan: Plan, machine: Machine) -> int:
+    if plan.device == "cpu":
+        return machine.memory
+    return min((gpu.memory for gpu in machine.gpus[: plan.ranks]), default=0) - DRIVER
+
+
+def _estimate(run: Run, plan: Plan, machine: Machine) -> float:
+    """Planned bytes of one rank; on CPUs without the interpreter, which no rehearsal counts."""
+    from phalanx.planning.chosen import promised, rank_bytes  # imports numpy, which other commands need not wait for
+
+    promise = plan.promise or promised(run, machine, plan)
+    if promise is None:
+        return rank_bytes(run, machine, plan)
+    return promise.total_memory - (promise.memory.get("fixed", 0.0) if plan.device == "cpu" else 0.0)
+
+
+def _measure(run: Run, key: str) -> dict[str, Any]:
+    """Ask `worker/measure_process` about the model; `key` names the run-file key in errors."""
+    try:
+        done = _ask("phalanx.worker.measure_process", dump(run), _MEASURE_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise RunError([f"{key} was not built within {_MEASURE_SECONDS:.0f} s: look at what it does when imported."]) from None
+    answer = _last_json(done.stdout)
+    if answer is None:
+        raise RunError([f"{key} could not be built: its process {_end(done.returncode)}{_last_words(done.stderr)}."])
+    if "problems" in answer:
+        raise RunError(answer["problems"])
+    return answer
+
+
+def _ask(module: str, question: str, seconds: float) -> subprocess.CompletedProcess[str]:
+    # -P: a file in the working directory must not shadow a module of the same name.
+    return subprocess.run(
+        [sys.executable, "-P", "-m", module],
+        input=question,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=seconds,
+        env=python_env(),
+    )
+
+
+def _last_json(out: str) -> dict[str, Any] | None:
+    """The JSON object on the last line. Lines before it are what the user's module prints."""
+    try:
+        answer = json.loads(out.splitlines()[-1])
+    except (ValueError, IndexError):
+        return None
+    return answer if isinstance(answer, dict) else None
+
+
+def _end(code: int) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code} and no answer"
+
+
+def _last_words(err: str) -> str:
+    lines = err.strip().splitlines()
+    return f", saying {lines[-1].strip()!r}" if lines else ""
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"
