@@ -385,10 +385,6 @@ def main() -> None:
     os._exit(0)
 
 
-if __name__ == "__main__":
-    main()
-
-
 def first_line() -> bytes | None:
     """Byte by byte: what follows is read by the loop. None: nobody is there any more."""
     line = b""
@@ -414,3 +410,7 @@ def follow_lines(loop: asyncio.AbstractEventLoop, hear: Callable[[str], None]) -
             hear(line.decode())
 
     loop.add_reader(0, read)
+
+
+if __name__ == "__main__":
+    main()

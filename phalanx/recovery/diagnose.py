@@ -356,7 +356,7 @@ def blocking_collective(frames: Sequence[Frame]) -> tuple[str, int] | None:
             found = collective_name(frame.function), index
         elif package_path(frame.file) == "parallel/store.py":
             found = STORE, index
-        elif package_path(frame.file) == "observe/comm_timer.py" and frame.function in ("wait", "meet"):
+        elif package_path(frame.file) == "observe/comm_timer.py" and frame.function in ("wait", "timed_collective"):
             return found or ("collective", index)
         elif not frame.file.endswith(_PLUMBING) and package_path(frame.file) not in _OWN_PLUMBING:
             break

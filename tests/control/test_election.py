@@ -109,10 +109,10 @@ def test_what_is_no_nodes_word_is_passed_over(tmp_path: Path) -> None:
 FULL = """
 import os, subprocess, sys
 from pathlib import Path
-from phalanx.control.election import Claims
+from phalanx.control.election import Terms
 folder = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "none", folder], check=True)
-claims = Claims(folder / "control")
+claims = Terms(folder / "control")
 claims.announce(0, {"address": 1})
 try:
     (folder / "filler").write_bytes(bytes(1 << 20))

@@ -195,7 +195,7 @@ import sys, time
 from pathlib import Path
 from phalanx.events.rundir import RunDir
 rundir = RunDir(Path(sys.argv[1]))
-print(rundir.take(), flush=True)
+print(rundir.acquire(), flush=True)
 time.sleep(600)
 """
 
@@ -206,20 +206,20 @@ def test_directory_is_held_by_one_process_until_it_dies(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", HOLD, str(rundir.path)], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         answer = holder.stdout.readline()
-        taken = [rundir.take(), rundir.take()]  # asking does not free it
+        taken = [rundir.acquire(), rundir.acquire()]  # asking does not free it
         os.kill(holder.pid, signal.SIGKILL)
         holder.wait()
     assert (answer, taken) == ("True\n", [False, False])
-    assert rundir.take(), "the dead hold it"
+    assert rundir.acquire(), "the dead hold it"
 
 
 def test_directory_is_given_back(tmp_path: Path) -> None:
     first, second = RunDir(tmp_path / "run"), RunDir(tmp_path / "run")
     first.create()
-    assert first.take() and not second.take()
+    assert first.acquire() and not second.acquire()
     first.release()
     first.release()
-    assert second.take()
+    assert second.acquire()
     second.release()
 
 
@@ -227,11 +227,11 @@ def test_children_do_not_hold_it(tmp_path: Path) -> None:
     """Workers are started while the launcher holds the directory: it must be free as soon as the launcher is gone."""
     rundir = RunDir(tmp_path / "run")
     rundir.create()
-    assert rundir.take()
+    assert rundir.acquire()
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], close_fds=False) as child:
         rundir.release()
         deadline = time.monotonic() + 10  # the kernel closes what a new program does not get a moment after it has begun
-        while not (free := rundir.take()) and time.monotonic() < deadline:
+        while not (free := rundir.acquire()) and time.monotonic() < deadline:
             time.sleep(0.01)
         child.kill()
     assert free

@@ -249,7 +249,7 @@ def test_a_layer_computes_forward_or_backward() -> None:
     assert describe_location(forward, "blocks.3") == "in the forward of layer blocks.3"
     assert describe_location([Frame("/x/torch/autograd/graph.py", 1, "_engine_run_backward")]) == "in the backward"
     assert (
-        describe_location([Frame(f"{HOME}/training/held_out.py", 1, "f"), *forward], "b")
+        describe_location([Frame(f"{HOME}/training/evaluate.py", 1, "f"), *forward], "b")
         == "in evaluation, in the forward of layer b"
     )
 

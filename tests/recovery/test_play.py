@@ -170,4 +170,4 @@ def test_whatever_happens(
     assert not world.waits and world.layout == wanted
     assert world.answer(NodeJoined(0), ()) == NoChange()
     shrinks = shrink or (go_on and (wanted.data or 1) > 1)
-    assert {"restart", "Nothing", *(("shrink", "grow") if shrinks else ("Wait",))} <= set(world.seen), world.seen
+    assert {"restart", "NoChange", *(("shrink", "grow") if shrinks else ("Wait",))} <= set(world.seen), world.seen
