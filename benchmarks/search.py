@@ -10,8 +10,8 @@ import time
 
 began = time.process_time()
 
-from phalanx.planning.hardware import hardware  # noqa: E402
-from phalanx.planning.search import search  # noqa: E402
+from phalanx.planning.machines.hardware import hardware  # noqa: E402
+from phalanx.planning.planner import search  # noqa: E402
 from phalanx.spec.presets import PRESETS  # noqa: E402
 from phalanx.spec.run import Cluster, Precision, Run, Train  # noqa: E402
 

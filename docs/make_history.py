@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import fill
 
-from phalanx.planning.candidate import Candidate
-from phalanx.planning.hardware import Hardware, hardware
-from phalanx.planning.price import Cost, cost
-from phalanx.planning.rates import PAIRED
-from phalanx.planning.search import judge
+from phalanx.planning.cost.run_cost import Cost, cost
+from phalanx.planning.machines.hardware import Hardware, hardware
+from phalanx.planning.machines.rates import PAIRED
+from phalanx.planning.search.candidate import Candidate
+from phalanx.planning.search.search import judge
 from phalanx.spec.load import load
 from phalanx.spec.run import Run
 

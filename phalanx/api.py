@@ -11,7 +11,7 @@ from phalanx.host.probe import probe
 from phalanx.launch.local import Job
 from phalanx.launch.model_check import measure
 from phalanx.launch.prepare import Request, prepare
-from phalanx.planning.hardware import hardware, planned
+from phalanx.planning.machines.hardware import hardware, planned
 from phalanx.planning.resolve import choose, plan_run
 from phalanx.spec.check import check
 from phalanx.spec.errors import RunError
@@ -44,7 +44,7 @@ def explain(run: Run) -> str:
 
     from phalanx.dashboard.plan_text import show_plan
     from phalanx.planning.answers import explained, here
-    from phalanx.planning.hardware import hardware, planned
+    from phalanx.planning.machines.hardware import hardware, planned
 
     run = _checked(run)
     text = StringIO()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from phalanx.planning.cluster import Hardware
-from phalanx.planning.devices import named_gpu
+from phalanx.planning.machines.catalogue import named_gpu
+from phalanx.planning.machines.cluster import Hardware
 from phalanx.spec.model import ModelSpec, Moe
 from phalanx.spec.presets import PRESETS
 from phalanx.spec.run import Precision, Run, Train

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from phalanx.planning.candidate import Alternative, Candidate, SearchResult
-from phalanx.planning.devices import GpuEntry
-from phalanx.planning.hardware import Failures, Hardware
-from phalanx.planning.times import PARTS
+from phalanx.planning.cost.step_time import PARTS
+from phalanx.planning.machines.catalogue import GpuEntry
+from phalanx.planning.machines.cluster import Failures, Hardware
+from phalanx.planning.search.candidate import Alternative, Candidate, SearchResult
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
 from phalanx.spec.run import Run

@@ -1,4 +1,4 @@
-"""The fit as a file: catalogue/constants.toml, which `planning/rates` reads. `make planner-fit` writes it.
+"""The fit as a file: catalogue/constants.toml, which `planning/machines/rates` reads. `make planner-fit` writes it.
 
 What ships is for the project's own software: PyTorch's native parallelism, in the kernels of today, experts that drop no token.
 """

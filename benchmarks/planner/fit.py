@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phalanx.planning.time import step_times
+from phalanx.planning.cost.step_time import step_times
 from planner.parameters import Fit, masks_of, rates_of, start, widths
 from planner.steps import Table
 

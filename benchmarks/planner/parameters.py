@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.planning.rates import PAIRED, Rates
+from phalanx.planning.machines.rates import PAIRED, Rates
 from planner.steps import Table
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from phalanx.planning.job_table import RECOMPUTE, SCHEDULES
+from phalanx.planning.cost.job_table import RECOMPUTE, SCHEDULES
 
 Row = dict[str, str]
 

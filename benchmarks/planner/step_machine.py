@@ -9,8 +9,7 @@ import re
 from functools import cache
 from typing import NamedTuple
 
-from phalanx.planning.devices import named_gpu
-from phalanx.planning.entries import entry
+from phalanx.planning.machines.catalogue import entry, named_gpu
 
 Row = dict[str, str]
 

@@ -1,4 +1,4 @@
-"""Measured steps of real runs, as published: a csv file's rows become columns that `planning/time` can judge beside their times.
+"""Measured steps of real runs, as published: a csv file's rows become columns that `planning/cost/step_time` can judge beside their times.
 
 The columns of the file are those of benchmarks/published/steps.csv. What a row leaves out is inferred by rules and counted; rows that
 no rule can use are excluded with a reason. `fit` and the accuracy benchmark call it; nothing here knows any particular row.
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.planning.job_table import RECOMPUTE, Work
+from phalanx.planning.cost.job_table import RECOMPUTE, Work
 from phalanx.spec.errors import RunError
 from planner import step_layout as layouts
 from planner.step_machine import kind_of, machine, precision_of

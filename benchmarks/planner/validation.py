@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from phalanx.planning.doubt import unfamiliar
-from phalanx.planning.job_table import RECOMPUTE
-from phalanx.planning.time import step_times
+from phalanx.planning.cost.job_table import RECOMPUTE
+from phalanx.planning.cost.step_time import step_times, unfamiliar
 from planner.fit import Solved, predict
 from planner.parameters import Fit, rates_of
 from planner.steps import Table

@@ -1,7 +1,7 @@
 """Measures this machine in a few minutes, and turns what it measured into constants that plans use. `phalanx bench` calls it.
 
 Operations are measured one by one for the reader, and for what they tell directly. What a step of training really takes is measured
-with real steps of small models, to which the constants of `planning/rates` are drawn.
+with real steps of small models, to which the constants of `planning/machines/rates` are drawn.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from phalanx.calibration import op_bench
 from phalanx.calibration.op_bench import Row
 from phalanx.calibration.step_bench import Compute, jobs, plan_of
 from phalanx.host.env import worker_env
-from phalanx.planning.cluster import Hardware
-from phalanx.planning.cpu import cpu_hardware
-from phalanx.planning.hardware import hardware
-from phalanx.planning.refit import EIGHT_BITS, WIDTHS, Measured, corrected, refitted
+from phalanx.planning.feedback.refit import EIGHT_BITS, WIDTHS, Measured, corrected, refitted
+from phalanx.planning.machines.cluster import Hardware
+from phalanx.planning.machines.cpu import cpu_hardware
+from phalanx.planning.machines.hardware import hardware
 from phalanx.spec.errors import RunFailed
 from phalanx.spec.machine import Machine
 from phalanx.spec.plan import Plan

@@ -9,8 +9,7 @@ import typer
 from rich.table import Table
 
 from phalanx.cli.output import AsJson, console, print_json
-from phalanx.planning.devices import gpus
-from phalanx.planning.entries import KINDS, entries
+from phalanx.planning.machines.catalogue import KINDS, entries, gpus
 
 
 def clusters(

@@ -17,9 +17,9 @@ from phalanx.spec.errors import RunError
 from phalanx.spec.load import load
 
 if TYPE_CHECKING:
-    from phalanx.planning.hardware import Hardware
+    from phalanx.planning.machines.cluster import Hardware
     from phalanx.planning.report import PlanReport
-    from phalanx.planning.search import Aim, Limits
+    from phalanx.planning.search.search import Aim, Limits
     from phalanx.planning.solve import What
     from phalanx.spec.machine import Machine
     from phalanx.spec.run import Run
@@ -95,7 +95,7 @@ def plan(
 def _cluster_of(run: Run) -> tuple[Hardware, Machine | None]:
     """What the run is planned for, and this machine where it is that: looked at only where the run file names no other, and once, as a
     driver of GPUs takes its time to answer."""
-    from phalanx.planning.hardware import hardware, planned
+    from phalanx.planning.machines.hardware import hardware, planned
 
     if planned(run):
         return hardware(run, None), None
@@ -108,7 +108,7 @@ def _cluster_of(run: Run) -> tuple[Hardware, Machine | None]:
 
 def _report(run: Run, cluster: Hardware, machine: Machine | None, asked: Asked) -> PlanReport:
     from phalanx.planning.answers import explained, here, judged
-    from phalanx.planning.search import NONE
+    from phalanx.planning.search.search import NONE
 
     if asked.given:
         return judged(run, cluster, asked.limits)
@@ -143,7 +143,7 @@ def _show(
 
 
 def _limits(fits_in: str | None, deadline: str | None, budget: str | None) -> Limits:
-    from phalanx.planning.search import Limits
+    from phalanx.planning.search.search import Limits
 
     return Limits(
         fits_in=None if fits_in is None else memory("--fits-in", fits_in),
@@ -167,7 +167,7 @@ def _compare(wide: Console, directory: Path, refit: bool) -> dict[str, Any]:
     from phalanx.host.env import visible_gpus
     from phalanx.host.machine_profile import write_profile
     from phalanx.host.probe import probe
-    from phalanx.planning.compare_run import after, compare, correction
+    from phalanx.planning.feedback.compare_run import after, compare, correction
 
     machine = probe(visible_gpus())
     found = compare(directory, machine)

@@ -15,8 +15,8 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.load import load
 
 if TYPE_CHECKING:
-    from phalanx.planning.candidate import Candidate
-    from phalanx.planning.hardware import Hardware
+    from phalanx.planning.machines.cluster import Hardware
+    from phalanx.planning.search.candidate import Candidate
     from phalanx.planning.simulate.simulation_report import Ask
     from phalanx.spec.run import Run
 
@@ -101,7 +101,7 @@ def simulate(
 
 def _whole(run: Run, hardware: Hardware, option: Candidate, ask: Ask, png: Path | None) -> dict[str, Any]:
     from phalanx.dashboard.simulation_view import text
-    from phalanx.planning.search import judge
+    from phalanx.planning.search.search import judge
     from phalanx.planning.simulate.simulate_run import simulate as simulated
 
     found = simulated(run, hardware, option, ask, judge)
@@ -145,7 +145,7 @@ def _step(run: Run, hardware: Hardware, option: Candidate, files: tuple[Path | N
 
 
 def _hardware(run: Run) -> Hardware:
-    from phalanx.planning.hardware import hardware, planned
+    from phalanx.planning.machines.hardware import hardware, planned
 
     if planned(run):
         return hardware(run, None)
@@ -157,7 +157,8 @@ def _hardware(run: Run) -> Hardware:
 
 def _option(run: Run, hardware: Hardware) -> Candidate:
     """What is simulated: the run file's layout, or the plan's winner where it has none."""
-    from phalanx.planning.search import judge, search
+    from phalanx.planning.planner import search
+    from phalanx.planning.search.search import judge
 
     return search(run, hardware).best if run.layout == Layout() else judge(run, hardware)
 

@@ -30,7 +30,7 @@ from rich.text import Text
 from phalanx._version import __version__
 from phalanx.dashboard.numbers import flops, size
 from phalanx.host.probe import driver_problem, gpu_links
-from phalanx.planning.devices import find_gpu
+from phalanx.planning.machines.catalogue import find_gpu
 from phalanx.spec.machine import Machine
 
 _NEEDED = ("torch", "numpy", "rich", "typer", "matplotlib", "tokenizers", "safetensors", "fsspec", "jinja2")

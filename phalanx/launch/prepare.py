@@ -25,7 +25,7 @@ from phalanx.host.probe import probe
 from phalanx.launch.checkpoint_storage import check_lost, check_owner, newest_first, places, storage_problems
 from phalanx.launch.model_check import check_weights, measure, memory_problems
 from phalanx.launch.run_checks import address_problems, data_notices, node_problems, sources, too_little_data
-from phalanx.planning.hardware import mismatch
+from phalanx.planning.machines.hardware import mismatch
 from phalanx.planning.resolve import PlannedRun, again, plan_run
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError

@@ -7,21 +7,20 @@ import time
 from dataclasses import replace
 from functools import partial
 
-from phalanx.planning.candidate import Alternative, Candidate, SearchResult
-from phalanx.planning.candidates import space
 from phalanx.planning.chosen import devices_of
 from phalanx.planning.chosen import judged as judged_here
-from phalanx.planning.cpu import resident
 from phalanx.planning.explain import largest_loss, report_of
-from phalanx.planning.find_layout import assumed, find, judge, rates_of
-from phalanx.planning.formats import other_formats
-from phalanx.planning.hardware import Hardware
-from phalanx.planning.hardware import hardware as hardware_of
+from phalanx.planning.machines.cluster import Hardware
+from phalanx.planning.machines.cpu import resident
+from phalanx.planning.machines.hardware import hardware as hardware_of
+from phalanx.planning.planner import search
 from phalanx.planning.report import PlanReport, SolveReport
 from phalanx.planning.resolve import PlannedRun, plan_run
-from phalanx.planning.search import NONE, Aim, Limits, beyond, search
+from phalanx.planning.search.alternatives import other_formats, why_not
+from phalanx.planning.search.candidate import Alternative, Candidate, SearchResult
+from phalanx.planning.search.search import NONE, Aim, Limits, assumed, beyond, find, judge, rates_of
+from phalanx.planning.search.space import space
 from phalanx.planning.solve import What, solve, what_if
-from phalanx.planning.why import why_not
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.machine import Machine

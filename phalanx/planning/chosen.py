@@ -8,14 +8,14 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from phalanx.planning.candidate import Candidate
-from phalanx.planning.cluster import Hardware
-from phalanx.planning.cpu import cpu_hardware, resident
-from phalanx.planning.find_layout import find, judge
-from phalanx.planning.hardware import hardware
+from phalanx.planning.machines.cluster import Hardware
+from phalanx.planning.machines.cpu import cpu_hardware, resident
+from phalanx.planning.machines.hardware import hardware
 from phalanx.planning.module import module_bytes
 from phalanx.planning.placement import Placement, placement
-from phalanx.planning.search import search
+from phalanx.planning.planner import search
+from phalanx.planning.search.candidate import Candidate
+from phalanx.planning.search.search import find, judge
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.machine import Machine

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Literal
 
-from phalanx.planning.candidate import Alternative, Candidate, SearchResult
-from phalanx.planning.explore import NEAR
-from phalanx.planning.hardware import Hardware
+from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.placement import Placement, Ranks, placement
 from phalanx.planning.report import (
     PART_LABELS,
@@ -20,6 +18,8 @@ from phalanx.planning.report import (
     part_changes,
     run_file_tables,
 )
+from phalanx.planning.search.bounds import NEAR
+from phalanx.planning.search.candidate import Alternative, Candidate, SearchResult
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Run
 

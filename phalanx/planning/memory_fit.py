@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from phalanx.planning.candidate import Candidate
 from phalanx.planning.chosen import CLEARLY, judged, promise_of, rank_bytes
-from phalanx.planning.find_layout import SAFE, find
-from phalanx.planning.hardware import hardware
+from phalanx.planning.machines.hardware import hardware
 from phalanx.planning.request import PlanRequest, gib, largest_divisor
+from phalanx.planning.search.candidate import Candidate
+from phalanx.planning.search.search import SAFE, find
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Memory, Run

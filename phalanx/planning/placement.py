@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from phalanx.planning.hardware import Hardware
+from phalanx.planning.machines.cluster import Hardware
 from phalanx.spec.layout import Layout
 
 Reach = Literal["node", "island", "network"]

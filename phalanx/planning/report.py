@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from phalanx.planning.candidate import Alternative, Candidate
+from phalanx.planning.cost.step_time import PARTS
 from phalanx.planning.placement import Placement
-from phalanx.planning.times import PARTS
+from phalanx.planning.search.candidate import Alternative, Candidate
 from phalanx.spec.dump import toml
 from phalanx.spec.layout import Layout
 

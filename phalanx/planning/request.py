@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from phalanx.planning.devices import find_gpu
+from phalanx.planning.machines.catalogue import find_gpu
 from phalanx.schedules.choose import schedule
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError

@@ -6,13 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from phalanx.planning.candidate import SearchResult
-from phalanx.planning.find_layout import find, possible
-from phalanx.planning.hardware import Hardware
-from phalanx.planning.remedies import fewest
+from phalanx.planning.machines.cluster import Hardware
+from phalanx.planning.remedies import changed_keys, fewest, scaled
 from phalanx.planning.report import WhatIf
-from phalanx.planning.scale import changed_keys, scaled
-from phalanx.planning.search import NONE, Limits, within
+from phalanx.planning.search.candidate import SearchResult
+from phalanx.planning.search.search import NONE, Limits, find, possible, within
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Run
 

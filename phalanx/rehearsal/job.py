@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.launch.model_check import DRIVER
-from phalanx.planning.cluster import Hardware
-from phalanx.planning.hardware import hardware, planned
+from phalanx.planning.machines.cluster import Hardware
+from phalanx.planning.machines.hardware import hardware, planned
 from phalanx.planning.memory_fit import CPU_SHARE
+from phalanx.planning.planner import search
 from phalanx.planning.resolve import plan_run
-from phalanx.planning.search import search
 from phalanx.rehearsal.attention_kernels import card
 from phalanx.rehearsal.rehearse import Stage
 from phalanx.schedules.choose import schedule

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phalanx.planning.job_table import RECOMPUTE, SCHEDULES
-from phalanx.planning.rates import NAMES, constants
+from phalanx.planning.cost.job_table import RECOMPUTE, SCHEDULES
+from phalanx.planning.machines.rates import NAMES, constants
 from phalanx.spec.errors import RunError
 from planner.constants import FAMILIES, rates_here, shipped
 from planner.fit import Solved, fitted, predict

@@ -15,9 +15,9 @@ from phalanx.calibration.measure_machine import bench
 from phalanx.calibration.step_bench import jobs, plan_of, step_seconds
 from phalanx.dashboard.bench_table import show
 from phalanx.host.probe import probe
-from phalanx.planning.hardware import hardware
-from phalanx.planning.rates import NAMES, rates_for
-from phalanx.planning.refit import EIGHT_BITS, Measured, corrected, refitted
+from phalanx.planning.feedback.refit import EIGHT_BITS, Measured, corrected, refitted
+from phalanx.planning.machines.hardware import hardware
+from phalanx.planning.machines.rates import NAMES, rates_for
 from phalanx.planning.resolve import choose
 from phalanx.spec.machine import Gpu, Machine
 from phalanx.spec.run import Cluster, Run, Train

@@ -6,7 +6,7 @@ import pytest
 import typer
 
 from phalanx.cli.clusters_cmd import clusters
-from phalanx.planning.entries import KINDS, entries
+from phalanx.planning.machines.catalogue import KINDS, entries
 
 
 def test_the_catalogue_is_listed(capsys: pytest.CaptureFixture[str]) -> None:

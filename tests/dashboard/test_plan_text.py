@@ -13,8 +13,8 @@ from rich.console import Console
 
 from phalanx.dashboard.numbers import dollars, energy, short_duration
 from phalanx.dashboard.plan_text import bar, days, interval, show_plan, show_solved
-from phalanx.planning.candidate import SearchResult
 from phalanx.planning.explain import report_of
+from phalanx.planning.search.candidate import SearchResult
 from phalanx.spec.layout import Layout
 
 

@@ -9,8 +9,8 @@ from typing import get_args
 import pytest
 from planning_cases import SMALL, SPARSE, cluster, run_of
 
-from phalanx.planning.candidates import all_columns, candidates, exactly, layout_of, space
-from phalanx.planning.job_table import OFFLOAD, RECOMPUTE
+from phalanx.planning.cost.job_table import OFFLOAD, RECOMPUTE
+from phalanx.planning.search.space import all_columns, candidates, exactly, layout_of, space
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.layout import Layout, Schedule
 from phalanx.spec.model import ModelSpec

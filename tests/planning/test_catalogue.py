@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.planning.devices import gpus
-from phalanx.planning.entries import KINDS, entries, entry
-from phalanx.planning.hardware import failure_rates
+from phalanx.planning.machines.catalogue import KINDS, entries, entry, gpus
+from phalanx.planning.machines.hardware import failure_rates
 from phalanx.spec.errors import RunError
 
 KEYS = {

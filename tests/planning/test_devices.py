@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from phalanx.planning.devices import find_gpu, gpus
+from phalanx.planning.machines.catalogue import find_gpu, gpus
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from planning_cases import SMALL, SPARSE, cluster, run_of
 
-from phalanx.planning.candidates import Space, all_columns, exactly
-from phalanx.planning.footprint import COMPONENTS, footprint
-from phalanx.planning.job_table import SCHEDULES, Work
-from phalanx.planning.stage import shares
-from phalanx.planning.table import pick
+from phalanx.planning.cost.footprint import COMPONENTS, footprint
+from phalanx.planning.cost.job_table import SCHEDULES, Work
+from phalanx.planning.cost.state_memory import shares
+from phalanx.planning.search.space import Space, all_columns, exactly, pick
 from phalanx.schedules.makers import make
 from phalanx.schedules.stage_split import cut, flop_costs
 from phalanx.spec.layout import Layout

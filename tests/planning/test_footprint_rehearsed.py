@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from planning_cases import cluster
 
-from phalanx.planning.candidates import all_columns, exactly
-from phalanx.planning.footprint import footprint
-from phalanx.planning.table import pick
+from phalanx.planning.cost.footprint import footprint
+from phalanx.planning.search.space import all_columns, exactly, pick
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.plan import Plan

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 from planning_cases import cluster, run_of
 
-from phalanx.planning.candidate import Candidate
-from phalanx.planning.formats import other_formats
+from phalanx.planning.planner import search
 from phalanx.planning.report import keys_to_change, run_file_tables
-from phalanx.planning.search import judge, search
+from phalanx.planning.search.alternatives import other_formats
+from phalanx.planning.search.candidate import Candidate
+from phalanx.planning.search.search import judge
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Memory, Precision, Run
 

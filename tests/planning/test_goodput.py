@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from phalanx.planning.goodput import assumptions, best_interval, goodput, upkeep
-from phalanx.planning.hardware import Hardware, hardware
+from phalanx.planning.cost.run_cost import assumptions, best_interval, goodput, upkeep
+from phalanx.planning.machines.cluster import Hardware
+from phalanx.planning.machines.hardware import hardware
 from phalanx.spec.load import loads
 
 LLAMA = 54 * 86400 / 419

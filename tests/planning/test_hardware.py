@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.planning.entries import entries
-from phalanx.planning.find_layout import assumed, judge
-from phalanx.planning.goodput import upkeep
-from phalanx.planning.hardware import Hardware, hardware, mismatch, planned
+from phalanx.planning.cost.run_cost import upkeep
+from phalanx.planning.machines.catalogue import entries
+from phalanx.planning.machines.cluster import Hardware
+from phalanx.planning.machines.hardware import hardware, mismatch, planned
+from phalanx.planning.search.search import assumed, judge
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import loads
 from phalanx.spec.machine import Gpu, Machine

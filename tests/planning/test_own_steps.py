@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from phalanx.calibration.step_bench import Compute, plan_of, small_run
-from phalanx.planning.hardware import hardware
-from phalanx.planning.rates import rates_for
-from phalanx.planning.refit import work_of
-from phalanx.planning.time import step_times
+from phalanx.planning.cost.step_time import step_times
+from phalanx.planning.feedback.refit import work_of
+from phalanx.planning.machines.hardware import hardware
+from phalanx.planning.machines.rates import rates_for
 from phalanx.spec.model import Moe
 from phalanx.spec.run import Cluster, Run
 

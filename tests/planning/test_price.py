@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from phalanx.planning.hardware import hardware
-from phalanx.planning.price import cost
+from phalanx.planning.cost.run_cost import cost
+from phalanx.planning.machines.hardware import hardware
 from phalanx.spec.load import loads
 
 H800 = hardware(loads('[train]\nbatch = 8\nsteps = 2\n[cluster]\nname = "h800-2048"\n'), None)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.planning.devices import gpus, named_gpu
-from phalanx.planning.hardware import Hardware
-from phalanx.planning.rates import Rates, constants, rates_for
+from phalanx.planning.machines.catalogue import gpus, named_gpu
+from phalanx.planning.machines.cluster import Hardware
+from phalanx.planning.machines.rates import Rates, constants, rates_for
 
 
 def machine(gpu: str = "h100-sxm", **changed: object) -> Hardware:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from phalanx.planning.chosen import promised
-from phalanx.planning.cpu import CONSTANTS, cpu_hardware
-from phalanx.planning.refit import Measured, corrected, refitted
+from phalanx.planning.feedback.refit import Measured, corrected, refitted
+from phalanx.planning.machines.cpu import CONSTANTS, cpu_hardware
 from phalanx.planning.resolve import choose
 from phalanx.spec.layout import Layout
 from phalanx.spec.machine import Machine

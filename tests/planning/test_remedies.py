@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 from planning_cases import SMALL, cluster, run_of, with_memory
 
-from phalanx.planning.cluster import Hardware
-from phalanx.planning.devices import gpus
-from phalanx.planning.find_layout import find
-from phalanx.planning.hardware import hardware as cluster_of
+from phalanx.planning.machines.catalogue import gpus
+from phalanx.planning.machines.cluster import Hardware
+from phalanx.planning.machines.hardware import hardware as cluster_of
+from phalanx.planning.planner import search
 from phalanx.planning.remedies import remedies, with_sequence
-from phalanx.planning.search import search
+from phalanx.planning.search.search import find
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Cluster, Memory, Run

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from planning_cases import SMALL, SPARSE, cluster, run_of, with_memory
 
-from phalanx.planning.candidates import all_columns, space
-from phalanx.planning.cluster import Hardware
-from phalanx.planning.explore import NEAR, Explorer, smallest
-from phalanx.planning.find_layout import capacity_of, rates_of
-from phalanx.planning.footprint import footprint
-from phalanx.planning.search import Limits, judge, search
-from phalanx.planning.time import step_times
-from phalanx.planning.why import why_not
+from phalanx.planning.cost.footprint import footprint
+from phalanx.planning.cost.step_time import step_times
+from phalanx.planning.machines.cluster import Hardware
+from phalanx.planning.planner import search
+from phalanx.planning.search.alternatives import why_not
+from phalanx.planning.search.bounds import NEAR, Explorer, smallest
+from phalanx.planning.search.search import Limits, capacity_of, judge, rates_of
+from phalanx.planning.search.space import all_columns, space
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Memory, Run
@@ -172,5 +172,5 @@ def test_limits_of_memory_deadline_and_budget() -> None:
 
 
 def test_planning_imports_no_torch() -> None:
-    program = "import sys, phalanx.planning.search, phalanx.planning.solve, phalanx.planning.placement; assert 'torch' not in sys.modules"
+    program = "import sys, phalanx.planning.search.search, phalanx.planning.solve, phalanx.planning.placement; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from phalanx.planning.chosen import promised, rank_bytes
-from phalanx.planning.find_layout import SAFE
 from phalanx.planning.resolve import choose, plan_run
+from phalanx.planning.search.search import SAFE
 from phalanx.schedules.csv_format import dump
 from phalanx.schedules.makers import make
 from phalanx.spec.errors import RunError

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from phalanx.planning.goodput import goodput
-from phalanx.planning.hardware import hardware
-from phalanx.planning.search import judge
+from phalanx.planning.cost.run_cost import goodput
+from phalanx.planning.machines.hardware import hardware
+from phalanx.planning.search.search import judge
 from phalanx.planning.simulate.simulate_run import simulate
 from phalanx.planning.simulate.simulation_report import Ask, Simulated
 from phalanx.planning.simulate.step_traffic import step_of, tiers

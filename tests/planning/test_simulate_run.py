@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.planning.cluster import Failures
-from phalanx.planning.goodput import best_interval, goodput
+from phalanx.planning.cost.run_cost import best_interval, goodput
+from phalanx.planning.machines.cluster import Failures
 from phalanx.planning.simulate.simulated_faults import Dice, detection, kind_of
 from phalanx.planning.simulate.simulated_policy import Situations
 from phalanx.planning.simulate.simulated_run import Trial, World, play

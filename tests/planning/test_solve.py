@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 from planning_cases import SMALL, SPARSE, cluster, run_of
 
-from phalanx.planning.find_layout import find
-from phalanx.planning.scale import scaled
-from phalanx.planning.search import Limits
+from phalanx.planning.remedies import scaled
+from phalanx.planning.search.search import Limits, find
 from phalanx.planning.solve import solve, what_if
 from phalanx.spec.presets import PRESETS
 

@@ -8,13 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phalanx.planning.bubble import bubble
-from phalanx.planning.job_columns import model_columns
-from phalanx.planning.job_table import SCHEDULES, Work
-from phalanx.planning.layer import block, head
-from phalanx.planning.rates import Rates
-from phalanx.planning.time import step_times
-from phalanx.planning.times import PARTS
+from phalanx.planning.cost.block_time import block, head
+from phalanx.planning.cost.job_table import SCHEDULES, Work, model_columns
+from phalanx.planning.cost.step_time import PARTS, bubble, step_times
+from phalanx.planning.machines.rates import Rates
 from phalanx.schedules.makers import make
 from phalanx.schedules.timing import Durations, simulate
 from phalanx.spec.presets import PRESETS

@@ -9,12 +9,11 @@ from itertools import groupby
 import pytest
 from planning_cases import SMALL, cluster, run_of, with_memory
 
-from phalanx.planning.candidate import Alternative
-from phalanx.planning.candidates import space
-from phalanx.planning.find_layout import SAFE, rates_of
-from phalanx.planning.hardware import hardware
-from phalanx.planning.search import judge
-from phalanx.planning.why import why_not
+from phalanx.planning.machines.hardware import hardware
+from phalanx.planning.search.alternatives import why_not
+from phalanx.planning.search.candidate import Alternative
+from phalanx.planning.search.search import SAFE, judge, rates_of
+from phalanx.planning.search.space import space
 from phalanx.spec.layout import Layout
 from phalanx.spec.machine import Machine
 from phalanx.spec.run import Memory, Precision, Run

@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from phalanx.planning.candidate import Candidate
-from phalanx.planning.cluster import Hardware
-from phalanx.planning.goodput import DETECT, best_interval, goodput, upkeep
+from phalanx.planning.cost.run_cost import DETECT, best_interval, goodput, upkeep
+from phalanx.planning.machines.cluster import Hardware
+from phalanx.planning.search.candidate import Candidate
 from phalanx.planning.simulate.simulated_faults import kind_of, mean_detection
 from phalanx.planning.simulate.simulated_policy import Situations
 from phalanx.planning.simulate.simulated_run import Trial, World

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from phalanx.planning.candidate import Candidate
-from phalanx.planning.cluster import Hardware
+from phalanx.planning.machines.cluster import Hardware
+from phalanx.planning.search.candidate import Candidate
 from phalanx.planning.simulate.cluster_model import Judge, Setting
 from phalanx.planning.simulate.simulated_faults import Dice
 from phalanx.planning.simulate.simulated_run import SPENT, World, play

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-from phalanx.planning.cluster import Failures
+from phalanx.planning.machines.cluster import Failures
 from phalanx.spec.run import Resilience
 
 Kind = Literal["node", "worker", "connection", "corrupt"]

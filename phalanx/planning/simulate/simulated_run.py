@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 
-from phalanx.planning.cluster import Failures
+from phalanx.planning.machines.cluster import Failures
 from phalanx.planning.simulate.simulated_faults import Dice, Fault, detection, kind_of
 from phalanx.planning.simulate.simulated_policy import Policy, Situations
 from phalanx.planning.simulate.simulated_saves import Progress, Saves

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from phalanx.planning.candidate import Candidate
+from phalanx.planning.search.candidate import Candidate
 from phalanx.planning.simulate.simulated_run import Trial
 from phalanx.planning.simulate.simulated_saves import Keep
 
@@ -26,9 +26,9 @@ class Ask:
     keep: Keep | None = None
     """Where the state is found again; None: as the live system would have it."""
     restart: float | None = None
-    """Seconds from the decision about a failure to the next step; None: planning/goodput's."""
+    """Seconds from the decision about a failure to the next step; None: planning/cost/run_cost's."""
     stall: float | None = None
-    """Seconds that training waits for a save; None: planning/goodput's."""
+    """Seconds that training waits for a save; None: planning/cost/run_cost's."""
     repair: float = 4 * 3600.0
     """Mean seconds until a lost node is back; resilience.node_return wins."""
     relaunch: float = 1800.0

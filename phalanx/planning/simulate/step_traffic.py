@@ -3,8 +3,8 @@ links. Called by the CLI."""
 
 from __future__ import annotations
 
-from phalanx.planning.candidate import Candidate
-from phalanx.planning.cluster import Hardware
+from phalanx.planning.machines.cluster import Hardware
+from phalanx.planning.search.candidate import Candidate
 from phalanx.planning.simulate.simulated_step import Step, Tier, Traffic, simulate_step
 from phalanx.schedules.choose import schedule
 from phalanx.schedules.makers import make

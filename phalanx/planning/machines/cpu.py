@@ -1,0 +1,188 @@
+"""This machine's cores as the devices of a cluster: a rank is a device that has its share of cores and memory. `planning/machines/hardware` and
+`planning/chosen` call it.
+
+Unlike a GPU, a core is its own host: what an operation costs to start comes on top of what it computes, and messages are copied by the
+very cores that would compute. The constants below hold for PyTorch's eager operations and gloo on one machine; `phalanx bench`
+replaces them by this machine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from phalanx.planning.machines.catalogue import GpuEntry
+from phalanx.planning.machines.cluster import Hardware, measured_constants
+from phalanx.recovery.relayout import replicated_elsewhere
+from phalanx.spec.machine import Machine
+from phalanx.spec.plan import Plan
+from phalanx.spec.run import Run
+
+_CORE_FLOPS = 48e9
+"""A core whose clock or vector width cannot be read: AVX2 with two multiply-add units at 1.5 GHz."""
+_SCALAR = 1 / 350
+"""Of that, a core that multiplies number by number: 0.126e9 instead of 32e9 to 52e9 in fp32, measured on Neoverse N1."""
+_CORE_BANDWIDTH = 10e9
+_COPY = 1.2e9
+"""Bytes/s that a process sends to another of the same machine through sockets …"""
+_BUS = 10e9
+"""… and all of them together."""
+_STORAGE = 0.5e9
+FIXED = 285 * 2**20
+"""Bytes of an interpreter with torch in it, before there is a model."""
+_MODEST = 0.2
+"""Part of the memory that copies which nobody asked for may take."""
+_LOOSE = 0.35
+"""Part of what comes and goes in a step that malloc keeps besides, in pieces too small for the next, and of what was made when the
+state was, up to …"""
+_MOST_LOOSE = 2.0**28
+_AGREED = 12
+"""Short messages of a step that ranks agree by: on the loss, the norm, whether to go on."""
+_THREADED = 0.75
+"""Power of the number of threads that an operation gains by: they have to be woken and waited for, and two are 1.7 times as quick."""
+
+CONSTANTS: dict[str, float] = {
+    "gemm": 1.05,
+    "knee": 6.0,
+    "attention": 0.5,
+    "attention_backward": 0.8,
+    "memory": 1.0,
+    "traffic": 1.6,
+    "launch": 7.5e-6,
+    "kernels": 40.0,
+    "expert_kernels": 60.0,
+    "gather_host": 2e-3,
+    "island": 1.0,
+    "network": 1.0,
+    "latency": 3e-4,
+    "far_latency": 0.0,
+    "tensor_hidden": 0.0,
+    "context_hidden": 0.0,
+    "expert_hidden": 0.0,
+    "data_hidden": 0.0,
+    "contention": 0.0,
+    "optimizer_bytes": 20.0,
+    "spread": 0.0,
+    "overhead": 3e-3,
+    "software": 1.0,
+    "low": 0.8,
+    "high": 1.3,
+}
+"""By the names of `planning/machines/rates`. Nothing is hidden: the cores that would compute are those that copy."""
+
+_OLD_ARM: dict[str, float] = {
+    "gemm": 0.65,
+    "knee": 8.8,
+    "attention": 0.33,
+    "bandwidth": 32e9,
+    "traffic": 2.0,
+    "launch": 2.4e-5,
+    "latency": 1e-3,
+    "optimizer_bytes": 22.0,
+    "overhead": 8e-3,
+}
+"""Of ARM cores without bf16, as `phalanx bench` measured them on two of Neoverse N1: operations take three times as long to start."""
+
+
+def of_cores(machine: Machine) -> dict[str, float]:
+    """What plans take of this machine's cores: what was measured on it, else on others like it."""
+    return CONSTANTS | (_OLD_ARM if machine.scalar else {}) | dict(measured_constants(machine, "cpu"))
+
+
+def cpu_hardware(machine: Machine, ranks: int | None = None, threads: int | None = None) -> Hardware:
+    """So many ranks of so many threads each; left out: one per core."""
+    cores = machine.cores
+    ranks = ranks or cores
+    threads = threads or max(1, cores // ranks)
+    share = min(float(threads), cores / ranks)  # cores of a rank; less than one where several ranks take turns
+    own = of_cores(machine)
+    core = own.get("core_flops") or machine.core_flops or _CORE_FLOPS
+    # Where threads share a rank's work, each operation waits for the slowest of them.
+    worth = share if share < 1 else share**_THREADED
+    peak = core * worth
+    bandwidth = own.get("bandwidth", _CORE_BANDWIDTH) * worth
+    link = min(own.get("island_bandwidth", _COPY) * min(1.0, share), own.get("bus", _BUS) / ranks)
+    return Hardware(
+        name="this machine",
+        device="cpu",
+        gpu=GpuEntry(
+            key="cpu",
+            match="(?!)",
+            # Most CPUs compute 16-bit formats in fp32 units.
+            peaks={form: peak * (_SCALAR if form in machine.scalar else 1.0) for form in ("fp32", "bf16", "fp16")},
+            memory=machine.memory / ranks,
+            bandwidth=bandwidth,
+            source="read off this machine",
+            name=machine.cpu,
+            device="cpu",
+            family="cpu",
+        ),
+        gpus=ranks,
+        node=ranks,
+        island=ranks,
+        island_bandwidth=link,
+        network=link,
+        rails=False,
+        host_memory=machine.memory,
+        host_bandwidth=bandwidth,
+        storage=own.get("storage", _STORAGE),
+        power=None,
+        price=None,
+        failures=None,
+        family="cpu",
+        measured=tuple((own | _turns(own, share, ranks, threads)).items()),
+        assumed=tuple(_assumed(machine)),
+    )
+
+
+def _turns(usual: dict[str, float], share: float, ranks: int, threads: int) -> dict[str, float]:
+    """What starting operations and messages costs where ranks take turns on a core, or threads have to be woken."""
+    waiting = 1 / min(1.0, share)
+    woken = max(min(threads, share), 1.0) ** (1 - _THREADED)
+    return {
+        "launch": usual["launch"] * waiting * woken,
+        "latency": usual["latency"] * waiting,
+        "overhead": (usual["overhead"] + (_AGREED * usual["latency"] if ranks > 1 else 0.0)) * waiting,
+    }
+
+
+def unnamed(before: Mapping[str, float], latency: float, factor: float, ranks: int) -> float:
+    """The constant "overhead" where a step has `factor` times as much that no equation names. The messages that ranks agree by are a part
+    of that, and a latency of theirs is new."""
+    messages = _AGREED if ranks > 1 else 0
+    return max(factor * (before["overhead"] + messages * before["latency"]) - messages * latency, 1e-5)
+
+
+def _assumed(machine: Machine) -> list[str]:
+    if measured_constants(machine, "cpu"):
+        return []
+    bandwidth = of_cores(machine).get("bandwidth", _CORE_BANDWIDTH)
+    found = [
+        f"A core reads {bandwidth / 1e9:.0f} GB/s from memory, ranks exchange {_COPY / 1e9:.0f} GB/s: run `phalanx bench` to measure."
+    ]
+    if machine.core_flops is None:
+        found.append(f"A core computes {_CORE_FLOPS / 1e9:.0f} GFLOP/s: its clock and vector width cannot be read.")
+    return found
+
+
+def resident(run: Run, plan: Plan, memory: dict[str, float], machine: Machine) -> dict[str, float]:
+    """A rank's resident bytes by component, from those of its tensors: with the interpreter, what malloc keeps, and the copies of the
+    state that the launcher asks for where no other rank has it."""
+    own = dict(measured_constants(machine, "cpu"))
+    moving = sum(memory.get(name, 0.0) for name in ("activations", "logits", "gathered", "buffers"))
+    copies = 2 * 12 * plan.parameters * _held(plan) if _copied(run, plan, machine) else 0.0
+    states = sum(memory.get(name, 0.0) for name in ("parameters", "gradients", "optimizer"))
+    fixed = own.get("fixed_memory", FIXED) + _LOOSE * moving + min(_LOOSE * states, _MOST_LOOSE)
+    return memory | {"buffers": memory.get("buffers", 0.0) + copies, "fixed": fixed}
+
+
+def _held(plan: Plan) -> float:
+    """Part of the model that one rank saves."""
+    return 1 / (plan.layout.pipeline * plan.layout.shard * plan.layout.tensor)
+
+
+def _copied(run: Run, plan: Plan, machine: Machine) -> bool:
+    if run.checkpoint.memory_every is not None:
+        return True
+    if 2 * 12 * plan.parameters > _MODEST * machine.memory:
+        return False
+    return run.resilience.restarts > 0 and not replicated_elsewhere(plan.layout, (0,) * plan.ranks)

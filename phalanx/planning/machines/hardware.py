@@ -1,0 +1,273 @@
+"""From [cluster] to the machines a run is planned for: a cluster of the catalogue, one put together of its parts, one of somebody's
+own file, or this very machine. Everything that predicts calls `hardware`; whoever starts a run asks `mismatch` first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from phalanx.planning.machines.catalogue import FORMATS, GpuEntry, entry, find_gpu, gpu_entry, named_gpu, own_file
+from phalanx.planning.machines.cluster import Failures, Hardware, with_measured
+from phalanx.planning.machines.cpu import cpu_hardware
+from phalanx.planning.machines.rates import NAMES
+from phalanx.spec.errors import RunError
+from phalanx.spec.machine import Machine
+from phalanx.spec.nearest import did_you_mean
+from phalanx.spec.run import Run
+from phalanx.spec.words import noun, shown
+
+_HOST_PART = 0.8
+"""Of a host link's nominal bandwidth that copies reach: 12.6 of 15.75 GB/s on PCIe 3, 25 of 31.5 on PCIe 4."""
+_UNKNOWN = {"fp32": 15e12, "bf16": 100e12, "fp16": 100e12}
+"""Peaks of a GPU that the catalogue does not have."""
+_UNKNOWN_BANDWIDTH = 8e11
+
+
+def planned(run: Run) -> bool:
+    """Whether [cluster] names machines to plan for; if not, this machine is meant."""
+    cluster = run.cluster
+    return any(key is not None for key in (cluster.name, cluster.gpu, cluster.gpus, cluster.node, cluster.network))
+
+
+def hardware(run: Run, machine: Machine | None) -> Hardware:
+    """The machines of [cluster], or `machine` where it names none. RunError where a name is not in the catalogue."""
+    if planned(run):
+        return _named(run)
+    if machine is None:
+        raise RunError(
+            [
+                'The run file names no cluster to plan for: set cluster.name, such as cluster.name = "h100-8"; `phalanx clusters` lists them.'
+            ]
+        )
+    device = run.cluster.device or ("cuda" if machine.gpus else "cpu")
+    if device == "cpu":
+        given = run.layout.ranks if run.layout.data is not None else run.cluster.cpu_ranks
+        return cpu_hardware(machine, given, run.cluster.threads)
+    if not machine.gpus:
+        raise RunError(
+            [
+                'cluster.device = "cuda" but this machine has no GPU that nvidia-smi lists; set cluster.device = "cpu", or name a cluster.'
+            ]
+        )
+    return with_measured(_this_machine(machine), machine)
+
+
+def mismatch(run: Run, machine: Machine) -> list[str]:
+    """Why a run planned for other machines cannot be trained on this one, in sentences; empty where it can."""
+    if not planned(run):
+        return []
+    wanted = hardware(run, None)
+    if wanted.device == "cpu":
+        same, has = not machine.gpus and machine.cores >= wanted.gpus, f"{machine.cores} cores"
+    else:
+        keys = [found.key if (found := find_gpu(gpu.name)) else gpu.name for gpu in machine.gpus]
+        same = len(keys) == wanted.gpus and set(keys) == {wanted.gpu.key}
+        has = f"{len(keys)} × {keys[0]}" if keys else "no GPU"
+    if same:
+        return []
+    return [
+        f"The run is planned for {wanted.gpus:,} × {wanted.gpu.key} ({wanted.name}), but this machine has {has}: use `phalanx plan`, "
+        "`phalanx rehearse` or `phalanx simulate`, or remove the keys name, gpu, gpus, node and network of [cluster] to train on "
+        "this machine."
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a cluster is made of, by names of the catalogue, and who asked for each."""
+
+    base: Mapping[str, Any]
+    run: Run
+
+    def pick(self, key: str, usual: Any) -> Any:
+        """The run file's own key, else the named cluster's, else the usual."""
+        own = getattr(self.run.cluster, key)
+        return own if own is not None else self.base.get(key, usual)
+
+    def blame(self, key: str) -> str:
+        """The key that somebody has to change."""
+        return f"cluster.{key}" if getattr(self.run.cluster, key) is not None else key
+
+
+def _named(run: Run) -> Hardware:
+    name = run.cluster.name
+    base: Mapping[str, Any] = {}
+    if name is not None:
+        base = own_cluster(name) if name.endswith(".toml") else entry("clusters", name, "cluster.name")
+    parts = _Parts(base, run)
+    if (chosen := parts.pick("gpu", None)) is None:
+        raise RunError(
+            ['[cluster] names no GPU to plan for: set cluster.gpu, such as cluster.gpu = "h100-sxm", or cluster.name.']
+        )
+    gpu = chosen if isinstance(chosen, GpuEntry) else named_gpu(chosen, parts.blame("gpu"))
+    if run.cluster.device not in (None, gpu.device):
+        raise RunError(
+            [f'cluster.device = "{run.cluster.device}" but {gpu.name} is a "{gpu.device}" device: remove cluster.device.']
+        )
+    if run.precision.compute == "fp8" and gpu.device != "cpu" and gpu.peak("fp8") is None:
+        raise RunError([f'precision.compute = "fp8" but {gpu.name} does not multiply in it: set precision.compute = "bf16".'])
+    # Another GPU than the named cluster's brings its own usual node.
+    usual = gpu.node if run.cluster.gpu is not None and run.cluster.gpu != base.get("gpu") else base.get("node", gpu.node)
+    node = entry("nodes", run.cluster.node or usual, parts.blame("node"))
+    gpus = parts.pick("gpus", node["gpus"])
+    built = _build(gpu, gpus, node, parts.pick("network", node["network"]), parts.blame("network"))
+    return replace(
+        built,
+        name=f"{gpus:,} × {gpu.key}"
+        if name is None
+        else base["name"]
+        if gpus == base["gpus"]
+        else f"{base['name']}, {gpus:,} devices",
+        rails=base.get("rails", built.rails),
+        storage=base["storage"] * 1e9 / -(-base["gpus"] // node["gpus"]) if "storage" in base else built.storage,
+        price=base.get("price", built.price),
+        failures=failure_rates(base["failures"]) if "failures" in base else built.failures,
+        measured=tuple(base.get("measured", {}).items()),
+        sources=(*((base["source"],) if "source" in base else ()), *built.sources),
+    )
+
+
+def _build(gpu: GpuEntry, gpus: int, node: Mapping[str, Any], network: str, asked_by: str) -> Hardware:
+    here = min(node["gpus"], gpus)
+    link, wire, host = (
+        entry("links", node["link"], "link"),
+        entry("links", network, asked_by),
+        entry("links", node["host_link"], "host_link"),
+    )
+    price = f"A device costs {gpu.price:.2f} US dollars an hour ({gpu.price_source})." if gpu.price is not None else None
+    notes = [f"{thing['name']}: {thing['note']}." for thing in (node, link, wire) if "note" in thing]
+    return Hardware(
+        name=gpu.name,
+        device=gpu.device,
+        gpu=gpu,
+        gpus=gpus,
+        node=here,
+        island=min(node["island"], gpus),
+        island_bandwidth=link["bandwidth"] * 1e9,
+        network=wire["bandwidth"] * 1e9 * node["nics"] / node["gpus"],
+        rails=node["rails"],
+        host_memory=node["host_memory"] * 2**30 * here / node["gpus"],
+        host_bandwidth=host["bandwidth"] * 1e9 * _HOST_PART,
+        storage=node["storage"] * 1e9,
+        power=node["power"] / node["gpus"],
+        price=gpu.price,
+        failures=failure_rates(gpu.failures) if gpu.failures else None,
+        family=gpu.family,
+        full_node=node["gpus"],
+        full_island=node["island"],
+        sources=tuple(dict.fromkeys(filter(None, (gpu.source, node["source"], link["source"], wire["source"])))),
+        assumed=tuple(filter(None, (price, *notes, f"{gpu.name}: {gpu.note}." if gpu.note else None))),
+    )
+
+
+def _this_machine(machine: Machine) -> Hardware:
+    """As many GPUs as the driver lists, with the memory that it reports; links as usual around such a GPU."""
+    first = machine.gpus[0].name
+    gpu = find_gpu(first) or _unknown(first)
+    node = entry("nodes", gpu.node, "node")
+    gpu = replace(gpu, memory=float(min(card.memory for card in machine.gpus)))
+    built = _build(gpu, len(machine.gpus), node, node["network"], "network")
+    assumed = [f"Links are those of {node['name']}."] if len(machine.gpus) > 1 else []
+    if gpu.family == "unknown":
+        assumed.append(
+            f"{first} is not in the catalogue: {gpu.peaks['bf16'] / 1e12:.0f} TFLOP/s in bf16; `phalanx bench` measures it."
+        )
+    return replace(
+        built,
+        name="this machine",
+        host_memory=float(machine.memory),
+        price=None,  # it is there already
+        failures=None,
+        assumed=tuple(assumed),
+    )
+
+
+def _unknown(name: str) -> GpuEntry:
+    return GpuEntry(
+        key=name,
+        match="(?!)",
+        peaks=_UNKNOWN,
+        memory=0.0,
+        bandwidth=_UNKNOWN_BANDWIDTH,
+        source="not in the catalogue",
+        name=name,
+        family="unknown",
+        node="pcie4-box",
+    )
+
+
+def failure_rates(name: str) -> Failures:
+    """A table of the catalogue's, as rates per device-hour."""
+    table = entry("failures", name, "failures")
+    hours = table["observed"]["gpus"] * table["observed"]["days"] * 24
+    return Failures(
+        rates=tuple((component, count / hours) for component, count in table["components"].items()), source=table["source"]
+    )
+
+
+_KEYS: dict[str, tuple[type, ...]] = {
+    "name": (str,),
+    "gpu": (str, dict),
+    "gpus": (int,),
+    "node": (str,),
+    "network": (str,),
+    "rails": (bool,),
+    "storage": (int, float),
+    "price": (int, float),
+    "failures": (str,),
+    "source": (str,),
+    "note": (str,),
+    "measured": (dict,),
+}
+_NEEDED = ("gpu", "gpus")
+_GPU: dict[str, tuple[type, ...]] = {
+    "name": (str,),
+    "match": (str,),
+    "device": (str,),
+    "family": (str,),
+    **dict.fromkeys((*FORMATS, "memory", "bandwidth", "power", "price"), (int, float)),
+    "node": (str,),
+    "price_source": (str,),
+    "failures": (str,),
+    "source": (str,),
+    "note": (str,),
+}
+_GPU_NEEDED = ("memory", "bandwidth", "node")
+_DEVICES = ("cpu", "cuda", "tpu")
+
+
+def own_cluster(path: str) -> dict[str, Any]:
+    """What the file says, checked; its [gpu], where it has one, as an entry."""
+    values = own_file(path, "cluster.name")
+    problems = _problems(path, values, _KEYS, _NEEDED)
+    gpu = values.get("gpu")
+    if isinstance(gpu, dict):
+        problems += _problems(f"{path}, [gpu]", gpu, _GPU, _GPU_NEEDED)
+        if gpu.get("device", "cuda") not in _DEVICES:
+            problems.append(f"{path}, [gpu]: device = {shown(gpu['device'])} is none of {', '.join(_DEVICES)}.")
+        if not any(name in gpu for name in FORMATS):
+            problems.append(f"{path}, [gpu] gives no peak: set one of {', '.join(FORMATS)}, in TFLOP/s.")
+    measured = values.get("measured")
+    if isinstance(measured, dict):
+        problems += _problems(f"{path}, [measured]", measured, dict.fromkeys(NAMES, (int, float)), ())
+    if problems:
+        raise RunError(problems)
+    if isinstance(gpu, dict):
+        unsaid = {"name": "own GPU", "match": "(?!)", "family": "unknown", "source": path}
+        values["gpu"] = gpu_entry(gpu.get("name", "own"), unsaid | gpu)
+    return {"name": path, "source": path} | values
+
+
+def _problems(where: str, values: dict[str, Any], known: dict[str, tuple[type, ...]], needed: tuple[str, ...]) -> list[str]:
+    found = [f"{where}: {key} is missing: set it." for key in needed if key not in values]
+    for key, value in values.items():
+        if key not in known:
+            found.append(f"{where}: {key} is not a key of such a file{did_you_mean(known, key) or '.'}")
+        elif not isinstance(value, known[key]) or (isinstance(value, bool) and bool not in known[key]):
+            found.append(f"{where}: {key} = {shown(value)} is {noun(value)}, which is not what belongs there.")
+        elif not isinstance(value, bool) and isinstance(value, int | float) and not 0 < value < math.inf:
+            found.append(f"{where}: {key} = {shown(value)} must be above 0 and finite.")
+    return found

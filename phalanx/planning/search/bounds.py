@@ -1,0 +1,389 @@
+"""The quickest layouts of a space that fit into memory, all of it considered. `planning/search/search` makes options of them.
+
+A space has millions to billions of layouts, so it is opened level by level: degrees, micro-batches and experts; then schedules;
+then shards; then what is traded for memory. At each level a job is judged as if all that is still open cost nothing, which
+no layout below it can beat, and what is slower so than the best that have been found is not opened. The winner is that of judging
+every layout: a test does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.planning.cost.footprint import footprint
+from phalanx.planning.cost.job_table import OFFLOAD, RECOMPUTE, SCHEDULES
+from phalanx.planning.cost.step_time import Times, step_times
+from phalanx.planning.machines.rates import Rates
+from phalanx.planning.search.space import Columns, Space, pick, stack
+
+Floats = npt.NDArray[np.float64]
+
+NEAR = 1.01
+"""Layouts within this of the quickest are as good as it, and the simplest of them is taken."""
+_BEAMS, _BEAMS_SPARSE = (60, 600), (200, 2000)
+"""How many of each level are opened at first, in order to know what is good; experts have more ways to be dealt."""
+_FIRST, _LARGEST = 16, 2048
+"""Bases that are opened at a time: few at first, as what they come to spares opening others."""
+_SLACK = 0.9
+"""Of the memory bound of a base: it stands for layouts whose stages are cut a little otherwise."""
+_ALMOST = 0.97
+"""The same where stages are known: what spreads a state best differs by little from what is taken for it."""
+_SPLITS = [SCHEDULES.index(name) for name in ("interleaved-zero-bubble", "zbv", "dualpipev")]
+_NEAREST = 32
+"""Of the smallest layouts of plain schedules: those of which all schedules are looked at."""
+_DEGREES = ("pipeline", "replicas", "context", "tensor", "expert", "expert_tensor")
+
+
+@dataclass(slots=True)
+class Front:
+    """The best so far."""
+
+    most: int
+    columns: Columns = field(default_factory=dict)
+    seconds: Floats = field(default_factory=lambda: np.zeros(0))
+    bytes: Floats = field(default_factory=lambda: np.zeros(0))
+    timed: int = 0
+    """Layouts that were timed one by one."""
+    fitting: int = 0
+    """Layouts that were found to fit."""
+    limit: float = np.inf
+    """Seconds that a layout must stay under in order to matter."""
+
+    def _limit(self) -> float:
+        kinds = np.stack([self.columns[name] for name in _DEGREES])
+        _, first = np.unique(kinds, axis=1, return_index=True)  # rows are sorted by time, so the first is the best of its kind
+        ranked = np.sort(self.seconds[first])
+        last = ranked[self.most - 1] if len(ranked) >= self.most else np.inf
+        return float(max(last, NEAR * self.seconds[0]))
+
+    def add(self, columns: Columns, seconds: Floats, bytes_: Floats) -> None:
+        """More layouts that fit; those that no longer matter are forgotten."""
+        if not len(seconds):
+            return
+        if self.columns:
+            columns = stack([self.columns, {name: columns[name] for name in self.columns}])
+            seconds, bytes_ = np.concatenate((self.seconds, seconds)), np.concatenate((self.bytes, bytes_))
+        order = np.argsort(seconds, kind="stable")
+        self.columns, self.seconds, self.bytes = pick(columns, order), seconds[order], bytes_[order]
+        self.limit = min(self.limit, self._limit())
+        keep = self.seconds <= self.limit
+        self.columns, self.seconds, self.bytes = pick(self.columns, keep), self.seconds[keep], self.bytes[keep]
+
+
+class Explorer:
+    """A space that can be asked more than once, with other limits of memory."""
+
+    def __init__(self, space: Space, rates: Rates):
+        self.space, self._rates = space, rates
+        self._bases = space.with_micro_batches(space.degrees())
+        self.count = space.count_all(self._bases)
+        """Legal layouts."""
+        self._least: dict[int, Floats] = {}
+        if self.count:  # what not even the most recomputation brings onto the device is never looked at again
+            levels = list(range(len(space.levels)))
+            hardest = least(space, self._bases, levels[-1:])[levels[-1]]
+            small = hardest * _SLACK <= space.hardware.gpu.memory
+            self._bases = pick(self._bases, small)
+            self._least = {levels[-1]: hardest[small]} | least(space, self._bases, levels[:-1])
+
+    def best(self, capacity: float, most: int = 10) -> Front:
+        """The quickest layouts that fit into so many bytes, with all that are nearly as quick."""
+        front = Front(most)
+        bases, bound = self._ordered(capacity)
+        beams = _BEAMS if self.space.run.model.moe is None else _BEAMS_SPARSE
+        for beam in beams if len(bound) else ():  # something good to begin with spares opening much else
+            _open(self.space, self._rates, capacity, pick(bases, slice(beam)), front, beam)
+        first = front.columns, front.seconds, front.bytes
+        front.columns, front.seconds, front.bytes = {}, front.seconds[:0], front.bytes[:0]
+        at, size = 0, _FIRST
+        while at < len(bound):
+            stop = min(at + size, int(np.searchsorted(bound, front.limit, side="right")))
+            if stop <= at:
+                break
+            _open(self.space, self._rates, capacity, pick(bases, slice(at, stop)), front)
+            at, size = at + size, min(2 * size, _LARGEST)
+        if len(first[1]) and not (len(front.seconds) and front.seconds[0] <= first[1][0]):
+            front.add(*first)  # found already, whatever a bound says of it
+        if not len(front.seconds):
+            self._last(capacity, front)
+        return front
+
+    def _last(self, capacity: float, front: Front) -> None:
+        """The smallest layout, if that fits: stages that are cut better than bounds know must not be what makes "nothing fits"."""
+        need, row = smallest(self.space) if self.count else (np.inf, {})
+        if need > capacity:
+            return
+        place = int(row["offload"][0])
+        if on_host(self.space, row, place) > self.space.hardware.host_memory:
+            place = OFFLOAD.index("nvme")
+        if place in self.space.savings["offload"]:
+            row = row | {"offload": np.array([place])}
+            front.fitting += 1
+            front.add(row, _seconds(self.space, self._rates, row, {}), np.array([need]))
+
+    def glimpse(self, capacity: float) -> Front:
+        """A good layout that fits into so many bytes, in a moment: the best of those that look best."""
+        front = Front(1)
+        bases, bound = self._ordered(capacity)
+        if not len(bound):
+            return front
+        _open(self.space, self._rates, capacity, pick(bases, slice(_BEAMS[0])), front, _BEAMS[0])
+        return front
+
+    def _ordered(self, capacity: float) -> tuple[Columns, Floats]:
+        """Bases that could fit, those with the lowest bound first."""
+        if not len(self._bases["pipeline"]):
+            return self._bases, np.zeros(0)
+        level = fitting(self.space, self._bases, self._least, capacity / _SLACK)
+        bases = pick(self._bases | {"level": level}, level >= 0)
+        bound = _base_bound(self.space, self._rates, bases)
+        order = np.argsort(bound, kind="stable")
+        return pick(bases, order), bound[order]
+
+
+def smallest(space: Space) -> tuple[float, Columns]:
+    """The smallest layout there is, fitting or not: its bytes, and its columns."""
+    bases = space.with_micro_batches(space.degrees())
+    if not len(bases["pipeline"]):
+        return np.inf, {}
+    bases = space.with_experts(pick(bases, bases["micro_batch"] == bases["micro_batch"].min()))
+    hard = {"level": len(space.levels) - 1, "offload": int(space.savings["offload"].max())}
+    hard["offload"] = min(hard["offload"], OFFLOAD.index("cpu"))  # files spare a device no more than its host does
+    if hard["offload"] not in space.savings["offload"]:
+        hard["offload"] = int(space.savings["offload"].max())
+    rows = space.with_orders(bases)
+    lean = np.isin(rows["schedule"], [SCHEDULES.index("1f1b"), SCHEDULES.index("zbv")])
+    rows, total = _spread(space, pick(rows, lean) if lean.any() else rows, hard)
+    if not len(total):
+        return np.inf, {}
+    # With more stages the head's rank can be given fewer layers, which decides between the smallest.
+    near = np.argsort(total, kind="stable")[:_NEAREST]
+    rows, total = _spread(space, space.with_orders({name: rows[name][near] for name in bases}), hard)
+    best = int(np.argmin(total))
+    row = pick(rows, slice(best, best + 1))
+    return float(total[best]), row | _codes(space, hard["level"], hard["offload"], 1)
+
+
+def _spread(space: Space, rows: Columns, hard: dict[str, int]) -> tuple[Columns, Floats]:
+    """Each with every split of its replicas, and its bytes."""
+    rows = space.with_spreads(rows)
+    rows = pick(rows, rows["shard"] * 4 >= rows["replicas"]) if len(rows["pipeline"]) > 1 << 16 else rows
+    if not len(rows["pipeline"]):
+        return rows, np.zeros(0)
+    return rows, np.broadcast_to(footprint(space.work(rows, **hard)).total, len(rows["pipeline"]))
+
+
+def _codes(space: Space, level: int, offload: int, count: int) -> Columns:
+    """Columns of what is traded for memory, the same in so many rows."""
+    codes = space.of_level(level) | {"offload": offload}
+    return {name: np.full(count, code) for name, code in codes.items()}
+
+
+def _base_bound(space: Space, rates: Rates, bases: Columns) -> Floats:
+    """Seconds of computing and of what blocks send each other, spread over the pipeline as evenly as it could ever be.
+
+    Where experts are not yet dealt, they compute as well as they ever could, and nothing travels to them.
+    """
+    if not len(bases["pipeline"]):
+        return np.zeros(0)
+    easy: dict[str, Any] = {"offload": int(space.savings["offload"].min())}
+    undealt = space.run.model.moe is not None and "expert" not in bases
+    if undealt:
+        easy["expert"] = 1 << 40
+    work = space.work(bases, data=bases["replicas"], **easy)
+    times = step_times(work, _unadded(rates))
+    layers = np.ceil(work.layers / work.pipeline)
+    even = work.layers / (work.pipeline * layers)
+    each = (times.forward + times.input + times.weight) * work.accumulation
+    if undealt:
+        each = np.maximum(each - times.expert, 0.0)
+    each = each * even + np.where(work.pipeline == 1, times.head * work.accumulation, 0.0)
+    spread = rates.spread * np.log2(max(space.gpus / 8, 1.0))
+    return np.broadcast_to(each * (1 + spread), len(bases["pipeline"]))
+
+
+def _unadded(rates: Rates) -> Rates:
+    """For bounds: shards of gradients are added up in no time, while whole replicas, as which the jobs are judged, take some."""
+    return replace(rates, adding=0.0)
+
+
+def _stretch(times: Times) -> Any:
+    """What waiting for stragglers multiplies a step by."""
+    return 1 + times.other / (times.step - times.other)
+
+
+def _open(space: Space, rates: Rates, capacity: float, bases: Columns, front: Front, beam: int | None = None) -> None:
+    """Every layout of these bases that could matter; or, of each level, the `beam` that look best."""
+    rows = space.with_experts(bases)
+    if space.run.model.moe is not None:
+        rows, _ = _promising(rows, _base_bound(space, rates, rows), front, beam)
+    rows = space.with_orders(rows)
+    rows, bound = _promising(rows, _order_bound(space, rates, rows, front), front, beam)
+    before, fits = rows["level"], fitted(space, rows, capacity / _ALMOST)
+    rows, bound, more = pick(rows | {"level": fits}, fits >= 0), bound[fits >= 0], (fits != before)[fits >= 0]
+    bound[more] = _order_bound(space, rates, pick(rows, more), front)
+    rows, _ = _promising(rows, bound, front, beam)
+    rows = space.with_spreads(rows)
+    if not len(rows["pipeline"]):
+        return
+    easy = int(space.savings["offload"].min())
+    seconds = np.broadcast_to(step_times(space.work(rows, offload=easy), rates).step, len(rows["pipeline"]))
+    front.timed += len(seconds)
+    rows, seconds = _promising(rows, seconds, front, None)
+    if len(rows["pipeline"]):
+        _save(space, rates, capacity, rows, seconds, front)
+
+
+def _promising(rows: Columns, bound: Floats, front: Front, beam: int | None) -> tuple[Columns, Floats]:
+    """Those that could still be among the best, with their bounds; at most `beam`, the best of them."""
+    if beam is not None and len(bound) > beam:
+        kept = np.argpartition(bound, beam)[:beam]
+        rows, bound = pick(rows, kept), bound[kept]
+    keep = bound <= front.limit
+    return pick(rows, keep), bound[keep]
+
+
+def _order_bound(space: Space, rates: Rates, rows: Columns, front: Front) -> Floats:
+    """Seconds of a step in which replicas need not meet."""
+    if not len(rows["pipeline"]):
+        return np.zeros(0)
+    work = space.work(rows, data=rows["replicas"], offload=int(space.savings["offload"].min()))
+    times = step_times(work, _unadded(rates))
+    front.timed += len(rows["pipeline"])
+    bound = (times.step - times.other - times.data - times.optimizer - times.offload) * _stretch(times)
+    return np.broadcast_to(bound, len(rows["pipeline"]))
+
+
+def _seconds(space: Space, rates: Rates, rows: Columns, savings: dict[str, int]) -> Floats:
+    if not len(rows["pipeline"]):
+        return np.zeros(0)
+    return np.broadcast_to(step_times(space.work(rows, **savings), rates).step, len(rows["pipeline"]))
+
+
+def _save(space: Space, rates: Rates, capacity: float, rows: Columns, first: Floats, front: Front) -> None:
+    """What is traded for memory, the cheapest first: where less fits, more of it only costs time. `first`: seconds with the level that
+    each has to begin with, and least offloaded.
+
+    Selective recomputation undoes halved backwards, so schedules that live of them are tried with full recomputation too, as is
+    recomputing only some of the blocks.
+    """
+    loose, lowest = unordered(space), rows["level"]
+    rows = {name: column for name, column in rows.items() if name != "level"}
+    splits = np.isin(rows["schedule"], _SPLITS)
+    reached = np.full(len(lowest), len(space.levels))  # the least recomputation that fits, with less offloaded
+    places = sorted(set(space.savings["offload"].tolist()))
+    for offload in places:
+        open_ = np.ones(len(lowest), bool)
+        for level, (mode, _) in enumerate(space.levels):
+            trying = np.flatnonzero(open_ & (reached > level) & (lowest <= level))
+            taken = {"level": level, "offload": offload}
+            seconds = first[trying]
+            new = lowest[trying] < level if offload == places[0] else np.ones(len(trying), bool)
+            seconds[new] = _seconds(space, rates, pick(rows, trying[new]), taken)
+            quick = seconds <= front.limit
+            trying, seconds = trying[quick], seconds[quick]
+            front.timed += int(new.sum())
+            if not len(trying):
+                continue
+            some = pick(rows, trying)
+            total = np.broadcast_to(footprint(space.work(some, **taken)).total, len(trying))
+            fits = (total <= capacity) & (on_host(space, some, offload) <= space.hardware.host_memory)
+            done = trying[fits]
+            codes = _codes(space, level, offload, len(done))
+            front.fitting += len(done)
+            front.add(pick(some, fits) | codes, seconds[fits], total[fits])
+            final = done[~((mode == SELECTIVE) & (splits[done] | (level == loose)))]
+            open_[final] = False
+            reached[final] = level
+
+
+def on_host(space: Space, rows: Columns, offload: Any) -> Any:
+    """Bytes of one host's memory that offloaded states take: a master and the moments of every value that its ranks own."""
+    moments = 4 if space.run.precision.optimizer == "bf16" else 8
+    everywhere = space.run.model.parameters() * (4 + moments) * rows["data"] * rows["context"]
+    return np.where(offload == OFFLOAD.index("cpu"), everywhere / space.gpus * min(space.hardware.node, space.gpus), 0.0)
+
+
+Ints = npt.NDArray[np.int64]
+SELECTIVE = RECOMPUTE.index("selective")
+_FEW = 512
+"""Rows up to which asking everything at once takes less time than asking only what is still open."""
+
+
+def least(space: Space, rows: Columns, levels: list[int]) -> dict[int, Floats]:
+    """Bytes by the level of recomputation."""
+    ways, count = _ways(space, rows), len(rows["pipeline"])
+    found = _bytes(space, rows, [(level, way) for level in levels for way in ways]).reshape(len(levels), len(ways), count)
+    return dict(zip(levels, found.min(axis=1), strict=True))
+
+
+def fitting(space: Space, rows: Columns, known: dict[int, Floats], capacity: float) -> Ints:
+    """The level from which on each fits; -1: none. `known`: what `least` said of them."""
+    level = np.full(len(rows["pipeline"]), -1)
+    for one in sorted(known, reverse=True):
+        level = np.where(known[one] <= capacity, one, level)
+    return np.where(level == unordered(space), 0, level)
+
+
+def fitted(space: Space, rows: Columns, capacity: float) -> Ints:
+    """The same where nothing is known yet: what the hardest level does not bring onto the device is not asked further."""
+    levels, count = len(space.levels), len(rows["pipeline"])
+    if count <= _FEW:
+        return fitting(space, rows, least(space, rows, list(range(levels))), capacity)
+    level, ways = np.full(count, -1), _ways(space, rows)
+    for one in (levels - 1, *range(levels - 1)):
+        open_ = np.flatnonzero(level == (-1 if one == levels - 1 else levels - 1))
+        for way in ways:
+            (need,) = _bytes(space, pick(rows, open_), [(one, {name: column[open_] for name, column in way.items()})])
+            level[open_[need <= capacity]] = one
+            open_ = open_[need > capacity]
+    return np.where(level == unordered(space), 0, level)
+
+
+def unordered(space: Space) -> int | None:
+    """The level of selective recomputation, where some of the blocks may be recomputed instead, which can be quicker and smaller."""
+    some = any(every > 1 for _, every in space.levels) and len(space.levels) > 1
+    return space.levels.index((SELECTIVE, 1)) if some and (SELECTIVE, 1) in space.levels else None
+
+
+def _ways(space: Space, rows: Columns) -> list[Columns]:
+    """To spread a state, of stages as even and as small as they can be where they are still open. Whether spreading parameters spares
+    anything over spreading gradients depends on the stages: both are looked at."""
+    pipelined = rows["pipeline"] > 1
+    ways = [{"zero": np.where(pipelined, 2, 3)}]
+    if np.any(pipelined & (rows["replicas"] > 1)):
+        ways.append({"zero": np.full(len(pipelined), 3)})
+    if "schedule" not in rows and pipelined.any():
+        most = np.where(pipelined, np.maximum(space.run.model.layers // rows["pipeline"], 1), 1)
+        order = np.where(most > 1, SCHEDULES.index("interleaved-1f1b"), SCHEDULES.index("1f1b"))
+        ways.append({"zero": np.full(len(pipelined), 3), "schedule": order, "stages": most})
+    return ways
+
+
+def _bytes(space: Space, rows: Columns, asked: list[tuple[int, Columns]]) -> Floats:
+    """Of each row with each level and way."""
+    count = len(rows["pipeline"])
+    if not count or not asked:
+        return np.zeros((len(asked), count))
+    rows = {name: column for name, column in rows.items() if name != "level"}
+    spread: dict[str, Any] = {"data": 1, "offload": int(space.savings["offload"].max())}
+    moe = space.run.model.moe
+    if moe is not None and "expert" not in rows:
+        rows["expert"] = np.gcd(moe.experts, space.gpus // rows["pipeline"])
+
+    def need(some: Columns, way: Columns, level: Any) -> Floats:
+        work = space.work(some, **spread, **way, shard=some["replicas"], level=level)
+        return np.broadcast_to(footprint(work).total, len(some["pipeline"]))
+
+    if count > _FEW:
+        return np.stack([need(rows, way, level) for level, way in asked])
+    usual = {"schedule": SCHEDULES.index("1f1b"), "stages": 1}
+    names = list(dict.fromkeys(name for _, way in asked for name in way))
+    ways = {name: np.concatenate([way.get(name, np.full(count, usual.get(name, 0))) for _, way in asked]) for name in names}
+    level = np.repeat([level for level, _ in asked], count)
+    every = {name: np.tile(column, len(asked)) for name, column in rows.items()}
+    return need(every, ways, level).reshape(len(asked), count)

@@ -1,0 +1,238 @@
+"""One layout of a run with everything that the cost model predicts of it, and the result of a search.
+
+`planning/search/search` and `planning/search/candidate` make candidates; what shows, compares, simulates or trains a plan reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, cast
+
+import numpy as np
+
+from phalanx.planning.cost.footprint import Footprint, footprint
+from phalanx.planning.cost.job_table import OFFLOAD, RECOMPUTE, Work
+from phalanx.planning.cost.run_cost import cost, upkeep
+from phalanx.planning.cost.step_time import PARTS, Times, step_times
+from phalanx.planning.machines.rates import Rates
+from phalanx.planning.search.space import Columns, Space, layout_of, pick
+from phalanx.spec.layout import Layout
+from phalanx.spec.run import Memory
+
+_SCHEDULE_SUFFIXES = {"1f1b": "", "interleaved-1f1b": "", "looped-bfs": "-bfs", "interleaved-zero-bubble": "-zb"}
+"""Short names of schedules in the name of a layout; the other schedules keep their own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A layout with every other choice made, and its predicted memory, time and price."""
+
+    layout: Layout
+    micro_batch: int
+    accumulation: int
+    compute: Literal["fp32", "bf16", "fp16", "fp8"]
+    recompute: Literal["none", "selective", "full"]
+    recompute_every: int
+    """Only every N-th block is recomputed."""
+    offload: Literal["none", "cpu", "nvme"]
+
+    memory: dict[str, float]
+    """Bytes of the fullest rank by component: parameters, gradients, optimizer, activations, logits, gathered, buffers, fixed."""
+    fullest: int
+    """The pipeline rank that uses most memory."""
+    capacity: float
+    """Bytes of the device."""
+
+    seconds: float
+    """Time of a step."""
+    low: float
+    """P10 of the step."""
+    high: float
+    """P90 of the step."""
+    split: dict[str, float]
+    """Seconds of a step by part, as `planning/cost/step_time` names the parts."""
+    pieces: dict[str, float]
+    """Seconds of forward, input, weight, head, hop and tail of one micro-batch: what a simulation of the step starts from."""
+
+    tokens_per_second: float
+    mfu: float | None
+    days: float
+    """Time of the whole run without failures."""
+    goodput: float
+    """Fraction of the time that becomes progress, with failures and saving."""
+    save_every: float | None
+    """Seconds between checkpoints that give this goodput; None: nothing fails."""
+    price: float | None
+    """US dollars of the whole run, with failures; None: no price is known."""
+    energy: float | None
+    """Joules of the whole run; None: no power is known."""
+
+    compiled: bool = False
+    """Whether blocks are compiled."""
+
+    @property
+    def name(self) -> str:
+        """The layout in the field's shorthand, such as "PP16v8 ZeRO1×128 TP8+SP"."""
+        return layout_name(self.layout)
+
+    @property
+    def bytes(self) -> float:
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.bytes <= self.capacity
+
+    @property
+    def expected_days(self) -> float:
+        """Time of the whole run with failures and saving."""
+        return self.days / self.goodput
+
+    @property
+    def gpu_hours(self) -> float:
+        """Device-hours of the whole run with failures and saving."""
+        return 24 * self.expected_days * self.layout.ranks
+
+    @property
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """P10 and P90 of everything that follows from the step's time, by field name."""
+        low, high = self.low / self.seconds, self.high / self.seconds
+        grow = {
+            "seconds": self.seconds,
+            "days": self.days,
+            "expected_days": self.expected_days,
+            "gpu_hours": self.gpu_hours,
+            "price": self.price,
+            "energy": self.energy,
+        }
+        shrink = {"tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
+        ranges = {name: (value * low, value * high) for name, value in grow.items() if value is not None}
+        return ranges | {name: (value / high, value / low) for name, value in shrink.items() if value is not None}
+
+    def with_savings(self, memory: Memory) -> Memory:
+        """The run file's [memory] with this candidate's recomputation and offload."""
+        return replace(memory, recompute=self.recompute, recompute_every=self.recompute_every, offload=self.offload)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alternative:
+    """A layout that a reader may expect, and why it is not the best."""
+
+    candidate: Candidate | None
+    """None: the layout is not legal."""
+    name: str
+    """Such as "TP16"."""
+    reason: str
+    """Such as "leaves the NVLink island, +38 % exposed communication"."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchResult:
+    """The best candidate of a search and the candidates it was compared with."""
+
+    best: Candidate
+    runners_up: tuple[Candidate, ...]
+    """The next candidates, each with another layout, fastest first."""
+    alternatives: tuple[Alternative, ...]
+    considered: int
+    """Legal candidates that the search covered. Most are ruled out in groups, by bounds that no member can beat."""
+    fitting: int
+    """Candidates that were judged one by one and fit."""
+    seconds: float
+    """CPU time of the search."""
+    timed: int = 0
+    """Candidates that were judged one by one."""
+    assumptions: tuple[str, ...] = ()
+    """Sentences on what neither the run file nor the catalogue says."""
+    curve: tuple[Candidate, ...] = ()
+    """Trade-off of memory against time: the fastest candidate at each memory, least memory first."""
+
+
+def layout_name(layout: Layout) -> str:
+    """The layout in the field's shorthand: PP16v8 ZeRO1×128 TP8+SP."""
+    expert = f"EP{layout.expert}" + (f"×{layout.expert_tensor}" if layout.expert_tensor > 1 else "")
+    order = _SCHEDULE_SUFFIXES.get(layout.schedule, f"-{layout.schedule}")
+    # V-shaped schedules always have two stages per rank.
+    stages = f"v{layout.stages_per_rank}" if layout.stages_per_rank > 1 and layout.schedule not in ("zbv", "dualpipev") else ""
+    method = "" if layout.context_method == "ring" else f"-{layout.context_method}"
+    parts = [
+        f"PP{layout.pipeline}{stages}{order}" if layout.pipeline > 1 else "",
+        f"DP{layout.data}" if (layout.data or 1) > 1 else "",
+        (f"FSDP{layout.shard}" if layout.zero == 3 else f"ZeRO{layout.zero}×{layout.shard}") if layout.shard > 1 else "",
+        f"CP{layout.context}{method}" if layout.context > 1 else "",
+        f"TP{layout.tensor}{'+SP' if layout.sequence else ''}" if layout.tensor > 1 else "",
+        expert if layout.expert * layout.expert_tensor > 1 else "",
+    ]
+    return " ".join(part for part in parts if part) or "one device"
+
+
+_DAY = 86400.0
+_PIECES = ("forward", "input", "weight", "head", "hop", "tail")
+
+
+class _Judged(NamedTuple):
+    """All rows, judged together."""
+
+    work: Work
+    held: Footprint
+    times: Times
+
+
+def options(space: Space, rates: Rates, columns: Columns, capacity: float | None = None) -> list[Candidate]:
+    """One of each row. `capacity`: bytes that it may take, where those are fewer than the device has."""
+    if not len(columns["pipeline"]):
+        return []
+    work = space.work(columns)
+    judged = _Judged(work, footprint(work), step_times(work, rates))
+    return [_option(space, judged, row, capacity) for row in range(len(columns["pipeline"]))]
+
+
+def _option(space: Space, judged: _Judged, row: int, capacity: float | None) -> Candidate:
+    work, held, times = judged
+    seconds = _real(times.step, row)
+    run, hardware = space.run, space.hardware
+    layout = layout_of(run, work, row)
+    tokens = run.batch_tokens / seconds
+    own = 12.0 * run.model.parameters() / (layout.pipeline * layout.tensor * layout.shard)
+    kept = upkeep(hardware, state=own, ranks=space.gpus, step=seconds)
+    counts = float(kept.goodput)
+    spent = cost(hardware, step=seconds, steps=run.steps, goodput=counts, devices=space.gpus)
+    peak = float(work.peak) * space.gpus
+    return Candidate(
+        layout=layout,
+        micro_batch=_at(work.micro_batch, row),
+        accumulation=run.batch // layout.replicas // _at(work.micro_batch, row),
+        compute=cast(Literal["fp32", "bf16", "fp16", "fp8"], space.compute),
+        recompute=cast(Literal["none", "selective", "full"], RECOMPUTE[_at(work.recompute, row)]),
+        recompute_every=_at(work.recompute_every, row) if _at(work.recompute, row) else 1,
+        offload=cast(Literal["none", "cpu", "nvme"], OFFLOAD[_at(work.offload, row)]),
+        memory=held.at(row),
+        fullest=_at(held.fullest, row),
+        capacity=float(work.memory) if capacity is None else min(capacity, float(work.memory)),
+        seconds=seconds,
+        low=_real(times.low, row),
+        high=_real(times.high, row),
+        split={part: _real(getattr(times, part), row) for part in PARTS},
+        pieces={piece: _real(getattr(times, piece), row) for piece in _PIECES},
+        tokens_per_second=tokens,
+        mfu=tokens * run.model.flops_per_token(run.train.sequence_length) / peak if peak else None,
+        days=seconds * run.steps / _DAY,
+        goodput=counts,
+        save_every=None if kept.save_every is None else float(kept.save_every),
+        price=spent.dollars,
+        energy=spent.joules,
+        compiled=run.memory.compile,
+    )
+
+
+def one(space: Space, rates: Rates, columns: Columns, row: int, capacity: float | None = None) -> Candidate:
+    """Of one row."""
+    return options(space, rates, pick(columns, slice(row, row + 1)), capacity)[0]
+
+
+def _at(column: Any, row: int) -> int:
+    return int(column[row] if np.ndim(column) else column)
+
+
+def _real(column: Any, row: int) -> float:
+    return float(column[row] if np.ndim(column) else column)

@@ -1,0 +1,404 @@
+"""Every legal layout of a run on a cluster, as columns of `planning/cost/job_table`. `planning/search/search` takes the space level by level, as most
+of it can be told to be slower or too large before it is spelled out; `candidates` spells all of it out.
+
+What the run file gives is kept, the rest is enumerated. Legal is what `spec/check_layout` and `planning/resolve` let pass, no more
+and no less: a test compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.planning.cost.job_table import METHODS, OFFLOAD, RECOMPUTE, SCHEDULES, Work, machine_columns, model_columns
+from phalanx.planning.machines.cluster import Hardware
+from phalanx.spec.layout import Layout, Schedule
+from phalanx.spec.run import Memory, Run
+
+_DEFAULT, _MEMORY = Layout(), Memory()
+_HOPPER = ("h", "b", "gb")
+"""How the catalogue's names of GPUs of that generation and later begin."""
+_SINGLE, _V_SHAPED = ("gpipe", "1f1b"), ("zbv", "dualpipev")
+_NONE, _SELECTIVE, _FULL = (RECOMPUTE.index(mode) for mode in ("none", "selective", "full"))
+_LEVELS = ((_NONE, 1), (_SELECTIVE, 1), (_FULL, 4), (_FULL, 3), (_FULL, 2), (_FULL, 1))
+"""What of the blocks may be computed again, and in every so manieth of them: what costs least time first."""
+_DIVIDED = {"pipeline", "data", "shard", "context", "tensor", "expert", "expert_tensor", "micro_batch"}
+"""Columns that the equations divide by, over and over: as floats from the beginning that takes half the time."""
+_FEW = 64
+"""Devices up to which some of the blocks may be recomputed. Beyond, stages have too few blocks for that to be even, and layouts are so
+many that looking at it would take most of a search's time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """All layouts of a run on so many devices."""
+
+    run: Run
+    hardware: Hardware
+    gpus: int
+    exact: bool = False
+    """The layout is what the run file says, its defaults too; only micro-batches and what is traded for memory are open."""
+    _tables: dict[Any, Columns] = field(default_factory=dict, repr=False)
+
+    @property
+    def compute(self) -> str:
+        return compute_of(self.run, self.hardware)
+
+    def degrees(self) -> Columns:
+        """pipeline, replicas (data × shard), context, tensor, method, sequence_parallel: what does not divide anything is not there."""
+        rows = []
+        for tensor in filter(self._tensor_legal, self._free("tensor", divisors(self.gpus))):
+            for context in self._free("context", divisors(self.gpus // tensor)):
+                if self.gpus % (tensor * context):
+                    continue
+                views = [(m, s) for m in self._methods(tensor, context) for s in self._sequence(tensor, context)]
+                for pipeline in self._free("pipeline", divisors(self.gpus // tensor // context)) if views else ():
+                    replicas, rest = divmod(self.gpus // tensor // context, pipeline)
+                    if not rest and self._pipeline_legal(pipeline) and self.run.batch % replicas == 0:
+                        rows += [(pipeline, replicas, context, tensor, *view) for view in views]
+        return columns_of(("pipeline", "replicas", "context", "tensor", "method", "sequence_parallel"), rows)
+
+    def with_micro_batches(self, columns: Columns) -> Columns:
+        """Each joined with every size of a micro-batch that divides a replica's share of the batch."""
+        return self._join(columns, columns["replicas"], "micro", self._micro_batches)
+
+    def with_experts(self, columns: Columns) -> Columns:
+        """… with every way of sharing experts among the ranks of a stage: expert, expert_tensor."""
+        return self._join(columns, self.gpus // columns["pipeline"], "experts", self._experts)
+
+    def with_orders(self, columns: Columns) -> Columns:
+        """… with every schedule and number of stages: schedule, stages."""
+        return self._join(columns, columns["pipeline"], "orders", self._orders)
+
+    def with_spreads(self, columns: Columns) -> Columns:
+        """… with every split of the replicas into copies and shards: data, shard, zero."""
+        return self._join(columns, columns["replicas"], "spreads", self._spreads)
+
+    def with_savings(self, columns: Columns) -> Columns:
+        """… with what may be traded for memory: recompute, recompute_every, offload."""
+        return self._join(columns, np.zeros_like(columns["pipeline"]), "savings", lambda _: self.savings)
+
+    def count(self, columns: Columns) -> int:
+        """Candidates that these bases (with micro-batches and experts) stand for."""
+        orders = lengths(columns["pipeline"], lambda p: len(self._table("orders", p, self._orders)["schedule"]))
+        spreads = lengths(columns["replicas"], lambda r: len(self._table("spreads", r, self._spreads)["data"]))
+        return int((orders * spreads).sum()) * len(self.savings["recompute"])
+
+    def count_all(self, columns: Columns) -> int:
+        """The same of bases that experts have not been joined with."""
+        experts = lengths(self.gpus // columns["pipeline"], lambda r: len(self._table("experts", r, self._experts)["expert"]))
+        orders = lengths(columns["pipeline"], lambda p: len(self._table("orders", p, self._orders)["schedule"]))
+        spreads = lengths(columns["replicas"], lambda r: len(self._table("spreads", r, self._spreads)["data"]))
+        return int((experts * orders * spreads).sum()) * len(self.savings["recompute"])
+
+    def work(self, columns: Columns, **more: Any) -> Work:
+        """The columns as jobs; what is not in them is taken from the run, the machine and `more`. "level", among them, is a place in
+        `levels`, for recompute and recompute_every."""
+        run, memory = self.run, self.run.memory
+        known: dict[str, Any] = {
+            **model_columns(run.model),
+            **machine_columns(self.hardware, self.compute),
+            **_kept_columns(run, self.hardware),
+            "sequence": run.train.sequence_length,
+            "batch": run.batch,
+            "ranks": self.gpus,
+            "activations_on_host": int(memory.activations == "cpu"),
+            "loss_chunk": memory.loss_chunk or 0,
+            "compute_bytes": 4 if self.compute == "fp32" else 2,
+            "fp8": int(self.compute == "fp8") * (3 if memory.compile else 2),
+            "compiled": int(memory.compile),
+        }
+        mine = {name: column for name, column in columns.items() if name != "replicas"} | more
+        if "level" in mine:
+            mine |= self.of_level(mine.pop("level"))
+        for name in _DIVIDED & mine.keys():
+            mine[name] = np.asarray(mine[name], np.float64)
+        return Work(**(known | mine))
+
+    @property
+    def levels(self) -> list[tuple[int, int]]:
+        """Codes of recompute with recompute_every, as they may be had: what costs least time first."""
+        memory = self.run.memory
+        if memory.recompute != _MEMORY.recompute:
+            return [(RECOMPUTE.index(memory.recompute), memory.recompute_every)]
+        whole, every = memory.compile or memory.activations == "cpu", memory.recompute_every
+        modes = [level for level in _LEVELS if not (whole and level[0] == _SELECTIVE)]
+        if every > 1:
+            return [(mode, every) for mode, often in modes if mode != _NONE and often == 1]
+        most = self.run.model.layers if self.exact or self.gpus <= _FEW else 1
+        return [level for level in modes if level[1] <= most]
+
+    def of_level(self, level: Any) -> dict[str, Any]:
+        """recompute and recompute_every of places in `levels`."""
+        table = np.array(self.levels, dtype=np.int64)
+        return {"recompute": table[level, 0], "recompute_every": table[level, 1]}
+
+    @property
+    def savings(self) -> Columns:
+        """Whatever of recompute, recompute_every and offload may be had together, as codes."""
+        return self._table("savings", 0, self._savings)
+
+    def _savings(self, _: int) -> Columns:
+        memory = self.run.memory
+        open_ = [0, 2] if self.hardware.device == "cpu" else [0, 1, 2]  # cores compute where "cpu" would put things
+        offload = [OFFLOAD.index(memory.offload)] if memory.offload != _MEMORY.offload else open_
+        if self.run.optimizer.name == "muon":
+            offload = [place for place in offload if not place]
+        if memory.offload_path is not None:
+            offload = [place for place in offload if place == OFFLOAD.index("nvme")]
+        rows = [(*level, place) for level in self.levels for place in offload]
+        return columns_of(("recompute", "recompute_every", "offload"), rows)
+
+    def _micro_batches(self, replicas: int) -> Columns:
+        share, given = self.run.batch // replicas, self.run.train.micro_batch
+        sizes = divisors(share) if given is None else ([given] if share % given == 0 else [])
+        return columns_of(("micro_batch",), [(size,) for size in sizes])
+
+    def _experts(self, ranks: int) -> Columns:
+        model, moe = self.run.model, self.run.model.moe
+        pairs = [(1, 1)]
+        shared = moe is not None and model.module is None and model.dense_layers < model.layers
+        if moe is not None and shared and self.run.optimizer.sync_every == 1:
+            pairs = [
+                (expert, slices)
+                for expert in divisors(ranks)
+                for slices in divisors(ranks // expert)
+                if (expert == slices == 1) or (moe.experts % expert == 0 and not _leaves_none(moe.ffn, slices))
+            ]
+        pairs = [pair for pair in pairs if self._may("expert", pair[0]) and self._may("expert_tensor", pair[1])]
+        return columns_of(("expert", "expert_tensor"), pairs)
+
+    def _orders(self, pipeline: int) -> Columns:
+        given = self.run.layout
+        kinds = [kind for kind in SCHEDULES if self._may("schedule", kind)]
+        if pipeline == 1:
+            plain = given.schedule == _DEFAULT.schedule and given.stages is None and given.schedule_file is None
+            return columns_of(("schedule", "stages"), [(SCHEDULES.index("1f1b"), 1)] if plain else [])
+        if given.schedule_file is not None:  # how its stages lie is known when it is read
+            return columns_of(("schedule", "stages"), [(SCHEDULES.index("1f1b"), 1)])
+        most = self.run.model.layers // pipeline
+        rows = [
+            (SCHEDULES.index(kind), stages)
+            for kind in kinds
+            for stages in ((1,) if kind in _SINGLE else (2,) if kind in _V_SHAPED else range(1, most + 1))
+            if stages <= most and self._stages_may(kind, stages)
+        ]
+        return columns_of(("schedule", "stages"), rows)
+
+    def _spreads(self, replicas: int) -> Columns:
+        given, apart = self.run.layout, self.run.optimizer.sync_every > 1
+        rows = [
+            (replicas // shard, shard, zero)
+            for shard in self._free("shard", divisors(replicas))
+            if replicas % shard == 0 and given.data in (None, replicas // shard) and not (apart and replicas // shard == 1)
+            for zero in ((1, 2, 3) if shard > 1 else (3,))
+            if self._may("zero", zero)
+        ]
+        return columns_of(("data", "shard", "zero"), rows)
+
+    def _tensor_legal(self, tensor: int) -> bool:
+        model = self.run.model
+        if tensor == 1 or model.module is not None:
+            return self.gpus % tensor == 0
+        shared = model.moe.shared * model.moe.ffn if model.moe is not None and model.moe.shared else None
+        sizes = (model.hidden, model.vocab, shared)
+        empty = any(size is not None and _leaves_none(size, tensor) for size in sizes)
+        return self.gpus % tensor == 0 and model.heads % tensor == 0 and not empty
+
+    def _methods(self, tensor: int, context: int) -> list[int]:
+        """Ways of attending that this many ranks of a sequence can have; with one rank there is nothing to choose."""
+        model, length = self.run.model, self.run.train.sequence_length
+        if context == 1:
+            return [METHODS.index(self.run.layout.context_method)]
+        if model.mtp_depth or model.module is not None:
+            return []
+        legal = [method for method in METHODS if length % (context * (1 if method == "ulysses" else 2)) == 0]
+        if (model.heads // tensor) % context:
+            legal = [method for method in legal if method != "ulysses"]
+        return [METHODS.index(method) for method in legal if self._may("context_method", method)]
+
+    def _sequence(self, tensor: int, context: int) -> list[int]:
+        model, given = self.run.model, self.run.layout.sequence
+        if tensor == 1:
+            return [] if given else [0]
+        even = self.run.train.sequence_length % (tensor * context) == 0
+        if model.module is not None:
+            return [] if given else [0]
+        whole = even or model.moe is None
+        return [int(on) for on in (False, True) if self._may("sequence", on) and (even if on else whole)]
+
+    def _pipeline_legal(self, pipeline: int) -> bool:
+        model, given = self.run.model, self.run.layout
+        if pipeline == 1:
+            return given.schedule == _DEFAULT.schedule and given.stages is None and given.schedule_file is None
+        return pipeline <= model.layers and not model.mtp_depth and model.module is None
+
+    def _free(self, name: str, values: Iterable[int]) -> list[int]:
+        """The given value of a key of the layout, or all of these."""
+        given = getattr(self.run.layout, name)
+        return [given] if self.exact or given != getattr(_DEFAULT, name) else list(values)
+
+    def _may(self, name: str, value: object) -> bool:
+        """Whether a key of the layout is open, or given so."""
+        given = getattr(self.run.layout, name)
+        return given == value or (not self.exact and given == getattr(_DEFAULT, name))
+
+    def _stages_may(self, kind: str, stages: int) -> bool:
+        given = self.run.layout.stages
+        usual = 1 if kind in _SINGLE else 2
+        return stages == (given or usual) if self.exact else given in (None, stages)
+
+    def _join(self, columns: Columns, keys: npt.NDArray[np.int64], name: str, make: Callable[[int], Columns]) -> Columns:
+        return join(columns, keys, lambda key: self._table(name, key, make))
+
+    def _table(self, name: str, key: int, make: Callable[[int], Columns]) -> Columns:
+        if (name, key) not in self._tables:
+            self._tables[name, key] = make(key)
+        return self._tables[name, key]
+
+
+def space(run: Run, hardware: Hardware, gpus: int | None = None) -> Space:
+    """Of the whole cluster, or of so many of its devices."""
+    return Space(run, hardware, hardware.gpus if gpus is None else gpus)
+
+
+def exactly(run: Run, hardware: Hardware) -> Space:
+    """Of the run file's own layout, with as many replicas as the cluster has room for where it does not say."""
+    layout = run.layout
+    if layout.data is None:
+        others = replace(layout, data=1).ranks
+        most = max(1, hardware.gpus // others)
+        data = next((n for n in range(most, 0, -1) if run.batch % (n * layout.shard) == 0), 1)
+        layout = replace(layout, data=data)
+    return Space(replace(run, layout=layout), hardware, layout.ranks, exact=True)
+
+
+def candidates(run: Run, hardware: Hardware, gpus: int | None = None) -> Work:
+    """All of them at once: for small clusters, and for holding the search to them."""
+    found = space(run, hardware, gpus)
+    return found.work(all_columns(found))
+
+
+def all_columns(found: Space) -> Columns:
+    columns = found.with_experts(found.with_micro_batches(found.degrees()))
+    return found.with_savings(found.with_spreads(found.with_orders(columns)))
+
+
+def compute_of(run: Run, hardware: Hardware) -> str:
+    """The run's number format, as `planning/resolve` fills it in."""
+    return run.precision.compute or ("fp32" if hardware.device == "cpu" else "bf16")
+
+
+def layout_of(run: Run, work: Work, row: int) -> Layout:
+    """One job's layout as the run file would write it: what is at its default is left there."""
+
+    def at(name: str) -> int:
+        value = getattr(work, name)
+        return int(value[row]) if np.ndim(value) else int(value)
+
+    schedule = cast(Schedule, SCHEDULES[at("schedule")])
+    usual = 1 if schedule in _SINGLE else 2
+    pipelined = at("pipeline") > 1 and run.layout.schedule_file is None
+    return Layout(
+        pipeline=at("pipeline"),
+        data=at("data"),
+        shard=at("shard"),
+        context=at("context"),
+        tensor=at("tensor"),
+        zero=at("zero"),
+        sequence=bool(at("sequence_parallel")),
+        context_method=cast(Literal["ring", "gather", "ulysses"], METHODS[at("method")]),
+        schedule=schedule if pipelined else _DEFAULT.schedule,
+        schedule_file=run.layout.schedule_file,
+        stages=at("stages") if pipelined and at("stages") != usual else None,
+        stage_split=run.layout.stage_split,
+        expert=at("expert"),
+        expert_tensor=at("expert_tensor"),
+    )
+
+
+def _kept_columns(run: Run, hardware: Hardware) -> dict[str, int]:
+    """The fields of Work that only the memory of a step depends on."""
+    model, states = run.model, 4 if run.precision.optimizer == "bf16" else 8
+    return {
+        "latent": model.mla.kv_rank + (model.mla.q_rank or 0) if model.mla else 0,
+        "rotated": model.rotated if model.positions == "rope" else 0,
+        "qk_norm": int(model.qk_norm),
+        "recompute_every": run.memory.recompute_every,
+        "moments": states if run.optimizer.name == "adamw" else states // 2,  # Muon has one moment, of the matrices at least
+        "wire": 2 if run.precision.reduce == "bf16" else 4,
+        "scores": scores_kept(run, hardware),
+        "on_cpu": int(hardware.device == "cpu"),
+    }
+
+
+def scores_kept(run: Run, hardware: Hardware) -> int:
+    """What attention keeps of its table of scores, by the kernel that torch takes: Hopper and later have one for masks and grouped
+    heads alike, older GPUs one for either, and nothing fused for both at once, or for grouped heads in fp32."""
+    model, masked = run.model, run.data.document_mask
+    if hardware.device != "cuda":
+        return int(masked)
+    grouped, half = model.mla is None and model.kv != model.heads, compute_of(run, hardware) != "fp32"
+    if half and hardware.gpu.key.startswith(_HOPPER):
+        return int(masked)
+    if grouped and (masked or not half or hardware.family.startswith("v100")):
+        return 2
+    return int(masked)
+
+
+def _leaves_none(size: int, parts: int) -> bool:
+    """Whether equal parts, the last ones shorter, leave somebody without any; as in `spec/check_layout`."""
+    return parts > 1 and -(-size // parts) * (parts - 1) >= size
+
+
+Columns = dict[str, npt.NDArray[np.int64]]
+
+
+def join(columns: Columns, keys: npt.NDArray[np.int64], table: Callable[[int], Columns]) -> Columns:
+    """Each row beside every row of the table of its key."""
+    kinds, kind = np.unique(keys, return_inverse=True)
+    if len(kinds) == 0:
+        kinds, kind = np.ones(1, np.int64), np.zeros(0, np.int64)
+    tables = [table(int(key)) for key in kinds]
+    lengths = np.array([len(next(iter(one.values()))) for one in tables])
+    starts = np.concatenate(([0], np.cumsum(lengths)[:-1]))
+    counts = lengths[kind]
+    rows = np.repeat(np.arange(len(kind)), counts)
+    inside = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    place = starts[kind][rows] + inside
+    joined = {name: column[rows] for name, column in columns.items()}
+    return joined | {name: np.concatenate([one[name] for one in tables])[place] for name in tables[0]}
+
+
+def pick(columns: Columns, index: Any) -> Columns:
+    """Some of the rows."""
+    return {name: column[index] for name, column in columns.items()}
+
+
+def stack(parts: Sequence[Columns]) -> Columns:
+    """All rows of all of them."""
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def columns_of(names: Sequence[str], rows: Sequence[tuple[int, ...]]) -> Columns:
+    """Out of rows."""
+    table = np.array(rows, dtype=np.int64).reshape(len(rows), len(names))
+    return {name: np.ascontiguousarray(table[:, place]) for place, name in enumerate(names)}
+
+
+def lengths(keys: npt.NDArray[np.int64], count: Callable[[int], int]) -> npt.NDArray[np.int64]:
+    """For each key, what is counted for it."""
+    kinds, kind = np.unique(keys, return_inverse=True)
+    return np.array([count(int(key)) for key in kinds], dtype=np.int64)[kind] if len(kinds) else np.zeros(0, np.int64)
+
+
+@cache
+def divisors(number: int) -> list[int]:
+    """In rising order."""
+    small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
