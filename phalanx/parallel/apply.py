@@ -64,7 +64,7 @@ def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Reci
     applied["data"] = engine.applied()
     placed = ShardedModel(parts, mesh, engine, loss, is_local_sgd=run.optimizer.sync_every > 1)
     if recipe.schedule is not None:
-        whole = recipe.schedule.splits and run.memory.recompute == "selective"
+        whole = recipe.schedule.splits_backward and run.memory.recompute == "selective"
         said = "; backwards are whole, as selective recomputation keeps its results for one" if whole else ""
         applied["pipeline"] = _stages(parts, mesh, recipe.schedule) + said
         if recipe.tied is not None and (ends := tied_group(mesh, recipe.schedule)) is not None:
@@ -95,7 +95,7 @@ def _engine(parts: list[nn.Module], spots: dict[str, ParamShard], run: Run, plan
     axes, wire = sample_axes(run), torch.bfloat16 if run.precision.reduce == "bf16" else torch.float32
     if plan.layout.shard == 1:
         return Replicated(materialize(parts, spots, recipe, mesh.device), mesh, axes, wire=wire)
-    splits = recipe.schedule is not None and recipe.schedule.splits
+    splits = recipe.schedule is not None and recipe.schedule.splits_backward
     how = Sharding(zero=plan.layout.zero, axes=axes, compute=plan.compute, wire=wire, keep=splits)
     if plan.layout.zero == 3:
         return fsdp.FullySharded(parts, spots, mesh, recipe, how)

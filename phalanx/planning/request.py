@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from phalanx.planning.machines.catalogue import find_gpu
-from phalanx.schedules.choose import schedule
+from phalanx.schedules.makers import schedule_for
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
@@ -121,7 +121,7 @@ class PlanRequest:
 
     def _schedule_problems(self, layout: Layout, micro_batches: int) -> list[str]:
         try:
-            order = schedule(layout, micro_batches)
+            order = schedule_for(layout, micro_batches)
         except RunError as error:
             return list(error.problems)
         if order is None:

@@ -17,7 +17,7 @@ from phalanx.planning.planner import search
 from phalanx.planning.resolve import plan_run
 from phalanx.rehearsal.attention_kernels import card
 from phalanx.rehearsal.rehearse import Stage
-from phalanx.schedules.choose import schedule
+from phalanx.schedules.makers import schedule_for
 from phalanx.schedules.stage_split import cut, flop_costs
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError
@@ -86,7 +86,7 @@ def _given(run: Run, gpus: int, device: str, size: Size | None) -> tuple[Run, Pl
         )
     compute = run.precision.compute or ("bf16" if device == "cuda" else "fp32")
     plan = _plan(run, layout, micro, run.batch // layout.replicas // micro, (device, compute, size))
-    if (order := schedule(layout, plan.accumulation)) and (problems := order.problems()):
+    if (order := schedule_for(layout, plan.accumulation)) and (problems := order.problems()):
         raise RunError(problems)
     return run, plan
 
@@ -123,7 +123,7 @@ def kinds(run: Run, plan: Plan) -> dict[int, int]:
     of blocks that its stages have, the earliest, which has most micro-batches under way."""
     layout = plan.layout
     each = layout.ranks // layout.pipeline
-    order = schedule(layout, plan.accumulation)
+    order = schedule_for(layout, plan.accumulation)
     if order is None:
         return {0: layout.ranks}
     costs = flop_costs(run.model, run.train.sequence_length)

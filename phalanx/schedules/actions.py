@@ -1,5 +1,5 @@
-"""A pipeline schedule as a plain value: what each rank does with which stage and micro-batch, in order. Execution, simulation
-and picture read the same list. `schedule_make` makes the known ones, `schedule_file` reads and writes them as text."""
+"""A pipeline schedule as a plain value: the list of actions of each rank, in order. The executor runs this list, the simulator
+times it, the dashboard draws it and the planner reads its traits. `schedules/makers` builds the named ones."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from functools import cached_property
 from typing import NamedTuple
 
 KINDS = {"F": "forward", "B": "whole backward", "I": "input backward", "W": "weight backward"}
-"""A whole backward (B) is an input backward (I), which the stage before waits for, and a weight backward (W), which nobody does."""
+"""A whole backward (B) consists of an input backward (I), which the previous stage waits for, and a weight backward (W), which
+no stage waits for."""
 
-_SHOWN = 5
-"""Problems of one kind that are told; a file with a wrong placement has hundreds."""
+_MAX_PROBLEMS = 5
+"""Problems of one kind to list: a file with stages on wrong ranks has hundreds."""
 
 
 class Action(NamedTuple):
     """One stage's work on one micro-batch."""
 
     kind: str
+    """A key of KINDS."""
     stage: int
     micro_batch: int
 
@@ -28,29 +30,29 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Stage s + 1 goes on from what stage s returned; where the stages lie is read off the actions."""
+    """The actions of every pipeline rank. Stage s + 1 consumes the output of stage s; the actions tell which rank holds a stage."""
 
     name: str
     ranks: int
     stages: int
-    """Of the whole pipeline."""
+    """Stages of the whole pipeline."""
     micro_batches: int
     actions: tuple[tuple[Action, ...], ...]
-    """Of each rank, in its order."""
+    """By rank, in the rank's order."""
 
     @cached_property
-    def _places(self) -> dict[int, int]:
+    def _rank_of_stage(self) -> dict[int, int]:
         return {action.stage: rank for rank, row in enumerate(self.actions) for action in row}
 
     def rank_of(self, stage: int) -> int:
-        return self._places[stage]
+        return self._rank_of_stage[stage]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """In the order in which a micro-batch passes them."""
-        return tuple(sorted(stage for stage, place in self._places.items() if place == rank))
+        """The rank's stages, in the order in which a micro-batch passes them."""
+        return tuple(sorted(stage for stage, home in self._rank_of_stage.items() if home == rank))
 
     def needs(self, action: Action) -> tuple[Action, ...]:
-        """Actions that must be done first, wherever they are done."""
+        """The actions, on any rank, that must be done before this one."""
         kind, stage, micro_batch = action
         if kind == "F":
             return (Action("F", stage - 1, micro_batch),) if stage else ()
@@ -59,35 +61,66 @@ class Schedule:
         own = Action("F", stage, micro_batch)
         if stage == self.stages - 1:
             return (own,)
-        return own, self._backwards[stage + 1, micro_batch]
+        return own, self._input_gradients[stage + 1, micro_batch]
 
     @cached_property
-    def _backwards(self) -> dict[tuple[int, int], Action]:
-        """What gives the gradient of a stage's input: its whole or its input backward."""
+    def _input_gradients(self) -> dict[tuple[int, int], Action]:
+        """(stage, micro-batch) to the action that computes the gradient of the stage's input."""
         return {(a.stage, a.micro_batch): a for row in self.actions for a in row if a.kind in ("B", "I")}
 
     @property
-    def splits(self) -> bool:
-        """Whether some backward is done in two halves."""
+    def stages_per_rank(self) -> int:
+        return self.stages // self.ranks
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether some backward is split into input and weight backward."""
         return any(action.kind == "W" for row in self.actions for action in row)
 
-    def problems(self) -> list[str]:
-        """Why it cannot be executed, in sentences; nothing if it can."""
-        found = self._unknown() or [*self._misplaced(), *self._miscounted()]
-        return found or self._stuck()
+    @cached_property
+    def is_v_shaped(self) -> bool:
+        """Whether micro-batches pass the ranks first to last and then back, so that rank 0 holds the first and the last stage."""
+        return self.ranks > 1 and self.stages == 2 * self.ranks and self.stages_of(0) == (0, self.stages - 1)
 
-    def _unknown(self) -> list[str]:
-        found = []
+    @cached_property
+    def all_forwards_first(self) -> bool:
+        """Whether every rank does all its forwards before its first backward."""
+        return all("F" not in "".join(action.kind for action in row).lstrip("F") for row in self.actions)
+
+    @cached_property
+    def forwards_in_flight(self) -> tuple[int, ...]:
+        """By rank: the largest number of forwards whose activations wait for a backward; a split backward frees them with W."""
+        return tuple(self._peak(row, {"F": 1, "B": -1, "W": -1}) for row in self.actions)
+
+    @cached_property
+    def deferred_weight_backwards(self) -> tuple[int, ...]:
+        """By rank: the largest number of input backwards whose weight backward is still to come."""
+        return tuple(self._peak(row, {"I": 1, "W": -1}) for row in self.actions)
+
+    @staticmethod
+    def _peak(row: tuple[Action, ...], change: dict[str, int]) -> int:
+        count = peak = 0
+        for action in row:
+            count += change.get(action.kind, 0)
+            peak = max(peak, count)
+        return peak
+
+    def problems(self) -> list[str]:
+        """Why the schedule cannot be executed, one sentence each; empty if it can."""
+        return self._unknown_actions() or [*self._misplaced_stages(), *self._wrong_counts()] or self._deadlocks()
+
+    def _unknown_actions(self) -> list[str]:
+        problems = []
         if len(self.actions) != self.ranks:
-            found.append(f"it has actions for {len(self.actions)} ranks, not for {self.ranks}")
+            problems.append(f"it has actions for {len(self.actions)} ranks, not for {self.ranks}")
         for rank, row in enumerate(self.actions):
             for a in row:
                 if a.kind not in KINDS or not (0 <= a.stage < self.stages and 0 <= a.micro_batch < self.micro_batches):
                     limits = f"stages 0 to {self.stages - 1} and micro-batches 0 to {self.micro_batches - 1}"
-                    found.append(f"rank {rank} has the action {a}, but there are only {limits}, of kinds F, B, I and W")
-        return _some(found)
+                    problems.append(f"rank {rank} has the action {a}, but there are only {limits}, of kinds F, B, I and W")
+        return _first_few(problems)
 
-    def _misplaced(self) -> list[str]:
+    def _misplaced_stages(self) -> list[str]:
         homes: dict[int, set[int]] = {}
         for rank, row in enumerate(self.actions):
             for action in row:
@@ -98,47 +131,49 @@ class Schedule:
             if len(ranks) > 1
         ]
         idle = [f"rank {rank} has nothing to do" for rank, row in enumerate(self.actions) if not row]
-        return _some(several) + _some(idle)
+        return _first_few(several) + _first_few(idle)
 
-    def _miscounted(self) -> list[str]:
+    def _wrong_counts(self) -> list[str]:
         times = Counter(action for row in self.actions for action in row)
-        if times.total() < 2 * self.stages * self.micro_batches:
-            need = f"{self.stages} stages and {self.micro_batches} micro-batches need at least {2 * self.stages * self.micro_batches}"
+        least = 2 * self.stages * self.micro_batches
+        if times.total() < least:
+            need = f"{self.stages} stages and {self.micro_batches} micro-batches need at least {least}"
             return [f"it has {times.total()} actions, but {need}: both are numbered from 0 without gaps"]
-        found = []
+        problems = []
         for stage in range(self.stages):
             for micro_batch in range(self.micro_batches):
                 f, b, i, w = (times[Action(kind, stage, micro_batch)] for kind in "FBIW")
                 if f != 1 or (b, i, w) not in ((1, 0, 0), (0, 1, 1)):
                     has = f"{f} F, {b} B, {i} I and {w} W"
-                    found.append(
+                    problems.append(
                         f"stage {stage} has {has} of micro-batch {micro_batch}: it needs one F, and one B or one I and one W"
                     )
-        return _some(found)
+        return _first_few(problems)
 
-    def _stuck(self) -> list[str]:
-        """Whom the ranks wait for when they follow their lists and none can go on."""
+    def _deadlocks(self) -> list[str]:
+        """The ranks that are stuck when all ranks follow their lists, and the action each one waits for."""
         done: set[Action] = set()
-        at = [0] * self.ranks
-        moved = True
-        while moved:
-            moved = False
+        position = [0] * self.ranks
+        progress = True
+        while progress:
+            progress = False
             for rank, row in enumerate(self.actions):
-                while at[rank] < len(row) and all(need in done for need in self.needs(row[at[rank]])):
-                    done.add(row[at[rank]])
-                    at[rank] += 1
-                    moved = True
-        found = []
+                while position[rank] < len(row) and all(need in done for need in self.needs(row[position[rank]])):
+                    done.add(row[position[rank]])
+                    position[rank] += 1
+                    progress = True
+        problems = []
         for rank, row in enumerate(self.actions):
-            if at[rank] < len(row):
-                action = row[at[rank]]
+            if position[rank] < len(row):
+                action = row[position[rank]]
                 missing = next(need for need in self.needs(action) if need not in done)
-                found.append(
-                    f"rank {rank} waits forever: {action}, its action {at[rank] + 1}, needs {missing}, which never comes before it"
+                number = position[rank] + 1
+                problems.append(
+                    f"rank {rank} waits forever: {action}, its action {number}, needs {missing}, which never comes before it"
                 )
-        return _some(found)
+        return _first_few(problems)
 
 
-def _some(found: list[str]) -> list[str]:
-    more = len(found) - _SHOWN
-    return found if more <= 0 else [*found[:_SHOWN], f"and {more} more of the kind"]
+def _first_few(problems: list[str]) -> list[str]:
+    more = len(problems) - _MAX_PROBLEMS
+    return problems if more <= 0 else [*problems[:_MAX_PROBLEMS], f"and {more} more of the kind"]

@@ -1,5 +1,5 @@
-"""Pipeline schedules as text: a row per rank, a cell per action, `2F0` for stage 2's forward of micro-batch 0. torch's
-pipelining reads and writes the same (its compute-only CSV)."""
+"""Pipeline schedules as CSV: a row per rank, a cell per action, `2F0` for stage 2's forward of micro-batch 0. This is the
+compute-only CSV of torch.distributed.pipelining. `layout.schedule_file` and `phalanx schedule` read and write it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
 def dump(schedule: Schedule) -> str:
-    """Row by row, rank 0 first."""
+    """The schedule as CSV, rank 0 first."""
     return "".join(",".join(map(str, row)) + "\n" for row in schedule.actions)
 
 
 def load(path: Path) -> Schedule:
-    """Read and check a file; everything that is wrong with it is told at once."""
+    """Read and check a file; RunError lists everything that is wrong with it."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -31,6 +31,7 @@ def load(path: Path) -> Schedule:
 
 
 def loads(text: str, file: str) -> Schedule:
+    """Read and check CSV text; `file` is its name in messages."""
     problems: list[str] = []
     rows: list[tuple[Action, ...]] = []
     for cells in csv.reader(io.StringIO(text)):
@@ -47,26 +48,26 @@ def loads(text: str, file: str) -> Schedule:
         problems.append(f"{file}: a schedule has a row per rank with actions such as 0F0 and 0B0, and this file has none")
     if problems:
         raise RunError(problems[:10])
-    found = Schedule(
+    schedule = Schedule(
         name=Path(file).name,
         ranks=len(rows),
         stages=1 + max(action.stage for row in rows for action in row),
         micro_batches=1 + max(action.micro_batch for row in rows for action in row),
         actions=tuple(rows),
     )
-    if problems := found.problems():
+    if problems := schedule.problems():
         raise RunError([f"{file}: {problem}" for problem in problems])
-    return found
+    return schedule
 
 
 def _parse(cell: str) -> list[Action]:
-    """A cell's actions: none if it is empty, as where a rank waits; two where torch wrote a forward beside a backward."""
+    """A cell's actions: none if it is empty (the rank idles), two where torch overlaps a forward with a backward."""
     if not cell:
         return []
     if pair := _PAIR.fullmatch(cell):
         return [action for part in pair[1].split(";") for action in _parse(part.strip())]
     match = _ACTION.fullmatch(cell)
     if match is None:
-        what = "stage, kind (F, B, I or W) and micro-batch, such as 2F0; messages are worked out from these"
-        raise ValueError(f'"{cell[:40]}" is no action: write {what}')
+        form = "stage, kind (F, B, I or W) and micro-batch, such as 2F0; messages are derived from these"
+        raise ValueError(f'"{cell[:40]}" is not an action: write {form}')
     return [Action(match[2], int(match[1]), int(match[3]))]

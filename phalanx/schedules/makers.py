@@ -1,53 +1,87 @@
-"""The seven known pipeline schedules. Training makes one for its number of micro-batches, the CLI shows them.
+"""The named pipeline schedules, and the schedule that a layout asks for. Training, planning, rehearsal and `phalanx schedule` call it.
 
-A schedule made for more micro-batches than there are is still one when those too many are left out: what an action needs is
-of its own micro-batch. So none is refused for having few of them, though few keep a pipeline idle.
+To add a named schedule: write its maker here with `@_named`, and add the name to `Schedule` in `spec/layout`.
+
+Every maker accepts any number of micro-batches. An action depends only on actions of its own micro-batch, so that a schedule
+stays valid when the actions of some micro-batches are removed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import get_args
 
+from phalanx.schedules import csv_format
 from phalanx.schedules.actions import Action, Schedule
-from phalanx.spec import layout
+from phalanx.spec import layout as spec_layout
 from phalanx.spec.errors import RunError
+from phalanx.spec.layout import FIXED_STAGES, Layout, default_stages
 
-NAMES: tuple[str, ...] = get_args(layout.Schedule)
-SINGLE = ("gpipe", "1f1b")
-"""One stage on each rank."""
-V_SHAPED = ("zbv", "dualpipev")
-"""Two stages on each rank: the micro-batches go down the ranks and come back up."""
+NAMES: tuple[str, ...] = get_args(spec_layout.Schedule)
 
 _Row = list[Action]
+_Maker = Callable[[int, int, int, int], _Row]
+"""(rank, ranks, micro-batches, stages per rank) to the rank's actions."""
+_MAKERS: dict[str, _Maker] = {}
+
+
+def _named(name: str) -> Callable[[_Maker], _Maker]:
+    def register(maker: _Maker) -> _Maker:
+        _MAKERS[name] = maker
+        return maker
+
+    return register
+
+
+def schedule_for(layout: Layout, micro_batches: int) -> Schedule | None:
+    """The pipeline schedule of a layout; None without a pipeline. Raises RunError where there is none."""
+    if layout.pipeline == 1:
+        return None
+    if layout.schedule_file is None:
+        return make(layout.schedule, layout.pipeline, micro_batches, layout.stages_per_rank)
+    schedule = csv_format.load(Path(layout.schedule_file))
+    if schedule.ranks != layout.pipeline:
+        raise RunError(
+            [
+                f'layout.schedule_file = "{layout.schedule_file}" is for {schedule.ranks} ranks, but layout.pipeline = {layout.pipeline}: '
+                "set layout.pipeline to that number, or name another file."
+            ]
+        )
+    if micro_batches > schedule.micro_batches:
+        raise RunError(
+            [
+                f'layout.schedule_file = "{layout.schedule_file}" is for {schedule.micro_batches} micro-batches, but a step has {micro_batches} '
+                "(train.batch / layout.data / layout.shard / train.micro_batch): raise train.micro_batch, or write a file for as many with "
+                "`phalanx schedule --csv`."
+            ]
+        )
+    return resized(schedule, micro_batches)
 
 
 def problems_for(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> list[str]:
-    """Why there is no such schedule; nothing if there is one."""
+    """Why there is no such schedule; empty if there is one."""
     if name not in NAMES:
         return [f'there is no pipeline schedule "{name}": use one of {", ".join(NAMES)}']
-    found = [
+    problems = [
         f"a pipeline needs at least 1 {what}, not {value}"
         for what, value in (("rank", ranks), ("micro-batch", micro_batches), ("stage per rank", stages_per_rank))
         if value < 1
     ]
-    if name in SINGLE and stages_per_rank > 1:
+    fixed = FIXED_STAGES.get(name)
+    if fixed == 1 and stages_per_rank > 1:
         other = "looped-bfs" if name == "gpipe" else "interleaved-1f1b"
-        found.append(f"{name} has 1 stage per rank, not {stages_per_rank}: use {other} for more")
-    if name in V_SHAPED and stages_per_rank != 2:
-        found.append(f"{name} has 2 stages per rank, not {stages_per_rank}: leave the number out")
-    return found
-
-
-def stages_by_default(name: str) -> int:
-    """Stages per rank where nobody says."""
-    return 1 if name in SINGLE else 2
+        problems.append(f"{name} has 1 stage per rank, not {stages_per_rank}: use {other} for more")
+    elif fixed not in (None, 1, stages_per_rank):
+        problems.append(f"{name} has {fixed} stages per rank, not {stages_per_rank}: leave the number out")
+    return problems
 
 
 def make(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None) -> Schedule:
-    """The known schedule of that name."""
-    per_rank = stages_by_default(name) if stages_per_rank is None else stages_per_rank
+    """The named schedule. Raises RunError where there is none."""
+    per_rank = default_stages(name) if stages_per_rank is None else stages_per_rank
     if problems := problems_for(name, ranks, micro_batches, per_rank):
         raise RunError(problems)
     rows = [_MAKERS[name](rank, ranks, micro_batches, per_rank) for rank in range(ranks)]
@@ -60,12 +94,31 @@ def make(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None 
     )
 
 
+@cache
+def example(name: str) -> Schedule:
+    """A small schedule of that name, to read the traits off that all its sizes share: `splits_backward`, `is_v_shaped`,
+    `all_forwards_first`."""
+    return make(name, 4, 16)
+
+
+@lru_cache(4096)
+def forwards_in_flight(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> tuple[int, ...]:
+    """`Schedule.forwards_in_flight` of the named schedule."""
+    return make(name, ranks, micro_batches, stages_per_rank).forwards_in_flight
+
+
+@lru_cache(4096)
+def deferred_weight_backwards(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> tuple[int, ...]:
+    """`Schedule.deferred_weight_backwards` of the named schedule."""
+    return make(name, ranks, micro_batches, stages_per_rank).deferred_weight_backwards
+
+
 def resized(schedule: Schedule, micro_batches: int) -> Schedule:
-    """The same for another number of micro-batches; of a file's schedule there are not more than the file has."""
+    """The same schedule for another number of micro-batches; one from a file cannot grow."""
     if micro_batches == schedule.micro_batches:
         return schedule
     if schedule.name in NAMES:
-        return make(schedule.name, schedule.ranks, micro_batches, schedule.stages // schedule.ranks)
+        return make(schedule.name, schedule.ranks, micro_batches, schedule.stages_per_rank)
     if micro_batches > schedule.micro_batches:
         has = f"{schedule.micro_batches} micro-batches, not {micro_batches}"
         raise RunError([f"the pipeline schedule {schedule.name} is for {has}: change the accumulation, or write another file"])
@@ -74,84 +127,89 @@ def resized(schedule: Schedule, micro_batches: int) -> Schedule:
 
 
 def forward_only(like: Schedule, micro_batches: int) -> Schedule:
-    """Forwards alone, for evaluation, on stages that lie as in `like`.
+    """Forwards alone, for evaluation, with the stages on the same ranks as in `like`.
 
-    A rank that could begin several takes the one farthest along, so that little waits between the stages.
+    A rank that could run several forwards takes the one of its latest stage, so that few activations wait between stages.
     """
     home = [like.rank_of(stage) for stage in range(like.stages)]
-    mine = [like.stages_of(rank)[::-1] for rank in range(like.ranks)]
-    passed = [micro_batches] + [0] * like.stages  # micro-batches that have left the stage before
-    begun = [0] * like.stages
+    latest_first = [like.stages_of(rank)[::-1] for rank in range(like.ranks)]
+    arrived = [micro_batches] + [0] * like.stages  # by stage: micro-batches that the stage before has finished
+    started = [0] * like.stages
     rows: list[_Row] = [[] for _ in range(like.ranks)]
-    while passed[-1] < micro_batches:
-        ready = [next((stage for stage in stages if begun[stage] < passed[stage]), None) for stages in mine]
+    while arrived[-1] < micro_batches:
+        ready = [next((stage for stage in stages if started[stage] < arrived[stage]), None) for stages in latest_first]
         for stage in ready:
             if stage is not None:
-                rows[home[stage]].append(Action("F", stage, begun[stage]))
-                begun[stage] += 1
+                rows[home[stage]].append(Action("F", stage, started[stage]))
+                started[stage] += 1
         for stage in ready:
             if stage is not None:
-                passed[stage + 1] += 1
+                arrived[stage + 1] += 1
     actions = tuple(tuple(row) for row in rows)
     return Schedule(name="forward", ranks=like.ranks, stages=like.stages, micro_batches=micro_batches, actions=actions)
 
 
+@_named("gpipe")
 def _gpipe(rank: int, ranks: int, micro_batches: int, per_rank: int) -> _Row:
     """All forwards, then all backwards."""
     return [Action(kind, rank, m) for kind in "FB" for m in range(micro_batches)]
 
 
+@_named("1f1b")
 def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int, per_rank: int) -> _Row:
-    """So many forwards that the first gradient comes back just then; from there on one of each in turn."""
-    ahead = min(ranks - 1 - rank, micro_batches)
-    row = [Action("F", rank, m) for m in range(ahead)]
+    """Warm up with forwards until the first gradient comes back, then alternate one forward and one backward."""
+    warmup = min(ranks - 1 - rank, micro_batches)
+    row = [Action("F", rank, m) for m in range(warmup)]
     for m in range(micro_batches):
-        if ahead + m < micro_batches:
-            row.append(Action("F", rank, ahead + m))
+        if warmup + m < micro_batches:
+            row.append(Action("F", rank, warmup + m))
         row.append(Action("B", rank, m))
     return row
 
 
+@_named("looped-bfs")
 def _looped_bfs(rank: int, ranks: int, micro_batches: int, per_rank: int) -> _Row:
-    """Stage by stage: all micro-batches through the first, then the second, and the same way back."""
+    """Breadth first: all micro-batches through the first stage, then the second, and back in the reverse order."""
     stages = range(rank, ranks * per_rank, ranks)
     row = [Action("F", stage, m) for stage in stages for m in range(micro_batches)]
     return row + [Action("B", stage, m) for stage in reversed(stages) for m in reversed(range(micro_batches))]
 
 
+@_named("interleaved-1f1b")
 def _interleaved(rank: int, ranks: int, micro_batches: int, per_rank: int) -> _Row:
-    """1F1B over several stages: a round of micro-batches through the first, the same round through the second …"""
+    """1F1B over several stages per rank: a round of micro-batches through the first stage, then through the second, and so on."""
     forwards, backwards, round_ = _rounds(rank, ranks, micro_batches, per_rank)
-    ahead = min((per_rank - 1) * round_ + 2 * (ranks - 1 - rank), len(forwards))
-    row = [Action("F", *one) for one in forwards[:ahead]]
+    warmup = min((per_rank - 1) * round_ + 2 * (ranks - 1 - rank), len(forwards))
+    row = [Action("F", *forward) for forward in forwards[:warmup]]
     for index, backward in enumerate(backwards):
-        if ahead + index < len(forwards):
-            row.append(Action("F", *forwards[ahead + index]))
+        if warmup + index < len(forwards):
+            row.append(Action("F", *forwards[warmup + index]))
         row.append(Action("B", *backward))
     return row
 
 
+@_named("interleaved-zero-bubble")
 def _interleaved_zero_bubble(rank: int, ranks: int, micro_batches: int, per_rank: int) -> _Row:
-    """The same with split backwards (ZB1P): fewer forwards ahead, and weight backwards where a rank would wait."""
+    """ZB1P: interleaved 1F1B with split backwards, a shorter warm-up, and weight backwards where a rank would idle."""
     forwards, backwards, round_ = _rounds(rank, ranks, micro_batches, per_rank)
-    ahead = min((per_rank - 1) * round_ + ranks - 1 - rank, len(forwards))
-    row = [Action("F", *one) for one in forwards[:ahead]]
+    warmup = min((per_rank - 1) * round_ + ranks - 1 - rank, len(forwards))
+    row = [Action("F", *forward) for forward in forwards[:warmup]]
     for index, backward in enumerate(backwards):
-        if ahead + index < len(forwards):
-            row.append(Action("F", *forwards[ahead + index]))
+        if warmup + index < len(forwards):
+            row.append(Action("F", *forwards[warmup + index]))
         row.append(Action("I", *backward))
-        if index >= rank:  # later ranks put off as many more, and fill the end with them
+        if index >= rank:  # rank r defers r weight backwards and runs them at the end
             row.append(Action("W", *backwards[index - rank]))
-    return row + [Action("W", *one) for one in backwards[max(len(backwards) - rank, 0) :]]
+    return row + [Action("W", *backward) for backward in backwards[max(len(backwards) - rank, 0) :]]
 
 
 def _rounds(
     rank: int, ranks: int, micro_batches: int, per_rank: int
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]], int]:
-    """(stage, micro-batch) of a rank's forwards and of its backwards, and the micro-batches of a round.
+    """(stage, micro-batch) of a rank's forwards and of its backwards, and the micro-batches of the largest round.
 
-    A round has as many micro-batches as ranks, or a few more where they do not divide; the larger ones come first, so that
-    the forwards of each are far enough ahead of its backwards.
+    A round has as many micro-batches as there are ranks, or a few more where they do not divide evenly. Larger rounds come
+    first, so that the forwards of each round are far enough ahead of its backwards.
     """
     rounds = max(1, micro_batches // ranks)
     size, larger = divmod(micro_batches, rounds)
@@ -165,36 +223,40 @@ def _rounds(
 
 
 class _Writer:
-    """Writes a V schedule: numbers micro-batches by itself, and remembers which weight backwards are still owed."""
+    """Writes one rank of a V-shaped schedule: counts micro-batches and remembers deferred weight backwards.
+
+    Chunk 0 is the rank's stage on the way down the ranks, chunk 1 the one on the way back up.
+    """
 
     def __init__(self, rank: int, ranks: int):
         self.row: _Row = []
         self._stages = rank, 2 * ranks - 1 - rank
         self._done = {(kind, chunk): 0 for kind in "FI" for chunk in (0, 1)}
-        self._owed: list[tuple[int, int]] = []
+        self._deferred: list[tuple[int, int]] = []
 
     def add(self, kind: str, chunk: int) -> None:
-        """The next micro-batch's F, B or I of the way down (0) or up (1)."""
+        """Append the F, B or I of the chunk's next micro-batch."""
         key = ("F" if kind == "F" else "I", chunk)
         micro_batch = self._done[key]
         self._done[key] += 1
         self.row.append(Action(kind, self._stages[chunk], micro_batch))
         if kind == "I":
-            self._owed.append((self._stages[chunk], micro_batch))
+            self._deferred.append((self._stages[chunk], micro_batch))
 
     def weight(self, chunk: int | None = None) -> None:
-        """The oldest weight backward that is owed (of one stage); nothing if none is."""
-        owed = [one for one in self._owed if chunk is None or one[0] == self._stages[chunk]]
-        if owed:
-            self._owed.remove(owed[0])
-            self.row.append(Action("W", *owed[0]))
+        """Append the oldest deferred weight backward, of one chunk or of both, if there is any."""
+        deferred = [pair for pair in self._deferred if chunk is None or pair[0] == self._stages[chunk]]
+        if deferred:
+            self._deferred.remove(deferred[0])
+            self.row.append(Action("W", *deferred[0]))
 
     def count(self, kind: str, chunk: int) -> int:
         return self._done[kind, chunk]
 
 
+@_named("zbv")
 def _zbv(rank: int, ranks: int, micro_batches: int, per_rank: int) -> _Row:
-    """ZB-V (Qi and others 2024): as much memory as 1F1B, and no rank waits where all actions take equally long."""
+    """ZB-V (Qi et al. 2024): the memory of 1F1B, and no idle time if all actions take equally long."""
     enough = max(2 * ranks - 1, micro_batches)
     w = _Writer(rank, ranks)
     for _ in range(2 * (ranks - rank) - 1):
@@ -219,47 +281,37 @@ def _zbv(rank: int, ranks: int, micro_batches: int, per_rank: int) -> _Row:
     return w.row
 
 
+@_named("dualpipev")
 def _dualpipev(rank: int, ranks: int, micro_batches: int, per_rank: int) -> _Row:
-    """DualPipe-V (DeepSeek): forwards of one way beside backwards of the other, so that each hides the other's messages."""
-    before = ranks - rank - 1
+    """DualPipe-V (DeepSeek): forwards of one chunk overlap backwards of the other, so that each hides the other's messages."""
+    later_ranks = ranks - rank - 1
     w = _Writer(rank, ranks)
-    for _ in range(2 * before):
+    for _ in range(2 * later_ranks):
         w.add("F", 0)
     for _ in range(rank + 1):
         _follow(w, "F0", "F1")
-    for _ in range(before):
+    for _ in range(later_ranks):
         _follow(w, "I1", "W", "F1")
     for _ in range(max(micro_batches, 2 * ranks) - 2 * ranks + rank + 1):
         _follow(w, "F0", "B1", "F1", "B0")
-    for _ in range(before):
+    for _ in range(later_ranks):
         _follow(w, "B1", "F1", "B0")
-    # The second half of these is split; where that begins differs by one half step from rank to rank.
+    # The second half of these backwards is split; the split begins half a step later from rank to rank.
     for index, chunk in ((index, chunk) for index in range(rank + 1) for chunk in (1, 0)):
         middle = (rank + 1) // 2
         split = index > middle or (index == middle and (rank % 2 == 1 or chunk == 0))
         w.add("I" if split else "B", chunk)
-    for _ in range(before):
+    for _ in range(later_ranks):
         _follow(w, "W", "I0")
     for _ in range(rank + 1):
         w.weight()
     return w.row
 
 
-def _follow(writer: _Writer, *words: str) -> None:
-    """Actions in order: "F0" is the way down's forward, "I1" the way up's input backward, "W" any weight backward."""
-    for word in words:
-        if word[0] != "W":
-            writer.add(word[0], int(word[1]))
+def _follow(writer: _Writer, *actions: str) -> None:
+    """Append actions by name: "F0" is chunk 0's forward, "I1" chunk 1's input backward, "W" the oldest weight backward."""
+    for action in actions:
+        if action[0] != "W":
+            writer.add(action[0], int(action[1]))
         else:
-            writer.weight(int(word[1]) if len(word) > 1 else None)
-
-
-_MAKERS: dict[str, Callable[[int, int, int, int], _Row]] = {
-    "gpipe": _gpipe,
-    "1f1b": _one_forward_one_backward,
-    "interleaved-1f1b": _interleaved,
-    "looped-bfs": _looped_bfs,
-    "interleaved-zero-bubble": _interleaved_zero_bubble,
-    "zbv": _zbv,
-    "dualpipev": _dualpipev,
-}
+            writer.weight(int(action[1]) if len(action) > 1 else None)

@@ -1,5 +1,5 @@
-"""Which blocks of a model each pipeline stage gets: by what they cost, so that no stage keeps the others waiting. Planning and
-`parallel/pipeline/stage_cost` read it."""
+"""Which blocks each pipeline stage gets, balanced by cost, so that no stage keeps the others waiting. Planning, training and
+rehearsal call it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,26 @@ from phalanx.spec.model import ModelSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """Forward and backward of a model's parts, in any unit."""
+    """Forward and backward costs of a model's parts, in any unit."""
 
     first: float
-    """What goes before the blocks: embedding."""
+    """Cost of what precedes the blocks: the embedding."""
     blocks: tuple[float, ...]
     last: float
-    """What comes behind them: norm, head and loss."""
+    """Cost of what follows the blocks: norm, head and loss."""
 
 
 def cut(costs: Sequence[float], first: float, last: float, stages: int) -> list[tuple[int, int]]:
-    """(first, stop) of each stage's blocks, a block at least. The dearest stage is as cheap as it can be, and the others are
-    as even as they can: every rank that asks is told the same."""
+    """(first, stop) of each stage's blocks, at least one block each.
+
+    Minimizes the most expensive stage, then the sum of squares. The result is deterministic: every rank computes the same cut.
+    """
     blocks = len(costs)
     if not 1 <= stages <= blocks:
         remedy = "take fewer pipeline ranks or stages, or more layers"
-        raise RunError([f"{blocks} layers cannot be dealt to {stages} pipeline stages, which need at least one each: {remedy}"])
+        raise RunError(
+            [f"{blocks} layers cannot be split into {stages} pipeline stages, which need at least one each: {remedy}"]
+        )
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)
@@ -35,24 +39,24 @@ def cut(costs: Sequence[float], first: float, last: float, stages: int) -> list[
     def price(stage: int, begin: int, stop: int) -> float:
         return total[stop] - total[begin] + (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
 
-    # best[stop]: the dearest stage, the sum of squares and the cuts when the blocks before `stop` are dealt to the stages so far.
+    # best[stop] = (most expensive stage, sum of squares, cuts) after assigning the blocks before `stop` to the stages so far.
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(stages):
-        found = {}
+        following = {}
         for stop in range(stage + 1, blocks - (stages - stage - 1) + 1):
-            options = []
+            choices = []
             for begin in best:
                 if begin < stop:
                     (most, squares, stops), here = best[begin], price(stage, begin, stop)
-                    options.append((max(most, here), squares + here**2, (*stops, stop)))
-            found[stop] = min(options)
-        best = found
+                    choices.append((max(most, here), squares + here**2, (*stops, stop)))
+            following[stop] = min(choices)
+        best = following
     stops = best[blocks][2]
     return list(zip((0, *stops[:-1]), stops, strict=True))
 
 
 def flop_costs(spec: ModelSpec, sequence: int) -> Costs:
-    """By the floating-point operations of a token. Looking up an embedding has none; adding to its gradient is one per value."""
+    """Costs in floating-point operations per token. The embedding look-up has none; its gradient costs one addition per value."""
     plain = replace(spec, mtp_depth=0, moe=None, layers=1)
     dense = _block(plain, sequence)
     last = spec.flops_per_token(sequence) - replace(spec, mtp_depth=0).flops_per_token(sequence)
@@ -63,4 +67,5 @@ def flop_costs(spec: ModelSpec, sequence: int) -> Costs:
 
 
 def _block(spec: ModelSpec, sequence: int) -> float:
+    """FLOPs per token of one block: the difference between two layers and one."""
     return replace(spec, layers=2).flops_per_token(sequence) - spec.flops_per_token(sequence)

@@ -1,4 +1,5 @@
-"""How long a pipeline schedule takes, and how much of that its ranks wait. The CLI, planning and the executor's traces use it."""
+"""How long a pipeline schedule takes, and what part of that time its ranks idle. The CLI, the planner and the executor's traces
+use it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from phalanx.schedules.actions import Action, Schedule
 
 
 class Timed(NamedTuple):
-    """An action and when it was done, in seconds or any other unit."""
+    """An action with its start and end, in seconds or any other unit."""
 
     kind: str
     stage: int
@@ -21,13 +22,13 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Durations:
-    """How long the actions of one stage take; a whole backward takes as long as its halves."""
+    """How long the actions of one stage take. A whole backward takes as long as its two halves."""
 
     forward: float = 1.0
     input: float = 1.0
     weight: float = 1.0
     stages: tuple[float, ...] | None = None
-    """Of each stage, times those; left out: all alike."""
+    """A factor for each stage; default: all stages take equally long."""
 
     def of(self, action: Action) -> float:
         by_kind = {"F": self.forward, "B": self.input + self.weight, "I": self.input, "W": self.weight}
@@ -36,7 +37,7 @@ class Durations:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What was done when, by rank."""
+    """The timed actions of every rank."""
 
     ranks: tuple[tuple[Timed, ...], ...]
 
@@ -50,31 +51,31 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, durations: Durations | None = None, comm: float = 0.0) -> Timeline:
-    """Each rank follows its list and waits for what an action needs; from another rank that comes `comm` later."""
+    """Run every rank's list, each action as soon as its inputs are there; `comm` is the time of a message between ranks."""
     durations = durations or Durations()
     ready: dict[Action, float] = {}
     rows: list[list[Timed]] = [[] for _ in schedule.actions]
-    moved = True
-    while moved:
-        moved = False
+    progress = True
+    while progress:
+        progress = False
         for rank, actions in enumerate(schedule.actions):
             row = rows[rank]
             for action in actions[len(row) :]:
                 needs = schedule.needs(action)
                 if not all(need in ready for need in needs):
                     break
-                begin = row[-1].stop if row else 0.0
+                start = row[-1].stop if row else 0.0
                 for need in needs:
-                    begin = max(begin, ready[need] + (comm if schedule.rank_of(need.stage) != rank else 0.0))
-                ready[action] = begin + durations.of(action)
-                row.append(Timed(*action, begin, ready[action]))
-                moved = True
+                    start = max(start, ready[need] + (comm if schedule.rank_of(need.stage) != rank else 0.0))
+                ready[action] = start + durations.of(action)
+                row.append(Timed(*action, start, ready[action]))
+                progress = True
     assert all(len(row) == len(actions) for row, actions in zip(rows, schedule.actions, strict=True)), "see Schedule.problems"
     return Timeline(tuple(tuple(row) for row in rows))
 
 
 def bubble(timeline: Timeline | Sequence[Sequence[Timed]]) -> float:
-    """The part of all ranks' time, from the first action to the last, in which they wait. Traces must be of one clock."""
+    """The idle fraction of all ranks' time between the first action and the last. Traces must share one clock."""
     if not isinstance(timeline, Timeline):
         timeline = Timeline(tuple(tuple(row) for row in timeline))
     busy = sum(timed.stop - timed.start for row in timeline.ranks for timed in row)

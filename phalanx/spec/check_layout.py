@@ -10,11 +10,9 @@ from pathlib import Path
 
 from phalanx.spec.dump import toml
 from phalanx.spec.finding import Finding, around, divisors, multiples
+from phalanx.spec.layout import FIXED_STAGES
 from phalanx.spec.run import Run
 from phalanx.spec.words import either
-
-_ONE_STAGE = ("gpipe", "1f1b")
-_TWO_STAGES = ("zbv", "dualpipev")
 
 
 def layout_findings(run: Run) -> Iterator[Finding]:
@@ -151,7 +149,7 @@ def _stages(run: Run) -> Iterator[Finding]:
     layout = run.layout
     if layout.pipeline == 1 or layout.stages is None or layout.schedule_file is not None:
         return
-    wanted = 1 if layout.schedule in _ONE_STAGE else 2 if layout.schedule in _TWO_STAGES else None
+    wanted = FIXED_STAGES.get(layout.schedule)
     if wanted is not None and layout.stages != wanted:
         others = 'use "interleaved-1f1b"' if wanted == 1 else 'use "interleaved-zero-bubble"'
         yield Finding(

@@ -11,6 +11,14 @@ from phalanx.spec.fields import within
 from phalanx.spec.renamed import current_keys
 
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev"]
+"""The named pipeline schedules; `schedules/makers` builds them."""
+FIXED_STAGES = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}
+"""Schedules with a fixed number of stages per rank. The others take any number, and 2 by default."""
+
+
+def default_stages(schedule: str) -> int:
+    """Stages per rank of a named schedule where `layout.stages` is not given."""
+    return FIXED_STAGES.get(schedule, 2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +71,7 @@ class Layout:
     @property
     def stages_per_rank(self) -> int:
         """Pipeline stages on each rank."""
-        return self.stages or (1 if self.schedule in ("gpipe", "1f1b") else 2)
+        return self.stages or default_stages(self.schedule)
 
     @property
     def expert_data(self) -> int:

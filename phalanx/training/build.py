@@ -16,7 +16,7 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.pipeline.executor import Pipeline
 from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.schedules.actions import Schedule
-from phalanx.schedules.choose import schedule
+from phalanx.schedules.makers import schedule_for
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.training.live_state import pieces
@@ -55,7 +55,7 @@ def place(run: Run, plan: Plan, mesh: Mesh, folder: Path | None = None) -> Built
     model = build(run.model)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     experts = router_sizes(model)
-    order = schedule(plan.layout, plan.accumulation)
+    order = schedule_for(plan.layout, plan.accumulation)
     parts = stages(model, run, plan, mesh, order)
     placed = apply(parts, run, plan, mesh, recipe(model, run.train.seed, order))
     optimizer = Optimizer(placed.owned, run.optimizer, precision=run.precision, memory=run.memory, mesh=mesh, folder=folder)

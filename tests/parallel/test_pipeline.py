@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from phalanx.models.decoder import Decoder
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.pipeline.executor import Pipeline, tied_group
-from phalanx.schedules.makers import NAMES, SINGLE, V_SHAPED, make
+from phalanx.schedules.makers import NAMES, make
 from phalanx.schedules.stage_split import cut, flop_costs
-from phalanx.spec.layout import Layout
+from phalanx.spec.layout import FIXED_STAGES, Layout, default_stages
 from phalanx.spec.model import ModelSpec, Moe
 
 DIM, VOCAB, LENGTH = 24, 257, 10
@@ -162,7 +162,7 @@ def legal(ranks: int, layers: int) -> list[tuple[str, int]]:
     """Schedules and stages per rank that so many layers allow."""
     found = []
     for name in NAMES:
-        counts = (1,) if name in SINGLE else (2,) if name in V_SHAPED else (1, 2, 3)
+        counts = (FIXED_STAGES[name],) if name in FIXED_STAGES else (1, 2, 3)
         found += [(name, per_rank) for per_rank in counts if per_rank * ranks <= layers]
     return found
 
@@ -179,11 +179,11 @@ def test_every_schedule_is_one_process(ranks: int, layers: int) -> None:
 
 
 def test_a_short_last_batch_and_very_few_of_them() -> None:
-    check([Case(name, 1 if name in SINGLE else 2, sizes) for name in NAMES for sizes in ((2, 2, 2, 2, 2, 1), (3,), (1, 2))], 2)
+    check([Case(name, default_stages(name), sizes) for name in NAMES for sizes in ((2, 2, 2, 2, 2, 1), (3,), (1, 2))], 2)
 
 
 def test_recomputing_blocks_and_experts() -> None:
     moe = spec(moe=Moe(experts=4, active=2, ffn=16, shared=1, dense_layers=1, balance_loss=0.1), norm="layer")
-    kinds = [(name, 1 if name in SINGLE else 2) for name in NAMES]
+    kinds = [(name, default_stages(name)) for name in NAMES]
     cases = [Case(*kind, (2,) * 5, recompute=how) for kind in kinds for how in ("full", "selective")]
     check(cases + [Case(*kind, (2,) * 5, model=moe, recompute="full") for kind in kinds], 2)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.schedules.choose import schedule
+from phalanx.schedules.makers import schedule_for
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
@@ -28,7 +28,7 @@ def legal_for() -> Callable[..., Callable[[Layout], bool]]:
             if batch % layout.replicas or any(layout_findings(replace(run, layout=layout))):
                 return False
             try:
-                order = schedule(layout, batch // layout.replicas)
+                order = schedule_for(layout, batch // layout.replicas)
             except RunError:
                 return False
             return order is None or not order.problems()

@@ -17,7 +17,7 @@ from phalanx.planning.simulate.simulated_saves import Keep, Saves
 from phalanx.planning.simulate.simulation_report import Ask
 from phalanx.recovery.history import WINDOW
 from phalanx.recovery.relayout import replicated_elsewhere
-from phalanx.schedules.choose import schedule
+from phalanx.schedules.makers import schedule_for
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
@@ -154,7 +154,7 @@ class Setting:
         if next(iter(layout_findings(run)), None) is not None:
             return None
         try:
-            order = schedule(layout, share // math.gcd(share, option.micro_batch))
+            order = schedule_for(layout, share // math.gcd(share, option.micro_batch))
             if order is not None and order.stages > run.model.layers:
                 return None
             judged = self._judge(run, replace(self._hardware, gpus=layout.ranks))

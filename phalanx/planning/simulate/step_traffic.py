@@ -6,8 +6,7 @@ from __future__ import annotations
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.search.candidate import Candidate
 from phalanx.planning.simulate.simulated_step import Step, Tier, Traffic, simulate_step
-from phalanx.schedules.choose import schedule
-from phalanx.schedules.makers import make
+from phalanx.schedules.makers import make, schedule_for
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Run
 
@@ -19,7 +18,7 @@ _WORK = ("compute", "launch", "tensor", "context", "expert")
 
 def step_of(run: Run, hardware: Hardware, option: Candidate) -> Step:
     """The option's step, simulated."""
-    order = schedule(option.layout, option.accumulation) or make("1f1b", 1, option.accumulation)
+    order = schedule_for(option.layout, option.accumulation) or make("1f1b", 1, option.accumulation)
     return simulate_step(order, option.pieces, traffic(run, hardware, option), option.split.get("other", 0.0))
 
 

@@ -13,9 +13,19 @@ from torch.distributed.pipelining import schedules as torchs
 
 from phalanx.schedules.actions import Action, Schedule
 from phalanx.schedules.csv_format import dump, load, loads
-from phalanx.schedules.makers import NAMES, SINGLE, V_SHAPED, forward_only, make, problems_for, resized, stages_by_default
+from phalanx.schedules.makers import (
+    NAMES,
+    deferred_weight_backwards,
+    example,
+    forward_only,
+    forwards_in_flight,
+    make,
+    problems_for,
+    resized,
+)
 from phalanx.schedules.timing import Durations, bubble, simulate
 from phalanx.spec.errors import RunError
+from phalanx.spec.layout import FIXED_STAGES, default_stages
 
 CLASSES = {
     "gpipe": "GPipe",
@@ -36,7 +46,7 @@ def torch_order(name: str, ranks: int, micro_batches: int, per_rank: int) -> lis
     made._num_stages = made.num_stages = ranks * per_rank
     made._stages = [None] * per_rank
     made.microbatches_per_round = micro_batches // max(1, micro_batches // ranks)
-    if name in SINGLE:
+    if FIXED_STAGES.get(name) == 1:
         found = [list(_plain(made._get_pipeline_order()[rank])) for rank in range(ranks)]
         if name == "1f1b":  # torch's list, which it does not execute, begins the last rank's forwards with 1
             last = ranks - 1
@@ -55,15 +65,15 @@ def _plain(row: list[Any]) -> Iterator[str]:
 
 def legal(name: str, ranks: int, micro_batches: int, per_rank: int) -> bool:
     """Where torch has a schedule too."""
-    if name in SINGLE:
+    if FIXED_STAGES.get(name) == 1:
         return per_rank == 1 and micro_batches >= ranks
-    if name in V_SHAPED:
+    if FIXED_STAGES.get(name) == 2:
         return per_rank == 2 and (name == "zbv" or micro_batches >= 2 * ranks)
     return micro_batches % max(1, micro_batches // ranks) == 0
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_orders_are_torchs(name: str) -> None:
+def test_named_schedules_equal_those_of_torch(name: str) -> None:
     compared = 0
     for ranks, micro_batches, per_rank in product((1, 2, 3, 4, 8), (1, 2, 4, 5, 8, 10, 16, 17), (1, 2, 3)):
         if legal(name, ranks, micro_batches, per_rank):
@@ -74,7 +84,7 @@ def test_orders_are_torchs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_any_number_of_micro_batches_will_do(name: str) -> None:
+def test_named_schedules_accept_any_number_of_micro_batches(name: str) -> None:
     for ranks, micro_batches, per_rank in product(range(1, 6), (1, 2, 3, 5, 7, 9, 11, 13), (1, 2, 3, 4)):
         if not problems_for(name, ranks, micro_batches, per_rank):
             found = make(name, ranks, micro_batches, per_rank)
@@ -82,17 +92,17 @@ def test_any_number_of_micro_batches_will_do(name: str) -> None:
             assert (found.stages, found.micro_batches) == (ranks * per_rank, micro_batches)
 
 
-def test_where_the_stages_lie() -> None:
+def test_stages_are_on_the_right_ranks() -> None:
     looping = make("interleaved-1f1b", 3, 6, 2)
     assert [looping.stages_of(rank) for rank in range(3)] == [(0, 3), (1, 4), (2, 5)]
     v_shaped = make("zbv", 3, 6)
     assert [v_shaped.stages_of(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
     assert [v_shaped.rank_of(stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
-    assert [stages_by_default(name) for name in NAMES] == [len(make(name, 2, 4).stages_of(0)) for name in NAMES]
+    assert [default_stages(name) for name in NAMES] == [len(make(name, 2, 4).stages_of(0)) for name in NAMES]
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 4), (4, 8), (8, 32)])
-def test_bubbles_are_those_of_the_papers(ranks: int, micro_batches: int) -> None:
+def test_bubbles_equal_the_published_formulas(ranks: int, micro_batches: int) -> None:
     def idle(name: str, per_rank: int | None = None, durations: Durations | None = None) -> float:
         return bubble(simulate(make(name, ranks, micro_batches, per_rank), durations))
 
@@ -111,7 +121,7 @@ def test_bubbles_are_those_of_the_papers(ranks: int, micro_batches: int) -> None
     assert idle("zbv") == pytest.approx((ranks - 1) / (length + ranks - 1)) or micro_batches < 2 * ranks - 1
 
 
-def test_messages_and_uneven_stages_take_their_time() -> None:
+def test_simulation_counts_messages_and_uneven_stages() -> None:
     found = simulate(make("gpipe", 2, 1), Durations(forward=1, input=2, weight=3, stages=(1, 10)), comm=0.5)
     assert [[(t.kind, t.start, t.stop) for t in row] for row in found.ranks] == [
         [("F", 0, 1), ("B", 62, 67)],
@@ -129,7 +139,7 @@ def test_bubble_of_a_trace() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_forwards_alone_lie_as_the_schedule_does(name: str) -> None:
+def test_forward_only_schedule_keeps_stages_on_their_ranks(name: str) -> None:
     like = make(name, 4, 8)
     found = forward_only(like, 3)
     assert [found.rank_of(stage) for stage in range(like.stages)] == [like.rank_of(stage) for stage in range(like.stages)]
@@ -138,7 +148,7 @@ def test_forwards_alone_lie_as_the_schedule_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_text_and_back(name: str, tmp_path: Path) -> None:
+def test_schedule_survives_csv_round_trip(name: str, tmp_path: Path) -> None:
     made = make(name, 3, 7)
     (tmp_path / "mine.csv").write_text(dump(made))
     again = load(tmp_path / "mine.csv")
@@ -148,13 +158,13 @@ def test_text_and_back(name: str, tmp_path: Path) -> None:
     assert [[str(a) for a in row] for row in order] == [[str(a) for a in row] for row in made.actions]
 
 
-def test_torchs_file_with_overlapped_and_empty_cells() -> None:
+def test_csv_of_torch_with_overlapped_and_empty_cells_loads() -> None:
     found = loads("0F0,,(0F1;0B0)OVERLAP_F_B, 0I1 ,0W1\n,1F0,1B0,1F1,1B1\n", "torch.csv")
     assert [str(action) for action in found.actions[0]] == ["0F0", "0F1", "0B0", "0I1", "0W1"]
-    assert found.ranks == 2 and found.splits
+    assert found.ranks == 2 and found.splits_backward
 
 
-def test_another_number_of_micro_batches() -> None:
+def test_schedule_is_resized_to_other_micro_batch_counts() -> None:
     assert resized(make("zbv", 2, 8), 5) == make("zbv", 2, 5)
     file = loads(dump(make("1f1b", 2, 8)), "mine.csv")
     assert resized(file, 8) is file
@@ -170,8 +180,8 @@ GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
     ("text", "sentence"),
     [
         ("", "this file has none"),
-        ("0F0,0SEND_F0,0B0\n", '"0SEND_F0" is no action'),
-        ("0F0,-1B0\n", '"-1B0" is no action'),
+        ("0F0,0SEND_F0,0B0\n", '"0SEND_F0" is not an action'),
+        ("0F0,-1B0\n", '"-1B0" is not an action'),
         (GOOD.replace("1B1", ""), "it has 7 actions, but 2 stages and 2 micro-batches need at least 8"),
         (GOOD.replace("1B1", "1B0"), "stage 1 has 1 F, 2 B, 0 I and 0 W of micro-batch 0"),
         (GOOD.replace("1B1", "1I1,1B0"), "stage 1 has 1 F, 0 B, 1 I and 0 W of micro-batch 1"),
@@ -182,7 +192,7 @@ GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
         ("999999999F999999999,0F0\n", "it has 2 actions, but 1000000000 stages"),
     ],
 )
-def test_what_is_wrong_with_a_file(text: str, sentence: str) -> None:
+def test_invalid_schedule_file_is_refused(text: str, sentence: str) -> None:
     with pytest.raises(RunError) as error:
         loads(text, "bad.csv")
     assert all(problem.startswith("bad.csv: ") for problem in error.value.problems)
@@ -190,7 +200,7 @@ def test_what_is_wrong_with_a_file(text: str, sentence: str) -> None:
     assert len(error.value.problems) <= 10
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_schedule_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="cannot be read: No such file"):
         load(tmp_path / "none.csv")
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
@@ -198,7 +208,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         load(tmp_path / "binary.csv")
 
 
-def test_actions_out_of_range_are_found() -> None:
+def test_actions_out_of_range_are_reported() -> None:
     made = make("gpipe", 2, 2)
     assert (
         "rank 0 has the action 0F1, but there are only stages 0 to 1 and micro-batches 0 to 0"
@@ -209,7 +219,7 @@ def test_actions_out_of_range_are_found() -> None:
     assert many.problems()[-1] == "and 4 more of the kind"
 
 
-def test_what_cannot_be_made() -> None:
+def test_impossible_schedules_are_refused() -> None:
     assert problems_for("2f2b", 2, 4, 1)[0].startswith('there is no pipeline schedule "2f2b": use one of gpipe, 1f1b')
     assert problems_for("1f1b", 2, 4, 2) == ["1f1b has 1 stage per rank, not 2: use interleaved-1f1b for more"]
     assert problems_for("zbv", 2, 4, 3) == ["zbv has 2 stages per rank, not 3: leave the number out"]
@@ -219,3 +229,21 @@ def test_what_cannot_be_made() -> None:
     ]
     with pytest.raises(RunError, match="1 stage per rank"):
         make("gpipe", 2, 4, 2)
+
+
+def test_traits_are_read_off_the_lists() -> None:
+    traits = {name: example(name) for name in NAMES}
+    assert {n for n, s in traits.items() if s.splits_backward} == {"interleaved-zero-bubble", "zbv", "dualpipev"}
+    assert {n for n, s in traits.items() if s.is_v_shaped} == {"zbv", "dualpipev"}
+    assert {n for n, s in traits.items() if s.all_forwards_first} == {"gpipe", "looped-bfs"}
+    assert all(schedule.stages_per_rank == default_stages(name) for name, schedule in traits.items())
+
+
+def test_activations_in_flight_are_counted_by_rank() -> None:
+    assert forwards_in_flight("gpipe", 4, 8, 1) == (8, 8, 8, 8)
+    assert forwards_in_flight("1f1b", 4, 8, 1) == (4, 3, 2, 1)
+    assert forwards_in_flight("looped-bfs", 2, 8, 3) == (24, 24)
+    assert forwards_in_flight("interleaved-1f1b", 4, 8, 2) == (11, 9, 7, 5)
+    assert forwards_in_flight("zbv", 4, 16, 2) == (8, 8, 8, 8)  # as much as 1F1B's first rank, as its stages are half as large
+    assert deferred_weight_backwards("1f1b", 4, 8, 1) == (0, 0, 0, 0)
+    assert deferred_weight_backwards("interleaved-zero-bubble", 4, 8, 2) == (1, 2, 3, 4)

@@ -21,7 +21,7 @@ def dearest(ranges: list[tuple[int, int]], costs: list[float], first: float, las
     return max(prices)
 
 
-def test_no_cut_is_better() -> None:
+def test_stage_split_is_optimal() -> None:
     dice = random.Random(1)
     for _ in range(60):
         blocks, stages = dice.randint(1, 8), dice.randint(1, 8)
@@ -37,18 +37,18 @@ def test_no_cut_is_better() -> None:
         assert dearest(found, costs, first, last) == pytest.approx(best)
 
 
-def test_the_head_counts() -> None:
+def test_head_counts_toward_the_last_stage() -> None:
     assert cut([1.0] * 5, 0.0, 0.0, 2) == [(0, 2), (2, 5)]
     assert cut([1.0] * 5, 0.0, 2.0, 2) == [(0, 3), (3, 5)]
     assert cut([1.0] * 8, 0.1, 4.0, 4) == [(0, 2), (2, 4), (4, 7), (7, 8)]  # the rest still shares evenly
 
 
-def test_too_few_layers() -> None:
-    with pytest.raises(RunError, match="5 layers cannot be dealt to 8 pipeline stages, which need at least one each"):
+def test_fewer_layers_than_stages_is_refused() -> None:
+    with pytest.raises(RunError, match="5 layers cannot be split into 8 pipeline stages, which need at least one each"):
         cut([1.0] * 5, 0.0, 0.0, 8)
 
 
-def test_costs_add_up_to_the_models() -> None:
+def test_stage_costs_add_up_to_the_model() -> None:
     plain = ModelSpec(dim=24, layers=5, heads=6, kv_heads=2, ffn=48, vocab=257)
     moe = replace(plain, moe=Moe(experts=8, active=2, ffn=16, shared=1, dense_layers=2), mtp_depth=1)
     for spec in (plain, moe, replace(PRESETS["llama3-8b"], vocab=128256), PRESETS["mixtral-8x7b"]):
