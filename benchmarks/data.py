@@ -93,7 +93,7 @@ def measure(folder: Path, packing: str, length: int, seconds: float) -> dict[str
         for name, start in (("tokens_per_s", 0), ("tokens_per_s_far", FAR)):
             found[name], _ = tokens_per_second(dataset.train, share, length, start, seconds)
         found["read_mb"] = resident()
-    return found | {"waste": dataset.waste}
+    return found | {"waste": dataset.padding_ratio}
 
 
 def resident() -> float:

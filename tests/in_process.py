@@ -1,4 +1,4 @@
-"""Tokenises in the test's own process: for tests that are about what is read, not about who reads it."""
+"""Tokenizes in the test's own process, for tests that do not depend on worker processes."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from phalanx.data.source_pieces import Piece
-from phalanx.data.tokenize_piece import PieceResult, PieceTokenizer
+from phalanx.data.tokenize_workers import PieceResult, PieceTokenizer
 
 
-class Here:
-    """Stands in for `data.pool.Pool`."""
+class InProcessPool:
+    """Replaces `TokenizePool`."""
 
-    def __init__(self, count: int, *work: Any):
-        self._work = PieceTokenizer(*work)
+    def __init__(self, count: int, *settings: Any):
+        self._tokenizer = PieceTokenizer(*settings)
 
     def run(self, pieces: Iterator[Piece]) -> Iterator[PieceResult]:
-        return (self._work.do(piece, lambda advance: None) for piece in pieces)
+        return (self._tokenizer.run(piece, lambda progress: None) for piece in pieces)
 
-    def __enter__(self) -> Here:
+    def __enter__(self) -> InProcessPool:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -138,10 +138,9 @@ def _opened(data: Data, sequence_length: int | None) -> _Opened:
 
 def _sources(data: Data, words: Tokenizer) -> Iterator[tuple[str, tuple[Corpus, dict[str, int]]]]:
     for source in data.mix or (data,):
-        mixed = isinstance(source, MixedSource)
         name = source.name if isinstance(source, MixedSource) else kind(source)
         with tokenizing(console) as progress:
-            opened = open_corpus(source, data, words, f"data.mix.{name}" if mixed else "data", progress)
+            opened = open_corpus(source, data, words, progress)
         yield name, opened
 
 

@@ -174,7 +174,7 @@ def _given(opened: Opened, asked: _Asked) -> Iterator[tuple[str, int, Iterator[B
     limit = {} if asked.max_bad_records is None else {"max_bad_records": asked.max_bad_records}
     data = replace(run.data, **(nothing | asked.given | limit))
     with tokenizing(console) as progress:
-        corpus, skipped = open_corpus(data, data, opened.tokenizer, "data", progress)
+        corpus, skipped = open_corpus(data, data, opened.tokenizer, progress)
     for reason, times in skipped.items():
         console.print(f"skipped {times} records: {reason}", style="yellow")
     if data.packing == "best-fit" or kind(data) == "chat":  # an answer cut off from its question would measure nothing

@@ -64,8 +64,8 @@ def show_inspected(console: Console, name: str, found: InspectReport, about: dic
     for reason, times in about["skipped"].items():
         console.print(Text(f"skipped {times} records: {reason}", style="yellow"))
     for sample in found.sample:
-        console.print(Text(f"document {sample['document']}, {sample['tokens']} tokens", style="dim"))
-        shown = sample["text"] if sample["text"] is not None else " ".join(map(str, sample["ids"]))
+        console.print(Text(f"document {sample.document}, {sample.tokens} tokens", style="dim"))
+        shown = sample.text if sample.text is not None else " ".join(map(str, sample.ids))
         console.print(Text(_visible(shown)), soft_wrap=True)
 
 
@@ -84,8 +84,8 @@ def show_sample(console: Console, sample: SampleView, width: int) -> None:
 
 
 def _text(piece: PieceView, width: int, *, coloured: bool) -> Text:
-    text, left = Text(), width or sum(len(stretch.text) for stretch in piece.stretches)
-    for stretch in piece.stretches:
+    text, left = Text(), width or sum(len(stretch.text) for stretch in piece.texts)
+    for stretch in piece.texts:
         if left <= 0:
             break
         part = _visible(stretch.text[:left])

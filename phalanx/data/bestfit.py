@@ -1,4 +1,9 @@
-"""Arrays on disk of which only what is asked for is read. `bestfit` keeps its plan of a large corpus in them."""
+"""Packs whole documents into windows (best fit, longest document first). `data/dataset` builds it for data.packing = "best-fit".
+
+A document longer than a window fills windows of its own first, and its rest is packed. The packing plan is computed once, by
+counting equal lengths instead of placing documents one by one. The plan of a large corpus is stored in data.cache, where every
+rank only opens it.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +20,15 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.data.corpus import Corpus, OpenFile
-from phalanx.data.pack import IGNORED, DocumentSpan, Window, pieces_between, places
+from phalanx.data.pack import IGNORED, DocumentSpan, Window, positions_and_documents, spans_between
 from phalanx.data.shuffle import Intervals
 from phalanx.spec.errors import RunError, RunFailed
 
 
 class DiskArray:
-    """The one-dimensional array of integers in an .npy file, read with explicit offsets.
+    """The one-dimensional integer array of an .npy file, of which only the requested elements are read.
 
-    A map would count every page that was ever touched as this process' memory, which for a large plan is all of them.
+    A memory map would count every page ever touched as memory of this process, for a large plan all of them.
     """
 
     def __init__(self, path: Path):
@@ -48,50 +53,49 @@ class DiskArray:
     def _read(self, first: int, last: int) -> npt.NDArray[Any]:
         values = np.empty(last - first, dtype=self._dtype)
         try:
-            whole = self._file.fill(values.view(np.uint8).data, self._offset + first * self._dtype.itemsize)
+            complete = self._file.fill(values.view(np.uint8).data, self._offset + first * self._dtype.itemsize)
         except OSError as error:
             raise RunFailed(f"{self._path} can no longer be read ({error.strerror}): remove its folder and resume.") from error
-        if not whole:
+        if not complete:
             raise RunFailed(f"{self._path} has shrunk since the run started: remove its folder and resume.")
         return values
 
 
-_KEPT = 1 << 16
-"""From so many documents on the plan is kept as a file: below, working it out takes a tenth of a second."""
+_STORED = 1 << 16
+"""Number of documents from which on the plan is stored in a file. Below, computing it takes a tenth of a second."""
 _CHUNK = 1 << 20
 _VERSION = 1
 _I8 = npt.NDArray[np.int64]
 _Numbers = npt.NDArray[np.integer[Any]] | DiskArray
-"""In memory, or of a large corpus on disk."""
+"""In memory, or on disk for a large corpus."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackingPlan:
-    """What stands in each window. Windows that one document fills come first, then those that were packed, those with the
-    longest documents first: there is no order of the files to keep.
+    """The content of each window: first the windows that one document fills, then the packed ones, longest documents first.
 
-    Each array has one number more than it needs, so that none is empty: an empty file cannot be mapped.
+    Each array has one extra number, so that none is empty: an empty file cannot be mapped.
     """
 
     full_starts: _Numbers
-    """Of each document that fills windows: where in the corpus it begins."""
+    """Corpus position of each document that fills windows."""
     full_firsts: _Numbers
-    """And the first window it fills; at last the number of all such windows."""
+    """First window of each of these documents, then the number of all such windows."""
     piece_starts: _Numbers
-    """Of each piece in the packed windows, window after window: where in the corpus it begins."""
+    """Corpus position of each piece in the packed windows, window by window."""
     piece_lengths: _Numbers
     piece_firsts: _Numbers
-    """Of each packed window: its first piece; at last the number of pieces."""
+    """First piece of each packed window, then the number of pieces."""
     slots: _Numbers
-    """[1]: places of all windows that hold a token."""
+    """[1]: window positions that hold a token, in total."""
 
 
 class BestFitPacking:
     """Windows of whole documents.
 
-    A piece's inputs are doc[start:stop] and its targets doc[start+1:stop+1]: the end token is a target and need not be an
-    input, and a piece of a document that was cut knows the token that follows it. What is left is padding: end tokens,
-    ignored as targets, with a document number of their own.
+    A piece's inputs are doc[start:stop] and its targets doc[start+1:stop+1]: the end token is a target but not an input, and
+    a piece of a longer document knows the token that follows it. The rest of a window is padding: end tokens with a document
+    index of their own, ignored as targets.
     """
 
     def __init__(self, corpus: Corpus, intervals: Intervals, length: int, *, end: int, document_mask: bool, cache: Path):
@@ -101,7 +105,7 @@ class BestFitPacking:
         self._plan = _plan(corpus, intervals, length, cache)
         self._full = int(self._plan.full_firsts[-1])
         self.count = self._full + len(self._plan.piece_firsts) - 1
-        self.waste = 1.0 - int(self._plan.slots[0]) / (self.count * length) if self.count else 0.0
+        self.padding_ratio = 1.0 - int(self._plan.slots[0]) / (self.count * length) if self.count else 0.0
 
     def windows(self, numbers: npt.NDArray[np.int64]) -> Window:
         if numbers.min() < 0 or numbers.max() >= self.count:
@@ -124,17 +128,17 @@ class BestFitPacking:
                 column = until
             if column < self.length:
                 begins[row, column] = True
-        return Window(tokens, targets, *places(begins, self._document_mask))
+        return Window(tokens, targets, *positions_and_documents(begins, self._document_mask))
 
     def window(self, number: int) -> Window:
         return Window(*(array[0] for array in self.windows(np.array([number]))))
 
     def trace(self, number: int) -> tuple[DocumentSpan, ...]:
-        found = [pieces_between(self._corpus, start, start + length) for start, length in self._pieces(number)]
-        return tuple(piece for pieces in found for piece in pieces)
+        pieces = self._pieces(number)
+        return tuple(span for start, length in pieces for span in spans_between(self._corpus, start, start + length))
 
     def _pieces(self, number: int) -> list[tuple[int, int]]:
-        """Where each piece of a window begins in the corpus, and its length."""
+        """Corpus position and length of each piece of a window."""
         plan = self._plan
         if number < self._full:
             document = bisect.bisect_right(plan.full_firsts, number) - 1
@@ -144,7 +148,7 @@ class BestFitPacking:
 
 
 def make_plan(corpus: Corpus, intervals: Intervals, length: int) -> PackingPlan:
-    """Works out what stands in each window. Takes about forty bytes per document while it does."""
+    """Computes the content of each window. Takes about forty bytes of memory per document."""
     starts, slots = _segments(corpus, intervals)
     total = slots.sum()
     full = slots // length
@@ -157,7 +161,7 @@ def make_plan(corpus: Corpus, intervals: Intervals, length: int) -> PackingPlan:
     lengths: npt.NDArray[Any] = slots[rests].astype(np.uint16 if length < 1 << 16 else np.int32)
     starts = starts[rests]
     del slots, rests
-    order = np.argsort(length - lengths, kind="stable")  # longest first; numbers of 16 bits are sorted by counting them
+    order = np.argsort(length - lengths, kind="stable")  # longest first; 16-bit numbers are radix-sorted
     starts, lengths = starts[order], lengths[order]
     del order
     window_of, count = best_fit(lengths, length)
@@ -172,61 +176,61 @@ def make_plan(corpus: Corpus, intervals: Intervals, length: int) -> PackingPlan:
     )
 
 
-def best_fit(lengths: npt.NDArray[np.integer[Any]], room: int) -> tuple[_I8, int]:
-    """The window that each piece goes into, for pieces sorted from the longest (at most `room`) to the shortest, and how
-    many windows there are. The same as placing them one after the other, each into the window with the least sufficient room.
+def best_fit(lengths: npt.NDArray[np.integer[Any]], capacity: int) -> tuple[_I8, int]:
+    """The window of each piece, and the number of windows, for pieces sorted from the longest (at most `capacity`) to the
+    shortest. Equal to placing them one by one, each into the window with the least sufficient free space.
 
-    Pieces of equal length go the same way: the window with the least sufficient room takes one after the other until it has
-    too little, then the next one does. So all windows with equal room can be treated at once.
+    Pieces of equal length fill the window with the least sufficient space until it has too little left, then the next one. So
+    all windows with equal free space are handled at once.
     """
     window_of = np.empty(len(lengths), dtype=np.int64)
-    pools: dict[int, list[_I8]] = {}  # windows by the room they have left
-    rooms = 0  # bit r: there are windows with room r
+    pools: dict[int, list[_I8]] = {}  # windows by their free space
+    spaces = 0  # bit s: there are windows with free space s
     count = 0
     edges = np.flatnonzero(lengths[1:] != lengths[:-1]) + 1
     for at, end in zip([0, *edges.tolist()], [*edges.tolist(), len(lengths)], strict=True):
         while at < end:
             length = int(lengths[at])
-            enough = rooms >> length
+            enough = spaces >> length
             if enough:
-                left = length + (enough & -enough).bit_length() - 1
-                pool = np.concatenate(pools.pop(left))
-                rooms ^= 1 << left
+                space = length + (enough & -enough).bit_length() - 1
+                pool = np.concatenate(pools.pop(space))
+                spaces ^= 1 << space
             else:
-                left = room
-                pool = np.arange(count, count + -(-(end - at) // (room // length)))
+                space = capacity
+                pool = np.arange(count, count + -(-(end - at) // (capacity // length)))
                 count += len(pool)
-            each = left // length
+            each = space // length
             used = min(len(pool), -(-(end - at) // each))
             taken = min(used * each, end - at)
             window_of[at : at + taken] = np.repeat(pool[:used], each)[:taken]
             at += taken
-            last = each - (used * each - taken)  # pieces that went into the last window used
+            last = each - (used * each - taken)  # pieces in the last window used
             for windows, now in (
-                (pool[: used - 1], left - each * length),
-                (pool[used - 1 : used], left - last * length),
-                (pool[used:], left),
+                (pool[: used - 1], space - each * length),
+                (pool[used - 1 : used], space - last * length),
+                (pool[used:], space),
             ):
                 if len(windows) and now:
                     pools.setdefault(now, []).append(windows)
-                    rooms |= 1 << now
+                    spaces |= 1 << now
     return window_of, count
 
 
 def _segments(corpus: Corpus, intervals: Intervals) -> tuple[_I8, _I8]:
-    """Documents, or what the intervals leave of them: where each begins, and the inputs it has: all tokens but its last."""
+    """Position and number of inputs (all tokens but the last) of each document, or of its parts inside the intervals."""
     starts, slots = [], []
     edges = intervals.ravel()
     for first in range(0, corpus.documents, _CHUNK):
         bounds = corpus.bounds(first, min(first + _CHUNK, corpus.documents))
-        inside = edges[edges.searchsorted(bounds[0], "right") : edges.searchsorted(bounds[-1], "left")]
-        at = bounds.searchsorted(inside)
-        new = bounds[at] != inside
-        cuts = np.insert(bounds, at[new], inside[new])
+        near = edges[edges.searchsorted(bounds[0], "right") : edges.searchsorted(bounds[-1], "left")]
+        at = bounds.searchsorted(near)
+        new = bounds[at] != near
+        cuts = np.insert(bounds, at[new], near[new])
         begin, length = cuts[:-1], np.diff(cuts)
-        kept = edges.searchsorted(begin, "right") % 2 == 1  # an odd number of edges up to it: inside an interval
-        starts.append(begin[kept])
-        slots.append(length[kept] - 1)
+        inside = edges.searchsorted(begin, "right") % 2 == 1  # an odd number of edges up to it
+        starts.append(begin[inside])
+        slots.append(length[inside] - 1)
     return np.concatenate(starts), np.concatenate(slots)
 
 
@@ -235,8 +239,8 @@ def _from_zero(counts: _I8) -> _I8:
 
 
 def _plan(corpus: Corpus, intervals: Intervals, length: int, cache: Path) -> PackingPlan:
-    """The plan, from the cache if it is there; put there where it is worth it."""
-    if corpus.documents < _KEPT:
+    """The plan, read from the cache or computed; the plan of a large corpus is stored there."""
+    if corpus.documents < _STORED:
         return make_plan(corpus, intervals, length)
     digest = hashlib.sha256(f"{_VERSION} {corpus.fingerprint} {length} ".encode() + intervals.astype("<i8").tobytes())
     folder = cache / "packing" / digest.hexdigest()[:32]
@@ -247,22 +251,22 @@ def _plan(corpus: Corpus, intervals: Intervals, length: int, cache: Path) -> Pac
     except (OSError, ValueError) as error:
         raise RunError(
             [
-                f"The packing of documents cannot be kept in {folder} ({error}); set data.cache to a folder with room, or remove it."
+                f"The packing of documents cannot be stored in {folder} ({error}); set data.cache to a folder with free space, or remove it."
             ]
         ) from None
 
 
 def _store(plan: PackingPlan, folder: Path) -> None:
-    """Written beside and renamed when complete: whoever finds the folder finds all of it."""
+    """Writes to a temporary folder and renames it: a folder that exists is complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix="making-", dir=folder.parent))
+    temporary = Path(tempfile.mkdtemp(prefix="making-", dir=folder.parent))
     try:
         for field in fields(PackingPlan):
-            np.save(beside / f"{field.name}.npy", getattr(plan, field.name))
+            np.save(temporary / f"{field.name}.npy", getattr(plan, field.name))
         try:
-            os.rename(beside, folder)
+            os.rename(temporary, folder)
         except OSError:
-            if not folder.is_dir():  # otherwise another process was quicker, with the same plan
+            if not folder.is_dir():  # else another process stored the same plan first
                 raise
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)

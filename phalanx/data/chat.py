@@ -1,7 +1,7 @@
-"""Jinja chat templates: a conversation to text, with what has to be learnt marked. `chat` renders records with it.
+"""Chat records to token ids: Jinja templates, and a mask over the answers. `data/tokenize_workers` calls it for source = "chat".
 
-The environment is the one transformers gives templates, so that the text is the same; it is sandboxed, since templates come
-with tokenizers from anywhere.
+The Jinja environment equals that of transformers, so the text is the same. It is sandboxed, because templates come with
+tokenizers from anywhere.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ PLAIN = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- 'Assistant:' -}}{%- endif -%}
 """
-"""The template called "plain": each turn as `Role: text` and an empty line."""
+"""The template named "plain": each turn as `Role: text` and an empty line."""
 _NOW = datetime(2024, 7, 26)
-"""The day it is in every template: ids must not depend on when they were made. Llama's template falls back to this one."""
+"""The date in every template, because ids must not depend on the day they were made. Llama's template defaults to it."""
 
 Message = Mapping[str, Any]
 
 
 class TemplateRefusal(Exception):
-    """The template does not take this conversation; the words are its own."""
+    """The template raised an error for this conversation; the message is the template's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,26 +47,26 @@ class Rendered:
 
     text: str
     answers: tuple[tuple[int, int], ...]
-    """Characters, from … to, that the model is to learn."""
+    """Character ranges (start, stop) of the answers, which are trained on."""
     ends: bool = False
-    """Whether the last turn is an answer, so that the end belongs to it."""
+    """Whether the last turn is an answer; the end token is then part of it."""
 
 
 class ChatTemplate:
-    """A compiled template."""
+    """A compiled Jinja chat template."""
 
     def __init__(self, source: str, name: str, special: Mapping[str, str]):
-        """`name`: what to call it in errors. `special`: texts of bos_token, eos_token …"""
+        """`name`: the name in error messages. `special`: texts of bos_token, eos_token …"""
         import jinja2
 
         self._name = name
         self._special = {"bos_token": "", "eos_token": "", **special}
-        mark = secrets.token_hex(8)  # no text holds it
+        mark = secrets.token_hex(8)  # random, so that no text contains it
         self._marks = re.compile(f"<{mark}>|</{mark}>")
         environment = _environment(mark)
         try:
             self._compiled = environment.from_string(source)
-            # The tag, not the word: a template may well speak of generation.
+            # Looks for the tag, not the word: a template may contain the word "generation".
             self.marks_answers = any(
                 kind == "block_begin" and following[1:] == ("name", "generation")
                 for (_, kind, _), following in _pairs(environment.lex(source))
@@ -75,10 +75,10 @@ class ChatTemplate:
             raise RunError(
                 [f"{name}, line {error.lineno}, is no valid Jinja: {error.message}; correct the template."]
             ) from None
-        self._probe()
+        self._check_shows_answers()
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False, **more: Any) -> Rendered:
-        """The conversation as text. `prompt`: with what makes the model answer. Answers only where the template marks them."""
+        """Renders a conversation. `prompt`: adds the generation prompt. Has answers only if the template marks them."""
         try:
             marked = self._compiled.render(
                 **({"tools": None, "documents": None} | more),
@@ -86,42 +86,43 @@ class ChatTemplate:
                 add_generation_prompt=prompt,
                 **self._special,
             )
-        except Exception as error:  # templates may raise what they like
+        except Exception as error:  # templates may raise anything
             raise TemplateRefusal(str(error) or type(error).__name__) from None
         if not self.marks_answers:
             return Rendered(marked, ())
         pieces: list[str] = []
         answers: list[tuple[int, int]] = []
-        length = last = begun = 0
+        length = last = start = 0
         for match in self._marks.finditer(marked):
             pieces.append(marked[last : match.start()])
             length += len(pieces[-1])
             last = match.end()
             if match.group()[1] != "/":
-                begun = length
-            elif length > begun:
-                answers.append((begun, length))
+                start = length
+            elif length > start:
+                answers.append((start, length))
         return Rendered("".join(pieces) + marked[last:], tuple(answers))
 
-    def _probe(self) -> None:
-        """A template that leaves answers out teaches nothing: told before anything is read."""
+    def _check_shows_answers(self) -> None:
+        """Refuses a template that omits answers, before any record is read."""
         question, answer = "What is asked?", "This is answered."
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         try:
             shown = self.render(turns)
         except TemplateRefusal:
-            return  # it may want more than a plain conversation; the records will tell
+            return  # it may need more than a plain conversation; the records will show
         if answer not in shown.text:
             raise RunError(
-                [f"{self._name} does not show what the assistant says: no answer is in its text, so there is nothing to learn."]
+                [
+                    f"{self._name} does not render what the assistant says: its text contains no answer, so there is nothing to learn."
+                ]
             )
         if self.marks_answers and not any(answer in shown.text[a:b] for a, b in shown.answers):
-            raise RunError([f"{self._name} has a generation tag, but not around what the assistant says; put it there."])
+            raise RunError([f"{self._name} has a generation tag, but not around what the assistant says; move it there."])
 
 
 def _pairs(tokens: Any) -> list[tuple[Any, Any]]:
-    useful = [token for token in tokens if token[1] != "whitespace"]
-    return list(itertools.pairwise(useful))
+    return list(itertools.pairwise(token for token in tokens if token[1] != "whitespace"))
 
 
 def _environment(mark: str) -> Any:
@@ -130,7 +131,7 @@ def _environment(mark: str) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %} … {% endgeneration %} around what the model is to say."""
+        """The tag {% generation %} … {% endgeneration %} around an answer."""
 
         tags = {"generation"}  # noqa: RUF012 -- jinja declares it so
 
@@ -146,7 +147,7 @@ def _environment(mark: str) -> Any:
         raise jinja2.TemplateError(message)
 
     def tojson(value: Any, ensure_ascii: bool = False, **style: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **style)  # jinja's own escapes what HTML would mistake
+        return json.dumps(value, ensure_ascii=ensure_ascii, **style)  # jinja's own filter escapes HTML characters
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = tojson
@@ -158,8 +159,8 @@ def _environment(mark: str) -> Any:
 MESSAGES, NO_ANSWER, REFUSED, UNCLEAR = "bad messages", "no answer", "refused by the template", "answer not found"
 
 
-def template_of(source: Source, words: Tokenizer) -> tuple[str, str]:
-    """The template that a source asks for: its name for people, and its text; else RunError."""
+def template_of(source: Source, tokenizer: Tokenizer) -> tuple[str, str]:
+    """The template of a source: its display name and its text. Raises RunError if there is none."""
     if source.template == "plain":
         return 'data.template = "plain"', PLAIN
     if source.template is not None:
@@ -171,15 +172,15 @@ def template_of(source: Source, words: Tokenizer) -> tuple[str, str]:
             raise RunError(
                 [f'data.template = "{source.template}" cannot be read ({reason}); name a Jinja file, or write "plain".']
             ) from None
-    if words.chat_template is None:
+    if tokenizer.chat_template is None:
         raise RunError(
-            [f'data.tokenizer = "{words.name}" brings no chat template; set data.template to a Jinja file, or to "plain".']
+            [f'data.tokenizer = "{tokenizer.name}" has no chat template; set data.template to a Jinja file, or to "plain".']
         )
-    return f"The chat template of {words.name}", words.chat_template
+    return f"The chat template of {tokenizer.name}", tokenizer.chat_template
 
 
 class ChatRenderer:
-    """Turns records into text with the answers' places, by one template."""
+    """Renders records as text with the character ranges of the answers."""
 
     def __init__(self, template: ChatTemplate, field: str, prompt_field: str, answer_field: str):
         self._template, self._field, self._prompt, self._answer = template, field, prompt_field, answer_field
@@ -189,10 +190,10 @@ class ChatRenderer:
         if isinstance(messages, BadRecord):
             return messages
         if not any(turn["role"] == "assistant" and (turn["content"] or turn.get("tool_calls")) for turn in messages):
-            return BadRecord(NO_ANSWER, "no message of the assistant says anything")
-        more = {"tools": record["tools"]} if isinstance(record.get("tools"), list) else {}
+            return BadRecord(NO_ANSWER, "every message of the assistant is empty")
+        extra = {"tools": record["tools"]} if isinstance(record.get("tools"), list) else {}
         try:
-            rendered = self._whole(messages, more)
+            rendered = self._with_answers(messages, extra)
         except TemplateRefusal as error:
             return BadRecord(REFUSED, str(error))
         if isinstance(rendered, BadRecord):
@@ -200,22 +201,22 @@ class ChatRenderer:
         try:
             rendered.text.encode()
         except UnicodeEncodeError as error:
-            return BadRecord(NOT_UTF8, f"half a character: {rendered.text[error.start]!r}")
+            return BadRecord(NOT_UTF8, f"an unpaired surrogate: {rendered.text[error.start]!r}")
         if not rendered.answers:
-            return BadRecord(NO_ANSWER, "the template marks none")
+            return BadRecord(NO_ANSWER, "the template marks no answer")
         return replace(rendered, ends=messages[-1]["role"] == "assistant")
 
-    def _whole(self, messages: list[Message], more: dict[str, Any]) -> Rendered | BadRecord:
-        whole = self._template.render(messages, **more)
+    def _with_answers(self, messages: list[Message], extra: dict[str, Any]) -> Rendered | BadRecord:
+        whole = self._template.render(messages, **extra)
         if self._template.marks_answers:
             return whole
         answers = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._template.render(messages[:number], prompt=True, **more).text
-            until = self._template.render(messages[: number + 1], **more).text
-            answer = _added(whole.text, before, until, message)
+            before = self._template.render(messages[:number], prompt=True, **extra).text
+            until = self._template.render(messages[: number + 1], **extra).text
+            answer = _answer_range(whole.text, before, until, message)
             if isinstance(answer, BadRecord):
                 return BadRecord(answer.reason, f"message {number}: {answer.detail}")
             answers.append(answer)
@@ -230,16 +231,16 @@ class ChatRenderer:
             if record.get("system"):
                 value.insert(0, {"role": "system", "content": record["system"]})
         if value is None:
-            there = ", ".join(map(str, list(record)[:10])) or "none"
+            fields = ", ".join(map(str, list(record)[:10])) or "none"
             return BadRecord(
-                MISSING, f'neither "{self._field}" nor "{self._prompt}" and "{self._answer}"; its fields are: {there}'
+                MISSING, f'neither "{self._field}" nor "{self._prompt}" and "{self._answer}"; its fields are: {fields}'
             )
         if not isinstance(value, list) or not value:
-            return BadRecord(MESSAGES, f'"{self._field}" is no list of messages')
+            return BadRecord(MESSAGES, f'"{self._field}" is not a list of messages')
         messages: list[Message] = []
         for number, message in enumerate(value):
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                return BadRecord(MESSAGES, f"message {number} is no object with a role")
+                return BadRecord(MESSAGES, f"message {number} is not an object with a role")
             content = _content(message)
             if content is None:
                 return BadRecord(MESSAGES, f"the content of message {number} is not text")
@@ -247,21 +248,21 @@ class ChatRenderer:
         return messages
 
 
-def encode(rendered: Rendered, words: Tokenizer) -> tuple[Ids, npt.NDArray[np.bool_]]:
-    """Ids of a conversation, and which of them begin inside an answer. Special tokens are the template's affair."""
-    ids, starts, _ = words.encode_spans(rendered.text)
+def encode(rendered: Rendered, tokenizer: Tokenizer) -> tuple[Ids, npt.NDArray[np.bool_]]:
+    """Ids of a conversation, and which of them begin inside an answer. The template writes the special tokens."""
+    ids, starts, _ = tokenizer.encode_spans(rendered.text)
     mask = np.zeros(len(ids), dtype=np.bool_)
     for begin, end in rendered.answers:
         mask |= (starts >= begin) & (starts < end)
     return ids, mask
 
 
-def encode_document(rendered: Rendered, words: Tokenizer) -> tuple[Ids, npt.NDArray[np.bool_]]:
-    """The same with the end token, unless the template has written it: learnt where the conversation ends with an answer."""
-    ids, mask = encode(rendered, words)
-    if len(ids) and ids[-1] == words.end:
+def encode_document(rendered: Rendered, tokenizer: Tokenizer) -> tuple[Ids, npt.NDArray[np.bool_]]:
+    """Ids and mask with the end token, unless the template wrote it. The end is trained on if the last turn is an answer."""
+    ids, mask = encode(rendered, tokenizer)
+    if len(ids) and ids[-1] == tokenizer.end:
         return ids, mask
-    return np.append(ids, np.int32(words.end)), np.append(mask, rendered.ends)
+    return np.append(ids, np.int32(tokenizer.end)), np.append(mask, rendered.ends)
 
 
 def _content(message: Mapping[str, Any]) -> str | None:
@@ -276,22 +277,22 @@ def _content(message: Mapping[str, Any]) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def _added(whole: str, before: str, until: str, message: Message) -> tuple[int, int] | BadRecord:
-    """Where the text of a turn stands: between what asks for the answer and what follows it."""
+def _answer_range(whole: str, before: str, until: str, message: Message) -> tuple[int, int] | BadRecord:
+    """Character range of a turn: from the end of the text that prompts for it (`before`) to the end of the turn (`until`)."""
     if not until.startswith(before):
-        return BadRecord(
-            UNCLEAR, "the template writes the question otherwise once it is answered; mark answers in it (generation tag)"
-        )
+        return BadRecord(UNCLEAR, "the template changes the question once it is answered; mark answers in it (generation tag)")
     last_line = next((line.strip() for line in reversed(message["content"].splitlines()) if line.strip()), "")
     added = until[len(before) :]
     if last_line not in added and json.dumps(last_line, ensure_ascii=False)[1:-1] not in added:
-        return BadRecord(UNCLEAR, "the template does not show this answer")
+        return BadRecord(UNCLEAR, "the template does not render this answer")
     if whole.startswith(until):
         return len(before), len(until)
-    # Some templates write earlier turns otherwise than the last one (they leave thinking out): where the answer itself still
-    # stands behind its question, followed by what ends a turn, it is known all the same.
+    # Some templates render earlier turns differently from the last one (they drop the thinking). The range is still known if
+    # the answer itself follows its question, with the same end of turn behind it.
     content = message["content"].strip()
     ending = until[until.rfind(content) + len(content) :] if content in added else None
     if ending is not None and whole.startswith(before + content + ending):
         return len(before), len(before) + len(content) + len(ending)
-    return BadRecord(UNCLEAR, "the template writes earlier turns otherwise than the last; mark answers in it (generation tag)")
+    return BadRecord(
+        UNCLEAR, "the template renders earlier turns differently from the last; mark answers in it (generation tag)"
+    )

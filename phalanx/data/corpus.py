@@ -1,7 +1,7 @@
-"""What a run reads from: one flat stream of token ids in which every document is followed by the end token.
+"""A corpus: one flat stream of token ids in which an end token follows every document.
 
-`data/corpus` (text read as it lies), `data/token_files` (token files) and Chain (several of them) are corpora; `data/shuffle`
-divides one, `data/pack` and `data/bestfit` cut windows out of it.
+Text files, strings (here) and token files (`data/token_files`) are corpora. `data/shuffle` splits a corpus into training and
+held-out parts; `data/pack` and `data/bestfit` cut windows out of it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,50 +18,58 @@ import numpy.typing as npt
 from phalanx.spec.errors import RunFailed
 
 BLOCKS = 1 << 17
-"""Most blocks a corpus is divided into: what is kept in memory of its index, however many documents there are."""
+"""Upper limit for the number of blocks of a corpus, so that the index in memory stays small for any number of documents."""
+END = 256
+"""The byte tokenizer's end token, which follows the last byte of each text document."""
+OPEN_FILES = 64
+"""File descriptors a corpus keeps open: enough for neighboring windows to share them, far below the limit of a process."""
+_HASHED_WHOLE = 64 << 20
+"""Up to this many bytes the fingerprint covers the whole text; beyond, it covers _SAMPLES pieces of the same total size."""
+_SAMPLES = 4096
 
 Ids = npt.NDArray[np.integer[Any]]
 Positions = npt.NDArray[np.int64]
 
 
 class Corpus(Protocol):
-    """A stream of documents that can be read anywhere, from any thread, without reading what stands before."""
+    """A stream of documents with random access from any thread."""
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the text does; a resumed run compares it. May cost a look at the text."""
+        """Changes when the text changes; a resumed run compares it. May read part of the text."""
 
     @property
     def documents(self) -> int: ...
 
     @property
     def tokens(self) -> int:
-        """End tokens included."""
+        """Number of tokens, end tokens included."""
 
     def read(self, start: int, stop: int) -> Ids:
         """Ids start … stop of the stream: exactly stop - start of them."""
 
     def mask(self, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
-        """Which of these ids are trained on as targets; None: all of them."""
+        """Which of these ids are training targets; None: all of them."""
 
     def bounds(self, first: int, last: int) -> Positions:
-        """Where the documents first … last begin, both included; `last` may be the number of documents: the stream's end."""
+        """Start positions of documents first … last, both included; `last` may be the number of documents: the end of the
+        stream."""
 
     def find(self, position: int) -> int:
-        """The document that holds this id of the stream."""
+        """The document that contains this position of the stream."""
 
     def starts(self, start: int, stop: int) -> Positions:
-        """Where documents begin in start … stop, `stop` not included."""
+        """Positions in start … stop (exclusive) where documents begin."""
 
     def blocks(self) -> Positions:
-        """Where blocks of consecutive documents begin, and at last the stream's end: as few numbers for any corpus."""
+        """Start positions of blocks of consecutive documents, then the end of the stream: at most BLOCKS + 1 numbers."""
 
 
 class IndexedCorpus:
-    """The part of a corpus that follows from where its documents begin, for those that know it by heart."""
+    """The part of a corpus that follows from its document positions, for corpora that hold them all in memory."""
 
     def __init__(self, begins: Positions):
-        """`begins`: where each document begins, and at last the stream's end."""
+        """`begins`: start position of each document, then the end of the stream."""
         self._begins = begins
         self.documents = len(begins) - 1
         self.tokens = int(begins[-1])
@@ -80,17 +88,22 @@ class IndexedCorpus:
         return self._begins[low:high]
 
     def blocks(self) -> Positions:
-        return thinned(self._begins)
+        return _every_nth(self._begins)
 
 
-def thinned(begins: Positions) -> Positions:
-    """At most BLOCKS blocks, as even in documents as can be, of the documents that begin at `begins[:-1]`."""
+def _every_nth(begins: Positions) -> Positions:
+    """At most BLOCKS blocks with equal numbers of documents, for documents that begin at `begins[:-1]`."""
     stride = -(-(len(begins) - 1) // BLOCKS)
     return begins if stride <= 1 else np.append(begins[:-1:stride], begins[-1])
 
 
+def _offsets(counts: Iterable[int]) -> Positions:
+    """Running sum from 0: where each of consecutive stretches begins, then where the last one ends."""
+    return np.concatenate([[0], np.cumsum(np.fromiter(counts, dtype=np.int64))]).astype(np.int64)
+
+
 class OpenFile:
-    """A descriptor that closes when its last reader lets go, so that no thread can close what another one is reading."""
+    """A file descriptor that is closed with its last reference, so that no thread closes a file that another one reads."""
 
     fd = -1
 
@@ -98,9 +111,9 @@ class OpenFile:
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def fill(self, view: memoryview, offset: int) -> bool:
-        """Fill `view` with what stands from `offset` on; False: the file ends before."""
+        """Fill `view` with the bytes from `offset` on; False if the file ends before."""
         filled = 0
-        while filled < len(view):  # one call may give less than it was asked for
+        while filled < len(view):  # one call may return less than requested
             got = os.preadv(self.fd, [view[filled:]], offset + filled)
             if got == 0:
                 return False
@@ -113,12 +126,12 @@ class OpenFile:
 
 
 class ChainedCorpus:
-    """Several corpora one after the other."""
+    """Several corpora, one after the other."""
 
     def __init__(self, corpora: Sequence[Corpus]):
         self._corpora = list(corpora)
-        self._tokens = _ends(corpus.tokens for corpus in corpora)
-        self._documents = _ends(corpus.documents for corpus in corpora)
+        self._tokens = _offsets(corpus.tokens for corpus in corpora)
+        self._documents = _offsets(corpus.documents for corpus in corpora)
         self.tokens, self.documents = int(self._tokens[-1]), int(self._documents[-1])
 
     @property
@@ -135,13 +148,13 @@ class ChainedCorpus:
         return np.concatenate([np.ones(length, dtype=np.bool_) if mask is None else mask for mask, length in parts])
 
     def bounds(self, first: int, last: int) -> Positions:
-        found = [np.array([], dtype=np.int64)]
+        begins = [np.array([], dtype=np.int64)]
         for i, corpus in enumerate(self._corpora):
             base = int(self._documents[i])
             low, high = max(first - base, 0), min(last - base, corpus.documents)
             if low < high:
-                found.append(corpus.bounds(low, high)[:-1] + self._tokens[i])
-        return np.append(np.concatenate(found), self._begin(last))
+                begins.append(corpus.bounds(low, high)[:-1] + self._tokens[i])
+        return np.append(np.concatenate(begins), self._begin(last))
 
     def find(self, position: int) -> int:
         i = int(self._tokens.searchsorted(position, "right")) - 1
@@ -152,7 +165,7 @@ class ChainedCorpus:
 
     def blocks(self) -> Positions:
         own = [corpus.blocks()[:-1] + base for corpus, base in zip(self._corpora, self._tokens.tolist(), strict=False)]
-        return thinned(np.append(np.concatenate(own), self.tokens))
+        return _every_nth(np.append(np.concatenate(own), self.tokens))
 
     def _begin(self, document: int) -> int:
         if document >= self.documents:
@@ -162,7 +175,7 @@ class ChainedCorpus:
         return int(self._corpora[i].bounds(own, own + 1)[0]) + int(self._tokens[i])
 
     def _inside(self, start: int, stop: int) -> list[tuple[Corpus, int, int, int]]:
-        """The corpora that hold start … stop: each with the place where it begins, and start and stop within it."""
+        """The corpora that overlap start … stop: corpus, its first position, and start and stop relative to that."""
         first = int(self._tokens.searchsorted(start, "right")) - 1
         last = max(first + 1, int(self._tokens.searchsorted(stop, "left")))
         inside = []
@@ -172,43 +185,30 @@ class ChainedCorpus:
         return inside
 
 
-def _ends(counts: Any) -> Positions:
-    return np.concatenate([[0], np.cumsum(list(counts))]).astype(np.int64)
-
-
-END = 256
-"""What follows the last byte of each document: the byte tokenizer's end token."""
-_OPEN_FILES = 64
-"""Descriptors kept open at once: enough that neighbouring windows share them, far below any process's limit."""
-_HASHED_WHOLE = 64 << 20
-"""Up to so many bytes the fingerprint looks at all of them, beyond that at _SAMPLES pieces, together as many."""
-_SAMPLES = 4096
-
-
 class TextFileCorpus(IndexedCorpus):
-    """One document per file, read where and when a window needs it: the corpus may be far bigger than memory.
+    """Text files as bytes, one document per file. A file is read when a window needs it, so the corpus may exceed memory.
 
-    Reads carry their own offset and there is no lock, so threads do not disturb each other and a forked child reads on.
+    Reads carry their own offset and take no lock, so threads do not disturb each other and a forked child keeps working.
     """
 
-    def __init__(self, root: str, sizes: Mapping[str, int]):
-        """`sizes`: the bytes of each file, none of them zero, by its path; all paths begin with `root`."""
+    def __init__(self, sizes: Mapping[str, int]):
+        """`sizes`: bytes of each file, none of them zero, by absolute path."""
         paths = sorted(sizes)
-        self._root = os.path.join(root, "")
+        self._root = os.path.join(os.path.commonpath([os.path.dirname(path) for path in paths]), "")
         self.names: Sequence[str] = [path.removeprefix(self._root) for path in paths]
-        super().__init__(_begins([sizes[path] for path in paths]))
-        self._open = functools.lru_cache(_OPEN_FILES)(OpenFile)
+        super().__init__(_offsets(sizes[path] + 1 for path in paths))
+        self._open = functools.lru_cache(OPEN_FILES)(OpenFile)
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """The same for the same names and texts in the same order, wherever the files lie."""
+        """Hash of relative names and texts in order; independent of the folder the files are in."""
         digest = hashlib.sha256()
         for name, end in zip(self.names, self._begins[1:].tolist(), strict=True):
-            digest.update(b"%s\0%d\0" % (os.fsencode(name), end))  # no name holds a zero byte
+            digest.update(b"%s\0%d\0" % (os.fsencode(name), end))  # no name contains a zero byte
         length = _HASHED_WHOLE // _SAMPLES
         pieces = -(-self.tokens // length)
         for piece in range(min(pieces, _SAMPLES)):
-            # Side by side where that covers the whole stream, else spread over it from its first token to its last.
+            # Consecutive pieces if they cover the whole stream, else pieces spread from the first token to the last.
             start = piece * length if pieces <= _SAMPLES else piece * (self.tokens - length) // (_SAMPLES - 1)
             digest.update(self.read(start, min(start + length, self.tokens)).astype("<u2").tobytes())
         return digest.hexdigest()
@@ -235,12 +235,12 @@ class TextFileCorpus(IndexedCorpus):
             file = self._open(path)
             if not file.fill(ids.data, start):
                 raise RunFailed(
-                    f"{path} has shrunk: it held {self._size(document)} bytes when the run started "
-                    f"and holds {os.fstat(file.fd).st_size} now; put the former text back and resume."
+                    f"{path} has shrunk: it had {self._size(document)} bytes when the run started "
+                    f"and has {os.fstat(file.fd).st_size} now; restore the former text and resume."
                 )
         except OSError as error:
             raise RunFailed(
-                f"{path} can no longer be read ({error.strerror}): it held {self._size(document)} bytes "
+                f"{path} can no longer be read ({error.strerror}): it had {self._size(document)} bytes "
                 "when the run started; make it readable again and resume."
             ) from error
         return ids
@@ -250,11 +250,11 @@ class TextFileCorpus(IndexedCorpus):
 
 
 class MemoryCorpus(IndexedCorpus):
-    """Documents given as strings; empty ones are left out."""
+    """Documents given as strings. Empty strings are dropped."""
 
     def __init__(self, texts: Sequence[str]):
         encoded = [text.encode() for text in texts if text]
-        super().__init__(_begins([len(text) for text in encoded]))
+        super().__init__(_offsets(len(text) + 1 for text in encoded))
         self._ids = np.full(self.tokens, END, dtype=np.uint16)
         for begin, text in zip(self._begins.tolist(), encoded, strict=False):
             self._ids[begin : begin + len(text)] = np.frombuffer(text, dtype=np.uint8)
@@ -265,8 +265,3 @@ class MemoryCorpus(IndexedCorpus):
 
     def read(self, start: int, stop: int) -> Ids:
         return self._ids[start:stop]
-
-
-def _begins(lengths: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Where each document begins in the stream, and where that ends: each is followed by one end token."""
-    return np.concatenate([[0], np.cumsum(np.array(lengths, dtype=np.int64) + 1)]).astype(np.int64)

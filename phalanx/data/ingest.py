@@ -1,6 +1,6 @@
-"""A source of text to token files: piece by piece in several processes, resumed where it was killed, the same in any case.
+"""Turns a source of text into token files: piece by piece in several processes, resumable, with the same result in any case.
 
-`phalanx tokenize` calls `tokenize_into`; `data/dataset` calls `cached_token_files` for every source that is not read as it lies.
+`phalanx tokenize` calls `tokenize_into`; `data/dataset` calls `cached_token_files` for every source that is not read as raw bytes.
 """
 
 from __future__ import annotations
@@ -10,59 +10,53 @@ import fcntl
 import json
 import logging
 import os
-import socket
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
-from phalanx.data.source_pieces import Piece, TokenizePlan, TokenizeSpec, make_plan
+from phalanx.data.source_pieces import Piece, TokenizePlan, make_plan
 from phalanx.data.text_records import EMPTY, MISSING
 from phalanx.data.token_files import META, TokenMeta, replace_text, unfinished, write_meta
-from phalanx.data.tokenize_piece import DONE, PieceProgress, PieceResult
+from phalanx.data.tokenize_workers import DONE, PieceProgress, PieceResult, TokenizePool
 from phalanx.data.tokenizer import Tokenizer
-from phalanx.spec.errors import RunError, RunFailed
+from phalanx.spec.errors import RunError
 from phalanx.spec.run import Data, Source
 
 PLAN, LOCK = "plan.json", ".lock"
-_SHOWN = 3
+_EXAMPLES = 3
 _log = logging.getLogger("phalanx.data")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far a source is."""
+    """Progress of tokenizing one source."""
 
     name: str
     bytes: int
     size: int | None
-    """Bytes in all; None: not known."""
+    """Bytes in total; None: unknown."""
     documents: int
     tokens: int
     kept: int
-    """Tokens of these that an earlier start had made."""
+    """Tokens from an earlier start."""
     skipped: int
     """Bad records."""
     tokens_per_second: float = 0.0
-    """Of this start, so far."""
+    """Average since this start."""
 
 
 ProgressCallback = Callable[[Progress], None]
 
 
 def cached_token_files(source: Source, data: Data, tokenizer: Tokenizer, progress: ProgressCallback | None = None) -> Path:
-    """The folder of `data.cache` with the token files of a source: at once if they are there, else they are made first.
-    Others that want the same wait for whoever came first."""
+    """The folder in `data.cache` with the token files of a source; makes them if they are missing. A process that needs the
+    same files waits for the one that makes them."""
     plan = make_plan(source, data, tokenizer)
     folder = Path(data.cache).expanduser() / f"tokens-{plan.key}"
     if not (folder / META).exists():
-        _check_apart(plan, folder.parent, source, "data.cache: ")
+        _check_outside(plan, folder.parent, source, "data.cache: ")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with locked(folder, wait=True):
@@ -76,25 +70,32 @@ def cached_token_files(source: Source, data: Data, tokenizer: Tokenizer, progres
 
 
 def tokenize_into(
-    folder: Path, source: Source, data: Data, words: Tokenizer, *, force: bool = False, progress: ProgressCallback | None = None
+    folder: Path,
+    source: Source,
+    data: Data,
+    tokenizer: Tokenizer,
+    *,
+    force: bool = False,
+    progress: ProgressCallback | None = None,
 ) -> TokenMeta:
-    """Token files of a source in a folder of the caller's; goes on where the same was begun, refuses where it was another."""
-    plan = make_plan(source, data, words)
-    _check_apart(plan, folder, source)
+    """Makes token files in a folder of the caller's choice. Continues an interrupted start of the same source and refuses a
+    folder with token files of another one, unless `force` is given."""
+    plan = make_plan(source, data, tokenizer)
+    _check_outside(plan, folder, source)
     try:
-        _check_place(folder)
+        _check_folder(folder)
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder, wait=False):
             if force:
                 _clear(folder)
-            elif _begun(folder) and (other := _differences(_identity(folder), plan.identity)):
+            elif _has_results(folder) and (other := _differences(_identity(folder), plan.identity)):
                 raise RunError(
                     [f"{folder} holds token files of something else ({other}); name another folder, or start over (--force)."]
                 )
             try:
                 return ingest(plan, folder, data, progress)
             except RunError:
-                if not _begun(folder):  # refused before anything came of it: nothing is left, either
+                if not _has_results(folder):  # refused before anything was made: leave nothing behind
                     _clear(folder)
                     (folder / LOCK).unlink()
                     folder.rmdir()
@@ -103,27 +104,28 @@ def tokenize_into(
         raise RunError([f"{error.filename or folder} cannot be written ({error.strerror}); name another folder."]) from None
 
 
-def _check_apart(plan: TokenizePlan, folder: Path, source: Source, key: str = "") -> None:
-    """Token files among the text would be taken for text the next time, unless their names are of no kind or hidden."""
-    if plan.recipe.kind == "parquet":
+def _check_outside(plan: TokenizePlan, folder: Path, source: Source, key: str = "") -> None:
+    """Refuses a folder inside the text: the next start would read its token files as text. Parquet sources, which read only
+    .parquet files, and hidden folders are exempt."""
+    if plan.spec.kind == "parquet":
         return
     for path in source.paths:
         top, place = Path(path).expanduser().resolve(), folder.resolve()
         if top.is_dir() and place.is_relative_to(top) and not any(p.startswith(".") for p in place.relative_to(top).parts):
-            raise RunError([f"{key}{folder} lies in {path}, which is to be read; name a folder outside of it."])
+            raise RunError([f"{key}{folder} is inside {path}, which is read as text; name a folder outside of it."])
 
 
-def _check_place(folder: Path) -> None:
+def _check_folder(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise RunError([f"{folder} is a file; name a folder for the token files."])
-    begun = {LOCK, unfinished(PLAN)}  # all that a start leaves which is killed, or finds no room, at once
-    inside = [path.name for path in folder.iterdir() if path.name not in begun] if folder.exists() else []
+    early = {LOCK, unfinished(PLAN)}  # all that remains of a start that ended at once
+    inside = [path.name for path in folder.iterdir() if path.name not in early] if folder.exists() else []
     if inside and PLAN not in inside:
-        raise RunError([f"{folder} is not empty and holds no token files of ours ({min(inside)}): name another folder."])
+        raise RunError([f"{folder} is not empty and holds other files ({min(inside)}): name another folder."])
 
 
 def ingest(plan: TokenizePlan, folder: Path, data: Data, progress: ProgressCallback | None = None) -> TokenMeta:
-    """Make the token files; whoever calls holds the folder's lock."""
+    """Makes the token files in a folder whose lock the caller holds."""
     if _identity(folder) != plan.identity:
         _clear(folder)
         replace_text(folder / PLAN, json.dumps(plan.identity, indent=1) + "\n")
@@ -132,55 +134,56 @@ def ingest(plan: TokenizePlan, folder: Path, data: Data, progress: ProgressCallb
         check_limit(plan, meta.skipped, data.max_bad_records)
     else:
         meta = _make(plan, folder, data, progress)
-    for left in [*folder.glob(f"*{DONE}"), *folder.glob("*.unfinished")]:
-        left.unlink()
+    for temporary in [*folder.glob(f"*{DONE}"), *folder.glob("*.unfinished")]:
+        temporary.unlink()
     return meta
 
 
 def _make(plan: TokenizePlan, folder: Path, data: Data, progress: ProgressCallback | None) -> TokenMeta:
-    tally = _Tally(plan, data.max_bad_records)
+    totals = _Totals(plan, data.max_bad_records)
     sizes: dict[int, int] = {}
 
-    def missing() -> Iterator[Piece]:
+    def missing_pieces() -> Iterator[Piece]:
         for piece in plan.pieces():
             sizes[piece.number] = piece.size
             if (result := PieceResult.read(folder, piece.part)) is not None:
-                tally.add(result, piece.size, kept=True)
+                totals.add(result, piece.size, kept=True)
             else:
                 yield piece
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with Pool(data.processes or cores, plan.recipe, folder, data.max_bad_records) as pool:
-        for event in pool.run(missing()):
+    with TokenizePool(data.processes or cores, plan.spec, folder, data.max_bad_records) as pool:
+        for event in pool.run(missing_pieces()):
             if isinstance(event, PieceResult):
-                tally.add(event, sizes[event.number])
-                event = PieceProgress(bytes=0, tokens=0, documents=0)
+                totals.add(event, sizes[event.number])
+                event = PieceProgress()
             if progress is not None:
-                progress(tally.progress(event))
-    tally.settle()
-    parts = [result.part for _, result in sorted(tally.results.items()) if result.part is not None]
-    return write_meta(folder, plan.words, parts, masked=plan.masked, skipped=tally.skipped)
+                progress(totals.progress(event))
+    totals.check_any_good()
+    parts = [result.part for _, result in sorted(totals.results.items()) if result.part is not None]
+    return write_meta(folder, plan.tokenizer, parts, masked=plan.masked, skipped=totals.skipped)
 
 
-class _Tally:
-    """What all pieces together have come to."""
+class _Totals:
+    """Sums over all finished pieces."""
 
     def __init__(self, plan: TokenizePlan, max_bad: int):
         self._plan, self._max_bad = plan, max_bad
-        self._begin = time.monotonic()
+        self._start = time.monotonic()
         self.results: dict[int, PieceResult] = {}
         self.skipped: Counter[str] = Counter()
         self._examples: dict[str, list[str]] = {}
         self._bytes = self._tokens = self._documents = self._kept = 0
 
     def add(self, result: PieceResult, size: int, *, kept: bool = False) -> None:
+        """`kept`: the result is from an earlier start."""
         self.results[result.number] = result
         self.skipped.update(result.skipped)
         for reason, place, detail in result.examples:
-            shown = self._examples.setdefault(reason, [])
-            if len(shown) < _SHOWN:
-                shown.append(f"{place} ({detail})" if detail else place)
-                _log.warning("skipped, %s: %s", reason, shown[-1])
+            examples = self._examples.setdefault(reason, [])
+            if len(examples) < _EXAMPLES:
+                examples.append(f"{place} ({detail})" if detail else place)
+                _log.warning("skipped, %s: %s", reason, examples[-1])
         self._bytes += size
         if result.part is not None:
             self._tokens += result.part.tokens
@@ -188,60 +191,62 @@ class _Tally:
             self._kept += result.part.tokens if kept else 0
         check_limit(self._plan, self.skipped, self._max_bad, self._examples)
 
-    def settle(self) -> None:
-        """RunError where nothing was good."""
+    def check_any_good(self) -> None:
+        """Raises RunError if no record is good."""
         if self._documents:
             return
-        where = self._plan.recipe.name
+        key, name = self._plan.paths_key, self._plan.spec.name
         if not self.skipped:
-            raise RunError([f"{self._plan.paths_key}: there is no record in {where}; name files that hold some."])
+            raise RunError([f"{key}: there is no record in {name}; name files that hold some."])
         remedy = "set data.field (--field) to the one that holds the text" if MISSING in self.skipped else "correct them"
-        told = f"no record of {where} can be used: {_told(self.skipped, self._examples)}"
-        raise RunError([f"{self._plan.paths_key}: {told}; {remedy}, or name other files."])
+        counts = _skipped_text(self.skipped, self._examples)
+        raise RunError([f"{key}: no record of {name} can be used: {counts}; {remedy}, or name other files."])
 
-    def progress(self, under_way: PieceProgress) -> Progress:
+    def progress(self, unfinished: PieceProgress) -> Progress:
+        tokens = self._tokens + unfinished.tokens
         return Progress(
-            name=self._plan.recipe.name,
-            bytes=self._bytes + under_way.bytes,
+            name=self._plan.spec.name,
+            bytes=self._bytes + unfinished.bytes,
             size=self._plan.size,
-            documents=self._documents + under_way.documents,
-            tokens=self._tokens + under_way.tokens,
+            documents=self._documents + unfinished.documents,
+            tokens=tokens,
             kept=self._kept,
             skipped=self.skipped.total() - self.skipped[EMPTY],
-            tokens_per_second=(self._tokens + under_way.tokens - self._kept) / (time.monotonic() - self._begin),
+            tokens_per_second=(tokens - self._kept) / (time.monotonic() - self._start),
         )
 
 
 def check_limit(plan: TokenizePlan, skipped: dict[str, int], limit: int, examples: dict[str, list[str]] | None = None) -> None:
-    """RunError where more records were bad than data.max_bad_records allows."""
+    """Raises RunError if there are more bad records than data.max_bad_records."""
     bad = sum(count for reason, count in skipped.items() if reason != EMPTY)
     if bad > limit:
         raise RunError(
             [
-                f"{plan.paths_key}: {bad} or more records of {plan.recipe.name} cannot be used, and data.max_bad_records (--max-bad-records) = {limit}: "
-                f"{_told(skipped, examples or {})}. Correct them, or raise the limit to leave them out."
+                f"{plan.paths_key}: {bad} or more records of {plan.spec.name} cannot be used, and data.max_bad_records "
+                f"(--max-bad-records) = {limit}: {_skipped_text(skipped, examples or {})}. Correct them, or raise the limit to "
+                "skip them."
             ]
         )
 
 
-def _told(skipped: dict[str, int], examples: dict[str, list[str]]) -> str:
-    """Counts by reason, with where the first ones are."""
-    told = []
+def _skipped_text(skipped: dict[str, int], examples: dict[str, list[str]]) -> str:
+    """Counts by reason, with the position of the first record of each."""
+    counts = []
     for reason, count in sorted(skipped.items(), key=lambda item: -item[1]):
         first = f", first {examples[reason][0]}" if examples.get(reason) else ""
-        told.append(f"{count} × {reason}{first}")
-    return "; ".join(told)
+        counts.append(f"{count} × {reason}{first}")
+    return "; ".join(counts)
 
 
 @contextlib.contextmanager
 def locked(folder: Path, *, wait: bool) -> Iterator[None]:
-    """Keeps others out of a folder; `wait` for them, or refuse."""
+    """Locks a folder against other processes; `wait` for them, or refuse."""
     with (folder / LOCK).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise RunError([f"{folder} is being written by another process; wait for it, or name another folder."]) from None
-        yield  # closing the file opens the lock
+        yield  # closing the file releases the lock
 
 
 def _identity(folder: Path) -> dict[str, object] | None:
@@ -252,142 +257,33 @@ def _identity(folder: Path) -> dict[str, object] | None:
     return table if isinstance(table, dict) else None
 
 
-def _begun(folder: Path) -> bool:
-    """Whether there is anything that starting over would lose."""
+def _has_results(folder: Path) -> bool:
+    """Whether starting over would lose anything."""
     return (folder / META).exists() or any(folder.glob("part-*.tokens"))
 
 
 def _differences(before: dict[str, object] | None, now: dict[str, object]) -> str:
-    """In words, what is other than it was; nothing if all is the same, or there was nothing."""
+    """Describes the differences of two identities; empty if there are none, or there was no identity."""
     if before is None:
         return ""
-    told = []
+    differences = []
     for key in [*now, *(key for key in before if key not in now)]:
         old, new = before.get(key), now.get(key)
         if old == new:
             continue
         if key == "files" and isinstance(old, list) and isinstance(new, list):
             changed = sorted({str(file[0]) for file in [*old, *new] if file not in old or file not in new})
-            told.append(f"{len(changed)} of its files are others or have changed, first {changed[0]}")
+            differences.append(f"{len(changed)} of its files differ or have changed, first {changed[0]}")
         elif key in ("tokenizer", "template", "documents"):
-            told.append(f"another {key}")
+            differences.append(f"another {key}")
         else:
-            told.append(f"{key} was {json.dumps(old)} and is {json.dumps(new)}")
-    return "; ".join(told)
+            differences.append(f"{key} was {json.dumps(old)} and is {json.dumps(new)}")
+    return "; ".join(differences)
 
 
 def _clear(folder: Path) -> None:
-    """Nothing but what we wrote; the meta file first, so that no half of a folder ever looks complete."""
+    """Removes our files only; the meta file first, so that an incomplete folder never looks complete."""
     for name in (META, PLAN):
         (folder / name).unlink(missing_ok=True)
     for path in folder.glob("part-*"):
         path.unlink()
-
-
-_HOME = str(Path(__file__).parents[2])
-_START = "import sys; sys.path.insert(0, sys.argv[1]); from phalanx.worker.tokenize_process import main; main()"
-"""Finds this very package, also where it runs from a checkout that was never installed."""
-
-
-class _Worker:
-    def __init__(self, hello: tuple[Any, ...]):
-        ours, theirs = socket.socketpair()
-        # -P: a file of the working directory that is called like a module must not be taken for it.
-        command = [sys.executable, "-P", "-c", _START, _HOME, str(theirs.fileno()), str(os.getpid())]
-        with theirs:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # the caller's output is read by programs
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C reaches the caller alone, which ends them
-            )
-        self.connection = Connection(ours.detach())
-        self.piece: Piece | None = None
-        self.advance = PieceProgress(bytes=0, tokens=0, documents=0)
-        self._send(hello)
-
-    def begin(self, piece: Piece) -> None:
-        self.piece = piece
-        self._send(piece)
-
-    def _send(self, what: object) -> None:
-        try:
-            self.connection.send(what)
-        except OSError:
-            raise self.died() from None
-
-    def hear(self) -> PieceResult | None:
-        """What it has to say; None: how far it is."""
-        try:
-            message = self.connection.recv()
-        except (EOFError, OSError):
-            raise self.died() from None
-        if isinstance(message, PieceProgress):
-            self.advance = message
-            return None
-        if isinstance(message, Exception):
-            raise message
-        assert isinstance(message, PieceResult)
-        self.piece, self.advance = None, PieceProgress(bytes=0, tokens=0, documents=0)
-        return message
-
-    def died(self) -> RunFailed:
-        code = self.process.wait()
-        where = f" while reading {self.piece.paths[0]}" if self.piece and self.piece.paths else ""
-        how = f"was killed by signal {-code} (out of memory?)" if code < 0 else f"ended with exit code {code}"
-        return RunFailed(f"A process that tokenises {how}{where}. Start again with fewer processes: what is done is kept.")
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.connection.close()
-
-
-class Pool:
-    """At most `count` workers, started as there is work for them."""
-
-    def __init__(self, count: int, recipe: TokenizeSpec, folder: Path, max_bad: int):
-        self._count, self._hello = count, (recipe, folder, max_bad)
-        self._workers: list[_Worker] = []
-
-    def run(self, pieces: Iterator[Piece]) -> Iterator[PieceResult | PieceProgress]:
-        """Every result as it comes, in any order; in between, how far all pieces that are under way are together."""
-        more = True
-        while True:
-            while more and (len(self._workers) < self._count or self._idle()):
-                piece = next(pieces, None)
-                if piece is None:
-                    more = False
-                else:
-                    self._hand_over(piece)
-            busy = {worker.connection: worker for worker in self._workers if worker.piece is not None}
-            if not busy:
-                return
-            for connection in wait(list(busy)):
-                assert isinstance(connection, Connection)
-                result = busy[connection].hear()
-                yield self._together() if result is None else result
-
-    def _idle(self) -> list[_Worker]:
-        return [worker for worker in self._workers if worker.piece is None]
-
-    def _hand_over(self, piece: Piece) -> None:
-        if not self._idle():
-            self._workers.append(_Worker(self._hello))
-        self._idle()[0].begin(piece)
-
-    def _together(self) -> PieceProgress:
-        under_way = [worker.advance for worker in self._workers]
-        return PieceProgress(
-            bytes=sum(one.bytes for one in under_way),
-            tokens=sum(one.tokens for one in under_way),
-            documents=sum(one.documents for one in under_way),
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for worker in self._workers:
-            worker.end()

@@ -1,6 +1,6 @@
-"""Looks at a corpus: how many documents of what length, which are there twice, what they say. `phalanx data inspect` calls it.
+"""Statistics of a corpus: document lengths, duplicates, padding, examples. `phalanx data inspect` calls it.
 
-Everything is read once, in portions; memory is bounded whatever the corpus.
+The corpus is read once, in portions, in bounded memory.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from phalanx.data.corpus import Corpus
 from phalanx.data.tokenizer import Tokenizer
 
 _I8 = npt.NDArray[np.int64]
-_MOST = 1 << 24
-"""Documents that hashes and lengths are kept of, eight bytes each; of a larger corpus every n-th hash stands for n."""
+_MAX_DOCUMENTS = 1 << 24
+"""Maximum number of hashes and lengths in memory, eight bytes each; a larger corpus is sampled by hash."""
 _SHORT = 1 << 20
-"""Lengths below are counted one by one, longer ones are listed: a corpus has few of those, or is made of little else."""
+"""Shorter lengths are counted, longer ones listed: a corpus has few of those, or few documents at all."""
 _PORTION = 1 << 22  # tokens read at a time
-_PLAIN = np.dtype("<u4")
-_SPEAKING = 64  # documents whose text is looked at to learn how many bytes a token stands for
+_HASHED_DTYPE = np.dtype("<u4")
+_DECODED = 64  # documents that are decoded to estimate the bytes per token
 
 
 @dataclass(slots=True)
 class Lengths:
-    """Tokens of documents, without their end tokens: exact counts in bounded memory."""
+    """Document lengths without end tokens: exact counts in bounded memory."""
 
     counts: _I8 = field(default_factory=lambda: np.zeros(_SHORT, dtype=np.int64))
     long: list[int] = field(default_factory=list)
@@ -39,13 +39,13 @@ class Lengths:
     def add(self, lengths: _I8) -> None:
         short = lengths[lengths < _SHORT]
         if len(short):
-            found = np.bincount(short)
-            self.counts[: len(found)] += found
+            counts = np.bincount(short)
+            self.counts[: len(counts)] += counts
         self.long += lengths[lengths >= _SHORT].tolist()
 
-    def at(self, part: float) -> int:
-        """The length that this part of all documents does not exceed."""
-        place = max(0, int(np.ceil(part * self.documents)) - 1)
+    def quantile(self, fraction: float) -> int:
+        """The length that this fraction of all documents does not exceed."""
+        place = max(0, int(np.ceil(fraction * self.documents)) - 1)
         short = int(self.counts.sum())
         if place < short:
             return int(np.searchsorted(np.cumsum(self.counts), place, side="right"))
@@ -60,16 +60,16 @@ class Lengths:
             return {}
         total = int((self.counts * np.arange(_SHORT)).sum()) + sum(self.long)
         return {
-            "min": self.at(0.0),
-            "median": self.at(0.5),
+            "min": self.quantile(0.0),
+            "median": self.quantile(0.5),
             "mean": total / self.documents,
-            "p90": self.at(0.9),
-            "p99": self.at(0.99),
-            "max": self.at(1.0),
+            "p90": self.quantile(0.9),
+            "p99": self.quantile(0.99),
+            "max": self.quantile(1.0),
         }
 
     def histogram(self) -> list[tuple[int, int, int]]:
-        """(from, to, documents): lengths from … to, both included; each range twice as wide as the one before."""
+        """(from, to, documents) for lengths from … to, both included; each range is twice as wide as the one before."""
         values = np.flatnonzero(self.counts)
         bins: dict[int, int] = {}
         for length, count in [*zip(values.tolist(), self.counts[values].tolist(), strict=True), *((n, 1) for n in self.long)]:
@@ -80,30 +80,41 @@ class Lengths:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DocumentExcerpt:
+    """The beginning of one document."""
+
+    document: int
+    tokens: int
+    text: str | None
+    """None without a tokenizer."""
+    ids: list[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class InspectReport:
-    """What there is to say about one source."""
+    """Statistics of one source."""
 
     documents: int
     tokens: int
     """End tokens included."""
     bytes: int | None
-    """Of the text; None where no tokenizer says what the ids stand for."""
+    """Bytes of the text; None without a tokenizer to decode it."""
     bytes_estimated: bool
-    """Reckoned from a few documents instead of all."""
+    """Whether `bytes` is estimated from a few documents."""
     lengths: dict[str, float]
-    """Tokens of a document without its end token: min, median, mean, p90, p99, max."""
+    """Document length without end token: min, median, mean, p90, p99, max."""
     histogram: list[tuple[int, int, int]]
     duplicates: int
-    """Documents whose tokens are those of an earlier one."""
+    """Documents with the same tokens as an earlier one."""
     duplicates_of: int
-    """Documents that were compared: all, or in a very large corpus those whose hash falls into a part of all hashes."""
+    """Documents that were compared: all, or a sample by hash of a very large corpus."""
     padding: float | None
-    """Part of the windows that best-fit packing would leave empty."""
+    """Padding ratio of best-fit packing."""
     sequence_length: int | None
     masked_tokens: int | None
-    """Tokens that are not trained on; None where the corpus has no masks."""
-    sample: list[dict[str, Any]]
-    """A few documents: number, tokens, and the first characters."""
+    """Tokens that are not trained on; None if the corpus has no masks."""
+    sample: list[DocumentExcerpt]
+    """A few documents."""
 
     @property
     def duplicate_share(self) -> float:
@@ -112,7 +123,7 @@ class InspectReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InspectOptions:
-    """What a person wants to see of a corpus."""
+    """What `inspect` computes and shows."""
 
     sequence_length: int | None = None
     samples: int = 3
@@ -121,15 +132,15 @@ class InspectOptions:
 
 
 def inspect(
-    corpus: Corpus, tokenizer: Tokenizer | None, wish: InspectOptions, progress: Callable[[int, int], None] | None = None
+    corpus: Corpus, tokenizer: Tokenizer | None, options: InspectOptions, progress: Callable[[int, int], None] | None = None
 ) -> InspectReport:
-    """Reads all of the corpus. `progress` is told how many tokens of how many have been looked at."""
+    """Reads the whole corpus. `progress` receives the number of tokens read and their total."""
     lengths, masked, hashes = Lengths(), 0, _Hashes(corpus.documents)
     has_masks = corpus.tokens > 0 and corpus.mask(0, 1) is not None
     for bounds in _portions(corpus):
         lengths.add(np.diff(bounds) - 1)
         if len(bounds) == 2:
-            hashes.add_one(_blocks(corpus, *bounds.tolist()))
+            hashes.add_long(_blocks(corpus, *bounds.tolist()))
         else:
             hashes.add(corpus.read(*bounds[[0, -1]].tolist()), bounds - bounds[0])
         for low in range(int(bounds[0]), int(bounds[-1]), _PORTION) if has_masks else ():
@@ -137,7 +148,7 @@ def inspect(
             masked += 0 if trained is None else int((~trained).sum())
         if progress is not None:
             progress(int(bounds[-1]), corpus.tokens)
-    text, estimated = _text_bytes(corpus, tokenizer, wish.seed)
+    text, estimated = _text_bytes(corpus, tokenizer, options.seed)
     return InspectReport(
         documents=corpus.documents,
         tokens=corpus.tokens,
@@ -147,52 +158,54 @@ def inspect(
         histogram=lengths.histogram(),
         duplicates=hashes.duplicates,
         duplicates_of=hashes.compared,
-        padding=None if wish.sequence_length is None else padding(corpus, wish.sequence_length),
-        sequence_length=wish.sequence_length,
+        padding=None if options.sequence_length is None else padding(corpus, options.sequence_length),
+        sequence_length=options.sequence_length,
         masked_tokens=masked if has_masks else None,
-        sample=[_shown(corpus, tokenizer, number, wish) for number in _some(corpus.documents, wish.samples, wish.seed)],
+        sample=[
+            _excerpt(corpus, tokenizer, number, options) for number in _draw(corpus.documents, options.samples, options.seed)
+        ],
     )
 
 
 class _Hashes:
-    """64-bit hashes of documents, of all or of the n-th part, chosen by the hash itself so that equals stay together."""
+    """64-bit hashes of all documents, or of every n-th hash value, so that equal documents stay together."""
 
     def __init__(self, documents: int):
-        self._every = -(-documents // _MOST)
-        self._kept: list[npt.NDArray[np.uint64]] = []
+        self._stride = -(-documents // _MAX_DOCUMENTS)
+        self._hashes: list[npt.NDArray[np.uint64]] = []
 
     def add(self, ids: npt.NDArray[np.integer[Any]], bounds: _I8) -> None:
-        """Documents that begin at these bounds of the ids."""
-        data, edges = _plain(ids).data.cast("B"), (bounds * _PLAIN.itemsize).tolist()
+        """Add the documents between these bounds of the ids."""
+        data, edges = _uniform(ids).data.cast("B"), (bounds * _HASHED_DTYPE.itemsize).tolist()
         pairs = itertools.pairwise(edges)
-        self._keep(b"".join(hashlib.blake2b(data[a:b], digest_size=8).digest() for a, b in pairs))
+        self._append(b"".join(hashlib.blake2b(data[a:b], digest_size=8).digest() for a, b in pairs))
 
-    def add_one(self, blocks: Iterator[npt.NDArray[np.integer[Any]]]) -> None:
-        """A document in blocks."""
+    def add_long(self, blocks: Iterator[npt.NDArray[np.integer[Any]]]) -> None:
+        """Add one document, given in blocks."""
         digest = hashlib.blake2b(digest_size=8)
         for block in blocks:
-            digest.update(_plain(block).data)
-        self._keep(digest.digest())
+            digest.update(_uniform(block).data)
+        self._append(digest.digest())
 
-    def _keep(self, digests: bytes) -> None:
-        found = np.frombuffer(digests, dtype="<u8")
-        self._kept.append(found if self._every <= 1 else found[found % np.uint64(self._every) == 0])
+    def _append(self, digests: bytes) -> None:
+        hashes = np.frombuffer(digests, dtype="<u8")
+        self._hashes.append(hashes if self._stride <= 1 else hashes[hashes % np.uint64(self._stride) == 0])
 
     @property
     def compared(self) -> int:
-        return sum(map(len, self._kept))
+        return sum(map(len, self._hashes))
 
     @property
     def duplicates(self) -> int:
         if not self.compared:
             return 0
-        self._kept = [np.sort(np.concatenate(self._kept))]
-        return int((self._kept[0][1:] == self._kept[0][:-1]).sum())
+        self._hashes = [np.sort(np.concatenate(self._hashes))]
+        return int((self._hashes[0][1:] == self._hashes[0][:-1]).sum())
 
 
 def padding(corpus: Corpus, length: int) -> float:
-    """Part of all windows that best-fit packing leaves empty; beyond _MOST documents, of the windows of the first so many."""
-    inputs = np.diff(corpus.bounds(0, min(corpus.documents, _MOST))) - 1  # the end token is a target and need not be an input
+    """Padding ratio of best-fit packing, computed from the first _MAX_DOCUMENTS documents."""
+    inputs = np.diff(corpus.bounds(0, min(corpus.documents, _MAX_DOCUMENTS))) - 1  # the end token is a target, not an input
     inputs = inputs[inputs > 0]
     full, rests = np.divmod(inputs, length)
     _, packed = best_fit(-np.sort(-rests[rests > 0]), length)
@@ -201,9 +214,9 @@ def padding(corpus: Corpus, length: int) -> float:
 
 
 def _portions(corpus: Corpus) -> Iterator[_I8]:
-    """Whole documents, a few million tokens of them: where each begins, and where the last ends.
+    """Yields portions of whole documents with a few million tokens, as start positions and the end of the last one.
 
-    A document longer than that is a portion by itself.
+    A longer document is a portion by itself.
     """
     first = 0
     while first < corpus.documents:
@@ -220,9 +233,9 @@ def _blocks(corpus: Corpus, low: int, high: int) -> Iterator[npt.NDArray[np.inte
         yield corpus.read(begin, min(begin + _PORTION, high))
 
 
-def _plain(ids: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.uint32]:
-    """In one format: a corpus may give the same ids in different ones."""
-    return np.ascontiguousarray(ids, dtype=_PLAIN)
+def _uniform(ids: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.uint32]:
+    """Ids in one dtype: corpora with equal ids may have different ones."""
+    return np.ascontiguousarray(ids, dtype=_HASHED_DTYPE)
 
 
 def _text_bytes(corpus: Corpus, tokenizer: Tokenizer | None, seed: int) -> tuple[int | None, bool]:
@@ -231,7 +244,7 @@ def _text_bytes(corpus: Corpus, tokenizer: Tokenizer | None, seed: int) -> tuple
         return None, False
     if tokenizer.name == "byte":
         return corpus.tokens - corpus.documents, False
-    numbers = _some(corpus.documents, _SPEAKING, seed)
+    numbers = _draw(corpus.documents, _DECODED, seed)
     ends = [corpus.bounds(number, number + 1).tolist() for number in numbers]
     tokens = sum(stop - start for start, stop in ends)
     text = sum(len(tokenizer.decode(corpus.read(start, min(stop, start + _PORTION))).encode()) for start, stop in ends)
@@ -240,13 +253,13 @@ def _text_bytes(corpus: Corpus, tokenizer: Tokenizer | None, seed: int) -> tuple
     return (text if everything else round(text / max(read, 1) * corpus.tokens)), not everything
 
 
-def _some(documents: int, count: int, seed: int) -> list[int]:
-    """A few documents, the same for the same seed."""
+def _draw(documents: int, count: int, seed: int) -> list[int]:
+    """Document numbers, drawn with this seed."""
     return sorted(random.Random(seed).sample(range(documents), min(count, documents)))
 
 
-def _shown(corpus: Corpus, tokenizer: Tokenizer | None, number: int, wish: InspectOptions) -> dict[str, Any]:
+def _excerpt(corpus: Corpus, tokenizer: Tokenizer | None, number: int, options: InspectOptions) -> DocumentExcerpt:
     start, stop = corpus.bounds(number, number + 1).tolist()
-    ids = corpus.read(start, min(stop, start + 4 * wish.characters))  # no character takes more tokens than it has bytes
-    text = None if tokenizer is None else tokenizer.decode(ids)[: wish.characters]
-    return {"document": number, "tokens": stop - start - 1, "text": text, "ids": ids[:32].tolist()}
+    ids = corpus.read(start, min(stop, start + 4 * options.characters))  # no character has more tokens than bytes
+    text = None if tokenizer is None else tokenizer.decode(ids)[: options.characters]
+    return DocumentExcerpt(document=number, tokens=stop - start - 1, text=text, ids=ids[:32].tolist())

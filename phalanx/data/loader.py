@@ -1,4 +1,4 @@
-"""Prepares the batches of coming steps in one background thread. The trainer makes one per rank and iterates over it."""
+"""Reads the batches of future steps in one background thread. The trainer makes one loader per rank and iterates over it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 
 class SampleReader(Protocol):
-    """Samples that can be asked for by their global indices."""
+    """Reads samples by their global indices."""
 
     def batch(self, indices: npt.NDArray[np.int64]) -> Batch: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaShare:
-    """Which part of every global batch one replica takes, and in what portions."""
+    """The part of every global batch that one data-parallel replica reads, and its micro-batch size."""
 
     batch: int
     """Samples in one global batch."""
@@ -43,26 +43,26 @@ class ReplicaShare:
             )
 
     def samples(self, position: int) -> npt.NDArray[np.int64]:
-        """This replica's samples of the global batch that begins at `position`."""
+        """This replica's sample indices in the global batch that begins at sample `position`."""
         each = self.batch // self.replicas
         return position + np.arange(self.replica * each, (self.replica + 1) * each, dtype=np.int64)
 
     def cut(self, batch: Batch) -> list[Batch]:
-        """Micro-batches of this replica's samples, in order."""
+        """Splits this replica's samples into micro-batches, in order."""
         return [batch.rows(first, first + self.micro_batch) for first in range(0, len(batch.samples), self.micro_batch)]
 
 
 class Loader(Generic[T]):
-    """Steps without end, from sample `start` on; each is the list of this replica's micro-batches.
+    """An endless iterator over steps, from sample `start` on; each step is the list of this replica's micro-batches.
 
-    The thread works on request, one position per step, and `prefetch` requests are under way at any time. So nothing ever
-    blocks on a full queue: the thread waits for requests only, and to stop it is to withdraw them.
+    The thread serves requests, one position per step, and `prefetch` requests are outstanding at any time. Nothing ever
+    blocks on a full queue: the thread waits for requests only, and withdrawing them stops it.
     """
 
     def __init__(self, samples: SampleReader, share: ReplicaShare, *, start: int, prefetch: int, prepare: Callable[[Batch], T]):
-        """`prepare` turns a batch into what the trainer wants; it runs in the thread."""
+        """`prepare` converts a batch for the trainer, in the background thread."""
         self.position = start
-        """The first sample of the step that comes next."""
+        """First sample of the next step."""
         self._stride = share.batch
         self._ahead = share.batch * prefetch
         self._requests: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -71,10 +71,10 @@ class Loader(Generic[T]):
             self._requests.put(start + step * share.batch)
 
         def make(position: int) -> list[T]:
-            # All micro-batches of a step are read at once: what one read costs besides its tokens is paid once.
+            # One read for all micro-batches of a step, so that the fixed cost of a read is paid once.
             return [prepare(batch) for batch in share.cut(samples.batch(share.samples(position)))]
 
-        # The thread knows the queues but not the loader: a loader nobody holds any more is collected and stops its thread.
+        # The thread refers to the queues, not to the loader: a loader without references is collected and stops its thread.
         self._thread = threading.Thread(target=_serve, args=(self._requests, self._steps, make), name="loader", daemon=True)
         self._stop = weakref.finalize(self, _end, self._requests, self._thread)
         self._thread.start()
@@ -87,14 +87,14 @@ class Loader(Generic[T]):
             raise RuntimeError("the loader was closed")
         step = self._steps.get()
         if isinstance(step, BaseException):
-            self.close()  # going on would leave this step's samples out
+            self.close()  # continuing would skip this step's samples
             raise step
         self._requests.put(self.position + self._ahead)
         self.position += self._stride
         return step
 
     def close(self) -> None:
-        """Stop the thread, at the latest after the step it is at, and wait for it. May be called twice."""
+        """Stop the thread after its current step at the latest, and wait for it. May be called twice."""
         self._stop()
 
     def __enter__(self) -> Self:
@@ -115,13 +115,13 @@ def _serve(
         except BaseException as error:  # the consumer raises it, with this thread's traceback
             steps.put(error)
             return
-    steps.put(RuntimeError("the loader was closed"))  # whoever still waits for a step must not wait for ever
+    steps.put(RuntimeError("the loader was closed"))  # wakes a consumer that still waits for a step
 
 
 def _end(requests: queue.SimpleQueue[int | None], thread: threading.Thread) -> None:
-    """Take back what the thread has not begun, tell it that nothing comes any more, and wait for it.
+    """Withdraw pending requests, tell the thread to end, and wait for it.
 
-    At the interpreter's end too: a thread that is still inside a library then can bring the whole process down.
+    Also runs at interpreter exit: a thread that is still inside a library at that time can crash the process.
     """
     try:
         while True:

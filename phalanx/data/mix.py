@@ -1,7 +1,7 @@
-"""Which source each sample of a run comes from. `dataset` builds a Mixture of one source or many; the loader asks it for batches.
+"""Decides which source each sample of a run comes from. `data/dataset` builds a Mixture; `data/loader` reads batches from it.
 
-A sample is a pure function of its global index: which source, and the how-manieth sample of that source, are computed from
-the index alone, in as many operations as there are sources, whether it is the first sample or the 10¹²-th.
+The source of a sample and its number within that source are computed from the global sample index alone. That takes as many
+operations as there are sources, for the first sample as for the 10¹²-th.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ import numpy.typing as npt
 from phalanx.data.pack import Batch, Samples, Trace, Window
 
 _PERIOD = 1 << 20
-"""Samples after which a weighted mixture repeats its pattern of sources; weights are met to one part in so many."""
+"""Samples after which a weighted mixture repeats its pattern of sources; also the resolution of weights."""
 _LONGEST = 1 << 31
-"""Longest period: products of two numbers below it fit 64 bits."""
+"""Longest period: the product of two smaller numbers fits 64 bits."""
 
 _I8 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MixPhase:
-    """A stretch of samples over which the same sources take part."""
+    """A range of samples during which the same sources are active."""
 
     first: int
-    """Its first sample."""
+    """First sample of the phase."""
     sources: tuple[int, ...]
     quotas: tuple[int, ...]
-    """Samples of each of them in one period; their sum is the period."""
+    """Samples of each source in one period; their sum is the period."""
     before: tuple[int, ...]
-    """Samples each of them gave in earlier phases."""
+    """Samples of each source in earlier phases."""
 
     @property
     def period(self) -> int:
         return sum(self.quotas)
 
     def counts(self, samples: int) -> list[int]:
-        """How many of the first so many samples of the phase come from each source."""
+        """How many of the first `samples` samples of the phase come from each source."""
         periods, within = divmod(samples, self.period)
-        found, rest = [], self.period
+        counts, rest = [], self.period
         for quota in self.quotas:
             now = _spread(within, quota, rest)
-            found.append(periods * quota + now)
+            counts.append(periods * quota + now)
             within, rest = within - now, rest - quota
-        return found
+        return counts
 
     def until(self, which: int, wanted: int) -> int:
-        """Samples of the phase after which its `which`-th source has given `wanted`."""
+        """Number of samples of the phase that contain `wanted` samples of its `which`-th source."""
         low = (wanted - 1) // self.quotas[which] * self.period
         high = low + self.period
         while high - low > 1:
@@ -61,7 +61,7 @@ class MixPhase:
         return high
 
     def choose(self, indices: _I8) -> tuple[_I8, _I8]:
-        """The source of each sample of the phase, and which of that source's samples it is."""
+        """The source of each sample of the phase, and its number within that source."""
         if len(self.sources) == 1:
             return np.full(len(indices), self.sources[0]), indices - self.first + self.before[0]
         periods, within = np.divmod(indices - self.first, self.period)
@@ -77,17 +77,18 @@ class MixPhase:
 
 
 def _spread(index: int | _I8, quota: int, period: int) -> Any:
-    """How many of the first `index` of a period are chosen where `quota` of them are, as evenly as whole numbers allow."""
+    """How many of the first `index` samples of a period are chosen if `quota` of `period` are, spread as evenly as possible."""
     return (index * quota + period // 2) // period
 
 
 class SourceOrder:
-    """From sample index to (source, number within the source), for sources of which some may come to an end."""
+    """Maps a sample index to (source, number within the source). Some sources may end before others."""
 
     def __init__(self, windows: Sequence[int], weights: Sequence[float] | None, caps: Sequence[int | None]):
-        """`windows`: of each source. `weights`: left out, in proportion to the windows. `caps`: samples each gives at most."""
+        """`windows`: windows per source. `weights`: None means in proportion to the windows. `caps`: sample limits, None for no
+        limit."""
         self.limit = sum(cap for cap in caps if cap is not None) if None not in caps else None
-        """Samples there are; None: without end."""
+        """Number of samples; None: no limit."""
         self._phases: list[MixPhase] = []
         done, first = [0] * len(windows), 0
         while active := tuple(i for i, cap in enumerate(caps) if cap is None or done[i] < cap):
@@ -107,7 +108,7 @@ class SourceOrder:
         if indices.min() < 0:
             raise IndexError(f"sample {indices.min()}; samples are counted from 0")
         if self.limit is not None and indices.max() >= self.limit:
-            raise IndexError(f"sample {indices.max()} of {self.limit}: every source has been gone through as often as it may")
+            raise IndexError(f"sample {indices.max()} of {self.limit}: every source has reached its epochs")
         if len(self._phases) == 1:
             return self._phases[0].choose(indices)
         phases = self._firsts.searchsorted(indices, "right") - 1
@@ -119,15 +120,14 @@ class SourceOrder:
 
 
 def quotas(shares: Sequence[Fraction], period: int) -> tuple[int, ...]:
-    """`period` divided in these proportions into whole numbers (largest remainder), none of them zero: a source that somebody
-    named is seen."""
+    """Divides `period` in these proportions into whole numbers (largest remainder). None is zero: every named source is used."""
     exact = [share * period / sum(shares) for share in shares]
     whole = [max(1, math.floor(part)) for part in exact]
     spare = period - sum(whole)
     by_remainder = sorted(range(len(exact)), key=lambda i: (whole[i] - exact[i], i))
     for i in by_remainder[: max(0, spare)]:
         whole[i] += 1
-    for _ in range(-spare):  # what the smallest got too much is taken from the largest
+    for _ in range(-spare):  # the largest quotas pay for those that were raised to 1
         whole[whole.index(max(whole))] -= 1
     return tuple(whole)
 
@@ -139,12 +139,12 @@ class MixedSamples:
     samples: Samples
     weight: float | None = None
     epochs: float | None = None
-    """Most times its windows are gone through."""
+    """Maximum number of epochs."""
 
     @property
     def cap(self) -> int | None:
-        """Samples it gives at most; None: without end."""
-        # A tenth of ten windows is one, whatever floating point makes of it.
+        """Maximum number of samples; None: no limit."""
+        # 0.1 epochs of ten windows are one sample, in spite of floating point.
         return None if self.epochs is None else math.floor(self.epochs * self.samples.count + 1e-9)
 
 
@@ -152,17 +152,17 @@ class Mixture:
     """The samples of a run."""
 
     def __init__(self, sources: Sequence[MixedSamples]):
-        """Weights are given for all sources or for none, and every cap is at least 1."""
+        """All sources have weights or none has, and every cap is at least 1."""
         self.sources = tuple(source.samples for source in sources)
         self.count = sum(samples.count for samples in self.sources)
-        """Windows of all sources: the samples of one epoch where no weights are given."""
+        """Windows of all sources: the samples of one epoch if there are no weights."""
         weights = [source.weight for source in sources if source.weight is not None]
         assert len(weights) in (0, len(sources)), "checked when the run file is loaded"
         self._order = SourceOrder(
             [samples.count for samples in self.sources], weights or None, [source.cap for source in sources]
         )
         self.limit = self._order.limit
-        """Samples there are in all; None: without end."""
+        """Number of samples in all; None: no limit."""
 
     def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
         source, number = self._order(indices)
@@ -170,12 +170,12 @@ class Mixture:
         parts: list[Window] = [self.sources[which].windows(number[source == which]) for which in present]
         if len(parts) == 1:
             return Batch(*parts[0], np.array(indices, dtype=np.int64))
-        # Where each row of the parts laid one after the other has to go.
+        # The target row of each row of the concatenated parts.
         back = np.argsort(np.concatenate([np.flatnonzero(source == which) for which in present]))
         tokens, targets, positions, documents = (np.concatenate(arrays)[back] for arrays in zip(*parts, strict=True))
         return Batch(tokens, targets, positions, documents, np.array(indices, dtype=np.int64))
 
     def trace(self, index: int) -> Trace:
-        """Where a sample comes from."""
+        """The origin of a sample."""
         source, number = self._order(np.array([index]))
         return self.sources[int(source[0])].trace(int(number[0]))

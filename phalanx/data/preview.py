@@ -1,6 +1,6 @@
-"""What the model will see at a step: samples taken apart into documents and stretches of text. `phalanx data preview` shows it.
+"""Shows what the model will see at a step: samples split into documents and spans of text. `phalanx data preview` calls it.
 
-It asks the same dataset for the same samples as training does, so what it says is what happens.
+It reads the same samples from the same dataset as training does.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ _PORTION = 256  # samples in memory at a time
 
 @dataclass(frozen=True, slots=True)
 class TextSpan:
-    """Neighbouring tokens of a document that are all trained on, or all not."""
+    """Consecutive tokens of a document that are all trained on, or all not."""
 
     text: str
     trained: bool
-    """The tokens are predicted and their loss counts. False: they are only read."""
+    """Whether the tokens are targets with a loss; False: they are only inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class PieceView:
-    """A piece of a document in a window."""
+    """A span of a document in a window."""
 
     document: int
-    """Its number in the source."""
+    """Document number in the source."""
     start: int
-    """The piece is tokens start … stop of the document."""
+    """The span is tokens start … stop of the document."""
     stop: int
     first: int
-    """Where in the window it begins."""
-    stretches: tuple[TextSpan, ...]
+    """First position in the window."""
+    texts: tuple[TextSpan, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SampleView:
-    """One sample of a global batch, taken apart."""
+    """One sample of a global batch."""
 
     sample: int
-    """Its index among all samples of the run."""
+    """Global sample index."""
     source: str
     epoch: int
     window: int
     documents: tuple[PieceView, ...]
     trained: int
-    """Targets whose loss counts."""
+    """Number of targets with a loss."""
     masked: int
-    """Targets whose loss does not: in masked text, and where the next document begins."""
+    """Number of targets without a loss: in masked text, and where the next document begins."""
     padding: int
 
     def table(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class SampleView:
 
 
 def batches(dataset: Dataset, step: int, batch: int) -> Iterator[Batch]:
-    """The global batch of a step, counted from 1, in portions."""
+    """The global batch of a step (the first is 1), in portions."""
     first, last = (step - 1) * batch, step * batch
     if dataset.train.limit is not None and last > dataset.train.limit:
         raise RunError(
@@ -90,15 +90,15 @@ def batches(dataset: Dataset, step: int, batch: int) -> Iterator[Batch]:
 
 
 def samples(dataset: Dataset, batch: Batch) -> Iterator[SampleView]:
-    """Each sample of a batch, taken apart."""
+    """Splits each sample of a batch into documents and text."""
     for row, index in enumerate(batch.samples.tolist()):
         trace = dataset.train.trace(index)
         tokens, targets = batch.tokens[row], batch.targets[row]
         pieces, column = [], 0
-        for document, start, stop in trace.pieces:
+        for document, start, stop in trace.spans:
             until = column + stop - start
-            stretches = _stretches(tokens[column:until], targets[column:until], dataset.tokenizer)
-            pieces.append(PieceView(document, start, stop, column, stretches))
+            texts = _text_spans(tokens[column:until], targets[column:until], dataset.tokenizer)
+            pieces.append(PieceView(document, start, stop, column, texts))
             column = until
         count = int((targets >= 0).sum())
         padding = len(tokens) - column
@@ -114,20 +114,20 @@ def samples(dataset: Dataset, batch: Batch) -> Iterator[SampleView]:
         )
 
 
-def _stretches(tokens: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], tokenizer: Tokenizer) -> tuple[TextSpan, ...]:
-    """Text of a piece. A character of several tokens counts with the token that completes it."""
-    # A token is the target of the place before it; the first of a piece is the target of none.
+def _text_spans(tokens: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], tokenizer: Tokenizer) -> tuple[TextSpan, ...]:
+    """The text of a span. A character of several tokens belongs to the token that completes it."""
+    # A token is the target of the position before it; the first token of a span is the target of none.
     trained = [False, *(targets[:-1] >= 0).tolist()]
     shown = list(zip(tokens.tolist(), trained, strict=True))
-    if targets[-1] == tokenizer.end:  # foretold but not read, since nothing follows it
+    if targets[-1] == tokenizer.end:  # a target but not an input, because nothing follows it
         shown.append((tokenizer.end, True))
-    found: list[TextSpan] = []
+    spans: list[TextSpan] = []
     stream = tokenizer.stream()
     for token, counted in shown:
         text = tokenizer.marks.get(token) or stream.push(token)
         if not text:
             continue
-        if found and found[-1].trained == counted:
-            text = found.pop().text + text
-        found.append(TextSpan(text, counted))
-    return tuple(found)
+        if spans and spans[-1].trained == counted:
+            text = spans.pop().text + text
+        spans.append(TextSpan(text, counted))
+    return tuple(spans)

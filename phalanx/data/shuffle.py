@@ -1,4 +1,7 @@
-"""Random orders that are computed, never stored. `pack` visits windows in such an order, `split` draws documents by the hash."""
+"""Random choices that are computed, never stored: the order of samples, and which documents are held out for evaluation.
+
+`data/pack` visits windows in the order of a Permutation; `data/dataset` calls `split`.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +10,32 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
+Intervals = npt.NDArray[np.int64]
+"""[n, 2]: start and stop in a corpus' stream, sorted, none empty, no two adjacent."""
+
 _ROUNDS = 8
-"""Four make a Feistel network pseudo-random if its halves are wide; twice that is for the narrow halves of small n."""
+"""Four rounds make a Feistel network with wide halves pseudo-random; small n has narrow halves and gets twice as many."""
 
 
 def key(purpose: str, seed: int, index: int = 0) -> int:
-    """64 bits that follow from the arguments alone: the same in every process, on every machine, in every version."""
+    """64 bits that depend on the arguments alone: the same in every process, on every machine, in every version."""
     return int.from_bytes(hashlib.blake2b(f"{purpose}/{seed}/{index}".encode(), digest_size=8).digest(), "little")
 
 
 def mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """MurmurHash3's finalizer: a bijection of 64 bits in which every bit of the input moves half the bits of the output."""
+    """MurmurHash3's finalizer: a bijection of 64 bits in which every input bit flips half the output bits on average."""
     x = (x ^ (x >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
     x = (x ^ (x >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
     return x ^ (x >> np.uint64(33))
 
 
 class Permutation:
-    """A bijection of range(n), chosen by `key`, that takes no memory and answers at any point at once.
+    """A pseudo-random bijection of range(n) that takes no memory and can be evaluated at any point.
 
-    A Feistel network permutes the smallest power of two that holds n: whatever its rounds compute from one half of the bits
-    is added to the other half and can be taken off again. A value that lands outside range(n) goes through the network once
-    more until it lands inside ("cycle walking"): fewer than two passes on average, and still a bijection, since following
-    a cycle from inside range(n) comes back inside.
+    A Feistel network permutes the smallest power of two that is not below n: each round adds a function of one half of the
+    bits to the other half, which can be undone. A value outside range(n) passes through the network again until it is inside
+    ("cycle walking"). That takes fewer than two passes on average and is still a bijection, because a cycle that starts
+    inside range(n) returns to it.
     """
 
     def __init__(self, n: int, key: int):
@@ -57,24 +63,20 @@ class Permutation:
         return (high << self._shift) | low
 
 
-Intervals = npt.NDArray[np.int64]
-"""[n, 2]: start, stop in the corpus' stream. In order, none empty, no two touching."""
-
-
 def split(blocks: npt.NDArray[np.int64], fraction: float, seed: int, least: int = 1) -> tuple[Intervals, Intervals]:
-    """Intervals to train on and intervals to evaluate on: disjoint, and every token is in one of them.
+    """Intervals to train on and intervals to evaluate on: disjoint, and together the whole corpus.
 
-    `blocks` says where the corpus' blocks begin, and where it ends; a block is one document unless there are very many.
-    Whole blocks are held out, so that evaluation never asks for the rest of a text that was trained on, with one exception:
-    of the last one drawn only the tail is, so that the fraction is met and even a single document can be split.
-    `least`: tokens that are held out even where the fraction is less, if as many are left.
+    `blocks`: start positions of the corpus' blocks, then its end; a block is one document unless there are very many.
+    Whole blocks are held out, so that evaluation never continues a text that was trained on. The one exception is the last
+    block drawn: only its tail is held out, which meets the fraction exactly and splits even a single document.
+    `least`: tokens to hold out even if the fraction gives fewer, provided that as many remain.
     """
     begins, ends = blocks[:-1], blocks[1:]
-    cuts = ends.copy()  # where in each block the held-out part begins: at its end, for most
+    cuts = ends.copy()  # where the held-out part of each block begins; for most blocks at the end
     total = int(blocks[-1])
     held_out = max(least if 2 * least <= total else 1, round(fraction * total)) if fraction > 0 else 0
     if held_out and len(begins):
-        # A hash of each index, rather than a shuffle of all: adding documents hardly changes which others are drawn.
+        # Sorting by a hash of the index, instead of a shuffle: added documents hardly change which others are drawn.
         order = np.argsort(mix(np.arange(len(begins), dtype=np.uint64) + np.uint64(key("held out", seed))))
         drawn = np.cumsum((ends - begins)[order])
         last = int(np.searchsorted(drawn, held_out))
@@ -84,8 +86,8 @@ def split(blocks: npt.NDArray[np.int64], fraction: float, seed: int, least: int 
 
 
 def _merged(starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> Intervals:
-    """Intervals without the empty ones, and with those made one that touch."""
-    some = starts < stops
-    starts, stops = starts[some], stops[some]
+    """Drops empty intervals and joins adjacent ones."""
+    nonempty = starts < stops
+    starts, stops = starts[nonempty], stops[nonempty]
     apart = starts[1:] != stops[:-1]
     return np.stack([starts[np.append(True, apart)[: len(starts)]], stops[np.append(apart, True)[: len(stops)]]], axis=1)

@@ -1,11 +1,12 @@
-"""Cuts a source into pieces that are tokenised apart, each into one part of the token files. `ingest` makes the plan.
+"""Cuts a source into pieces that are tokenized separately, each into one part of the token files. `data/ingest` makes the plan.
 
-Where the cuts are follows from the source alone, never from the number of processes, so the files are the same for any.
+The cuts depend on the source alone, never on the number of processes, so the files are the same for any number.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,16 +23,16 @@ from phalanx.spec.run import Data, Source
 from phalanx.spec.sources import kinds
 
 _PIECE = 16 << 20
-"""Bytes of a piece: seconds of work, so that little is lost when a run is killed and all processes end together."""
+"""Bytes of a piece: seconds of work, so that a kill loses little and all processes finish at about the same time."""
 _MOST_PIECES = 4096
-"""A corpus that would have more gets larger ones: a folder of token files stays one that opens at once."""
+"""A larger corpus gets larger pieces, so that its folder of token files opens quickly."""
 _MOST_FILES = 4096
-"""Small text files in one piece."""
+"""Maximum number of text files in one piece."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizeSpec:
-    """How records become ids; what a worker has to know."""
+    """How records become ids: the settings of a worker."""
 
     kind: str
     field: str
@@ -39,28 +40,28 @@ class TokenizeSpec:
     tokenizer: str
     end_token: str | None
     template: str | None
-    """chat: its text."""
+    """chat: the text of the template."""
     template_name: str
     prompt_field: str
     answer_field: str
     name: str
-    """What to call the source in places."""
+    """Name of the source in messages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """What one worker tokenises in one go."""
+    """The unit of work of a tokenizer process."""
 
     number: int
     paths: tuple[str, ...] = ()
     start: int = 0
-    """Byte, row group or row that it begins with."""
+    """First byte, row group or row."""
     stop: int | None = None
-    """Byte or row group before which it ends; None: all of it."""
+    """End byte or row group (exclusive); None: the whole file."""
     rows: tuple[str | BadRecord, ...] | None = None
-    """The records themselves, where the parent reads them."""
+    """The records themselves, if the parent process reads them."""
     size: int = 0
-    """Bytes, for the progress."""
+    """Bytes, for progress reports."""
 
     @property
     def part(self) -> str:
@@ -69,43 +70,41 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizePlan:
-    """A source that is to be tokenised."""
+    """A source to tokenize."""
 
-    recipe: TokenizeSpec
-    words: Tokenizer
+    spec: TokenizeSpec
+    tokenizer: Tokenizer
     paths_key: str
-    """How the run file calls its paths."""
+    """The run file's name for the paths."""
     identity: dict[str, Any]
-    """All that the ids follow from: equal, and so are the token files."""
+    """Everything that determines the ids: equal identities have equal token files."""
     size: int | None
-    """Bytes as stored; None: not known."""
+    """Stored bytes; None: unknown."""
     pieces: Callable[[], Iterator[Piece]]
 
     @property
     def key(self) -> str:
-        """The identity as a name."""
-        from json import dumps
-
-        return hashlib.sha256(dumps(self.identity, sort_keys=True).encode()).hexdigest()[:32]
+        """A hash of the identity."""
+        return hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:32]
 
     @property
     def masked(self) -> bool:
-        return self.recipe.kind == "chat"
+        return self.spec.kind == "chat"
 
 
-def make_plan(source: Source, data: Data, words: Tokenizer) -> TokenizePlan:
-    """Looks at names and sizes; nothing is read but a template."""
+def make_plan(source: Source, data: Data, tokenizer: Tokenizer) -> TokenizePlan:
+    """Plans the pieces from file names and sizes. Reads no file but the template."""
     kind = _kind(source)
     if kind == "tokens":
-        raise RunError([f"{paths_key(source)} holds token files already; there is nothing to tokenise."])
-    name, template = template_of(source, words) if kind == "chat" else ("", None)
+        raise RunError([f"{paths_key(source)} holds token files already; there is nothing to tokenize."])
+    name, template = template_of(source, tokenizer) if kind == "chat" else ("", None)
     if template is not None:
-        ChatTemplate(template, name, words.special)  # found wrong here, not in a worker
-    recipe = TokenizeSpec(
+        ChatTemplate(template, name, tokenizer.special)  # reports errors here instead of in a worker
+    spec = TokenizeSpec(
         kind=kind,
         field=source.field or ("messages" if kind == "chat" else "text"),
         max_record_bytes=data.max_record_bytes,
-        tokenizer=words.name,
+        tokenizer=tokenizer.name,
         end_token=data.end_token,
         template=template,
         template_name=name,
@@ -119,74 +118,71 @@ def make_plan(source: Source, data: Data, words: Tokenizer) -> TokenizePlan:
     if kind == "memory" and not documents:
         raise RunError(['data.source = "memory" but data.documents holds no text; give it at least one.'])
     return TokenizePlan(
-        recipe=recipe,
-        words=words,
+        spec=spec,
+        tokenizer=tokenizer,
         paths_key=paths_key(source),
-        identity=_identity(source, recipe, words, files, documents),
+        identity=_identity(source, spec, tokenizer, files, documents),
         size=sum(size or 0 for size in sizes) if files and None not in sizes else None,
-        pieces=partial(_pieces, source, recipe, files, documents),
+        pieces=partial(_pieces, source, spec, files, documents),
     )
 
 
 def _kind(source: Source) -> str:
-    told = kinds(source)
-    if len(told) > 1:
+    found = kinds(source)
+    if len(found) > 1:
         raise RunError(
-            [
-                f"{paths_key(source)} names files of several kinds ({', '.join(told)}); say which is meant (data.source, --source)."
-            ]
+            [f"{paths_key(source)} names files of several kinds ({', '.join(found)}); set the kind (data.source, --source)."]
         )
-    return told[0] if told else "text"
+    return found[0] if found else "text"
 
 
 def _files(source: Source, kind: str) -> list[SourceFile]:
     if kind == "memory":
         return []
     if kind == "stdlib":
-        _, sizes = stdlib_files()
-        return [SourceFile(path, size, "") for path, size in sorted(sizes.items())]
+        return stdlib_files()
     return saved_dataset_files(source) if kind == "hf" else find_files(source, kind)
 
 
 def _identity(
-    source: Source, recipe: TokenizeSpec, words: Tokenizer, files: Sequence[SourceFile], documents: Sequence[str]
+    source: Source, spec: TokenizeSpec, tokenizer: Tokenizer, files: Sequence[SourceFile], documents: Sequence[str]
 ) -> dict[str, Any]:
-    own: dict[str, Any] = {
+    identity: dict[str, Any] = {
         "version": VERSION,
-        "source": recipe.kind,
-        "tokenizer": words.sha256,
-        "max_record_bytes": recipe.max_record_bytes,
+        "source": spec.kind,
+        "tokenizer": tokenizer.sha256,
+        "max_record_bytes": spec.max_record_bytes,
         "files": [list(asdict(file).values()) for file in files],
     }
-    if recipe.kind in ("jsonl", "parquet", "hf", "chat"):
-        own["field"] = recipe.field
-    if recipe.kind == "hf":
-        own |= {"dataset": list(source.paths), "split": source.split, "config": source.config}
-    if recipe.kind == "memory":
-        own["documents"] = hashlib.sha256("\0".join(documents).encode(errors="replace")).hexdigest()
-    if recipe.template is not None:
-        own |= {"prompt_field": recipe.prompt_field, "answer_field": recipe.answer_field}
-        own["template"] = hashlib.sha256(recipe.template.encode()).hexdigest()
-        # The texts of special tokens stand outside tokenizer.json, and templates write them.
-        own["special_tokens"] = dict(sorted(words.special.items()))
-    return own
+    if spec.kind in ("jsonl", "parquet", "hf", "chat"):
+        identity["field"] = spec.field
+    if spec.kind == "hf":
+        identity |= {"dataset": list(source.paths), "split": source.split, "config": source.config}
+    if spec.kind == "memory":
+        identity["documents"] = hashlib.sha256("\0".join(documents).encode(errors="replace")).hexdigest()
+    if spec.template is not None:
+        identity |= {"prompt_field": spec.prompt_field, "answer_field": spec.answer_field}
+        identity["template"] = hashlib.sha256(spec.template.encode()).hexdigest()
+        # Templates write the texts of special tokens, which are not in tokenizer.json.
+        identity["special_tokens"] = dict(sorted(tokenizer.special.items()))
+    return identity
 
 
-def _pieces(source: Source, recipe: TokenizeSpec, files: Sequence[SourceFile], documents: Sequence[str]) -> Iterator[Piece]:
+def _pieces(source: Source, spec: TokenizeSpec, files: Sequence[SourceFile], documents: Sequence[str]) -> Iterator[Piece]:
     size = max(_PIECE, sum(file.size or 0 for file in files) // _MOST_PIECES)
-    if recipe.kind == "memory":
+    if spec.kind == "memory":
         return _of_rows(documents, size)
-    if recipe.kind == "hf":
-        return _of_rows(dataset_rows(source, recipe.field, recipe.max_record_bytes), size)
-    if recipe.kind == "parquet":
-        return _of_row_groups([(file, row_groups(file.path, recipe.field)) for file in files], size)
-    if recipe.kind in ("text", "stdlib"):
+    if spec.kind == "hf":
+        return _of_rows(dataset_rows(source, spec.field, spec.max_record_bytes), size)
+    if spec.kind == "parquet":
+        return _of_row_groups([(file, row_groups(file.path, spec.field)) for file in files], size)
+    if spec.kind in ("text", "stdlib"):
         return _of_documents(files, size)
     return _of_lines(files, size)
 
 
 def _of_lines(files: Sequence[SourceFile], size: int) -> Iterator[Piece]:
-    """Byte ranges, whose lines are those that begin in it; a packed file can only be read from its beginning."""
+    """Byte ranges; a range has the lines that begin in it. A compressed file can only be read from its beginning."""
     number = 0
     for file in files:
         whole = file.size is None or is_compressed(file.path) or is_web(file.path)
@@ -199,35 +195,35 @@ def _of_lines(files: Sequence[SourceFile], size: int) -> Iterator[Piece]:
 
 
 def _of_documents(files: Sequence[SourceFile], size: int) -> Iterator[Piece]:
-    number, paths, held = 0, list[str](), 0
+    number, paths, total = 0, list[str](), 0
     for file in files:
-        if paths and (held + (file.size or 0) > size or len(paths) == _MOST_FILES):
-            yield Piece(number=number, paths=tuple(paths), size=held)
-            number, paths, held = number + 1, [], 0
+        if paths and (total + (file.size or 0) > size or len(paths) == _MOST_FILES):
+            yield Piece(number=number, paths=tuple(paths), size=total)
+            number, paths, total = number + 1, [], 0
         paths.append(file.path)
-        held += file.size or 0
-    yield Piece(number=number, paths=tuple(paths), size=held)
+        total += file.size or 0
+    yield Piece(number=number, paths=tuple(paths), size=total)
 
 
 def _of_row_groups(files: Sequence[tuple[SourceFile, list[int]]], size: int) -> Iterator[Piece]:
     number = 0
     for file, groups in files:
-        begin, held = 0, 0
-        stored = (file.size or 0) / max(1, sum(groups))  # how much of the file a byte of a row group stands for
+        begin, total = 0, 0
+        stored = (file.size or 0) / max(1, sum(groups))  # stored bytes per byte of a row group
         for group, length in enumerate(groups):
-            held += length
-            if held >= size or group == len(groups) - 1:
-                yield Piece(number=number, paths=(file.path,), start=begin, stop=group + 1, size=int(held * stored))
-                number, begin, held = number + 1, group + 1, 0
+            total += length
+            if total >= size or group == len(groups) - 1:
+                yield Piece(number=number, paths=(file.path,), start=begin, stop=group + 1, size=int(total * stored))
+                number, begin, total = number + 1, group + 1, 0
 
 
 def _of_rows(rows: Iterable[str | BadRecord], size: int) -> Iterator[Piece]:
-    number, first, held, length = 0, 0, list[str | BadRecord](), 0
+    number, first, batch, length = 0, 0, list[str | BadRecord](), 0
     for row in rows:
-        held.append(row)
+        batch.append(row)
         length += len(row) if isinstance(row, str) else 0
-        if length >= size or len(held) >= size >> 4:  # many empty rows make a piece, too
-            yield Piece(number=number, start=first, rows=tuple(held), size=length)
-            number, first, held, length = number + 1, first + len(held), [], 0
-    if held:
-        yield Piece(number=number, start=first, rows=tuple(held), size=length)
+        if length >= size or len(batch) >= size >> 4:  # many empty rows make a piece, too
+            yield Piece(number=number, start=first, rows=tuple(batch), size=length)
+            number, first, batch, length = number + 1, first + len(batch), [], 0
+    if batch:
+        yield Piece(number=number, start=first, rows=tuple(batch), size=length)

@@ -1,4 +1,7 @@
-"""Reads a column of Parquet files, row group by row group. `pieces` looks at them first, `piecework` reads, in a worker."""
+"""Reads text columns of Parquet files and of Hugging Face datasets. `data/source_pieces` plans them.
+
+Workers read Parquet files row group by row group; the parent process reads datasets and hands rows to the workers.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,13 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from phalanx.data.files import SourceFile, find_files, is_compressed, is_url, open_binary, paths_key, reachable
-from phalanx.data.text_records import BadRecord, checked, missing_extra, text_in
+from phalanx.data.files import SourceFile, find_files, is_compressed, is_url, open_binary, paths_key, storage_errors
+from phalanx.data.text_records import BadRecord, checked_text, missing_extra, text_in
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Source
 
 _ROWS = 512
-"""Rows unpacked at once."""
+"""Rows per batch."""
 
 
 def _library() -> Any:
@@ -26,26 +29,28 @@ def _library() -> Any:
 
 @contextlib.contextmanager
 def _open_parquet(path: str) -> Iterator[Any]:
-    """The open file; whatever is wrong with it is told with its name."""
+    """Opens a file; errors name it."""
     library = _library()
     import pyarrow as pa
 
     if is_compressed(path):
-        raise RunError([f"{path}: Parquet packs its columns itself and is not read out of another packing; unpack it first."])
+        raise RunError(
+            [f"{path}: Parquet compresses its columns itself and is not read from a compressed file; decompress it first."]
+        )
     try:
         if is_url(path):
-            with reachable(path, passing=(pa.ArrowException,)), open_binary(path) as file:
+            with storage_errors(path, passing=(pa.ArrowException,)), open_binary(path) as file:
                 yield library.ParquetFile(file)
         else:
             with library.ParquetFile(path) as opened:
                 yield opened
     except (pa.ArrowException, OSError, EOFError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise RunError([f"{path} is no Parquet file, or is cut off or damaged ({reason}): copy or make it again."]) from None
+        raise RunError([f"{path} is not a Parquet file, or is cut off or damaged ({reason}): copy or make it again."]) from None
 
 
 def row_groups(path: str, field: str) -> list[int]:
-    """Bytes of each row group of a file whose column `field` is there and holds text; else RunError."""
+    """Bytes of each row group. Raises RunError if the file has no text column `field`."""
     with _open_parquet(path) as file:
         _check(path, field, file.schema_arrow)
         meta = file.metadata
@@ -84,7 +89,7 @@ def _steps(field: str, names: list[str]) -> list[str]:
 
 
 class ParquetRows:
-    """The texts of row groups first … last (not included) of one file."""
+    """The texts of row groups first … last (exclusive) of one file."""
 
     def __init__(self, path: str, field: str, limit: int, first: int, last: int):
         self._path, self._field, self._limit, self._first, self._last = path, field, limit, first, last
@@ -96,7 +101,7 @@ class ParquetRows:
             groups = list(range(self._first, self._last))
             for batch in file.iter_batches(_ROWS, row_groups=groups, columns=[".".join(steps)], use_threads=False):
                 for value in _values(batch, steps):
-                    yield row, checked(value, self._field, self._limit)
+                    yield row, checked_text(value, self._field, self._limit)
                     row += 1
 
     def place(self, position: int) -> str:
@@ -104,7 +109,7 @@ class ParquetRows:
 
 
 def _values(batch: Any, steps: list[str]) -> list[Any]:
-    """A column as Python values: bytes where it is not text after all, for files are not held to what they say."""
+    """A column as Python values: bytes if a column of strings is not valid UTF-8."""
     import pyarrow as pa
     import pyarrow.compute as compute
 
@@ -121,13 +126,13 @@ def _values(batch: Any, steps: list[str]) -> list[Any]:
 
 
 def saved_dataset_files(source: Source) -> list[SourceFile]:
-    """The files of a dataset saved on disk; none for one that is known by name only."""
+    """The files of a dataset saved on disk; empty for a dataset that is known by name only."""
     path = _dataset_path(source)
     return find_files(source, "hf") if os.path.isdir(os.path.expanduser(path)) else []
 
 
 def dataset_rows(source: Source, field: str, limit: int) -> Iterator[str | BadRecord]:
-    """The text of every row, in order; RunError where there is no such dataset, split or column."""
+    """The text of every row, in order. Raises RunError if the dataset, the split or the column does not exist."""
     data = _open_dataset(source)
     top = field if field in (data.column_names or [field]) else field.split(".")[0]
     if data.column_names and top not in data.column_names:
@@ -144,7 +149,7 @@ def dataset_rows(source: Source, field: str, limit: int) -> Iterator[str | BadRe
             yield text_in(row, field, limit)
     except RunError:
         raise
-    except Exception as error:  # the network, a damaged file, a failing script: the library has one for each
+    except Exception as error:  # network, damaged file, failing script: each has exceptions of its own
         raise RunError([f"{_dataset_path(source)} cannot be read to its end ({type(error).__name__}: {error})."]) from None
 
 
@@ -163,18 +168,18 @@ def _open_dataset(source: Source) -> Any:
     try:
         if not os.path.isdir(path) or not _saved(path):
             return datasets.load_dataset(path, source.config, split=source.split, streaming=source.streaming)
-        found = datasets.load_from_disk(path)
+        saved = datasets.load_from_disk(path)
     except Exception as error:
         raise RunError(
             [
                 f'{paths_key(source)}: the dataset "{path}" (split "{source.split}") cannot be opened ({type(error).__name__}: {error}).'
             ]
         ) from None
-    if isinstance(found, dict):
-        if source.split not in found:
-            raise RunError([f'{path} has no split "{source.split}"; its splits are {", ".join(found)}. Set data.split.'])
-        return found[source.split]
-    return found
+    if isinstance(saved, dict):
+        if source.split not in saved:
+            raise RunError([f'{path} has no split "{source.split}"; its splits are {", ".join(saved)}. Set data.split.'])
+        return saved[source.split]
+    return saved
 
 
 def _saved(path: str) -> bool:

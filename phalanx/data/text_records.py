@@ -1,6 +1,6 @@
-"""Reads records out of files: text or the reason why there is none, each with its place. `piecework` calls it, in a worker.
+"""Reads records from JSON Lines and text files: a text, or the reason why there is none. `data/tokenize_workers` calls it.
 
-Nothing that one record does wrong stops the others; what is wrong with a whole file is a RunError that names it.
+A bad record never stops the others. A bad file raises a RunError that names it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from phalanx.data.files import Decompressed, Stream, is_compressed, open_binary, reachable
+from phalanx.data.files import Decompressed, Stream, is_compressed, open_binary, storage_errors
 from phalanx.spec.errors import RunError
 
 BOM = b"\xef\xbb\xbf"
@@ -22,21 +22,21 @@ class BadRecord:
     """A record that cannot be used."""
 
     reason: str
-    """One of a few, to be counted by."""
+    """One of a few constants, by which bad records are counted."""
     detail: str = ""
-    """What exactly, for people."""
+    """Details for people."""
 
 
 TOO_LONG, NOT_UTF8, BROKEN, NOT_OBJECT = "too long", "not UTF-8", "broken JSON", "not an object"
 MISSING, NOT_TEXT = "field missing", "field is not text"
 EMPTY = "empty"
-"""Counted like the other reasons, but no mistake: it does not count towards the limit."""
+"""Counted like the other reasons, but not an error: it does not count towards the limit."""
 
 
 def lines(stream: Stream, limit: int, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes | None]]:
-    """Lines that begin before `stop`, each with the byte where it begins; None for one of more than `limit` bytes, which is
-    never held in memory. The stream stands at byte `start`, the beginning of a line."""
-    offset, held, size = start, list[bytes](), 0
+    """Lines that begin before `stop`, each with its first byte; None for a line of more than `limit` bytes, which is never held
+    in memory. The stream is at byte `start`, the beginning of a line."""
+    offset, pending, size = start, list[bytes](), 0
     while stop is None or offset < stop:
         block = stream.read(_BLOCK)
         if not block:
@@ -44,22 +44,22 @@ def lines(stream: Stream, limit: int, start: int = 0, stop: int | None = None) -
         *whole, tail = block.split(b"\n")
         for part in whole:
             size += len(part)
-            yield offset, None if size > limit else b"".join((*held, part)) if held else part
+            yield offset, None if size > limit else b"".join((*pending, part)) if pending else part
             offset += size + 1
-            held, size = [], 0
+            pending, size = [], 0
             if stop is not None and offset >= stop:
                 return
         size += len(tail)
         if size > limit:
-            held = []
+            pending = []
         elif tail:
-            held.append(tail)
+            pending.append(tail)
     if size:
-        yield offset, None if size > limit else b"".join(held)
+        yield offset, None if size > limit else b"".join(pending)
 
 
 def next_line(file: BinaryIO, start: int, stop: int) -> int:
-    """Where the first line begins that begins at `start` or later; `stop` if none does before. Leaves the file there."""
+    """First byte of the first line that begins at `start` or later, or `stop` if there is none before. Seeks to it."""
     if start == 0:
         return 0
     position = start - 1  # a line begins at `start` if this byte ends one
@@ -76,7 +76,7 @@ def next_line(file: BinaryIO, start: int, stop: int) -> int:
 
 
 class JsonLines:
-    """Records of one file, or of the lines that begin in start … stop of one that is not packed."""
+    """Records of one file, or of the lines that begin in start … stop of an uncompressed file."""
 
     def __init__(self, path: str, limit: int, start: int = 0, stop: int | None = None):
         self._path, self._limit, self._start, self._stop = path, limit, start, stop
@@ -84,20 +84,20 @@ class JsonLines:
         self._line = 0
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any] | BadRecord]]:
-        """(line number, or byte where the beginning was not seen; record)."""
-        with reachable(self._path):
+        """Yields (line number, or first byte if the range does not start at the beginning of the file; record)."""
+        with storage_errors(self._path):
             yield from self._read()
 
     def _read(self) -> Iterator[tuple[int, dict[str, Any] | BadRecord]]:
         if self._stop is None or is_compressed(self._path):
             source: Decompressed | BinaryIO = Decompressed(self._path)
-            found = lines(source, self._limit)
+            parts = lines(source, self._limit)
         else:
             source = open_binary(self._path)
             first = next_line(source, self._start, self._stop)
-            found = lines(source, self._limit, first, self._stop)
+            parts = lines(source, self._limit, first, self._stop)
         try:
-            for number, (offset, line) in enumerate(found, 1):
+            for number, (offset, line) in enumerate(parts, 1):
                 record = self._parse(line, first=offset == 0)
                 if record is not None:
                     yield (number if self._numbered else offset), record
@@ -116,7 +116,7 @@ class JsonLines:
         except UnicodeDecodeError as error:
             return BadRecord(NOT_UTF8, f"byte 0x{line[error.start]:02x} at {error.start} of the line")
         except ValueError as error:
-            return BadRecord(BROKEN, f"{error}; every line has to be a JSON object")
+            return BadRecord(BROKEN, f"{error}; every line must be a JSON object")
         except RecursionError:
             return BadRecord(BROKEN, "nested too deeply")
         return record if isinstance(record, dict) else BadRecord(NOT_OBJECT, f"a {type(record).__name__}")
@@ -124,26 +124,26 @@ class JsonLines:
     def place(self, position: int) -> str:
         if self._numbered:
             return f"{self._path}, line {position}"
-        with open_binary(self._path) as file:  # counted only for the few that are shown
-            number, left = 1, position
-            while left and (block := file.read(min(_BLOCK, left))):
-                number, left = number + block.count(b"\n"), left - len(block)
+        with open_binary(self._path) as file:  # lines are counted only for the few records that are shown
+            number, remaining = 1, position
+            while remaining and (block := file.read(min(_BLOCK, remaining))):
+                number, remaining = number + block.count(b"\n"), remaining - len(block)
         return f"{self._path}, line {number}"
 
 
 def text_in(record: Any, field: str, limit: int) -> str | BadRecord:
-    """The text of a record's field; dots reach inside, unless the whole name is a field itself."""
+    """The text of a record's field. Dots in the name reach into nested objects, unless the whole name is a field itself."""
     value = record
     for name in [field] if field in record else field.split("."):
         if not isinstance(value, dict) or name not in value:
-            there = ", ".join(map(str, list(record)[:10])) or "none"
-            return BadRecord(MISSING, f'no "{field}"; its fields are: {there}')
+            fields = ", ".join(map(str, list(record)[:10])) or "none"
+            return BadRecord(MISSING, f'no "{field}"; its fields are: {fields}')
         value = value[name]
-    return checked(value, field, limit)
+    return checked_text(value, field, limit)
 
 
-def checked(value: Any, field: str, limit: int) -> str | BadRecord:
-    """The value of a field if it is text that can be encoded."""
+def checked_text(value: Any, field: str, limit: int) -> str | BadRecord:
+    """The value of a field if it is valid text."""
     if isinstance(value, bytes):
         try:
             value = value.decode("utf-8")
@@ -156,18 +156,18 @@ def checked(value: Any, field: str, limit: int) -> str | BadRecord:
     if not value.isascii():
         try:
             size = len(value.encode())
-        except UnicodeEncodeError as error:  # half of a pair of surrogates, written as an escape
-            return BadRecord(NOT_UTF8, f"half a character at {error.start}: {value[error.start]!r}")
+        except UnicodeEncodeError as error:  # an unpaired surrogate, written as an escape
+            return BadRecord(NOT_UTF8, f"an unpaired surrogate at {error.start}: {value[error.start]!r}")
     else:
         size = len(value)
     return BadRecord(TOO_LONG, f"{size} bytes, data.max_record_bytes = {limit}") if size > limit else value
 
 
 class TextDocuments:
-    """Files, each of them one document."""
+    """Text files, one document each."""
 
     def __init__(self, paths: tuple[str, ...], limit: int, raw: bool):
-        """`raw`: bytes as they are, for a tokenizer that takes any."""
+        """`raw`: yield bytes, for a tokenizer that accepts any."""
         self._paths, self._limit, self._raw = paths, limit, raw
 
     def __iter__(self) -> Iterator[tuple[int, str | bytes | BadRecord]]:
@@ -198,7 +198,7 @@ class TextDocuments:
 
 
 class Rows:
-    """Records that were read elsewhere and handed over: texts, or what could not be one."""
+    """Records that the parent process has read."""
 
     def __init__(self, rows: tuple[str | BadRecord, ...], first: int, name: str):
         self._rows, self._first, self._name = rows, first, name

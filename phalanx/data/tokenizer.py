@@ -1,4 +1,7 @@
-"""Text to token ids and back. `dataset` and `ingest` choose a tokenizer by name; sampling from a model decodes with it."""
+"""Tokenizers: bytes, or any tokenizer.json of the `tokenizers` library. `data/dataset` and `data/ingest` open one by name.
+
+Sampling from a model decodes with it.
+"""
 
 from __future__ import annotations
 
@@ -16,53 +19,53 @@ from phalanx.spec.errors import RunError
 
 Ids = npt.NDArray[np.int32]
 Spans = tuple[Ids, npt.NDArray[np.int64], npt.NDArray[np.int64]]
-"""Ids, and the characters of the text where each begins and ends."""
+"""Ids, and for each id the first and the end (exclusive) character of its text."""
 
 
 class TextStream(Protocol):
-    """Ids one by one to text, as it becomes certain."""
+    """Decodes ids one by one."""
 
     def push(self, token: int) -> str:
-        """The text this id adds; nothing while a character is not complete."""
+        """The text that this id adds; empty while a character is incomplete."""
 
 
 class Tokenizer(Protocol):
-    """What every tokenizer offers."""
+    """The interface of every tokenizer."""
 
     name: str
-    """As the run file has it."""
+    """The value of data.tokenizer."""
     vocab: int
-    """One more than the largest id."""
+    """Vocabulary size: one more than the largest id."""
     end: int
-    """The id that stands behind every document."""
+    """Id of the end token, which follows every document."""
     sha256: str
-    """Of what the ids are computed from: with another one the same ids mean other text."""
+    """Hash of everything that determines the ids."""
     chat_template: str | None
-    """Jinja source that turns a conversation into text, where the tokenizer brings one."""
+    """Jinja source of the tokenizer's own chat template, if it has one."""
     special: dict[str, str]
-    """Texts of special tokens, by the names that chat templates use: bos_token, eos_token …"""
+    """Texts of special tokens by their names in chat templates: bos_token, eos_token …"""
     files: list[Path]
-    """What a model that uses it is to be kept with."""
+    """Files to store with a model that uses this tokenizer."""
     marks: dict[int, str]
-    """Special tokens, which decoding drops, by their ids: what a person is shown in their place."""
+    """Display texts of the special tokens that decoding drops, by id."""
 
     def encode(self, text: str, special: bool = True) -> Ids:
-        """Ids of a text; `special`: with what the tokenizer puts around one, such as a token that begins it."""
+        """Ids of a text; `special`: with the special tokens that the tokenizer adds, such as one at the beginning."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """The same for many at once, special tokens included."""
+        """Ids of many texts, special tokens included."""
 
     def encode_spans(self, text: str) -> Spans:
-        """Ids with the characters they stand for, no special tokens added."""
+        """Ids with their character ranges, without added special tokens."""
 
     def decode(self, ids: npt.ArrayLike) -> str:
-        """The text of ids; special tokens and ids that a padded vocabulary adds are dropped."""
+        """The text of ids; special tokens and ids beyond the vocabulary are dropped."""
 
     def stream(self) -> TextStream: ...
 
 
 class ByteTokenizer:
-    """One token per UTF-8 byte, and one that ends a document: any file is text, and no vocabulary has to be fetched."""
+    """One token per byte, and an end token. Accepts any file and needs no vocabulary."""
 
     name = "byte"
     vocab = 257
@@ -83,7 +86,7 @@ class ByteTokenizer:
 
     def encode_spans(self, text: str) -> Spans:
         ids = self.encode(text)
-        # Every byte that does not continue a character begins one.
+        # Every byte that is not a continuation byte begins a character.
         starts = np.cumsum((ids & 0xC0) != 0x80, dtype=np.int64) - 1
         return ids, starts, starts + 1
 
@@ -104,19 +107,8 @@ class _ByteStream:
         return self._decoder.decode(bytes([token])) if 0 <= token < ByteTokenizer.end else ""
 
 
-def open_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
-    """The tokenizer that data.tokenizer names, with the end token of data.end_token, or RunError."""
-    if name != "byte":
-        from phalanx.data.tokenizer import HfTokenizer
-
-        return HfTokenizer(name, end_token)
-    if end_token is not None:
-        raise RunError([f'data.end_token = "{end_token}", but data.tokenizer = "byte" has an end of its own; leave it out.'])
-    return ByteTokenizer()
-
-
 _FILE = "tokenizer.json"
-_BESIDE = (
+_COMPANIONS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
@@ -126,20 +118,20 @@ _BESIDE = (
     "vocab.txt",
     "tokenizer.model",
 )
-"""What transformers keeps beside tokenizer.json; all of it goes along when a model is exported."""
+"""Files that transformers stores next to tokenizer.json; an exported model gets all of them."""
 _ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<eos>", "<|eot_id|>", "<｜end▁of▁sentence｜>")
-"""What the end of a text is commonly called, tried in this order where no file says it."""
+"""Common end tokens, tried in this order if no file names one."""
 
 
 class HfTokenizer:
-    """A tokenizer.json, or a folder that holds one."""
+    """A tokenizer.json, or a folder with one."""
 
     def __init__(self, name: str, end_token: str | None = None):
         from tokenizers import Tokenizer as Library
 
         self.name = name
         path = _find(name)
-        beside = path.parent if path.name == _FILE else None
+        folder = path.parent if path.name == _FILE else None
         try:
             content = path.read_bytes()
         except OSError as error:
@@ -150,22 +142,22 @@ class HfTokenizer:
             raise RunError(
                 [f'data.tokenizer = "{name}": {path} is no tokenizer that the `tokenizers` library can read ({error}).']
             ) from None
-        # A file may ask for texts to be cut or filled up to a length: a corpus is neither.
+        # A tokenizer.json may request truncation or padding, which a corpus must not have.
         self._library.no_truncation()
         self._library.no_padding()
         vocabulary: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise RunError([f'data.tokenizer = "{name}": {path} has an empty vocabulary; train it first.'])
         self.vocab = max(vocabulary.values()) + 1
-        config = _settings(beside)
+        config = _settings(folder)
         self.special = {key: text for key in config if key.endswith("_token") and (text := _text(config[key])) is not None}
-        self.chat_template = _template(beside, config)
+        self.chat_template = _chat_template(folder, config)
         self.marks = {i: token.content for i, token in self._library.get_added_tokens_decoder().items() if token.special}
-        ending = _ending(name, end_token, self.special.get("eos_token"), vocabulary)
-        self.end = vocabulary[ending]
-        self.sha256 = hashlib.sha256(content + b"\0" + ending.encode()).hexdigest()
-        self.files = [path, *(beside / other for other in _BESIDE if (beside / other).is_file())] if beside else [path]
-        # Without offsets, which a corpus has no use for, the library works faster; older ones know only the slow way.
+        end_token = _end_token(name, end_token, self.special.get("eos_token"), vocabulary)
+        self.end = vocabulary[end_token]
+        self.sha256 = hashlib.sha256(content + b"\0" + end_token.encode()).hexdigest()
+        self.files = [path, *(folder / other for other in _COMPANIONS if (folder / other).is_file())] if folder else [path]
+        # The library is faster without offsets, which a corpus does not need; older versions have only the slow call.
         self._fast = getattr(self._library, "encode_batch_fast", self._library.encode_batch)
 
     def encode(self, text: str, special: bool = True) -> Ids:
@@ -177,10 +169,10 @@ class HfTokenizer:
     def encode_spans(self, text: str) -> Spans:
         encoding = self._library.encode(text, add_special_tokens=False)
         starts, stops = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
-        # Byte-level tokenizers may cut spaces off their spans, which leaves none of a token that is nothing but spaces, at
-        # the place where it ends: it begins where the one before it ends.
-        nothing = np.flatnonzero(starts[1:] == stops[1:]) + 1
-        starts[nothing] = stops[nothing - 1]
+        # Byte-level tokenizers may strip spaces from their spans. A token of spaces alone then has an empty span at its end;
+        # it begins where the token before it ends.
+        empty = np.flatnonzero(starts[1:] == stops[1:]) + 1
+        starts[empty] = stops[empty - 1]
         return np.array(encoding.ids, dtype=np.int32), starts, stops
 
     def decode(self, ids: npt.ArrayLike) -> str:
@@ -189,22 +181,23 @@ class HfTokenizer:
         return self._library.decode(shown, skip_special_tokens=True)
 
     def stream(self) -> TextStream:
-        return _Stream(self)
+        return _HfStream(self)
 
 
-class _Stream:
-    """Decodes the last few ids anew with each one: what an id adds may depend on its neighbours (spaces, half characters)."""
+class _HfStream:
+    """Decodes the last few ids again with each new one: the text of an id may depend on its neighbors (spaces, partial
+    characters)."""
 
-    def __init__(self, words: HfTokenizer):
-        self._words = words
+    def __init__(self, tokenizer: HfTokenizer):
+        self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._from = 0  # the first id that is decoded again
-        self._read = 0  # ids whose text has been given out
+        self._from = 0  # first id that is decoded again
+        self._read = 0  # ids whose text has been returned
 
     def push(self, token: int) -> str:
         self._ids.append(token)
-        before = self._words.decode(self._ids[self._from : self._read])
-        now = self._words.decode(self._ids[self._from :])
+        before = self._tokenizer.decode(self._ids[self._from : self._read])
+        now = self._tokenizer.decode(self._ids[self._from :])
         if len(now) <= len(before) or now.endswith("\ufffd"):
             return ""
         self._from, self._read = self._read, len(self._ids)
@@ -216,13 +209,13 @@ def _find(name: str) -> Path:
     if path.is_dir():
         if (path / _FILE).is_file():
             return path / _FILE
-        older = [other for other in ("tokenizer.model", "vocab.json", "vocab.txt") if (path / other).is_file()]
-        how = (
-            f"it has only {older[0]}: convert it with transformers (AutoTokenizer.from_pretrained(…).save_pretrained(…))"
-            if older
+        other_files = [other for other in ("tokenizer.model", "vocab.json", "vocab.txt") if (path / other).is_file()]
+        remedy = (
+            f"it has only {other_files[0]}: convert it with transformers (AutoTokenizer.from_pretrained(…).save_pretrained(…))"
+            if other_files
             else "name a folder that does"
         )
-        raise RunError([f'data.tokenizer = "{name}": the folder {path.absolute()} holds no {_FILE}; {how}.'])
+        raise RunError([f'data.tokenizer = "{name}": the folder {path.absolute()} holds no {_FILE}; {remedy}.'])
     if not path.is_file():
         raise RunError(
             [
@@ -234,8 +227,8 @@ def _find(name: str) -> Path:
 
 
 def _settings(folder: Path | None) -> dict[str, Any]:
-    """What the files beside say, the one that transformers believes first on top."""
-    found: dict[str, Any] = {}
+    """The settings next to tokenizer.json; tokenizer_config.json takes precedence, as in transformers."""
+    settings: dict[str, Any] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         if folder is None or not (path := folder / file).is_file():
             continue
@@ -244,36 +237,36 @@ def _settings(folder: Path | None) -> dict[str, Any]:
         except (OSError, ValueError) as error:
             raise RunError([f"{path} cannot be read ({error}); correct it, or name {_FILE} alone in another folder."]) from None
         if isinstance(table, dict):
-            found |= {key: value for key, value in table.items() if value is not None}
-    return found
+            settings |= {key: value for key, value in table.items() if value is not None}
+    return settings
 
 
 def _text(token: object) -> str | None:
-    """A special token is written as its text, or as a table that has it."""
+    """The text of a special token, which is written as a string or as a table with its content."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 
 
-def _template(folder: Path | None, config: Mapping[str, Any]) -> str | None:
+def _chat_template(folder: Path | None, config: Mapping[str, Any]) -> str | None:
     if folder is not None and (path := folder / "chat_template.jinja").is_file():
         try:
             return path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise RunError([f"{path} cannot be read ({error})."]) from None
     template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
+    if isinstance(template, list):  # several named templates
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else None
 
 
-def _ending(name: str, asked: str | None, own: str | None, vocabulary: Mapping[str, int]) -> str:
-    if asked is not None:
-        if asked in vocabulary:
-            return asked
+def _end_token(name: str, requested: str | None, own: str | None, vocabulary: Mapping[str, int]) -> str:
+    if requested is not None:
+        if requested in vocabulary:
+            return requested
         raise RunError(
             [
-                f'data.end_token = "{asked}" is no token of data.tokenizer = "{name}"; {_candidates(vocabulary)}, or leave it out.'
+                f'data.end_token = "{requested}" is no token of data.tokenizer = "{name}"; {_candidates(vocabulary)}, or remove it.'
             ]
         )
     for token in (own, *_ENDS):
@@ -285,7 +278,18 @@ def _ending(name: str, asked: str | None, own: str | None, vocabulary: Mapping[s
 
 
 def _candidates(vocabulary: Mapping[str, int]) -> str:
-    """Tokens that look as if they were made for it."""
+    """Names tokens that look like end tokens."""
     marked = [token for token in vocabulary if len(token) > 2 and token[0] in "<[" and token[-1] in ">]"]
     shown = sorted(marked, key=lambda token: (not any(word in token for word in ("end", "eo", "/s", "SEP")), vocabulary[token]))
     return f"among its tokens are {', '.join(shown[:6])}" if shown else "none of its tokens looks like one"
+
+
+def open_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
+    """Opens the tokenizer of data.tokenizer with the end token of data.end_token; raises RunError if there is none."""
+    if name != "byte":
+        return HfTokenizer(name, end_token)
+    if end_token is not None:
+        raise RunError(
+            [f'data.end_token = "{end_token}", but data.tokenizer = "byte" has an end token of its own; remove the key.']
+        )
+    return ByteTokenizer()

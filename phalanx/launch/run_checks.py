@@ -74,8 +74,8 @@ def data_notices(data: Dataset) -> list[str]:
         if total := sum(reasons.values()):
             each = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count)
             said.append(f"{total:,} record{'s' if total > 1 else ''} of {name} {_were(total)} left out: {each}.")
-    if data.waste > _WORTH_SAYING:
-        said.append(f"Packing fills {100 * (1 - data.waste):.1f} % of the windows; the rest is padding.")
+    if data.padding_ratio > _WORTH_SAYING:
+        said.append(f"Packing fills {100 * (1 - data.padding_ratio):.1f} % of the windows; the rest is padding.")
     return said
 
 

@@ -1,4 +1,4 @@
-"""The process that tokenises pieces of a source, started by `data/ingest`. Not for people.
+"""The program of a tokenizer process, started by `data/tokenize_workers`. Not for people.
 
 python -c "… from phalanx.worker.tokenize_process import main; main()" HOME CONNECTION_FD PARENT_PID
 """
@@ -15,7 +15,7 @@ from phalanx.host.process_tree import die_with
 def main() -> None:
     connection, parent = map(int, sys.argv[2:4])
     die_with(parent)
-    limit_to_one_thread()  # before the libraries that look for it are loaded; there are as many processes as cores are to be used
-    from phalanx.data.tokenize_piece import serve
+    limit_to_one_thread()  # before the libraries are loaded: there is one process per core
+    from phalanx.data.tokenize_workers import serve
 
     serve(Connection(connection))

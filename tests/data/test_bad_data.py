@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process import Here
+from in_process import InProcessPool
 from small_tokenizers import CHATML, save_bpe
 
 from phalanx.data import chat, ingest, text_records
@@ -26,7 +26,7 @@ GOOD = b'{"text": "good"}\n'
 
 @pytest.fixture(autouse=True)
 def _workplace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(ingest, "Pool", Here)
+    monkeypatch.setattr(ingest, "TokenizePool", InProcessPool)
     monkeypatch.chdir(tmp_path)
 
 
@@ -155,7 +155,7 @@ def saved_dataset() -> None:
 REFUSED: dict[str, tuple[Callable[[], None], tuple[str, ...], dict[str, Any], str]] = {
     "nothing matches": (lambda: None, ("*.jsonl",), {}, r'data\.paths: "\*\.jsonl" matches no file or folder \(tried /'),
     "no such file": (lambda: None, ("gone.jsonl",), {}, r'"gone\.jsonl" matches no file'),
-    "folder without data": (write("d/README.md", b"hi"), ("d",), {"source": "jsonl"}, r'"d" holds no files to read, none named \.jsonl'),
+    "folder without data": (write("d/README.md", b"hi"), ("d",), {"source": "jsonl"}, r'"d" holds no files named \.jsonl'),
     "empty folder": (lambda: Path("d").mkdir(), ("d",), {"source": "text"}, r'"d" holds no files'),
     "empty file": (write("a.jsonl", b""), ("a.jsonl",), {}, r"a\.jsonl is empty"),
     "empty files": (lambda: [write(f"{n}.jsonl", b"")() for n in "ab"] and None, ("*.jsonl",), {}, r"all 2 files are empty"),
@@ -164,26 +164,26 @@ REFUSED: dict[str, tuple[Callable[[], None], tuple[str, ...], dict[str, Any], st
     "wrong field": (write("a.jsonl", b'{"body": "x", "id": 1}\n'), ("a.jsonl",), {}, r'no record of a\.jsonl can be used: 1 × field missing, first .*a\.jsonl, line 1 \(no "text"; its fields are: body, id\); set data\.field \(--field\) to the one that holds the text, or name other files'),
     "field inside is not text": (write("a.jsonl", b'{"a": {"b": 3}}\n'), ("a.jsonl",), {"field": "a.b"}, r'field is not text.*"a\.b" is a int'),
     "all empty": (write("a.jsonl", b'{"text": ""}\n'), ("a.jsonl",), {}, r"no record .* can be used: 1 × empty"),
-    "one JSON value over many lines": (write("a.json", json.dumps([{"text": "a"}], indent=1).encode()), ("a.json",), {}, r"no record of a\.json can be used: 5 × broken JSON, .*every line has to be a JSON object"),
+    "one JSON value over many lines": (write("a.json", json.dumps([{"text": "a"}], indent=1).encode()), ("a.json",), {}, r"no record of a\.json can be used: 5 × broken JSON, .*every line must be a JSON object"),
     "not text at all": (write("a.jsonl", os.urandom(1 << 16)), ("a.jsonl",), {}, r"records of a\.jsonl cannot be used"),
     "too many bad ones": (write("a.jsonl", GOOD + b"{\n" * 101), ("a.jsonl",), {}, r"101 or more records .* data\.max_bad_records .*= 100: 101 × broken JSON, first .*a\.jsonl, line 2 .*raise the limit"),
     "no bad one allowed": (write("a.jsonl", GOOD + b"{\n"), ("a.jsonl",), {"max_bad_records": 0}, r"1 or more records .*= 0"),
-    "gzip cut off": (lambda: cut("a.jsonl.gz", gzip.compress(packed_lines())), ("a.jsonl.gz",), {}, r"a\.jsonl\.gz is cut off: its packed data has no end"),
+    "gzip cut off": (lambda: cut("a.jsonl.gz", gzip.compress(packed_lines())), ("a.jsonl.gz",), {}, r"a\.jsonl\.gz is cut off: its compressed data has no end"),
     "no gzip": (write("a.jsonl.gz", GOOD * 9), ("a.jsonl.gz",), {}, r"a\.jsonl\.gz is damaged"),
     "text gzip cut off": (lambda: cut("a.txt.gz", gzip.compress(packed_lines())), ("a.txt.gz",), {}, r"a\.txt\.gz is cut off"),
-    "zstd cut off": (cut_zstd, ("a.jsonl.zst",), {}, r"a\.jsonl\.zst is cut off: its packed data has no end"),
+    "zstd cut off": (cut_zstd, ("a.jsonl.zst",), {}, r"a\.jsonl\.zst is cut off: its compressed data has no end"),
     "no zstd": (write("a.jsonl.zst", GOOD * 9), ("a.jsonl.zst",), {}, r"a\.jsonl\.zst is damaged"),
     "missing column": (lambda: parquet(["a"], "body"), ("a.parquet",), {}, r'a\.parquet has no column "text"; its columns are body, n\.'),
     "column not text": (lambda: parquet(["a"]), ("a.parquet",), {"field": "n"}, r'column "n" is int64, not text'),
     "column nulls": (lambda: parquet([None, "", None]), ("a.parquet",), {}, r"no record .*2 × field missing.*1 × empty"),
-    "parquet cut off": (cut_parquet, ("a.parquet",), {}, r"a\.parquet is no Parquet file, or is cut off or damaged"),
-    "parquet damaged": (damage_parquet, ("a.parquet",), {}, r"a\.parquet is no Parquet file, or is cut off or damaged"),
-    "no parquet": (write("a.parquet", GOOD), ("a.parquet",), {}, r"a\.parquet is no Parquet file"),
-    "parquet packed again": (write("a.parquet.gz", gzip.compress(GOOD)), ("a.parquet.gz",), {}, r"Parquet packs its columns itself"),
+    "parquet cut off": (cut_parquet, ("a.parquet",), {}, r"a\.parquet is not a Parquet file, or is cut off or damaged"),
+    "parquet damaged": (damage_parquet, ("a.parquet",), {}, r"a\.parquet is not a Parquet file, or is cut off or damaged"),
+    "no parquet": (write("a.parquet", GOOD), ("a.parquet",), {}, r"a\.parquet is not a Parquet file"),
+    "parquet packed again": (write("a.parquet.gz", gzip.compress(GOOD)), ("a.parquet.gz",), {}, r"Parquet compresses its columns itself"),
     "several kinds": (lambda: [write(n, GOOD)() for n in ("a.jsonl", "b.txt")] and None, ("a.jsonl", "b.txt"), {}, r"several kinds \(jsonl, text\)"),
     "unknown storage": (lambda: None, ("nowhere://a.jsonl",), {}, r"nowhere://a\.jsonl: no such kind of storage"),
     "URL of nothing": (lambda: None, ("file:///nowhere/a.jsonl",), {}, r"file:///nowhere/a\.jsonl is not there"),
-    "template missing": (write("a.jsonl", b'{"prompt": "a", "response": "b"}\n'), ("a.jsonl",), {"source": "chat"}, r"brings no chat template"),
+    "template missing": (write("a.jsonl", b'{"prompt": "a", "response": "b"}\n'), ("a.jsonl",), {"source": "chat"}, r"has no chat template"),
     "chat without answers": (write("a.jsonl", b'{"messages": [{"role": "user", "content": "a"}]}\n'), ("a.jsonl",), {"source": "chat", "template": "plain"}, r"no record .*1 × no answer"),
     "no such split": (saved_dataset, ("saved",), {"split": "test"}, r'has no split "test"; its splits are train'),
     "no such column of a dataset": (saved_dataset, ("saved",), {}, r'saved has no column "text"; its columns are body'),
@@ -203,7 +203,7 @@ def test_what_cannot_be_used_is_refused_by_name(name: str) -> None:
 def test_a_template_without_an_answer_is_refused() -> None:
     Path("a.jsonl").write_bytes(b'{"prompt": "a", "response": "b"}\n')
     Path("t.jinja").write_text("{% for m in messages %}{{ m.role }}{% endfor %}")
-    with pytest.raises(RunError, match=r"t\.jinja does not show what the assistant says"):
+    with pytest.raises(RunError, match=r"t\.jinja does not render what the assistant says"):
         make("a.jsonl", source="chat", template="t.jinja")
     Path("t.jinja").write_text(CHATML.replace("message.content", "message.nothing.at_all"))
     with pytest.raises(

@@ -95,7 +95,7 @@ def test_every_token_is_shown_once_and_nothing_reaches_across_documents() -> Non
                 assert sum(stop - start for _, start, stop in windows.trace(k)) == own.sum()
             assert seen == Counter(expected)
             if windows.count:
-                assert windows.waste == pytest.approx(1 - full / (windows.count * length))
+                assert windows.padding_ratio == pytest.approx(1 - full / (windows.count * length))
 
 
 def test_it_takes_no_more_windows_than_the_book_says_and_keeps_short_documents_whole() -> None:
@@ -127,7 +127,7 @@ def test_a_window_by_hand() -> None:
     assert windows.window(2).targets.tolist() == [END, IGNORED, IGNORED, IGNORED, IGNORED]
     assert windows.window(2).documents.tolist() == [0, 1, 1, 1, 1]
     assert windows.window(2).positions.tolist() == [0, 0, 1, 2, 3]
-    assert windows.waste == pytest.approx(4 / 15)
+    assert windows.padding_ratio == pytest.approx(4 / 15)
     assert packed(corpus, np.array([[0, corpus.tokens]]), 5, document_mask=False).window(2).documents.tolist() == [0] * 5
     with pytest.raises(IndexError):
         windows.window(3)
@@ -137,7 +137,7 @@ def test_a_plan_that_is_kept_is_made_once_and_gives_the_same_windows(tmp_path: P
     corpus = Masked(some_documents(random.Random(3), 200, 40))
     intervals = split(corpus.blocks(), 0.1, 0)[0]
     plain = packed(corpus, intervals, 16)
-    monkeypatch.setattr(bestfit, "_KEPT", 1)
+    monkeypatch.setattr(bestfit, "_STORED", 1)
     first = BestFitPacking(corpus, intervals, 16, end=END, document_mask=True, cache=tmp_path)
     assert len(list((tmp_path / "packing").iterdir())) == 1
     made: list[int] = []
@@ -147,7 +147,7 @@ def test_a_plan_that_is_kept_is_made_once_and_gives_the_same_windows(tmp_path: P
     assert isinstance(second._plan.piece_starts, DiskArray)
     numbers = np.arange(plain.count)
     for kept in (first, second):
-        assert (kept.count, kept.waste) == (plain.count, plain.waste)
+        assert (kept.count, kept.padding_ratio) == (plain.count, plain.padding_ratio)
         assert all(np.array_equal(a, b) for a, b in zip(kept.windows(numbers), plain.windows(numbers), strict=True))
 
 
@@ -169,10 +169,10 @@ def test_a_stored_array_is_read_like_one_in_memory(tmp_path: Path) -> None:
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bestfit, "_KEPT", 1)
+    monkeypatch.setattr(bestfit, "_STORED", 1)
     (tmp_path / "file").write_text("")
     corpus = Masked([[1, 2, 3]])
-    with pytest.raises(RunError, match=r"cannot be kept in .*file/packing.* set data\.cache"):
+    with pytest.raises(RunError, match=r"cannot be stored in .*file/packing.* set data\.cache"):
         BestFitPacking(corpus, np.array([[0, 4]]), 2, end=END, document_mask=True, cache=tmp_path / "file")
 
 

@@ -131,8 +131,8 @@ def test_helpers_of_transformers_are_there() -> None:
 
 BAD_RECORDS: dict[str, tuple[dict[str, Any], str, str]] = {
     "no fields": ({"text": "a"}, MISSING, 'neither "messages" nor "prompt" and "response"; its fields are: text'),
-    "messages no list": ({"messages": "hi"}, MESSAGES, "no list"),
-    "no messages": ({"messages": []}, MESSAGES, "no list"),
+    "messages no list": ({"messages": "hi"}, MESSAGES, "not a list"),
+    "no messages": ({"messages": []}, MESSAGES, "not a list"),
     "message no object": ({"messages": ["hi"]}, MESSAGES, "message 0"),
     "no role": ({"messages": [{"content": "hi"}]}, MESSAGES, "message 0"),
     "content a number": ({"messages": [{"role": "user", "content": 3}]}, MESSAGES, "content of message 0"),
@@ -140,7 +140,7 @@ BAD_RECORDS: dict[str, tuple[dict[str, Any], str, str]] = {
     "only questions": ({"messages": TURNS[:2]}, NO_ANSWER, "assistant"),
     "empty answer": ({"prompt": "a", "response": ""}, NO_ANSWER, "assistant"),
     "answer null": ({"prompt": "a", "response": None}, MESSAGES, "content of message 1"),
-    "half a character": ({"prompt": "a", "response": "\ud83d"}, NOT_UTF8, "half a character"),
+    "half a character": ({"prompt": "a", "response": "\ud83d"}, NOT_UTF8, "unpaired surrogate"),
 }
 
 
@@ -175,7 +175,7 @@ def test_an_answer_that_the_template_hides_or_moves_is_no_record() -> None:
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{% for m in messages %}{{ m.role }}{% endfor %}", "does not show what the assistant says"),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "does not render what the assistant says"),
         ("{% for m in messages %}\n{% if %}{% endfor %}", "line 2, is no valid Jinja"),
         ("{% generation %}{% endgeneration %}" + CHATML, "not around what the assistant says"),
         ("{% generation %}" + CHATML, "is no valid Jinja"),
@@ -194,7 +194,7 @@ def test_templates_cannot_reach_out() -> None:
 
 def test_where_a_template_comes_from(tmp_path: Path) -> None:
     words: Tokenizer = open_tokenizer("byte")
-    with pytest.raises(RunError, match=r'data.tokenizer = "byte" brings no chat template; set data.template'):
+    with pytest.raises(RunError, match=r'data.tokenizer = "byte" has no chat template; set data.template'):
         template_of(Source(source="chat"), words)
     assert template_of(Source(template="plain"), words)[1] == PLAIN
     (tmp_path / "own.jinja").write_text(CHATML)

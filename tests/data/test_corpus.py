@@ -15,13 +15,14 @@ import pytest
 from phalanx.data import corpus as source_module
 from phalanx.data.corpus import END, MemoryCorpus, TextFileCorpus
 from phalanx.data.dataset import open_dataset
-from phalanx.data.files import named_files, stdlib_files
+from phalanx.data.files import find_files, stdlib_files
 from phalanx.spec.errors import RunError, RunFailed
 from phalanx.spec.run import Data, MixedSource
 
 
 def text(*paths: str | Path) -> TextFileCorpus:
-    return TextFileCorpus(*named_files(tuple(map(str, paths))))
+    files = find_files(Data(source="text", paths=tuple(map(str, paths))), "text")
+    return TextFileCorpus({file.path: file.size or 0 for file in files})
 
 
 def piece(corpus: TextFileCorpus, document: int, start: int, stop: int) -> bytes:
@@ -61,7 +62,7 @@ def test_the_standard_library_is_all_of_it_and_nothing_installed() -> None:
         for path in root.rglob("*.py")
         if not unwanted & set(path.relative_to(root).parts) and path.stat().st_size
     )
-    documents = TextFileCorpus(*stdlib_files())
+    documents = TextFileCorpus({file.path: file.size or 0 for file in stdlib_files()})
     assert list(documents.names) == expected
     assert {"os.py", "json/decoder.py"} <= set(documents.names)
     i = list(documents.names).index("json/decoder.py")
@@ -176,7 +177,7 @@ def test_a_special_file_is_refused(tmp_path: Path) -> None:
 def test_nothing_but_empty_files_is_refused(tmp_path: Path) -> None:
     write(tmp_path, a_txt="", b_txt="")
     (problem,) = problems_of(Data(source="text", paths=(str(tmp_path),)))
-    assert f"each of the 2 files (the first is {tmp_path}/a.txt) is empty" in problem
+    assert f"all 2 files are empty (the first is {tmp_path}/a.txt)" in problem
     (problem,) = problems_of(Data(source="text", paths=(str(tmp_path / "b.txt"),)))
     assert f"data.paths: {tmp_path}/b.txt is empty" in problem
 
@@ -212,7 +213,7 @@ def test_a_file_that_shrinks_is_an_error_and_never_short_data(tmp_path: Path) ->
     os.truncate(tmp_path / "a.txt", 6)
     assert piece(documents, 0, 2, 6) == b"2345"
     for start, stop in [(2, 10), (8, 10)]:
-        with pytest.raises(RunFailed, match=rf"{tmp_path}/a.txt has shrunk: it held 10 bytes .* holds 6 now"):
+        with pytest.raises(RunFailed, match=rf"{tmp_path}/a.txt has shrunk: it had 10 bytes .* has 6 now"):
             piece(documents, 0, start, stop)
 
 

@@ -97,7 +97,7 @@ def test_everything_too_short_is_told_at_once_with_numbers_and_a_remedy() -> Non
         open_dataset(Data(mix=mix), 80, seed=0)
     assert ["of data.mix.b has" in problem for problem in caught.value.problems] == [True]
     assert open_dataset(Data(source="memory", documents=("x" * 161,)), 80, seed=0).eval["memory"].count == 1  # more than 0.01
-    assert open_dataset(Data(mix=mix, packing="best-fit"), 80, seed=0).waste > 0  # which can fill up short ones
+    assert open_dataset(Data(mix=mix, packing="best-fit"), 80, seed=0).padding_ratio > 0  # which can fill up short ones
     assert open_dataset(Data(source="memory", documents=("x" * 79,), eval_fraction=0.0), 79, seed=0).train.count == 1
 
 
@@ -173,7 +173,7 @@ def test_token_files_of_another_tokenizer_are_refused_with_both_names(tmp_path: 
     with pytest.raises(RunError) as caught:
         open_dataset(Data(mix=mix), 2, seed=0)
     other, missing, none = caught.value.problems
-    assert f'data.mix.wiki.paths: {folder} was tokenised with "llama/tokenizer.json"' in other
+    assert f'data.mix.wiki.paths: {folder} was tokenized with "llama/tokenizer.json"' in other
     assert 'data.tokenizer = "byte"' in other
     assert 'set data.tokenizer = "llama/tokenizer.json"' in other
     assert f'data.mix.wiki.paths: "{tmp_path}/none" matches no folder' in missing

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from in_process import Here
+from in_process import InProcessPool
 from small_tokenizers import MARKED, save_bpe
 
 from phalanx.data import ingest, source_pieces
@@ -30,7 +30,7 @@ TEXTS = [f"The quick brown fox {i} jumps – 語 {'and jumps ' * (i % 17)}" for 
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ingest, "Pool", Here)
+    monkeypatch.setattr(ingest, "TokenizePool", InProcessPool)
 
 
 @pytest.fixture
@@ -194,13 +194,13 @@ def test_another_source_is_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"max_record_bytes was 67108864 and is 100"):
         make(tmp_path / "out", paths=(str(path),), max_record_bytes=100)
     write_jsonl(path, TEXTS[:6])
-    with pytest.raises(RunError, match=r"1 of its files are others or have changed, first .*a\.jsonl"):
+    with pytest.raises(RunError, match=r"1 of its files differ or have changed, first .*a\.jsonl"):
         make(tmp_path / "out", paths=(str(path),))
     data = Data(paths=(str(path),), processes=1)
     assert tokenize_into(tmp_path / "out", data, data, open_tokenizer("byte"), force=True).documents == 6
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "me.jpg").write_bytes(b"1")
-    with pytest.raises(RunError, match=r"photos is not empty and holds no token files of ours \(me\.jpg\)"):
+    with pytest.raises(RunError, match=r"photos is not empty and holds other files \(me\.jpg\)"):
         make(tmp_path / "photos", paths=(str(path),))
     with pytest.raises(RunError, match=r"a\.jsonl is a file; name a folder"):
         make(path, paths=(str(path),))
@@ -222,9 +222,9 @@ def test_token_files_are_not_put_among_the_text(named: str, tmp_path: Path, monk
     monkeypatch.chdir(tmp_path / "text")
     write_jsonl(Path("a.jsonl"), TEXTS)
     Path("link").symlink_to(".")
-    with pytest.raises(RunError, match=r"out lies in .*, which is to be read; name a folder outside of it"):
+    with pytest.raises(RunError, match=r"out is inside .*, which is read as text; name a folder outside of it"):
         make(Path("out"), paths=(named,))
-    with pytest.raises(RunError, match=r"data\.cache: cache lies in .*, which is to be read"):
+    with pytest.raises(RunError, match=r"data\.cache: cache is inside .*, which is read as text"):
         data = Data(paths=(named,), cache="cache")
         cached_token_files(data, data, open_tokenizer("byte"))
     assert sorted(path.name for path in Path().iterdir()) == ["a.jsonl", "link"]
@@ -341,10 +341,10 @@ def test_skipped_records_are_logged_with_their_places(tmp_path: Path, caplog: py
 
 
 def test_a_worker_that_dies_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from phalanx.data import ingest
+    from phalanx.data import tokenize_workers
     from phalanx.spec.errors import RunFailed
 
-    monkeypatch.setattr(ingest, "_START", "import os; os.kill(os.getpid(), 9)")
+    monkeypatch.setattr(tokenize_workers, "_START", "import os; os.kill(os.getpid(), 9)")
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS[:3])
     with pytest.raises(RunFailed, match=r"killed by signal 9 .*"):
         make(tmp_path / "out", paths=(str(path),))
@@ -355,7 +355,7 @@ def test_a_full_disk_is_told_of(tmp_path: Path, mount_disk: Callable[[Path, str]
 
     disk = mount_disk(tmp_path / "disk", "64k")
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS * 20)
-    with pytest.raises(RunFailed, match=r"cannot be written \(No space left on device\): make room"):
+    with pytest.raises(RunFailed, match=r"cannot be written \(No space left on device\): free space"):
         make(disk / "out", paths=(str(path),))
 
 

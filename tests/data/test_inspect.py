@@ -14,7 +14,7 @@ from corpora import write_token_files
 from phalanx.data import inspect as module
 from phalanx.data.bestfit import BestFitPacking
 from phalanx.data.corpus import MemoryCorpus, TextFileCorpus
-from phalanx.data.inspect import InspectOptions, Lengths, inspect, padding
+from phalanx.data.inspect import DocumentExcerpt, InspectOptions, Lengths, inspect, padding
 from phalanx.data.token_files import TokenFiles
 from phalanx.data.tokenizer import ByteTokenizer
 
@@ -85,13 +85,13 @@ def test_duplicates() -> None:
 def test_duplicates_of_files_whatever_is_read_together(tmp_path: Path) -> None:
     for number, text in enumerate(["same", "other", "same"]):
         (tmp_path / f"{number}.txt").write_text(text)
-    corpus = TextFileCorpus(str(tmp_path), {str(path): path.stat().st_size for path in tmp_path.iterdir()})
+    corpus = TextFileCorpus({str(path): path.stat().st_size for path in tmp_path.iterdir()})
     assert inspect(corpus, WORDS, InspectOptions()).duplicates == 1
 
 
 def test_duplicates_of_a_large_corpus_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     documents = [f"text {i % 3000}" for i in range(4000)]
-    monkeypatch.setattr(module, "_MOST", 1000)
+    monkeypatch.setattr(module, "_MAX_DOCUMENTS", 1000)
     found = inspect(MemoryCorpus(documents), WORDS, InspectOptions())
     assert 600 < found.duplicates_of < 1400
     assert found.duplicate_share == pytest.approx(0.25, abs=0.06)
@@ -101,8 +101,8 @@ def test_duplicates_of_a_large_corpus_are_estimated(monkeypatch: pytest.MonkeyPa
 def test_padding_is_that_of_best_fit(tmp_path: Path, length: int) -> None:
     corpus = MemoryCorpus(texts())
     packed = BestFitPacking(corpus, np.array([[0, corpus.tokens]]), length, end=WORDS.end, document_mask=True, cache=tmp_path)
-    assert padding(corpus, length) == pytest.approx(packed.waste)
-    assert inspect(corpus, WORDS, InspectOptions(sequence_length=length)).padding == pytest.approx(packed.waste)
+    assert padding(corpus, length) == pytest.approx(packed.padding_ratio)
+    assert inspect(corpus, WORDS, InspectOptions(sequence_length=length)).padding == pytest.approx(packed.padding_ratio)
 
 
 def test_samples_follow_the_seed() -> None:
@@ -115,8 +115,8 @@ def test_samples_follow_the_seed() -> None:
     assert shown() == shown() and shown(seed=1) != shown(seed=2)
     assert len(shown(samples=5)) == 5 and shown(samples=0) == []
     for sample in shown(samples=5, characters=7):
-        text = documents[sample["document"]]
-        assert (sample["text"], sample["tokens"]) == (text[:7], len(text))
+        text = documents[sample.document]
+        assert (sample.text, sample.tokens) == (text[:7], len(text))
     assert len(shown(samples=1000)) == 300
 
 
@@ -125,7 +125,7 @@ def test_token_files_with_masks_and_without_a_tokenizer(tmp_path: Path) -> None:
     found = inspect(TokenFiles(tmp_path), None, InspectOptions())
     assert found.masked_tokens == 1 + 3  # a document's end is trained on if its last token is
     assert found.bytes is None
-    assert found.sample[0] == {"document": 0, "tokens": 3, "text": None, "ids": [1, 2, 3, 256]}
+    assert found.sample[0] == DocumentExcerpt(document=0, tokens=3, text=None, ids=[1, 2, 3, 256])
 
 
 def test_an_empty_corpus() -> None:

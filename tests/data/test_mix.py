@@ -141,7 +141,7 @@ def test_a_batch_of_a_mixture_is_the_same_however_it_is_asked_for() -> None:
         trace = mixture.trace(index)
         first, a, b, c = whole.tokens[index].tolist()
         assert (trace.source, trace.window) == ("abc"[first - 1], (a << 14) + (b << 7) + c)
-        assert trace.pieces == ((0, 4 * trace.window, 4 * trace.window + 4),)
+        assert trace.spans == ((0, 4 * trace.window, 4 * trace.window + 4),)
 
 
 def test_without_shuffling_sources_go_in_file_order() -> None:

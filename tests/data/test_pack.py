@@ -163,5 +163,5 @@ def test_a_trace_names_the_documents_of_a_sample() -> None:
     for index in range(3 * samples.count):
         trace = samples.trace(index)
         assert (trace.source, trace.epoch) == ("some", index // samples.count)
-        assert text_of(corpus, trace.pieces) == samples.sample(index).tokens.tolist()
-        assert len({document for document, _, _ in trace.pieces}) <= samples.sample(index).documents[-1] + 1
+        assert text_of(corpus, trace.spans) == samples.sample(index).tokens.tolist()
+        assert len({document for document, _, _ in trace.spans}) <= samples.sample(index).documents[-1] + 1

@@ -29,7 +29,7 @@ def shown(dataset: Dataset, step: int = 1, batch: int = 4) -> list[SampleView]:
 
 
 def text_of(sample: SampleView) -> str:
-    return "".join(stretch.text for piece in sample.documents for stretch in piece.stretches)
+    return "".join(stretch.text for piece in sample.documents for stretch in piece.texts)
 
 
 @pytest.mark.parametrize("packing", ["stream", "best-fit"])
@@ -55,7 +55,7 @@ def test_whole_documents_read_as_they_were_written() -> None:
     seen = [piece for sample in shown(dataset, batch=dataset.train.count) for piece in sample.documents]
     assert sorted(piece.document for piece in seen) == list(range(len(TEXTS)))
     for piece in seen:
-        first, rest = piece.stretches  # the first letter is foretold by nothing
+        first, rest = piece.texts  # the first letter is foretold by nothing
         assert (first.trained, rest.trained) == (False, True)
         assert first.text + rest.text == TEXTS[piece.document] + "<end>"
 
@@ -71,7 +71,7 @@ def test_masked_text(tmp_path: Path) -> None:
     data = Data(source="tokens", paths=(str(tmp_path),), eval_fraction=0.0, packing="best-fit")
     (sample,) = shown(open_dataset(data, 20, seed=0), batch=1)
     for piece in sample.documents:
-        assert [(stretch.text, stretch.trained) for stretch in piece.stretches] == [("ask: ", False), ("say<end>", True)]
+        assert [(stretch.text, stretch.trained) for stretch in piece.texts] == [("ask: ", False), ("say<end>", True)]
     assert (sample.trained, sample.masked, sample.padding) == (2 * 4, 2 * 4, 4)
 
 
@@ -115,4 +115,4 @@ def test_special_tokens_are_shown_by_name(tmp_path: Path) -> None:
     (sample,) = shown(dataset, batch=1)
     assert sorted(text_of(sample).split("</s>")) == ["", "<s>on the mät", "<s>the cat sat"]
     for piece in sample.documents:
-        assert piece.stretches[0].text == "<s>" and not piece.stretches[0].trained
+        assert piece.texts[0].text == "<s>" and not piece.texts[0].trained
