@@ -17,7 +17,7 @@ from phalanx.spec.load import load
 if TYPE_CHECKING:
     from phalanx.planning.machines.cluster import Hardware
     from phalanx.planning.search.candidate import Candidate
-    from phalanx.planning.simulate.simulation_report import Ask
+    from phalanx.planning.simulate.cluster_model import SimulationRequest
     from phalanx.spec.run import Run
 
 _UNITS = {"s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "": 1.0}
@@ -76,9 +76,9 @@ def simulate(
         raise RunError(["--trace is of one step: give --step too, or --png for a picture of the whole run."])
     if lost := [path for path in (png, trace) if path is not None and not path.parent.is_dir()]:
         raise RunError([f"{path}: cannot be written: there is no folder {path.parent}" for path in lost])
-    from phalanx.planning.simulate.simulation_report import Ask
+    from phalanx.planning.simulate.cluster_model import SimulationRequest
 
-    ask = Ask(
+    request = SimulationRequest(
         days=days,
         seed=seed,
         runs=runs,
@@ -94,54 +94,47 @@ def simulate(
     run = load(run_file, overrides or [])
     hardware = _hardware(run)
     option = _option(run, hardware)
-    found = _step(run, hardware, option, (png, trace)) if step else _whole(run, hardware, option, ask, png)
+    found = _step(run, hardware, option, (png, trace)) if step else _whole(run, hardware, option, request, png)
     if json:
         print_json(found)
 
 
-def _whole(run: Run, hardware: Hardware, option: Candidate, ask: Ask, png: Path | None) -> dict[str, Any]:
-    from phalanx.dashboard.simulation_view import text
+def _whole(run: Run, hardware: Hardware, candidate: Candidate, request: SimulationRequest, png: Path | None) -> dict[str, Any]:
+    from phalanx.dashboard.simulation_view import draw_run, run_text
     from phalanx.planning.search.search import judge
-    from phalanx.planning.simulate.simulate_run import simulate as simulated
+    from phalanx.planning.simulate.simulation import simulate
 
-    found = simulated(run, hardware, option, ask, judge)
-    console.print("\n".join(text(found.values())), markup=False, soft_wrap=True)
+    report = simulate(run, hardware, candidate, request, judge)
+    console.print("\n".join(run_text(report)), markup=False, soft_wrap=True)
     if png is not None:
-        from phalanx.dashboard.simulation_view import draw_run
-
-        spans = [(span.start, span.stop, span.state, span.devices) for span in found.trial.spans]
-        marks = [(mark.at, mark.component, mark.action) for mark in found.trial.marks]
-        write_file(png, lambda: draw_run(found.values(), spans, marks, png))
-    return {"seed": ask.seed} | found.values()
+        write_file(png, lambda: draw_run(report, png))
+    return {"seed": request.seed} | report.to_json()
 
 
-def _step(run: Run, hardware: Hardware, option: Candidate, files: tuple[Path | None, Path | None]) -> dict[str, Any]:
-    from phalanx.dashboard.simulation_view import step_text
-    from phalanx.planning.simulate.step_traffic import step_of
+def _step(run: Run, hardware: Hardware, candidate: Candidate, files: tuple[Path | None, Path | None]) -> dict[str, Any]:
+    from phalanx.dashboard.simulation_view import draw_step, step_text, step_trace
+    from phalanx.planning.simulate.simulated_step import simulate_candidate
 
-    step, (png, trace) = step_of(run, hardware, option), files
-    order = step.schedule
-    found: dict[str, Any] = {
-        "schedule": order.name,
-        "ranks": order.ranks,
-        "stages": order.stages,
-        "micro_batches": order.micro_batches,
-    }
-    found |= {"seconds": step.seconds, "promised": option.seconds, "bubble": step.bubble, "split": step.split}
-    seen = {name: step.split.get(name, 0.0) for name in ("tensor", "context", "expert", "pipeline")}
-    # Gradients and shards show after the last micro-batch: the plan says how much of them.
-    seen["data"] = option.split.get("data", 0.0)
-    found |= {"exposed": {name: seconds for name, seconds in seen.items() if seconds > 0}}
-    console.print("\n".join(step_text(found)), markup=False, soft_wrap=True)
+    step, (png, trace) = simulate_candidate(run, hardware, candidate), files
+    console.print("\n".join(step_text(step, candidate.seconds)), markup=False, soft_wrap=True)
     if png is not None:
-        from phalanx.dashboard.simulation_view import draw_step
-
-        write_file(png, lambda: draw_step(found, step.timeline, step.messages, png))
+        write_file(png, lambda: draw_step(step, png))
     if trace is not None:
-        from phalanx.dashboard.simulation_view import trace as text
-
-        write_file(trace, lambda: trace.write_text(text(step.timeline, step.messages, step.seconds)))
-    return found
+        write_file(trace, lambda: trace.write_text(step_trace(step)))
+    exposed = {name: step.split.get(name, 0.0) for name in ("tensor", "context", "expert", "pipeline")}
+    # Gradients and shards are exposed after the last micro-batch: the plan knows how long.
+    exposed["data"] = candidate.split.get("data", 0.0)
+    return {
+        "schedule": step.schedule.name,
+        "ranks": step.schedule.ranks,
+        "stages": step.schedule.stages,
+        "micro_batches": step.schedule.micro_batches,
+        "seconds": step.seconds,
+        "promised": candidate.seconds,
+        "bubble": step.bubble,
+        "split": step.split,
+        "exposed": {name: seconds for name, seconds in exposed.items() if seconds > 0},
+    }
 
 
 def _hardware(run: Run) -> Hardware:

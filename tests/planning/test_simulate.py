@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +10,9 @@ import pytest
 from phalanx.planning.cost.run_cost import goodput
 from phalanx.planning.machines.hardware import hardware
 from phalanx.planning.search.search import judge
-from phalanx.planning.simulate.simulate_run import simulate
-from phalanx.planning.simulate.simulation_report import Ask, Simulated
-from phalanx.planning.simulate.step_traffic import step_of, tiers
+from phalanx.planning.simulate.cluster_model import SimulationRequest
+from phalanx.planning.simulate.simulated_step import simulate_candidate, tiers
+from phalanx.planning.simulate.simulation import SimulationReport, simulate
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
@@ -41,16 +40,15 @@ def small(**changed: Any) -> Run:
     return replace(run, **changed)
 
 
-def answered(run: Run, **asked: Any) -> Simulated:
+def answered(run: Run, **asked: Any) -> SimulationReport:
     machines = hardware(run, None)
-    return simulate(run, machines, judge(run, machines), Ask(**asked), judge)
+    return simulate(run, machines, judge(run, machines), SimulationRequest(**asked), judge)
 
 
 def test_llama_3_with_its_published_failures() -> None:
     """419 unexpected interruptions in 54 days on 16,384 GPUs, saved in memory: above 90 % even with ten minutes for each restart."""
-    began = time.process_time()
     found = answered(LLAMA3, days=54.0, runs=6, study=False, keep="memory", restart=600.0, stall=5.0, interval=328.0)
-    assert time.process_time() - began < 10.0
+    assert found.decisions <= 10, "equal situations are decided once"
     assert sum(found.failures.values()) == pytest.approx(419, rel=0.08)  # spare nodes are few
     assert found.goodput.low > 0.90 and "end" not in found.actions  # 100 failures are no reason to give up a run that gets on
     assert found.goodput.mean == pytest.approx(found.closed, abs=0.01)
@@ -61,7 +59,7 @@ def test_llama_3_with_its_published_failures() -> None:
     # Phalanx's own recovery takes less than that.
     own = answered(LLAMA3, days=54.0, runs=3, study=False)
     assert own.keep == "memory" and own.goodput.low > 0.97 and own.goodput.mean == pytest.approx(own.closed, abs=0.01)
-    assert own.goodput.mean == pytest.approx(own.option.goodput, abs=0.01)  # what the plan promises
+    assert own.goodput.mean == pytest.approx(own.candidate.goodput, abs=0.01)  # what the plan promises
 
 
 def test_spares_pay_until_there_are_enough() -> None:
@@ -80,8 +78,10 @@ def test_the_best_interval_is_near_the_closed_forms() -> None:
     worse = replace(
         machines, failures=replace(machines.failures, rates=tuple((name, 200 * rate) for name, rate in machines.failures.rates))
     )
-    found = simulate(run, worse, judge(run, worse), Ask(days=8.0, runs=6, keep="disk", stall=20.0, restart=120.0), judge)
-    assert found.best is not None and found.interval == pytest.approx(100 * found.option.seconds)
+    found = simulate(
+        run, worse, judge(run, worse), SimulationRequest(days=8.0, runs=6, keep="disk", stall=20.0, restart=120.0), judge
+    )
+    assert found.best is not None and found.interval == pytest.approx(100 * found.candidate.seconds)
     best = max(found.intervals, key=lambda one: one.goodput)
     assert 0.4 * found.best < best.value < 2.6 * found.best
     for one in found.intervals:
@@ -93,11 +93,11 @@ def test_replicas_need_no_saves_and_a_machine_that_never_fails_no_luck() -> None
     assert found.keep == "replicas" and found.interval is None and not found.intervals
     assert found.goodput.mean == pytest.approx(found.closed, abs=0.01)
     assert found.finish.low <= found.finish.mean <= found.finish.high
-    assert found.finish.mean == pytest.approx(found.option.days / found.goodput.mean, rel=0.01)
+    assert found.finish.mean == pytest.approx(found.candidate.days / found.goodput.mean, rel=0.01)
     run = small()
     calm = replace(hardware(run, None), failures=None)
-    quiet = simulate(run, calm, judge(run, calm), Ask(runs=2), judge)
-    assert quiet.goodput.mean == quiet.closed == pytest.approx(1.0) and quiet.finish.mean == pytest.approx(quiet.option.days)
+    quiet = simulate(run, calm, judge(run, calm), SimulationRequest(runs=2), judge)
+    assert quiet.goodput.mean == quiet.closed == pytest.approx(1.0) and quiet.finish.mean == pytest.approx(quiet.candidate.days)
     assert quiet.mtbf is None and not quiet.failures and not quiet.spare_nodes
 
 
@@ -106,9 +106,9 @@ def test_what_cannot_be_simulated_is_refused() -> None:
     machines = hardware(run, None)
     option = judge(run, machines)
     with pytest.raises(RunError, match=r"--days -1\.0: give a number above 0"):
-        simulate(run, machines, option, Ask(days=-1.0), judge)
-    with pytest.raises(RunError, match="The layout has 256 ranks but the cluster 128 devices"):
-        simulate(run, replace(machines, gpus=128), option, Ask(), judge)
+        simulate(run, machines, option, SimulationRequest(days=-1.0), judge)
+    with pytest.raises(RunError, match="The layout has 256 ranks but the cluster has 128 devices"):
+        simulate(run, replace(machines, gpus=128), option, SimulationRequest(), judge)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_simulated_step_is_the_plans(name: Any, stages: int | None) -> None:
         run = small(layout=Layout(pipeline=pipeline, data=data, tensor=256 // pipeline // data, schedule=name, stages=stages))
         machines = hardware(run, None)
         option = judge(run, machines)
-        step = step_of(run, machines, option)
+        step = simulate_candidate(run, machines, option)
         assert sum(step.split.values()) == pytest.approx(step.seconds)
         own = step.seconds - step.split["pipeline"] - step.split["contention"]
         assert own == pytest.approx(option.seconds - option.split["pipeline"], rel=0.01)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -13,10 +12,9 @@ import pytest
 
 from phalanx.planning.cost.run_cost import best_interval, goodput
 from phalanx.planning.machines.cluster import Failures
-from phalanx.planning.simulate.simulated_faults import Dice, detection, kind_of
-from phalanx.planning.simulate.simulated_policy import Situations
-from phalanx.planning.simulate.simulated_run import Trial, World, play
-from phalanx.planning.simulate.simulated_saves import Saves
+from phalanx.planning.simulate.simulated_policy import DecisionCache, FaultSampler, detection_seconds, fault_kind
+from phalanx.planning.simulate.simulated_run import Scenario, Trial, run_trial
+from phalanx.planning.simulate.simulated_saves import SaveSchedule
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Resilience
 
@@ -25,28 +23,28 @@ LLAMA = 419 / (54 * 24 * 16384)
 """Interruptions of a device-hour: 419 in 54 days on 16,384 GPUs."""
 PARTS = (("gpu", 0.587), ("software", 0.129), ("switch", 0.084), ("host", 0.186), ("corruption", 0.014))
 AT_ONCE = Resilience(restarts=10**6, heartbeat=1e-6, hang=1e-6)
-"""Failures are noticed at once, so that what the closed form calls a restart is `World.restart` alone."""
+"""Failures are noticed at once, so that what the closed form calls a restart is `Scenario.restart` alone."""
 
 
 def rates(of_device_hour: float) -> Failures:
     return Failures(rates=tuple((name, part * of_device_hour) for name, part in PARTS), source="a test")
 
 
-def world(layout: Layout, spares: int, settings: Resilience = AT_ONCE, batch: int = 2048, **changed: Any) -> World:
+def world(layout: Layout, spares: int, settings: Resilience = AT_ONCE, batch: int = 2048, **changed: Any) -> Scenario:
     """Steps of 4 s on all ranks, copies in memory every 328 s, nodes of 8 devices; layouts that divide the batch are legal."""
-    situations = Situations(
+    cache = DecisionCache(
         layout,
         8,
         lambda one: batch % one.replicas == 0 and one.tensor == layout.tensor and one.pipeline == layout.pipeline,
         settings,
         batch,
     )
-    made = World(
-        situations=situations,
+    made = Scenario(
+        cache=cache,
         nodes=-(-layout.ranks // 8) + spares,
         failures=rates(LLAMA),
         step=lambda one: 4.0 * layout.ranks / one.ranks,
-        saves=Saves(keep="memory", memory_every=82, memory_stall=5.0, disk_every=None, disk_stall=0.0),
+        saves=SaveSchedule(keep="memory", memory_every=82, memory_stall=5.0, disk_every=None, disk_stall=0.0),
         restart=600.0,
         repair=4 * 3600.0,
         relaunch=1800.0,
@@ -73,8 +71,8 @@ def test_goodput_is_the_closed_forms(layout_of: int) -> None:
     here = world(layout, spares=40, failures=rates(LLAMA * 16384 / layout.ranks))
     found = {}
     for every, stall in ((82, 5.0), (450, 5.0), (82, 60.0)):
-        saves = Saves(keep="memory", memory_every=every, memory_stall=stall, disk_every=every, disk_stall=0.0)
-        trials = [play(replace(here, saves=saves), Dice(1, number)) for number in range(8)]
+        saves = SaveSchedule(keep="memory", memory_every=every, memory_stall=stall, disk_every=every, disk_stall=0.0)
+        trials = [run_trial(replace(here, saves=saves), FaultSampler(1, number)) for number in range(8)]
         found[every, stall] = fmean(trial.goodput for trial in trials)
         assert found[every, stall] == pytest.approx(goodput(4.0 * every, mtbf, stall, 600.0), abs=0.005)
         adds_up(trials[0])
@@ -85,8 +83,8 @@ def test_goodput_is_the_closed_forms(layout_of: int) -> None:
 
 
 def test_nothing_fails_and_nothing_is_lost() -> None:
-    saves = Saves(keep="memory", memory_every=10, memory_stall=0.5, disk_every=100, disk_stall=2.0)
-    trial = play(world(LLAMA3, 0, failures=None, saves=saves, steps=1000), Dice(0, 0))
+    saves = SaveSchedule(keep="memory", memory_every=10, memory_stall=0.5, disk_every=100, disk_stall=2.0)
+    trial = run_trial(world(LLAMA3, 0, failures=None, saves=saves, steps=1000), FaultSampler(0, 0))
     assert trial.finished and trial.steps == 1000
     assert trial.seconds == pytest.approx(1000 * 4.0 + 100 * 0.5 + 10 * 2.0)
     assert trial.spent["computing"] == pytest.approx(4000.0) and trial.goodput == pytest.approx(4000 / 4070)
@@ -103,14 +101,14 @@ def test_the_last_step_is_taken_once() -> None:
             horizon=100 * DAY,
             step=lambda one: 3.5786513710138 * 64 / one.ranks,
         )
-        trial = play(here, Dice(number, 0))
+        trial = run_trial(here, FaultSampler(number, 0))
         assert trial.finished and trial.spent["lost"] < 400 * trial.components.total() + 1.0
 
 
-def test_months_of_a_large_cluster_take_a_moment() -> None:
-    began = time.process_time()
-    trial = play(world(LLAMA3, 16), Dice(0, 0))
-    assert time.process_time() - began < 5.0
+def test_months_of_a_large_cluster_need_few_decisions_of_the_live_policy() -> None:
+    scenario = world(LLAMA3, 16)
+    trial = run_trial(scenario, FaultSampler(0, 0))
+    assert scenario.cache.decided <= 10, "equal situations are decided once"
     assert 300 < trial.components.total() < 550 and len(trial.marks) == trial.components.total()
 
 
@@ -124,8 +122,8 @@ def test_equal_nodes_are_taken_for_each_other_without_harm(settings: Resilience)
         here = world(Layout(pipeline=2, data=4, tensor=8), spares, settings, batch=24, failures=rates(1e-3), horizon=10 * DAY)
         if not settings.shrink:  # while a run waits, only the numbers of lost nodes differ, and by them who had whose copies
             here = replace(here, saves=replace(here.saves, keep="replicas"))
-        here.situations.merge = merge
-        return [play(here, Dice(3, number)) for number in range(4)], here.situations.asked
+        here.cache.merge_equal_nodes = merge
+        return [run_trial(here, FaultSampler(3, number)) for number in range(4)], here.cache.decided
 
     for spares in (0, 2):
         merged, few = played(True, spares)
@@ -139,14 +137,14 @@ def test_equal_nodes_are_taken_for_each_other_without_harm(settings: Resilience)
 def test_without_spares_the_run_shrinks_and_grows_back() -> None:
     settings = replace(AT_ONCE, node_return=7200.0)
     here = world(Layout(data=8, tensor=8), 0, settings, batch=840, failures=Failures(rates=(("gpu", 2e-4),), source="a test"))
-    trial = play(here, Dice(0, 0))
+    trial = run_trial(here, FaultSampler(0, 0))
     adds_up(trial)
     assert trial.actions["shrink"] > 20 and trial.actions["grow"] > 20
     # Two hours on 7 of 8 nodes: an eighth more for each step.
     assert trial.spent["slower"] > 0
     assert {span.devices for span in trial.spans if span.state == "slower"} <= {56, 48, 40, 32, 24}
-    waiting = play(
-        replace(here, situations=world(Layout(data=8, tensor=8), 0, replace(settings, shrink=False)).situations), Dice(0, 0)
+    waiting = run_trial(
+        replace(here, cache=world(Layout(data=8, tensor=8), 0, replace(settings, shrink=False)).cache), FaultSampler(0, 0)
     )
     adds_up(waiting)
     assert waiting.actions["wait"] > 20 and waiting.spent["waiting"] > 0 == waiting.spent["slower"]
@@ -156,12 +154,12 @@ def test_without_spares_the_run_shrinks_and_grows_back() -> None:
 def test_what_is_lost_depends_on_where_the_state_is() -> None:
     """With other ranks: the step under way. In memory: at most an interval. On disk: the same interval, if it is written."""
     layout = Layout(data=8, tensor=8)
-    saves = Saves(keep="replicas", memory_every=None, memory_stall=0.0, disk_every=450, disk_stall=0.0, disk_write=900.0)
+    saves = SaveSchedule(keep="replicas", memory_every=None, memory_stall=0.0, disk_every=450, disk_stall=0.0, disk_write=900.0)
     lost = {}
     for keep in ("replicas", "memory", "disk"):
         every = 82 if keep == "memory" else None
         here = world(layout, 20, failures=rates(1e-3), saves=replace(saves, keep=keep, memory_every=every))
-        trials = [play(here, Dice(5, number)) for number in range(6)]
+        trials = [run_trial(here, FaultSampler(5, number)) for number in range(6)]
         lost[keep] = sum(trial.spent["lost"] for trial in trials) / sum(trial.components.total() for trial in trials)
     assert lost["replicas"] < 4.0 < lost["memory"] < 82 * 4.0 < 450 * 2.0 < lost["disk"]
 
@@ -169,8 +167,10 @@ def test_what_is_lost_depends_on_where_the_state_is() -> None:
 def test_a_run_that_gives_up_is_started_by_somebody() -> None:
     """A failure in about 14 steps: 31 of them lie within 1,000."""
     settings = replace(AT_ONCE, restarts=30)
-    saves = Saves(keep="memory", memory_every=1, memory_stall=0.0, disk_every=1, disk_stall=0.0)
-    trial = play(world(LLAMA3, 400, settings, saves=saves, failures=rates(LLAMA * 200), restart=1.0, horizon=DAY), Dice(0, 0))
+    saves = SaveSchedule(keep="memory", memory_every=1, memory_stall=0.0, disk_every=1, disk_stall=0.0)
+    trial = run_trial(
+        world(LLAMA3, 400, settings, saves=saves, failures=rates(LLAMA * 200), restart=1.0, horizon=DAY), FaultSampler(0, 0)
+    )
     adds_up(trial)
     assert trial.components.total() > 600
     assert trial.actions["end"] == trial.components.total() // 31
@@ -180,15 +180,15 @@ def test_a_run_that_gives_up_is_started_by_somebody() -> None:
 @pytest.mark.parametrize("keep", ["memory", "disk"])
 def test_months_of_failures_are_no_reason_to_give_up(keep: Any) -> None:
     """Llama 3's 419 of 54 days, and more than twice as many: each of them is got over."""
-    saves = Saves(keep=keep, memory_every=82, memory_stall=5.0, disk_every=82, disk_stall=0.0)
+    saves = SaveSchedule(keep=keep, memory_every=82, memory_stall=5.0, disk_every=82, disk_stall=0.0)
     for worse in (1, 2.5):
         here = world(LLAMA3, 40, replace(AT_ONCE, restarts=Resilience().restarts), saves=saves, failures=rates(LLAMA * worse))
-        trial = play(here, Dice(0, 0))
+        trial = run_trial(here, FaultSampler(0, 0))
         assert trial.components.total() > 300 * worse and not trial.actions["end"]
 
 
 def test_planned_pauses_lose_nothing() -> None:
-    trial = play(world(LLAMA3, 0, failures=None, maintenance=(7 * DAY, 3600.0)), Dice(0, 0))
+    trial = run_trial(world(LLAMA3, 0, failures=None, maintenance=(7 * DAY, 3600.0)), FaultSampler(0, 0))
     adds_up(trial)
     assert trial.actions["maintenance"] == 7 and trial.spent["maintenance"] == pytest.approx(7 * 3600.0)
     assert trial.spent["restart"] == pytest.approx(7 * 600.0)
@@ -196,7 +196,7 @@ def test_planned_pauses_lose_nothing() -> None:
 
 
 def test_a_cluster_that_fails_faster_than_it_starts_gets_nowhere() -> None:
-    trial = play(world(LLAMA3, 4000, failures=rates(LLAMA * 200), horizon=DAY / 4), Dice(0, 0))
+    trial = run_trial(world(LLAMA3, 4000, failures=rates(LLAMA * 200), horizon=DAY / 4), FaultSampler(0, 0))
     adds_up(trial)
     assert trial.goodput < 0.02 and trial.components.total() > 250
 
@@ -210,7 +210,7 @@ def test_components_are_told_by_their_names() -> None:
         "software": "worker",
         "switch": "connection",
     }
-    assert {name: kind_of(name) for name in kinds} == kinds and kind_of("corruption") == "corrupt"
+    assert {name: fault_kind(name) for name in kinds} == kinds and fault_kind("corruption") == "corrupt"
     settings = Resilience(heartbeat=2.5, hang=5.0)
-    found: Callable[[Any], float] = lambda kind: detection(kind, settings, 4.0)  # noqa: E731
+    found: Callable[[Any], float] = lambda kind: detection_seconds(kind, settings, 4.0)  # noqa: E731
     assert found("node") == 2.5 and found("connection") == 32.0 and found("worker") < 1.0

@@ -1,13 +1,13 @@
-"""Progress between two failures in closed form, against steps that are taken one by one."""
+"""Segment between two failures in closed form, against steps that are taken one by one."""
 
 from __future__ import annotations
 
 from random import Random
 
-from phalanx.planning.simulate.simulated_saves import Progress, Saves
+from phalanx.planning.simulate.simulated_saves import SaveSchedule, Segment
 
 
-def one_by_one(saves: Saves, first: int, step: float, seconds: float) -> tuple[int, int | None, int | None]:
+def one_by_one(saves: SaveSchedule, first: int, step: float, seconds: float) -> tuple[int, int | None, int | None]:
     """The last step that is done, and those that copies in memory and complete checkpoints are of."""
     now, done, memory, disk = 0.0, first, None, None
     written: list[tuple[float, int]] = []
@@ -30,7 +30,7 @@ def one_by_one(saves: Saves, first: int, step: float, seconds: float) -> tuple[i
 def test_steps_and_saves_are_counted_as_if_they_were_taken() -> None:
     dice = Random(0)
     for _ in range(300):
-        saves = Saves(
+        saves = SaveSchedule(
             keep="memory",
             memory_every=dice.choice((None, 1, 3, 10)),
             memory_stall=dice.choice((0.0, 0.25)),
@@ -39,13 +39,13 @@ def test_steps_and_saves_are_counted_as_if_they_were_taken() -> None:
             disk_write=dice.choice((0.0, 4.0, 40.0)),
         )
         first, step, seconds = dice.randrange(50), dice.choice((0.5, 1.0, 2.25)), dice.randrange(1, 400) / 4 + 0.1
-        progress = Progress(saves, first, step)
-        done = progress.after(seconds)
+        progress = Segment(saves, first, step)
+        done = progress.step_after(seconds)
         found = (
             done,
-            progress.saved(saves.memory_every, 0.0, done, seconds),
-            progress.saved(saves.disk_every, saves.disk_write, done, seconds),
+            progress.last_saved(saves.memory_every, 0.0, done, seconds),
+            progress.last_saved(saves.disk_every, saves.disk_write, done, seconds),
         )
         assert found == one_by_one(saves, first, step, seconds)
-        assert progress.reached(done) <= seconds < progress.reached(done + 1)
-        assert abs(progress.stalled(done) + (done - first) * step - progress.reached(done)) < 1e-9
+        assert progress.seconds_until(done) <= seconds < progress.seconds_until(done + 1)
+        assert abs(progress.stall_until(done) + (done - first) * step - progress.seconds_until(done)) < 1e-9

@@ -7,9 +7,8 @@ from itertools import pairwise, product
 
 import pytest
 
-from phalanx.dashboard.simulation_view import trace
-from phalanx.planning.simulate.shared_links import Links
-from phalanx.planning.simulate.simulated_step import Step, Traffic, durations_of, simulate_step
+from phalanx.dashboard.simulation_view import step_trace
+from phalanx.planning.simulate.simulated_step import SharedLinks, SimulatedStep, Traffic, durations_of, simulate_step
 from phalanx.schedules.makers import NAMES, make
 from phalanx.schedules.timing import bubble, simulate
 
@@ -17,7 +16,7 @@ PIECES = {"forward": 1.0, "input": 1.1, "weight": 0.9, "head": 0.0, "hop": 0.0, 
 QUIET = Traffic()
 
 
-def adds_up(step: Step) -> None:
+def adds_up(step: SimulatedStep) -> None:
     assert sum(step.split.values()) == pytest.approx(step.seconds)
 
 
@@ -53,7 +52,7 @@ def test_the_closed_form_of_the_commonest_schedules(shape: tuple[int, int]) -> N
 
 
 def test_a_shared_link_gives_everybody_a_part() -> None:
-    links = Links()
+    links = SharedLinks()
     first, changed = links.start((("network out", 0), ("network in", 1)), 2.0, 0.0)
     assert changed == [first] and first.arrives == 2.0
     second, changed = links.start((("network out", 0), ("network in", 2)), 2.0, 1.0)
@@ -69,7 +68,7 @@ def test_messages_of_several_dimensions_share_the_network() -> None:
     order, pieces = make("1f1b", 4, 8), PIECES | {"hop": 0.3}
     apart = simulate_step(order, pieces, Traffic(inside=(("expert", "island", 0.3),)))
     shared = simulate_step(order, pieces, Traffic(inside=(("expert", "network", 0.3),)))
-    crowded = simulate_step(order, pieces, Traffic(inside=(("expert", "network", 0.3),), last=("network", 1.0)))
+    crowded = simulate_step(order, pieces, Traffic(inside=(("expert", "network", 0.3),), final=("network", 1.0)))
     assert apart.split["contention"] <= shared.split["contention"] < crowded.split["contention"]
     assert shared.split["contention"] > 0 and {one.dimension for one in crowded.messages} == {"expert", "pipeline", "data"}
     for step in (apart, shared, crowded):
@@ -78,12 +77,12 @@ def test_messages_of_several_dimensions_share_the_network() -> None:
     # No link ever carries more than it can: shares of what is under way add up to one at most.
     hops = [one for one in shared.messages if one.dimension == "pipeline" and one.link == "network out"]
     assert len(hops) == 2 * 3 * 8 and all(one.stop - one.start >= 0.3 - 1e-9 for one in hops)
-    sharing = simulate_step(order, pieces, Traffic(behind=("network", 0.9)))
+    sharing = simulate_step(order, pieces, Traffic(overlapped=("network", 0.9)))
     assert sharing.split["contention"] > 0
 
 
 def test_parameters_behind_every_action_are_hidden_where_nobody_else_sends() -> None:
-    step = simulate_step(make("1f1b", 1, 6), PIECES, Traffic(behind=("network", 0.9), last=("network", 0.1)))
+    step = simulate_step(make("1f1b", 1, 6), PIECES, Traffic(overlapped=("network", 0.9), final=("network", 0.1)))
     assert step.seconds == pytest.approx(6 * 3.0 + 0.3) and step.split["contention"] == pytest.approx(0.0)
 
 
@@ -91,7 +90,7 @@ def test_parameters_behind_every_action_are_hidden_where_nobody_else_sends() -> 
 def test_a_trace_for_perfetto(name: str) -> None:
     order = make(name, 4, 8)
     step = simulate_step(order, PIECES | {"hop": 0.3}, Traffic(inside=(("expert", "network", 0.3),)))
-    events = json.loads(trace(step.timeline, step.messages, step.seconds))["traceEvents"]
+    events = json.loads(step_trace(step))["traceEvents"]
     slices = [one for one in events if one["ph"] == "X"]
     ranks = [one for one in slices if one["pid"] == 1 and one["cat"] != "tail"]
     assert sorted(one["name"] for one in ranks) == sorted(str(action) for row in order.actions for action in row)

@@ -1,17 +1,20 @@
-"""The live recovery policy, asked by a simulation: `recovery/policy.decide` on the state of a cluster of equal nodes.
+"""Faults of a simulated run, and the decisions of the live recovery policy about them, on a cluster of equal nodes.
 
-A decision about thousands of ranks takes some milliseconds, and a simulation asks thousands of times. Nodes are equal, so what is decided
-depends on how many there are and on what the struck one holds, not on which it is: each kind of situation is decided once, by the live
-function, and remembered. What depends on the past (the same failure again, too many of them) is asked of the live functions each time.
+A decision about thousands of ranks takes milliseconds, and a simulation needs thousands of decisions. Nodes are equal, so a decision depends
+on the number of nodes and on what the failed node holds, not on which node it is: `recovery/policy.decide` decides each kind of
+situation once, and the result is cached. What depends on earlier failures (repeated failures, too many failures) is decided each time.
+`planning/simulate/simulated_run` calls it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from random import Random
+from typing import Literal
 
-from phalanx.planning.simulate.simulated_faults import Fault
+from phalanx.planning.machines.cluster import Failures
 from phalanx.recovery.history import failures, updated_history, verdict
 from phalanx.recovery.policy import decide
 from phalanx.recovery.relayout import initial_assignment
@@ -32,163 +35,233 @@ from phalanx.recovery.state import (
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Resilience
 
-_ENOUGH = 2
-"""Free nodes."""
+FaultKind = Literal["node", "worker", "connection", "corrupt"]
+"""What a supervisor sees: a lost node, a dead process on a healthy node, broken connections, a replica that differs."""
+
+_COMPONENTS: tuple[tuple[FaultKind, tuple[str, ...]], ...] = (
+    ("corrupt", ("corrupt", "sdc", "silent")),
+    ("worker", ("software", "bug", "collective", "dependency", "restart")),
+    ("connection", ("switch", "cable", "network", "link", "fabric", "ici")),
+)
+"""Parts of component names for each kind. Any other component, such as a GPU, costs its whole node: the node is removed and repaired."""
+
+_PROCESS_DETECTION = 0.1
+"""Seconds until a supervisor notices that one of its processes is gone."""
+
+_HANG_STEPS = 8
+"""The live watchdog inspects a step that takes this many times the usual time."""
+
+_ENOUGH_SPARES = 2
+"""Free nodes that a decision is shown while the wanted layout runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One failure of a device in use."""
+
+    component: str
+    kind: FaultKind
+    device: int
+    """The rank that runs on the device."""
+
+
+def fault_kind(component: str) -> FaultKind:
+    """The kind of fault that a component causes."""
+    name = component.lower()
+    return next((kind for kind, words in _COMPONENTS if any(word in name for word in words)), "node")
+
+
+def detection_seconds(kind: FaultKind, settings: Resilience, step: float) -> float:
+    """Seconds until the supervisors notice a fault of this kind; `step`: seconds of a step."""
+    if kind == "connection":  # no process is gone: all ranks wait until the hang detector reacts
+        return max(settings.hang, _HANG_STEPS * step)
+    return {"node": settings.heartbeat, "worker": _PROCESS_DETECTION, "corrupt": 0.0}[kind]
+
+
+def mean_detection_seconds(failures: Failures, settings: Resilience, step: float) -> float:
+    """Mean over the components, weighted by how often each fails."""
+    weighted = sum(rate * detection_seconds(fault_kind(component), settings, step) for component, rate in failures.rates)
+    return weighted / failures.rate if failures.rate else 0.0
+
+
+class FaultSampler:
+    """Random draws of one simulated run. Failure times have a generator of their own: runs that differ in spares or saves then
+    meet the same failures as far as possible."""
+
+    def __init__(self, seed: int, trial: int):
+        self._times, self._choices = Random(f"{seed}/{trial}/when"), Random(f"{seed}/{trial}/what")
+
+    def hazard(self) -> float:
+        """Accumulated hazard until the next failure."""
+        return self._times.expovariate(1.0)
+
+    def component(self, names: Sequence[str], cumulative_weights: Sequence[float]) -> str:
+        return self._choices.choices(names, cum_weights=cumulative_weights)[0]
+
+    def device(self, devices: int) -> int:
+        return self._choices.randrange(devices)
+
+    def repair(self, mean: float) -> float:
+        return self._choices.expovariate(1.0 / mean) if mean > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ground:
-    """A layout on nodes, which are numbered in the order in which ranks first come to them."""
+class PlacedLayout:
+    """A layout on nodes. Nodes are numbered in the order in which ranks first use them."""
 
     layout: Layout
     assignment: tuple[int, ...]
-    held: tuple[tuple[int, int], ...]
-    """Of each node: its ranks, and the replicas that these belong to."""
+    node_contents: tuple[tuple[int, int], ...]
+    """For each node: the number of its ranks, and of the replicas that they belong to."""
 
     @property
     def used(self) -> int:
-        return len(self.held)
+        return len(self.node_contents)
 
 
-class Situations:
-    """What does not change from run to run: the cluster's nodes, the wanted layout, and decisions already made."""
+class DecisionCache:
+    """What all simulated runs share: the cluster's nodes, the wanted layout, and the decisions made so far."""
 
     def __init__(self, wanted: Layout, slots: int, legal: Callable[[Layout], bool], settings: Resilience, batch: int):
         self.wanted, self.slots, self.legal, self.settings, self.batch = wanted, slots, legal, settings, batch
-        self.merge = True
-        """Whether equal nodes are taken for each other; False: each is decided about by itself, for tests."""
-        self.asked = 0
-        """Decisions that were really made."""
-        self._grounds: dict[tuple[Layout, tuple[int, ...]], Ground] = {}
-        self.known: dict[object, tuple[Action, Ground | None]] = {}
+        self.merge_equal_nodes = True
+        """False: each node is decided about by itself. Tests compare both."""
+        self.decided = 0
+        """Calls of the live policy."""
+        self._placed: dict[tuple[Layout, tuple[int, ...]], PlacedLayout] = {}
+        self.decisions: dict[object, tuple[Action, PlacedLayout | None]] = {}
 
     @cached_property
-    def first(self) -> Ground:
-        """The wanted layout, where nothing is lost."""
+    def initial(self) -> PlacedLayout:
+        """The wanted layout on healthy nodes."""
         nodes = range(-(-self.wanted.ranks // self.slots))
-        return self.ground(self.wanted, initial_assignment(self.wanted, [Node(number, self.slots) for number in nodes]))
+        return self.place(self.wanted, initial_assignment(self.wanted, [Node(number, self.slots) for number in nodes]))
 
-    def ground(self, layout: Layout, assignment: tuple[int, ...]) -> Ground:
-        names: dict[int, int] = {}
-        assignment = tuple(names.setdefault(node, len(names)) for node in assignment)
+    def place(self, layout: Layout, assignment: tuple[int, ...]) -> PlacedLayout:
+        numbers: dict[int, int] = {}
+        assignment = tuple(numbers.setdefault(node, len(numbers)) for node in assignment)
         key = layout, assignment
-        if key not in self._grounds:
+        if key not in self._placed:
             inner, replicas = layout.shard * layout.context * layout.tensor, layout.data or 1
-            ranks: list[list[int]] = [[] for _ in names]
+            ranks: list[list[int]] = [[] for _ in numbers]
             for rank, node in enumerate(assignment):
                 ranks[node].append(rank)
-            held = tuple((len(some), len({rank // inner % replicas for rank in some})) for some in ranks)
-            self._grounds[key] = Ground(layout, assignment, held)
-        return self._grounds[key]
+            contents = tuple((len(own), len({rank // inner % replicas for rank in own})) for own in ranks)
+            self._placed[key] = PlacedLayout(layout, assignment, contents)
+        return self._placed[key]
 
 
-class Policy:
-    """The decisions of one simulated run. Devices are numbered by the ranks that run on them."""
+class SimulatedPolicy:
+    """The state of one simulated cluster and the decisions about it. A device has the number of the rank that runs on it."""
 
-    def __init__(self, situations: Situations, nodes: int):
-        self._s = situations
-        self.ground = situations.first
-        self.free = nodes - self.ground.used
-        """Living nodes that no rank is on."""
-        self.holes: frozenset[int] = frozenset()
-        """Nodes of the ground that are gone, while the run waits."""
+    def __init__(self, cache: DecisionCache, nodes: int):
+        self._cache = cache
+        self.placed = cache.initial
+        self.free = nodes - self.placed.used
+        """Healthy nodes without ranks."""
+        self.missing: frozenset[int] = frozenset()
+        """Lost nodes of the layout, while the run waits for others."""
         self._dead: tuple[int, ...] = ()
         self._history: tuple[Failure, ...] = ()
-        self.begun = 0
+        self.first_step = 0
 
     @property
     def layout(self) -> Layout:
-        return self.ground.layout
+        return self.placed.layout
 
     @property
-    def waits(self) -> bool:
+    def waiting(self) -> bool:
         return bool(self._dead)
 
     @property
-    def living(self) -> int:
-        """Nodes."""
-        return self.ground.used - len(self.holes) + self.free
+    def healthy(self) -> int:
+        """Number of healthy nodes."""
+        return self.placed.used - len(self.missing) + self.free
 
     def node_of(self, device: int) -> int:
-        return self.ground.assignment[device]
+        return self.placed.assignment[device]
 
-    def fault(self, fault: Fault, step: int) -> Action:
-        """What is done about a failure of a used device."""
+    def on_fault(self, fault: Fault, step: int) -> Action:
+        """Decides what to do about a failure of a device in use."""
         node, rank = self.node_of(fault.device), fault.device
-        # The words name the true node and rank: by them the history tells failures apart.
+        # The message names the true node and rank: the history tells failures apart by it.
         event = _event(fault, node, rank, step)
-        asked = Situation(
-            wanted=self._s.wanted, layout=self.ground.layout, assignment=self.ground.assignment, nodes=(), history=self._history,
-            begun=self.begun, restarts=self._s.settings.restarts,
+        situation = Situation(
+            wanted=self._cache.wanted, layout=self.placed.layout, assignment=self.placed.assignment, nodes=(), history=self._history,
+            begun=self.first_step, restarts=self._cache.settings.restarts,
         )  # fmt: skip
-        end = verdict(asked, failures(asked, event))
+        end = verdict(situation, failures(situation, event))
         if end is not None:
-            self.holes |= {node} if fault.kind == "node" else set()
+            self.missing |= {node} if fault.kind == "node" else set()
             return end
-        if self._s.merge:
-            held = self.ground.held[node]
-            node = next(one for one, has in enumerate(self.ground.held) if has == held and one not in self.holes)
-            rank = self.ground.assignment.index(node)
+        if self._cache.merge_equal_nodes:
+            contents = self.placed.node_contents[node]
+            node = next(n for n, other in enumerate(self.placed.node_contents) if other == contents and n not in self.missing)
+            rank = self.placed.assignment.index(node)
         lost = frozenset({node}) if fault.kind == "node" else frozenset()
         action = self._decide((fault.kind, rank), _event(fault, node, rank, step), lost)
-        self._history = updated_history(asked, event, action)
+        self._history = updated_history(situation, event, action)
         return action
 
-    def joined(self) -> Action:
-        """A node is back, or its broken worker."""
+    def on_join(self) -> Action:
+        """Decides what to do with a node that has returned."""
         self.free += 1
-        return self._decide(("joined",), NodeJoined(self.ground.used + self._shown - 1), frozenset())
+        return self._decide(("joined",), NodeJoined(self.placed.used + self._visible_free - 1), frozenset())
 
     def lose_idle(self) -> None:
-        """A node that nothing ran on: nobody notices."""
+        """A node without ranks is lost: training does not notice."""
         self.free -= 1
 
-    def relaunched(self, step: int, nodes: int) -> Action | None:
-        """The run was started anew, on so many nodes: what the launch begins with; None: all that was wanted."""
-        self._history, self._dead, self.holes, self.begun = (), (), frozenset(), step
-        whole = self._s.first
-        self.ground, self.free = whole, max(0, nodes - whole.used)
+    def on_relaunch(self, step: int, nodes: int) -> Action | None:
+        """Decides what a new launch on `nodes` nodes does; None if the wanted layout fits."""
+        self._history, self._dead, self.missing, self.first_step = (), (), frozenset(), step
+        whole = self._cache.initial
+        self.placed, self.free = whole, max(0, nodes - whole.used)
         missing = whole.used - nodes
         if missing <= 0:
             return None
-        # A launch on too few nodes is decided like the loss of the others.
+        # A launch on too few nodes is decided like the loss of the missing ones.
         lost = frozenset(range(whole.used - missing, whole.used))
         return self._decide(("launch", nodes), Disconnected(step, "the run is started on fewer nodes"), lost)
 
     @property
-    def _shown(self) -> int:
-        """Free nodes that a decision is told of. Where all that was wanted runs, one of them takes whatever a single event makes homeless:
-        how many more there are would only make many situations of one."""
-        return min(self.free, _ENOUGH) if self._s.merge and self.layout == self._s.wanted and not self.holes else self.free
+    def _visible_free(self) -> int:
+        """Free nodes that a decision is shown. While the wanted layout runs, one free node can replace whatever a single event takes:
+        the exact number would only multiply the cached situations."""
+        return (
+            min(self.free, _ENOUGH_SPARES)
+            if self._cache.merge_equal_nodes and self.layout == self._cache.wanted and not self.missing
+            else self.free
+        )
 
     def _situation(self, lost: frozenset[int]) -> Situation:
-        gone = self.holes | lost
-        numbers = [node for node in range(self.ground.used + self._shown) if node not in gone]
+        gone = self.missing | lost
+        numbers = [node for node in range(self.placed.used + self._visible_free) if node not in gone]
         return Situation(
-            wanted=self._s.wanted, layout=self.ground.layout, assignment=self.ground.assignment,
-            nodes=tuple(Node(number, self._s.slots) for number in numbers), dead=self._dead, begun=self.begun, restarts=10**9,
-            shrink=self._s.settings.shrink, continue_degraded=self._s.settings.continue_degraded, batch=self._s.batch,
+            wanted=self._cache.wanted, layout=self.placed.layout, assignment=self.placed.assignment,
+            nodes=tuple(Node(number, self._cache.slots) for number in numbers), dead=self._dead, begun=self.first_step, restarts=10**9,
+            shrink=self._cache.settings.shrink, continue_degraded=self._cache.settings.continue_degraded, batch=self._cache.batch,
         )  # fmt: skip
 
-    def _decide(self, what: tuple[object, ...], event: Event, lost: frozenset[int]) -> Action:
-        key = (self.ground, self._shown, self.holes, self._dead, what)
-        if key not in self._s.known:
-            self._s.asked += 1
-            action = decide(self._situation(lost), event, self._s.legal)
-            after = self._s.ground(action.layout, action.assignment) if isinstance(action, NewGeneration) else None
-            self._s.known[key] = action, after
-        action, after = self._s.known[key]
+    def _decide(self, kind: tuple[object, ...], event: Event, lost: frozenset[int]) -> Action:
+        key = (self.placed, self._visible_free, self.missing, self._dead, kind)
+        if key not in self._cache.decisions:
+            self._cache.decided += 1
+            action = decide(self._situation(lost), event, self._cache.legal)
+            after = self._cache.place(action.layout, action.assignment) if isinstance(action, NewGeneration) else None
+            self._cache.decisions[key] = action, after
+        action, after = self._cache.decisions[key]
         if after is not None:
-            living = self.living - len(lost - self.holes)
-            self.ground, self.holes, self._dead = after, frozenset(), ()
-            self.free = living - after.used
+            healthy = self.healthy - len(lost - self.missing)
+            self.placed, self.missing, self._dead = after, frozenset(), ()
+            self.free = healthy - after.used
         elif isinstance(action, Wait):
-            self.holes, self._dead = self.holes | lost, action.dead
+            self.missing, self._dead = self.missing | lost, action.dead
         return action
 
 
 def _event(fault: Fault, node: int, rank: int, step: int) -> Event:
-    """As the agents of a live run would tell it."""
+    """The event that the agents of a live run would report."""
     if fault.kind == "node":
         return NodeLost(node, step, f"node {node}: {fault.component} failed")
     if fault.kind == "worker":

@@ -1,7 +1,7 @@
-"""One simulated run, from failure to failure: what breaks when, what the live policy does about it, and where the time goes.
-`planning/simulate/simulate_run` makes as many of these as it needs.
+"""Simulates one run from failure to failure: what fails when, what the live policy does about it, and how the time is spent.
 
-Between two events everything is closed form, so that months of a large cluster take milliseconds.
+`planning/simulate/simulation` runs as many trials as it needs. Between two events everything is in closed form, so months of a large
+cluster take milliseconds.
 """
 
 from __future__ import annotations
@@ -14,327 +14,336 @@ from functools import partial
 from itertools import accumulate
 
 from phalanx.planning.machines.cluster import Failures
-from phalanx.planning.simulate.simulated_faults import Dice, Fault, detection, kind_of
-from phalanx.planning.simulate.simulated_policy import Policy, Situations
-from phalanx.planning.simulate.simulated_saves import Progress, Saves
+from phalanx.planning.simulate.simulated_policy import (
+    DecisionCache,
+    Fault,
+    FaultSampler,
+    SimulatedPolicy,
+    detection_seconds,
+    fault_kind,
+)
+from phalanx.planning.simulate.simulated_saves import SaveSchedule, Segment
 from phalanx.recovery.state import Action, EndRun, NewGeneration, Wait
 from phalanx.spec.layout import Layout
 
-SPENT = ("computing", "slower", "lost", "detection", "restart", "saving", "waiting", "maintenance")
-"""Where time goes: steps that count, as quick as wanted; what fewer nodes take longer; steps done again; noticing; starting again; stalls
-of saves; waiting for a node or a person; planned pauses."""
+TIME_USES = ("computing", "slower", "lost", "detection", "restart", "saving", "waiting", "maintenance")
+"""How time is spent: steps that count, at full speed; extra time on fewer nodes; steps that were lost; failure detection; restarts; stalls of
+saves; waiting for a node or a person; planned maintenance."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class World:
-    """What one simulated run happens in."""
+class Scenario:
+    """The conditions of a simulated run."""
 
-    situations: Situations
+    cache: DecisionCache
     nodes: int
-    """All, spare ones too."""
+    """All nodes, including spares."""
     failures: Failures | None
     step: Callable[[Layout], float]
-    """Seconds of a step."""
-    saves: Saves
+    """Returns the seconds of a step on a layout."""
+    saves: SaveSchedule
     restart: float
-    """Seconds from a decision until steps are taken again."""
+    """Seconds from a decision to the next step."""
     repair: float
-    """Mean seconds until a lost node is back."""
+    """Mean seconds until a lost node returns."""
     relaunch: float
-    """Seconds until somebody starts a run again that has given up."""
+    """Seconds until a person restarts a run that has given up."""
     horizon: float
-    """Seconds that are simulated at most."""
+    """Longest simulated time, in seconds."""
     steps: int
-    """Of the whole run."""
+    """Steps of the whole run."""
     maintenance: tuple[float, float] | None = None
-    """Seconds between planned pauses, and seconds that one takes."""
+    """Seconds between planned pauses, and seconds of one pause."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Some time in one state."""
+    """A period in one state."""
 
     start: float
     stop: float
     state: str
-    """One of SPENT."""
+    """One of TIME_USES."""
     devices: int
-    """That work."""
+    """Devices that compute."""
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """A failure of a used device."""
+class FailureMark:
+    """A failure of a device in use."""
 
     at: float
     component: str
     action: str
-    """restart, spare, shrink, wait, end."""
+    """The decision: restart, spare, shrink, wait or end."""
     lost: float
-    """Seconds of steps that are done again."""
+    """Seconds of steps that are repeated."""
 
 
 @dataclass(slots=True)
 class Trial:
-    """What became of one."""
+    """The result of one simulated run."""
 
     seconds: float = 0.0
     steps: int = 0
     finished: bool = False
-    spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SPENT, 0.0))
+    spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TIME_USES, 0.0))
     components: Counter[str] = field(default_factory=Counter)
     actions: Counter[str] = field(default_factory=Counter)
     spans: list[Span] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[FailureMark] = field(default_factory=list)
 
     @property
     def goodput(self) -> float:
         return self.spent["computing"] / self.seconds if self.seconds else 1.0
 
 
-def play(world: World, dice: Dice) -> Trial:
-    """From the first step to the last, or to the horizon."""
-    return _Run(world, dice).play()
+def run_trial(scenario: Scenario, sampler: FaultSampler) -> Trial:
+    """Simulates a run from its first step to its last, or to the horizon."""
+    return _TrialRunner(scenario, sampler).run()
 
 
-class _Run:
-    def __init__(self, world: World, dice: Dice):
-        self.w, self.dice = world, dice
-        self.policy = Policy(world.situations, world.nodes)
+class _TrialRunner:
+    def __init__(self, scenario: Scenario, sampler: FaultSampler):
+        self.scenario, self.sampler = scenario, sampler
+        self.policy = SimulatedPolicy(scenario.cache, scenario.nodes)
         self.trial = Trial()
         self.now = 0.0
         self.step = 0
-        """Done, and not lost since."""
+        """The last completed step that is not lost."""
         self.memory = self.disk = 0
-        """Newest steps that copies in memory, and checkpoints, are of."""
-        self.back: list[float] = []
-        """When lost nodes return."""
-        self.patience = dice.patience()
-        self.quick = world.step(world.situations.wanted)
-        self.rate = world.failures.rate / 3600.0 if world.failures else 0.0
-        """Failures of a device in a second."""
-        self.names = [name for name, _ in world.failures.rates] if world.failures else []
-        self.weights = list(accumulate(rate for _, rate in world.failures.rates)) if world.failures else []
-        self.pause = world.maintenance[0] if world.maintenance else float("inf")
-        self.struck: list[int] = []
-        """Nodes lost since steps were last taken: neighbours among them had each other's copies."""
-        self.todo: Callable[[], None] = self._work
-        """What comes next. Kept here, not called: a cluster that fails faster than it starts would never return from the calls."""
+        """Newest steps in host memory and on disk."""
+        self.returns: list[float] = []
+        """Times at which lost nodes return, as a heap."""
+        self.hazard = sampler.hazard()
+        """Hazard left until the next failure."""
+        self.full_speed = scenario.step(scenario.cache.wanted)
+        """Seconds of a step on the wanted layout."""
+        self.rate = scenario.failures.rate / 3600.0 if scenario.failures else 0.0
+        """Failures of one device per second."""
+        self.names = [name for name, _ in scenario.failures.rates] if scenario.failures else []
+        self.weights = list(accumulate(rate for _, rate in scenario.failures.rates)) if scenario.failures else []
+        self.pause = scenario.maintenance[0] if scenario.maintenance else float("inf")
+        self.lost_nodes: list[int] = []
+        """Nodes lost since the last step: neighbors among them held each other's replicas."""
+        self.next: Callable[[], None] = self._train
+        """The next phase. It is stored, not called: in a cluster that fails faster than it restarts, calls would nest without end."""
 
-    def play(self) -> Trial:
-        while self.now < self.w.horizon and self.step < self.w.steps:
-            todo, self.todo = self.todo, self._work
-            todo()
-        self.trial.seconds, self.trial.steps, self.trial.finished = self.now, self.step, self.step >= self.w.steps
+    def run(self) -> Trial:
+        while self.now < self.scenario.horizon and self.step < self.scenario.steps:
+            phase, self.next = self.next, self._train
+            phase()
+        self.trial.seconds, self.trial.steps, self.trial.finished = self.now, self.step, self.step >= self.scenario.steps
         return self.trial
 
     # --- time ---
 
     def _until(self, end: float) -> Fault | float | None:
-        """Lets time pass: to a failure, to a node's return (its moment), or to the end (None)."""
+        """Advances time to the next failure, to the return of a node (a time), or to `end` (None)."""
         while True:
-            hazard = self.rate * self.policy.living * self.w.situations.slots
-            fails = self.now + self.patience / hazard if hazard > 0 else float("inf")
-            returns = self.back[0] if self.back else float("inf")
-            to = min(fails, returns, end)
-            self.patience -= hazard * (to - self.now)
-            self.now = max(self.now, to)
-            if to == end:
+            rate = self.rate * self.policy.healthy * self.scenario.cache.slots
+            fails = self.now + self.hazard / rate if rate > 0 else float("inf")
+            returns = self.returns[0] if self.returns else float("inf")
+            time = min(fails, returns, end)
+            self.hazard -= rate * (time - self.now)
+            self.now = max(self.now, time)
+            if time == end:
                 return None
-            if to == returns:
-                return heapq.heappop(self.back)
-            self.patience = self.dice.patience()
-            fault = self._strike()
+            if time == returns:
+                return heapq.heappop(self.returns)
+            self.hazard = self.sampler.hazard()
+            fault = self._draw_fault()
             if fault is not None:
                 return fault
 
-    def _strike(self) -> Fault | None:
-        """Which device it is; None where nothing ran on it."""
-        component = self.dice.component(self.names, self.weights)
-        kind, device = kind_of(component), self.dice.device(self.policy.living * self.w.situations.slots)
-        holes = len(self.policy.holes) * self.w.situations.slots
-        if self.policy.waits and kind != "node":
-            return None  # nothing works that could be disturbed
-        if device >= self.policy.layout.ranks - holes:
-            idle = self.policy.free > 0 and device >= self.policy.ground.used * self.w.situations.slots - holes
+    def _draw_fault(self) -> Fault | None:
+        """Draws the component and the device that fail; None if the failure does not affect the run."""
+        component = self.sampler.component(self.names, self.weights)
+        kind, device = fault_kind(component), self.sampler.device(self.policy.healthy * self.scenario.cache.slots)
+        missing = len(self.policy.missing) * self.scenario.cache.slots
+        if self.policy.waiting and kind != "node":
+            return None  # no rank runs that could fail
+        if device >= self.policy.layout.ranks - missing:
+            idle = self.policy.free > 0 and device >= self.policy.placed.used * self.scenario.cache.slots - missing
             if kind == "node" and idle:
                 self.policy.lose_idle()
                 self._repair()
             if idle or kind != "node":
                 return None
-            device = self.policy.layout.ranks - 1  # an idle place of a node that is used
-        if holes:
-            lives = [rank for rank, node in enumerate(self.policy.ground.assignment) if node not in self.policy.holes]
-            device = lives[min(device, len(lives) - 1)]
+            device = self.policy.layout.ranks - 1  # an idle slot of a node in use
+        if missing:
+            alive = [rank for rank, node in enumerate(self.policy.placed.assignment) if node not in self.policy.missing]
+            device = alive[min(device, len(alive) - 1)]
         return Fault(component, kind, device)
 
     def _repair(self) -> None:
-        settings = self.w.situations.settings
-        wait = settings.node_return if settings.node_return is not None else self.dice.repair(self.w.repair)
-        heapq.heappush(self.back, self.now + wait)
+        settings = self.scenario.cache.settings
+        wait = settings.node_return if settings.node_return is not None else self.sampler.repair(self.scenario.repair)
+        heapq.heappush(self.returns, self.now + wait)
 
-    def _spend(self, what: str, start: float) -> None:
-        """All since then."""
+    def _spend(self, use: str, start: float) -> None:
+        """Books the time since `start` under one of TIME_USES."""
         if self.now > start:
-            self.trial.spent[what] += self.now - start
-            self._span(start, what)
+            self.trial.spent[use] += self.now - start
+            self._span(start, use)
 
-    def _span(self, start: float, what: str) -> None:
-        devices = self.policy.layout.ranks if what in ("computing", "slower") else 0
+    def _span(self, start: float, use: str) -> None:
+        devices = self.policy.layout.ranks if use in ("computing", "slower") else 0
         spans = self.trial.spans
-        if spans and spans[-1].state == what and spans[-1].devices == devices and spans[-1].stop == start:
-            spans[-1] = Span(spans[-1].start, self.now, what, devices)
+        if spans and spans[-1].state == use and spans[-1].devices == devices and spans[-1].stop == start:
+            spans[-1] = Span(spans[-1].start, self.now, use, devices)
         else:
-            spans.append(Span(start, self.now, what, devices))
+            spans.append(Span(start, self.now, use, devices))
 
     # --- steps ---
 
-    def _work(self) -> None:
-        """Steps until something happens."""
+    def _train(self) -> None:
+        """Takes steps until the next event."""
         layout, start = self.policy.layout, self.now
-        seconds = self.w.step(layout)
-        progress = Progress(self.w.saves, self.step, seconds)
-        end = start + progress.reached(self.w.steps)
-        happened = self._until(min(end, self.w.horizon, max(self.pause, start)))
-        while isinstance(happened, float):
-            action = self.policy.joined()
-            if isinstance(action, NewGeneration):  # at the end of the step that is under way
-                self._advance(progress, start, whole=True)
-                self.todo = partial(self._resume, "grow")
+        seconds = self.scenario.step(layout)
+        segment = Segment(self.scenario.saves, self.step, seconds)
+        end = start + segment.seconds_until(self.scenario.steps)
+        event = self._until(min(end, self.scenario.horizon, max(self.pause, start)))
+        while isinstance(event, float):
+            action = self.policy.on_join()
+            if isinstance(action, NewGeneration):  # after the current step
+                self._advance(segment, start, finish_step=True)
+                self.next = partial(self._resume, "grow")
                 return
-            happened = self._until(min(end, self.w.horizon, max(self.pause, start)))
-        if isinstance(happened, Fault):
-            self._advance(progress, start)
-            self.todo = partial(self._recover, happened)
+            event = self._until(min(end, self.scenario.horizon, max(self.pause, start)))
+        if isinstance(event, Fault):
+            self._advance(segment, start)
+            self.next = partial(self._recover, event)
         elif self.now >= self.pause:
-            self._advance(progress, start, whole=True)
+            self._advance(segment, start, finish_step=True)
             self._maintain()
         else:
-            self._advance(progress, start)
+            self._advance(segment, start)
 
-    def _advance(self, progress: Progress, start: float, whole: bool = False) -> None:
-        """Credits what was done since. `whole`: the step under way is ended first; else it is lost."""
-        done = progress.after(self.now - start)
-        if whole and progress.reached(done) < self.now - start:
-            done = min(done + 1, self.w.steps)
-            self.now = start + progress.reached(done)
-        elapsed, s = self.now - start, self.w.saves
-        self.memory = progress.saved(s.memory_every, 0.0, done, elapsed) or self.memory
-        self.disk = progress.saved(s.disk_every, s.disk_write, done, elapsed) or self.disk
+    def _advance(self, segment: Segment, start: float, finish_step: bool = False) -> None:
+        """Books the steps since `start`. The current step is completed first if `finish_step`, otherwise it is lost."""
+        done = segment.step_after(self.now - start)
+        if finish_step and segment.seconds_until(done) < self.now - start:
+            done = min(done + 1, self.scenario.steps)
+            self.now = start + segment.seconds_until(done)
+        elapsed, saves = self.now - start, self.scenario.saves
+        self.memory = segment.last_saved(saves.memory_every, 0.0, done, elapsed) or self.memory
+        self.disk = segment.last_saved(saves.disk_every, saves.disk_write, done, elapsed) or self.disk
         steps, spent = done - self.step, self.trial.spent
-        spent["computing"] += steps * self.quick
-        spent["slower"] += steps * (progress.step - self.quick)
-        spent["saving"] += progress.stalled(done)
-        spent["lost"] += elapsed - progress.reached(done)
+        spent["computing"] += steps * self.full_speed
+        spent["slower"] += steps * (segment.step - self.full_speed)
+        spent["saving"] += segment.stall_until(done)
+        spent["lost"] += elapsed - segment.seconds_until(done)
         self.step = done
         if elapsed > 0:
-            self.struck = []
-            slow = self.policy.layout.ranks < self.w.situations.wanted.ranks
+            self.lost_nodes = []
+            slow = self.policy.layout.ranks < self.scenario.cache.wanted.ranks
             self._span(start, "slower" if slow else "computing")
 
-    # --- trouble ---
+    # --- failures ---
 
     def _recover(self, fault: Fault) -> None:
-        """What is done about a failure, until steps are taken again."""
-        action = self._struck_by(fault)
-        noticed = self._pass(detection(fault.kind, self.w.situations.settings, self.quick), "detection")
-        self.todo = self._obeys(action) if noticed is None else partial(self._recover, noticed)
+        """Detects a failure and decides about it."""
+        action = self._decide(fault)
+        detection = detection_seconds(fault.kind, self.scenario.cache.settings, self.full_speed)
+        another = self._pass(detection, "detection")
+        self.next = self._phase_of(action) if another is None else partial(self._recover, another)
 
-    def _struck_by(self, fault: Fault) -> Action:
-        """What the policy says to a failure, and what is lost by it."""
-        was, node = self.step, self.policy.node_of(fault.device)
-        gone = fault.kind == "node" and self._gone(node)
-        action = self.policy.fault(fault, self.step)
+    def _decide(self, fault: Fault) -> Action:
+        """Asks the policy about a failure, and drops the steps that it costs."""
+        before, node = self.step, self.policy.node_of(fault.device)
+        gone = fault.kind == "node" and self._loses_replicas(node)
+        action = self.policy.on_fault(fault, self.step)
         if fault.kind == "node":
             self._repair()
-        self._rewind(self.disk if gone or isinstance(action, EndRun) else self._source())
-        name = action.action if isinstance(action, NewGeneration) else type(action).__name__.lower()
+        self._roll_back(self.disk if gone or isinstance(action, EndRun) else self._restorable_step())
+        name = action.action if isinstance(action, NewGeneration) else "wait" if isinstance(action, Wait) else "end"
         self.trial.components[fault.component] += 1
         self.trial.actions[name] += 1
-        self.trial.marks.append(Mark(self.now, fault.component, name, (was - self.step) * self.quick))
+        self.trial.marks.append(FailureMark(self.now, fault.component, name, (before - self.step) * self.full_speed))
         return action
 
-    def _obeys(self, action: Action | None) -> Callable[[], None]:
+    def _phase_of(self, action: Action | None) -> Callable[[], None]:
         return self._relaunch if isinstance(action, EndRun) else self._wait if isinstance(action, Wait) else self._resume
 
-    def _gone(self, node: int) -> bool:
-        """Whether a lost node takes the last copy of something along: it was alone, or its neighbour, which had the other, is lost too."""
-        used, pair = self.policy.ground.used, self.w.saves.keep == "memory" or (self.policy.layout.data or 1) == 2
-        near = pair and any((node - other) % used in (1, used - 1) for other in self.struck)
-        self.struck.append(node)
-        return near or used == 1
+    def _loses_replicas(self, node: int) -> bool:
+        """Whether a lost node held the last copy of some state: it was the only node, or its neighbor with the replica is lost too."""
+        used, paired = self.policy.placed.used, self.scenario.saves.keep == "memory" or (self.policy.layout.data or 1) == 2
+        neighbor_lost = paired and any((node - other) % used in (1, used - 1) for other in self.lost_nodes)
+        self.lost_nodes.append(node)
+        return neighbor_lost or used == 1
 
-    def _source(self) -> int:
-        """The step that the run goes on from, where not all that was in memory is gone."""
-        if self.w.saves.keep == "disk":
+    def _restorable_step(self) -> int:
+        """The step from which the run continues while its replicas survive."""
+        if self.scenario.saves.keep == "disk":
             return self.disk
-        return self.step if self.w.saves.keep == "replicas" else max(self.memory, self.disk)
+        return self.step if self.scenario.saves.keep == "replicas" else max(self.memory, self.disk)
 
-    def _rewind(self, to: int) -> None:
-        steps = self.step - to
-        self.trial.spent["computing"] -= steps * self.quick
-        self.trial.spent["lost"] += steps * self.quick
-        self.step, self.memory = to, min(self.memory, to)
+    def _roll_back(self, step: int) -> None:
+        steps = self.step - step
+        self.trial.spent["computing"] -= steps * self.full_speed
+        self.trial.spent["lost"] += steps * self.full_speed
+        self.step, self.memory = step, min(self.memory, step)
 
-    def _pass(self, seconds: float, what: str) -> Fault | None:
-        """So much time, or less where something fails meanwhile. Nodes that return are free, and asked about when the run works."""
-        start, end = self.now, min(self.now + seconds, self.w.horizon)
-        happened = self._until(end)
-        while isinstance(happened, float):
+    def _pass(self, seconds: float, use: str) -> Fault | None:
+        """Lets `seconds` pass, or less if something fails meanwhile. Nodes that return stay free until the run trains again."""
+        start, end = self.now, min(self.now + seconds, self.scenario.horizon)
+        event = self._until(end)
+        while isinstance(event, float):
             self.policy.free += 1
-            happened = self._until(end)
-        self._spend(what, start)
-        return happened
+            event = self._until(end)
+        self._spend(use, start)
+        return event
 
     def _resume(self, grown: str | None = None) -> None:
-        """A new generation: until its first step."""
+        """Starts a new generation, until its first step."""
         if grown:
             self.trial.actions[grown] += 1
-        fault = self._pass(self.w.restart, "restart")
+        fault = self._pass(self.scenario.restart, "restart")
         if fault is not None:
-            self.todo = partial(self._recover, fault)
-        elif self.policy.free and self.policy.layout != self.w.situations.wanted:
-            # Nodes came while it began: the live controller comes back to them now.
+            self.next = partial(self._recover, fault)
+        elif self.policy.free and self.policy.layout != self.scenario.cache.wanted:
+            # Nodes returned during the restart: the live controller considers them now.
             self.policy.free -= 1
-            if isinstance(self.policy.joined(), NewGeneration):
-                self.todo = partial(self._resume, "grow")
+            if isinstance(self.policy.on_join(), NewGeneration):
+                self.next = partial(self._resume, "grow")
 
     def _wait(self) -> None:
-        """Until a node comes with which something fits."""
+        """Waits until a node returns with which a layout fits."""
         start = self.now
-        while self.now < self.w.horizon:
-            happened = self._until(self.w.horizon)
-            if happened is None:
+        while self.now < self.scenario.horizon:
+            event = self._until(self.scenario.horizon)
+            if event is None:
                 break
-            if isinstance(happened, Fault):
-                if isinstance(self._struck_by(happened), EndRun):
-                    self.todo = self._relaunch
+            if isinstance(event, Fault):
+                if isinstance(self._decide(event), EndRun):
+                    self.next = self._relaunch
                     break
-            elif isinstance(self.policy.joined(), NewGeneration):
-                self.todo = self._resume
+            elif isinstance(self.policy.on_join(), NewGeneration):
+                self.next = self._resume
                 break
         self._spend("waiting", start)
 
     def _relaunch(self) -> None:
-        """Given up: somebody starts it again."""
+        """The run has given up: a person restarts it."""
         start = self.now
-        self._stand(self.w.relaunch)
+        self._idle(self.scenario.relaunch)
         self._spend("waiting", start)
-        self.todo = self._obeys(self.policy.relaunched(self.step, self.policy.living))
+        self.next = self._phase_of(self.policy.on_relaunch(self.step, self.policy.healthy))
 
     def _maintain(self) -> None:
-        """A planned pause: everything is saved, nothing is lost."""
-        assert self.w.maintenance is not None
-        start, (every, takes) = self.now, self.w.maintenance
-        self._stand(self.w.saves.disk_stall + self.w.saves.disk_write + takes)
+        """A planned pause: the state is saved, no step is lost."""
+        assert self.scenario.maintenance is not None
+        start, (every, length) = self.now, self.scenario.maintenance
+        self._idle(self.scenario.saves.disk_stall + self.scenario.saves.disk_write + length)
         self.memory, self.disk, self.pause = self.step, self.step, self.pause + every
         self._spend("maintenance", start)
         self.trial.actions["maintenance"] += 1
-        self.todo = self._obeys(self.policy.relaunched(self.step, self.policy.living))
+        self.next = self._phase_of(self.policy.on_relaunch(self.step, self.policy.healthy))
 
-    def _stand(self, seconds: float) -> None:
-        """Nothing runs, and nothing is taken to fail."""
-        self.now = min(self.now + seconds, self.w.horizon)
-        while self.back and self.back[0] <= self.now:
-            heapq.heappop(self.back)
+    def _idle(self, seconds: float) -> None:
+        """Lets time pass in which no rank runs and no failure counts."""
+        self.now = min(self.now + seconds, self.scenario.horizon)
+        while self.returns and self.returns[0] <= self.now:
+            heapq.heappop(self.returns)
             self.policy.free += 1

@@ -1,72 +1,76 @@
-"""How often a simulated run saves, what that costs, and how far it has come after some seconds, in closed form. `planning/simulate/simulated_run`
-reads it between two failures: no step is simulated by itself."""
+"""How often a simulated run saves, what a save costs, and how far the run gets in a given time, in closed form.
+
+`planning/simulate/simulated_run` uses it between two failures, so that no step is simulated one by one.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-Keep = Literal["replicas", "memory", "disk"]
-"""Where the state is found again: with ranks that hold the same, in copies in host memory, or on disk."""
+StateSource = Literal["replicas", "memory", "disk"]
+"""Where a run finds its state after a failure: on ranks that hold the same, in replicas in host memory, or on disk."""
 
 _ROUNDING = 1e-6
-"""Seconds: a moment that was computed as the end of a step must be found to be it, months after the run began."""
+"""Seconds of tolerance: rounding errors of months of simulated time must not hide that a step has ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Saves:
-    """Steps are numbered from 1; a save belongs to the step that it follows."""
+class SaveSchedule:
+    """When a run saves and what that costs. Steps are numbered from 1; a save belongs to the step before it."""
 
-    keep: Keep
+    keep: StateSource
     memory_every: int | None
-    """Steps between copies into host memory; None: none are made."""
+    """Steps between copies into host memory; None: no copies."""
     memory_stall: float
-    """Seconds that training waits for one."""
+    """Seconds that training waits for one copy."""
     disk_every: int | None
+    """Steps between checkpoints on disk; None: no checkpoints."""
     disk_stall: float
+    """Seconds that training waits for one checkpoint."""
     disk_write: float = 0.0
-    """Seconds after the stall until a checkpoint is complete, behind training."""
+    """Seconds after the stall until a checkpoint is complete; training continues meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """Steps of one length after each other, from a step that is done."""
+class Segment:
+    """Consecutive steps of equal length after the completed step `first`."""
 
-    saves: Saves
+    saves: SaveSchedule
     first: int
     step: float
-    """Seconds of one."""
+    """Seconds of one step."""
 
-    def reached(self, steps: int) -> float:
-        """Seconds until so many steps are done (counted from the run's first), with the saves that follow them."""
-        s, n = self.saves, steps - self.first
-        seconds = n * self.step
-        if s.memory_every is not None:
-            seconds += (steps // s.memory_every - self.first // s.memory_every) * s.memory_stall
-        if s.disk_every is not None:
-            seconds += (steps // s.disk_every - self.first // s.disk_every) * s.disk_stall
+    def seconds_until(self, step: int) -> float:
+        """Seconds until `step` is done, counted from the run's first step, including the saves after each step."""
+        saves, steps = self.saves, step - self.first
+        seconds = steps * self.step
+        if saves.memory_every is not None:
+            seconds += (step // saves.memory_every - self.first // saves.memory_every) * saves.memory_stall
+        if saves.disk_every is not None:
+            seconds += (step // saves.disk_every - self.first // saves.disk_every) * saves.disk_stall
         return seconds
 
-    def after(self, seconds: float) -> int:
-        """The last step that is done, its saves too, after so many seconds."""
+    def step_after(self, seconds: float) -> int:
+        """The last step that is done, with its saves, after `seconds`."""
         low, high = self.first, self.first + int(seconds / self.step) + 1
         while low < high:
             middle = (low + high + 1) // 2
-            if self.reached(middle) <= seconds + _ROUNDING:
+            if self.seconds_until(middle) <= seconds + _ROUNDING:
                 low = middle
             else:
                 high = middle - 1
         return low
 
-    def stalled(self, steps: int) -> float:
-        """Seconds of saving among those until so many are done."""
-        return self.reached(steps) - (steps - self.first) * self.step
+    def stall_until(self, step: int) -> float:
+        """Seconds that saves take until `step` is done."""
+        return self.seconds_until(step) - (step - self.first) * self.step
 
-    def saved(self, every: int | None, write: float, steps: int, seconds: float) -> int | None:
-        """The newest step that is safe after so many seconds, `steps` being done; None: none since the first."""
+    def last_saved(self, every: int | None, write: float, step: int, seconds: float) -> int | None:
+        """The newest step with a complete save after `seconds`, when `step` is done; None if there is none since `first`."""
         if every is None:
             return None
-        newest = steps // every * every
-        while newest > self.first and self.reached(newest) + write > seconds + _ROUNDING:
+        newest = step // every * every
+        while newest > self.first and self.seconds_until(newest) + write > seconds + _ROUNDING:
             newest -= every
         return newest if newest > self.first else None
