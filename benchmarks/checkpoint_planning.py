@@ -35,9 +35,9 @@ from phalanx.checkpointing.shard_io import Holding, Reader, Writer, box, laid_ou
 from phalanx.checkpointing.state_tensor import LoadPieces, Part, SavePieces, StateTensor, _write_item, written
 from phalanx.checkpointing.storage import open_location
 from phalanx.optim.param_slices import replica_group, state_tensor
+from phalanx.parallel.buckets import own_shard
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.owned_param import ParamShard
-from phalanx.parallel.sharding import own_box
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
 from phalanx.spec.place import Place
@@ -114,7 +114,7 @@ class Everyone:
 
     def _own(self, spot: ParamShard, mesh: Mesh) -> ParamShard:
         axis = "expert_shard" if spot.expert else "shard"
-        return own_box(spot, mesh.coordinate(axis), mesh.size(axis))[0] if self.layout.shard > 1 else spot
+        return own_shard(spot, mesh.coordinate(axis), mesh.size(axis))[0] if self.layout.shard > 1 else spot
 
     def _state(self, mesh: Mesh) -> State:
         axes = ("pipeline", "tensor", "expert", "expert_tensor")

@@ -156,6 +156,19 @@ class Cuda(Accelerator):
         return torch.cuda.Event(enable_timing=timing)
 
 
+class Meta(Accelerator):
+    """Tensors without memory, of a rank that is only planned: sizes follow the rules for GPUs."""
+
+    type = "meta"
+    asynchronous = True
+
+    def available(self) -> bool:
+        return False
+
+    def device(self, index: int = 0) -> torch.device:
+        return torch.device("meta")
+
+
 _KINDS: dict[str, Accelerator] = {}
 
 
@@ -166,6 +179,7 @@ def register(kind: Accelerator) -> None:
 
 register(Accelerator())
 register(Cuda())
+register(Meta())
 
 
 def of(device: torch.device | str) -> Accelerator:

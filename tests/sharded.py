@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -14,14 +14,13 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from phalanx.models.init import build, materialize
-from phalanx.parallel import expert
-from phalanx.parallel.apply import Recipe
+from phalanx.parallel import data_parallel, expert
+from phalanx.parallel.buckets import ModelParam
+from phalanx.parallel.data_parallel import DataParallel, Sharding
 from phalanx.parallel.fsdp import FullySharded
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import ParamShard
-from phalanx.parallel.sharded_model import ShardedModel
-from phalanx.parallel.sharding import Sharding
-from phalanx.parallel.zero import Sharded, shard
+from phalanx.parallel.owned_param import OwnedParam, ParamShard
+from phalanx.parallel.sharded_model import Recipe, ShardedModel
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec, Moe
 from phalanx.training.loss import objective, summed_loss
@@ -46,7 +45,8 @@ MOE = ModelSpec(
 TIED = replace(ODD, layers=4, tied=True)
 SPECS = {"odd": ODD, "gpt": GPT, "moe": MOE, "tied": TIED}
 LENGTH, EACH, STEPS, RATE = 12, 3, 3, 0.5
-Engine = Sharded | FullySharded
+Engine = DataParallel | FullySharded
+SAMPLE_AXES = ("data", "shard", "context")
 
 
 @dataclass
@@ -121,8 +121,15 @@ def alone(kind: str, replicas: int, compute: str = "fp32") -> Trained:
 def engine_of(mesh: Mesh, parts: list[nn.Module], whole: Recipe, zero: int, compute: str, keep: bool = False) -> Engine:
     spots = {name: ParamShard.full(parameter) for part in parts for name, parameter in part.named_parameters()}
     spots = expert.split(parts, spots, whole.axes, mesh)
-    how = Sharding(zero=zero, axes=("data", "shard", "context"), compute=compute, keep=keep)
-    return FullySharded(parts, spots, mesh, whole, how) if zero == 3 else shard(parts, spots, mesh, whole, how)
+    sharding = Sharding(zero=zero, axes=SAMPLE_AXES, compute=compute, keep_gathered=keep)
+    builder = FullySharded if zero == 3 else data_parallel.build
+    return builder(parts, spots, mesh, whole, sharding)
+
+
+def replicated(owned: Iterable[OwnedParam], mesh: Mesh, reduce_dtype: torch.dtype = torch.float32) -> DataParallel:
+    """ZeRO-0 over parameters that have their values already."""
+    params = [ModelParam(one.name, one.value, one.shard) for one in owned]
+    return DataParallel(params, mesh, lambda name, tensor, shard: None, Sharding(axes=SAMPLE_AXES, reduce_dtype=reduce_dtype))
 
 
 def make(mesh: Mesh, spec: ModelSpec, zero: int, compute: str = "fp32") -> tuple[nn.Module, Engine]:

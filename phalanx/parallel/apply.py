@@ -6,20 +6,18 @@ the memory of its own part. Nothing falls back: what a layout cannot have is ref
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from phalanx.parallel import expert, fsdp, tensor, vocab_parallel, zero
+from phalanx.parallel import data_parallel, expert, fsdp, tensor, vocab_parallel
 from phalanx.parallel.context import context_parallel
+from phalanx.parallel.data_parallel import Sharding
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import OwnedParam, ParamShard
+from phalanx.parallel.owned_param import ParamShard
 from phalanx.parallel.pipeline.executor import tied_group
-from phalanx.parallel.replicate import Replicated
-from phalanx.parallel.sharded_model import Engine, Loss, ShardedModel
-from phalanx.parallel.sharding import Sharding
+from phalanx.parallel.sharded_model import Engine, Recipe, ShardedModel
 from phalanx.schedules.actions import Schedule
 from phalanx.spec.errors import RunError
 from phalanx.spec.plan import Plan
@@ -27,40 +25,23 @@ from phalanx.spec.run import Run
 from phalanx.transforms import activations, compile, fp8, recompute
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """What the model's own room knows about it."""
-
-    axes: Mapping[str, tuple[str, ...]]
-    """Parameter-name pattern to the names of its dimensions."""
-    fill: Callable[[str, Tensor, ParamShard], None]
-    """Writes the initial values of a parameter's box into a tensor."""
-    reset_buffers: Callable[[nn.Module], None]
-    loss: Loss
-    """Sum of the losses from whole logits."""
-    schedule: Schedule | None = None
-    """Of a pipeline."""
-    tied: str | None = None
-    """The parameter that first and last stage both hold, where the embedding is the head too."""
-
-
 def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Recipe) -> ShardedModel:
     """Make `parts`, this rank's stages of the model, one rank's share of the job."""
     layout = plan.layout
     applied: dict[str, str | None] = {}
-    spots = {name: ParamShard.full(parameter) for part in parts for name, parameter in part.named_parameters()}
+    shards = {name: ParamShard.full(parameter) for part in parts for name, parameter in part.named_parameters()}
     if layout.tensor > 1:
-        spots = tensor.split(parts, spots, recipe.axes, mesh, sequence=layout.sequence)
-        applied["tensor"] = tensor.applied(parts, spots)
-    spots = expert.split(parts, spots, recipe.axes, mesh)
-    applied["expert"] = expert.applied(parts, spots, recipe.axes)
+        shards = tensor.split(parts, shards, recipe.axes, mesh, sequence=layout.sequence)
+        applied["tensor"] = tensor.applied(parts, shards)
+    shards = expert.split(parts, shards, recipe.axes, mesh)
+    applied["expert"] = expert.applied(parts, shards, recipe.axes)
     if layout.context > 1:
         applied["context"] = context_parallel.swap(parts, mesh, layout.context_method)
     columns = mesh.group("tensor", use="tensor") if layout.tensor > 1 else None
     loss = vocab_parallel.swap(parts, columns, chunk=run.memory.loss_chunk, sequence=layout.sequence, loss=recipe.loss)
     applied["loss"] = vocab_parallel.applied(parts, loss)
     applied |= transform(parts, run, plan, mesh)
-    engine = _engine(parts, _mirrored(parts, spots, recipe.tied), run, plan, mesh, recipe)
+    engine = _engine(parts, _mirrored(parts, shards, recipe.tied), run, plan, mesh, recipe)
     applied["data"] = engine.applied()
     placed = ShardedModel(parts, mesh, engine, loss, is_local_sgd=run.optimizer.sync_every > 1)
     if recipe.schedule is not None:
@@ -90,30 +71,18 @@ def transform(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh) -> dict[
     return applied
 
 
-def _engine(parts: list[nn.Module], spots: dict[str, ParamShard], run: Run, plan: Plan, mesh: Mesh, recipe: Recipe) -> Engine:
-    """Who sums gradients and owns what the optimizer changes; parameters get their memory here."""
-    axes, wire = sample_axes(run), torch.bfloat16 if run.precision.reduce == "bf16" else torch.float32
-    if plan.layout.shard == 1:
-        return Replicated(materialize(parts, spots, recipe, mesh.device), mesh, axes, wire=wire)
-    splits = recipe.schedule is not None and recipe.schedule.splits_backward
-    how = Sharding(zero=plan.layout.zero, axes=axes, compute=plan.compute, wire=wire, keep=splits)
-    if plan.layout.zero == 3:
-        return fsdp.FullySharded(parts, spots, mesh, recipe, how)
-    return zero.shard(parts, spots, mesh, recipe, how)
-
-
-def materialize(parts: list[nn.Module], spots: dict[str, ParamShard], recipe: Recipe, device: torch.device) -> list[OwnedParam]:
-    """Give cut parameters their memory and their initial values; the optimizer is to work on them as they are."""
-    held = {}
-    for part in parts:
-        part.to_empty(device=device)
-        recipe.reset_buffers(part)
-    for part in parts:  # only now: stages may share a module
-        for name, parameter in part.named_parameters():
-            if name not in held:
-                recipe.fill(name, parameter.data, spots[name])
-                held[name] = OwnedParam(name, parameter, spots[name])
-    return list(held.values())
+def _engine(parts: list[nn.Module], shards: dict[str, ParamShard], run: Run, plan: Plan, mesh: Mesh, recipe: Recipe) -> Engine:
+    """Allocate the parameters and choose who sums gradients and owns what the optimizer updates."""
+    sharding = Sharding(
+        zero=plan.layout.zero if plan.layout.shard > 1 else 0,
+        axes=sample_axes(run),
+        compute=plan.compute,
+        reduce_dtype=torch.bfloat16 if run.precision.reduce == "bf16" else torch.float32,
+        keep_gathered=recipe.schedule is not None and recipe.schedule.splits_backward,
+    )
+    if sharding.zero == 3:
+        return fsdp.FullySharded(parts, shards, mesh, recipe, sharding)
+    return data_parallel.build(parts, shards, mesh, recipe, sharding)
 
 
 def sample_axes(run: Run) -> tuple[str, ...]:
@@ -121,11 +90,11 @@ def sample_axes(run: Run) -> tuple[str, ...]:
     return ("data", "shard", "context") if run.optimizer.sync_every == 1 else ("shard", "context")
 
 
-def _mirrored(parts: list[nn.Module], spots: dict[str, ParamShard], tied: str | None) -> dict[str, ParamShard]:
+def _mirrored(parts: list[nn.Module], shards: dict[str, ParamShard], tied: str | None) -> dict[str, ParamShard]:
     """The last stage's copy of a tied embedding mirrors the first's, and is not counted again."""
-    if tied not in spots or any(getattr(part, "begins", True) for part in parts):
-        return spots
-    return spots | {tied: replace(spots[tied], counted=False)}
+    if tied not in shards or any(getattr(part, "begins", True) for part in parts):
+        return shards
+    return shards | {tied: replace(shards[tied], counted=False)}
 
 
 def _stages(parts: list[nn.Module], mesh: Mesh, schedule: Schedule) -> str:

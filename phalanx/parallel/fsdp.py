@@ -1,7 +1,7 @@
 """ZeRO-3 and hybrid sharding: parameters, gradients and optimizer states are spread, by torch's FSDP2. `parallel/apply` makes it.
 
 Each block is gathered when it computes and dropped again. What must stay whole on every rank, its optimizer states spread all
-the same, is left to the engine of `parallel/zero`: norms and routers of a model that computes in low precision, as they stay
+the same, is left to the engine of `parallel/data_parallel`: norms and routers of a model that computes in low precision, as they stay
 in fp32; experts that nobody shares; a module that two stages of this rank have in common.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,27 +18,23 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 
+from phalanx import accelerator
 from phalanx.observe.comm_timer import timed_collective
+from phalanx.parallel.buckets import model_params
+from phalanx.parallel.data_parallel import (
+    DataParallel,
+    Sharding,
+    allocate,
+    check_shardable,
+    describe,
+    lower_precision,
+    stays_fp32,
+    storage_bytes,
+)
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.owned_param import OwnedParam, ParamShard
-from phalanx.parallel.sharding import (
-    Sharding,
-    check,
-    describe,
-    exact,
-    experts_sharing,
-    give_memory,
-    lower,
-    raise_embeddings,
-    sharing,
-    storage_bytes,
-)
-from phalanx.parallel.shares import wholes_of
-from phalanx.parallel.zero import Sharded
-
-if TYPE_CHECKING:
-    from phalanx.parallel.apply import Recipe
+from phalanx.parallel.sharded_model import Recipe
 
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 
@@ -46,33 +42,33 @@ _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 class FullySharded:
     """The engine. Gradients are sums: FSDP2 would divide them by the number of ranks, and is kept from it everywhere."""
 
-    def __init__(self, parts: list[nn.Module], spots: dict[str, ParamShard], mesh: Mesh, recipe: Recipe, how: Sharding):
+    def __init__(self, parts: list[nn.Module], shards: dict[str, ParamShard], mesh: Mesh, recipe: Recipe, how: Sharding):
         """Wraps the stages of a model that have no memory yet, and gives this rank that of its own part."""
-        check(spots)
-        self._how = how
-        whole = _left_whole(parts, spots, mesh, recipe, how)
-        if how.low:
-            lower(parts, (name for name in whole if not exact(name, spots[name], recipe.axes)), how.dtype)
-            raise_embeddings(parts)
-        _wrap(parts, spots, whole, mesh, how)
-        give_memory(parts, recipe, mesh.device)
+        check_shardable(shards)
+        self._how, self._device = how, mesh.device
+        whole = _left_whole(parts, shards, mesh, recipe, how)
+        if how.low_precision:
+            names = (name for name in whole if not stays_fp32(name, shards[name], recipe.axes))
+            lower_precision(parts, names, how.param_dtype)
+        _wrap(parts, shards, whole, mesh, how)
+        allocate(parts, recipe, mesh.device)
         self._roots: list[Any] = [fully_shard.state(part) for part in parts]  # type: ignore[attr-defined]
         if mesh.device.type != "meta":  # there, nothing is computed and nothing has memory
             for root in self._roots:
                 root._lazy_init()  # else the first forward would, and give uneven parts other memory
         self._groups = [group for root in self._roots for state in root._state_ctx.all_states for group in _groups(state)]
         self._hybrid = any(group._is_hsdp for group in self._groups)
-        self._rest: Sharded | None = None
+        self._rest: DataParallel | None = None
         held: dict[str, OwnedParam] = {}
         if whole:
-            aside = replace(how, zero=1, aside=True)
-            self._rest = Sharded(wholes_of(parts, spots, whole), mesh, recipe.fill, aside)
+            aside = replace(how, zero=1, own_groups=True)
+            self._rest = DataParallel(model_params(parts, shards, whole), mesh, recipe.fill, aside)
             held = {one.name: one for one in self._rest.owned}
         self._shards: list[tuple[OwnedParam, DTensor]] = []
         for part in parts:
             for name, parameter in part.named_parameters():
                 if name not in held:
-                    held[name] = _hold(name, parameter, spots[name])
+                    held[name] = _hold(name, parameter, shards[name])
                     recipe.fill(name, held[name].value.data, held[name].shard)
                     self._shards.append((held[name], cast(DTensor, parameter)))
         order = dict.fromkeys(name for part in parts for name, _ in part.named_parameters())
@@ -156,10 +152,10 @@ class FullySharded:
         words += f"; {own}, as {parameter.placements} on a mesh of {tuple(parameter.device_mesh.shape)}"
         return words + (f"; of the rest, {self._rest.applied()}" if self._rest is not None else "")
 
-    def waits(self, device: torch.device) -> list[tuple[Any, str]]:
+    def waits(self) -> list[tuple[Any, str]]:
         """Methods of FSDP2 in which the stream that computes waits for its messages, as objects and names; its custom messages on CPUs
         are measured themselves, but for the sums over replicas."""
-        if device.type == "cuda":
+        if accelerator.of(self._device).asynchronous:
             return [(one, name) for one in self._groups for name in ("wait_for_unshard", "post_backward", "finalize_backward")]
         return [(one, "post_backward") for one in self._groups if one._is_hsdp]
 
@@ -168,7 +164,7 @@ class FullySharded:
             root._state_ctx.is_last_backward = on
         for group in self._groups:
             group.reduce_grads = on
-            group.reshard_after_backward = on or not self._how.keep
+            group.reshard_after_backward = on or not self._how.keep_gathered
 
     def _set_replicas(self, on: bool) -> None:
         for group in self._groups:
@@ -176,7 +172,7 @@ class FullySharded:
 
 
 def _left_whole(
-    parts: Sequence[nn.Module], spots: Mapping[str, ParamShard], mesh: Mesh, recipe: Recipe, how: Sharding
+    parts: Sequence[nn.Module], shards: Mapping[str, ParamShard], mesh: Mesh, recipe: Recipe, how: Sharding
 ) -> list[str]:
     """Names of the parameters that FSDP2 has no part in."""
     seen: set[str] = set()
@@ -186,46 +182,48 @@ def _left_whole(
         found += sorted(names & seen)
         seen |= names
     for name in seen:
-        unshared = spots[name].expert and mesh.size("expert_shard") == 1
-        if unshared or (how.low and exact(name, spots[name], recipe.axes)):
+        unshared = shards[name].expert and mesh.size("expert_shard") == 1
+        if unshared or (how.low_precision and stays_fp32(name, shards[name], recipe.axes)):
             found.append(name)
     return list(dict.fromkeys(found))
 
 
-def _wrap(parts: Sequence[nn.Module], spots: Mapping[str, ParamShard], whole: Sequence[str], mesh: Mesh, how: Sharding) -> None:
+def _wrap(
+    parts: Sequence[nn.Module], shards: Mapping[str, ParamShard], whole: Sequence[str], mesh: Mesh, how: Sharding
+) -> None:
     """Experts first, which lie on a mesh of their own, then blocks, then what is around them."""
     policy = MixedPrecisionPolicy(
-        param_dtype=how.dtype if how.low else None,
-        reduce_dtype=how.wire if how.low or how.wire != torch.float32 else None,
+        param_dtype=how.param_dtype if how.low_precision else None,
+        reduce_dtype=how.reduce_dtype if how.low_precision or how.reduce_dtype != torch.float32 else None,
         cast_forward_inputs=False,  # autocast knows better: residuals stay in fp32
     )
     left = set(whole)
     ignored = {parameter for part in parts for name, parameter in part.named_parameters() if name in left}
     common: dict[str, Any] = {"mp_policy": policy, "ignored_params": ignored}
-    dense = _device_mesh(*sharing(mesh, how), mesh)
+    dense = _device_mesh(*how.groups(mesh), mesh)
     wrapped: list[nn.Module] = []
     for part in parts:
-        owners = [name.rpartition(".")[0] for name, _ in part.named_parameters() if spots[name].expert and name not in left]
+        owners = [name.rpartition(".")[0] for name, _ in part.named_parameters() if shards[name].expert and name not in left]
         for owner in dict.fromkeys(owners):
-            group = experts_sharing(mesh, how)
+            group = how.groups(mesh, expert=True)
             wrapped.append(part.get_submodule(owner))
             fully_shard(
                 wrapped[-1],
                 mesh=_device_mesh(*group, mesh),
-                reshard_after_forward=not how.keep,
+                reshard_after_forward=not how.keep_gathered,
                 shard_placement_fn=_experts_placement(group[0].size),
                 **common,
             )
         for block in _blocks(part):
             wrapped.append(block)
-            fully_shard(block, mesh=dense, reshard_after_forward=not how.keep, **common)
+            fully_shard(block, mesh=dense, reshard_after_forward=not how.keep_gathered, **common)
         wrapped.append(part)
-        fully_shard(part, mesh=dense, reshard_after_forward=False if how.keep else None, **common)
+        fully_shard(part, mesh=dense, reshard_after_forward=False if how.keep_gathered else None, **common)
     for module in cast(list[FSDPModule], wrapped):
         # The two together give a plain sum on every backend and for every number of ranks.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        if mesh.device.type == "cpu":  # on a GPU they run beside the computation: their time is no waiting
+        if not accelerator.of(mesh.device).asynchronous:  # on a GPU they run beside the computation: their time is no waiting
             module.set_custom_all_gather(_AllGather())
             module.set_custom_reduce_scatter(_ReduceScatter())
 

@@ -52,15 +52,15 @@ class Group:
             timed_collective(dist.all_reduce, values, op=operation, group=self.handle)
         return values
 
-    def start(self, values: Tensor) -> dist.Work | None:
+    def start_all_reduce(self, values: Tensor) -> dist.Work | None:
         """Begin to sum over the group, in place."""
         return None if self.handle is None else dist.all_reduce(values, group=self.handle, async_op=True)
 
-    def start_scatter(self, part: Tensor, whole: Tensor) -> dist.Work | None:
+    def start_reduce_scatter(self, part: Tensor, whole: Tensor) -> dist.Work | None:
         """Begin to sum `whole` over the group and to write this rank's part of it into `part`; both flat. Alone, they are one."""
         return None if self.handle is None else _reduce_scatter(part, whole, group=self.handle, async_op=True)
 
-    def start_gather(self, whole: Tensor, part: Tensor) -> dist.Work | None:
+    def start_all_gather(self, whole: Tensor, part: Tensor) -> dist.Work | None:
         """Begin to write the parts of all, one behind the other, into `whole`; both flat. Alone, they are one."""
         return None if self.handle is None else _all_gather(whole, part, group=self.handle, async_op=True)
 

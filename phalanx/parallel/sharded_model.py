@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import AXES, Mesh
 from phalanx.parallel.owned_param import OwnedParam, ParamShard
+from phalanx.schedules.actions import Schedule
 
 
 class Engine(Protocol):
@@ -37,11 +38,31 @@ class Engine(Protocol):
         """Wait until every `Held.gradient` is complete; also how a rank that gives a step up keeps in line."""
 
     def updated(self) -> None:
-        """The held values have changed, by a step or from a checkpoint: bring the model's parameters up to them."""
+        """Bring the model's parameters up to date after the owned values changed, by a step or from a checkpoint."""
+
+    def waits(self) -> list[tuple[Any, str]]:
+        """Methods, as (object, name), in which the engine waits for other ranks outside of `observe/comm_timer`."""
 
 
 Loss = Callable[[Any, Tensor], Tensor]
 """Sum of the losses of all targets, from what the model returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What `parallel/apply` has to know about a model; the model's own room provides it."""
+
+    axes: Mapping[str, tuple[str, ...]]
+    """Parameter-name pattern to the names of its dimensions."""
+    fill: Callable[[str, Tensor, ParamShard], None]
+    """Writes the initial values of a parameter's shard into a tensor."""
+    reset_buffers: Callable[[nn.Module], None]
+    loss: Loss
+    """Sum of the losses from whole logits."""
+    schedule: Schedule | None = None
+    """Of a pipeline."""
+    tied: str | None = None
+    """The parameter that first and last stage both hold, where the embedding is the head too."""
 
 
 @dataclass(slots=True)

@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import is_fake
 
 from phalanx.models.custom import axes
 from phalanx.models.init import Box, fill, reset_buffers, table
-from phalanx.parallel.apply import Recipe
 from phalanx.parallel.owned_param import ParamShard
+from phalanx.parallel.sharded_model import Recipe
 from phalanx.schedules.actions import Schedule
 from phalanx.spec.model import ModelSpec
 from phalanx.training.loss import summed_loss

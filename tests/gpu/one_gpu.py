@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from phalanx.parallel import apply as applying
-from phalanx.parallel import fsdp, zero
+from phalanx.parallel import data_parallel, fsdp
 from phalanx.parallel.context import kernels
+from phalanx.parallel.data_parallel import Sharding
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.sharding import Sharding
 from phalanx.schedules.makers import make
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
@@ -115,7 +115,7 @@ def engine(stage: int, parts: Any, spots: Any, *job: Any) -> Any:
     """In place of `apply._engine`, which has one rank replicate."""
     _, plan, mesh, recipe = job
     how = Sharding(zero=stage, axes=("data", "shard", "context"), compute=plan.compute)
-    return (fsdp.FullySharded if stage == 3 else zero.shard)(parts, spots, mesh, recipe, how)
+    return (fsdp.FullySharded if stage == 3 else data_parallel.build)(parts, spots, mesh, recipe, how)
 
 
 def engines(mesh: Mesh) -> None:

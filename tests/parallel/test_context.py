@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import ALONE, run_ranks
+from sharded import replicated
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +23,6 @@ from phalanx.parallel.context import context_parallel, kernels, mask
 from phalanx.parallel.context.ring import halves
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.owned_param import OwnedParam, ParamShard
-from phalanx.parallel.replicate import Replicated
 from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import Mla, ModelSpec
@@ -235,7 +235,7 @@ def step(mesh: Mesh, spec: ModelSpec, method: str, kind: str, how: str) -> tuple
     """Sum of losses and every gradient over all ranks, of a batch of two micro-batches."""
     model = materialize(build(spec), 1, torch.device("cpu"))
     held = [OwnedParam(name, parameter, ParamShard.full(parameter)) for name, parameter in model.named_parameters()]
-    placed = ShardedModel([model], mesh, Replicated(held, mesh, ("data", "shard", "context")), loss=F.cross_entropy)
+    placed = ShardedModel([model], mesh, replicated(held, mesh), loss=F.cross_entropy)
     if mesh.size("context") > 1:
         context_parallel.swap([model], mesh, method)
     if how == "recomputed":
@@ -256,7 +256,7 @@ def step(mesh: Mesh, spec: ModelSpec, method: str, kind: str, how: str) -> tuple
         total += found.detach()
     placed.finish()
     shares = mesh.layout.ranks // mesh.layout.replicas // mesh.size("context")  # ranks that have the same to tell
-    return mesh.sum(total).item() / shares, {one.name: one.gradient.clone() for one in held if one.gradient is not None}
+    return mesh.sum(total).item() / shares, {one.name: one.gradient.clone() for one in placed.owned if one.gradient is not None}
 
 
 def steps(mesh: Mesh, cases: list[tuple[ModelSpec, str, str, str]]) -> list[tuple[float, dict[str, Tensor]]]:

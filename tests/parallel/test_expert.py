@@ -11,6 +11,7 @@ import pytest
 import torch
 from gathering import wholes
 from ranks import ALONE, run_ranks, tiny_run, tiny_trainer
+from sharded import SAMPLE_AXES, replicated
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,15 +19,13 @@ from phalanx.events.records import Evaluated, Step
 from phalanx.models.decoder import AXES
 from phalanx.models.init import build, materialize
 from phalanx.models.moe import MoE, dispatch_locally, router_sizes, routers
-from phalanx.parallel import expert, tensor, vocab_parallel
-from phalanx.parallel.apply import Recipe
-from phalanx.parallel.apply import materialize as fill
+from phalanx.parallel import data_parallel, expert, tensor, vocab_parallel
+from phalanx.parallel.data_parallel import Sharding
 from phalanx.parallel.expert import Loads
 from phalanx.parallel.expert_dispatch import Dispatch
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.owned_param import OwnedParam, ParamShard, extract
-from phalanx.parallel.replicate import Replicated
-from phalanx.parallel.sharded_model import ShardedModel
+from phalanx.parallel.sharded_model import Recipe, ShardedModel
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec, Moe
@@ -36,7 +35,6 @@ from phalanx.training.loss import summed_loss
 from phalanx.training.recipe import recipe
 
 CPU = torch.device("cpu")
-SAMPLES = ("data", "shard", "context")
 SEQUENCES, LENGTH = 8, 12
 SOFTMAX = Moe(experts=8, active=2, ffn=24, bias_rate=0.01)
 SIGMOID = Moe(experts=8, active=3, ffn=24, shared=1, router="sigmoid", groups=4, active_groups=2, scale=2.5, balance_loss=0.5)
@@ -78,8 +76,7 @@ def place(mesh: Mesh, model: nn.Module, given: Recipe) -> ShardedModel:
     spots = tensor.split([model], spots, given.axes, mesh, sequence=sequence)
     loss = vocab_parallel.swap([model], group, chunk=None, sequence=sequence, loss=given.loss)
     spots = expert.split([model], spots, given.axes, mesh)
-    held = fill([model], spots, given, mesh.device)
-    return ShardedModel([model], mesh, Replicated(held, mesh, SAMPLES), loss)
+    return ShardedModel([model], mesh, data_parallel.build([model], spots, mesh, given, Sharding(axes=SAMPLE_AXES)), loss)
 
 
 def loss(model: nn.Module, first: int, stop: int, measure: Callable[[Any, Tensor], Tensor] = summed_loss) -> Tensor:
@@ -217,12 +214,12 @@ def sequence_gradients(mesh: Mesh, moe: Moe) -> dict[str, Tensor]:
         # What is not the experts' own has whole copies on the ranks of `tensor`, each with other tokens.
         spot = spots[name] if spots[name].expert else replace(spots[name], partial=("tensor",))
         held.append(OwnedParam(name, parameter, spot))
-    placed = ShardedModel([layer], mesh, Replicated(held, mesh, SAMPLES), summed_loss)
+    placed = ShardedModel([layer], mesh, replicated(held, mesh), summed_loss)
     placed.begin(1)
     layer(x).square().sum().backward()
     placed.after_backward()
     placed.finish()
-    return wholes({one.name: (one.gradient, one.shard) for one in held if one.gradient is not None}, mesh)
+    return wholes({one.name: (one.gradient, one.shard) for one in placed.owned if one.gradient is not None}, mesh)
 
 
 def sequences() -> Tensor:

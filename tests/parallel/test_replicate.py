@@ -1,18 +1,20 @@
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 
 import pytest
 import torch
 from ranks import ALONE, run_ranks
+from sharded import replicated
 from torch import Tensor, nn
 
 from phalanx.models.init import build, materialize
-from phalanx.parallel import replicate
+from phalanx.parallel import data_parallel
+from phalanx.parallel.buckets import FLAT_BYTES, FlatBucket
+from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.owned_param import OwnedParam, ParamShard
-from phalanx.parallel.replicate import Replicated
 from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.spec.model import ModelSpec
 
@@ -51,20 +53,25 @@ def error(got: dict[str, Tensor], numbers: Iterable[int]) -> float:
     return max(((got[name].double() - want[name]).norm() / want[name].norm()).item() for name in want)
 
 
-def accumulate(module: nn.Module, gradients: Replicated, numbers: Iterable[int]) -> None:
+def accumulate(module: nn.Module, gradients: DataParallel, numbers: Iterable[int]) -> None:
     numbers = list(numbers)
     gradients.begin(len(numbers))
     for number in numbers:
         loss(module, number).backward()
         gradients.after_backward()
+    gradients.finish()
 
 
-def engine(parameters: Iterable[nn.Parameter], mesh: Mesh, wire: torch.dtype = torch.float32) -> Replicated:
+def buffers(gradients: DataParallel) -> list[Tensor]:
+    return [bucket.buffer for bucket in gradients.buckets if isinstance(bucket, FlatBucket)]
+
+
+def engine(parameters: Iterable[nn.Parameter], mesh: Mesh, wire: torch.dtype = torch.float32) -> DataParallel:
     held = [OwnedParam(str(number), parameter, ParamShard.full(parameter)) for number, parameter in enumerate(parameters)]
-    return Replicated(held, mesh, ("data", "shard", "context"), wire=wire)
+    return replicated(held, mesh, reduce_dtype=wire)
 
 
-def norm_of(gradients: Replicated, mesh: Mesh) -> Tensor:
+def norm_of(gradients: DataParallel, mesh: Mesh) -> Tensor:
     return ShardedModel([], mesh, gradients, lambda logits, targets: logits).norm()
 
 
@@ -83,13 +90,13 @@ def summed(mesh: Mesh, whole: int = WHOLE, wire: torch.dtype = torch.float32) ->
     gradients = engine(module.parameters(), mesh, wire=wire)
     accumulate(module, gradients, [number + 50 for number in share(mesh, whole)])
     accumulate(module, gradients, share(mesh, whole))
-    return [bucket.clone() for bucket in gradients.buckets], by_name(module), norm_of(gradients, mesh).item()
+    return [bucket.clone() for bucket in buffers(gradients)], by_name(module), norm_of(gradients, mesh).item()
 
 
 @pytest.fixture(params=["one bucket", "many buckets"])
 def buckets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "many buckets":
-        monkeypatch.setitem(replicate._BUCKETS, "cpu", (1 << 10, 5 << 10))
+        monkeypatch.setitem(FLAT_BYTES, False, (1 << 10, 5 << 10))
     return str(request.param)
 
 
@@ -112,7 +119,7 @@ def test_one_two_and_four_ranks_give_the_same_bits_and_three_almost(buckets: str
 def test_the_order_of_additions_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
     # Guards the test above: added up in place, one after the other, the same micro-batches give other bits.
     tree = summed(ALONE)[0]
-    monkeypatch.setattr(replicate, "_halve", lambda count: [replicate._Leaf()] * count)
+    monkeypatch.setattr(data_parallel, "_tree_order", data_parallel._in_place_order)
     assert not all(torch.equal(a, b) for a, b in zip(tree, summed(ALONE)[0], strict=True))
 
 
@@ -170,19 +177,19 @@ def test_a_rank_that_gives_a_step_up_keeps_in_line(ranks: int, after: int, bucke
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_reductions_begin_while_the_backward_still_runs(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(replicate._BUCKETS, "cpu", (1 << 10, 5 << 10))
+    monkeypatch.setitem(FLAT_BYTES, False, (1 << 10, 5 << 10))
 
     def launched_in_time(mesh: Mesh) -> list[tuple[int, int, int]]:
         module = model()
         gradients = engine(module.parameters(), mesh)
         started = 0
-        reducer = gradients._reducers[0]
+        reducer = gradients._reducers[False]
         start = reducer.start
 
-        def counting(bucket: Tensor, wire: torch.dtype) -> None:
+        def counting(tensor: Tensor, deliver: Callable[[Tensor], None]) -> None:
             nonlocal started
             started += 1
-            start(bucket, wire)
+            start(tensor, deliver)
 
         monkeypatch.setattr(reducer, "start", counting)
         counts = []
@@ -195,6 +202,7 @@ def test_reductions_begin_while_the_backward_still_runs(ranks: int, monkeypatch:
             loss(module, 1).backward()
             in_time = started
             gradients.after_backward()
+            gradients.finish()
             counts.append((early, in_time, started))
         assert len(gradients.buckets) > 5
         return [(early, in_time - len(gradients.buckets), after - in_time) for early, in_time, after in counts]
@@ -206,9 +214,9 @@ def test_the_optimizer_and_the_buckets_see_the_same_gradients() -> None:
     module = model()
     gradients = engine(module.parameters(), ALONE)
     accumulate(module, gradients, [0, 1, 2])
-    assert sum(bucket.numel() for bucket in gradients.buckets) == SPEC.parameters()
+    assert sum(bucket.numel() for bucket in buffers(gradients)) == SPEC.parameters()
     norm = norm_of(gradients, ALONE).item()
-    for bucket in gradients.buckets:
+    for bucket in buffers(gradients):
         bucket.mul_(0.25)
     assert norm_of(gradients, ALONE).item() == pytest.approx(norm / 4)
     for name, tensor in by_name(module).items():
@@ -227,6 +235,7 @@ def test_a_parameter_that_some_micro_batches_do_not_reach_gets_the_rest(ranks: i
             for number in share(mesh):
                 ((number + 1) * (often.sum() + (rarely.sum() if number in reached else 0.0))).backward()
                 gradients.after_backward()
+            gradients.finish()
             assert often.grad is not None
             assert rarely.grad is not None
             seen.append((often.grad.unique().item(), rarely.grad.unique().item()))
@@ -240,21 +249,22 @@ def test_parameters_that_are_not_trained_have_no_place_in_the_buckets() -> None:
     module.get_submodule("embed").requires_grad_(False)
     gradients = engine(module.parameters(), ALONE)
     accumulate(module, gradients, [0])
-    assert sum(bucket.numel() for bucket in gradients.buckets) == SPEC.parameters() - 40 * 16
+    assert sum(bucket.numel() for bucket in buffers(gradients)) == SPEC.parameters() - 40 * 16
     assert module.get_parameter("embed.weight").grad is None
 
 
 def test_a_parameter_larger_than_a_bucket_gets_one_and_types_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(replicate._BUCKETS, "cpu", (16, 64))
+    monkeypatch.setitem(FLAT_BYTES, False, (16, 64))
     sizes = [(3, torch.float32), (100, torch.float32), (4, torch.float32), (8, torch.float64), (8, torch.float32)]
     parameters = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size, dtype in sizes]
     gradients = engine(parameters, ALONE)
-    assert {bucket.dtype for bucket in gradients.buckets} == {torch.float32, torch.float64}
+    assert {bucket.dtype for bucket in buffers(gradients)} == {torch.float32, torch.float64}
     gradients.begin(1)
     sum((number + 1.0) * p.sum() for number, p in enumerate(parameters)).backward()  # type: ignore[union-attr]
     gradients.after_backward()
+    gradients.finish()
     for number, p in enumerate(parameters):
         assert p.grad is not None
         assert torch.equal(p.grad, torch.full_like(p, number + 1.0))
-    assert sum(bucket.sum().item() for bucket in gradients.buckets) == 1 * 3 + 2 * 100 + 3 * 4 + 4 * 8 + 5 * 8
-    assert [bucket.numel() for bucket in gradients.buckets] == [8, 8, 4, 100, 3]
+    assert sum(bucket.sum().item() for bucket in buffers(gradients)) == 1 * 3 + 2 * 100 + 3 * 4 + 4 * 8 + 5 * 8
+    assert [bucket.numel() for bucket in buffers(gradients)] == [8, 8, 4, 100, 3]

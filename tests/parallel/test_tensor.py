@@ -10,6 +10,7 @@ import pytest
 import torch
 from gathering import wholes
 from ranks import ALONE, run_ranks
+from sharded import replicated
 from torch import Tensor, nn
 
 from phalanx.models.attention import Scope
@@ -21,7 +22,6 @@ from phalanx.parallel import tensor, vocab_parallel
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.owned_param import OwnedParam, ParamShard, extract
-from phalanx.parallel.replicate import Replicated
 from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.parallel.tensor_comm import KvSelect
 from phalanx.spec.layout import Layout
@@ -100,7 +100,7 @@ def place(
             with torch.no_grad():
                 fill(parameter, SEED, name, part.spec, Box(spot.slice.whole, spot.slice.offset), INITIAL)
             held[name] = OwnedParam(name, parameter, spot)
-    engine = Replicated(list(held.values()), mesh, ("data", "shard", "context"))
+    engine = replicated(held.values(), mesh)
     return ShardedModel(parts, mesh, engine, loss)
 
 

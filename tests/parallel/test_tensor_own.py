@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from gathering import wholes
 from ranks import ALONE, run_ranks
+from sharded import replicated
 from torch import Tensor, nn
 
 from phalanx.models.init import Box, fill
 from phalanx.parallel import tensor, vocab_parallel
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.owned_param import OwnedParam, ParamShard
-from phalanx.parallel.replicate import Replicated
 from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
@@ -79,13 +79,13 @@ def train(mesh: Mesh, tied: bool, sequence: bool, length: int) -> tuple[float, d
     with torch.no_grad():
         for one in held:
             fill(one.value, 1, one.name, SPEC, Box(one.shard.slice.whole, one.shard.slice.offset), {"*": "normal"})
-    placed = ShardedModel([model], mesh, Replicated(held, mesh, ("data", "shard", "context")), loss)
+    placed = ShardedModel([model], mesh, replicated(held, mesh), loss)
     placed.begin(1)
     total = loss(model(TOKENS[:, :length], torch.arange(length).expand(2, length)), TOKENS.roll(1)[:, :length])
     total.backward()
     placed.after_backward()
     placed.finish()
-    return total.item(), wholes({one.name: (one.gradient, one.shard) for one in held}, mesh), spots
+    return total.item(), wholes({one.name: (one.gradient, one.shard) for one in placed.owned}, mesh), spots
 
 
 @pytest.mark.parametrize(("tied", "sequence", "length"), [(False, False, 7), (True, False, 7), (False, True, 6)])

@@ -31,13 +31,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from phalanx.models.init import build
-from phalanx.parallel import shares
+from phalanx.parallel import data_parallel
+from phalanx.parallel.buckets import SHARD_BYTES, Bucket, ModelParam, own_shard
+from phalanx.parallel.data_parallel import DataParallel, Sharding
 from phalanx.parallel.fsdp import FullySharded
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.owned_param import OwnedParam, ParamShard, extract
 from phalanx.parallel.pipeline.split_backward import backward_input, backward_weight
-from phalanx.parallel.sharding import Sharding, own_box
-from phalanx.parallel.zero import Sharded, shard
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
@@ -74,13 +74,13 @@ def test_experts_lie_on_a_mesh_of_their_own(layout: Layout, zeros: tuple[int, ..
 
 
 def test_a_step_given_up_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shares._BUCKETS, "cpu", 5 << 10)
+    monkeypatch.setitem(SHARD_BYTES, False, 5 << 10)
     prove(Layout(data=2, shard=2), "odd", give_up=2)
 
 
 @pytest.mark.parametrize("after", [0, 1])
 def test_a_rank_that_gives_a_step_up_by_itself_keeps_in_line(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shares._BUCKETS, "cpu", 5 << 10)
+    monkeypatch.setitem(SHARD_BYTES, False, 5 << 10)
     want = alone("odd", 2).gradients[0]
 
     def give_up_once(mesh: Mesh) -> None:
@@ -248,7 +248,7 @@ def test_a_single_number_is_refused() -> None:
     model, whole = Scalar(), recipe(build(ODD), 3)
     for zero in (1, 3):
         how = Sharding(zero=zero, axes=("data", "shard", "context"))
-        build_engine: Callable[..., Any] = FullySharded if zero == 3 else shard
+        build_engine: Callable[..., Any] = FullySharded if zero == 3 else data_parallel.build
         with pytest.raises(RunError, match=r"cannot share the parameter scale, a single number.*give it the shape \[1\]"):
             build_engine([model], {"scale": ParamShard.full(model.scale)}, ALONE, whole, how)
 
@@ -260,9 +260,9 @@ def test_a_parameter_that_some_micro_batches_do_not_reach_gets_the_rest() -> Non
             names = ("often", "rarely", "never")
             parameters = [nn.Parameter(torch.ones(5)) for _ in names]
             often, rarely, _ = parameters
-            whole = [shares.Whole(n, p, ParamShard.full(p), 0, False) for n, p in zip(names, parameters, strict=True)]
+            whole = [ModelParam(n, p, ParamShard.full(p)) for n, p in zip(names, parameters, strict=True)]
             how = Sharding(zero=zero, axes=("data", "shard", "context"))
-            engine = Sharded(whole, mesh, lambda name, tensor, spot: None, how)
+            engine = DataParallel(whole, mesh, lambda name, tensor, spot: None, how)
             for reached in ({0, 1, 2, 3}, {2}, set()):  # the micro-batches that use `rarely`
                 engine.begin(2)
                 for number in (2 * mesh.rank, 2 * mesh.rank + 1):
@@ -285,15 +285,15 @@ def _only(one: OwnedParam) -> float:
 
 @pytest.mark.parametrize("zero", [1, 2])
 def test_reductions_begin_while_the_backward_still_runs(zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shares._BUCKETS, "cpu", 5 << 10)
+    monkeypatch.setitem(SHARD_BYTES, False, 5 << 10)
 
     def launched(mesh: Mesh) -> tuple[int, list[int]]:
         model, engine = make(mesh, ODD, zero)
-        assert isinstance(engine, Sharded)
+        assert isinstance(engine, DataParallel)
         started = 0
         launch = engine._launch
 
-        def counting(bucket: shares.Bucket) -> None:
+        def counting(bucket: Bucket) -> None:
             nonlocal started
             started += 1
             launch(bucket)
@@ -337,7 +337,7 @@ def test_the_engines_say_what_they_have_done() -> None:
 
 def test_few_experts_are_cut_twice_and_boxes_have_no_gaps() -> None:
     experts = ParamShard(TensorSlice.full((2, 6, 3)), expert=True)
-    boxes = [own_box(experts, index, 4) for index in range(4)]
+    boxes = [own_shard(experts, index, 4) for index in range(4)]
     assert [(box.slice.offset, box.slice.shape, room) for box, room in boxes] == [
         ((0, 0, 0), (1, 3, 3), 9),
         ((0, 3, 0), (1, 3, 3), 9),

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import ALONE, run_ranks, tiny_run, tiny_trainer
+from sharded import replicated
 from torch import Tensor
 
 from phalanx.data.dataset import open_dataset
 from phalanx.data.pack import Batch, Samples
 from phalanx.models.init import build, materialize
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.replicate import Replicated
 from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.spec.run import Run
 from phalanx.training.loss import summed_loss
@@ -150,7 +150,7 @@ def test_a_micro_batch_counts_its_targets_and_carries_documents_only_where_asked
 
 def test_totals_are_sums_over_the_ranks_and_one_stop_is_a_stop_for_all() -> None:
     def total(mesh: Mesh, who_stops: int | None) -> tuple[float, int, int, bool, bool]:
-        totals = Totals(ShardedModel([torch.nn.Identity()], mesh, Replicated([], mesh, ("data",)), summed_loss))
+        totals = Totals(ShardedModel([torch.nn.Identity()], mesh, replicated([], mesh), summed_loss))
         for number in range(2):
             tokens = [[mesh.rank, number]]
             batch = MicroBatch.prepare(one_batch(tokens, first=2 * mesh.rank + number), mesh.device, True)

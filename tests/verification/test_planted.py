@@ -15,9 +15,9 @@ from ranks import tiny_run
 
 from phalanx.models.init import Box
 from phalanx.parallel import expert_dispatch, sharded_model, tensor_comm
-from phalanx.parallel.replicate import Replicated
+from phalanx.parallel.buckets import Bucket
+from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.sharded_model import ShardedModel
-from phalanx.parallel.zero import Sharded
 from phalanx.spec.layout import Layout
 from phalanx.training import feed, recipe
 from phalanx.training.step import Totals
@@ -85,13 +85,11 @@ def test_a_gradient_that_is_divided_twice(plant: Plant) -> None:
 
 
 def test_an_all_reduce_dropped_between_replicas(plant: Plant) -> None:
-    def launch(original: Around, self: Replicated) -> None:
-        if self._next == 0 and self._reducers[0]._group.size > 1:
-            self._next += 1  # the bucket is taken for summed
-        else:
-            original(self)
+    def launch(original: Around, self: DataParallel, bucket: Bucket) -> None:
+        if bucket is not self.buckets[0] or bucket.replicas.size == 1:
+            original(self, bucket)
 
-    plant(Replicated, "_launch", launch)
+    plant(DataParallel, "_launch", launch)
     assert first(checks(data=2)) == ("gradients", "head.weight", 1)  # all differ: the model's last is the backward's first
 
 
@@ -209,12 +207,12 @@ def test_a_loss_that_is_counted_twice(plant: Plant) -> None:
 
 
 def test_shares_that_are_not_passed_on(plant: Plant) -> None:
-    def updated(original: Around, self: Sharded) -> None:
+    def updated(original: Around, self: DataParallel) -> None:
         if not hasattr(self, "begun"):  # initial values are
             original(self)
         self.begun = True
 
-    plant(Sharded, "updated", updated)
+    plant(DataParallel, "updated", updated)
     # What the optimizer holds is right; what the model computes with is old.
     assert first(checks(shard=2, zero=2)) == ("loss", "", 2)
 

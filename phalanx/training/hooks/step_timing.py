@@ -68,7 +68,7 @@ class Timing:
         yield trainer.stepper, "_compare", "other"  # … but not what is found out about replicas and saves in between
         if trainer.mesh.size("data") * trainer.mesh.size("shard") > 1:
             yield trainer, "_settle_update", "data"
-        for owner, name in getattr(trainer.sharded.engine, "waits", lambda device: ())(trainer.mesh.device):
+        for owner, name in trainer.sharded.engine.waits():
             yield owner, name, "data"
 
 

@@ -1,0 +1,471 @@
+"""Data parallelism with ZeRO-0, 1 and 2: sums the gradients of all replicas in buckets while the backward runs. `parallel/apply` builds it.
+
+ZeRO-0 keeps everything on every rank (DDP). ZeRO-1 divides master weights and optimizer states over the ranks of `layout.shard`,
+ZeRO-2 gradients too; new values return to all ranks in the same buckets. `parallel/fsdp` uses it for parameters that FSDP2 does not
+shard.
+
+Buckets are fixed. torch's DistributedDataParallel regroups its buckets after the first step, so a resumed run would add in another
+order than an uninterrupted one. On CPU, ZeRO-0 adds the micro-batches of the global batch in the order of a binary tree:
+1, 2, 4 or 8 ranks produce the same bits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx import accelerator
+from phalanx.observe.comm_timer import wait
+from phalanx.parallel.buckets import Bucket, FlatBucket, ModelParam, ShardBucket, flat_bundles, model_params, shard_bundles
+from phalanx.parallel.group import Group
+from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.owned_param import OwnedParam, ParamShard
+from phalanx.parallel.sharded_model import Recipe
+from phalanx.spec.errors import RunError
+
+_IN_FLIGHT = 2
+"""Temporary buffers in communication at the same time. More would not hide more latency, and each takes memory."""
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """How a replica's state is divided over the ranks of `layout.shard`."""
+
+    zero: int = 0
+    """0: not at all; 1: optimizer states and master weights; 2: gradients too; 3: parameters too (`parallel/fsdp`)."""
+    axes: tuple[str, ...]
+    """Mesh axes whose ranks see different samples, "shard" among them."""
+    compute: str = "fp32"
+    """As in the plan. fp8 keeps its weights in bf16."""
+    reduce_dtype: torch.dtype = torch.float32
+    """Dtype of gradients in communication."""
+    keep_gathered: bool = False
+    """ZeRO-3: gathered parameters stay until the end of the step, as schedules with split backwards need."""
+    own_groups: bool = False
+    """Whether it works next to another engine, on process groups of its own, because their messages may interleave."""
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """Dtype of the model's matrices. With ZeRO-0 they are the master weights."""
+        return _DTYPES[self.compute] if self.zero else torch.float32
+
+    @property
+    def low_precision(self) -> bool:
+        return self.param_dtype != torch.float32
+
+    def groups(self, mesh: Mesh, *, expert: bool = False) -> tuple[Group, Group]:
+        """(ranks that own the other shards, ranks that own the same shard) of dense parameters, or of routed experts."""
+        kind, suffix = "experts' " if expert else "", " (whole)" if self.own_groups else ""
+        axes = ("expert_replicate", "expert_shard") if expert else self.axes
+        divided = tuple(axis for axis in axes if self.zero and axis in ("shard", "expert_shard"))
+        replicas = tuple(axis for axis in axes if axis not in divided)
+        return mesh.group(*divided, use=f"{kind}shard{suffix}"), mesh.group(*replicas, use=f"{kind}data{suffix}")
+
+
+def build(
+    parts: list[nn.Module], shards: dict[str, ParamShard], mesh: Mesh, recipe: Recipe, sharding: Sharding
+) -> DataParallel:
+    """Allocate and initialize the stages of a model that has no memory yet, and return its engine."""
+    if sharding.zero:
+        check_shardable(shards)
+    if sharding.low_precision:
+        lower_precision(
+            parts, (n for n, shard in shards.items() if not stays_fp32(n, shard, recipe.axes)), sharding.param_dtype
+        )
+    allocate(parts, recipe, mesh.device)
+    return DataParallel(model_params(parts, shards), mesh, recipe.fill, sharding)
+
+
+class DataParallel:
+    """The engine: sums each parameter's gradient on the rank that owns it, and distributes the values that the owner computes."""
+
+    def __init__(
+        self, params: Sequence[ModelParam], mesh: Mesh, fill: Callable[[str, Tensor, ParamShard], None], sharding: Sharding
+    ):
+        """Writes the initial values. All ranks call it at the same time."""
+        self._params, self._sharding = list(params), sharding
+        groups = {expert: sharding.groups(mesh, expert=expert) for expert in sorted({False, *(p.shard.expert for p in params)})}
+        tree = sharding.zero == 0 and not accelerator.of(mesh.device).asynchronous
+        self._summation_order = _tree_order if tree else _in_place_order
+        self.buckets: list[Bucket]
+        # The backward reaches the last layers first, so they are in the first bucket.
+        if sharding.zero == 0:
+            bundles = flat_bundles([param for param in params if param.parameter.requires_grad][::-1])
+            self.buckets = [FlatBucket(bundle, *groups[bundle[0].shard.expert]) for bundle in bundles]
+        else:
+            bundles = shard_bundles(params[::-1], sharding.reduce_dtype.itemsize)
+            keep = sharding.zero == 1
+            self.buckets = [ShardBucket(bundle, *groups[bundle[0].shard.expert], keep_gradients=keep) for bundle in bundles]
+        self._reducers = {
+            expert: _TreeAllReduce(replicas, mesh)
+            if tree and replicas.size > 2 and replicas.size.bit_count() == 1  # two terms have one order
+            else _AllReduce(replicas, _IN_FLIGHT if sharding.zero else None)
+            for expert, (_, replicas) in groups.items()
+        }
+        owned = {one.name: one for bucket in self.buckets for one in bucket.owned}
+        self.owned = [owned.get(p.name) or OwnedParam(p.name, p.parameter, p.shard) for p in params]
+        self._trained = [bucket for bucket in self.buckets if bucket.trained]
+        sharded = [bucket for bucket in self.buckets if isinstance(bucket, ShardBucket)]
+        self._gathered = [bucket for bucket in sharded if not bucket.in_place]
+        self._every_backward = [bucket for bucket in sharded if bucket.trained and not bucket.once and not bucket.alone]
+        self._scatters: deque[_Transfer] = deque()
+        self._line: Sequence[Bucket] = []  # buckets that are sent during this backward, in order
+        self._next = self._count = self._begun = 0
+        self._order: list[_Leaf] = []
+        self._pipelined, self._finished = False, True
+        for number, bucket in enumerate(self._trained):
+            for index, parameter in enumerate(bucket.parameters):
+                _on_gradient(parameter, self._gradient_ready, number, index)
+        for one in self.owned:
+            fill(one.name, one.value.data, one.shard)
+        self.updated()
+
+    def begin(self, micro_batches: int, pipelined: bool = False) -> None:
+        """Start a step of this many backwards. The backwards of a pipeline come in any order and do not announce all gradients."""
+        self._drain()  # nothing is in flight, unless the last step failed
+        self._count, self._begun, self._pipelined, self._finished = micro_batches, 0, pipelined, False
+        self._order = self._summation_order(micro_batches)
+        for bucket in self.buckets:
+            bucket.reset()
+        self._line_up()
+
+    def after_backward(self, part: int | None = None) -> None:
+        """Call after each micro-batch's backward; in a pipeline after each backward of a stage, with the stage's index."""
+        if self._pipelined:
+            for bucket in self._every_backward:
+                if part is None or bucket.part == part:
+                    self._launch(bucket)
+        else:
+            self._complete_line()
+
+    def finish(self) -> None:
+        """Wait until every gradient is complete. A rank that abandons a step calls it too, so that all ranks send the same messages."""
+        if self._finished:
+            return
+        self._finished = True
+        if self._pipelined:
+            for bucket in self._trained:
+                if bucket.once or bucket.shared or bucket.touched:
+                    self._launch(bucket)
+        else:
+            while self._begun < self._count:
+                self._complete_line()
+        self._drain()
+        for bucket in self._every_backward:
+            self._reducers[bucket.expert].start(bucket.accumulated(self._sharding.reduce_dtype), bucket.deliver)
+        self._drain()
+
+    @torch.no_grad()
+    def updated(self) -> None:
+        """Send the owned values, which have changed, to all ranks."""
+        gathers: deque[_Transfer] = deque()
+        for bucket in self._gathered:
+            part = bucket.own_values()
+            whole = part if bucket.group.size == 1 else part.new_empty(bucket.group.size * bucket.width)
+            gathers.append(_Transfer(bucket, bucket.group.start_all_gather(whole, part), part, whole))
+            if len(gathers) > _IN_FLIGHT:
+                gathers.popleft().write_values()
+        while gathers:
+            gathers.popleft().write_values()
+
+    def bytes(self) -> dict[str, int]:
+        """Memory that this rank holds."""
+        parameters = [param.parameter for param in self._params]
+        return {
+            "parameters": storage_bytes([*parameters, *(one.value for one in self.owned)]),
+            "gradients": storage_bytes([*(p.grad for p in parameters), *(one.gradient for one in self.owned)]),
+        }
+
+    def applied(self) -> str:
+        """What was done, read from the buckets and tensors."""
+        if self._sharding.zero == 0:
+            ranks = max((bucket.replicas.size for bucket in self.buckets), default=1)
+            elements = sum(bucket.buffer.numel() for bucket in self.buckets if isinstance(bucket, FlatBucket))
+            return f"{len(self.buckets)} buckets of {elements:,} gradients in all, summed over {ranks} ranks"
+        pairs = list(zip(self._params, self.owned, strict=True))
+        param, one = max(pairs, key=lambda pair: pair[0].parameter.numel())
+        own, total = sum(one.value.numel() for one in self.owned), sum(p.parameter.numel() for p in self._params)
+        dtypes = " and ".join(dict.fromkeys(str(p.parameter.dtype).removeprefix("torch.") for p in self._params))
+        gradients = "their gradients too" if self._every_backward else "gradients whole"
+        example = describe(one.name, one.shard, one.value.shape, param.parameter.shape)
+        return (
+            f"optimizer state of {own:,} of {total:,} elements, {gradients}, parameters whole in {dtypes}; {example}, "
+            f"among {self.buckets[0].group.size} ranks"
+        )
+
+    def waits(self) -> list[tuple[Any, str]]:
+        """None: all waiting goes through `observe/comm_timer`."""
+        return []
+
+    def _line_up(self) -> None:
+        self._line = self._trained if self._begun == self._count - 1 else self._every_backward
+        self._next = 0
+        for bucket in self._line:
+            bucket.missing = len(bucket.parameters)
+
+    def _gradient_ready(self, number: int, index: int) -> None:
+        if self._finished:
+            return
+        bucket = self._trained[number]
+        bucket.gradient_ready(index)
+        if self._pipelined:
+            return
+        bucket.missing -= 1
+        # All ranks must send in the same order, whatever order their gradients become ready in.
+        while self._next < len(self._line) and self._line[self._next].missing == 0:
+            self._launch(self._line[self._next])
+            self._next += 1
+
+    def _complete_line(self) -> None:
+        """Send the buckets that this backward did not fill: a parameter that it did not reach has no gradient."""
+        for bucket in self._line[self._next :]:
+            self._launch(bucket)
+        self._begun += 1
+        if self._begun < self._count:
+            ended, following = self._order[self._begun - 1], self._order[self._begun]
+            for bucket in self.buckets:
+                bucket.end_micro_batch(ended.merges, following.starts_sum)
+        self._line_up()
+
+    @torch.no_grad()
+    def _launch(self, bucket: Bucket) -> None:
+        if isinstance(bucket, ShardBucket) and bucket.alone:
+            bucket.deliver_local()
+            return
+        whole = bucket.packed(self._sharding.reduce_dtype)
+        if isinstance(bucket, FlatBucket) or bucket.group.size == 1:
+            self._reducers[bucket.expert].start(whole, bucket.deliver)
+            return
+        part = whole.new_empty(bucket.width)
+        self._scatters.append(_Transfer(bucket, bucket.group.start_reduce_scatter(part, whole), part, whole))
+        while len(self._scatters) > _IN_FLIGHT:
+            self._scattered(self._scatters.popleft())
+
+    @torch.no_grad()
+    def _scattered(self, transfer: _Transfer) -> None:
+        transfer.wait("reduce_scatter")
+        bucket = transfer.bucket
+        if bucket.once:
+            # Sums over replicas have a fixed place among the other messages: the ranks' orders never differ.
+            self._reducers[bucket.expert].start(transfer.part, bucket.deliver)
+        else:
+            bucket.accumulate(transfer.part)
+
+    def _drain(self) -> None:
+        while self._scatters:
+            self._scattered(self._scatters.popleft())
+        for reducer in self._reducers.values():
+            reducer.wait()
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """A bucket in communication over its shard group."""
+
+    bucket: ShardBucket
+    work: dist.Work | None
+    part: Tensor
+    whole: Tensor
+
+    def wait(self, operation: str) -> None:
+        if self.work is not None:
+            wait(self.work, self.bucket.group, operation=operation)
+
+    def write_values(self) -> None:
+        self.wait("all_gather")
+        self.bucket.write_values(self.whole)
+
+
+class _AllReduce:
+    """Sums tensors over a group with one collective each, in the background."""
+
+    def __init__(self, group: Group, limit: int | None):
+        """`limit`: how many may be in flight; None where they are persistent buffers."""
+        self._group, self._limit = group, limit
+        self._pending: deque[tuple[dist.Work | None, Tensor, Callable[[Tensor], None]]] = deque()
+
+    def start(self, tensor: Tensor, deliver: Callable[[Tensor], None]) -> None:
+        """Sum in place, and call `deliver` with the result at some later start or wait."""
+        self._pending.append((self._group.start_all_reduce(tensor), tensor, deliver))
+        while self._limit is not None and len(self._pending) > self._limit:
+            self._finish_first()
+
+    def wait(self) -> None:
+        while self._pending:
+            self._finish_first()
+
+    @torch.no_grad()
+    def _finish_first(self) -> None:
+        work, tensor, deliver = self._pending.popleft()
+        if work is not None:
+            wait(work, self._group, operation="all_reduce")
+        deliver(tensor)
+
+
+class _TreeAllReduce:
+    """Sums over 2^n CPU ranks in n stages, each with the rank at distance 1, 2, 4, …: (0+1)+(2+3), the same bits on all ranks.
+
+    One collective over all ranks adds in a ring, in an order that depends on the number of ranks and on the place in the buffer; two
+    ranks have only one order. A pair has a group of its own for each stage, and every stage takes the buckets in the same order, so
+    both ranks of a pair always send the same bucket.
+    """
+
+    def __init__(self, group: Group, mesh: Mesh):
+        distances = [1 << stage for stage in range(group.size.bit_length() - 1)]
+        pairs = [sorted((group.index, group.index ^ distance)) for distance in distances]
+        self._groups = [mesh.group_of((group.ranks[a], group.ranks[b]), use=group.use) for a, b in pairs]
+        self._sums: list[_StagedSum] = []
+
+    def start(self, tensor: Tensor, deliver: Callable[[Tensor], None]) -> None:
+        self._sums.append(_StagedSum(tensor, self._groups, deliver))
+        following = len(self._groups)
+        for staged in self._sums:  # what has finished a stage enters the next while the backward goes on
+            while staged.stage < following - 1 and staged.work.is_completed():
+                staged.finish(staged.stage)
+            following = staged.stage + 1  # the next bucket may enter a stage only after this one
+
+    def wait(self) -> None:
+        for stage in range(len(self._groups)):
+            for staged in self._sums:
+                staged.finish(stage)
+        for staged in self._sums:
+            staged.deliver(staged.tensor)
+        self._sums.clear()
+
+
+class _StagedSum:
+    """A tensor on its way through the stages of a `_TreeAllReduce`."""
+
+    def __init__(self, tensor: Tensor, groups: list[Group], deliver: Callable[[Tensor], None]):
+        self.tensor, self.deliver, self._groups = tensor, deliver, groups
+        self.stage = 0
+        self.work = self._start()
+
+    def finish(self, stage: int) -> None:
+        """Complete a stage and enter the next; does nothing if the tensor is past it."""
+        if self.stage != stage:
+            return
+        wait(self.work, self._groups[stage], operation="all_reduce")
+        self.stage += 1
+        if self.stage < len(self._groups):
+            self.work = self._start()
+
+    def _start(self) -> dist.Work:
+        work = self._groups[self.stage].start_all_reduce(self.tensor)
+        assert work is not None
+        return work
+
+
+@dataclass(slots=True)
+class _Leaf:
+    """A micro-batch in the order of additions."""
+
+    starts_sum: bool = False
+    """It begins a partial sum of its own instead of being added to the sum so far."""
+    merges: int = 0
+    """Partial sums that are complete with it."""
+
+
+def _tree_order(count: int) -> list[_Leaf]:
+    """A rank's micro-batches in the order in which more ranks would add them: one half plus the other half, recursively.
+
+    It costs a copy of the gradients per level of the tree. A half of one micro-batch is added in place.
+    """
+    if count == 1:
+        return [_Leaf()]
+    left, right = _tree_order(count - count // 2), _tree_order(count // 2)
+    if len(right) > 1:
+        right[0].starts_sum = True
+        right[-1].merges += 1
+    return left + right
+
+
+def _in_place_order(count: int) -> list[_Leaf]:
+    """Each backward adds to the same gradients."""
+    return [_Leaf()] * count
+
+
+def _on_gradient(parameter: Tensor, ready: Callable[[int, int], None], *numbers: int) -> None:
+    """Call the method `ready` with these numbers whenever a backward has accumulated the parameter's gradient.
+
+    The hook does not keep the method's object alive. The garbage collector does not see into a tensor's hooks, so an object that
+    holds the parameter and is held by its hook would never be freed, nor would its weights and connections.
+    """
+    method = weakref.WeakMethod(ready)
+
+    def hook(_: Tensor) -> None:
+        if (alive := method()) is not None:
+            alive(*numbers)
+
+    parameter.register_post_accumulate_grad_hook(hook)
+
+
+# Shared with `parallel/fsdp`.
+
+
+def check_shardable(shards: Mapping[str, ParamShard]) -> None:
+    """Refuse parameters that have no rows to divide."""
+    problems = [
+        f"layout.shard cannot share the parameter {name}, a single number without dimensions: give it the shape [1], or leave "
+        "layout.shard at 1."
+        for name, shard in shards.items()
+        if not shard.slice.shape
+    ]
+    if problems:
+        raise RunError(problems)
+
+
+def stays_fp32(name: str, shard: ParamShard, axes: Mapping[str, tuple[str, ...]]) -> bool:
+    """Whether it is a norm, a bias or a router: small parameters whose rounding would show."""
+    dims = next((dims for pattern, dims in axes.items() if fnmatchcase(name, pattern)), ())
+    return len(shard.slice.shape) < 2 or "route" in dims
+
+
+def lower_precision(parts: Sequence[nn.Module], names: Iterable[str], dtype: torch.dtype) -> None:
+    """Change the dtype of these parameters, which have no memory yet. Outputs of embeddings, where the residual stream begins, stay fp32."""
+    wanted = set(names)
+    for part in parts:
+        for name, old in list(part.named_parameters()):
+            if name in wanted and old.dtype != dtype:
+                assert old.is_meta, f"{name} has memory already: lower its precision first"
+                owner, _, leaf = name.rpartition(".")
+                new = nn.Parameter(torch.empty_like(old, dtype=dtype), requires_grad=old.requires_grad)
+                part.get_submodule(owner).register_parameter(leaf, new)
+    for module in dict.fromkeys(module for part in parts for module in part.modules()):
+        if isinstance(module, nn.Embedding):
+            module.register_forward_hook(_to_fp32)
+
+
+def _to_fp32(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output.float()
+
+
+@torch.no_grad()
+def allocate(parts: Sequence[nn.Module], recipe: Recipe, device: torch.device) -> None:
+    """Allocate parameters and buffers and initialize the buffers; the owners initialize the parameters."""
+    for part in parts:
+        part.to_empty(device=device)
+    for part in parts:  # not before: stages may share a module
+        recipe.reset_buffers(part)
+
+
+def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Memory of all these tensors; shared storage counts once."""
+    storages = {storage._cdata: storage.nbytes() for t in tensors if t is not None for storage in [t.untyped_storage()]}
+    return sum(storages.values())
+
+
+def describe(name: str, shard: ParamShard, local: Sequence[int], whole: Sequence[int]) -> str:
+    """An example of what was done: "blocks.0.mlp.up.weight: 32 of 64 rows"."""
+    dim = next((dim for dim, length in enumerate(local) if length != whole[dim]), 0)
+    kind = "rows" if dim == 0 and not shard.expert else ("experts" if dim == 0 else "rows of each")
+    return f"{name}: {local[dim]} of {whole[dim]} {kind}"
