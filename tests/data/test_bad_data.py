@@ -83,14 +83,14 @@ KEPT: dict[str, tuple[bytes, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_what_looks_odd_but_is_fine(name: str) -> None:
+def test_unusual_but_valid_records_are_kept(name: str) -> None:
     content, expected = KEPT[name]
     Path("a.jsonl").write_bytes(content)
     assert make("a.jsonl").skipped == {}
     assert texts() == expected
 
 
-def test_every_reason_is_documented() -> None:
+def test_every_reason_for_a_bad_record_is_documented() -> None:
     reasons = {
         text_records.TOO_LONG,
         text_records.NOT_UTF8,
@@ -192,7 +192,7 @@ REFUSED: dict[str, tuple[Callable[[], None], tuple[str, ...], dict[str, Any], st
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_used_is_refused_by_name(name: str) -> None:
+def test_unusable_sources_are_refused_by_name(name: str) -> None:
     prepare, paths, keys, said = REFUSED[name]
     prepare()
     with pytest.raises(RunError, match=said):
@@ -200,7 +200,7 @@ def test_what_cannot_be_used_is_refused_by_name(name: str) -> None:
     assert not Path("out").exists(), "nothing is left of it"
 
 
-def test_a_template_without_an_answer_is_refused() -> None:
+def test_chat_template_without_an_answer_is_refused() -> None:
     Path("a.jsonl").write_bytes(b'{"prompt": "a", "response": "b"}\n')
     Path("t.jinja").write_text("{% for m in messages %}{{ m.role }}{% endfor %}")
     with pytest.raises(RunError, match=r"t\.jinja does not render what the assistant says"):
@@ -212,7 +212,7 @@ def test_a_template_without_an_answer_is_refused() -> None:
         make("a.jsonl", source="chat", template="t.jinja")
 
 
-def test_text_files_of_another_encoding(tmp_path: Path) -> None:
+def test_text_files_that_are_not_utf8_are_skipped(tmp_path: Path) -> None:
     """A byte tokenizer takes any bytes; one with a vocabulary of text needs text."""
     Path("d").mkdir()
     Path("d/a.txt").write_bytes(b"\xef\xbb\xbfgood")
@@ -226,7 +226,7 @@ def test_text_files_of_another_encoding(tmp_path: Path) -> None:
     assert open_tokenizer(name).decode(files.read(0, files.tokens)) == "good"
 
 
-def test_bytes_that_are_no_text_in_a_column() -> None:
+def test_parquet_values_that_are_not_utf8_are_skipped() -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -59,7 +59,7 @@ def reference(folder: Path) -> Any:
 
 @pytest.mark.parametrize("save", [save_bpe, save_unigram])
 @pytest.mark.parametrize("template", [CHATML, MARKED])
-def test_ids_are_those_of_transformers(save: Callable[..., Path], template: str, tmp_path: Path) -> None:
+def test_chat_ids_equal_those_of_transformers(save: Callable[..., Path], template: str, tmp_path: Path) -> None:
     theirs = reference(save(tmp_path, template=template))
     words = open_tokenizer(str(tmp_path))
     assert words.chat_template is not None
@@ -73,7 +73,7 @@ def test_ids_are_those_of_transformers(save: Callable[..., Path], template: str,
 
 
 @pytest.mark.parametrize("save", [save_bpe, save_unigram])
-def test_marked_answers_are_those_of_transformers(save: Callable[..., Path], tmp_path: Path) -> None:
+def test_marked_answers_equal_those_of_transformers(save: Callable[..., Path], tmp_path: Path) -> None:
     theirs = reference(save(tmp_path, template=MARKED))
     words = open_tokenizer(str(tmp_path))
     rendered = chat(MARKED).render({"messages": TURNS})
@@ -85,7 +85,7 @@ def test_marked_answers_are_those_of_transformers(save: Callable[..., Path], tmp
     assert 0 < mask.sum() < len(mask)
 
 
-def test_without_marks_the_answer_is_what_follows_the_prompt(tmp_path: Path) -> None:
+def test_unmarked_answer_is_the_text_after_the_prompt(tmp_path: Path) -> None:
     rendered = chat(CHATML).render({"messages": TURNS})
     assert answers(rendered) == ["This is answered.<|im_end|>\n", "déjà vu 🜁!<|im_end|>\n"]
     words = open_tokenizer(str(save_bpe(tmp_path)))
@@ -95,12 +95,12 @@ def test_without_marks_the_answer_is_what_follows_the_prompt(tmp_path: Path) -> 
     assert words.decode(ids[~mask]) == "system\nBe brief.\nuser\nWhat is asked?\nassistant\nuser\nnaïve – 語?\nassistant\n"
 
 
-def test_a_template_that_writes_earlier_answers_otherwise(tmp_path: Path) -> None:
+def test_template_that_renders_earlier_answers_differently(tmp_path: Path) -> None:
     rendered = chat(QWEN3).render({"messages": TURNS})
     assert answers(rendered) == ["This is answered.<|im_end|>\n", "<think>\n\n</think>\n\ndéjà vu 🜁!<|im_end|>\n"]
 
 
-def test_the_plain_template() -> None:
+def test_plain_chat_template() -> None:
     rendered = chat(PLAIN).render({"prompt": "What? ", "response": "That.", "system": "Be brief."})
     assert isinstance(rendered, Rendered)
     assert rendered.text == "System: Be brief.\n\nUser: What?\n\nAssistant: That.\n\n"
@@ -109,7 +109,7 @@ def test_the_plain_template() -> None:
     assert bytes(ids[mask].astype(np.uint8)) == b" That.\n\n"
 
 
-def test_content_in_parts_and_extra_keys_reach_the_template() -> None:
+def test_content_parts_and_extra_keys_reach_the_chat_template() -> None:
     parts = [{"type": "text", "text": "This is "}, {"type": "text", "text": "answered."}]
     turns = [{"role": "user", "content": "Who?", "name": "me"}, {"role": "assistant", "content": parts}]
     template = CHATML.replace("message.role + ", "message.role + (message.name or '') + ")
@@ -118,7 +118,7 @@ def test_content_in_parts_and_extra_keys_reach_the_template() -> None:
     assert isinstance(rendered, Rendered) and rendered.text.startswith("<|im_start|>userme\nWho?")
 
 
-def test_helpers_of_transformers_are_there() -> None:
+def test_chat_templates_have_the_helpers_of_transformers() -> None:
     template = (
         "{{ bos_token }}{{ {'ä': '<'} | tojson }}{{ strftime_now('%d %b %Y') }}"
         "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.content + eos_token }}{% endfor %}"
@@ -145,14 +145,14 @@ BAD_RECORDS: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_RECORDS)
-def test_a_bad_record_is_told_apart(name: str) -> None:
+def test_bad_chat_records_have_a_reason(name: str) -> None:
     record, reason, detail = BAD_RECORDS[name]
     bad = chat(CHATML).render(record)
     assert isinstance(bad, BadRecord)
     assert bad.reason == reason and detail in bad.detail
 
 
-def test_what_the_template_refuses_is_said_in_its_words() -> None:
+def test_refused_conversation_quotes_the_template() -> None:
     template = CHATML.replace(
         "{{ '<|im_start|>' + message",
         "{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}{{ '<|im_start|>' + message",
@@ -163,7 +163,7 @@ def test_what_the_template_refuses_is_said_in_its_words() -> None:
     assert isinstance(chat(template).render({"messages": TURNS}), Rendered)
 
 
-def test_an_answer_that_the_template_hides_or_moves_is_no_record() -> None:
+def test_answer_that_the_template_hides_or_moves_is_skipped() -> None:
     hides = CHATML.replace("message.content", "(message.content if message.content != 'hidden' else '')")
     bad = chat(hides).render({"prompt": "a", "response": "hidden"})
     assert isinstance(bad, BadRecord) and bad.reason == UNCLEAR
@@ -181,18 +181,18 @@ def test_an_answer_that_the_template_hides_or_moves_is_no_record() -> None:
         ("{% generation %}" + CHATML, "is no valid Jinja"),
     ],
 )
-def test_a_template_that_cannot_teach_is_refused_at_once(template: str, said: str) -> None:
+def test_template_that_shows_no_answer_is_refused_at_once(template: str, said: str) -> None:
     with pytest.raises(RunError, match=said):
         chat(template)
 
 
-def test_templates_cannot_reach_out() -> None:
+def test_chat_templates_are_sandboxed() -> None:
     escape = "{% for m in messages %}{{ m.content }}{% endfor %}{{ ''.__class__.__mro__[1].__subclasses__() }}"
     bad = chat(escape).render({"messages": TURNS})
     assert isinstance(bad, BadRecord) and bad.reason == REFUSED
 
 
-def test_where_a_template_comes_from(tmp_path: Path) -> None:
+def test_origin_of_the_chat_template(tmp_path: Path) -> None:
     words: Tokenizer = open_tokenizer("byte")
     with pytest.raises(RunError, match=r'data.tokenizer = "byte" has no chat template; set data.template'):
         template_of(Source(source="chat"), words)

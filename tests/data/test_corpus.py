@@ -54,7 +54,7 @@ def problems_of(data: Data) -> tuple[str, ...]:
     return caught.value.problems
 
 
-def test_the_standard_library_is_all_of_it_and_nothing_installed() -> None:
+def test_stdlib_source_has_all_modules_and_no_installed_package() -> None:
     root = Path(sysconfig.get_paths()["stdlib"])
     unwanted = {"site-packages", "dist-packages", "__pycache__"}
     expected = sorted(
@@ -72,7 +72,7 @@ def test_the_standard_library_is_all_of_it_and_nothing_installed() -> None:
     assert piece(documents, i, 100, 200) == content[100:200]
 
 
-def test_files_folders_and_globs_are_documents_once_each_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_folders_and_globs_give_each_document_once_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, b_txt="bee", a_txt="ay", deep__er__c_txt="sea", deep__d_md="dee", empty_txt="", _git__blob="no text")
     monkeypatch.chdir(tmp_path)
     everything = {"a.txt": b"ay", "b.txt": b"bee", "deep/d.md": b"dee", "deep/er/c.txt": b"sea"}
@@ -87,13 +87,13 @@ def test_files_folders_and_globs_are_documents_once_each_in_order(tmp_path: Path
     assert list(text("~/er").names) == ["c.txt"]
 
 
-def test_a_name_with_brackets_is_a_name_before_it_is_a_pattern(tmp_path: Path) -> None:
+def test_existing_name_with_brackets_is_not_a_pattern(tmp_path: Path) -> None:
     (tmp_path / "notes[1].txt").write_text("one")
     (tmp_path / "notes1.txt").write_text("other")
     assert whole(text(tmp_path / "notes[1].txt")) == {"notes[1].txt": b"one"}
 
 
-def test_any_bytes_are_text_and_any_slice_can_be_read(tmp_path: Path) -> None:
+def test_text_corpus_reads_any_slice_of_any_bytes(tmp_path: Path) -> None:
     rng = random.Random(1)
     content = rng.randbytes(100_000)
     (tmp_path / "noise.bin").write_bytes(content)
@@ -103,13 +103,13 @@ def test_any_bytes_are_text_and_any_slice_can_be_read(tmp_path: Path) -> None:
         assert piece(documents, 0, start, stop) == content[start:stop]
 
 
-def test_a_loop_of_links_ends(tmp_path: Path) -> None:
+def test_loop_of_links_in_a_folder_ends(tmp_path: Path) -> None:
     write(tmp_path, in__a_txt="text")
     (tmp_path / "in" / "again").symlink_to(tmp_path)
     assert whole(text(tmp_path)) == {"a.txt": b"text"}
 
 
-def test_memory_keeps_its_texts() -> None:
+def test_memory_corpus_keeps_its_texts() -> None:
     corpus = MemoryCorpus(("né", "", "third"))
     assert corpus.read(0, corpus.tokens).tolist() == [*"né".encode(), END, *b"third", END]
     assert corpus.bounds(0, 2).tolist() == [0, 4, 10]
@@ -118,7 +118,7 @@ def test_memory_keeps_its_texts() -> None:
     assert corpus.starts(1, 5).tolist() == [4]
 
 
-def test_a_corpus_of_files_is_one_stream_with_an_end_behind_each(tmp_path: Path) -> None:
+def test_text_corpus_is_one_stream_with_end_tokens(tmp_path: Path) -> None:
     rng = random.Random(3)
     texts = [rng.randbytes(rng.randint(1, 9)) for _ in range(30)]
     for i, content in enumerate(texts):
@@ -131,7 +131,7 @@ def test_a_corpus_of_files_is_one_stream_with_an_end_behind_each(tmp_path: Path)
         assert corpus.read(start, stop).tolist() == stream[start:stop]
 
 
-def test_everything_wrong_with_the_paths_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_problems_of_paths_are_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hollow").mkdir()
     (tmp_path / "dangling").symlink_to(tmp_path / "gone")
@@ -145,7 +145,7 @@ def test_everything_wrong_with_the_paths_is_said_at_once(tmp_path: Path, monkeyp
     assert all("data.paths" in problem and ";" in problem for problem in problems)
 
 
-def test_a_link_into_nothing_inside_a_folder_is_not_passed_over(tmp_path: Path) -> None:
+def test_broken_link_inside_a_folder_is_reported(tmp_path: Path) -> None:
     write(tmp_path, a_txt="text")
     for name in "xyz":
         (tmp_path / f"{name}.txt").symlink_to(tmp_path / "gone")
@@ -155,26 +155,26 @@ def test_a_link_into_nothing_inside_a_folder_is_not_passed_over(tmp_path: Path) 
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_files_without_permission_are_named(tmp_path: Path) -> None:
+def test_text_files_without_permission_are_named(tmp_path: Path) -> None:
     write(tmp_path, a_txt="text").joinpath("a.txt").chmod(0)
     (problem,) = problems_of(Data(source="text", paths=(str(tmp_path),)))
     assert f"{tmp_path}/a.txt cannot be read (Permission denied)" in problem
 
 
-def test_permission_is_asked_for_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_permission_is_checked_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, a_txt="text")
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     (problem,) = problems_of(Data(source="text", paths=(str(tmp_path / "a.txt"),)))
     assert f"{tmp_path}/a.txt cannot be read (Permission denied)" in problem
 
 
-def test_a_special_file_is_refused(tmp_path: Path) -> None:
+def test_special_file_is_refused_as_text(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (problem,) = problems_of(Data(source="text", paths=(str(tmp_path / "pipe"),)))
     assert "neither a file nor a folder" in problem
 
 
-def test_nothing_but_empty_files_is_refused(tmp_path: Path) -> None:
+def test_source_of_empty_files_is_refused(tmp_path: Path) -> None:
     write(tmp_path, a_txt="", b_txt="")
     (problem,) = problems_of(Data(source="text", paths=(str(tmp_path),)))
     assert f"all 2 files are empty (the first is {tmp_path}/a.txt)" in problem
@@ -188,7 +188,7 @@ def test_a_source_without_text_is_refused() -> None:
     assert "data.documents holds no text" in problems_of(Data(source="memory", documents=("", "")))[0]
 
 
-def test_problems_of_a_mixture_name_the_source_and_come_together(tmp_path: Path) -> None:
+def test_problems_of_a_mixture_name_their_source(tmp_path: Path) -> None:
     mix = (
         MixedSource(name="wiki", source="text", paths=(str(tmp_path / "nowhere"),)),
         MixedSource(name="web", source="memory"),
@@ -200,13 +200,13 @@ def test_problems_of_a_mixture_name_the_source_and_come_together(tmp_path: Path)
     assert problems[1].startswith('data.mix.web.source = "memory" but data.mix.web.documents')
 
 
-def test_a_standard_library_without_source_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stdlib_without_source_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     (problem,) = problems_of(Data())
     assert f"no Python source below {tmp_path}" in problem
 
 
-def test_a_file_that_shrinks_is_an_error_and_never_short_data(tmp_path: Path) -> None:
+def test_text_file_that_shrinks_is_an_error(tmp_path: Path) -> None:
     write(tmp_path, a_txt="0123456789")
     documents = text(tmp_path)
     assert piece(documents, 0, 8, 10) == b"89"
@@ -217,7 +217,7 @@ def test_a_file_that_shrinks_is_an_error_and_never_short_data(tmp_path: Path) ->
             piece(documents, 0, start, stop)
 
 
-def test_a_file_that_vanishes_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_text_file_that_vanishes_is_an_error(tmp_path: Path) -> None:
     write(tmp_path, a_txt="0123456789")
     documents = text(tmp_path)
     os.remove(tmp_path / "a.txt")
@@ -232,7 +232,7 @@ def many(root: Path, count: int = 200) -> tuple[TextFileCorpus, list[bytes]]:
     return text(root), contents
 
 
-def test_few_files_are_open_at_once_and_none_afterwards(tmp_path: Path) -> None:
+def test_text_corpus_keeps_few_files_open(tmp_path: Path) -> None:
     before = len(os.listdir("/dev/fd"))
     documents, contents = many(tmp_path)
     for i, content in enumerate(contents):
@@ -242,7 +242,7 @@ def test_few_files_are_open_at_once_and_none_afterwards(tmp_path: Path) -> None:
     assert len(os.listdir("/dev/fd")) == before
 
 
-def test_threads_read_at_once(tmp_path: Path) -> None:
+def test_threads_read_a_text_corpus_concurrently(tmp_path: Path) -> None:
     documents, contents = many(tmp_path)
     wrong: list[int] = []
 
@@ -262,7 +262,7 @@ def test_threads_read_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_reads_on_while_the_parent_does(tmp_path: Path) -> None:
+def test_forked_child_reads_a_text_corpus_with_its_parent(tmp_path: Path) -> None:
     documents, contents = many(tmp_path)
     stop = threading.Event()
 
@@ -289,7 +289,7 @@ def test_a_forked_child_reads_on_while_the_parent_does(tmp_path: Path) -> None:
         thread.join()
 
 
-def test_the_fingerprint_follows_names_and_texts_and_not_the_place(tmp_path: Path) -> None:
+def test_corpus_fingerprint_depends_on_names_and_texts_not_on_the_folder(tmp_path: Path) -> None:
     files = {"a_txt": "one", "deep__b_txt": "two"}
     prints = [text(write(tmp_path / place, **files)).fingerprint for place in ("here", "there")]
     assert prints[0] == prints[1]
@@ -305,9 +305,7 @@ def test_the_fingerprint_follows_names_and_texts_and_not_the_place(tmp_path: Pat
     assert len(set(prints)) == 1 + len(changed)
 
 
-def test_the_fingerprint_of_a_large_corpus_looks_at_pieces_from_its_beginning_to_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fingerprint_of_a_large_corpus_samples_its_whole_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_module, "_HASHED_WHOLE", 400)
     monkeypatch.setattr(source_module, "_SAMPLES", 10)
     content = random.Random(0).randbytes(100_000)
@@ -327,7 +325,7 @@ def test_the_fingerprint_of_a_large_corpus_looks_at_pieces_from_its_beginning_to
         assert text(tmp_path).fingerprint != before
 
 
-def test_the_fingerprint_is_the_same_in_another_process() -> None:
+def test_corpus_fingerprint_is_the_same_in_another_process() -> None:
     code = "from phalanx.data.corpus import *; print(MemoryCorpus(['a', 'bc']).fingerprint)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == MemoryCorpus(["a", "bc"]).fingerprint

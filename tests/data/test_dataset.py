@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +43,7 @@ def test_training_and_evaluation_share_no_text() -> None:
     assert not phrases[0] & phrases[1]
 
 
-def test_evaluation_does_not_follow_the_seed_and_may_be_absent() -> None:
+def test_held_out_samples_are_independent_of_the_seed_and_optional() -> None:
     data = Data(source="memory", documents=letters(random.Random(1), 50), eval_fraction=0.3)
     dataset = open_dataset(data, 8, seed=1)
     other = open_dataset(data, 8, seed=2)
@@ -56,7 +55,7 @@ def test_evaluation_does_not_follow_the_seed_and_may_be_absent() -> None:
     assert open_dataset(replace(data, seed=2), 8, seed=1).train.trace(0) == other.train.trace(0)  # the source's own seed
 
 
-def test_the_same_run_sees_the_same_samples_wherever_its_files_lie(tmp_path: Path) -> None:
+def test_samples_are_independent_of_the_folder_of_the_files(tmp_path: Path) -> None:
     texts = letters(random.Random(2), 20)
     opened = []
     for place in ("one", "two"):
@@ -80,7 +79,7 @@ def test_the_same_run_sees_the_same_samples_wherever_its_files_lie(tmp_path: Pat
     assert as_tokens.fingerprint != open_dataset(Data(paths=(str(folders[0]),)), 16, seed=5).fingerprint
 
 
-def test_everything_too_short_is_told_at_once_with_numbers_and_a_remedy() -> None:
+def test_too_short_text_is_reported_with_numbers_and_a_remedy() -> None:
     with pytest.raises(RunError) as caught:
         open_dataset(Data(source="memory", documents=("short",), eval_fraction=0.2), 1024, seed=0)
     train, held_out = caught.value.problems
@@ -119,7 +118,7 @@ def mixture(tmp_path: Path, packing: str = "stream") -> Data:
 
 
 @pytest.mark.parametrize("packing", ["stream", "best-fit"])
-def test_a_mixture_is_the_same_on_any_number_of_ranks_and_wherever_it_is_taken_up(tmp_path: Path, packing: str) -> None:
+def test_mixture_is_the_same_on_any_number_of_ranks_and_after_a_resume(tmp_path: Path, packing: str) -> None:
     data = mixture(tmp_path, packing)
     dataset = open_dataset(data, 24, seed=7)
     assert list(dataset.eval) == ["web", "notes", "chats"]
@@ -142,7 +141,7 @@ def test_a_mixture_is_the_same_on_any_number_of_ranks_and_wherever_it_is_taken_u
                 assert np.array_equal(together, getattr(whole[step], name))
 
 
-def test_a_mixture_keeps_its_weights_until_a_source_is_used_up(tmp_path: Path) -> None:
+def test_mixture_keeps_its_weights_until_a_source_ends(tmp_path: Path) -> None:
     dataset = open_dataset(mixture(tmp_path), 24, seed=7)
     notes = dataset.train.sources[1]
     sources = [dataset.train.trace(i).source for i in range(2500)]
@@ -156,7 +155,7 @@ def test_a_mixture_keeps_its_weights_until_a_source_is_used_up(tmp_path: Path) -
     assert open_dataset(limited, 24, seed=7).train.limit == dataset.train.count
 
 
-def test_the_fingerprint_of_a_mixture_follows_each_source(tmp_path: Path) -> None:
+def test_fingerprint_of_a_mixture_depends_on_each_source(tmp_path: Path) -> None:
     data = mixture(tmp_path)
     before = open_dataset(data, 24, seed=0).fingerprint
     assert open_dataset(mixture(tmp_path, "best-fit"), 32, seed=1).fingerprint == before  # the same text, cut otherwise
@@ -189,13 +188,13 @@ def test_token_files_may_be_named_by_a_pattern_or_their_meta_file(tmp_path: Path
     assert open_dataset(Data(paths=(str(tmp_path / "a" / "tokens.json"),), eval_fraction=0.0), 2, seed=0).tokens == 40
 
 
-def test_epochs_too_few_for_a_window_are_refused() -> None:
+def test_epochs_of_less_than_a_window_are_refused() -> None:
     data = Data(source="memory", documents=("x" * 100,), epochs=0.01, eval_fraction=0.0)
     with pytest.raises(RunError, match=r"data\.epochs = 0\.01 of 10 windows .* give it at least 0\.1 "):
         open_dataset(data, 10, seed=0)
 
 
-def test_opening_far_on_reads_as_much_as_at_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_samples_read_no_more_than_early_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads = {}
     plain = os.preadv
     for position in (0, 10**9):
@@ -215,15 +214,16 @@ def test_opening_far_on_reads_as_much_as_at_the_beginning(tmp_path: Path, monkey
     assert reads[10**9][2] < 1.5 * reads[0][2]
 
 
-def test_the_standard_library_opens_at_once_and_at_any_position() -> None:
-    began = time.perf_counter()
+def test_stdlib_source_opens_without_reading_and_reads_little_at_any_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, preadv = list[int](), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: lengths.append(len(buffers[0])) or preadv(fd, buffers, at))
     dataset = open_dataset(Data(), 256, seed=0)
-    assert time.perf_counter() - began < 1.0  # takes 0.02 s; generous for a busy machine
+    assert not lengths
     assert dataset.tokens > 5_000_000
     assert the_eval(dataset).count == pytest.approx(0.01 * dataset.train.count, rel=0.05)
     for position in (0, 10**9, 10**15):
-        began = time.perf_counter()
+        lengths.clear()
         batch = dataset.train.batch(np.arange(position, position + 64))
-        assert time.perf_counter() - began < 0.5
+        assert sum(lengths) <= 64 * 257
         assert 0 <= batch.tokens.min() <= batch.tokens.max() <= dataset.tokenizer.end
         assert "self" in dataset.tokenizer.decode(batch.tokens)

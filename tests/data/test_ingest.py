@@ -127,7 +127,7 @@ KINDS = ["jsonl", "jsonl.gz", "jsonl.zst", "nested", "parquet", "parquet nested"
 @pytest.mark.usefixtures("here", "small_pieces")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("words", ["byte", "bpe"])
-def test_every_kind_gives_the_ids_of_the_library(kind: str, words: str, bpe: str, tmp_path: Path) -> None:
+def test_every_kind_of_source_gives_the_ids_of_the_tokenizers_library(kind: str, words: str, bpe: str, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     name = bpe if words == "bpe" else "byte"
     meta = make(tmp_path / "out", name, **save_kind(kind, tmp_path / "in"))
@@ -140,7 +140,7 @@ def test_every_kind_gives_the_ids_of_the_library(kind: str, words: str, bpe: str
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_the_number_of_processes_does_not_show(bpe: str, tmp_path: Path) -> None:
+def test_token_files_are_the_same_for_any_number_of_processes(bpe: str, tmp_path: Path) -> None:
     paths = (str(write_jsonl(tmp_path / "a.jsonl", TEXTS)),)
     for processes in (1, 3):
         make(tmp_path / f"out-{processes}", bpe, paths=paths, processes=processes)
@@ -150,7 +150,7 @@ def test_the_number_of_processes_does_not_show(bpe: str, tmp_path: Path) -> None
 
 @pytest.mark.usefixtures("here", "small_pieces")
 @pytest.mark.parametrize("kind", ["jsonl", "hf"])
-def test_what_was_broken_off_goes_on_and_ends_the_same(kind: str, tmp_path: Path) -> None:
+def test_interrupted_tokenization_resumes_with_the_same_result(kind: str, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     keys = save_kind(kind, tmp_path / "in")
     make(tmp_path / "straight", **keys)
@@ -185,7 +185,7 @@ def test_what_was_broken_off_goes_on_and_ends_the_same(kind: str, tmp_path: Path
 
 
 @pytest.mark.usefixtures("here")
-def test_another_source_is_not_written_over(tmp_path: Path) -> None:
+def test_token_files_of_another_source_are_not_overwritten(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS[:5])
     first = make(tmp_path / "out", paths=(str(path),))
     assert make(tmp_path / "out", paths=(str(path),)) == first, "nothing to do"
@@ -207,7 +207,7 @@ def test_another_source_is_not_written_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_a_mistake_corrected_needs_no_force(tmp_path: Path) -> None:
+def test_retry_after_a_refused_source_needs_no_force(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS[:5], field="body")
     with pytest.raises(RunError, match=r'no "text"; its fields are: id, body'):
         make(tmp_path / "out", paths=(str(path),))
@@ -216,7 +216,7 @@ def test_a_mistake_corrected_needs_no_force(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("named", [".", "../text", "link"])
-def test_token_files_are_not_put_among_the_text(named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_files_inside_the_text_are_refused(named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next start would take them for text."""
     (tmp_path / "text").mkdir()
     monkeypatch.chdir(tmp_path / "text")
@@ -234,7 +234,7 @@ def test_token_files_are_not_put_among_the_text(named: str, tmp_path: Path, monk
 
 
 @pytest.mark.usefixtures("here")
-def test_a_start_that_was_killed_before_all_else_is_no_hindrance(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_start_are_accepted(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / ".lock").touch()
@@ -244,7 +244,7 @@ def test_a_start_that_was_killed_before_all_else_is_no_hindrance(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("here")
-def test_conversations_are_masked(tmp_path: Path) -> None:
+def test_tokenized_conversations_have_masks(tmp_path: Path) -> None:
     folder = save_bpe(tmp_path / "words", template=MARKED, eos="<|endoftext|>")
     turns = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
     unanswered = [*turns, {"role": "user", "content": "And?"}]
@@ -269,7 +269,7 @@ def test_conversations_are_masked(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_the_cache_is_keyed_by_all_that_ids_follow_from(tmp_path: Path, bpe: str) -> None:
+def test_token_cache_key_covers_everything_that_determines_ids(tmp_path: Path, bpe: str) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS[:5])
     data = Data(paths=(str(path),), cache=str(tmp_path / "cache"))
     words = open_tokenizer("byte")
@@ -291,7 +291,7 @@ def test_the_cache_is_keyed_by_all_that_ids_follow_from(tmp_path: Path, bpe: str
 
 
 @pytest.mark.usefixtures("here")
-def test_a_lower_limit_refuses_what_is_cached(tmp_path: Path) -> None:
+def test_lower_limit_of_bad_records_refuses_cached_token_files(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS[:5])
     path.write_text(path.read_text() + "{broken\n")
     data = Data(paths=(str(path),), cache=str(tmp_path / "cache"))
@@ -301,7 +301,7 @@ def test_a_lower_limit_refuses_what_is_cached(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_those_who_come_later_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_tokenization_of_one_source_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = Data(paths=(str(write_jsonl(tmp_path / "a.jsonl", TEXTS)),), cache=str(tmp_path / "cache"))
     made, reached, go_on = [], threading.Event(), threading.Event()
     real = ingest._make
@@ -329,7 +329,7 @@ def test_those_who_come_later_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("here")
-def test_skipped_records_are_logged_with_their_places(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_skipped_records_are_logged_with_their_positions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS[:3])
     path.write_text(path.read_text() + "{broken\n" * 9 + json.dumps({"text": ""}) + "\n")
     with caplog.at_level(logging.WARNING, "phalanx.data"):
@@ -340,7 +340,7 @@ def test_skipped_records_are_logged_with_their_places(tmp_path: Path, caplog: py
     ]
 
 
-def test_a_worker_that_dies_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_death_of_a_tokenizer_process_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from phalanx.data import tokenize_workers
     from phalanx.spec.errors import RunFailed
 
@@ -350,7 +350,7 @@ def test_a_worker_that_dies_is_told_of(tmp_path: Path, monkeypatch: pytest.Monke
         make(tmp_path / "out", paths=(str(path),))
 
 
-def test_a_full_disk_is_told_of(tmp_path: Path, mount_disk: Callable[[Path, str], Path]) -> None:
+def test_full_disk_is_reported_by_tokenization(tmp_path: Path, mount_disk: Callable[[Path, str], Path]) -> None:
     from phalanx.spec.errors import RunFailed
 
     disk = mount_disk(tmp_path / "disk", "64k")
@@ -360,7 +360,7 @@ def test_a_full_disk_is_told_of(tmp_path: Path, mount_disk: Callable[[Path, str]
 
 
 @pytest.mark.usefixtures("here")
-def test_numbers_wider_than_two_bytes_where_the_vocabulary_asks(tmp_path: Path) -> None:
+def test_large_vocabularies_use_four_bytes_per_token(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     vocabulary = {f"w{i}": i for i in range(70_000)} | {"</s>": 70_000}
@@ -375,7 +375,7 @@ def test_numbers_wider_than_two_bytes_where_the_vocabulary_asks(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("here", "small_pieces")
-def test_a_dataset_is_read_as_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hf_dataset_is_read_as_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "in").mkdir()
     write_jsonl(tmp_path / "in" / "train.jsonl", TEXTS)
     make(tmp_path / "out", source="hf", streaming=True, paths=(str(tmp_path / "in"),))
@@ -389,7 +389,7 @@ def test_a_dataset_is_read_as_a_stream(tmp_path: Path, monkeypatch: pytest.Monke
     ("kind", "package", "extra"),
     [("parquet", "pyarrow", "data"), ("jsonl.zst", "zstandard", "data"), ("hf", "datasets", "datasets")],
 )
-def test_a_package_that_is_missing_is_told_with_its_extra(
+def test_missing_package_is_reported_with_its_extra(
     kind: str, package: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "in").mkdir()

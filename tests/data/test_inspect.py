@@ -42,7 +42,7 @@ def expected_lengths(lengths: list[int]) -> dict[str, float]:
     }
 
 
-def test_counts_and_lengths() -> None:
+def test_inspect_counts_documents_and_lengths() -> None:
     documents = texts()
     found = inspect(MemoryCorpus(documents), WORDS, InspectOptions())
     lengths = [len(text) for text in documents]
@@ -55,7 +55,7 @@ def test_counts_and_lengths() -> None:
 
 
 @pytest.mark.parametrize("portion", [50, 1000])
-def test_portions_do_not_matter(monkeypatch: pytest.MonkeyPatch, portion: int) -> None:
+def test_inspect_is_independent_of_the_portion_size(monkeypatch: pytest.MonkeyPatch, portion: int) -> None:
     """Portions smaller than a document, of a few, and of all."""
     documents = [*texts(50), *texts(20), "x" * 700, "y" * 700]
     whole = inspect(MemoryCorpus(documents), WORDS, InspectOptions())
@@ -65,7 +65,7 @@ def test_portions_do_not_matter(monkeypatch: pytest.MonkeyPatch, portion: int) -
     assert len(told) > 1 and told[-1][0] == told[-1][1] == whole.tokens
 
 
-def test_very_long_documents_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_lists_very_long_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_SHORT", 40)
     documents = texts()
     lengths = Lengths(counts=np.zeros(40, dtype=np.int64))
@@ -74,7 +74,7 @@ def test_very_long_documents_are_listed(monkeypatch: pytest.MonkeyPatch) -> None
     assert lengths.table() == expected_lengths([len(text) for text in documents])
 
 
-def test_duplicates() -> None:
+def test_inspect_counts_duplicates() -> None:
     documents = ["aa", "b", "aa", "c", "b", "b", "ab", "a", "a" * 50, "a" * 51]
     found = inspect(MemoryCorpus(documents), WORDS, InspectOptions())
     extra = sum(times - 1 for times in Counter(documents).values())
@@ -82,14 +82,14 @@ def test_duplicates() -> None:
     assert found.duplicate_share == extra / len(documents)
 
 
-def test_duplicates_of_files_whatever_is_read_together(tmp_path: Path) -> None:
+def test_inspect_counts_duplicate_files_in_any_portions(tmp_path: Path) -> None:
     for number, text in enumerate(["same", "other", "same"]):
         (tmp_path / f"{number}.txt").write_text(text)
     corpus = TextFileCorpus({str(path): path.stat().st_size for path in tmp_path.iterdir()})
     assert inspect(corpus, WORDS, InspectOptions()).duplicates == 1
 
 
-def test_duplicates_of_a_large_corpus_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_estimates_duplicates_of_a_large_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
     documents = [f"text {i % 3000}" for i in range(4000)]
     monkeypatch.setattr(module, "_MAX_DOCUMENTS", 1000)
     found = inspect(MemoryCorpus(documents), WORDS, InspectOptions())
@@ -98,14 +98,14 @@ def test_duplicates_of_a_large_corpus_are_estimated(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("length", [8, 33, 100])
-def test_padding_is_that_of_best_fit(tmp_path: Path, length: int) -> None:
+def test_inspected_padding_equals_best_fit_packing(tmp_path: Path, length: int) -> None:
     corpus = MemoryCorpus(texts())
     packed = BestFitPacking(corpus, np.array([[0, corpus.tokens]]), length, end=WORDS.end, document_mask=True, cache=tmp_path)
     assert padding(corpus, length) == pytest.approx(packed.padding_ratio)
     assert inspect(corpus, WORDS, InspectOptions(sequence_length=length)).padding == pytest.approx(packed.padding_ratio)
 
 
-def test_samples_follow_the_seed() -> None:
+def test_inspect_draws_documents_by_the_seed() -> None:
     documents = texts()
     corpus = MemoryCorpus(documents)
 
@@ -120,7 +120,7 @@ def test_samples_follow_the_seed() -> None:
     assert len(shown(samples=1000)) == 300
 
 
-def test_token_files_with_masks_and_without_a_tokenizer(tmp_path: Path) -> None:
+def test_inspect_token_files_with_masks_and_without_a_tokenizer(tmp_path: Path) -> None:
     write_token_files(tmp_path, WORDS, [[1, 2, 3], [4, 5]], [[False, True, True], [False, False]])
     found = inspect(TokenFiles(tmp_path), None, InspectOptions())
     assert found.masked_tokens == 1 + 3  # a document's end is trained on if its last token is
@@ -128,7 +128,7 @@ def test_token_files_with_masks_and_without_a_tokenizer(tmp_path: Path) -> None:
     assert found.sample[0] == DocumentExcerpt(document=0, tokens=3, text=None, ids=[1, 2, 3, 256])
 
 
-def test_an_empty_corpus() -> None:
+def test_inspect_an_empty_corpus() -> None:
     found = inspect(MemoryCorpus([]), WORDS, InspectOptions(sequence_length=8))
     assert (found.documents, found.tokens, found.lengths, found.histogram, found.sample) == (0, 0, {}, [], [])
     assert found.duplicate_share == 0.0 and found.padding == 0.0

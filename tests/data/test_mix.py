@@ -21,7 +21,7 @@ def source(name: str, first: int, windows: int, *, seed: int = 0, shuffle: bool 
     return Samples(StreamPacking(corpus, np.array([[0, 4 * windows + 1]]), 4), seed, shuffle, name)
 
 
-def test_whole_numbers_in_given_proportions() -> None:
+def test_quotas_divide_a_period_in_given_proportions() -> None:
     def of(weights: list[float], period: int) -> tuple[int, ...]:
         return quotas([Fraction(weight) for weight in weights], period)
 
@@ -36,7 +36,7 @@ def test_whole_numbers_in_given_proportions() -> None:
         assert all(abs(part - weight / sum(weights) * PERIOD) < 1 for part, weight in zip(found, weights, strict=True))
 
 
-def test_a_period_meets_its_quotas_and_spreads_them_evenly() -> None:
+def test_mix_period_meets_its_quotas_evenly() -> None:
     weights = [0.55, 0.3, 0.1, 0.05]
     order = SourceOrder([10, 20, 30, 40], weights, [None] * 4)
     which, number = order(np.arange(3 * PERIOD))
@@ -49,7 +49,7 @@ def test_a_period_meets_its_quotas_and_spreads_them_evenly() -> None:
             assert np.abs(before[window:] - before[:-window] - window * weights[i]).max() <= 4
 
 
-def test_any_sample_is_found_at_once_and_alone() -> None:
+def test_source_order_is_a_function_of_each_index() -> None:
     order = SourceOrder([1000, 10, 500], [3, 1, 2], [None, 25, None])
     together = order(np.arange(5000))
     for index in random.Random(0).sample(range(5000), 200):
@@ -65,7 +65,7 @@ def test_any_sample_is_found_at_once_and_alone() -> None:
         order(np.array([-1]))
 
 
-def test_without_weights_an_epoch_shows_every_window_once() -> None:
+def test_mixture_without_weights_shows_every_window_once_per_epoch() -> None:
     windows = [50, 7, 130]
     which, number = SourceOrder(windows, None, [None] * 3)(np.arange(2 * sum(windows)))
     for i, count in enumerate(windows):
@@ -74,13 +74,13 @@ def test_without_weights_an_epoch_shows_every_window_once() -> None:
         assert np.array_equal(number[which == i], np.arange(2 * count))
 
 
-def test_sources_of_any_size_are_mixed_by_their_size() -> None:
+def test_mixture_without_weights_is_proportional_to_size() -> None:
     windows = [3 * 10**11, 10**11, 5]
     which, _ = SourceOrder(windows, None, [None] * 3)(np.arange(10**12, 10**12 + 100_000))
     assert np.bincount(which, minlength=3)[:2].tolist() == pytest.approx([75_000, 25_000], abs=2)
 
 
-def test_a_source_that_has_been_gone_through_leaves_its_part_to_the_others() -> None:
+def test_exhausted_source_leaves_its_share_to_the_others() -> None:
     order = SourceOrder([100, 1000, 1000], [2, 1, 1], [150, None, None])
     which, number = order(np.arange(2000))
     assert np.array_equal(number[which == 0], np.arange(150))
@@ -92,7 +92,7 @@ def test_a_source_that_has_been_gone_through_leaves_its_part_to_the_others() -> 
         assert np.array_equal(number[which == i], np.arange((which == i).sum()))
 
 
-def test_all_sources_limited_give_exactly_what_they_have() -> None:
+def test_mixture_of_limited_sources_ends_with_all_samples() -> None:
     rng = random.Random(1)
     for _ in range(60):
         n = rng.randint(1, 5)
@@ -108,7 +108,7 @@ def test_all_sources_limited_give_exactly_what_they_have() -> None:
             order(np.array([sum(caps)]))
 
 
-def test_a_mixture_of_one_is_its_source() -> None:
+def test_mixture_of_one_source_equals_the_source() -> None:
     alone = source("a", 1, 300, seed=4)
     mixture = Mixture([MixedSamples(alone)])
     assert (mixture.count, mixture.limit) == (300, None)
@@ -119,7 +119,7 @@ def test_a_mixture_of_one_is_its_source() -> None:
     assert Mixture([MixedSamples(source("a", 1, 10), epochs=0.7)]).limit == 7
 
 
-def test_a_batch_of_a_mixture_is_the_same_however_it_is_asked_for() -> None:
+def test_mixture_batch_is_the_same_for_any_grouping_of_indices() -> None:
     mixture = Mixture(
         [
             MixedSamples(source("a", 1, 300), 3.0),
@@ -144,7 +144,7 @@ def test_a_batch_of_a_mixture_is_the_same_however_it_is_asked_for() -> None:
         assert trace.spans == ((0, 4 * trace.window, 4 * trace.window + 4),)
 
 
-def test_without_shuffling_sources_go_in_file_order() -> None:
+def test_mixture_without_shuffling_keeps_file_order() -> None:
     mixture = Mixture([MixedSamples(source("a", 1, 20, shuffle=False)), MixedSamples(source("b", 2, 10, shuffle=False))])
     tokens = mixture.batch(np.arange(60)).tokens
     for first, windows in ((1, 20), (2, 10)):

@@ -38,7 +38,7 @@ def reference(corpus: Masked, intervals: Intervals, length: int, document_mask: 
 
 
 @pytest.mark.parametrize("document_mask", [True, False])
-def test_every_window_is_its_slice_of_the_stream(document_mask: bool) -> None:
+def test_stream_window_equals_its_slice_of_the_corpus(document_mask: bool) -> None:
     rng = random.Random(0)
     cases = 0
     for seed in range(60):
@@ -61,7 +61,7 @@ def test_every_window_is_its_slice_of_the_stream(document_mask: bool) -> None:
     assert cases > 200
 
 
-def test_a_window_by_hand() -> None:
+def test_stream_window_by_hand() -> None:
     window = windows_of("abc", "d", "efgh", length=8).window(0)
     a, b, c, d, e, f, g = b"abcdefg"
     assert window.tokens.tolist() == [a, b, c, END, d, END, e, f]
@@ -71,7 +71,7 @@ def test_a_window_by_hand() -> None:
     assert [array.dtype for array in window] == [np.int64, np.int64, np.int64, np.int32]
 
 
-def test_a_window_that_ends_with_a_document_does_not_foretell_the_next() -> None:
+def test_window_that_ends_with_a_document_has_no_target_in_the_next() -> None:
     windows = windows_of("abc", "defg", length=4)
     assert windows.count == 2
     assert windows.window(0).targets.tolist() == [*b"bc", END, IGNORED]
@@ -80,7 +80,7 @@ def test_a_window_that_ends_with_a_document_does_not_foretell_the_next() -> None
     assert windows.window(1).targets.tolist() == [*b"efg", END]
 
 
-def test_what_stands_before_a_gap_does_not_foretell_what_stands_behind() -> None:
+def test_text_before_a_gap_has_no_target_behind_it() -> None:
     corpus = MemoryCorpus(["abcdefgh"])
     window = StreamPacking(corpus, np.array([[0, 3], [5, 8]]), 5).window(0)
     assert bytes(window.tokens.tolist()) == b"abcfg"
@@ -88,7 +88,7 @@ def test_what_stands_before_a_gap_does_not_foretell_what_stands_behind() -> None
     assert window.positions.tolist() == [0, 1, 2, 0, 1]
 
 
-def test_boundaries_are_seen_only_where_attention_must_respect_them() -> None:
+def test_batch_has_boundaries_only_if_attention_needs_them() -> None:
     first_has, second_has_not = [np.array([0]), np.array([1])]
     texts = ("a", "bcdefghijklm")
     samples = Samples(windows_of(*texts, length=5), 0, shuffle=False)
@@ -97,7 +97,7 @@ def test_boundaries_are_seen_only_where_attention_must_respect_them() -> None:
     assert not Samples(windows_of(*texts, length=5, document_mask=False), 0, shuffle=False).batch(first_has).has_boundaries
 
 
-def test_windows_outside_are_refused() -> None:
+def test_window_numbers_out_of_range_are_refused() -> None:
     windows = windows_of("abcdefgh", length=2)
     for k in (-1, windows.count):
         with pytest.raises(IndexError):
@@ -106,7 +106,7 @@ def test_windows_outside_are_refused() -> None:
         Samples(windows, 0, shuffle=True).sample(-1)
 
 
-def test_each_epoch_visits_every_window_once_in_an_order_of_its_own() -> None:
+def test_each_epoch_visits_every_window_once_in_its_own_order() -> None:
     samples = Samples(windows_of("x" * 700, length=7), 3, shuffle=True)
     n = samples.count
     orders = [samples.order(np.arange(epoch * n, (epoch + 1) * n)).tolist() for epoch in range(5)]
@@ -116,7 +116,7 @@ def test_each_epoch_visits_every_window_once_in_an_order_of_its_own() -> None:
     assert other_seed.order(np.arange(n)).tolist() != orders[0]
 
 
-def test_the_order_of_an_epoch_of_many_windows_is_a_permutation_whatever_is_asked_together() -> None:
+def test_epoch_order_is_a_permutation_for_any_grouping_of_indices() -> None:
     samples = Samples(windows_of("x" * 5000, length=2), 3, shuffle=True)
     n = samples.count
     whole = samples.order(np.arange(n))
@@ -126,12 +126,12 @@ def test_the_order_of_an_epoch_of_many_windows_is_a_permutation_whatever_is_aske
     assert samples.order(asked[:1] + 7 * n).tolist() == Samples(samples.packing, 3, True).order(asked[:1] + 7 * n).tolist()
 
 
-def test_without_shuffling_the_order_is_the_files() -> None:
+def test_samples_without_shuffling_keep_file_order() -> None:
     samples = Samples(windows_of("x" * 70, length=7), 3, shuffle=False)
     assert samples.order(np.arange(25)).tolist() == [*range(10), *range(10), *range(5)]
 
 
-def test_a_batch_stacks_its_samples_even_across_epochs() -> None:
+def test_batch_stacks_samples_across_epochs() -> None:
     rng = random.Random(2)
     texts = ["".join(rng.choices("abcdef", k=rng.randint(1, 30))) for _ in range(40)]
     samples = Samples(windows_of(*texts, length=9), 5, shuffle=True)
@@ -155,7 +155,7 @@ def text_of(corpus: Corpus, pieces: tuple[tuple[int, int, int], ...]) -> list[in
     return found
 
 
-def test_a_trace_names_the_documents_of_a_sample() -> None:
+def test_trace_names_the_documents_of_a_sample() -> None:
     rng = random.Random(4)
     corpus = Masked(some_documents(rng, 30, 25))
     windows = StreamPacking(corpus, split(corpus.blocks(), 0.4, 1)[0], 11)

@@ -33,7 +33,7 @@ def text_of(sample: SampleView) -> str:
 
 
 @pytest.mark.parametrize("packing", ["stream", "best-fit"])
-def test_pieces_are_what_the_window_holds(packing: str) -> None:
+def test_preview_pieces_equal_the_window(packing: str) -> None:
     dataset = opened(packing=packing)
     (batch,) = batches(dataset, 2, 4)
     assert batch.samples.tolist() == [4, 5, 6, 7]
@@ -50,7 +50,7 @@ def test_pieces_are_what_the_window_holds(packing: str) -> None:
         assert batch.documents[row].max() + 1 == len(sample.documents) + bool(sample.padding)
 
 
-def test_whole_documents_read_as_they_were_written() -> None:
+def test_preview_shows_whole_documents_as_written() -> None:
     dataset = opened(length=400, packing="best-fit")
     seen = [piece for sample in shown(dataset, batch=dataset.train.count) for piece in sample.documents]
     assert sorted(piece.document for piece in seen) == list(range(len(TEXTS)))
@@ -60,11 +60,11 @@ def test_whole_documents_read_as_they_were_written() -> None:
         assert first.text + rest.text == TEXTS[piece.document] + "<end>"
 
 
-def test_the_end_of_a_document_is_visible() -> None:
+def test_preview_shows_the_end_of_a_document() -> None:
     assert "<end>" in "".join(map(text_of, shown(opened())))
 
 
-def test_masked_text(tmp_path: Path) -> None:
+def test_preview_separates_masked_text(tmp_path: Path) -> None:
     question, answer = list(b"ask: "), list(b"say")
     mask = [False] * len(question) + [True] * len(answer)
     write_token_files(tmp_path, WORDS, [question + answer] * 30, [mask] * 30)
@@ -75,7 +75,7 @@ def test_masked_text(tmp_path: Path) -> None:
     assert (sample.trained, sample.masked, sample.padding) == (2 * 4, 2 * 4, 4)
 
 
-def test_the_digest_of_parts_is_that_of_the_whole() -> None:
+def test_digests_of_batch_parts_add_up() -> None:
     dataset = opened()
     (whole,) = batches(dataset, 3, 8)
     assert whole.digest == whole.rows(0, 3).digest + whole.rows(3, 8).digest
@@ -83,7 +83,7 @@ def test_the_digest_of_parts_is_that_of_the_whole() -> None:
     assert moved.digest != whole.digest
 
 
-def test_sources_of_a_mixture() -> None:
+def test_preview_names_the_sources_of_a_mixture() -> None:
     mix = (
         MixedSource(name="a", source="memory", documents=TEXTS[:20], weight=3.0),
         MixedSource(name="b", source="memory", documents=TEXTS[20:], weight=1.0),
@@ -93,7 +93,7 @@ def test_sources_of_a_mixture() -> None:
     assert sorted(found) == ["a"] * 12 + ["b"] * 4
 
 
-def test_a_step_beyond_the_epochs() -> None:
+def test_preview_of_a_step_beyond_the_epochs_is_refused() -> None:
     dataset = opened(epochs=1.0)
     last = dataset.train.count // 4
     assert len(shown(dataset, step=last)) == 4
@@ -101,7 +101,7 @@ def test_a_step_beyond_the_epochs() -> None:
         shown(dataset, step=last + 1)
 
 
-def test_special_tokens_are_shown_by_name(tmp_path: Path) -> None:
+def test_preview_shows_special_tokens_by_name(tmp_path: Path) -> None:
     path = bpe(tmp_path, around="<s> $A")
     data = Data(
         source="memory",

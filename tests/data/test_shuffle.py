@@ -10,12 +10,12 @@ from phalanx.data.shuffle import Permutation, key
 
 
 @pytest.mark.parametrize("sizes", [range(1, 301), (1023, 1024, 1025, 65537, 200_003)])
-def test_every_value_comes_once(sizes: range | tuple[int, ...]) -> None:
+def test_permutation_is_a_bijection(sizes: range | tuple[int, ...]) -> None:
     for n in sizes:
         assert np.array_equal(np.sort(Permutation(n, key("test", n))(np.arange(n))), np.arange(n)), n
 
 
-def test_a_value_does_not_depend_on_what_is_asked_with_it() -> None:
+def test_permutation_value_is_independent_of_its_batch() -> None:
     permutation = Permutation(1000, 5)
     together = permutation(np.arange(1000))
     assert [int(permutation(np.array([i]))[0]) for i in range(1000)] == together.tolist()
@@ -23,7 +23,7 @@ def test_a_value_does_not_depend_on_what_is_asked_with_it() -> None:
     assert permutation(np.array([], dtype=np.int64)).size == 0
 
 
-def test_large_ranges_are_answered_anywhere() -> None:
+def test_permutation_of_a_large_range_at_any_point() -> None:
     rng = np.random.default_rng(0)
     for n in (2**40 + 1, 2**61 - 1, 2**62):
         asked = np.unique(np.concatenate([rng.integers(0, n, 20_000), [0, n - 1]]))
@@ -34,7 +34,7 @@ def test_large_ranges_are_answered_anywhere() -> None:
         assert answers.mean() == pytest.approx(n / 2, rel=0.02)
 
 
-def test_the_order_looks_random() -> None:
+def test_permutation_looks_random() -> None:
     for n in (1000, 4096, 100_003):
         for index in range(5):
             order = Permutation(n, key("test", 0, index))(np.arange(n)).astype(float)
@@ -46,7 +46,7 @@ def test_the_order_looks_random() -> None:
             assert steps == pytest.approx(n / 20, abs=6 * (n / 20) ** 0.5)
 
 
-def test_keys_bring_every_value_to_every_place() -> None:
+def test_permutation_keys_reach_every_position() -> None:
     keys = [key("test", 1, index) for index in range(1000)]
     for n in (2, 3, 5, 8):
         counts = np.zeros((n, n))
@@ -55,14 +55,14 @@ def test_keys_bring_every_value_to_every_place() -> None:
         assert counts == pytest.approx(1000 / n, rel=0.3)
 
 
-def test_keys_are_the_same_in_every_process_and_differ_by_every_argument() -> None:
+def test_shuffle_keys_are_stable_and_differ_by_every_argument() -> None:
     code = "from phalanx.data.shuffle import key; print(key('epoch', 1, 2))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "7"})
     assert int(out.stdout) == key("epoch", 1, 2)
     assert len({key(p, s, i) for p in "ab" for s in (0, 1, 11, 2**63 - 1) for i in (0, 1, 11, 10**12)}) == 32
 
 
-def test_the_order_never_changes_between_versions() -> None:
+def test_permutation_is_the_same_in_every_version() -> None:
     # A checkpoint is a position in this order: if these numbers change, old runs no longer resume exactly.
     assert Permutation(10, key("epoch", 0, 0))(np.arange(10)).tolist() == [3, 9, 7, 2, 6, 0, 5, 4, 1, 8]
     assert Permutation(1_000_003, key("epoch", 42, 7))(np.arange(4)).tolist() == [504278, 585426, 913454, 32560]

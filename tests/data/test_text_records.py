@@ -18,7 +18,7 @@ from phalanx.data.table_records import ParquetRows, row_groups
 from phalanx.data.text_records import JsonLines, lines, next_line, text_in
 
 
-def test_lines_are_those_of_splitting() -> None:
+def test_line_reader_equals_split() -> None:
     dice = random.Random(0)
     for _ in range(200):
         content = b"\n".join(b"x" * dice.choice([0, 1, 5, 30]) for _ in range(dice.randint(0, 20)))
@@ -31,7 +31,7 @@ def test_lines_are_those_of_splitting() -> None:
             assert content[offset : offset + len(line)] == line
 
 
-def test_every_line_belongs_to_exactly_one_range(tmp_path: Path) -> None:
+def test_every_line_belongs_to_exactly_one_byte_range(tmp_path: Path) -> None:
     dice = random.Random(1)
     path = tmp_path / "a.jsonl"
     for _ in range(60):
@@ -49,7 +49,7 @@ def test_every_line_belongs_to_exactly_one_range(tmp_path: Path) -> None:
         assert found == records
 
 
-def test_a_range_inside_a_long_line_is_left_without_reading_on(tmp_path: Path) -> None:
+def test_byte_range_inside_a_long_line_reads_nothing_more(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"x" * 5000 + b"\nlast\n")
     with path.open("rb") as file:
@@ -61,7 +61,7 @@ def test_a_range_inside_a_long_line_is_left_without_reading_on(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("packing", ["", ".gz", ".zst"])
-def test_a_huge_line_is_skipped_in_little_memory(packing: str, tmp_path: Path) -> None:
+def test_huge_line_is_skipped_in_little_memory(packing: str, tmp_path: Path) -> None:
     path = tmp_path / f"huge.jsonl{packing}"
     size = 1 << 30
     if packing == "":
@@ -94,12 +94,12 @@ def test_a_huge_line_is_skipped_in_little_memory(packing: str, tmp_path: Path) -
     assert peak < 48 << 20, f"{peak >> 20} MiB"
 
 
-def test_a_whole_name_comes_before_dots_that_reach_inside() -> None:
+def test_field_name_with_dots_prefers_the_whole_name() -> None:
     assert text_in({"a.b": "whole", "a": {"b": "inside"}}, "a.b", 100) == "whole"
     assert text_in({"a": {"b": "inside"}}, "a.b", 100) == "inside"
 
 
-def test_packed_names_are_known_however_they_are_written(tmp_path: Path) -> None:
+def test_compressed_suffixes_are_known_in_any_case(tmp_path: Path) -> None:
     (tmp_path / "A.TXT.GZ").write_bytes(gzip.compress(b"one") + gzip.compress(b"two"))
     unpacked = Decompressed(str(tmp_path / "A.TXT.GZ"))
     assert b"".join(iter(lambda: unpacked.read(100), b"")) == b"onetwo"
@@ -125,7 +125,7 @@ class Rangeless(MemoryFileSystem):
         return FrontToBack()
 
 
-def test_a_server_without_ranges_serves_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_web_server_without_ranges_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
 

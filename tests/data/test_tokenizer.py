@@ -16,7 +16,7 @@ from phalanx.spec.run import TOKENIZER_VOCAB
 TEXTS = ["", "plain", "The quick brown fox", "naïve – 語 – 🜁", "tabs\tand\r\nlines\n", " leading and trailing "]
 
 
-def test_text_survives_the_round_trip() -> None:
+def test_tokenizer_round_trip() -> None:
     rng = random.Random(0)
     words = open_tokenizer("byte")
     for text in [*TEXTS, "\0\r\n", *("".join(map(chr, rng.choices(range(0xD800), k=50))) for _ in range(50))]:
@@ -26,7 +26,7 @@ def test_text_survives_the_round_trip() -> None:
         assert words.decode(ids) == text
 
 
-def test_what_is_not_text_is_decoded_without_failing() -> None:
+def test_tokenizer_decodes_invalid_ids() -> None:
     words = open_tokenizer("byte")
     assert words.decode([104, words.end, 105, words.end]) == "hi"
     assert words.decode([104, 300, -100]) == "h"  # a padded vocabulary, an ignored target
@@ -34,7 +34,7 @@ def test_what_is_not_text_is_decoded_without_failing() -> None:
     assert words.decode([]) == ""
 
 
-def test_ids_fit_the_vocabulary() -> None:
+def test_token_ids_fit_the_vocabulary() -> None:
     words = open_tokenizer("byte")
     assert words.vocab == 257 == TOKENIZER_VOCAB["byte"]
     assert words.end == words.vocab - 1
@@ -56,7 +56,7 @@ def test_a_tokenizer_json_gives_the_ids_of_its_library(save: Callable[[Path], Pa
             assert words.decode(ids) == library.decode(ids.tolist())
 
 
-def test_special_tokens_are_added_as_the_library_does_and_left_out_when_asked(tmp_path: Path) -> None:
+def test_special_tokens_are_added_like_the_library_unless_disabled(tmp_path: Path) -> None:
     words = open_tokenizer(str(save_bpe(tmp_path, bos=True)))
     begin = words.encode("", special=True).tolist()
     assert len(begin) == 1
@@ -65,7 +65,7 @@ def test_special_tokens_are_added_as_the_library_does_and_left_out_when_asked(tm
     assert words.encode_spans("fox")[0].tolist() == words.encode("fox", special=False).tolist()
 
 
-def test_a_file_that_asks_for_cut_texts_does_not_cut_a_corpus(tmp_path: Path) -> None:
+def test_truncation_and_padding_of_a_tokenizer_file_are_disabled(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
     library = Tokenizer.from_file(str(save_bpe(tmp_path) / "tokenizer.json"))
@@ -79,7 +79,7 @@ def test_a_file_that_asks_for_cut_texts_does_not_cut_a_corpus(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["byte", "bpe", "unigram"])
-def test_spans_cover_the_text_they_stand_for(name: str, tmp_path: Path) -> None:
+def test_token_spans_cover_their_text(name: str, tmp_path: Path) -> None:
     saved = {"bpe": save_bpe, "unigram": save_unigram}
     words = open_tokenizer(str(saved[name](tmp_path)) if name in saved else name)
     text = "The lazy dog – 語!"
@@ -91,7 +91,7 @@ def test_spans_cover_the_text_they_stand_for(name: str, tmp_path: Path) -> None:
         assert "d" in words.decode(ids[dog])
 
 
-def test_spaces_alone_begin_where_they_stand_though_the_library_cuts_them_off(tmp_path: Path) -> None:
+def test_token_spans_of_spaces_are_restored(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, processors
 
     library = Tokenizer.from_file(str(save_bpe(tmp_path) / "tokenizer.json"))
@@ -105,7 +105,7 @@ def test_spaces_alone_begin_where_they_stand_though_the_library_cuts_them_off(tm
 
 
 @pytest.mark.parametrize("name", ["byte", "bpe", "unigram"])
-def test_a_stream_gives_the_same_text_bit_by_bit(name: str, tmp_path: Path) -> None:
+def test_token_stream_equals_decoding_at_once(name: str, tmp_path: Path) -> None:
     saved = {"bpe": save_bpe, "unigram": save_unigram}
     words = open_tokenizer(str(saved[name](tmp_path)) if name in saved else name)
     text = "The quick brown fox, naïve – 語 – 🜁 end"
@@ -118,7 +118,7 @@ def test_a_stream_gives_the_same_text_bit_by_bit(name: str, tmp_path: Path) -> N
     assert words.stream().push(words.end) == ""
 
 
-def test_the_end_token_is_asked_for_then_configured_then_guessed(tmp_path: Path) -> None:
+def test_end_token_is_requested_then_configured_then_guessed(tmp_path: Path) -> None:
     folder = save_bpe(tmp_path, eos="<|im_end|>")
     ids = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     assert open_tokenizer(str(folder)).end == ids["<|im_end|>"]
@@ -133,7 +133,7 @@ def test_the_end_token_is_asked_for_then_configured_then_guessed(tmp_path: Path)
         open_tokenizer(str(folder), "</s>")
 
 
-def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
+def test_tokenizer_without_an_end_token_is_refused(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
 
     Tokenizer(models.WordLevel({"a": 0, "<stop>": 1}, unk_token="a")).save(str(tmp_path / "words.json"))
@@ -142,7 +142,7 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
     assert open_tokenizer(str(tmp_path / "words.json"), "<stop>").end == 1
 
 
-def test_the_hash_follows_what_ids_are_computed_from(tmp_path: Path) -> None:
+def test_tokenizer_hash_covers_everything_that_determines_ids(tmp_path: Path) -> None:
     first, second = save_bpe(tmp_path / "a"), save_unigram(tmp_path / "b")
     hashes = {open_tokenizer(str(first)).sha256, open_tokenizer(str(second)).sha256, open_tokenizer("byte").sha256}
     hashes.add(open_tokenizer(str(first), "<|im_end|>").sha256)
@@ -150,7 +150,7 @@ def test_the_hash_follows_what_ids_are_computed_from(tmp_path: Path) -> None:
     assert open_tokenizer(str(first / "tokenizer.json")).sha256 == open_tokenizer(str(first)).sha256
 
 
-def test_the_chat_template_is_found_where_transformers_keeps_it(tmp_path: Path) -> None:
+def test_chat_template_is_found_where_transformers_stores_it(tmp_path: Path) -> None:
     folder = save_bpe(tmp_path, template=CHATML)
     words = open_tokenizer(str(folder))
     assert words.chat_template == CHATML
@@ -180,7 +180,7 @@ def test_a_broken_tokenizer_is_refused_with_its_file(content: bytes, tmp_path: P
         open_tokenizer(str(tmp_path))
 
 
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"holds no tokenizer\.json; name a folder that does"):
         open_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.model").write_bytes(b"sentencepiece")
@@ -188,7 +188,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         open_tokenizer(str(tmp_path))
 
 
-def test_a_broken_file_beside_it_is_named(tmp_path: Path) -> None:
+def test_broken_tokenizer_config_is_named(tmp_path: Path) -> None:
     (save_bpe(tmp_path) / "tokenizer_config.json").write_text("{")
     with pytest.raises(RunError, match=r"tokenizer_config\.json cannot be read"):
         open_tokenizer(str(tmp_path))

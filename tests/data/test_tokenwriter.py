@@ -13,7 +13,7 @@ from phalanx.data.tokenizer import open_tokenizer
 WORDS = open_tokenizer("byte")
 
 
-def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
+def test_written_token_files_read_back(tmp_path: Path) -> None:
     dice = np.random.default_rng(0)
     documents = [dice.integers(0, 256, size) for size in dice.integers(0, 50, 40)]
     masks = [dice.integers(0, 2, len(document)) for document in documents]
@@ -28,12 +28,12 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
         assert found is not None and found.tolist() == [*map(bool, mask), bool(mask[-1]) if len(mask) else False]
 
 
-def test_a_document_has_one_end(tmp_path: Path) -> None:
+def test_written_document_has_one_end_token(tmp_path: Path) -> None:
     write_token_files(tmp_path, WORDS, [[1, WORDS.end], [2], []])
     assert TokenFiles(tmp_path).read(0, 5).tolist() == [1, WORDS.end, 2, WORDS.end, WORDS.end]
 
 
-def test_the_files_are_as_documented(tmp_path: Path) -> None:
+def test_written_token_files_match_the_documented_format(tmp_path: Path) -> None:
     """By the words of docs/token-files.md, without the reader."""
     meta = write_token_files(tmp_path, WORDS, [[1, 2], [3]], [[1, 0], [1]])
     tokens, index, mask = ((tmp_path / f"part-000000.{suffix}").read_bytes() for suffix in ("tokens", "index", "mask"))
@@ -43,7 +43,7 @@ def test_the_files_are_as_documented(tmp_path: Path) -> None:
     assert meta.parts[0].sha256 == hashlib.sha256(tokens + index + mask).hexdigest()
 
 
-def test_the_fingerprint_follows_ids_borders_masks_and_tokenizer(tmp_path: Path) -> None:
+def test_token_file_fingerprint_covers_ids_borders_masks_and_tokenizer(tmp_path: Path) -> None:
     made = [
         write_token_files(tmp_path / "a", WORDS, [[1, 2], [3]]),
         write_token_files(tmp_path / "b", WORDS, [[1, 2], [4]]),
@@ -55,7 +55,7 @@ def test_the_fingerprint_follows_ids_borders_masks_and_tokenizer(tmp_path: Path)
     assert write_token_files(tmp_path / "f", WORDS, [[1, 2], [3]]).fingerprint == made[0].fingerprint
 
 
-def test_nothing_has_its_name_before_it_is_whole(tmp_path: Path) -> None:
+def test_token_file_is_renamed_only_when_complete(tmp_path: Path) -> None:
     writer = TokenWriter(tmp_path, "part-000000", WORDS)
     writer.add([1, 2])
     assert not list(tmp_path.glob("*.tokens")) and not list(tmp_path.glob("*.index"))
@@ -65,7 +65,7 @@ def test_nothing_has_its_name_before_it_is_whole(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "a part without documents is none"
 
 
-def test_masks_are_for_all_documents_or_none(tmp_path: Path) -> None:
+def test_token_writer_needs_masks_for_all_documents_or_none(tmp_path: Path) -> None:
     writer = TokenWriter(tmp_path, "part-000000", WORDS, masked=True)
     with pytest.raises(AssertionError, match="every document of a part has a mask"):
         writer.add([1, 2])

@@ -60,7 +60,7 @@ def test_token_files_of_many_parts_are_one_stream(tmp_path: Path, monkeypatch: p
         )
 
 
-def test_several_folders_are_one_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_folders_of_token_files_are_one_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(1)
     for _ in range(25):
         monkeypatch.setattr(corpus_module, "BLOCKS", rng.choice([1 << 17, 5]))
@@ -80,7 +80,7 @@ def test_several_folders_are_one_corpus(monkeypatch: pytest.MonkeyPatch) -> None
         assert ChainedCorpus([Masked(ids) for ids in ([[1]], [[2, 3]])]).mask(0, 5) is None
 
 
-def test_a_find_reads_little_however_many_documents_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_files_find_reads_little_for_any_number_of_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = TokenFiles(write_tokens(tmp_path, [[[1, 2]] * 150_000]))
     assert files.find(3 * 99_999 + 1) == 99_999
     asked: list[int] = []
@@ -92,7 +92,7 @@ def test_a_find_reads_little_however_many_documents_there_are(tmp_path: Path, mo
     assert sum(asked) < 200
 
 
-def test_a_truncated_or_missing_file_is_named_before_a_step(tmp_path: Path) -> None:
+def test_truncated_or_missing_token_file_is_named_on_opening(tmp_path: Path) -> None:
     write_tokens(tmp_path, [[[1, 2, 3]], [[4]]])
     os.truncate(tmp_path / "p0.tokens", 4)
     os.remove(tmp_path / "p1.index")
@@ -112,14 +112,14 @@ def test_a_truncated_or_missing_file_is_named_before_a_step(tmp_path: Path) -> N
         ('{"format": "phalanx-tokens", "version": 1}', "is not complete"),
     ],
 )
-def test_a_folder_that_is_none_of_ours_is_refused(tmp_path: Path, text: str | None, words: str) -> None:
+def test_folder_without_token_files_is_refused(tmp_path: Path, text: str | None, words: str) -> None:
     if text is not None:
         (tmp_path / "tokens.json").write_text(text)
     with pytest.raises(RunError, match=words):
         TokenFiles(tmp_path)
 
 
-def test_a_file_that_shrinks_or_vanishes_is_an_error_and_never_short_data(tmp_path: Path) -> None:
+def test_token_file_that_shrinks_or_vanishes_is_an_error(tmp_path: Path) -> None:
     files = TokenFiles(write_tokens(tmp_path, [[[1, 2, 3]]]))
     assert files.read(0, 4).tolist() == [1, 2, 3, END]
     os.truncate(tmp_path / "p0.tokens", 4)
@@ -130,7 +130,7 @@ def test_a_file_that_shrinks_or_vanishes_is_an_error_and_never_short_data(tmp_pa
         files.bounds(0, 1)
 
 
-def test_ids_of_a_large_vocabulary_are_kept(tmp_path: Path) -> None:
+def test_token_files_keep_ids_of_a_large_vocabulary(tmp_path: Path) -> None:
     write_tokens(tmp_path, [[[1, 2, 3]]], dtype="uint32")
     np.array([70_000, 2**32 - 1, 5, 100_000], dtype="<u4").tofile(tmp_path / "p0.tokens")
     assert TokenFiles(tmp_path).read(0, 4).tolist() == [70_000, 2**32 - 1, 5, 100_000]
