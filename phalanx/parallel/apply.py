@@ -92,7 +92,7 @@ def sample_axes(run: Run) -> tuple[str, ...]:
 
 def _mirrored(parts: list[nn.Module], shards: dict[str, ParamShard], tied: str | None) -> dict[str, ParamShard]:
     """The last stage's copy of a tied embedding mirrors the first's, and is not counted again."""
-    if tied not in shards or any(getattr(part, "begins", True) for part in parts):
+    if tied not in shards or any(getattr(part, "is_first_stage", True) for part in parts):
         return shards
     return shards | {tied: replace(shards[tied], counted=False)}
 

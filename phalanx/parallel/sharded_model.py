@@ -105,7 +105,7 @@ class ShardedModel:
     @property
     def reports_loss(self) -> bool:
         """Whether this rank tells the loss: one of those that compute the same, where the last stage is."""
-        return self.mesh.coordinate("tensor") == 0 and any(getattr(part, "ends", True) for part in self.parts)
+        return self.mesh.coordinate("tensor") == 0 and any(getattr(part, "is_last_stage", True) for part in self.parts)
 
     def begin(self, micro_batches: int, pipelined: bool = False) -> None:
         self.engine.begin(micro_batches, pipelined)

@@ -207,7 +207,7 @@ def _unfit(table: _Table, spots: Mapping[str, ParamShard], sequence: bool) -> It
                     f"AXES names a dimension of {name} {kind!r}, but model.{kind} = {count} does not divide "
                     f"its {spots[name].slice.whole[dims.index(kind)]} elements: whole heads could not be cut."
                 )
-    if sequence and table.whole_vocabulary and getattr(table.part, "ends", True):
+    if sequence and table.whole_vocabulary and getattr(table.part, "is_last_stage", True):
         yield (
             "layout.sequence = true needs a model that gives its logits through a linear layer whose first dimension AXES "
             "names 'vocab', or through an attribute `project`: take layout.sequence = false."

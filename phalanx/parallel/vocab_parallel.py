@@ -140,7 +140,7 @@ def swap(parts: list[nn.Module], group: Group | None, *, chunk: int | None, sequ
 
 def applied(parts: list[nn.Module], loss: Loss) -> str | None:
     """What was done, read off the model's end and the loss; None: nothing."""
-    ends = [part for part in parts if getattr(part, "ends", True)]
+    ends = [part for part in parts if getattr(part, "is_last_stage", True)]
     if not isinstance(loss, VocabularyLoss) or not ends:
         return None
     told = []
