@@ -180,7 +180,7 @@ def train(mesh: Mesh, kind: str, zero: int, compute: str = "fp32", give_up: int 
             engine.finish()
         term = accumulate(engine, model, numbers(step, mesh.replica, replicas), compute, replicas)
         copies = mesh.ranks / replicas
-        trained.losses.append(mesh.sum(torch.tensor(term, dtype=torch.float64)).item() / copies)
+        trained.losses.append(mesh.all_reduce(torch.tensor(term, dtype=torch.float64)).item() / copies)
         trained.gradients.append(gradients(engine, mesh))
         trained.norms.append(placed.norm().item())
         evaluate(model, compute)  # whatever it gathers must not outlive the update

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from phalanx.parallel.mesh import connect, resident_bytes
+from phalanx.accelerator import resident_bytes
+from phalanx.parallel.mesh import connect
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.place import Place

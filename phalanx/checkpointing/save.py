@@ -39,7 +39,7 @@ class Ranks(Protocol):
         """Ranks with the same number hold parts of the same tensors."""
 
     @property
-    def speaks_for_stage(self) -> bool: ...
+    def is_stage_leader(self) -> bool: ...
     @property
     def device(self) -> torch.device: ...
     def broadcast_object(self, value: Any, /) -> Any:
@@ -108,7 +108,7 @@ class Saver:
         held = as_state_tensors(tensors)
         parts = laid_out(written(held))
         holding = Holding(
-            self._ranks.stage, {n: p.whole_bytes for n, p in held.items()} if self._ranks.speaks_for_stage else None
+            self._ranks.stage, {n: p.whole_bytes for n, p in held.items()} if self._ranks.is_stage_leader else None
         )
         no_copy = None if wait else self._staging.begin(parts)
         direct = wait or no_copy is not None

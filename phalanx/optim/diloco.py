@@ -55,7 +55,7 @@ class Outer:
             mean = torch.zeros(portion.size, dtype=first.dtype, device=first.device)
             for part in portion.slices:
                 part.within(mean).copy_(part.of(flat(self._held[part.index].value)))
-            self._group.sum(mean).div_(self._group.size)
+            self._group.all_reduce(mean).div_(self._group.size)
             for part in portion.slices:
                 anchor = part.of(flat(self._anchors[part.index]))
                 self._move(anchor, part.within(mean), part.of(flat(self._momentum[part.index])))

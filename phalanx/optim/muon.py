@@ -116,7 +116,7 @@ class _Shared:
         spots = [held[index].shard for index in indices]
         device = held[indices[0]].value.device
         names = crc32("\n".join(held[index].name for index in indices).encode())
-        of_all = group.gathered(torch.tensor([[names, len(indices)]], device=device))
+        of_all = group.all_gather(torch.tensor([[names, len(indices)]], device=device))
         assert (of_all == of_all[0]).all(), "ranks that share matrices hold different ones"
         places = boxes_of_all(group, spots, device)
         self._whole = {index: spot.slice.whole for index, spot in zip(indices, spots, strict=True)}
@@ -135,7 +135,7 @@ class _Shared:
         mine = round_[here] if here < len(round_) else None
         sizes = [box.numel() for box in boxes] + [0] * (group.size - len(boxes))
         taken = [box.numbers for box in self._boxes[mine]] if mine is not None else [0] * group.size
-        received = group.exchanged(torch.cat([box.reshape(-1) for box in boxes]), sizes, taken)
+        received = group.all_to_all(torch.cat([box.reshape(-1) for box in boxes]), sizes, taken)
         back = received
         if mine is not None:
             whole = received.new_empty(self._whole[mine])
@@ -144,7 +144,7 @@ class _Shared:
                 whole[place.rows, place.columns] = part.view(place.shape)
             whole = _orthogonal(whole)
             back = torch.cat([whole[place.rows, place.columns].reshape(-1) for place in places])
-        returned = group.exchanged(back, taken, sizes)
+        returned = group.all_to_all(back, taken, sizes)
         parts = returned.split(sizes)[: len(round_)]
         return [part.view(box.shape) for part, box in zip(parts, boxes, strict=True)]
 
@@ -152,7 +152,7 @@ class _Shared:
 def boxes_of_all(group: Group, spots: Sequence[ParamShard], device: torch.device) -> list[list[list[int]]]:
     """Offset and shape of every rank's box, by matrix and rank. A rehearsal, which is told nothing by others, puts its own in the place
     of this function."""
-    places = group.gathered(torch.tensor([[*spot.slice.offset, *spot.slice.shape] for spot in spots], device=device)[None])
+    places = group.all_gather(torch.tensor([[*spot.slice.offset, *spot.slice.shape] for spot in spots], device=device)[None])
     return list(places.transpose(0, 1).tolist())
 
 

@@ -36,7 +36,7 @@ def split(parts: Sequence[nn.Module], spots: Mapping[str, ParamShard], axes: Axe
         router = getattr(layer.parent, "router", None)
         if router is not None and mesh.size("context") * mesh.size("tensor") > 1:
             # Parts of its sequences lie on these ranks, and the balancing loss is that of whole ones.
-            router.together = mesh.group("context", "tensor", use="expert").sum
+            router.together = mesh.group("context", "tensor", use="expert").all_reduce
         if shared:
             count = _legal(layer, found, mesh)
             for name, dims in layer.dims.items():

@@ -105,7 +105,7 @@ def _agree(counts_E: Tensor, seats: Seats, rows: int) -> _Traffic:
     across, within, everyone = seats.across, seats.within, seats.everyone
     counts_PL = counts_E.view(across.size, -1)
     ones = [1] * everyone.size
-    counts_PQL = everyone.exchanged(counts_PL.repeat_interleave(within.size, 0), ones, ones).view(across.size, within.size, -1)
+    counts_PQL = everyone.all_to_all(counts_PL.repeat_interleave(within.size, 0), ones, ones).view(across.size, within.size, -1)
     taken_P, sizes_Q = counts_PQL[:, within.index].sum(-1), counts_PQL.sum((0, 2))
     known = read(torch.cat((counts_PL.sum(-1), taken_P, sizes_Q)), seats, rows)
     given, taken, sizes = known[: across.size], known[across.size : -within.size], known[-within.size :]

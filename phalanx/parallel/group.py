@@ -1,14 +1,16 @@
-"""Some ranks that work together, and what they can do with a tensor: plain collectives, and the same as parts of a model whose
-backward is the fitting other one. Every technique of this room is built from these.
+"""A group of ranks and its collectives: plain ones, and differentiable ones for use inside a model.
 
-    forward        backward
-    copy           all-reduce        into a region where each rank computes a part from the whole
-    reduce         copy              out of it
-    gather         reduce-scatter    into such a region from slices
-    scatter        all-gather        out of it, to slices
-    part           all-gather        each rank goes on with its slice of what all have
-    join           part              all go on with the whole, and do the same with it
-    exchange       exchange          rows to the ranks that want them, and back
+Every technique of this room is built from these. A *region* is a part of the model in which each rank computes its share from the
+whole input (tensor parallelism); outside, all ranks have the same activations, or a slice of the sequence each.
+
+    differentiable         forward           backward
+    copy_to_region         copy              all-reduce        from whole activations into a region
+    reduce_from_region     all-reduce        copy              out of a region
+    gather_to_region       all-gather        reduce-scatter    from slices into a region
+    scatter_from_region    reduce-scatter    all-gather        out of a region, to slices
+    split                  own chunk         all-gather        each rank continues with its chunk of what all have
+    join                   all-gather        own chunk         all ranks continue with the whole, and compute the same from it
+    exchange               all-to-all        all-to-all        rows to the ranks that need them, and back
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from phalanx.observe.comm_timer import timed_collective
 
-# torch 2.13 has new names for these two, and warns of the old ones.
+# torch 2.13 renames these two and warns of the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -32,12 +34,12 @@ Move = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Group:
-    """The ranks, in order, and which of them this one is. A group of one does nothing, at no cost."""
+    """Ranks in order, and this rank's index among them. With a single rank every collective returns its input."""
 
     ranks: tuple[int, ...]
     index: int
     use: str
-    """The technique it serves."""
+    """The technique that it serves."""
     handle: dist.ProcessGroup | None
 
     @property
@@ -46,26 +48,26 @@ class Group:
 
     # Plain collectives, without gradients.
 
-    def sum(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Over the group, in place."""
+    def all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """Sum over the group, in place."""
         if self.handle is not None:
             timed_collective(dist.all_reduce, values, op=operation, group=self.handle)
         return values
 
     def start_all_reduce(self, values: Tensor) -> dist.Work | None:
-        """Begin to sum over the group, in place."""
+        """Begin to sum over the group, in place. None: the group is one rank and the sum is complete."""
         return None if self.handle is None else dist.all_reduce(values, group=self.handle, async_op=True)
 
     def start_reduce_scatter(self, part: Tensor, whole: Tensor) -> dist.Work | None:
-        """Begin to sum `whole` over the group and to write this rank's part of it into `part`; both flat. Alone, they are one."""
+        """Begin to sum `whole` over the group and write this rank's part into `part`; both are flat."""
         return None if self.handle is None else _reduce_scatter(part, whole, group=self.handle, async_op=True)
 
     def start_all_gather(self, whole: Tensor, part: Tensor) -> dist.Work | None:
-        """Begin to write the parts of all, one behind the other, into `whole`; both flat. Alone, they are one."""
+        """Begin to write the parts of all ranks, concatenated, into `whole`; both are flat."""
         return None if self.handle is None else _all_gather(whole, part, group=self.handle, async_op=True)
 
-    def gathered(self, part: Tensor, dim: int = 0) -> Tensor:
-        """The parts of all, one behind the other along `dim`; they must be of one shape."""
+    def all_gather(self, part: Tensor, dim: int = 0) -> Tensor:
+        """The parts of all ranks, concatenated along `dim`. They must have one shape."""
         if self.handle is None:
             return part
         part = part.movedim(dim, 0).contiguous()
@@ -73,8 +75,8 @@ class Group:
         timed_collective(_all_gather, whole, part, group=self.handle)
         return whole.movedim(0, dim)
 
-    def scattered(self, whole: Tensor, dim: int = 0) -> Tensor:
-        """This rank's part, along `dim`, of the sum over the group; the group's size must divide it."""
+    def reduce_scatter(self, whole: Tensor, dim: int = 0) -> Tensor:
+        """This rank's chunk along `dim` of the sum over the group. The group's size must divide the length."""
         if self.handle is None:
             return whole
         whole = whole.movedim(dim, 0).contiguous()
@@ -82,59 +84,63 @@ class Group:
         timed_collective(_reduce_scatter, part, whole, group=self.handle)
         return part.movedim(0, dim)
 
-    def own(self, whole: Tensor, dim: int = 0) -> Tensor:
-        """This rank's part along `dim` of what all have."""
+    def own_chunk(self, whole: Tensor, dim: int = 0) -> Tensor:
+        """This rank's chunk along `dim` of a tensor that all ranks have."""
         return whole.chunk(self.size, dim)[self.index] if self.size > 1 else whole
 
-    def exchanged(self, rows: Tensor, given: Sequence[int], taken: Sequence[int]) -> Tensor:
-        """Send given[i] rows to the i-th rank and take taken[i] from it, in the order of ranks."""
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send sent[i] rows to the i-th rank and receive received[i] from it, in rank order."""
         if self.handle is None:
             return rows
-        out = rows.new_empty(sum(taken), *rows.shape[1:])
-        timed_collective(dist.all_to_all_single, out, rows.contiguous(), list(taken), list(given), group=self.handle)
+        out = rows.new_empty(sum(received), *rows.shape[1:])
+        timed_collective(dist.all_to_all_single, out, rows.contiguous(), list(received), list(sent), group=self.handle)
         return out
 
-    # The same inside a model.
+    # Differentiable: see the table above.
 
-    def copy(self, x: Tensor) -> Tensor:
-        return self._there_and_back(x, lambda x: x.view_as(x), self._summed)
+    def copy_to_region(self, x: Tensor) -> Tensor:
+        return self._differentiable(x, lambda x: x.view_as(x), self._summed)
 
-    def reduce(self, x: Tensor) -> Tensor:
-        return self._there_and_back(x, self._summed, lambda gradient: gradient)
+    def reduce_from_region(self, x: Tensor) -> Tensor:
+        return self._differentiable(x, self._summed, lambda gradient: gradient)
 
-    def gather(self, x: Tensor, dim: int) -> Tensor:
-        return self._there_and_back(x, lambda x: self.gathered(x, dim), lambda gradient: self.scattered(gradient, dim))
+    def gather_to_region(self, x: Tensor, dim: int) -> Tensor:
+        return self._differentiable(x, lambda x: self.all_gather(x, dim), lambda gradient: self.reduce_scatter(gradient, dim))
 
-    def scatter(self, x: Tensor, dim: int) -> Tensor:
-        return self._there_and_back(x, lambda x: self.scattered(x, dim), lambda gradient: self.gathered(gradient, dim))
+    def scatter_from_region(self, x: Tensor, dim: int) -> Tensor:
+        return self._differentiable(x, lambda x: self.reduce_scatter(x, dim), lambda gradient: self.all_gather(gradient, dim))
 
-    def part(self, x: Tensor, dim: int) -> Tensor:
-        return self._there_and_back(x, lambda x: self.own(x, dim).clone(), lambda gradient: self.gathered(gradient, dim))
-
-    def join(self, x: Tensor, dim: int) -> Tensor:
-        return self._there_and_back(x, lambda x: self.gathered(x, dim), lambda gradient: self.own(gradient, dim).clone())
-
-    def exchange(self, x: Tensor, given: Sequence[int], taken: Sequence[int]) -> Tensor:
-        return self._there_and_back(
-            x, lambda x: self.exchanged(x, given, taken), lambda gradient: self.exchanged(gradient, taken, given)
+    def split(self, x: Tensor, dim: int) -> Tensor:
+        return self._differentiable(
+            x, lambda x: self.own_chunk(x, dim).clone(), lambda gradient: self.all_gather(gradient, dim)
         )
 
-    def _there_and_back(self, x: Tensor, there: Move, back: Move) -> Tensor:
-        return x if self.size == 1 else _ThereAndBack.apply(x, there, back)
+    def join(self, x: Tensor, dim: int) -> Tensor:
+        return self._differentiable(
+            x, lambda x: self.all_gather(x, dim), lambda gradient: self.own_chunk(gradient, dim).clone()
+        )
+
+    def exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        return self._differentiable(
+            x, lambda x: self.all_to_all(x, sent, received), lambda gradient: self.all_to_all(gradient, received, sent)
+        )
+
+    def _differentiable(self, x: Tensor, forward: Move, backward: Move) -> Tensor:
+        return x if self.size == 1 else _Differentiable.apply(x, forward, backward)
 
     def _summed(self, x: Tensor) -> Tensor:
-        """Not in place: what it is given belongs to autograd."""
-        return self.sum(x.contiguous().clone())
+        """Not in place: the tensor belongs to autograd."""
+        return self.all_reduce(x.contiguous().clone())
 
 
-class _ThereAndBack(torch.autograd.Function):
-    """What goes forward with the values, and what goes backward with their gradients."""
+class _Differentiable(torch.autograd.Function):
+    """Applies one function to values in the forward and another to gradients in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Move, back: Move) -> Tensor:
-        ctx.back = back
-        return there(x)
+    def forward(ctx: Any, x: Tensor, forward: Move, backward: Move) -> Tensor:
+        ctx.apply_backward = backward
+        return forward(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(gradients[0]), None, None
+        return ctx.apply_backward(gradients[0]), None, None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -62,7 +61,7 @@ class Mesh:
         return self.coordinate("data") * self.layout.shard + self.coordinate("shard")
 
     @property
-    def first_of_replica(self) -> bool:
+    def is_replica_leader(self) -> bool:
         """One rank of each replica, in the first stage: it alone says what all ranks of the replica know."""
         return not (self.coordinate("pipeline") or self.coordinate("context") or self.coordinate("tensor"))
 
@@ -80,7 +79,7 @@ class Mesh:
         return self.coordinate("pipeline")
 
     @property
-    def speaks_for_stage(self) -> bool:
+    def is_stage_leader(self) -> bool:
         """One rank of each."""
         return self.peer_index()[0] == 0
 
@@ -142,13 +141,13 @@ class Mesh:
                 handle = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=use)
         return Group(ranks=ranks, index=ranks.index(self.rank), use=use, handle=handle)
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         """Sum over all ranks, in place."""
         if self.ranks > 1:
             timed_collective(dist.all_reduce, values)
         return values
 
-    def start(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> dist.Work | None:
+    def start_all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> dist.Work | None:
         """Begin a reduction over all ranks, in place; wait for the result with `busy.wait`."""
         return dist.all_reduce(values, op=operation, async_op=True) if self.ranks > 1 else None
 
@@ -205,7 +204,7 @@ class Mesh:
 
     def barrier(self) -> None:
         """Wait for all ranks; through gloo, so that a GPU run needs no kernel for it."""
-        self.sum(torch.zeros(1))
+        self.all_reduce(torch.zeros(1))
 
 
 def _notes() -> dist.Store:
@@ -318,9 +317,3 @@ def abandoned() -> Iterator[None]:
     finally:
         while groups:
             threading.Thread(target=[groups.pop()].clear, name="burying", daemon=True).start()
-
-
-def resident_bytes() -> int:
-    """Memory of this process in RAM."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

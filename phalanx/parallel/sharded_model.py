@@ -121,7 +121,7 @@ class ShardedModel:
             _sum_together(gradients, group)
         for one in self.owned:
             if one.name in self.tied and one.gradient is not None:
-                self.tied[one.name].sum(one.gradient)
+                self.tied[one.name].all_reduce(one.gradient)
 
     def norm(self) -> Tensor:
         """Euclidean norm of the whole gradient, in fp32 on the device, the same on all ranks."""
@@ -135,7 +135,7 @@ class ShardedModel:
         square = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for share, gradients in terms.items():
             square += torch.stack(_norms(gradients)).double().square().sum() * share
-        return self.step_group.sum(square).sqrt().float()
+        return self.step_group.all_reduce(square).sqrt().float()
 
     def copies(self, spot: ParamShard) -> int:
         """How many ranks of this stage, of those that take a step together, hold the same box."""
@@ -150,6 +150,6 @@ def _sum_together(gradients: list[Tensor], group: Group) -> None:
     """Over the group, in place, with one message for all of a kind."""
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         alike = [gradient for gradient in gradients if gradient.dtype == dtype]
-        flat = group.sum(torch.cat([gradient.flatten() for gradient in alike]))
+        flat = group.all_reduce(torch.cat([gradient.flatten() for gradient in alike]))
         for gradient, total in zip(alike, flat.split([gradient.numel() for gradient in alike]), strict=True):
             gradient.copy_(total.view_as(gradient))

@@ -32,8 +32,8 @@ class CopyToTP:
     def enter(self, x_BSD: Tensor) -> Tensor:
         x_BSD = computed(x_BSD)
         if not self.sliced:
-            return self.group.copy(x_BSD)
-        return self.group.gather(x_BSD, 1).contiguous()  # once, or every projection would do it
+            return self.group.copy_to_region(x_BSD)
+        return self.group.gather_to_region(x_BSD, 1).contiguous()  # once, or every projection would do it
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class ReduceFromTP:
     sliced: bool
 
     def __call__(self, module: nn.Linear, args: tuple[Any, ...], y_BSD: Tensor) -> Tensor:
-        y_BSD = self.group.scatter(y_BSD, 1) if self.sliced else self.group.reduce(y_BSD)
+        y_BSD = self.group.scatter_from_region(y_BSD, 1) if self.sliced else self.group.reduce_from_region(y_BSD)
         return y_BSD if module.bias is None else y_BSD + module.bias.to(y_BSD.dtype)
 
 
@@ -72,7 +72,7 @@ class Lookup:
         local_BS = tokens_BS - self.shard.slice.offset[0]
         elsewhere_BS = (local_BS < 0) | (local_BS >= self.shard.slice.shape[0])
         x_BSD = self.whole(local_BS.masked_fill(elsewhere_BS, 0)).masked_fill(elsewhere_BS[..., None], 0.0)
-        return self.group.scatter(x_BSD, 1) if self.sliced else self.group.reduce(x_BSD)
+        return self.group.scatter_from_region(x_BSD, 1) if self.sliced else self.group.reduce_from_region(x_BSD)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ class Slice:
     group: Group
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (self.group.own(args[0], 1), *args[1:])
+        return (self.group.own_chunk(args[0], 1), *args[1:])
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ class SplitSeq:
     group: Group
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (self.group.part(args[0], 1), *args[1:])
+        return (self.group.split(args[0], 1), *args[1:])
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +112,7 @@ class Together:
     group: Group
 
     def __call__(self, counts_BE: Tensor) -> Tensor:
-        return self.group.sum(counts_BE.clone())
+        return self.group.all_reduce(counts_BE.clone())
 
 
 class KvSelect:

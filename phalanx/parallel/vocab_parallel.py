@@ -59,7 +59,7 @@ class Share:
         target_N = logits_NV.gather(1, local_N[:, None])[:, 0].masked_fill(~here_N, 0.0)
         if self.group is not None:
             # Two numbers per token and rank, in one message, added in the same order on all.
-            both_R2N = self.group.gathered(torch.stack((whole_N, target_N))).unflatten(0, (-1, 2))
+            both_R2N = self.group.all_gather(torch.stack((whole_N, target_N))).unflatten(0, (-1, 2))
             whole_N, target_N = both_R2N[:, 0].logsumexp(0), both_R2N[:, 1].sum(0)
         return (whole_N - target_N).masked_fill(targets_N == IGNORED, 0.0), whole_N
 

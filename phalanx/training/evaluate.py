@@ -57,7 +57,7 @@ def evaluate(
         for part in placed.parts:
             part.train()
     word.wait()
-    totals = placed.mesh.sum(torch.stack(rows))
+    totals = placed.mesh.all_reduce(torch.stack(rows))
     whole = _measured(*totals.sum(0).tolist())
     return Evaluated(
         step=step,
@@ -88,7 +88,7 @@ class _Word:
         if told := self.wait():
             raise Left(told)
         self._told = torch.full((1,), float(self._stopping()))
-        self._work = self._mesh.start(self._told, dist.ReduceOp.MAX)
+        self._work = self._mesh.start_all_reduce(self._told, dist.ReduceOp.MAX)
 
 
 def _sums(samples: Samples, stepper: Stepper, prepare: Prepare, word: _Word, extent: tuple[Plan, int]) -> Tensor:

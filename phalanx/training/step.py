@@ -331,7 +331,7 @@ class Stepper:
         a rank whose copy of the gradient is damaged must not go its own way."""
         if self._mesh.ranks == 1 or not (self._alone or self.sharded.is_local_sgd):
             return good
-        return self._mesh.sum((~good).double()) == 0
+        return self._mesh.all_reduce((~good).double()) == 0
 
 
 def _first(output: Any) -> Any:

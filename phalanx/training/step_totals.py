@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.accelerator import resident_bytes
 from phalanx.observe import comm_timer
 from phalanx.parallel.expert import Loads
-from phalanx.parallel.mesh import resident_bytes
 from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.training.micro_batch import MicroBatch
 
@@ -72,7 +72,7 @@ class Totals:
             self._sums[1] += batch.counted
 
     def see(self, batch: MicroBatch) -> None:
-        if self._mesh.first_of_replica:
+        if self._mesh.is_replica_leader:
             self._sums[2] += batch.digest
 
     def stop(self, told: int = STOP) -> None:
@@ -86,8 +86,8 @@ class Totals:
             self.own_loss = self._sums[0].clone()
             self._flags[1] = torch.cuda.max_memory_allocated() if on_gpu else resident_bytes()
             if self._placed.step_group.size < self._mesh.ranks:
-                self._own = self._placed.step_group.sum(self._sums[1].clone())
-            self._works = [self._mesh.start(self._sums), self._mesh.start(self._flags, dist.ReduceOp.MAX)]
+                self._own = self._placed.step_group.all_reduce(self._sums[1].clone())
+            self._works = [self._mesh.start_all_reduce(self._sums), self._mesh.start_all_reduce(self._flags, dist.ReduceOp.MAX)]
 
     def wait(self) -> None:
         for work in self._works or []:

@@ -53,7 +53,7 @@ def hand_off(trainer: Trainer, contributors: list[int]) -> bool:
         return False
     assert mesh.place.holder is not None
     share = HandoffShare(
-        mesh.place.generation, contributors.index(mesh.rank), len(contributors), mesh.stage, mesh.speaks_for_stage
+        mesh.place.generation, contributors.index(mesh.rank), len(contributors), mesh.stage, mesh.is_stage_leader
     )
     write_handoff(Path(mesh.place.holder), share, trainer.progress.step, tensors, trainer.saving.contents(trainer.progress))
     return True

@@ -23,10 +23,10 @@ def collectives(mesh: Mesh) -> Sent:
     uneven = [3, 9] if tensor.index == 0 else [4, 8]
     with Account() as account:
         data.sum(values.clone())
-        tensor.gathered(values)
-        tensor.scattered(values)
-        tensor.exchanged(values, uneven, [3, 4] if tensor.index == 0 else [9, 8])
-        mesh.sum(torch.zeros(3, dtype=torch.float64))
+        tensor.all_gather(values)
+        tensor.reduce_scatter(values)
+        tensor.all_to_all(values, uneven, [3, 4] if tensor.index == 0 else [9, 8])
+        mesh.all_reduce(torch.zeros(3, dtype=torch.float64))
     assert values.sum() == 48  # and nothing is changed by being watched
     data.sum(values)  # nor counted afterwards
     return account.sent
@@ -47,7 +47,7 @@ def backward(mesh: Mesh) -> Sent:
     group = mesh.group("tensor", use="tensor")
     x = torch.ones(2, 6, requires_grad=True)
     with Account() as account:
-        group.gather(group.copy(x), 1).sum().backward()
+        group.gather_to_region(group.copy_to_region(x), 1).sum().backward()
     return account.sent
 
 

@@ -256,7 +256,9 @@ def step(mesh: Mesh, spec: ModelSpec, method: str, kind: str, how: str) -> tuple
         total += found.detach()
     placed.finish()
     shares = mesh.layout.ranks // mesh.layout.replicas // mesh.size("context")  # ranks that have the same to tell
-    return mesh.sum(total).item() / shares, {one.name: one.gradient.clone() for one in placed.owned if one.gradient is not None}
+    return mesh.all_reduce(total).item() / shares, {
+        one.name: one.gradient.clone() for one in placed.owned if one.gradient is not None
+    }
 
 
 def steps(mesh: Mesh, cases: list[tuple[ModelSpec, str, str, str]]) -> list[tuple[float, dict[str, Tensor]]]:

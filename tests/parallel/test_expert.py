@@ -106,7 +106,7 @@ def gradients(mesh: Mesh, kind: str, crowded: bool, compute: torch.dtype | None)
     for name, (gradient, spot) in boxes.items():  # what several ranks hold is alike on all
         torch.testing.assert_close(gradient, extract(spot.slice, found_wholes[name]), rtol=1e-5, atol=1e-6)
     shapes = [tuple(one.value.shape) for one in placed.owned if ".experts." in one.name]
-    return mesh.sum(total).item() / mesh.layout.tensor, found_wholes, shapes
+    return mesh.all_reduce(total).item() / mesh.layout.tensor, found_wholes, shapes
 
 
 def farthest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from ranks import ALONE, run_ranks
 
-from phalanx.parallel.mesh import Mesh, abandoned, connect, disconnect, resident_bytes
+from phalanx.accelerator import resident_bytes
+from phalanx.parallel.mesh import Mesh, abandoned, connect, disconnect
 from phalanx.spec.layout import Layout
 from phalanx.spec.place import Place
 
@@ -20,7 +21,7 @@ from phalanx.spec.place import Place
 def test_sums_are_over_all_ranks_and_in_place(ranks: int) -> None:
     def add(mesh: Mesh) -> tuple[list[float], bool]:
         values = torch.tensor([1.0, 10.0 * mesh.rank], dtype=torch.float64)
-        return mesh.sum(values).tolist(), mesh.sum(values) is values
+        return mesh.all_reduce(values).tolist(), mesh.all_reduce(values) is values
 
     assert run_ranks(add, ranks) == [([ranks, 10.0 * sum(range(ranks))], True)] * ranks
 
@@ -29,7 +30,7 @@ def test_sums_are_over_all_ranks_and_in_place(ranks: int) -> None:
 def test_reductions_run_in_the_background_with_the_operation_asked_for(ranks: int) -> None:
     def reduce(mesh: Mesh) -> tuple[float, float]:
         added, largest = torch.tensor(mesh.rank + 1.0), torch.tensor(5.0 - mesh.rank)
-        for work in (mesh.start(added), mesh.start(largest, dist.ReduceOp.MAX)):
+        for work in (mesh.start_all_reduce(added), mesh.start_all_reduce(largest, dist.ReduceOp.MAX)):
             if work is not None:
                 work.wait()
         return added.item(), largest.item()
@@ -59,7 +60,7 @@ def test_nobody_passes_a_barrier_before_all_have_come() -> None:
 
 def test_a_later_generation_meets_anew_in_the_same_processes() -> None:
     def meet_twice(mesh: Mesh) -> list[float]:
-        first = mesh.sum(torch.ones(1)).item()
+        first = mesh.all_reduce(torch.ones(1)).item()
         disconnect(mesh)
         # As after a failure: the places are dealt anew, and the old generation's addresses are still in the store when
         # those that are first look there for those that come late.
@@ -115,7 +116,7 @@ def test_patience_outlasts_the_timeout_of_the_ranks(monkeypatch: pytest.MonkeyPa
         if mesh.rank == 0:
             time.sleep(3.0)
         found = share("a plan" if mesh.rank == 0 else None)
-        return found, mesh.sum(torch.ones(1)).item()
+        return found, mesh.all_reduce(torch.ones(1)).item()
 
     connected = helpers.connect
     monkeypatch.setattr(helpers, "connect", lambda place, device, timeout, layout: connected(place, device, 1.0))
@@ -137,7 +138,7 @@ def test_what_lost_ranks_shared_is_shared_by_those_that_are_left() -> None:
         mesh.mark_lost([6, 9, 11])
     assert [meshes[rank].peer_index("tensor") for rank in (7, 8, 10)] == [(0, 1), (0, 2), (1, 2)]
     assert [meshes[rank].peer_index() for rank in (7, 8, 10)] == [(0, 3), (1, 3), (2, 3)]
-    assert [rank for rank in (7, 8, 10) if meshes[rank].speaks_for_stage] == [7]
+    assert [rank for rank in (7, 8, 10) if meshes[rank].is_stage_leader] == [7]
     assert meshes[0].peer_index("tensor") == (0, 3), "another stage has lost nothing"
 
 

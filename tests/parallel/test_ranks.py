@@ -13,7 +13,7 @@ from phalanx.parallel.mesh import Mesh
 
 def test_every_rank_runs_connected_and_results_come_back_in_order() -> None:
     def add(mesh: Mesh, what: list[float]) -> tuple[int, int, list[float], int]:
-        return mesh.rank, mesh.ranks, mesh.sum(torch.tensor(what) * (mesh.rank + 1)).tolist(), torch.get_num_threads()
+        return mesh.rank, mesh.ranks, mesh.all_reduce(torch.tensor(what) * (mesh.rank + 1)).tolist(), torch.get_num_threads()
 
     assert run_ranks(add, 3, [1.0, 10.0]) == [(rank, 3, [6.0, 60.0], 1) for rank in range(3)]
 
@@ -71,7 +71,7 @@ def test_ranks_may_be_forked_after_the_test_has_used_torch() -> None:
         model = torch.nn.Linear(256, 256)
         model(torch.ones(256, 256)).sum().backward()
         assert model.weight.grad is not None
-        return mesh.sum(model.weight.grad.sum()).item()
+        return mesh.all_reduce(model.weight.grad.sum()).item()
 
     alone = train(ALONE)
     assert alone == 256.0**3

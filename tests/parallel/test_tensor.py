@@ -129,7 +129,7 @@ def train(placed: ShardedModel, compute: str = "fp32") -> tuple[float, dict[str,
     gradients = wholes({one.name: (one.gradient, one.shard) for one in placed.owned if one.gradient is not None}, placed.mesh)
     for one in placed.owned:  # what several ranks hold is alike on all
         torch.testing.assert_close(one.gradient, extract(one.shard.slice, gradients[one.name]), rtol=1e-5, atol=1e-6)
-    counts = {name: placed.mesh.sum(router.counts.clone()) for name, router in routers(placed.parts[-1]).items()}
+    counts = {name: placed.mesh.all_reduce(router.counts.clone()) for name, router in routers(placed.parts[-1]).items()}
     return loss.item(), gradients, counts
 
 

@@ -78,12 +78,12 @@ def on_rank(
     group = mesh.group("tensor", use="tensor")
     end = End(rows, group)
     loss = swap([end], group, chunk=chunk, sequence=sequence, loss=summed_loss)
-    x_BSD = group.own(states(), 1) if sequence else states()
+    x_BSD = group.own_chunk(states(), 1) if sequence else states()
     total, dx_BSD, dweight_VD = measured(end, loss, x_BSD)
     with torch.no_grad():
         evaluated = loss(end(x_BSD), targets(rows)).item()
     if sequence:
-        dx_BSD = group.gathered(dx_BSD, 1)
+        dx_BSD = group.all_gather(dx_BSD, 1)
     return total, dx_BSD, dweight_VD, end.shard, evaluated, applied([end], loss)
 
 

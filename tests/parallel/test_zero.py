@@ -230,7 +230,7 @@ def test_stages_of_a_pipeline_that_share_an_embedding(halves: bool) -> None:
                     engine.begin(EACH, pipelined=True)  # given up before it began
                     engine.finish()
                 term = pipelined(parts, engine, numbers(step, mesh.rank, 2), compute, halves)
-                total = mesh.sum(torch.tensor(term, dtype=torch.float64)).item()
+                total = mesh.all_reduce(torch.tensor(term, dtype=torch.float64)).item()
                 assert total == pytest.approx(want.losses[step], rel=1e-6 if compute == "fp32" else 1e-3)
                 assert worst(gradients(engine, mesh), want.gradients[step]) < limits[compute][step]
                 descend(engine)

@@ -21,7 +21,8 @@ from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.spec.tensor_slice import TensorSlice
 from phalanx.checkpointing.storage import at
 from phalanx.checkpointing.save import Saver
-from phalanx.parallel.mesh import Mesh, resident_bytes
+from phalanx.accelerator import resident_bytes
+from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.owned_param import OwnedParam, ParamShard
 from phalanx.spec.place import Place
 from phalanx.spec.run import Memory, Optimizer as Spec

@@ -20,7 +20,7 @@ TWO = Layout(data=2)
 
 
 def summed(mesh: Mesh, number: int) -> tuple[int, int, float]:
-    return os.getpid(), mesh.rank, mesh.sum(torch.tensor([float(number + mesh.rank)])).item()
+    return os.getpid(), mesh.rank, mesh.all_reduce(torch.tensor([float(number + mesh.rank)])).item()
 
 
 def pid(mesh: Mesh) -> tuple[int, int]:

@@ -166,7 +166,7 @@ def test_a_hang_in_a_pipeline_is_found_through_the_messages(tmp_path: Path) -> N
 def out_of_step(mesh: Mesh) -> dict[str, Any]:
     """The guilty rank leaves a collective out; later its peers' messages would never fit, so that it goes back in the end."""
     group, main, answers = mesh.group("data", use="tensor"), threading.get_ident(), []
-    group.sum(torch.zeros(1))
+    group.all_reduce(torch.zeros(1))
     done = threading.Event()
 
     def ask() -> None:
@@ -182,12 +182,12 @@ def out_of_step(mesh: Mesh) -> dict[str, Any]:
     if mesh.rank == GUILTY:
         late = dist.barrier(async_op=True)
         assert late is not None
-        waiting = threading.Thread(target=lambda: (done.wait(20), group.sum(torch.zeros(1))))
+        waiting = threading.Thread(target=lambda: (done.wait(20), group.all_reduce(torch.zeros(1))))
         waiting.start()
         comm_timer.wait(late)
         waiting.join()
     else:
-        group.sum(torch.zeros(1))
+        group.all_reduce(torch.zeros(1))
         dist.barrier()
     done.wait(20)
     return dict(answers[0])
@@ -260,12 +260,12 @@ def waited(mesh: Mesh) -> tuple[float, float]:
     comm_timer.WAITED.take()
     if mesh.rank == 0:
         time.sleep(0.6)
-    mesh.sum(torch.zeros(1))
+    mesh.all_reduce(torch.zeros(1))
     blocking = comm_timer.WAITED.take()
-    work = mesh.start(torch.zeros(1)) if mesh.rank else None
+    work = mesh.start_all_reduce(torch.zeros(1)) if mesh.rank else None
     if mesh.rank == 0:
         time.sleep(0.6)
-        work = mesh.start(torch.zeros(1))
+        work = mesh.start_all_reduce(torch.zeros(1))
     assert work is not None
     comm_timer.wait(work)
     return blocking, comm_timer.WAITED.take()

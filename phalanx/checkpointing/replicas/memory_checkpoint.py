@@ -234,7 +234,7 @@ class MemoryCopies:
         rank, ranks = self._ranks.rank, self._ranks.ranks
         values = sum(part.bytes for part in self._parts)
         about = format.about(format.file_name(rank, ranks), self._bytes, values, [], self._boxes) | {"stage": self._ranks.stage}
-        if self._ranks.speaks_for_stage:
+        if self._ranks.is_stage_leader:
             about["names"] = {name: piece.whole_bytes for name, piece in as_state_tensors(tensors).items()}
         return RankCopy(
             node=0,  # the holder knows

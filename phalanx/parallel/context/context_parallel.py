@@ -101,13 +101,13 @@ class Gathered:
         dk, dv = gradients.split(widths, dim=-1)
         visit(range(2 * self._group.size), whole, (dk, dv))
         held, _ = self._orders()
-        dk, dv = self._group.scattered(_pieces(gradients, held), 2).split(widths, dim=-1)
+        dk, dv = self._group.reduce_scatter(_pieces(gradients, held), 2).split(widths, dim=-1)
         return dk, dv
 
     def _all(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """In natural order; both with one collective."""
         _, natural = self._orders()
-        both = _pieces(self._group.gathered(torch.cat((k, v), dim=-1), 2), natural)
+        both = _pieces(self._group.all_gather(torch.cat((k, v), dim=-1), 2), natural)
         k, v = both.split((k.shape[-1], v.shape[-1]), dim=-1)
         return k, v
 

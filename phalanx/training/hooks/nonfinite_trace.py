@@ -87,7 +87,7 @@ class Watch:
         for tensor in _numbers(output):
             self._look(tensor, number, self._counts[number], backward=False, layer=name or "the model's end")
             if not name and tensor.requires_grad:
-                self._await(tensor, number, "the loss" if getattr(module, "ends", True) else "a later stage")
+                self._await(tensor, number, "the loss" if getattr(module, "is_last_stage", True) else "a later stage")
 
     def _read(self, given: Any, number: int, name: str) -> None:
         for tensor in _numbers(given):

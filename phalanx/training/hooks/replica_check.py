@@ -206,7 +206,7 @@ class Agreement:
         """Each of these rows of every rank, by rank, in one message."""
         slots = [(what, key) for what in WHATS for key in self._groups]
         mine = torch.tensor([[row.get(slot, 0) for row in rows for slot in slots]], device=self._mesh.device)
-        table = self._all.gathered(mine).view(self._mesh.ranks, len(rows), len(slots)).tolist()
+        table = self._all.all_gather(mine).view(self._mesh.ranks, len(rows), len(slots)).tolist()
         return [[dict(zip(slots, of_rank[number], strict=True)) for of_rank in table] for number in range(len(rows))]
 
     def _sums(self, whats: Iterable[str]) -> dict[Slot, Tensor]:
