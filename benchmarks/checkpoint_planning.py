@@ -40,7 +40,7 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.owned_param import ParamShard
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
-from phalanx.spec.place import Place
+from phalanx.spec.plan import Place
 from phalanx.spec.run import Run
 from phalanx.training.dry_build import foreseen, held
 

@@ -27,8 +27,7 @@ from phalanx.host.probe import probe
 from phalanx.parallel.mesh import Mesh, connect
 from phalanx.planning.resolve import choose
 from phalanx.spec.load import loads
-from phalanx.spec.place import Place
-from phalanx.spec.plan import Plan
+from phalanx.spec.plan import Place, Plan
 from phalanx.spec.run import Run
 from phalanx.training.trainer import Trainer
 from phalanx.verification.rank_pool import Pool

@@ -114,7 +114,7 @@ def steps(name: str, micro_batch: int | None = None, count: int = 3) -> dict[str
     import torch
 
     from phalanx.parallel.mesh import Mesh
-    from phalanx.spec.place import Place
+    from phalanx.spec.plan import Place
     from phalanx.training.trainer import Trainer
 
     run, plan = job(name, micro_batch)

@@ -12,7 +12,7 @@ began = time.process_time()
 
 from phalanx.planning.machines.hardware import hardware  # noqa: E402
 from phalanx.planning.planner import search  # noqa: E402
-from phalanx.spec.presets import PRESETS  # noqa: E402
+from phalanx.spec.model import PRESETS  # noqa: E402
 from phalanx.spec.run import Cluster, Precision, Run, Train  # noqa: E402
 
 JOBS = (

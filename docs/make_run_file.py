@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING
 from pathlib import Path
 
-from phalanx.spec.dump import toml
+from phalanx.spec.errors import toml
 from phalanx.spec.keys import FREE, TABLES, Key, keys_of
 from phalanx.spec.schema import about, documented_fields
 

@@ -16,8 +16,7 @@ from phalanx.planning.resolve import choose, plan_run
 from phalanx.spec.check import check
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import resolve
-from phalanx.spec.place import Place
-from phalanx.spec.plan import Plan
+from phalanx.spec.plan import Place, Plan
 from phalanx.spec.run import Run
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from typing import Any
 
 from phalanx.planning.machines.catalogue import named_gpu
 from phalanx.planning.machines.cluster import Hardware
-from phalanx.spec.model import ModelSpec, Moe
-from phalanx.spec.presets import PRESETS
+from phalanx.spec.model import PRESETS, ModelSpec, Moe
 from phalanx.spec.run import Precision, Run, Train
 
 SMALL = ModelSpec(vocab=512, dim=256, layers=6, heads=8, kv_heads=4, context=512)

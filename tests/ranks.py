@@ -31,8 +31,7 @@ from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.parallel.mesh import Mesh, connect, disconnect
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
-from phalanx.spec.place import Place
-from phalanx.spec.plan import Plan
+from phalanx.spec.plan import Place, Plan
 from phalanx.spec.run import Run
 from phalanx.training.trainer import Trainer
 from phalanx.verification.rank_pool import fork, serve_store

@@ -27,8 +27,7 @@ from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.cpu import cpu_hardware
 from phalanx.planning.machines.hardware import hardware
 from phalanx.spec.errors import RunFailed
-from phalanx.spec.machine import Machine
-from phalanx.spec.plan import Plan
+from phalanx.spec.plan import Machine, Plan
 from phalanx.spec.run import Cluster, Run, Train
 
 Device = Literal["cpu", "cuda"]

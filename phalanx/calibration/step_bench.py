@@ -15,8 +15,7 @@ from phalanx.accelerator import resident_bytes
 from phalanx.parallel.mesh import connect
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.place import Place
-from phalanx.spec.plan import Plan
+from phalanx.spec.plan import Place, Plan
 from phalanx.spec.run import Cluster, Data, Memory, Precision, Run, Train
 from phalanx.training.trainer import Trainer
 

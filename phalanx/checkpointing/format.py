@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.checkpointing.location import Local, Location
-from phalanx.spec.safefiles import SIZES
+from phalanx.spec.safetensors_index import SIZES
 
 SUFFIX = ".safetensors"
 _PLACES = "DCP_SHARDING_INFO"

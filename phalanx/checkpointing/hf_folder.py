@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from phalanx.checkpointing.shard_io import WORDS
-from phalanx.spec import safefiles
+from phalanx.spec import safetensors_index
 from phalanx.spec.errors import RunError, RunFailed
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -33,7 +33,7 @@ class WeightsFolder:
 
     def __init__(self, path: Path):
         self.path = path
-        self.tensors = safefiles.stored(path)
+        self.tensors = safetensors_index.stored(path)
 
     @property
     def names(self) -> Collection[str]:
@@ -82,7 +82,7 @@ class WeightsFolder:
         """Rows of a tensor seen as a matrix: all dimensions but the last are rows, and of a vector each value."""
         tensor = self.tensors[name]
         width = tensor.shape[-1] if len(tensor.shape) > 1 else 1
-        size = width * safefiles.SIZES[tensor.dtype]
+        size = width * safetensors_index.SIZES[tensor.dtype]
         buffer = torch.empty((last - first) * size, dtype=torch.uint8)
         _read(tensor.file, tensor.begin + first * size, buffer.numpy().data)
         return buffer.view(DTYPES[tensor.dtype]).view(last - first, width)
@@ -124,13 +124,13 @@ class WeightsWriter:
         self.places: dict[str, _Place] = {}
         files: dict[str, str] = {}
         for number, names in enumerate(shards, start=1):
-            file = safefiles.SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            file = safetensors_index.SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             self._lay_out(path / file, {name: tensors[name] for name in names})
             files |= dict.fromkeys(names, file)
         self.files = len(shards)
         if len(shards) > 1:
             index = {"metadata": {"total_size": self.bytes}, "weight_map": files}
-            (path / safefiles.INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            (path / safetensors_index.INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def write(self, name: str, part: Tensor, first: int = 0, column: int | None = None) -> None:
         """Rows of a tensor from `first` on; of each row what begins at `column`, or all of it."""

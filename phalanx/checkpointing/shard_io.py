@@ -37,7 +37,7 @@ from phalanx.checkpointing.location import Location
 from phalanx.checkpointing.state_tensor import LoadPieces, Part, StateTensor
 from phalanx.checkpointing.storage import Unreachable, retry
 from phalanx.spec.errors import RunFailed
-from phalanx.spec.renamed import current_tensor, has_own_module, original_tensor
+from phalanx.spec.fields import current_tensor, has_own_module, original_tensor
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from phalanx.cli.output import AsJson, console, print_json
 from phalanx.dashboard.numbers import count, size
-from phalanx.spec.presets import PRESETS
+from phalanx.spec.model import PRESETS
 from phalanx.spec.run import TOKENIZER_VOCAB
 
 _STATE = 16  # bytes per parameter in training: weight, gradient and two Adam moments, in fp32

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from phalanx.planning.report import PlanReport
     from phalanx.planning.search.search import Aim, Limits
     from phalanx.planning.solve import What
-    from phalanx.spec.machine import Machine
+    from phalanx.spec.plan import Machine
     from phalanx.spec.run import Run
 
 _WIDTH = 100

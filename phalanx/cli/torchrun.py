@@ -24,7 +24,7 @@ from phalanx.launch.prepare import Prepared, Request, prepare
 from phalanx.parallel.mesh import connect, disconnect
 from phalanx.spec.errors import PhalanxError, RunError
 from phalanx.spec.load import load
-from phalanx.spec.place import Place
+from phalanx.spec.plan import Place
 from phalanx.worker.rank import StopSignals, train_rank
 
 _UNTIL_PREPARED = 7 * 86400.0  # seconds that the others wait for rank 0, which may have a large corpus to tokenise

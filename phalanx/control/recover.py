@@ -34,8 +34,7 @@ from phalanx.recovery.state import (
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
-from phalanx.spec.machine import Machine
-from phalanx.spec.plan import Plan, Size
+from phalanx.spec.plan import Machine, Plan, Size
 from phalanx.spec.run import Run
 
 if TYPE_CHECKING:

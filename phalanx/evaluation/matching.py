@@ -23,7 +23,7 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.init import build, reset_buffers
 from phalanx.spec import hf_config
 from phalanx.spec.errors import RunFailed
-from phalanx.spec.safefiles import SIZES
+from phalanx.spec.safetensors_index import SIZES
 from phalanx.transforms import fp8
 from phalanx.transforms.precision import computing
 

@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from phalanx.spec.errors import RunError
-from phalanx.spec.nearest import near
-from phalanx.spec.words import cut, either
+from phalanx.spec.errors import RunError, either, near, shorten
 
 Kind = Literal["kill", "hang", "slow", "corrupt", "nan", "raise", "freeze", "fill-disk", "drop-link", "random"]
 Point = Literal["data", "compute", "collective", "update", "save", "evaluate"]
@@ -197,7 +195,7 @@ def parse(text: str) -> tuple[Fault, ...]:
         try:
             faults.append(_fault(part))
         except ValueError as error:
-            problems.append(f'--chaos: "{cut(part)}": {error}')
+            problems.append(f'--chaos: "{shorten(part)}": {error}')
     if problems:
         raise RunError(problems)
     return tuple(faults)
@@ -240,19 +238,19 @@ def _fault(part: str) -> Fault:
     name, *words = part.split()
     kind = _KINDS.get(name)
     if kind is None:
-        raise ValueError(f"there is no fault {cut(name)}{_meant(name, _KINDS)} The faults are {', '.join(_KINDS)}.")
+        raise ValueError(f"there is no fault {shorten(name)}{_meant(name, _KINDS)} The faults are {', '.join(_KINDS)}.")
     given: dict[str, Any] = {}
     for written in words:
         word, value = _split(written)
         if word not in kind.words:
-            raise ValueError(f"{name} does not take {cut(written)}{_meant(word, kind.words)} {_usage(name)}")
+            raise ValueError(f"{name} does not take {shorten(written)}{_meant(word, kind.words)} {_usage(name)}")
         if word in given:
             raise ValueError(f"{word} is given twice. {_usage(name)}")
         try:
             given[word] = _WORDS[word].read(value)
         except ValueError:
             raise ValueError(
-                f"{cut(written)} is not {_WORDS[word].allowed}{_meant_value(word, value)} {_usage(name)}"
+                f"{shorten(written)} is not {_WORDS[word].allowed}{_meant_value(word, value)} {_usage(name)}"
             ) from None
     for choices in kind.needs:
         if not any(word in given for word in choices):

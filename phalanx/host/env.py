@@ -6,8 +6,7 @@ import os
 import sysconfig
 from pathlib import Path
 
-from phalanx.spec.place import Place
-from phalanx.spec.plan import Plan
+from phalanx.spec.plan import Place, Plan
 
 
 def torchrun_place() -> Place | None:

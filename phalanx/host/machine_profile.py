@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.host.env import config_folder
-from phalanx.spec.dump import toml
-from phalanx.spec.machine import Machine
+from phalanx.spec.errors import toml
+from phalanx.spec.plan import Machine
 
 Pairs = tuple[tuple[str, float], ...]
 

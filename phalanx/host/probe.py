@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from phalanx.host.machine_profile import read_profile
-from phalanx.spec.machine import Gpu, Machine
+from phalanx.spec.plan import Gpu, Machine
 
 _SMI_TIMEOUT = 10.0  # seconds; without persistence mode the driver wakes every GPU first
 

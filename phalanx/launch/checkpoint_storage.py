@@ -12,9 +12,8 @@ from phalanx.checkpointing.storage import error_text, open_location
 from phalanx.events.log import read_events
 from phalanx.events.records import Saved
 from phalanx.events.rundir import RunDir
-from phalanx.spec.dump import toml
-from phalanx.spec.errors import RunError
-from phalanx.spec.identity import changed
+from phalanx.spec.dump import changed
+from phalanx.spec.errors import RunError, toml
 from phalanx.spec.load import loads
 from phalanx.spec.run import Run
 

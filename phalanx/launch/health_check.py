@@ -31,7 +31,7 @@ from phalanx._version import __version__
 from phalanx.dashboard.numbers import flops, size
 from phalanx.host.probe import driver_problem, gpu_links
 from phalanx.planning.machines.catalogue import find_gpu
-from phalanx.spec.machine import Machine
+from phalanx.spec.plan import Machine
 
 _NEEDED = ("torch", "numpy", "rich", "typer", "matplotlib", "tokenizers", "safetensors", "fsspec", "jinja2")
 _EXTRAS = ("tensorboard", "wandb", "pyarrow", "zstandard", "datasets", "transformers", "lm_eval", "ray")

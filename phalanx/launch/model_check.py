@@ -18,9 +18,8 @@ from phalanx.host.env import python_env
 from phalanx.spec import hf_config
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
-from phalanx.spec.machine import Machine
 from phalanx.spec.origin import origin_folder
-from phalanx.spec.plan import Plan, Size
+from phalanx.spec.plan import Machine, Plan, Size
 from phalanx.spec.run import Run
 
 _MEASURE_SECONDS = 600.0  # importing a module may download or compile something

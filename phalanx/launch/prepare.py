@@ -27,9 +27,8 @@ from phalanx.launch.model_check import check_weights, measure, memory_problems
 from phalanx.launch.run_checks import address_problems, data_notices, node_problems, sources, too_little_data
 from phalanx.planning.machines.hardware import mismatch
 from phalanx.planning.resolve import PlannedRun, again, plan_run
-from phalanx.spec.dump import dump
+from phalanx.spec.dump import changed, dump
 from phalanx.spec.errors import RunError
-from phalanx.spec.identity import changed
 from phalanx.spec.load import load
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run

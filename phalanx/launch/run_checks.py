@@ -6,7 +6,7 @@ import ipaddress
 import socket
 
 from phalanx.data.dataset import Dataset
-from phalanx.spec.dump import toml
+from phalanx.spec.errors import toml
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.spec.sources import kind

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from phalanx.models import custom
 from phalanx.models.decoder import INITIAL, Decoder
+from phalanx.spec.fields import original_tensor
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.renamed import original_tensor
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from phalanx.parallel.expert_dispatch import Dispatch, Seats
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.owned_param import ParamShard, replace_parameter
-from phalanx.spec.errors import RunError
-from phalanx.spec.words import either
+from phalanx.spec.errors import RunError, either
 
 Axes = Mapping[str, tuple[str, ...]]
 """Parameter-name pattern to the names of its dimensions; the first that matches counts."""

@@ -27,7 +27,7 @@ from phalanx.observe.comm_timer import timed_collective
 from phalanx.parallel.group import Group
 from phalanx.parallel.store import ControlStore
 from phalanx.spec.layout import Layout
-from phalanx.spec.place import Place
+from phalanx.spec.plan import Place
 
 AXES = ("pipeline", "data", "shard", "context", "tensor")
 EXPERT_AXES = ("pipeline", "expert_replicate", "expert_shard", "expert", "expert_tensor")

@@ -23,8 +23,7 @@ from phalanx.planning.search.space import space
 from phalanx.planning.solve import What, solve, what_if
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
-from phalanx.spec.machine import Machine
-from phalanx.spec.plan import Plan
+from phalanx.spec.plan import Machine, Plan
 from phalanx.spec.run import Memory, Run
 
 

@@ -18,8 +18,7 @@ from phalanx.planning.search.candidate import Candidate
 from phalanx.planning.search.search import find, judge
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
-from phalanx.spec.machine import Machine
-from phalanx.spec.plan import Plan, Promise
+from phalanx.spec.plan import Machine, Plan, Promise
 from phalanx.spec.run import Run
 
 CLEARLY = 0.95

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from phalanx.planning.cost.step_time import PARTS
 from phalanx.planning.placement import Placement
 from phalanx.planning.search.candidate import Alternative, Candidate
-from phalanx.spec.dump import toml
+from phalanx.spec.errors import toml
 from phalanx.spec.layout import Layout
 
 PART_LABELS = {

@@ -12,8 +12,7 @@ from phalanx.schedules.makers import schedule_for
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
-from phalanx.spec.machine import Gpu, Machine
-from phalanx.spec.plan import Plan, Size
+from phalanx.spec.plan import Gpu, Machine, Plan, Size
 from phalanx.spec.run import Run
 
 Compute = Literal["fp32", "bf16", "fp16", "fp8"]

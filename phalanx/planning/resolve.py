@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from phalanx.planning.request import PlanRequest, described
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
-from phalanx.spec.machine import Machine
-from phalanx.spec.plan import Plan, Size
+from phalanx.spec.plan import Machine, Plan, Size
 from phalanx.spec.run import Run
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import chain
 
 from phalanx.recovery.state import Node, Situation
-from phalanx.spec.finding import divisors
+from phalanx.spec.errors import divisors
 from phalanx.spec.layout import Layout
 
 Legal = Callable[[Layout], bool]

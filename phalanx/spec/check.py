@@ -1,22 +1,31 @@
-"""Problems that only show when two keys are seen together. Called by `spec/load`, and on runs made in Python by whoever
-starts them."""
+"""Problems that show only when several keys are seen together. `spec/load` calls it, and so does every entry that takes a Run made
+in Python. `spec/check_model` and `spec/check_layout` check those two tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from phalanx.spec import hf_config_write
-from phalanx.spec.check_data import data_findings
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.check_model import model_findings
-from phalanx.spec.dump import toml
-from phalanx.spec.errors import RunError
-from phalanx.spec.finding import Finding, around, divisors, multiples
-from phalanx.spec.keys import BARE, keys_in, tables_in
-from phalanx.spec.run import Run
-from phalanx.spec.typed import Wrong, read, refusal
-from phalanx.spec.words import either
+from phalanx.spec.errors import Finding, RunError, around, divisors, either, multiples, quote, toml
+from phalanx.spec.keys import BARE, Wrong, keys_in, tables_in
+from phalanx.spec.run import Run, Source
+from phalanx.spec.sources import kinds, vocabulary_size
+
+_OWNERS = {
+    "documents": ("memory",),
+    "split": ("hf",),
+    "config": ("hf",),
+    "streaming": ("hf",),
+    "prompt_field": ("chat",),
+    "answer_field": ("chat",),
+    "template": ("chat",),
+    "field": ("jsonl", "parquet", "hf", "chat"),
+    "paths": ("text", "jsonl", "parquet", "hf", "chat", "tokens"),
+}
+"""Which kinds of source read which keys; the others are read by all."""
 
 
 def check(run: Run) -> list[str]:
@@ -30,12 +39,12 @@ def check(run: Run) -> list[str]:
         if value is None and key.optional:
             continue
         try:
-            read(key, value)
+            key.read(value)
         except Wrong as wrong:
             problems.append(str(wrong))
             legible = False
         else:
-            problems += filter(None, [refusal(key, value)])
+            problems += filter(None, [key.refusal(value)])
     # Beside a negative size or a word for a number, what the keys mean together cannot be computed.
     return problems + [finding.sentence for finding in findings(run)] if legible else problems
 
@@ -256,3 +265,92 @@ def _steps_given(run: Run) -> int | None:
     if (run.train.steps is None) == (run.train.tokens is None):
         return None
     return run.steps if run.train.steps is not None or _batch_given(run) else None
+
+
+def data_findings(run: Run) -> Iterator[Finding]:
+    """Problems between the keys of [data], and with model.vocab."""
+    yield from _vocabulary(run)
+    if run.data.mix:
+        yield from _mixture(run)
+        for source in run.data.mix:
+            yield from _source(source, f"data.mix.{source.name}")
+    else:
+        yield from _source(run.data, "data")
+    if run.data.packing == "best-fit" and not run.data.document_mask:
+        yield Finding(
+            ("data.document_mask", "data.packing"),
+            'data.document_mask = false makes one text of a window, but data.packing = "best-fit" fills windows with documents '
+            'that have nothing to do with each other: remove it, or set data.packing to "stream".',
+        )
+
+
+def _vocabulary(run: Run) -> Iterator[Finding]:
+    try:
+        tokens = vocabulary_size(run.data.tokenizer)
+    except RunError as error:
+        # The file in a run directory can be read where its tokenizer has moved away; who needs the tokenizer will say so.
+        yield from (Finding(("data.tokenizer",), sentence, not_if_resolved=True) for sentence in error.problems)
+        return
+    if run.model.vocab is not None and run.model.vocab < tokens:
+        yield Finding(
+            ("model.vocab", "data.tokenizer"),
+            f"model.vocab = {run.model.vocab} has no row for some of the {tokens} tokens of data.tokenizer = "
+            f"{toml(run.data.tokenizer)}: set it to at least {tokens}, or leave it out.",
+        )
+
+
+def _mixture(run: Run) -> Iterator[Finding]:
+    """Where there is a mixture, each source is described in its own table, and all have weights or none."""
+    mix = run.data.mix
+    for field in fields(Source):
+        value = getattr(run.data, field.name)
+        if value != field.default:
+            yield Finding(
+                (f"data.{field.name}", "data.mix"),
+                f"data.{field.name} = {quote(value)} describes one source, but [data.mix.{mix[0].name}] makes a mixture: "
+                f"set it in the tables of the mixture, such as data.mix.{mix[0].name}.{field.name}, or remove it.",
+            )
+    weighted = [source.name for source in mix if source.weight is not None]
+    bare = [source.name for source in mix if source.weight is None]
+    if weighted and bare:
+        yield Finding(
+            tuple(f"data.mix.{name}.weight" for name in bare),
+            f"data.mix.{bare[0]} has no weight, but data.mix.{weighted[0]} has one: give data.mix.{bare[0]}.weight, "
+            "or remove all weights to mix by the number of tokens.",
+        )
+
+
+def _source(source: Source, table: str) -> Iterator[Finding]:
+    """A source's kind against the keys that are set: nothing that is written may go unread."""
+    found = kinds(source)
+    if len(found) > 1:
+        yield Finding(
+            (f"{table}.paths", f"{table}.source"),
+            f"{table}.paths names files of {len(found)} kinds ({', '.join(found)}): say which is meant, such as "
+            f"{table}.source = {toml(found[0])}, or make a mixture of them in [data.mix.NAME] tables.",
+        )
+    if len(found) != 1:
+        return
+    (kind,) = found
+    for name, owners in _OWNERS.items():
+        value = getattr(source, name)
+        if kind not in owners and value != Source.__dataclass_fields__[name].default:
+            which = either(toml(owner) for owner in owners)
+            told = "" if source.source is not None else f", as {'its paths tell' if source.paths else 'it has no paths'}"
+            yield Finding(
+                (f"{table}.{name}", f"{table}.source"),
+                f"{table}.{name} is set but {table}.source = {toml(kind)}{told}, which reads none: "
+                f"remove it, or set {table}.source to {which}.",
+            )
+    if kind in _OWNERS["paths"] and not source.paths:
+        wanted = "folder of it" if kind == "hf" else "file, folder or glob"
+        yield Finding(
+            (f"{table}.paths", f"{table}.source"),
+            f"{table}.source = {toml(kind)} but {table}.paths names nothing: give it at least one {wanted}.",
+        )
+    if kind == "memory" and not any(source.documents):
+        empty = f"holds {len(source.documents)} empty texts" if source.documents else "is empty"
+        yield Finding(
+            (f"{table}.documents", f"{table}.source"),
+            f'{table}.source = "memory" but {table}.documents {empty}: give it at least one text.',
+        )

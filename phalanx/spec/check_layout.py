@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from phalanx.spec.dump import toml
-from phalanx.spec.finding import Finding, around, divisors, multiples
+from phalanx.spec.errors import Finding, around, divisors, either, multiples, toml
 from phalanx.spec.layout import FIXED_STAGES
 from phalanx.spec.run import Run
-from phalanx.spec.words import either
 
 
 def layout_findings(run: Run) -> Iterator[Finding]:

@@ -6,14 +6,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from phalanx.spec.dump import toml
-from phalanx.spec.errors import RunError
-from phalanx.spec.finding import Finding, around, divisors, multiples
+from phalanx.spec.errors import Finding, RunError, around, divisors, either, multiples, quote, toml
 from phalanx.spec.keys import KEYS, OPTIONAL
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.origin import origin, overridable
 from phalanx.spec.run import Run
-from phalanx.spec.words import either, shown
 
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -39,7 +36,7 @@ def _start(run: Run) -> Iterator[Finding]:
         if value is not None:
             yield Finding(
                 (f"model.{other}", "model.preset"),
-                f"model.{other} = {shown(value)} and model.preset = {toml(model.preset)} both say what the model is: "
+                f"model.{other} = {quote(value)} and model.preset = {toml(model.preset)} both say what the model is: "
                 "remove one of them.",
             )
     if model.from_ is None:
@@ -49,7 +46,7 @@ def _start(run: Run) -> Iterator[Finding]:
     except RunError as error:
         for sentence in error.problems:
             blamed = sentence if "model.from" in sentence else f"model.from = {toml(model.from_)} cannot be used: {sentence}"
-            yield Finding(("model.from",), blamed, lapses=True)
+            yield Finding(("model.from",), blamed, not_if_resolved=True)
         return
     if start is not None:
         yield from _differences(run, start.model)
@@ -68,7 +65,9 @@ def _differences(run: Run, theirs: ModelSpec) -> Iterator[Finding]:
         if getattr(run.model, table.removeprefix("model.")) is not None:
             first = next(path for path in KEYS if path.startswith(f"{table}."))
             yield Finding(
-                (first, "model.from"), f"model.from = {toml(run.model.from_)} has no {table}: remove [{table}].", lapses=True
+                (first, "model.from"),
+                f"model.from = {toml(run.model.from_)} has no {table}: remove [{table}].",
+                not_if_resolved=True,
             )
     ours, other = _meant(run.model), _meant(theirs)
     for path, key in KEYS.items():
@@ -77,17 +76,17 @@ def _differences(run: Run, theirs: ModelSpec) -> Iterator[Finding]:
         said = key.of(run), key.of(Run(model=theirs))
         mine, its = (meant.get(path, value) for meant, value in zip((ours, other), said, strict=True))
         if said != (None, None) and mine != its:
-            has = "none" if its is None else shown(its)
+            has = "none" if its is None else quote(its)
             yield Finding(
                 (path, "model.from"),
-                f"{path} = {shown(mine)} differs from the {has} of model.from = {toml(run.model.from_)}: remove it.",
-                lapses=True,
+                f"{path} = {quote(mine)} differs from the {has} of model.from = {toml(run.model.from_)}: remove it.",
+                not_if_resolved=True,
             )
     if run.model.options != theirs.options:
         yield Finding(
             ("model.from",),
             f"model.options differ from those of model.from = {toml(run.model.from_)}: remove [model.options].",
-            lapses=True,
+            not_if_resolved=True,
         )
 
 
@@ -109,13 +108,13 @@ def _module(run: Run) -> Iterator[Finding]:
     if not _MODULE.fullmatch(model.module):
         yield Finding(
             ("model.module",),
-            f"model.module = {shown(model.module)} does not name a class: write it as "
+            f"model.module = {quote(model.module)} does not name a class: write it as "
             '"package.module:Class", such as "mypackage.mymodel:MyModel".',
         )
     if model.mtp_depth:
         yield Finding(
             ("model.mtp_depth", "model.module"),
-            f"model.mtp_depth = {model.mtp_depth} belongs to the built-in decoder, but model.module = {shown(model.module)}: "
+            f"model.mtp_depth = {model.mtp_depth} belongs to the built-in decoder, but model.module = {quote(model.module)}: "
             "remove model.mtp_depth.",
         )
 

@@ -1,44 +1,53 @@
-"""A resolved run as TOML, and single values as TOML writes them. The run directory keeps the first beside the checkpoints;
-every message about a value quotes the second."""
+"""A resolved run as TOML, and the keys that decide what it computes. The run directory and every checkpoint carry the TOML; a
+checkpoint is resumed only by a run of the same identity."""
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Mapping
 from typing import Any
 
-from phalanx.spec.keys import KEYS, keys_in, tables_in
-from phalanx.spec.presets import PRESETS
+from phalanx.spec.errors import quote, toml
+from phalanx.spec.keys import KEYS, find_key, keys_in, tables_in
+from phalanx.spec.model import PRESETS
 from phalanx.spec.run import Run
-
-_ESCAPES = {"\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r", '"': '\\"', "\\": "\\\\"}
-_ESCAPED = re.compile(r'[\x00-\x1f"\\\x7f]')
+from phalanx.spec.sources import kind
 
 HEADER = "# The resolved run: the run file with overrides applied and every default filled in.\n"
 """First line of every run file that Phalanx writes. Such files may have the keys of earlier versions."""
+
+_DECIDING_TABLES = ["model", "data", "train", "optimizer", "precision"]
+_WITHOUT_EFFECT = {
+    "model.preset",  # a name for the sizes, which are compared themselves
+    "data.prefetch",
+    "data.cache",
+    "data.processes",
+    "data.max_bad_records",
+    "train.batch_tokens",  # another way to give train.batch
+    "train.steps",
+    "train.tokens",
+    "train.micro_batch",
+    "train.eval_every",
+    "train.eval_sequences",
+}
 
 
 def dump(run: Run) -> str:
     """The complete run file of a run: `loads` reads it back to an equal Run."""
     blocks = [HEADER]
-    nameless = not _expressible(run)
+    omit_preset = not _preset_is_expressible(run)
     for table in tables_in(run):
         lines = [
             f"{key.name} = {toml(value)}\n"
             for key in keys_in(run, table)
-            if (value := key.of(run)) is not None and not (nameless and key.path == "model.preset")
+            if (value := key.of(run)) is not None and not (omit_preset and key.path == "model.preset")
         ]
         if lines:
             blocks.append(f"[{table}]\n" + "".join(lines))
     return "\n".join(blocks)
 
 
-def _expressible(run: Run) -> bool:
-    """Whether the preset's name may stand beside the sizes: TOML cannot take back what a preset sets and the run does not.
-
-    Only a Run made in Python can be so; its sizes are kept, and the name, which no longer describes it, is left out.
-    """
+def _preset_is_expressible(run: Run) -> bool:
+    """Whether the preset's name may stand next to the sizes. TOML cannot unset a key that the preset sets and the run does not;
+    only a Run made in Python has such a key, and the name no longer describes it."""
     preset = PRESETS.get(run.model.preset or "")
     if preset is None:
         return False
@@ -46,18 +55,34 @@ def _expressible(run: Run) -> bool:
     return all(key.of(run) is not None or key.of(of_preset) is None for path, key in KEYS.items() if path.startswith("model."))
 
 
-def toml(value: Any) -> str:
-    """A value as a run file would write it."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int) and value.bit_length() > 64:
-        return hex(value)  # Python refuses to print integers of thousands of digits in decimal
-    if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
-    if isinstance(value, str):
-        return '"' + _ESCAPED.sub(lambda m: _ESCAPES.get(m.group()) or f"\\u{ord(m.group()):04x}", value) + '"'
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(toml(item) for item in value) + "]"
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{name} = {toml(item)}" for name, item in value.items()) + " }"
-    return str(value)
+def identity(run: Run) -> dict[str, Any]:
+    """The keys that decide what a run computes, as opposed to where, how fast and for how long; defaults are filled in."""
+    model = run.model
+    keys = [key for table in tables_in(run) if table.split(".")[0] in _DECIDING_TABLES for key in keys_in(run, table)]
+    values = {key.path: key.of(run) for key in keys if key.path not in _WITHOUT_EFFECT}
+    values |= {"model.kv_heads": model.kv, "model.head_dim": model.head, "model.ffn": model.hidden, "train.batch": run.batch}
+    if run.data.mix:  # which source a sample comes from depends on their order
+        return values | {"data.mix": [source.name for source in run.data.mix]}
+    return values | {"data.source": kind(run.data)}
+
+
+def changed(a: Run, b: Run) -> list[str]:
+    """Deciding keys that differ between two runs, such as "train.seed: 0 → 1"."""
+    before, after = identity(a), identity(b)
+    return [
+        f"{path}: {_text(before.get(path))} → {_text(after.get(path))}"
+        for path in sorted(before | after, key=lambda path: _DECIDING_TABLES.index(path.split(".")[0]))
+        if _differs(path, before, after)
+    ]
+
+
+def _differs(path: str, before: dict[str, Any], after: dict[str, Any]) -> bool:
+    if path in before and path in after:
+        return bool(before[path] != after[path])
+    # A table that only one of the two runs has is reported by the values it sets, not by its defaults.
+    key = find_key(path)
+    return key is None or (before | after)[path] != key.default
+
+
+def _text(value: Any) -> str:
+    return "unset" if value is None else quote(value)

@@ -1,9 +1,32 @@
-"""What a field of the run file carries beside its type: the capability it waits for, and the numbers it accepts.
-The dataclasses of this room declare it; `spec/typed` enforces it and `spec/schema` publishes it."""
+"""What a field of the run file carries besides its type: its accepted range, a capability that is not built yet, and the name it
+had in earlier versions. The dataclasses of this room declare it, `spec/keys` enforces it and `spec/schema` publishes it.
+
+Old names: a key that a person writes is refused with its new name as the remedy; files that a run wrote itself (run directories,
+checkpoints) are translated."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
+
+RENAMED_KEYS = {
+    "model.ahead": "model.mtp_depth",
+    "model.ahead_weight": "model.mtp_loss_weight",
+    "optimizer.local_steps": "optimizer.sync_every",
+    "layout.cut": "layout.stage_split",
+    "checkpoint.asynchronous": "checkpoint.async_save",
+    "resilience.go_on": "resilience.continue_degraded",
+    "resilience.notice": "resilience.preemption_notice",
+    "resilience.rewind_after": "resilience.rollback_after",
+}
+"""Run-file keys: old dotted path to new."""
+
+RENAMED_MODULES = {"places": "position_embed", "ahead": "mtp"}
+"""Modules of the built-in decoder, which the names of its parameters begin with: old to new."""
+
+_MODULE = re.compile(r"((?:[^/]*/)?)([^./]*)")  # "model/", "optimizer/" or nothing; the outermost module
+_OWN_MODULE = re.compile(r"(?m)^module = ")
 
 
 def later(capability: str) -> dict[str, Any]:
@@ -16,3 +39,29 @@ def within(
 ) -> dict[str, Any]:
     """Metadata of a number's accepted range: low ≤ value ≤ high, or above < value; inf only where it has a meaning."""
     return {"low": low, "high": high, "above": above, "infinite": infinite}
+
+
+def current_keys(table: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of one saved table under their current names."""
+    return {RENAMED_KEYS.get(f"{table}.{name}", f"{table}.{name}").rpartition(".")[2]: value for name, value in values.items()}
+
+
+def current_tensor(name: str) -> str:
+    """The current name of a parameter or state of the built-in decoder, such as "model/mtp.0.join.weight"."""
+    return _renamed(name, RENAMED_MODULES)
+
+
+def original_tensor(name: str) -> str:
+    """The name that a parameter or state of the built-in decoder had first."""
+    return _renamed(name, {new: old for old, new in RENAMED_MODULES.items()})
+
+
+def has_own_module(run_file: str) -> bool:
+    """Whether a resolved run file sets `model.module`; the parameters of such models keep the names their authors gave them."""
+    return _OWN_MODULE.search(run_file) is not None
+
+
+def _renamed(name: str, modules: Mapping[str, str]) -> str:
+    match = _MODULE.match(name)
+    assert match, name
+    return f"{match[1]}{modules.get(match[2], match[2])}{name[match.end() :]}"

@@ -1,22 +1,22 @@
 """Hugging Face's config.json as a ModelSpec. Called where `model.from` names a folder, and by `phalanx import`.
 
 Whatever a config says that would change what the model computes, and that is not supported, is refused by name and value.
-What only training noise depends on (dropout, router jitter) is left aside. `spec/hf_config_write` goes the other way.
+What only training noise depends on (dropout, router jitter) is left aside. `spec/hf_config_write` is the inverse.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.spec import hf_rope, safefiles
+from phalanx.spec import safetensors_index
 from phalanx.spec.errors import RunError
-from phalanx.spec.hf_rope import Unsupported
-from phalanx.spec.model import Mla, ModelSpec, Moe
+from phalanx.spec.model import Mla, ModelSpec, Moe, RopeScaling
 
 CONFIG = "config.json"
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -45,6 +45,31 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "topk_method": ("noaux_tc",),
 }
 """Keys that may be left out, or null, or have these values; any other would change the model."""
+_ROPE_KINDS = ("default", "llama3", "yarn")
+_ROPE_KEYS = {
+    "default": set[str](),
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {
+        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+        "attention_factor", "truncate",
+    },
+}  # fmt: skip
+
+
+class Unsupported(ValueError):
+    """A setting that would change what the model computes: its key and why not."""
+
+    def __init__(self, key: str, value: Any, remedy: str):
+        self.key, self.value, self.remedy = key, value, remedy
+        super().__init__(f"{key} = {value!r}: {remedy}")
+
+
+def number(key: str, value: Any, zero: bool = False) -> float:
+    """A value as it stands, if it is a number above 0; `zero`: or 0."""
+    right = isinstance(value, int | float) and not isinstance(value, bool) and (0 < value < math.inf or (zero and value == 0))
+    if not right:
+        raise Unsupported(key, value, f"a number {'of 0 or more' if zero else 'above 0'} is needed here.")
+    return value  # type: ignore[no-any-return]
 
 
 class Config:
@@ -61,9 +86,9 @@ class Config:
         """A value that the model cannot be built without; `zero`: which may be 0."""
         value = self.get(key)
         try:
-            number = hf_rope.number(key, value, zero)
-            if kind(number) == number:
-                return kind(number)
+            given = number(key, value, zero)
+            if kind(given) == given:
+                return kind(given)
         except OverflowError:
             pass
         except Unsupported:
@@ -97,7 +122,7 @@ def model_spec(folder: Path) -> ModelSpec:
                 raise Unsupported(key, value, f"not supported; only {only} is.")
         _no_window(config)
         spec = read(config)
-        return replace(spec, mtp_depth=_ahead(config, spec, folder)) if family == "DeepseekV3ForCausalLM" else spec
+        return replace(spec, mtp_depth=_mtp_depth(config, spec, folder)) if family == "DeepseekV3ForCausalLM" else spec
     except Unsupported as problem:
         value = json.dumps(problem.value, default=str)
         raise RunError([f"{folder / CONFIG}: {problem.key} = {value}: {problem.remedy}"]) from None
@@ -107,7 +132,7 @@ def model_spec(folder: Path) -> ModelSpec:
 
 def is_folder(path: Path) -> bool:
     """Whether a directory is a model of Hugging Face's, rather than a run directory or a checkpoint."""
-    marks = (CONFIG, safefiles.SINGLE, safefiles.INDEX)
+    marks = (CONFIG, safetensors_index.SINGLE, safetensors_index.INDEX)
     return any((path / mark).is_file() for mark in marks) and not (path / "run.toml").is_file()
 
 
@@ -169,7 +194,7 @@ def _activation(config: Config, key: str, same: Collection[str]) -> None:
 def _decoder(config: Config, latent: bool = False) -> ModelSpec:
     """What all families but GPT-2 have in common."""
     _activation(config, "hidden_act", ("silu", "swish"))
-    theta, scaling = hf_rope.read(config.values, config.defaults.get("rope_theta", 10000.0))
+    theta, scaling = _rope(config.values, config.defaults.get("rope_theta", 10000.0))
     heads = config.number("num_attention_heads")
     return ModelSpec(
         vocab=config.number("vocab_size"), dim=config.number("hidden_size"), layers=config.number("num_hidden_layers"),
@@ -254,10 +279,10 @@ BIAS_RATE = 0.001
 """DeepSeek-V3's balancing, from its paper; its config does not carry the rate."""
 
 
-def _ahead(config: Config, spec: ModelSpec, folder: Path) -> int:
+def _mtp_depth(config: Config, spec: ModelSpec, folder: Path) -> int:
     """Modules of multi-token prediction: only where their weights are in the folder, which transformers leaves out."""
     said = int(config.number("num_nextn_predict_layers", zero=True))
-    places = (re.match(r"model\.layers\.(\d{1,9})\.", name) for name in safefiles.names(folder))
+    places = (re.match(r"model\.layers\.(\d{1,9})\.", name) for name in safetensors_index.names(folder))
     found = {int(place[1]) - spec.layers for place in places if place}
     return said if any(0 <= layer < said for layer in found) else 0
 
@@ -271,6 +296,72 @@ def _gpt2(config: Config) -> ModelSpec:
         ffn=config.may_be_null("n_inner") or 4 * dim, norm="layer", norm_eps=config.number("layer_norm_epsilon", float),
         activation="gelu", positions="learned", context=config.number("n_positions"), bias=True,
         tied=config.flag("tie_word_embeddings"), init_std=_init_std(config),
+    )  # fmt: skip
+
+
+def _rope(config: dict[str, Any], theta: float) -> tuple[float, RopeScaling | None]:
+    """(base, stretching). `theta`: the base that the family takes when none is given."""
+    where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    settings = config.get(where) or {}
+    if not isinstance(settings, dict):
+        raise Unsupported(where, settings, "it is a table of rotary settings.")
+    nested = [name for name, value in settings.items() if isinstance(value, dict)]
+    if nested:
+        raise Unsupported(f"{where}.{nested[0]}", settings[nested[0]], "every layer has the same rotary positions here.")
+    base = float(number("rope_theta", settings.get("rope_theta") or config.get("rope_theta") or theta))
+    turned = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if turned not in (None, 1, 1.0):
+        raise Unsupported("partial_rotary_factor", turned, "heads are rotated whole; only 1.0 is supported.")
+    kind = settings.get("rope_type") or settings.get("type") or "default"
+    if kind not in _ROPE_KINDS:
+        raise Unsupported(f"{where}.rope_type", kind, f"supported are {', '.join(_ROPE_KINDS)}.")
+    unknown = set(settings) - _ROPE_KEYS[kind] - {"rope_theta", "partial_rotary_factor", "rope_type", "type"}
+    if kind != "default" and unknown:
+        name = min(unknown)
+        raise Unsupported(f"{where}.{name}", settings[name], f"it has no meaning that is known for rope_type {kind!r}.")
+    if kind == "default":
+        return base, None
+    longest = config.get("max_position_embeddings")
+    original = config.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings") or longest
+    original = int(number(f"{where}.original_max_position_embeddings", original))
+    factor = settings.get("factor")
+    if factor is None:
+        factor = number("max_position_embeddings", longest) / original
+    factor = float(number(f"{where}.factor", factor))
+    if kind == "yarn":
+        return base, _yarn(settings, where, factor, original)
+    low, high = (_given(settings, where, key, plain) for key, plain in (("low_freq_factor", 1.0), ("high_freq_factor", 4.0)))
+    return base, RopeScaling(factor=factor, original_context=original, low_freq_factor=low, high_freq_factor=high)
+
+
+def _inferred(strength: float, everywhere: float, factor: float) -> float:
+    """What transformers multiplies cosines and sines with when the config does not say."""
+
+    def warmth(strength: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
+
+    return warmth(strength) / warmth(everywhere) if strength and everywhere else warmth(1.0)
+
+
+def _given(settings: dict[str, Any], where: str, key: str, plain: float) -> float:
+    """A setting that may be left out, or null."""
+    value = settings.get(key)
+    return plain if value is None else float(number(f"{where}.{key}", value, zero=True))
+
+
+def _yarn(settings: dict[str, Any], where: str, factor: float, original: int) -> RopeScaling:
+    if settings.get("truncate", True) is not True:
+        raise Unsupported(f"{where}.truncate", settings["truncate"], "YaRN's range is rounded to whole channels; only true.")
+    everywhere = _given(settings, where, "mscale_all_dim", 0.0)
+    strength = _given(settings, where, "mscale", 0.0)
+    inferred = _inferred(strength, everywhere, factor)
+    given = _given(settings, where, "attention_factor", inferred)
+    if not math.isclose(given, inferred, rel_tol=1e-6):
+        raise Unsupported(f"{where}.attention_factor", given, f"only what follows from the factor is supported, {inferred:g}.")
+    return RopeScaling(
+        kind="yarn", factor=factor, original_context=original, mscale_all_dim=everywhere,
+        mscale=strength or (0.0 if everywhere else 1.0),
+        beta_fast=_given(settings, where, "beta_fast", 0.0) or 32.0, beta_slow=_given(settings, where, "beta_slow", 0.0) or 1.0,
     )  # fmt: skip
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.spec import hf_rope
 from phalanx.spec.errors import RunError
 from phalanx.spec.model import ModelSpec
 
@@ -162,7 +161,7 @@ def _decoder(spec: ModelSpec, name: str) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_dropout": 0.0,
     }
-    values |= hf_rope.write(spec)
+    values |= _rope(spec)
     if name == "deepseek_v3":
         return values | _deepseek(spec)
     values["head_dim"] = spec.head
@@ -177,6 +176,22 @@ def _decoder(spec: ModelSpec, name: str) -> dict[str, Any]:
     if spec.moe is not None:
         values |= _experts(spec, name)
     return values
+
+
+def _rope(spec: ModelSpec) -> dict[str, Any]:
+    """The keys of config.json that carry a model's rotary settings."""
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return {"rope_theta": spec.rope_theta, "rope_scaling": None}
+    table: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    table["original_max_position_embeddings"] = scaling.original_context
+    if scaling.kind == "llama3":
+        table |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    else:
+        table |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+        if scaling.mscale_all_dim:
+            table |= {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
+    return {"rope_theta": spec.rope_theta, "rope_scaling": table}
 
 
 def _experts(spec: ModelSpec, name: str) -> dict[str, Any]:

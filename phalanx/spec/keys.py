@@ -1,11 +1,12 @@
-"""Every table and key that the run file accepts, read off the dataclasses once.
-Load, check, dump, schema and identity all walk these tables, so a new field needs no line anywhere else.
+"""Every table and key that the run file accepts, read off the dataclasses once; what each key accepts; and what an unknown name
+may stand for. Load, check, dump and schema walk these tables, so that a new field needs no line anywhere else.
 
 Tables that the person names are patterns here: `data.mix.*.weight` is the key `data.mix.wiki.weight` of a run that has a
-`[data.mix.wiki]`. Functions take and give such concrete paths; only TABLES and KEYS themselves hold patterns."""
+`[data.mix.wiki]`. Functions take and return such concrete paths; only TABLES and KEYS themselves hold patterns."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
@@ -13,12 +14,88 @@ from keyword import iskeyword
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from phalanx.spec.errors import did_you_mean, either, near, noun, quote, toml
 from phalanx.spec.run import Run
 
 PLAIN = object
 """`Key.kind` of a key in a free table, which takes a string, an integer, a float or a boolean."""
 BARE = re.compile(r"[A-Za-z0-9_-]+")
-"""What names a person may give: those that TOML writes without quotes, so that they can stand in a dotted override too."""
+"""Names a person may give: those that TOML writes without quotes, so that they can be part of a dotted override too."""
+
+_ACCEPTED: dict[type, tuple[type, ...]] = {float: (int, float), PLAIN: (bool, int, float, str)}
+_EXPECTED = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    PLAIN: "a plain value (a string, a number, true or false)",
+}
+_NUMBERS = {int: re.compile(r"[+-]?\d+"), float: re.compile(r"[+-]?(\d+(\.\d+)?(e[+-]?\d+)?|inf)")}
+
+# What other trainers call the same thing, where spelling alone would not lead there.
+_ALIASES = {
+    "lr": "optimizer.learning_rate",
+    "max_lr": "optimizer.learning_rate",
+    "min_lr": "optimizer.final_fraction",
+    "optimizer": "optimizer.name",
+    "lr_scheduler": "optimizer.schedule",
+    "warmup": "optimizer.warmup_steps",
+    "grad_clip": "train.clip",
+    "gradient_clipping": "train.clip",
+    "max_grad_norm": "train.clip",
+    "max_norm": "train.clip",
+    "batch_size": "train.batch",
+    "global_batch_size": "train.batch",
+    "micro_batch_size": "train.micro_batch",
+    "per_device_train_batch_size": "train.micro_batch",
+    "seq_len": "train.sequence_length",
+    "seq_length": "train.sequence_length",
+    "max_seq_len": "train.sequence_length",
+    "max_restarts": "resilience.restarts",
+    "mtp_num_layers": "model.mtp_depth",
+    "max_steps": "train.steps",
+    "train_iters": "train.steps",
+    "save_interval": "checkpoint.every",
+    "save_steps": "checkpoint.every",
+    "dtype": "precision.compute",
+    "hidden_size": "model.dim",
+    "n_embd": "model.dim",
+    "n_layer": "model.layers",
+    "n_head": "model.heads",
+    "num_layers": "model.layers",
+    "num_hidden_layers": "model.layers",
+    "num_attention_heads": "model.heads",
+    "num_key_value_heads": "model.kv_heads",
+    "n_kv_heads": "model.kv_heads",
+    "intermediate_size": "model.ffn",
+    "vocab_size": "model.vocab",
+    "max_position_embeddings": "model.context",
+    "num_experts": "model.moe.experts",
+    "num_local_experts": "model.moe.experts",
+    "n_routed_experts": "model.moe.experts",
+    "num_experts_per_tok": "model.moe.active",
+    "moe_intermediate_size": "model.moe.ffn",
+    "n_shared_experts": "model.moe.shared",
+    "kv_lora_rank": "model.mla.kv_rank",
+    "q_lora_rank": "model.mla.q_rank",
+    "init_from": "model.from",
+    "pretrained": "model.from",
+    "text_field": "data.field",
+    "text_column": "data.field",
+    "chat_template": "data.template",
+    "dp": "layout.data",
+    "tp": "layout.tensor",
+    "pp": "layout.pipeline",
+    "cp": "layout.context",
+    "ep": "layout.expert",
+    "fsdp": "layout.shard",
+    "tensor_parallel_size": "layout.tensor",
+    "pipeline_parallel_size": "layout.pipeline",
+}
+
+
+class Wrong(ValueError):
+    """A value that its key does not accept; the text is the sentence without its place."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,15 +105,15 @@ class Key:
     path: str
     """Dotted, such as "train.steps"."""
     kind: type
-    """bool, int, float or str, or PLAIN; of one element where the key takes a list."""
+    """bool, int, float, str or PLAIN; the type of one element if the key takes a list."""
     many: bool
     """Whether it takes a list."""
     optional: bool
-    """Whether None stands for "left out"."""
+    """Whether None stands for "not given"."""
     choices: tuple[str, ...]
-    """The only accepted strings; empty: any."""
+    """The only accepted strings; empty: any string."""
     default: Any
-    """MISSING where the key must be given."""
+    """MISSING if the key must be given."""
     metadata: Mapping[str, Any]
     """What `spec/fields` attached."""
 
@@ -50,11 +127,11 @@ class Key:
 
     @property
     def attribute(self) -> str:
-        """The dataclass's field: its name, with an underscore where Python keeps the word for itself."""
+        """The dataclass field: the key's name, with an underscore if it is a Python keyword."""
         return _attribute(self.name)
 
     def of(self, run: Run) -> Any:
-        """This key's value in a run; None where its table is left out."""
+        """The key's value in a run; None if its table is absent."""
         value: Any = run
         for name in self.path.split("."):
             if value is None:
@@ -66,6 +143,81 @@ class Key:
             else:
                 value = next((entry for entry in value if entry.name == name), None)
         return value
+
+    def read(self, value: Any, bare: str | None = None) -> Any:
+        """The value as the dataclass holds it, or `Wrong`; `bare` is its spelling on the command line, for keys that take text."""
+        if bare is not None and self.kind is str and not self.choices:
+            value = bare
+        if not self.many:
+            return self._read_one(self.path, value)
+        if not isinstance(value, list | tuple):
+            return (self._read_one(self.path, value),)
+        return tuple(self._read_one(f"{self.path}[{i}]", item) for i, item in enumerate(value))
+
+    def refusal(self, value: Any) -> str | None:
+        """The sentence that refuses a value whose capability is not built yet; None for any other value."""
+        capability = self.metadata.get("later")
+        if capability is not None and value != self.default:
+            remedy = "remove it" if self.default is None else f"remove it or set it to {toml(self.default)}"
+            return f"{self.path} = {quote(value)} asks for {capability}, which is not built yet: {remedy}."
+        return None
+
+    def _read_one(self, path: str, value: Any) -> Any:
+        accepted = _ACCEPTED.get(self.kind, (self.kind,))
+        if type(value) not in accepted:  # not isinstance: true is not an integer here
+            expected = either(map(toml, self.choices)) if self.choices else _EXPECTED[self.kind]
+            raise Wrong(f"{path} = {quote(value)} is {noun(value)}, but {expected} is expected{self._hint(value)}.")
+        if type(value) is str:
+            self._check_text(path, value)
+            return value
+        if type(value) is bool:
+            return value
+        if type(value) is int and not -(2**63) <= value < 2**63:
+            raise Wrong(f"{path} = {quote(value)} is out of range: an integer must fit into 64 bits.")
+        if self.kind is PLAIN:
+            if value != value:  # NaN differs from itself, so that the run would not equal itself
+                raise Wrong(f"{path} = nan is not a number: leave it out.")
+            return value
+        value = self.kind(value)
+        self._check_range(path, value)
+        return value
+
+    def _check_text(self, path: str, value: str) -> None:
+        if self.choices and value not in self.choices:
+            guess = did_you_mean([toml(choice) for choice in self.choices], toml(value))
+            raise Wrong(f"{path} = {quote(value)} is unknown: it must be {either(map(toml, self.choices))}{guess or '.'}")
+        if any("\ud800" <= char <= "\udfff" for char in value):  # undecodable bytes of a command line; no TOML can hold them
+            raise Wrong(f"{path} = {value!a} is not valid Unicode: rename the file or quote the text as UTF-8.")
+
+    def _check_range(self, path: str, value: float) -> None:
+        low, high, above = (self.metadata.get(limit) for limit in ("low", "high", "above"))
+        fits = (low is None or value >= low) and (high is None or value <= high) and (above is None or value > above)
+        finite = math.isfinite(value) or (value > 0 and self.metadata.get("infinite", False))
+        if fits and finite:
+            return
+        rules = []
+        if low is not None and high is not None:
+            rules.append(f"between {low} and {high}")
+        elif low is not None:
+            rules.append(f"at least {low}")
+        elif above is not None:
+            rules.append(f"greater than {above}")
+        if not finite:
+            rules.append("finite")
+        raise Wrong(f"{path} = {quote(value)} is out of range: it must be {' and '.join(rules)}.")
+
+    def _hint(self, value: Any) -> str:
+        """What to write instead, where that is obvious."""
+        spelled = value.strip().lower() if isinstance(value, str) else ""
+        if self.kind in _NUMBERS and len(spelled) < 20 and _NUMBERS[self.kind].fullmatch(spelled):
+            return f": write {spelled} without quotes"
+        if self.kind is bool and (spelled in ("true", "false") or value in (0, 1)):
+            return f": write {spelled or toml(bool(value))}"
+        if self.kind is int and isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
+            return f": write {int(value)}"
+        if self.kind is str and not self.choices and isinstance(value, bool | int | float):
+            return f": write it in quotes, {toml(toml(value))}"
+        return ""
 
 
 def _attribute(name: str) -> str:
@@ -142,18 +294,18 @@ def find_key(path: str) -> Key | None:
 
 
 def is_table(path: str) -> bool:
-    """Whether a concrete path is a table's; those that hold named or free ones count."""
+    """Whether a concrete path is that of a table, including those that hold named or free tables."""
     return pattern(path) in TABLES or path in NAMED or path in FREE
 
 
 def keys_of(table: str) -> list[Key]:
-    """The keys that stand directly in a table; those of a free table are only known from a run."""
-    found = _BY_TABLE.get(pattern(table), [])
-    return list(found) if pattern(table) == table else [replace(key, path=f"{table}.{key.name}") for key in found]
+    """The keys directly in a table; those of a free table are known only from a run."""
+    keys = _BY_TABLE.get(pattern(table), [])
+    return list(keys) if pattern(table) == table else [replace(key, path=f"{table}.{key.name}") for key in keys]
 
 
 def tables_in(run: Run) -> list[str]:
-    """The tables that a run has something in, in the order of the run file."""
+    """The tables in which a run has values, in the order of the run file."""
     tables = [table for table in TABLES if table not in OPTIONAL or _value(run, table) is not None]
     for named in NAMED:
         at = tables.index(f"{named}.*")
@@ -176,3 +328,57 @@ def _value(run: Run, path: str) -> Any:
     for name in path.split("."):
         value = None if value is None else getattr(value, _attribute(name))
     return value
+
+
+def near_keys(path: str) -> list[str]:
+    """Keys that an unknown dotted key may stand for: misspelled, in the wrong table, or by another trainer's name."""
+    table, _, name = path.rpartition(".")
+    if name in _ALIASES:
+        here = [key.path for key in keys_of(table) if key.name == _ALIASES[name].rpartition(".")[2]]
+        return here or [_ALIASES[name]]
+    guesses = [f"{table}.{match}" for match in near(name, (key.name for key in keys_of(table)))]
+    guesses += _in_any_table([name])
+    return list(dict.fromkeys(guesses or _in_any_table(near(name, {key.name for key in KEYS.values()}, cutoff=0.75))))[:3]
+
+
+def _in_any_table(names: list[str]) -> list[str]:
+    """Keys of these names in any table; those in named tables only if no other table has one."""
+    paths = [key.path for key in KEYS.values() if key.name in names]
+    return [path for path in paths if "*" not in path] or [_readable(path) for path in paths]
+
+
+def _readable(path: str) -> str:
+    return path.replace("*", "NAME")
+
+
+def _known_tables() -> list[str]:
+    """Every table as a person would write it; free tables follow the table they belong to."""
+    return [
+        _readable(name) for table in TABLES for name in (table, *(free for free in FREE if free.rpartition(".")[0] == table))
+    ]
+
+
+def unknown_key(path: str) -> tuple[str, list[str]]:
+    """The sentence about an unknown key, and the keys it may stand for."""
+    table, _, name = path.rpartition(".")
+    guesses = near_keys(path)
+    if table and name == "model":  # TOML assigns a bare key to the table above it
+        return f'{path} is not a key of the run file: model = "…" must stand above the first [table] header.', ["model"]
+    if guesses:
+        return f"{path} is not a key of the run file: did you mean {either(guesses)}?", guesses
+    if not table:
+        return f"{path} is not a key of the run file: its tables are {', '.join(_known_tables())}.", []
+    accepted = ", ".join(key.name for key in keys_of(table))
+    return f"{path} is not a key of the run file: [{table}] accepts {accepted}.", []
+
+
+def unknown_table(path: str) -> tuple[str, list[str]]:
+    """The sentence about an unknown table, and the tables it may stand for."""
+    siblings = [table for table in (*TABLES, *FREE, *NAMED) if table.rpartition(".")[0] == path.rpartition(".")[0]]
+    guesses = near(path, siblings)
+    remedy = (
+        f"did you mean [{guesses[0]}{'.NAME' if guesses[0] in NAMED else ''}]?"
+        if guesses
+        else f"the tables are {', '.join(_known_tables())}."
+    )
+    return f"[{path}] is not a table of the run file: {remedy}", guesses

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from phalanx.spec.fields import within
-from phalanx.spec.renamed import current_keys
+from phalanx.spec.fields import current_keys, within
 
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev"]
 """The named pipeline schedules; `schedules/makers` builds them."""

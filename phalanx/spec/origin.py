@@ -1,31 +1,31 @@
-"""The folder that `model.from` names: which model it holds, and which tokenizer. Called by `spec/load` when a run is
-resolved and by `spec/check_model`; whoever reads the weights starts from `origin_folder` too."""
+"""The folder that `model.from` names: which model it holds, and which tokenizer. Called by `spec/load` and `spec/check_model`;
+training reads the weights from `origin_folder`."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from phalanx.spec.dump import toml
-from phalanx.spec.errors import RunError
+from phalanx.spec.draft import Draft
+from phalanx.spec.errors import RunError, toml
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.tokenizer_size import FILE
+from phalanx.spec.sources import TOKENIZER_FILE, vocabulary_size
 
 _TRAINING_ONLY = frozenset(
     {"model.moe.bias_rate", "model.moe.balance_loss", "model.mtp_depth", "model.mtp_loss_weight", "model.init_std"}
 )
-
 _MARKER = "commit.json"
 
 
 class Origin(NamedTuple):
-    """What a folder says of its model."""
+    """The model and the tokenizer of a folder."""
 
     model: ModelSpec
-    """Complete, without a preset's name; its `from_` is whatever the run says."""
+    """Complete, without a preset's name; `from_` is the run's own `model.from`."""
     tokenizer: str | None
     """As `data.tokenizer` would name it; None: the folder holds none."""
 
@@ -34,29 +34,27 @@ def origin_folder(text: str) -> Path:
     """`model.from` as a path."""
     try:
         return Path(text).expanduser()
-    except RuntimeError:  # a home directory that nobody has
+    except RuntimeError:  # the home directory of a user who does not exist
         return Path(text)
 
 
 def origin(text: str) -> Origin | None:
-    """What the folder at `model.from` holds; None where there is no such folder, RunError where it cannot be understood."""
+    """The contents of the folder `model.from`; None if there is no such folder, RunError if it cannot be understood."""
     folder = origin_folder(text)
-    if not os.path.exists(folder):  # as opposed to pathlib's, it takes a name that no system accepts for a missing one
+    if not os.path.exists(folder):  # unlike pathlib's, it answers False for a name that no file system accepts
         return None
     run_dir = _run_directory(folder)
     if run_dir is not None:
-        from phalanx.spec.load import model_of  # it calls this file in turn
-
-        model, tokenizer = model_of(run_dir / "run.toml")
-        if os.path.isfile(run_dir / "tokenizer" / FILE):
+        model, tokenizer = _model_of(run_dir / "run.toml")
+        if os.path.isfile(run_dir / "tokenizer" / TOKENIZER_FILE):
             tokenizer = str(run_dir / "tokenizer")
         return Origin(replace(model, preset=None, from_=text), tokenizer)
-    if os.path.isfile(folder / _MARKER):  # a checkpoint that was taken out of its run directory carries its run file
-        return _carried(folder, text)
+    if os.path.isfile(folder / _MARKER):  # a checkpoint that was moved out of its run directory carries its run file
+        return _from_marker(folder, text)
     if os.path.isfile(folder / "config.json"):
-        from phalanx.spec.hf_config import model_spec  # only those who start from such a folder pay for it
+        from phalanx.spec.hf_config import model_spec  # imported only for runs that start from such a folder
 
-        return Origin(replace(model_spec(folder), from_=text), text if os.path.isfile(folder / FILE) else None)
+        return Origin(replace(model_spec(folder), from_=text), text if os.path.isfile(folder / TOKENIZER_FILE) else None)
     raise RunError(
         [
             f"model.from = {toml(text)} holds neither a config.json (Hugging Face weights) nor a run.toml (a run directory), "
@@ -65,21 +63,8 @@ def origin(text: str) -> Origin | None:
     )
 
 
-def _carried(folder: Path, text: str) -> Origin:
-    from phalanx.spec.load import model_of
-
-    try:
-        run = json.loads((folder / _MARKER).read_bytes())["run"].encode()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise RunError(
-            [f"model.from = {toml(text)} is a checkpoint whose {_MARKER} carries no run file: name it in its run directory."]
-        ) from None
-    model, tokenizer = model_of(folder / _MARKER, run)
-    return Origin(replace(model, preset=None, from_=text), tokenizer)
-
-
 def overridable(path: str, model: ModelSpec) -> bool:
-    """Whether a run may set this key otherwise than the folder it starts from: no weight's shape or meaning rests on it."""
+    """Whether a run may change this key of the folder it starts from: no weight's shape or meaning depends on it."""
     return (
         path in _TRAINING_ONLY
         or path in ("model.preset", "model.from")
@@ -88,15 +73,46 @@ def overridable(path: str, model: ModelSpec) -> bool:
 
 
 def under(model: ModelSpec, base: ModelSpec) -> ModelSpec:
-    """A model made in Python, with what it leaves at its default taken from the folder."""
+    """A model made in Python, with the folder's value for every field that has its default."""
     default = ModelSpec()
     return replace(
         base, **{f.name: value for f in fields(model) if (value := getattr(model, f.name)) != getattr(default, f.name)}
     )
 
 
+def _model_of(path: Path, data: bytes | None = None) -> tuple[ModelSpec, str]:
+    """The complete model and the tokenizer of a run file, whatever else is wrong with that run on this machine.
+
+    `data`: the run file's contents, if another file carries it. Its own `model.from` is ignored: a run directory may name itself.
+    """
+    draft = Draft(os.fspath(path))
+    if data is None:
+        draft.read_file(path)
+    else:
+        draft.read_bytes(data)
+    draft.settings.pop("model.from", None)
+    run = draft.build(draft.values())
+    draft.raise_problems()
+    model = run.model
+    if model.vocab is None:
+        with contextlib.suppress(RunError):  # a tokenizer that has moved away is reported where it is needed
+            model = replace(model, vocab=vocabulary_size(run.data.tokenizer))
+    return model, run.data.tokenizer
+
+
+def _from_marker(folder: Path, text: str) -> Origin:
+    try:
+        run = json.loads((folder / _MARKER).read_bytes())["run"].encode()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise RunError(
+            [f"model.from = {toml(text)} is a checkpoint whose {_MARKER} carries no run file: name it in its run directory."]
+        ) from None
+    model, tokenizer = _model_of(folder / _MARKER, run)
+    return Origin(replace(model, preset=None, from_=text), tokenizer)
+
+
 def _run_directory(folder: Path) -> Path | None:
-    """The run directory that a folder is, or is a checkpoint of."""
+    """The run directory that a folder is, or that it is a checkpoint of."""
     if os.path.isfile(folder / "run.toml"):
         return folder
     parent = Path(os.path.abspath(folder)).parent

@@ -1,4 +1,5 @@
-"""A run laid out on a machine. The planner writes it, the launcher and the trainer obey it, the display shows it."""
+"""The machine, the plan and a rank's place in the job, as plain values. `host/probe` reads the machine, the planner writes the
+plan, and launcher, trainer and dashboard read both."""
 
 from __future__ import annotations
 
@@ -10,43 +11,93 @@ from phalanx.spec.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """One GPU as the driver names it."""
+
+    name: str
+    memory: int
+    """Bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """This computer."""
+
+    host: str
+    cpu: str
+    cores: int
+    """Cores this process may use."""
+    memory: int
+    """Bytes of main memory this process may use."""
+    core_flops: float | None = None
+    """Peak fp32 FLOP/s of one core from its clock and vector width; None: unknown."""
+    scalar: tuple[str, ...] = ()
+    """Number formats without vector instructions on this CPU; PyTorch multiplies them one number at a time."""
+    gpus: tuple[Gpu, ...] = ()
+    measured: tuple[tuple[str, float], ...] = ()
+    """What `phalanx bench` or a comparison with a run measured here, by names such as "cpu.launch"; plans use it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """One rank's place in the job. `host/env` reads it from the environment, `parallel/mesh` connects by it."""
+
+    rank: int = 0
+    ranks: int = 1
+    node: int = 0
+    """Index of the rank's machine in the job."""
+    local_rank: int = 0
+    """Index of the rank's device on its machine."""
+    store: tuple[str, int] | None = None
+    """Host and port of the key-value store for rendezvous; None: a single rank, or torchrun has set torch's own variables."""
+    token: str | None = field(default=None, repr=False)
+    """The run's secret, for a store that an agent serves; None: the store is torch's own."""
+    holder: str | None = None
+    """Folder of the process on this machine that holds in-memory replicas of the state; None: there is none."""
+    generation: int = 0
+    """Counts rebuilt process groups. Each generation uses its own keys in the store, so that stale addresses are never read."""
+    copy_every: int | None = None
+    """Copy the state into host memory every N steps; None: only if the run file asks for it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """What a model comes to, counted from its shape or, for one's own module, from the module itself."""
+    """The size of a model, counted from its shape or, for a custom module, from the module itself."""
 
     parameters: int
     active: int
-    """Those that one token goes through; fewer than all where there are experts."""
+    """Parameters that one token passes through; fewer than all in a mixture of experts."""
     flops_per_token: float
-    """Forward and backward of one token."""
+    """FLOPs of the forward and backward of one token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Promise:
-    """What the plan expects of the run; the summary prints it beside what was measured."""
+    """What the plan expects of the run; the summary compares it with the measured values."""
 
     seconds: float
-    """Of a step."""
+    """Seconds per step."""
     low: float
-    """P10 …"""
+    """P10 of the seconds per step."""
     high: float
-    """… and P90 of it."""
+    """P90 of the seconds per step."""
     tokens_per_second: float
     memory: dict[str, float]
-    """Bytes of the fullest rank, by component."""
+    """Bytes of the rank that needs most memory, by component."""
     total_memory: float
-    """All of them."""
+    """Bytes of that rank in total."""
     mfu: float | None = None
     days: float | None = None
-    """Of the whole run without failures."""
+    """Duration of the whole run without failures."""
     price: float | None = None
-    """Of the whole run, in US dollars; None: no price is known."""
+    """Price of the whole run in US dollars; None: unknown."""
     split: dict[str, float] = field(default_factory=dict)
-    """Seconds of a step by what they go to, such as "compute", "data", "bubble"."""
+    """Seconds of a step by cause, such as "compute", "data", "bubble"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Every choice that the run file left open, made."""
+    """A run resolved for a machine: every choice that the run file leaves open, made."""
 
     layout: Layout
     device: Literal["cpu", "cuda"]
@@ -55,20 +106,20 @@ class Plan:
     micro_batch: int
     """Sequences of one forward and backward on one rank."""
     accumulation: int
-    """Forwards and backwards of one rank in one step."""
+    """Micro-batches of one rank in one step (gradient accumulation)."""
     compute: Literal["fp32", "bf16", "fp16", "fp8"]
     parameters: int
     flops_per_token: float
     peak_flops: float | None
-    """Peak FLOP/s of all ranks together in the compute precision; None: unknown device, MFU cannot be told."""
+    """Peak FLOP/s of all ranks together in the compute precision; None: unknown device, so that MFU cannot be computed."""
     active: int | None = None
-    """Parameters that one token goes through; None in plans of versions that knew no experts: all of them."""
+    """Parameters that one token passes through; None: all of them (plans of versions without experts)."""
     machine: str | None = None
-    """What it was made for, in words: a run whose layout is left open keeps it where it goes on on the same."""
+    """The machine it was made for, in words. A run with an open layout keeps the plan when it resumes on the same machine."""
     promise: Promise | None = field(default=None, hash=False)
-    """None: nothing is promised, as for one's own module, whose shape the equations do not know."""
+    """None: nothing is promised, as for a custom module, whose shape the cost model does not know."""
     placement: dict[str, Any] | None = field(default=None, hash=False)
-    """Which ranks share a node, a rail, a pipeline: `planning/placement` says what is in it. None in plans of older versions."""
+    """Which ranks share a node, a rail, a pipeline; `planning/placement` writes it. None in plans of older versions."""
 
     @property
     def ranks(self) -> int:
@@ -81,14 +132,14 @@ class Plan:
     def from_json(text: str) -> Plan:
         table: dict[str, Any] = json.loads(text)
         table["layout"] = Layout.from_saved(table["layout"])
-        if (promised := table.get("promise")) is not None:
-            table["promise"] = Promise(**{f.name: promised[f.name] for f in fields(Promise) if f.name in promised})
+        if (promise := table.get("promise")) is not None:
+            table["promise"] = Promise(**{f.name: promise[f.name] for f in fields(Promise) if f.name in promise})
         return Plan(**{f.name: table[f.name] for f in fields(Plan) if f.name in table})
 
     def explain(self) -> str:
         """The plan in a sentence or two."""
         ranks = f"{self.ranks} {'GPU' if self.device == 'cuda' else 'CPU'} rank{'s' if self.ranks > 1 else ''}"
         work = f"{self.accumulation} × micro-batch of {self.micro_batch}"
-        some = self.active is not None and self.active < self.parameters
-        active = f" ({(self.active or 0) / 1e6:,.2f} M active)" if some else ""
+        sparse = self.active is not None and self.active < self.parameters
+        active = f" ({(self.active or 0) / 1e6:,.2f} M active)" if sparse else ""
         return f"{self.parameters / 1e6:,.2f} M parameters{active} on {ranks}, {work} per rank and step, {self.compute}"

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from phalanx.spec.keys import BARE, FREE, NAMED, TABLES, Key, keys_of
-from phalanx.spec.presets import PRESETS
+from phalanx.spec.model import PRESETS
 from phalanx.spec.run import Run
 
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}

@@ -18,8 +18,7 @@ from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
-from phalanx.spec.place import Place
-from phalanx.spec.plan import Plan
+from phalanx.spec.plan import Place, Plan
 from phalanx.spec.run import Memory, Run
 from phalanx.spec.tensor_slice import chunk
 from phalanx.training.build import Built, place

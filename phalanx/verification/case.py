@@ -12,8 +12,7 @@ from phalanx.planning.resolve import choose
 from phalanx.spec.check import check
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
-from phalanx.spec.machine import Machine
-from phalanx.spec.plan import Plan
+from phalanx.spec.plan import Machine, Plan
 from phalanx.spec.run import Checkpoint, Cluster, Memory, Optimizer, Run, Source
 from phalanx.spec.sources import kind
 from phalanx.verification.small import TINY, fit, shrink

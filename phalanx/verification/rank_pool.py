@@ -34,7 +34,7 @@ from phalanx.host.env import use_loopback_only
 from phalanx.host.process_tree import die_with
 from phalanx.parallel.mesh import connect, disconnect
 from phalanx.spec.layout import Layout
-from phalanx.spec.place import Place
+from phalanx.spec.plan import Place
 
 _LENGTH = struct.Struct("!Q")
 _GRACE = 0.5  # seconds in which ranks that fail at about the same time may say so: the first of them is to blame

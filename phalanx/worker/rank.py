@@ -33,8 +33,7 @@ from phalanx.faults.grammar import parse
 from phalanx.parallel.mesh import Mesh, abandoned, connect, disconnect
 from phalanx.spec.errors import PhalanxError
 from phalanx.spec.load import load
-from phalanx.spec.place import Place
-from phalanx.spec.plan import Plan
+from phalanx.spec.plan import Place, Plan
 from phalanx.spec.run import Run
 from phalanx.training.hooks.rank_faults import Faults
 from phalanx.training.hooks.replica_check import Corruption

@@ -19,7 +19,7 @@ from phalanx.planning.feedback.refit import EIGHT_BITS, Measured, corrected, ref
 from phalanx.planning.machines.hardware import hardware
 from phalanx.planning.machines.rates import NAMES, rates_for
 from phalanx.planning.resolve import choose
-from phalanx.spec.machine import Gpu, Machine
+from phalanx.spec.plan import Gpu, Machine
 from phalanx.spec.run import Cluster, Run, Train
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from phalanx.checkpointing.quiet import quiet
 from phalanx.checkpointing.shard_io import DTYPES
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
-from phalanx.spec.safefiles import SIZES
+from phalanx.spec.safetensors_index import SIZES
 
 
 def train_and_save(mesh: Mesh, folder: Path) -> None:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from phalanx.cli.models_cmd import models
-from phalanx.spec.presets import PRESETS
+from phalanx.spec.model import PRESETS
 
 
 def test_models_are_listed_with_what_they_cost(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,8 +31,8 @@ from phalanx.events.records import (
     WorkerStarted,
 )
 from phalanx.spec.load import load
+from phalanx.spec.model import PRESETS
 from phalanx.spec.plan import Plan
-from phalanx.spec.presets import PRESETS
 
 ANSI = re.compile(r"\x1b[\[\]()]")
 PNG = b"\x89PNG\r\n\x1a\n"

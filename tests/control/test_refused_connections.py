@@ -23,7 +23,7 @@ from phalanx.events import frames
 from phalanx.events.frames import Address, BlockingChannel
 from phalanx.host.env import use_loopback_only
 from phalanx.parallel.mesh import connect
-from phalanx.spec.place import Place
+from phalanx.spec.plan import Place
 from phalanx.verification.rank_pool import fork, serve_store
 
 TCP_RESET = struct.pack("ii", 1, 0)

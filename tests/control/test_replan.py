@@ -8,8 +8,7 @@ from ranks import tiny_run
 from phalanx.control.recover import Replanner, copy_every
 from phalanx.planning.resolve import choose
 from phalanx.spec.layout import Layout
-from phalanx.spec.machine import Machine
-from phalanx.spec.plan import Plan, Size
+from phalanx.spec.plan import Machine, Plan, Size
 from phalanx.spec.run import Run
 
 MACHINE = Machine(host="here", cpu="some", cores=8, memory=64 << 30)

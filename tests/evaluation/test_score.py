@@ -14,7 +14,7 @@ from phalanx.data.tokenizer import ByteTokenizer, open_tokenizer
 from phalanx.evaluation.score import Request, Scorer
 from phalanx.models.init import build, materialize
 from phalanx.spec.errors import RunError
-from phalanx.spec.presets import PRESETS
+from phalanx.spec.model import PRESETS
 
 
 @pytest.fixture(scope="module")

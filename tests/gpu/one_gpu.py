@@ -24,8 +24,7 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.schedules.makers import make
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
-from phalanx.spec.place import Place
-from phalanx.spec.plan import Plan
+from phalanx.spec.plan import Place, Plan
 from phalanx.training import build as training
 from phalanx.training.trainer import Trainer
 

@@ -24,7 +24,7 @@ from phalanx.parallel.mesh import connect
 from phalanx.planning.resolve import choose
 from phalanx.host.probe import probe
 from phalanx.spec.load import loads
-from phalanx.spec.place import Place
+from phalanx.spec.plan import Place
 from phalanx.training.trainer import Trainer
 
 folder, settings = Path(sys.argv[1]), sys.argv[2:]

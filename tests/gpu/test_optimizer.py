@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.owned_param import OwnedParam, ParamShard
-from phalanx.spec.place import Place
+from phalanx.spec.plan import Place
 from phalanx.spec.run import Memory, Optimizer as Spec, Precision
 from phalanx.optim.optimizer import Optimizer
 

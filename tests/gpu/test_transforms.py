@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from dataclasses import replace
 from phalanx.models.init import build, materialize
-from phalanx.spec.presets import PRESETS
+from phalanx.spec.model import PRESETS
 from phalanx.transforms import activations, compile, fp8, recompute
 from phalanx.transforms.precision import computing
 

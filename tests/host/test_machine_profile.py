@@ -7,7 +7,7 @@ from pathlib import Path
 
 from phalanx.host.machine_profile import profile_file, read_profile, write_profile
 from phalanx.host.probe import probe
-from phalanx.spec.machine import Gpu, Machine
+from phalanx.spec.plan import Gpu, Machine
 
 MACHINE = Machine(host="a", cpu='some "CPU"', cores=8, memory=2**34, gpus=(Gpu(name="NVIDIA H200", memory=2**37),))
 CONSTANTS = {"cpu.launch": 8e-6, "cuda.bf16.gemm": 0.74, "cuda.host_bandwidth": 5.5e10, "cuda.storage": 1e9}

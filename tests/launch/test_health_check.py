@@ -18,7 +18,7 @@ from rich.console import Console
 from phalanx.host.probe import probe
 from phalanx.launch import health_check
 from phalanx.launch.health_check import HealthReport, examine
-from phalanx.spec.machine import Gpu, Machine
+from phalanx.spec.plan import Gpu, Machine
 
 GIB = 2**30
 HEALTHY = {"version": "2.13.0", "cuda": None, "cuda_available": False, "devices": 0, "gloo": True, "nccl": False}

@@ -10,8 +10,7 @@ from ranks import tiny_run
 
 from phalanx.launch import model_check
 from phalanx.spec.layout import Layout
-from phalanx.spec.machine import Gpu, Machine
-from phalanx.spec.plan import Plan
+from phalanx.spec.plan import Gpu, Machine, Plan
 from phalanx.spec.run import Run
 
 MODEL = ("model.dim=1024", "model.layers=2", "model.vocab=32768", "train.micro_batch=8", "train.sequence_length=512")

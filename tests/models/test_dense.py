@@ -11,8 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from phalanx.models.attention import Scope
 from phalanx.models.decoder import AXES, INITIAL, Decoder
 from phalanx.models.init import build, materialize
-from phalanx.spec.model import Mla, ModelSpec, Moe
-from phalanx.spec.presets import PRESETS
+from phalanx.spec.model import PRESETS, Mla, ModelSpec, Moe
 
 GPT = ModelSpec(
     vocab=41, dim=24, layers=2, heads=3, ffn=40, context=32,

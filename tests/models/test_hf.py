@@ -14,8 +14,7 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.init import build
 from phalanx.spec import hf_config, hf_config_write
 from phalanx.spec.errors import RunError
-from phalanx.spec.model import Mla, ModelSpec, Moe
-from phalanx.spec.presets import PRESETS
+from phalanx.spec.model import PRESETS, Mla, ModelSpec, Moe
 
 
 def rows_of(state: dict[str, Tensor]) -> hf_mapping.Rows:

@@ -29,7 +29,7 @@ from phalanx.parallel.sharded_model import Recipe, ShardedModel
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec, Moe
-from phalanx.spec.place import Place
+from phalanx.spec.plan import Place
 from phalanx.spec.tensor_slice import TensorSlice
 from phalanx.training.loss import summed_loss
 from phalanx.training.recipe import recipe

@@ -14,7 +14,7 @@ from ranks import ALONE, run_ranks
 from phalanx.accelerator import resident_bytes
 from phalanx.parallel.mesh import Mesh, abandoned, connect, disconnect
 from phalanx.spec.layout import Layout
-from phalanx.spec.place import Place
+from phalanx.spec.plan import Place
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -21,7 +21,7 @@ from phalanx.events.frames import Address
 from phalanx.host.env import use_loopback_only
 from phalanx.parallel.mesh import Mesh, connect, disconnect
 from phalanx.parallel.store import ControlStore
-from phalanx.spec.place import Place
+from phalanx.spec.plan import Place
 from phalanx.verification.rank_pool import fork
 
 

@@ -9,9 +9,8 @@ import pytest
 from phalanx.planning.resolve import again, choose, plan_run
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
-from phalanx.spec.machine import Gpu, Machine
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.plan import Plan
+from phalanx.spec.plan import Gpu, Machine, Plan
 from phalanx.spec.run import Cluster, Memory, Run, Train
 
 GIB = 2**30

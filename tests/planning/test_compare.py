@@ -17,8 +17,8 @@ from phalanx.planning.resolve import plan_run
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
-from phalanx.spec.machine import Gpu, Machine
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.plan import Gpu, Machine
 from phalanx.spec.run import Cluster, Run, Train
 
 MIB = 2**20

@@ -12,9 +12,8 @@ from planning_cases import cluster
 from phalanx.planning.cost.footprint import footprint
 from phalanx.planning.search.space import all_columns, exactly, pick
 from phalanx.spec.layout import Layout
-from phalanx.spec.model import ModelSpec
+from phalanx.spec.model import PRESETS, ModelSpec
 from phalanx.spec.plan import Plan
-from phalanx.spec.presets import PRESETS
 from phalanx.spec.run import Data, Memory, Precision, Run, Train
 
 

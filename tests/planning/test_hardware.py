@@ -14,7 +14,7 @@ from phalanx.planning.machines.hardware import hardware, mismatch, planned
 from phalanx.planning.search.search import assumed, judge
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import loads
-from phalanx.spec.machine import Gpu, Machine
+from phalanx.spec.plan import Gpu, Machine
 from phalanx.spec.run import Precision, Run
 
 GIB = 2**30

@@ -12,7 +12,7 @@ from planning_cases import cluster
 from phalanx.parallel.mesh import Mesh
 from phalanx.planning.placement import placement
 from phalanx.spec.layout import Layout
-from phalanx.spec.place import Place
+from phalanx.spec.plan import Place
 
 LAYOUTS = [
     Layout(pipeline=2, data=2, shard=2, context=2, tensor=4),

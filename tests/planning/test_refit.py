@@ -11,8 +11,8 @@ from phalanx.planning.feedback.refit import Measured, corrected, refitted
 from phalanx.planning.machines.cpu import CONSTANTS, cpu_hardware
 from phalanx.planning.resolve import choose
 from phalanx.spec.layout import Layout
-from phalanx.spec.machine import Machine
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.plan import Machine
 from phalanx.spec.run import Run, Train
 
 HERE = Machine(host="a", cpu="some", cores=1, memory=2**34, core_flops=1e11)

@@ -16,9 +16,8 @@ from phalanx.schedules.csv_format import dump
 from phalanx.schedules.makers import make
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
-from phalanx.spec.machine import Gpu, Machine
 from phalanx.spec.model import ModelSpec, Moe
-from phalanx.spec.plan import Size
+from phalanx.spec.plan import Gpu, Machine, Size
 from phalanx.spec.run import Cluster, Memory, Precision, Run, Train
 
 GIB = 2**30

@@ -15,8 +15,7 @@ from phalanx.planning.simulate.simulated_step import simulate_candidate, tiers
 from phalanx.planning.simulate.simulation import SimulationReport, simulate
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
-from phalanx.spec.model import ModelSpec
-from phalanx.spec.presets import PRESETS
+from phalanx.spec.model import PRESETS, ModelSpec
 from phalanx.spec.run import Checkpoint, Cluster, Resilience, Run, Train
 
 SMALL = ModelSpec(dim=4096, layers=32, heads=32, kv_heads=8, ffn=14336, vocab=256, context=4096)

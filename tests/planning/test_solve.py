@@ -11,7 +11,7 @@ from planning_cases import SMALL, SPARSE, cluster, run_of
 from phalanx.planning.remedies import scaled
 from phalanx.planning.search.search import Limits, find
 from phalanx.planning.solve import solve, what_if
-from phalanx.spec.presets import PRESETS
+from phalanx.spec.model import PRESETS
 
 RUN = run_of("llama3-8b", 32, 4096)
 

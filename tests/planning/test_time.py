@@ -14,7 +14,7 @@ from phalanx.planning.cost.step_time import PARTS, bubble, step_times
 from phalanx.planning.machines.rates import Rates
 from phalanx.schedules.makers import make
 from phalanx.schedules.timing import Durations, simulate
-from phalanx.spec.presets import PRESETS
+from phalanx.spec.model import PRESETS
 
 H100 = {
     "peak": 989e12,

@@ -15,7 +15,7 @@ from phalanx.planning.search.candidate import Alternative
 from phalanx.planning.search.search import SAFE, judge, rates_of
 from phalanx.planning.search.space import space
 from phalanx.spec.layout import Layout
-from phalanx.spec.machine import Machine
+from phalanx.spec.plan import Machine
 from phalanx.spec.run import Memory, Precision, Run
 
 WIDE = replace(SMALL, dim=2048, heads=10, kv_heads=2, layers=12, vocab=32000)

@@ -22,8 +22,7 @@ from phalanx.rehearsal.rehearse import Stage, rehearse
 from phalanx.rehearsal.rehearsed_rank import opened
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
-from phalanx.spec.machine import Machine
-from phalanx.spec.plan import Plan
+from phalanx.spec.plan import Machine, Plan
 from phalanx.spec.run import Run
 
 H200 = attention_kernels.CARDS["h200"]

@@ -10,8 +10,7 @@ import pytest
 
 from phalanx.schedules.stage_split import cut, flop_costs
 from phalanx.spec.errors import RunError
-from phalanx.spec.model import ModelSpec, Moe
-from phalanx.spec.presets import PRESETS
+from phalanx.spec.model import PRESETS, ModelSpec, Moe
 
 
 def dearest(ranges: list[tuple[int, int]], costs: list[float], first: float, last: float) -> float:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from phalanx.spec.check import check
-from phalanx.spec.dump import dump, toml
+from phalanx.spec.dump import dump
+from phalanx.spec.errors import toml
 from phalanx.spec.keys import KEYS, TABLES, Key
 from phalanx.spec.load import loads, resolve
-from phalanx.spec.model import Mla, ModelSpec, Moe, RopeScaling
-from phalanx.spec.presets import PRESETS
+from phalanx.spec.model import PRESETS, Mla, ModelSpec, Moe, RopeScaling
 from phalanx.spec.run import Data, MixedSource, Run, Train
 
 BASE = resolve(Run(train=Train(batch=8, steps=10)))

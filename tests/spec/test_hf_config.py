@@ -12,8 +12,7 @@ from hf_models import CONFIGS, SIZES, YARN
 
 from phalanx.spec import hf_config, hf_config_write
 from phalanx.spec.errors import RunError
-from phalanx.spec.model import Mla, ModelSpec, Moe, RopeScaling
-from phalanx.spec.presets import PRESETS
+from phalanx.spec.model import PRESETS, Mla, ModelSpec, Moe, RopeScaling
 
 LLAMA: dict[str, Any] = SIZES | {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu"}
 GPT2: dict[str, Any] = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12}

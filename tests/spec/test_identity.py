@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx.spec.identity import changed, identity
+from phalanx.spec.dump import changed, identity
 from phalanx.spec.load import loads
 from phalanx.spec.run import Run
 

@@ -3,7 +3,7 @@
 import random
 import tomllib
 
-from phalanx.spec.lines import key_lines
+from phalanx.spec.draft import key_lines
 
 
 def test_lines_of_keys() -> None:

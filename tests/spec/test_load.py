@@ -9,8 +9,7 @@ from sentences import assert_one_sentence
 from phalanx.spec.errors import RunError
 from phalanx.spec.keys import KEYS
 from phalanx.spec.load import loads
-from phalanx.spec.model import Mla, Moe
-from phalanx.spec.presets import PRESETS
+from phalanx.spec.model import PRESETS, Mla, Moe
 from phalanx.spec.run import Optimizer, Run, Train
 
 GOOD = "[train]\nbatch = 8\nsteps = 10\n"  # later lines of a case start at 4
@@ -76,22 +75,22 @@ MISTAKES = {
     "string for an integer": (
         '[train]\nbatch = 8\nsteps = "20"\n',
         [],
-        [("run.toml:3: ", 'train.steps = "20" is a string', "an integer is wanted", "write 20 without quotes")],
+        [("run.toml:3: ", 'train.steps = "20" is a string', "an integer is expected", "write 20 without quotes")],
     ),
     "float for an integer": (
         "[train]\nbatch = 8\nsteps = 1e3\n",
         [],
-        [("run.toml:3: ", "train.steps = 1000.0 is a float", "an integer is wanted: write 1000.")],
+        [("run.toml:3: ", "train.steps = 1000.0 is a float", "an integer is expected: write 1000.")],
     ),
     "boolean for an integer": (
         "[train]\nbatch = true\nsteps = 3\n",
         [],
-        [("run.toml:2: ", "train.batch = true is a boolean", "an integer is wanted")],
+        [("run.toml:2: ", "train.batch = true is a boolean", "an integer is expected")],
     ),
     "boolean for a float": (
         GOOD + "clip = true\n",
         [],
-        [("run.toml:4: ", "train.clip = true is a boolean", "a number is wanted")],
+        [("run.toml:4: ", "train.clip = true is a boolean", "a number is expected")],
     ),
     "integer for a boolean": (
         GOOD + "[data]\nshuffle = 0\n",
@@ -101,7 +100,7 @@ MISTAKES = {
     "string for a boolean": (
         GOOD + "[data]\nshuffle = 'True'\n",
         [],
-        [("run.toml:5: ", "true or false is wanted: write true.")],
+        [("run.toml:5: ", "true or false is expected: write true.")],
     ),
     "integer for a string": (
         GOOD + "[watch]\nwandb_project = 7\n",
@@ -111,18 +110,22 @@ MISTAKES = {
     "half a string for an integer": (
         GOOD + 'seed = "2.5"\n',
         [],
-        [('train.seed = "2.5" is a string, but an integer is wanted.',)],
+        [('train.seed = "2.5" is a string, but an integer is expected.',)],
     ),
     "huge float for an integer": (
         GOOD + "seed = 1e300\n",
         [],
-        [("train.seed = 1e+300 is a float, but an integer is wanted.",)],
+        [("train.seed = 1e+300 is a float, but an integer is expected.",)],
     ),
-    "string for a float": (GOOD + 'clip = "1e-3"\n', [], [("run.toml:4: ", "a number is wanted: write 1e-3 without quotes.")]),
+    "string for a float": (
+        GOOD + 'clip = "1e-3"\n',
+        [],
+        [("run.toml:4: ", "a number is expected: write 1e-3 without quotes.")],
+    ),
     "list for a number": (
         GOOD + "seed = [1, 2]\n",
         [],
-        [("run.toml:4: ", "train.seed = [1, 2] is a list", "an integer is wanted")],
+        [("run.toml:4: ", "train.seed = [1, 2] is a list", "an integer is expected")],
     ),
     "date for a number": (GOOD + "seed = 2020-01-01\n", [], [("run.toml:4: ", "2020-01-01 is a date or time")]),
     "table for a number": (GOOD + "seed = { a = 1 }\n", [], [("run.toml:4: ", "train.seed = { a = 1 } is a table")]),
@@ -135,7 +138,7 @@ MISTAKES = {
     "number in a list of strings": (
         GOOD + "[data]\npaths = [\n  'a',\n  3,\n]\n",
         [],
-        [("run.toml:5: ", "data.paths[1] = 3 is an integer", "a string is wanted")],
+        [("run.toml:5: ", "data.paths[1] = 3 is an integer", "a string is expected")],
     ),
     "unknown choice": (
         GOOD + "[optimizer]\nname = 'adam'\n",
@@ -143,7 +146,7 @@ MISTAKES = {
         [("run.toml:5: ", 'optimizer.name = "adam"', '"adamw" or "muon"', 'did you mean "adamw"?')],
     ),
     "far-off choice": (GOOD, ["optimizer.schedule=zz"], [('it must be "cosine", "wsd", "linear" or "constant".',)]),
-    "number for a choice": (GOOD + "[optimizer]\nname = 3\n", [], [("3 is an integer", '"adamw" or "muon" is wanted')]),
+    "number for a choice": (GOOD + "[optimizer]\nname = 3\n", [], [("3 is an integer", '"adamw" or "muon" is expected')]),
     # Ranges.
     "below": ("[train]\nbatch = 8\nsteps = 0\n", [], [("run.toml:3: ", "train.steps = 0", "at least 1")]),
     "between": (

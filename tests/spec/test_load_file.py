@@ -38,7 +38,7 @@ def test_missing_file(tmp_path: Path) -> None:
 
 
 def test_folder_for_a_file(tmp_path: Path) -> None:
-    assert file_problems(tmp_path) == (f"{tmp_path}: this is a folder, but a run file is wanted: name the TOML file to run.",)
+    assert file_problems(tmp_path) == (f"{tmp_path}: this is a folder, but a run file is expected: name the TOML file to run.",)
     (tmp_path / "run.toml").write_text(GOOD)
     assert file_problems(tmp_path)[0].endswith(f"did you mean {tmp_path / 'run.toml'}?")
 

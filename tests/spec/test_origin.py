@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.spec.check import check
-from phalanx.spec.dump import dump
+from phalanx.spec.dump import changed, dump
 from phalanx.spec.errors import RunError
-from phalanx.spec.identity import changed
 from phalanx.spec.load import load, loads, resolve
 from phalanx.spec.model import ModelSpec, Moe
 from phalanx.spec.run import Data, Run, Train

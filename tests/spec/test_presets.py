@@ -3,7 +3,7 @@
 import pytest
 
 from phalanx.spec.check import check
-from phalanx.spec.presets import PRESETS
+from phalanx.spec.model import PRESETS
 from phalanx.spec.run import Run, Train
 
 PUBLISHED = {

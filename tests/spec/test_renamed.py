@@ -9,12 +9,12 @@ import pytest
 
 from phalanx.spec.dump import HEADER, dump
 from phalanx.spec.errors import RunError
+from phalanx.spec.fields import RENAMED_KEYS, current_tensor, original_tensor
 from phalanx.spec.keys import KEYS
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import load, loads
 from phalanx.spec.origin import origin
 from phalanx.spec.plan import Plan
-from phalanx.spec.renamed import RENAMED_KEYS, current_tensor, original_tensor
 
 RUN = 'model = "tiny-dense"\n[train]\nbatch = 8\nsteps = 10\nsequence_length = 64\n'
 OLD_VALUES = {

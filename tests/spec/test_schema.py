@@ -9,8 +9,8 @@ import pytest
 
 from phalanx.spec.keys import KEYS, TABLES
 from phalanx.spec.load import loads
-from phalanx.spec.machine import Gpu
-from phalanx.spec.presets import PRESETS
+from phalanx.spec.model import PRESETS
+from phalanx.spec.plan import Gpu
 from phalanx.spec.run import Run
 from phalanx.spec.schema import documented_fields, schema
 

@@ -13,8 +13,7 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.pipeline import stage_cost as timing
 from phalanx.schedules.makers import make
 from phalanx.spec.layout import Layout
-from phalanx.spec.place import Place
-from phalanx.spec.plan import Plan
+from phalanx.spec.plan import Place, Plan
 from phalanx.training.stage_modules import stages, timed_costs
 
 MOE = ("model.moe.experts=4", "model.moe.active=2", "model.moe.ffn=32", "model.moe.dense_layers=2", "model.layers=5")

@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_leaves
 from phalanx.models.init import build, materialize
 from phalanx.models.moe import routers
 from phalanx.observe.flop_count import Work, counted
-from phalanx.spec.model import ModelSpec
-from phalanx.spec.presets import PRESETS
+from phalanx.spec.model import PRESETS, ModelSpec
 from phalanx.transforms.precision import LossScale, computing
 
 Result = TypeVar("Result")

@@ -11,8 +11,7 @@ from phalanx.models.init import build
 from phalanx.spec.check import check
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
-from phalanx.spec.model import Moe
-from phalanx.spec.presets import PRESETS
+from phalanx.spec.model import PRESETS, Moe
 from phalanx.spec.run import Run, Train
 from phalanx.verification.case import make
 from phalanx.verification.small import TINY, fit, shrink

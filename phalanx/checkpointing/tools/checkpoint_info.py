@@ -14,7 +14,7 @@ from phalanx.checkpointing import directory, format
 from phalanx.checkpointing.directory import DamagedCheckpoint
 from phalanx.checkpointing.format import BLOCK, Box, Checked
 from phalanx.checkpointing.location import Location
-from phalanx.spec.safefiles import SIZES
+from phalanx.spec.safetensors_index import SIZES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from phalanx.checkpointing.shard_io import WORDS, Holding, box, laid_out, raw
 from phalanx.checkpointing.state_tensor import Part, StateTensor, written
 from phalanx.checkpointing.tools.checkpoint_info import SavedTensor
 from phalanx.spec.errors import RunError
-from phalanx.spec.safefiles import SIZES
+from phalanx.spec.safetensors_index import SIZES
 
 Holds = Callable[[int], Mapping[str, StateTensor]]
 """What a rank of a layout holds, by name; of the tensors only shapes and places are looked at."""

@@ -21,8 +21,7 @@ from phalanx.planning.machines.cluster import measured_constants
 from phalanx.planning.machines.cpu import FIXED, of_cores, unnamed
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import load
-from phalanx.spec.machine import Machine
-from phalanx.spec.plan import Plan, Promise
+from phalanx.spec.plan import Machine, Plan, Promise
 from phalanx.spec.run import Run
 
 _KINDS = {"parameters": ("parameters",), "gradients": ("gradients",), "optimizer": ("optimizer",)}

@@ -15,9 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from phalanx.spec.errors import RunError
-from phalanx.spec.nearest import near
-from phalanx.spec.words import either, shown
+from phalanx.spec.errors import RunError, either, near, quote
 
 KINDS = {
     "gpus": "a GPU",
@@ -43,7 +41,7 @@ def entry(kind: str, name: str, asked_by: str) -> Mapping[str, Any]:
     """One thing of the catalogue; RunError in the words of `asked_by`, such as "cluster.gpu", where there is none of that name."""
     known = entries(kind)
     if name not in known:
-        raise RunError([f"{asked_by} = {shown(name)} is not {KINDS[kind]} of the catalogue: {_remedy(name, known)}"])
+        raise RunError([f"{asked_by} = {quote(name)} is not {KINDS[kind]} of the catalogue: {_remedy(name, known)}"])
     return known[name]
 
 
@@ -52,9 +50,9 @@ def own_file(path: str, asked_by: str) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
-        raise RunError([f"{asked_by} = {shown(path)} cannot be read ({error.strerror or error}): check the path."]) from error
+        raise RunError([f"{asked_by} = {quote(path)} cannot be read ({error.strerror or error}): check the path."]) from error
     except ValueError as error:
-        raise RunError([f"{asked_by} = {shown(path)} is not valid TOML ({error})."]) from error
+        raise RunError([f"{asked_by} = {quote(path)} is not valid TOML ({error})."]) from error
 
 
 def _remedy(name: str, known: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from phalanx.planning.machines.catalogue import GpuEntry
-from phalanx.spec.machine import Machine
+from phalanx.spec.plan import Machine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

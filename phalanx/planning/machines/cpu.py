@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from phalanx.planning.machines.catalogue import GpuEntry
 from phalanx.planning.machines.cluster import Hardware, measured_constants
 from phalanx.recovery.relayout import replicated_elsewhere
-from phalanx.spec.machine import Machine
-from phalanx.spec.plan import Plan
+from phalanx.spec.plan import Machine, Plan
 from phalanx.spec.run import Run
 
 _CORE_FLOPS = 48e9

@@ -13,11 +13,9 @@ from phalanx.planning.machines.catalogue import FORMATS, GpuEntry, entry, find_g
 from phalanx.planning.machines.cluster import Failures, Hardware, with_measured
 from phalanx.planning.machines.cpu import cpu_hardware
 from phalanx.planning.machines.rates import NAMES
-from phalanx.spec.errors import RunError
-from phalanx.spec.machine import Machine
-from phalanx.spec.nearest import did_you_mean
+from phalanx.spec.errors import RunError, did_you_mean, noun, quote
+from phalanx.spec.plan import Machine
 from phalanx.spec.run import Run
-from phalanx.spec.words import noun, shown
 
 _HOST_PART = 0.8
 """Of a host link's nominal bandwidth that copies reach: 12.6 of 15.75 GB/s on PCIe 3, 25 of 31.5 on PCIe 4."""
@@ -247,7 +245,7 @@ def own_cluster(path: str) -> dict[str, Any]:
     if isinstance(gpu, dict):
         problems += _problems(f"{path}, [gpu]", gpu, _GPU, _GPU_NEEDED)
         if gpu.get("device", "cuda") not in _DEVICES:
-            problems.append(f"{path}, [gpu]: device = {shown(gpu['device'])} is none of {', '.join(_DEVICES)}.")
+            problems.append(f"{path}, [gpu]: device = {quote(gpu['device'])} is none of {', '.join(_DEVICES)}.")
         if not any(name in gpu for name in FORMATS):
             problems.append(f"{path}, [gpu] gives no peak: set one of {', '.join(FORMATS)}, in TFLOP/s.")
     measured = values.get("measured")
@@ -267,7 +265,7 @@ def _problems(where: str, values: dict[str, Any], known: dict[str, tuple[type, .
         if key not in known:
             found.append(f"{where}: {key} is not a key of such a file{did_you_mean(known, key) or '.'}")
         elif not isinstance(value, known[key]) or (isinstance(value, bool) and bool not in known[key]):
-            found.append(f"{where}: {key} = {shown(value)} is {noun(value)}, which is not what belongs there.")
+            found.append(f"{where}: {key} = {quote(value)} is {noun(value)}, which is not what belongs there.")
         elif not isinstance(value, bool) and isinstance(value, int | float) and not 0 < value < math.inf:
-            found.append(f"{where}: {key} = {shown(value)} must be above 0 and finite.")
+            found.append(f"{where}: {key} = {quote(value)} must be above 0 and finite.")
     return found

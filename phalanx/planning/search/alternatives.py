@@ -19,8 +19,7 @@ from phalanx.planning.search.candidate import Alternative, Candidate, options
 from phalanx.planning.search.search import SAFE, judge
 from phalanx.planning.search.space import Columns, Space, compute_of
 from phalanx.spec.check_layout import layout_findings
-from phalanx.spec.dump import toml
-from phalanx.spec.errors import RunError
+from phalanx.spec.errors import RunError, toml
 from phalanx.spec.layout import Layout, Schedule
 from phalanx.spec.run import Run
 

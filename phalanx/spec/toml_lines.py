@@ -1,5 +1,5 @@
-"""On which line of a TOML text each key stands: tomllib keeps no positions, so the text is scanned a second time.
-Called by `spec/load` after tomllib has accepted the text; the scanner relies on that and checks nothing."""
+"""The line of each key in a TOML text: tomllib keeps no positions, so the text is scanned a second time.
+Called by `spec/draft` after tomllib has accepted the text; the scanner relies on that and checks nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _VALUE = re.compile(
 
 
 def key_lines(text: str) -> dict[tuple[str, ...], int]:
-    """The line, counted from 1, of each table header and each key; of a table without a header, its first key's."""
+    """The line, counted from 1, of each table header and each key; for a table without a header, the line of its first key."""
     scanner = _Scanner(text)
     scanner.document()
     return scanner.lines
@@ -68,7 +68,7 @@ class _Scanner:
         self.at += 1
 
     def _key(self, table: tuple[str, ...]) -> tuple[str, ...]:
-        """Read a dotted key and record its line, also for the tables it opens on its way."""
+        """Read a dotted key and record its line, and the lines of the tables it opens on its way."""
         line, path = self._line_here(), table
         while True:
             part = self._take(_PART).strip()

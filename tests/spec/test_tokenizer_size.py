@@ -12,7 +12,7 @@ from tokenizers.models import BPE, Unigram, WordLevel
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import loads
-from phalanx.spec.tokenizer_size import vocabulary
+from phalanx.spec.sources import vocabulary_size
 
 GOOD = "[train]\nbatch = 8\nsteps = 10\n"
 MODELS = {
@@ -29,7 +29,7 @@ def test_it_is_one_more_than_the_largest_id(tmp_path: Path, kind: str, added: in
     tokenizer.add_special_tokens([f"<{i}>" for i in range(added)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     expected = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    assert vocabulary(str(tmp_path)) == vocabulary(str(tmp_path / "tokenizer.json")) == expected
+    assert vocabulary_size(str(tmp_path)) == vocabulary_size(str(tmp_path / "tokenizer.json")) == expected
     assert loads(GOOD, overrides=[f"data.tokenizer={tmp_path}"]).model.vocab == expected
 
 
@@ -38,7 +38,7 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
     for tokens in (3, 5):
         path.write_text(json.dumps({"model": {"vocab": {str(i): i for i in range(tokens)}}}))
         os.utime(path, ns=(tokens, tokens))
-        assert vocabulary(str(path)) == tokens
+        assert vocabulary_size(str(path)) == tokens
 
 
 @pytest.mark.parametrize(
