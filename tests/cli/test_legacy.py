@@ -15,8 +15,8 @@ from phalanx.cli.main import app
 from phalanx.events.log import read_events
 from phalanx.events.records import Evaluated, Event, Restored, Step
 from phalanx.spec.errors import RunError
+from phalanx.spec.fields import RENAMED_KEYS
 from phalanx.spec.load import load
-from phalanx.spec.renamed import RENAMED_KEYS
 
 LEGACY = Path(__file__).parents[1] / "legacy"
 RUNS = ("learned", "mtp")
