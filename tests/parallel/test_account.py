@@ -22,13 +22,13 @@ def collectives(mesh: Mesh) -> Sent:
     values = torch.ones(12, 4)
     uneven = [3, 9] if tensor.index == 0 else [4, 8]
     with Account() as account:
-        data.sum(values.clone())
+        data.all_reduce(values.clone())
         tensor.all_gather(values)
         tensor.reduce_scatter(values)
         tensor.all_to_all(values, uneven, [3, 4] if tensor.index == 0 else [9, 8])
         mesh.all_reduce(torch.zeros(3, dtype=torch.float64))
     assert values.sum() == 48  # and nothing is changed by being watched
-    data.sum(values)  # nor counted afterwards
+    data.all_reduce(values)  # nor counted afterwards
     return account.sent
 
 

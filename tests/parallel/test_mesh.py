@@ -67,7 +67,7 @@ def test_a_later_generation_meets_anew_in_the_same_processes() -> None:
         time.sleep(0.2 * mesh.rank)
         place = replace(mesh.place, rank=mesh.ranks - 1 - mesh.rank, generation=1)
         again = connect(place, "cpu", 30)
-        return [first, again.sum(torch.tensor([10.0 * again.rank])).item()]
+        return [first, again.all_reduce(torch.tensor([10.0 * again.rank])).item()]
 
     assert run_ranks(meet_twice, 3) == [[3.0, 30.0]] * 3
 
@@ -90,7 +90,7 @@ def test_who_was_interrupted_while_it_joined_joins_the_next_generation(after: fl
                 signal.pause()
         with abandoned():
             pass
-        return connect(replace(mesh.place, generation=2), "cpu", 10).sum(torch.ones(1)).item()
+        return connect(replace(mesh.place, generation=2), "cpu", 10).all_reduce(torch.ones(1)).item()
 
     assert run_ranks(join, 2) == [2.0, 2.0]
 
