@@ -25,7 +25,7 @@ import torch
 from phalanx.host.env import worker_env
 from phalanx.host.probe import probe
 from phalanx.parallel.mesh import Mesh, connect
-from phalanx.planning.resolve import choose
+from phalanx.planning.planner import choose
 from phalanx.spec.load import loads
 from phalanx.spec.plan import Place, Plan
 from phalanx.spec.run import Run

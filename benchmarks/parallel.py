@@ -35,7 +35,7 @@ from phalanx.host.env import worker_env
 from phalanx.host.probe import probe
 from phalanx.models.init import build, materialize
 from phalanx.parallel.mesh import Mesh
-from phalanx.planning.resolve import choose
+from phalanx.planning.planner import choose
 from phalanx.spec.load import loads
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run

@@ -11,8 +11,7 @@ from phalanx.host.probe import probe
 from phalanx.launch.local import Job
 from phalanx.launch.model_check import measure
 from phalanx.launch.prepare import Request, prepare
-from phalanx.planning.machines.hardware import hardware, planned
-from phalanx.planning.resolve import choose, plan_run
+from phalanx.planning.machines.hardware import planned
 from phalanx.spec.check import check
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import resolve
@@ -27,11 +26,11 @@ if TYPE_CHECKING:
 
 def plan(run: Run) -> Plan:
     """The run laid out on the machines of its [cluster], or on this one where it names none."""
+    from phalanx.planning.planner import choose  # imports numpy
+
     run = _checked(run)
     if planned(run) and run.model.module is None:
-        from phalanx.planning.chosen import plan_for  # needs numpy
-
-        return plan_for(run, hardware(run, None))
+        return choose(run, None)
     return choose(run, probe(visible_gpus()), size=measure(run))
 
 
@@ -42,12 +41,12 @@ def explain(run: Run) -> str:
     from rich.console import Console
 
     from phalanx.dashboard.plan_text import show_plan
-    from phalanx.planning.answers import explained, here
-    from phalanx.planning.machines.hardware import hardware, planned
+    from phalanx.planning.planner import plan
+    from phalanx.planning.request import PlanRequest
 
     run = _checked(run)
     text = StringIO()
-    report = explained(run, hardware(run, None)) if planned(run) else here(run, probe(visible_gpus()))
+    report = plan(PlanRequest(run, None if planned(run) else probe(visible_gpus())))
     show_plan(Console(file=text, width=100, highlight=False), report.to_json())
     return text.getvalue()
 
@@ -73,6 +72,7 @@ def train(
 def trainer(run: Run, *, checkpoints: str | Path = "checkpoints") -> Trainer:
     """A trainer in this process, built, with the weights it starts from, ready to step: alone, or as one of torchrun's ranks."""
     from phalanx.parallel.mesh import connect
+    from phalanx.planning.planner import plan_run
     from phalanx.training.trainer import Trainer
 
     run, place = _checked(run), torchrun_place() or Place()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -17,25 +17,14 @@ from phalanx.spec.errors import RunError
 from phalanx.spec.load import load
 
 if TYPE_CHECKING:
-    from phalanx.planning.machines.cluster import Hardware
-    from phalanx.planning.report import PlanReport
-    from phalanx.planning.search.search import Aim, Limits
+    from phalanx.planning.request import PlanRequest
+    from phalanx.planning.search.search import Limits
     from phalanx.planning.solve import What
     from phalanx.spec.plan import Machine
     from phalanx.spec.run import Run
 
 _WIDTH = 100
 """Columns where nobody looks: in a file or a pipe, tables need not be as narrow as rich would make them there."""
-
-
-class Asked(NamedTuple):
-    """What kind of plan somebody wants."""
-
-    aim: Aim
-    limits: Limits
-    given: bool
-    free: bool
-    top: int
 
 
 def plan(
@@ -81,65 +70,49 @@ def plan(
         answer = _compare(wide, compare, refit)
     else:
         assert run_file is not None
+        from phalanx.planning.request import PlanRequest
+
         run, limits = load(run_file, overrides or []), _limits(fits_in, deadline, budget)
-        cluster, machine = _cluster_of(run)
-        if solve is not None:
-            answer = _solve(wide, run, cluster, solve, limits, free)
-        else:
-            report = _report(run, cluster, machine, Asked(aim, limits, given, free, top))
-            answer = _show(wide, run, cluster, report, top, (png, html))
+        request = PlanRequest(run, _machine(run), aim=aim, limits=limits, given=given, free=free, top=max(10, top))
+        answer = _solve(wide, request, solve) if solve is not None else _show(wide, request, top, (png, html))
     if json:
         print_json(answer)
 
 
-def _cluster_of(run: Run) -> tuple[Hardware, Machine | None]:
-    """What the run is planned for, and this machine where it is that: looked at only where the run file names no other, and once, as a
-    driver of GPUs takes its time to answer."""
-    from phalanx.planning.machines.hardware import hardware, planned
+def _machine(run: Run) -> Machine | None:
+    """This machine, where the run file names no cluster. It is looked at only then, as GPU drivers take long to answer."""
+    from phalanx.planning.machines.hardware import planned
 
     if planned(run):
-        return hardware(run, None), None
+        return None
     from phalanx.host.env import visible_gpus
     from phalanx.host.probe import probe
 
-    machine = probe(visible_gpus())
-    return hardware(run, machine), machine
+    return probe(visible_gpus())
 
 
-def _report(run: Run, cluster: Hardware, machine: Machine | None, asked: Asked) -> PlanReport:
-    from phalanx.planning.answers import explained, here, judged
-    from phalanx.planning.search.search import NONE
-
-    if asked.given:
-        return judged(run, cluster, asked.limits)
-    if machine is not None and (asked.aim, asked.limits, asked.free) == ("time", NONE, False):
-        return here(run, machine, max(10, asked.top))
-    return explained(run, cluster, aim=asked.aim, limits=asked.limits, most=max(10, asked.top), free=asked.free)
-
-
-def _show(
-    wide: Console, run: Run, cluster: Hardware, report: PlanReport, top: int, files: tuple[Path | None, Path | None]
-) -> dict[str, Any]:
+def _show(wide: Console, request: PlanRequest, top: int, files: tuple[Path | None, Path | None]) -> dict[str, Any]:
     """Shows the plan on the terminal, writes the files that are asked for, and returns the object that --json prints."""
     from phalanx.dashboard.plan_text import show_plan
+    from phalanx.planning.planner import plan as plan_request
+    from phalanx.planning.planner import scaling
 
-    told = report.to_json()
-    show_plan(wide, told, top)
+    report = plan_request(request)
+    answer = report.to_json()
+    show_plan(wide, answer, top)
     png, html = files
     if png is not None or html is not None:
-        from phalanx.planning.answers import sizes
-
-        # What fewer and more devices would come to takes further searches, so that it is only there where it is drawn.
-        told = replace(report, scaling=sizes(run, cluster, report.best.layout.ranks)).to_json()
+        # Plans on fewer and more devices take further searches, so they are made only where they are drawn.
+        answer = replace(report, scaling=scaling(request, report.best.layout.ranks)).to_json()
     if png is not None:
         from phalanx.dashboard.plan_picture import draw
 
-        write_file(png, lambda: draw(told, png))
+        write_file(png, lambda: draw(answer, png))
     if html is not None:
         from phalanx.dashboard.plan_page import page
 
-        write_file(html, lambda: html.write_text(page(told), encoding="utf-8"))
-    return told
+        write_file(html, lambda: html.write_text(page(answer), encoding="utf-8"))
+    return answer
 
 
 def _limits(fits_in: str | None, deadline: str | None, budget: str | None) -> Limits:
@@ -152,11 +125,11 @@ def _limits(fits_in: str | None, deadline: str | None, budget: str | None) -> Li
     )
 
 
-def _solve(wide: Console, run: Run, cluster: Hardware, what: What, limits: Limits, free: bool) -> dict[str, Any]:
+def _solve(wide: Console, request: PlanRequest, what: What) -> dict[str, Any]:
     from phalanx.dashboard.plan_text import show_solved
-    from phalanx.planning.answers import freed, solved
+    from phalanx.planning.planner import solve_report
 
-    answer = solved(freed(run) if free else run, cluster, what, limits).to_json()
+    answer = solve_report(request, what).to_json()
     show_solved(wide, answer)
     return answer
 

@@ -14,7 +14,6 @@ from phalanx.checkpointing.replicas import replica_index, shm_slots
 from phalanx.control.processes import BYTES_PER_PARAMETER
 from phalanx.control.state import Generation, Message
 from phalanx.events.records import FailureNoticed, Warned
-from phalanx.planning.resolve import choose
 from phalanx.recovery.history import updated_history
 from phalanx.recovery.policy import decide
 from phalanx.recovery.relayout import replicated_elsewhere
@@ -264,6 +263,8 @@ class Replanner:
         return self.plan(layout) is not None
 
     def _choose(self, layout: Layout) -> Plan | None:
+        from phalanx.planning.planner import choose  # imports numpy, which a controller needs only to plan anew
+
         if self._run.optimizer.sync_every > 1 and layout.data != self._plan.layout.data:
             return None  # each replica has a state of its own
         share, micro = self._run.batch // layout.replicas, self._run.train.micro_batch

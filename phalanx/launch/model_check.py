@@ -107,7 +107,7 @@ def _available(plan: Plan, machine: Machine) -> int:
 
 def _estimate(run: Run, plan: Plan, machine: Machine) -> float:
     """Planned bytes of one rank; on CPUs without the interpreter, which no rehearsal counts."""
-    from phalanx.planning.chosen import promised, rank_bytes  # imports numpy, which other commands need not wait for
+    from phalanx.planning.machine_fit import promised, rank_bytes  # imports numpy, which other commands need not wait for
 
     promise = plan.promise or promised(run, machine, plan)
     if promise is None:

@@ -26,7 +26,6 @@ from phalanx.launch.checkpoint_storage import check_lost, check_owner, newest_fi
 from phalanx.launch.model_check import check_weights, measure, memory_problems
 from phalanx.launch.run_checks import address_problems, data_notices, node_problems, sources, too_little_data
 from phalanx.planning.machines.hardware import mismatch
-from phalanx.planning.resolve import PlannedRun, again, plan_run
 from phalanx.spec.dump import changed, dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import load
@@ -35,6 +34,7 @@ from phalanx.spec.run import Run
 
 if TYPE_CHECKING:
     from phalanx.data.ingest import ProgressCallback
+    from phalanx.planning.planner import PlannedRun
 
 _BYTES_PER_PARAMETER = 12  # weights and two Adam moments in fp32
 _SLACK = 16 << 20  # logs, events, the picture
@@ -75,6 +75,8 @@ def prepare(
     Without a directory, runs/NAME is taken: an unfinished run of the same settings there goes on, a finished or different
     one is left alone and a numbered directory beside it is used. `ranks`: how many somebody else has started already.
     """
+    from phalanx.planning.planner import keep_layout, plan_run  # imports numpy
+
     request = request or Request()
     problems = [*_missing_extras(run), *storage_problems(run), *address_problems(run)]
     settled = data = None
@@ -105,7 +107,7 @@ def prepare(
     rundir = _own(base, run, request.fresh) if own else _given(base, run, request.fresh)
     try:
         if (before := _before(rundir)) is not None:
-            settled = again(run, machine, before, ranks, size) or settled
+            settled = keep_layout(run, machine, before, ranks, size) or settled
         return _fill(rundir, settled, data, request)
     except BaseException:
         rundir.release()  # a program that is told no may ask again

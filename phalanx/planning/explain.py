@@ -1,5 +1,5 @@
 """Fills in the report of a search: the summary of run and cluster, and the sentences on why the best candidate is the best and where its
-ranks run. `planning/answers` calls it."""
+ranks run. `planning/planner` calls it."""
 
 from __future__ import annotations
 

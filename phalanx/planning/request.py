@@ -1,5 +1,6 @@
-"""One question to the planner: a run, a machine, and how many ranks there have to be. Its parts say what was asked for, and in
-sentences what cannot be; `planning/resolve` puts the answer together.
+"""A request to the planner: a run, the machines it is planned for, and what the answer is to minimize. `planning/planner` answers it.
+
+The request also checks what does not depend on the cost model (ranks, batch, schedule) and says in sentences what cannot work.
 """
 
 from __future__ import annotations
@@ -8,12 +9,16 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from phalanx.planning.machines.catalogue import find_gpu
+from phalanx.planning.machines.cluster import Hardware
+from phalanx.planning.machines.cpu import cpu_hardware
+from phalanx.planning.machines.hardware import hardware
+from phalanx.planning.search.search import NO_LIMITS, Aim, Limits
 from phalanx.schedules.makers import schedule_for
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Gpu, Machine, Plan, Size
-from phalanx.spec.run import Run
+from phalanx.spec.run import Memory, Run
 
 Compute = Literal["fp32", "bf16", "fp16", "fp8"]
 
@@ -24,25 +29,67 @@ _TORCHRUN = "--nproc-per-node"
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What is known before anything is chosen."""
+    """A run to plan, where, and under which limits."""
 
     run: Run
-    machine: Machine
-    device: Literal["cpu", "cuda"]
-    compute: Compute
-    started: int | None
-    """Ranks that somebody else, such as torchrun, has started."""
-    size: Size
+    machine: Machine | None = None
+    """This machine, where the plan is for it; None: the cluster that the run file names."""
+    started: int | None = None
+    """Ranks that another launcher, such as torchrun, has already started."""
+    module_size: Size | None = None
+    """Measured size of a custom module, which the run file's shape says nothing about."""
+    aim: Aim = "time"
+    limits: Limits = NO_LIMITS
+    given: bool = False
+    """Judge the run file's own layout instead of searching."""
+    free: bool = False
+    """Search as if the run file gave no layout, and compare its own with the best."""
+    top: int = 10
+    """Runners-up in the report."""
 
-    @staticmethod
-    def of(run: Run, machine: Machine, ranks: int | None, size: Size) -> PlanRequest:
-        device = run.cluster.device or ("cuda" if machine.gpus else "cpu")
-        compute = run.precision.compute or ("bf16" if device == "cuda" else "fp32")
-        return PlanRequest(run, machine, device, compute, ranks, size)
+    @property
+    def cluster(self) -> Hardware:
+        """The machines to plan for. RunError where the run file names a cluster that does not exist, or a GPU that is not there."""
+        return hardware(self.run, self.machine)
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        if self.machine is None:
+            return "cpu" if self.cluster.device == "cpu" else "cuda"
+        return self.run.cluster.device or ("cuda" if self.machine.gpus else "cpu")
+
+    @property
+    def compute(self) -> Compute:
+        return self.run.precision.compute or ("bf16" if self.device == "cuda" else "fp32")
+
+    @property
+    def size(self) -> Size:
+        """Parameters and FLOPs of the model."""
+        if self.module_size is not None:
+            return self.module_size
+        model = self.run.model
+        assert model.module is None, "a custom module is measured before it is planned for"
+        return Size(
+            parameters=model.parameters(),
+            active=model.active_parameters(),
+            flops_per_token=model.flops_per_token(self.run.train.sequence_length),
+        )
+
+    def threads(self, ranks: int) -> int:
+        """CPU threads of each rank."""
+        if self.machine is None:
+            return 1
+        return self.run.cluster.threads or max(1, self.machine.cores // ranks)
+
+    def devices(self, ranks: int) -> Hardware:
+        """The machines as this many ranks see them."""
+        if self.machine is None:
+            return self.cluster
+        return devices_of(self.run, self.machine, ranks, self.threads(ranks), self.device)
 
     def plan(self, layout: Layout, micro_batch: int) -> Plan:
-        """So laid out, with nothing promised yet."""
-        threads = self.run.cluster.threads or max(1, self.machine.cores // layout.ranks)
+        """The plan of a layout, without a promise yet."""
+        size, threads = self.size, self.threads(layout.ranks)
         return Plan(
             layout=layout,
             device=self.device,
@@ -50,45 +97,47 @@ class PlanRequest:
             micro_batch=micro_batch,
             accumulation=self.run.batch // layout.replicas // micro_batch,
             compute=self.compute,
-            parameters=self.size.parameters,
-            flops_per_token=self.size.flops_per_token,
+            parameters=size.parameters,
+            flops_per_token=size.flops_per_token,
             peak_flops=self._peak_flops(layout.ranks, threads),
-            active=self.size.active,
-            machine=described(self.machine),
+            active=size.active,
+            machine=self.cluster.name if self.machine is None else machine_name(self.machine),
         )
 
     def smallest_gpu(self, ranks: int) -> Gpu:
+        assert self.machine is not None
         return min(self.machine.gpus[:ranks], key=lambda gpu: gpu.memory)
 
     def rank_problems(self, layout: Layout) -> list[str]:
-        """Ranks against the machine, and against what has been started."""
-        found, gpus, cores = [], len(self.machine.gpus), self.machine.cores
+        """Whether the machine, and the ranks that are already started, match the layout's number of ranks."""
+        assert self.machine is not None
+        problems, gpus, cores = [], len(self.machine.gpus), self.machine.cores
         most = min(_MOST_CPU_RANKS, _MOST_RANKS_PER_CORE * cores)
         if self.device == "cuda" and not gpus:
-            found.append(
+            problems.append(
                 'cluster.device = "cuda" but this machine has no GPU that nvidia-smi lists; '
                 'set cluster.device = "cpu", or run `phalanx doctor` to see why.'
             )
         elif self.device == "cuda" and layout.ranks > gpus:
-            found.append(
+            problems.append(
                 f"The layout has {layout.ranks} ranks but this machine has {gpus} GPU{'s' if gpus > 1 else ''}; "
                 f'{self.set_ranks(largest_divisor(self.run.batch, gpus))}, or set cluster.device = "cpu".'
             )
         elif self.device == "cpu" and layout.ranks > most:
-            found.append(
+            problems.append(
                 f"The layout has {layout.ranks} CPU ranks but {cores} core{'s' if cores > 1 else ''} can carry {most} "
                 f"({_MOST_RANKS_PER_CORE} per core, {_MOST_CPU_RANKS} at most); "
                 f"{self.set_ranks(largest_divisor(self.run.batch, most))} or less."
             )
         if self.started is not None and self.started != layout.ranks:
-            found.append(
+            problems.append(
                 f"torchrun started {self.started} ranks but the layout has {layout.ranks}; "
                 f"start torchrun with {_TORCHRUN}={layout.ranks}, or leave layout.data out of the run file."
             )
-        return found
+        return problems
 
     def batch_problems(self, layout: Layout) -> list[str]:
-        """The batch among the replicas, and a replica's share among its micro-batches."""
+        """Whether the replicas divide the batch, and micro-batches divide a replica's share of it."""
         batch, replicas, micro = self.run.batch, layout.replicas, self.run.train.micro_batch
         if batch % replicas:
             larger = -(-batch // replicas) * replicas
@@ -105,18 +154,19 @@ class PlanRequest:
         return []
 
     def layout_problems(self, layout: Layout, micro_batches: int) -> list[str]:
-        """What only shows once the number of ranks, the device and the micro-batches are known."""
-        found = []
-        if self.run.layout.data is None:  # where it is given, the run file's own check has said so
-            found += [finding.sentence for finding in layout_findings(replace(self.run, layout=layout))]
-        found += self._schedule_problems(layout, micro_batches)
+        """What can be checked only once ranks, device and micro-batches are known."""
+        assert self.machine is not None
+        problems = []
+        if self.run.layout.data is None:  # where it is given, the run file's own check has passed
+            problems += [finding.sentence for finding in layout_findings(replace(self.run, layout=layout))]
+        problems += self._schedule_problems(layout, micro_batches)
         gpus = [find_gpu(gpu.name) for gpu in self.machine.gpus[: layout.ranks]] if self.device == "cuda" else []
         if self.compute == "fp8" and (lacking := [gpu.key for gpu in gpus if gpu is not None and gpu.peak("fp8") is None]):
-            found.append(
+            problems.append(
                 f'precision.compute = "fp8" needs GPUs that multiply in it, but this machine has {lacking[0]}: '
                 'set precision.compute = "bf16".'
             )
-        return found
+        return problems
 
     def _schedule_problems(self, layout: Layout, micro_batches: int) -> list[str]:
         try:
@@ -125,15 +175,15 @@ class PlanRequest:
             return list(error.problems)
         if order is None:
             return []
-        found = order.problems()
+        problems = order.problems()
         if order.stages > self.run.model.layers:
-            found.append(
+            problems.append(
                 f"The pipeline schedule has {order.stages} stages but model.layers = {self.run.model.layers}: take a schedule with fewer."
             )
-        return found
+        return problems
 
     def set_ranks(self, ranks: int) -> str:
-        """The remedy that changes the number of ranks, at the place that decided it."""
+        """The remedy that changes the number of ranks, in the place that set it."""
         if self.run.layout.data is None and self.started is not None:
             return f"start torchrun with {_TORCHRUN}={ranks}"
         cpu = self.run.layout.data is None and self.device == "cpu"
@@ -145,8 +195,12 @@ class PlanRequest:
         return f"set train.batch_tokens = {sequences * self.run.train.sequence_length}"
 
     def _peak_flops(self, ranks: int, threads: int) -> float | None:
+        """Peak FLOP/s of all ranks; None where a device is not in the catalogue."""
+        if self.machine is None:
+            peak = self.cluster.gpu.peak(self.compute)
+            return None if peak is None else peak * ranks
         if self.device == "cpu":
-            # Also for bf16, though AMX and avx512_bf16 can beat it: on such CPUs MFU in bf16 flatters, even beyond 100%.
+            # Also for bf16, though AMX and avx512_bf16 can beat it: on such CPUs MFU in bf16 is too high, even above 100%.
             core = self.machine.core_flops
             return None if core is None else core * min(self.machine.cores, ranks * threads)
         entries = [find_gpu(gpu.name) for gpu in self.machine.gpus[:ranks]]
@@ -155,8 +209,23 @@ class PlanRequest:
         return sum(known) if len(known) == len(peaks) else None
 
 
-def described(machine: Machine) -> str:
-    """A machine in words, equal where a plan for the one is a plan for the other."""
+def devices_of(run: Run, machine: Machine, ranks: int, threads: int, device: str) -> Hardware:
+    """This many of a machine's devices: its cores shared among ranks, or that many of its GPUs."""
+    if device == "cpu":
+        return cpu_hardware(machine, ranks, threads)
+    cluster = hardware(run, machine)
+    return replace(cluster, gpus=ranks, node=min(cluster.node, ranks), island=min(cluster.island, ranks))
+
+
+def free_run(run: Run) -> Run:
+    """The run with every key open that a search can choose."""
+    default = Memory()
+    memory = replace(run.memory, recompute=default.recompute, recompute_every=default.recompute_every, offload=default.offload)
+    return replace(run, layout=Layout(), memory=memory, train=replace(run.train, micro_batch=None))
+
+
+def machine_name(machine: Machine) -> str:
+    """A machine in words, equal for two machines if a plan for one is a plan for the other."""
     gpus = sorted({(gpu.name, gpu.memory) for gpu in machine.gpus})
     cards = "".join(f", {sum(gpu.name == name for gpu in machine.gpus)} × {name} with {gib(memory)}" for name, memory in gpus)
     return f"{machine.cores} cores of {machine.cpu} with {gib(machine.memory)}{cards}"

@@ -10,7 +10,7 @@ from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.remedies import changed_keys, fewest, scaled
 from phalanx.planning.report import WhatIf
 from phalanx.planning.search.candidate import SearchResult
-from phalanx.planning.search.search import NONE, Limits, find, possible, within
+from phalanx.planning.search.search import NO_LIMITS, Limits, find, possible, within
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Run
 
@@ -34,12 +34,12 @@ class Solved:
     """As it would be."""
     hardware: Hardware
     """As it would be."""
-    found: SearchResult
+    result: SearchResult
     tried: tuple[tuple[int, float], ...] = ()
     """(value, tokens per second) of others that were looked at."""
 
 
-def solve(run: Run, hardware: Hardware, what: What = "gpus", limits: Limits = NONE) -> Solved:
+def solve(run: Run, hardware: Hardware, what: What = "gpus", limits: Limits = NO_LIMITS) -> Solved:
     """The answer to one question; RunError where there is none."""
     answers = {"gpus": _cluster, "model": _model, "batch": _batch}
     return answers[what](run, hardware, limits)
@@ -47,7 +47,7 @@ def solve(run: Run, hardware: Hardware, what: What = "gpus", limits: Limits = NO
 
 def what_if(run: Run, hardware: Hardware) -> list[WhatIf]:
     """What twice the devices, half of them, and a network of half the bandwidth would change."""
-    before = _found(run, hardware, NONE)
+    before = _found(run, hardware, NO_LIMITS)
     if before is None:
         return []
     changed = [
@@ -60,7 +60,7 @@ def what_if(run: Run, hardware: Hardware) -> list[WhatIf]:
 
 
 def _compared(name: str, run: Run, other: Hardware, before: SearchResult) -> WhatIf:
-    after = _found(run, other, NONE)
+    after = _found(run, other, NO_LIMITS)
     if after is None:
         return WhatIf(name=name, sentence=f"With {name} nothing fits.", faster=0.0)
     faster = after.best.tokens_per_second / before.best.tokens_per_second
@@ -101,7 +101,7 @@ def _cluster(run: Run, hardware: Hardware, limits: Limits) -> Solved:
         f"The smallest cluster for this run is {count:,} × {hardware.gpu.name or hardware.gpu.key}: "
         f"{found.best.expected_days:,.1f} days, {found.best.bytes / 2**30:.1f} GiB a device."
     )
-    return Solved(what="gpus", value=count, sentence=sentence, run=run, hardware=on, found=found)
+    return Solved(what="gpus", value=count, sentence=sentence, run=run, hardware=on, result=found)
 
 
 def _model(run: Run, hardware: Hardware, limits: Limits) -> Solved:
@@ -127,7 +127,7 @@ def _model(run: Run, hardware: Hardware, limits: Limits) -> Solved:
         f"The largest model of this kind on {hardware.gpus:,} × {hardware.gpu.name or hardware.gpu.key} has {count / 1e9:,.2f} B parameters: "
         f"{changed_keys(run.model, grown.model) or 'the one of the run file'}."
     )
-    return Solved(what="model", value=count, sentence=sentence, run=grown, hardware=hardware, found=found)
+    return Solved(what="model", value=count, sentence=sentence, run=grown, hardware=hardware, result=found)
 
 
 def _batch(run: Run, hardware: Hardware, limits: Limits) -> Solved:
@@ -156,4 +156,4 @@ def _batch(run: Run, hardware: Hardware, limits: Limits) -> Solved:
         f"{found.best.tokens_per_second:,.0f} tokens a second, {found.best.tokens_per_second / most:.0%} of what any batch brings."
     )
     speeds = tuple((size, other.best.tokens_per_second) for size, (_, other) in sorted(tried.items()))
-    return Solved(what="batch", value=value, sentence=sentence, run=chosen, hardware=hardware, found=found, tried=speeds)
+    return Solved(what="batch", value=value, sentence=sentence, run=chosen, hardware=hardware, result=found, tried=speeds)

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.launch.model_check import DRIVER
+from phalanx.planning.machine_fit import CPU_SHARE
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.hardware import hardware, planned
-from phalanx.planning.memory_fit import CPU_SHARE
-from phalanx.planning.planner import search
-from phalanx.planning.resolve import plan_run
+from phalanx.planning.planner import plan_run, search
 from phalanx.rehearsal.attention_kernels import card
 from phalanx.rehearsal.rehearse import Stage
 from phalanx.schedules.makers import schedule_for

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.data.dataset import open_dataset
 from phalanx.launch.model_check import measure
-from phalanx.planning.resolve import choose
+from phalanx.planning.planner import choose
 from phalanx.spec.check import check
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout

@@ -18,7 +18,7 @@ from phalanx.host.probe import probe
 from phalanx.planning.feedback.refit import EIGHT_BITS, Measured, corrected, refitted
 from phalanx.planning.machines.hardware import hardware
 from phalanx.planning.machines.rates import NAMES, rates_for
-from phalanx.planning.resolve import choose
+from phalanx.planning.planner import choose
 from phalanx.spec.plan import Gpu, Machine
 from phalanx.spec.run import Cluster, Run, Train
 

@@ -6,7 +6,7 @@ import pytest
 from ranks import tiny_run
 
 from phalanx.control.recover import Replanner, copy_every
-from phalanx.planning.resolve import choose
+from phalanx.planning.planner import choose
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Machine, Plan, Size
 from phalanx.spec.run import Run

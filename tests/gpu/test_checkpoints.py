@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from phalanx.checkpointing.restore import Saved
 from phalanx.parallel.mesh import connect
-from phalanx.planning.resolve import choose
+from phalanx.planning.planner import choose
 from phalanx.host.probe import probe
 from phalanx.spec.load import loads
 from phalanx.spec.plan import Place

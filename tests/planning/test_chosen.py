@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.planning.resolve import again, choose, plan_run
+from phalanx.planning.planner import choose, keep_layout, plan_run
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
@@ -103,13 +103,13 @@ def test_a_plan_is_read_back_as_it_was_written() -> None:
 def test_a_run_that_goes_on_keeps_its_layout_on_the_same_machine() -> None:
     run, machine = run_of(), laptop(4)
     before = replace(choose(run, machine), layout=Layout(data=2))
-    kept = again(run, machine, before)
+    kept = keep_layout(run, machine, before)
     assert kept is not None and kept.plan.layout == before.layout and kept.plan.micro_batch == before.micro_batch
     assert kept.run.layout == Layout() and kept.run.train.micro_batch is None
-    assert again(run, laptop(8), before) is None, "another machine: the plan is made anew"
-    assert again(replace(run, cluster=Cluster(cpu_ranks=4)), machine, before) is None, "somebody asks for other ranks"
-    assert again(replace(run, layout=Layout(data=4)), machine, before) is None, "somebody asks for another layout"
-    assert again(run, machine, before, ranks=4) is None
+    assert keep_layout(run, laptop(8), before) is None, "another machine: the plan is made anew"
+    assert keep_layout(replace(run, cluster=Cluster(cpu_ranks=4)), machine, before) is None, "somebody asks for other ranks"
+    assert keep_layout(replace(run, layout=Layout(data=4)), machine, before) is None, "somebody asks for another layout"
+    assert keep_layout(run, machine, before, ranks=4) is None
 
 
 def test_measured_constants_win() -> None:

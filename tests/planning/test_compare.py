@@ -13,7 +13,7 @@ from phalanx.dashboard.comparison_table import show_comparison
 from phalanx.events.log import EventLog
 from phalanx.events.records import RunStarted, Step, StepAccounted, StepTimed
 from phalanx.planning.feedback.compare_run import after, compare, correction
-from phalanx.planning.resolve import plan_run
+from phalanx.planning.planner import plan_run
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout

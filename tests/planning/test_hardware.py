@@ -11,7 +11,7 @@ from phalanx.planning.cost.run_cost import upkeep
 from phalanx.planning.machines.catalogue import entries
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.hardware import hardware, mismatch, planned
-from phalanx.planning.search.search import assumed, judge
+from phalanx.planning.search.search import assumptions_of, judge
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import loads
 from phalanx.spec.plan import Gpu, Machine
@@ -183,12 +183,13 @@ def test_a_format_that_cores_multiply_number_by_number_is_slow_and_said() -> Non
     assert slow.split["compute"] > 100 * quick.split["compute"]
     assert any(
         "has no instructions for bf16" in one and 'set precision.compute = "fp32"' in one
-        for one in assumed(low, hardware(low, old))
+        for one in assumptions_of(low, hardware(low, old))
     )
     plain, usual = judge(run(), hardware(run(), old)), judge(run(), hardware(run(), LAPTOP))
     assert usual.seconds < plain.seconds < slow.seconds / 20, "in fp32 such cores are slower than others, but not like that"
     assert not any(
-        "no instructions" in one for one in (*assumed(run(), hardware(run(), old)), *assumed(low, hardware(low, LAPTOP)))
+        "no instructions" in one
+        for one in (*assumptions_of(run(), hardware(run(), old)), *assumptions_of(low, hardware(low, LAPTOP)))
     )
 
 

@@ -47,7 +47,7 @@ def _alike(mesh: Mesh, other: int, axis: str) -> bool:
         if expert
         else ("pipeline", "data", "shard", "context", "tensor")
     )
-    return all(mesh.coordinate(one) == there.at(one) for one in axes if one != axis)
+    return all(mesh.coordinate(one) == there.coordinate(one) for one in axes if one != axis)
 
 
 def test_tensor_groups_are_neighbours_and_stages_farthest_apart() -> None:

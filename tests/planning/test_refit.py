@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.planning.chosen import promised
 from phalanx.planning.feedback.refit import Measured, corrected, refitted
+from phalanx.planning.machine_fit import promised
 from phalanx.planning.machines.cpu import CONSTANTS, cpu_hardware
-from phalanx.planning.resolve import choose
+from phalanx.planning.planner import choose
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.plan import Machine

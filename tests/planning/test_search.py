@@ -15,7 +15,7 @@ from phalanx.planning.cost.footprint import footprint
 from phalanx.planning.cost.step_time import step_times
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.planner import search
-from phalanx.planning.search.alternatives import why_not
+from phalanx.planning.search.alternatives import neighbours
 from phalanx.planning.search.bounds import NEAR, Explorer, smallest
 from phalanx.planning.search.search import Limits, capacity_of, judge, rates_of
 from phalanx.planning.search.space import all_columns, space
@@ -146,8 +146,8 @@ def test_reasons_are_computed_from_the_numbers() -> None:
         elif (one.candidate.compute, one.candidate.compiled) == ("bf16", False):  # others the search was not free to take
             assert one.candidate.seconds >= found.best.seconds / NEAR
     odd, hardware = run_of(replace(WIDE, heads=10, kv_heads=2, dim=1280), 8, 128, layout=Layout(tensor=2, data=4)), cluster(8)
-    neighbours = why_not(space(odd, hardware), rates_of(odd, hardware), judge(odd, hardware))
-    illegal = {one.name: one.reason for one in neighbours if one.candidate is None}
+    others = neighbours(space(odd, hardware), rates_of(odd, hardware), judge(odd, hardware))
+    illegal = {one.name: one.reason for one in others if one.candidate is None}
     assert illegal["TP4"] == "not legal: layout.tensor = 4 does not divide model.heads = 10"
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.planning.chosen import promised, rank_bytes
-from phalanx.planning.resolve import choose, plan_run
+from phalanx.planning.machine_fit import promised, rank_bytes
+from phalanx.planning.planner import choose, plan_run
 from phalanx.planning.search.search import SAFE
 from phalanx.schedules.csv_format import dump
 from phalanx.schedules.makers import make

@@ -18,28 +18,28 @@ RUN = run_of("llama3-8b", 32, 4096)
 
 def test_the_smallest_cluster_fits_and_half_of_it_does_not() -> None:
     answer = solve(RUN, cluster(64), "gpus")
-    assert answer.found.best.layout.ranks == answer.value
+    assert answer.result.best.layout.ranks == answer.value
     assert str(answer.value) in answer.sentence
     assert answer.value == 1 or find(RUN, cluster(answer.value // 2), most=1) is None
 
 
 def test_a_deadline_asks_for_more_devices() -> None:
     free = solve(RUN, cluster(64), "gpus")
-    limit = free.found.best.expected_days / 3
+    limit = free.result.best.expected_days / 3
     hurried = solve(RUN, cluster(64), "gpus", Limits(deadline=limit))
     assert hurried.value > free.value
-    assert hurried.found.best.expected_days <= limit
+    assert hurried.result.best.expected_days <= limit
 
 
 def test_a_budget_may_ask_for_more_devices() -> None:
     """The smallest cluster that it fits on recomputes and offloads, which a larger one need not."""
     hardware = cluster(64, failures=None)
-    smallest = solve(RUN, hardware, "gpus").found.best
+    smallest = solve(RUN, hardware, "gpus").result.best
     dearest, roomy = smallest.price, find(RUN, cluster(4 * smallest.layout.ranks), most=1)
     assert roomy is not None and dearest is not None and roomy.best.price is not None and roomy.best.price < dearest
     limit = (dearest + roomy.best.price) / 2
     answer = solve(RUN, hardware, "gpus", Limits(budget=limit))
-    assert answer.value > smallest.layout.ranks and answer.found.best.price is not None and answer.found.best.price <= limit
+    assert answer.value > smallest.layout.ranks and answer.result.best.price is not None and answer.result.best.price <= limit
 
 
 def test_the_largest_model_fits_and_a_tenth_more_does_not() -> None:

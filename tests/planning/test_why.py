@@ -10,7 +10,7 @@ import pytest
 from planning_cases import SMALL, cluster, run_of, with_memory
 
 from phalanx.planning.machines.hardware import hardware
-from phalanx.planning.search.alternatives import why_not
+from phalanx.planning.search.alternatives import neighbours
 from phalanx.planning.search.candidate import Alternative
 from phalanx.planning.search.search import SAFE, judge, rates_of
 from phalanx.planning.search.space import space
@@ -25,7 +25,7 @@ LAYOUT = Layout(tensor=2, pipeline=2, data=2, schedule="gpipe")
 def reasons(run: Run, memory: float) -> tuple[float, list[Alternative]]:
     devices = with_memory(cluster(8), memory)
     best = judge(run, devices)
-    return best.seconds, list(why_not(space(run, devices, 8), rates_of(run, devices), best))
+    return best.seconds, list(neighbours(space(run, devices, 8), rates_of(run, devices), best))
 
 
 def test_quicker_comes_first_then_slower_then_too_large_then_what_is_not_legal() -> None:
@@ -64,7 +64,7 @@ def test_sizes_are_told_in_units_that_suit_them() -> None:
     machine = Machine(host="laptop", cpu="some", cores=4, memory=int(0.9 * 2**32), core_flops=1e11)
     run = run_of(SMALL, 64, 512, layout=Layout(data=4), memory=Memory(recompute="full"), precision=Precision(compute="fp32"))
     devices = hardware(run, machine)
-    found = list(why_not(space(run, devices, 4), rates_of(run, devices), judge(run, devices)))
+    found = list(neighbours(space(run, devices, 4), rates_of(run, devices), judge(run, devices)))
     sizes = [one.reason for one in found if "takes" in one.reason]
     assert sizes and all(re.search(r"takes \d+ MiB instead of \d+$", reason) for reason in sizes)
 
@@ -75,7 +75,7 @@ def test_recomputing_all_blocks_and_every_second_are_different_neighbours(every:
     devices = cluster(8)
     best = judge(run, devices)
     open_ = replace(run, memory=Memory(), layout=Layout())
-    found = {one.name: one.candidate for one in why_not(space(open_, devices, 8), rates_of(open_, devices), best)}
+    found = {one.name: one.candidate for one in neighbours(space(open_, devices, 8), rates_of(open_, devices), best)}
     option = found["full recomputation" if every == 1 else "full recomputation 1/2"]
     assert option is not None and (option.recompute, option.recompute_every) == ("full", every)
     assert option.seconds > best.seconds

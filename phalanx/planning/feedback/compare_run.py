@@ -15,10 +15,11 @@ from typing import Any
 from phalanx.events.log import read_events
 from phalanx.events.records import Event, RunStarted, Step, StepAccounted, StepTimed
 from phalanx.events.rundir import RunDir
-from phalanx.planning.chosen import devices_of, promised
 from phalanx.planning.feedback.refit import TOLD_BY, Measured, corrected, refitted
+from phalanx.planning.machine_fit import promised
 from phalanx.planning.machines.cluster import measured_constants
 from phalanx.planning.machines.cpu import FIXED, of_cores, unnamed
+from phalanx.planning.request import devices_of
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import load
 from phalanx.spec.plan import Machine, Plan, Promise

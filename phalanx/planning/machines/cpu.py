@@ -1,5 +1,5 @@
 """This machine's cores as the devices of a cluster: a rank is a device that has its share of cores and memory. `planning/machines/hardware` and
-`planning/chosen` call it.
+`planning/machine_fit` call it.
 
 Unlike a GPU, a core is its own host: what an operation costs to start comes on top of what it computes, and messages are copied by the
 very cores that would compute. The constants below hold for PyTorch's eager operations and gloo on one machine; `phalanx bench`

@@ -58,7 +58,7 @@ class _Variant:
         return self.recompute in (None, recompute) and self.every in (None, every) and self.offload in (None, offload)
 
 
-def why_not(
+def neighbours(
     space: Space, rates: Rates, best: Candidate, seen: Callable[[Candidate], Candidate] = lambda one: one
 ) -> tuple[Alternative, ...]:
     """Neighbours of the winner, each once: those that are quicker but were not open to the search, the slower ones, those that do not

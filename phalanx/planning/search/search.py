@@ -54,7 +54,7 @@ class Limits:
     """US dollars for the whole run."""
 
 
-NONE = Limits()
+NO_LIMITS = Limits()
 
 
 def find(
@@ -85,7 +85,7 @@ def find(
         fitting=front.fitting,
         timed=front.timed,
         seconds=time.process_time() - began,
-        assumptions=assumed(run, hardware),
+        assumptions=assumptions_of(run, hardware),
         curve=_curve(explorer, rates, (capacity, fits_in), picked[0]) if most > 1 else (),
     )
 
@@ -125,7 +125,7 @@ def rates_of(run: Run, hardware: Hardware) -> Rates:
     return rates_for(hardware, compute_of(run, hardware), moe=run.model.moe is not None)
 
 
-def assumed(run: Run, hardware: Hardware) -> tuple[str, ...]:
+def assumptions_of(run: Run, hardware: Hardware) -> tuple[str, ...]:
     """What neither the run file nor the catalogue says, in sentences."""
     said = []
     if run.precision.compute is None:

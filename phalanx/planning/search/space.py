@@ -1,7 +1,7 @@
 """Every legal layout of a run on a cluster, as columns of `planning/cost/job_table`. `planning/search/search` takes the space level by level, as most
 of it can be told to be slower or too large before it is spelled out; `candidates` spells all of it out.
 
-What the run file gives is kept, the rest is enumerated. Legal is what `spec/check_layout` and `planning/resolve` let pass, no more
+What the run file gives is kept, the rest is enumerated. Legal is what `spec/check_layout` and `planning/planner` let pass, no more
 and no less: a test compares them.
 """
 
@@ -290,7 +290,7 @@ def all_columns(found: Space) -> Columns:
 
 
 def compute_of(run: Run, hardware: Hardware) -> str:
-    """The run's number format, as `planning/resolve` fills it in."""
+    """The run's number format, as `planning/planner` fills it in."""
     return run.precision.compute or ("fp32" if hardware.device == "cpu" else "bf16")
 
 

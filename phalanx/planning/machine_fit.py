@@ -1,0 +1,303 @@
+"""Fits a given layout to the memory of this machine: the number of replicas, the micro-batch, and what is recomputed or offloaded.
+
+`planning/planner` calls it for runs that train here. On GPUs the micro-batch is the cost model's: the fastest that fits, and of those
+about as fast, the smallest. On CPUs, and for a custom module, it starts from a rule of thumb and shrinks until it fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from phalanx.planning.machines.cpu import resident
+from phalanx.planning.request import PlanRequest, devices_of, gib, largest_divisor
+from phalanx.planning.search.candidate import Candidate
+from phalanx.planning.search.search import SAFE, find, judge
+from phalanx.spec.errors import RunError
+from phalanx.spec.layout import Layout
+from phalanx.spec.plan import Machine, Plan, Promise
+from phalanx.spec.run import Memory, Run
+
+CLEARLY = 0.95
+"""A candidate is clearly better if its step takes at most this fraction of the other's."""
+CPU_SHARE = 0.9
+"""Fraction of main memory that all CPU ranks together may fill."""
+_CPU_TOKENS = 4096
+"""Tokens of a micro-batch on CPUs: more do not make better use of the caches, and memory grows."""
+_MODULE_TOKENS = 16384
+"""Tokens of a micro-batch of a custom module on a GPU: most gain nothing from more."""
+_MODULE_SHARE = 0.8
+"""Fraction of a GPU that an estimate from the number of parameters alone may fill."""
+_TOKEN_BYTES = 100.0
+"""Bytes of activations of a token in 16 bits, divided by the square root of the parameters: 99 for a Llama of 8 B and 110 for one of
+1 B, as width and depth grow together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A layout with every choice made, and the memory it needs."""
+
+    run: Run
+    """The run with its recomputation and offload filled in."""
+    plan: Plan
+    need: float
+    """Bytes of the fullest rank."""
+
+    @property
+    def savings(self) -> str:
+        """The memory savings in words, for a message that it does not fit even so."""
+        memory = self.run.memory
+        keys = [f'memory.recompute = "{memory.recompute}"'] if memory.recomputes else []
+        keys += [f'memory.offload = "{memory.offload}"'] if memory.offloads else []
+        return f", {' and '.join(keys)}," if keys else ""
+
+
+def judge_plan(run: Run, machine: Machine, plan: Plan) -> Candidate | None:
+    """The cost model's prediction for a plan on this machine; what the run leaves open of micro-batch, recomputation and offload is the
+    fastest that fits. On CPUs the memory is that of the process. A custom schedule counts as GPipe, which holds most activations.
+    None where the cost model does not know the model or the layout."""
+    if run.model.module is not None:
+        return None
+    layout = plan.layout
+    if layout.schedule_file is not None:
+        layout = replace(layout, schedule_file=None, schedule="gpipe", stages=None)
+    devices = devices_of(run, machine, plan.ranks, plan.threads, plan.device)
+    try:
+        candidate = judge(replace(run, layout=layout), devices)
+    except RunError:
+        return None
+    if plan.device == "cpu":
+        candidate = replace(candidate, memory=resident(run, plan, candidate.memory, machine))
+    return candidate
+
+
+def promised(run: Run, machine: Machine, plan: Plan) -> Promise | None:
+    """What a plan may promise. None for a custom module or schedule, which the cost model does not know, and for layouts that only a
+    proof uses, such as one replica of a local-SGD run."""
+    candidate = judge_plan(_with_micro_batch(run, plan), machine, plan) if run.layout.schedule_file is None else None
+    return None if candidate is None else promise_of(candidate)
+
+
+def promise_of(candidate: Candidate) -> Promise:
+    return Promise(
+        seconds=candidate.seconds,
+        low=candidate.low,
+        high=candidate.high,
+        tokens_per_second=candidate.tokens_per_second,
+        memory=dict(candidate.memory),
+        total_memory=candidate.bytes,
+        mfu=candidate.mfu,
+        days=candidate.days,
+        price=candidate.price,
+        split=dict(candidate.split),
+    )
+
+
+def rank_bytes(run: Run, machine: Machine, plan: Plan) -> float:
+    """Bytes of the fullest rank; a coarse estimate where the cost model does not know the model."""
+    candidate = judge_plan(_with_micro_batch(run, plan), machine, plan)
+    return module_bytes(run, plan) if candidate is None else candidate.bytes
+
+
+def module_bytes(run: Run, plan: Plan) -> float:
+    """Bytes of one rank of a custom module, estimated from its number of parameters alone."""
+    layout = plan.layout
+    parameters = plan.parameters / (layout.tensor * layout.pipeline)
+    offloaded = run.memory.offloads and not (plan.device == "cpu" and run.memory.offload == "cpu")
+    states = parameters * _parameter_bytes(layout, half=plan.compute != "fp32", offloaded=offloaded)
+    kept = {"selective": 0.5, "full": 0.25}.get(run.memory.recompute, 1.0) / (layout.context * layout.tensor)
+    token = _TOKEN_BYTES * math.sqrt(plan.parameters) * (2 if plan.compute == "fp32" else 1) * kept
+    return states + token * plan.micro_batch * run.train.sequence_length
+
+
+def _parameter_bytes(layout: Layout, *, half: bool, offloaded: bool) -> float:
+    """Bytes per parameter of value, gradient and Adam's states under ZeRO. `half`: the run computes in 16 bits.
+
+    In 16 bits ZeRO-1 and 2 keep a whole copy in two bytes, with two for the gradient, and share the fp32 master weights.
+    """
+    states, shard = 0 if offloaded else 8, layout.shard
+    if shard == 1:
+        return 8 + states
+    if layout.zero == 3:
+        return (8 + states) / shard
+    value = 2 if half else 4
+    master = 4 if half else 0  # when offloaded, the copy that ranks gather from still lies on the device
+    return value + value / (shard if layout.zero == 2 else 1) + (master + states) / shard
+
+
+def replicas(request: PlanRequest) -> int:
+    """The given number of replicas, or the most that the machine has room for and that divides the batch."""
+    run, layout, machine = request.run, request.run.layout, request.machine
+    assert machine is not None
+    if layout.data is not None:
+        return layout.data
+    others = replace(layout, data=1).ranks  # ranks of one replica
+    if request.started is not None:
+        return max(1, request.started // others)
+    if request.device == "cpu" and run.cluster.cpu_ranks is not None:
+        return max(1, run.cluster.cpu_ranks // others)
+    share = run.batch // layout.shard
+    if request.device == "cuda":
+        return largest_divisor(share, len(machine.gpus) // others)
+    return _replicas_in_memory(request, machine, share, machine.cores // others)
+
+
+def _replicas_in_memory(request: PlanRequest, machine: Machine, share: int, most: int) -> int:
+    """The most CPU replicas that divide the batch's share and fit into memory with one sequence at a time."""
+    count = largest_divisor(share, most)
+    while count > 1:
+        layout = replace(request.run.layout, data=count)
+        plain = replace(request.run, memory=_without_auto(request.run.memory))
+        need = rank_bytes(plain, machine, request.plan(layout, 1))
+        room = int(CPU_SHARE * machine.memory // (need * layout.ranks // count))
+        if room >= count:
+            break
+        count = largest_divisor(share, min(room, count - 1))
+    return count
+
+
+def fit(request: PlanRequest, layout: Layout, *, save_memory: bool) -> Fit:
+    """The micro-batch, recomputation and offload of a layout, as far as the run leaves them open.
+
+    `save_memory`: blocks are recomputed where nothing else fits or it is clearly faster; where that is not enough, optimizer states
+    leave the device.
+    """
+    known = request.run.model.module is None and request.run.layout.schedule_file is None
+    if request.device == "cuda" and known and (planned := _fit_by_cost(request, layout, save_memory)) is not None:
+        return planned
+    tried: Fit | None = None
+    for memory in _savings(request, save_memory):
+        for micro_batch in _micro_batches(request, layout):
+            tried = _fit_exactly(request, layout, memory, micro_batch)
+            if tried.need <= _room(request, layout):
+                return tried
+    assert tried is not None, "one sequence divides every batch"
+    return tried
+
+
+def _fit_by_cost(request: PlanRequest, layout: Layout, save_memory: bool) -> Fit | None:
+    """The fastest that fits by the cost model; None where it does not know the layout."""
+    memory, room, machine = request.run.memory, _room(request, layout), request.machine
+    assert machine is not None
+    recomputing = replace(memory, offload=_without_auto(memory).offload)
+    best: Candidate | None = None
+    for savings in (_without_auto(memory), recomputing, memory) if save_memory else (_without_auto(memory),):
+        if best is not None and best.bytes <= room and savings is memory:
+            break  # optimizer states leave the device only if they must
+        candidate = judge_plan(replace(request.run, memory=savings), machine, request.plan(layout, 1))
+        if candidate is None:
+            return None
+        better = candidate.bytes <= room and best is not None and candidate.seconds < CLEARLY * best.seconds
+        if best is None or best.bytes > room or better:
+            best = candidate
+    assert best is not None
+    plan = replace(request.plan(layout, best.micro_batch), promise=promise_of(best))
+    return Fit(replace(request.run, memory=best.with_savings(memory)), plan, best.bytes)
+
+
+def _savings(request: PlanRequest, save_memory: bool) -> Iterator[Memory]:
+    """Ways to save memory, the one that costs least time first."""
+    memory = request.run.memory
+    last = _without_auto(memory)
+    yield last
+    if not save_memory or request.run.model.module is not None:
+        return
+    if memory.recompute == "auto":
+        yield replace(last, recompute="selective")
+        last = replace(last, recompute="full")
+        yield last
+    if memory.offload == "auto" and request.run.optimizer.name != "muon":
+        # On CPUs, "cpu" would put the states where they already are.
+        yield replace(last, offload="nvme" if request.device == "cpu" else "cpu")
+
+
+def _micro_batches(request: PlanRequest, layout: Layout) -> Iterator[int]:
+    """The given micro-batch, or those of the rule of thumb, largest first."""
+    train, share = request.run.train, request.run.batch // layout.replicas
+    if train.micro_batch is not None:
+        yield train.micro_batch
+        return
+    most = (_CPU_TOKENS if request.device == "cpu" else _MODULE_TOKENS) // train.sequence_length
+    if layout.pipeline > 1:  # enough micro-batches to keep all stages busy
+        most = min(most, share // (2 * layout.pipeline))
+    size = largest_divisor(share, most)
+    yield size
+    while size > 1:
+        size = largest_divisor(share, size // 2)
+        yield size
+
+
+def _fit_exactly(request: PlanRequest, layout: Layout, memory: Memory, micro_batch: int) -> Fit:
+    run, plan, machine = replace(request.run, memory=memory), request.plan(layout, micro_batch), request.machine
+    assert machine is not None
+    candidate = judge_plan(_with_micro_batch(run, plan), machine, plan)
+    if candidate is None:
+        return Fit(run, plan, rank_bytes(run, machine, plan))
+    promise = promise_of(candidate) if run.layout.schedule_file is None else None
+    return Fit(run, replace(plan, promise=promise), candidate.bytes)
+
+
+def memory_problems(request: PlanRequest, fitted: Fit) -> list[str]:
+    """Whether even a micro-batch of one sequence is too large. A GPU counts as a whole here: the rehearsal decides about the rest."""
+    layout, machine = fitted.plan.layout, request.machine
+    assert machine is not None
+    if request.device == "cuda" and not machine.gpus:
+        return []
+    room = float(request.smallest_gpu(layout.ranks).memory) if request.device == "cuda" else _room(request, layout)
+    if fitted.need <= room:
+        return []
+    need = rank_bytes(fitted.run, machine, request.plan(layout, 1))
+    if need <= room:
+        return []  # the micro-batch was asked for
+    smaller = "take a smaller model or a shorter train.sequence_length"
+    if _another_layout_fits(request):
+        smaller = f"leave [layout] out, as another one fits, or {smaller}"
+    if request.device == "cuda":
+        gpu = request.smallest_gpu(layout.ranks)
+        return [
+            f"A rank needs about {gib(need)} with a micro-batch of 1 sequence{fitted.savings} but the {gpu.name} "
+            f"has {gib(gpu.memory)}; {smaller}."
+        ]
+    room *= layout.ranks
+    fewer = largest_divisor(request.run.batch, int(room // need))
+    remedy = f"{request.set_ranks(fewer)}, or {smaller}" if fewer < layout.ranks and fewer * need <= room else smaller
+    return [
+        f"{layout.ranks} CPU rank{'s need' if layout.ranks > 1 else ' needs'} about {gib(layout.ranks * need)} "
+        f"with a micro-batch of 1 sequence{fitted.savings} but {gib(room)} of {gib(machine.memory)} can be used; {remedy}."
+    ]
+
+
+def has_margin(request: PlanRequest, fitted: Fit) -> bool:
+    """Whether the layout fits into the fraction of memory that plans fill."""
+    return fitted.need <= _room(request, fitted.plan.layout)
+
+
+def _room(request: PlanRequest, layout: Layout) -> float:
+    """Bytes of a rank that a plan may fill."""
+    if request.device == "cpu":
+        assert request.machine is not None
+        return CPU_SHARE * request.machine.memory / layout.ranks
+    share = SAFE if request.run.model.module is None else _MODULE_SHARE
+    return share * request.smallest_gpu(layout.ranks).memory
+
+
+def _another_layout_fits(request: PlanRequest) -> bool:
+    run = request.run
+    if run.layout == Layout() or run.model.module is not None or request.device == "cpu":
+        return False
+    free = replace(request, run=replace(run, layout=Layout()))
+    return find(free.run, free.cluster, most=1, gpus=request.started) is not None
+
+
+def _without_auto(memory: Memory) -> Memory:
+    """[memory] with "auto" as "none": nothing is saved that was not asked for."""
+    return replace(
+        memory,
+        recompute="none" if memory.recompute == "auto" else memory.recompute,
+        offload="none" if memory.offload == "auto" else memory.offload,
+    )
+
+
+def _with_micro_batch(run: Run, plan: Plan) -> Run:
+    return replace(run, train=replace(run.train, micro_batch=plan.micro_batch))
