@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from phalanx.planning.cost.job_table import METHODS, RECOMPUTE, Column, Work
+from phalanx.planning.cost.job_table import METHODS, RECOMPUTE, Work
+from phalanx.planning.machines.rates import Column
 
 
 class Kept(NamedTuple):

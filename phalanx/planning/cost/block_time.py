@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from phalanx.planning.cost.job_table import METHODS, Column, Work
-from phalanx.planning.machines.rates import Rates
+from phalanx.planning.cost.job_table import METHODS, Work
+from phalanx.planning.machines.rates import Column, Rates
 
 
 class Part(NamedTuple):

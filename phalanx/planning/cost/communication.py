@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from phalanx.planning.cost.job_table import Column, Work
-from phalanx.planning.machines.rates import Rates
+from phalanx.planning.cost.job_table import Work
+from phalanx.planning.machines.rates import Column, Rates
 
 BUS = 64e9
 """Bytes/s of one direction below which devices share a bus and its switches, instead of having links of their own."""

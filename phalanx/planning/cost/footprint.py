@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from phalanx.planning.cost.activation_memory import Head, Kept, kept, logits, repeated, stream
-from phalanx.planning.cost.job_table import SCHEDULES, Column, Work
+from phalanx.planning.cost.job_table import SCHEDULES, Work
 from phalanx.planning.cost.state_memory import Bytes, Share, Sizes, Values, bytes_of, held, shares, sizes, values
+from phalanx.planning.machines.rates import Column
 
 COMPONENTS = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "buffers", "fixed")
 CONTEXT = (767 + 64) * 2**20

@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 
 from phalanx.planning.machines.cluster import Hardware
+from phalanx.planning.machines.rates import Column
 from phalanx.spec.model import ModelSpec
-
-Column = Any
-"""A Python number or a numpy array; booleans and codes are integers."""
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev")
 RECOMPUTE = ("none", "selective", "full")

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.planning.cost.job_table import Column
 from phalanx.planning.machines.cluster import Hardware
+from phalanx.planning.machines.rates import Column
 
 DETECT = 10.0
 """Seconds until a failure is noticed: 2.5 without a heartbeat where a node is lost, longer where connections break and ranks only wait."""

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.planning.cost.activation_memory import kv_cut
-from phalanx.planning.cost.job_table import SCHEDULES, Column, Work
+from phalanx.planning.cost.job_table import SCHEDULES, Work
+from phalanx.planning.machines.rates import Column
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ import numpy as np
 
 from phalanx.planning.cost.block_time import Part, block, expert_tokens, head, sparse_part
 from phalanx.planning.cost.communication import exchange, gather, group, hop
-from phalanx.planning.cost.job_table import METHODS, RECOMPUTE, SCHEDULES, Column, Work
-from phalanx.planning.machines.rates import Rates
+from phalanx.planning.cost.job_table import METHODS, RECOMPUTE, SCHEDULES, Work
+from phalanx.planning.machines.rates import Column, Rates
 
 CHUNK = 1 << 15
 """Jobs judged at a time: their columns stay in the processor's cache."""

@@ -12,8 +12,10 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from phalanx.planning.cost.job_table import Column
 from phalanx.planning.machines.cluster import Hardware
+
+Column = Any
+"""A Python number or a numpy array; booleans and codes are integers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
