@@ -100,7 +100,7 @@ def one_rank(mesh: Mesh, run: Run, plan: Plan, folder: Path, saves: int) -> dict
             found["plain"].append(plain(folder / "plain.bin", min(saved.bytes, MOST)))
         mesh.barrier()
         if number == 0:
-            trainer.saving.prepare(tensors)
+            trainer.checkpointer.prepare(tensors)
             trainer.step()
             time.sleep(5 if mesh.device.type == "cpu" else 60)  # as in a run, where memory is ready long before the first save
         started = time.perf_counter()
@@ -108,14 +108,14 @@ def one_rank(mesh: Mesh, run: Run, plan: Plan, folder: Path, saves: int) -> dict
         found["step"].append(time.perf_counter() - started)
         _reset_peak()
         started = time.perf_counter()
-        trainer.saving.save(trainer.progress, tensors, wait=False)
+        trainer.checkpointer.save(trainer.progress, tensors, wait=False)
         trainer.step()
         found["step_behind"].append(time.perf_counter() - started)
-        (ended,) = trainer.saving.settle()
+        (ended,) = trainer.checkpointer.settle()
         found["stall"].append(ended.stall)  # type: ignore[attr-defined]
         found["behind"].append(ended.bytes_per_second)  # type: ignore[attr-defined]
         found["memory"].append(_status("VmHWM") - quiet)
-    found["staged"] = trainer.saving._saver._staging.bytes
+    found["staged"] = trainer.checkpointer._saver._staging.bytes
     trainer.close()
     return found
 

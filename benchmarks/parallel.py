@@ -39,7 +39,7 @@ from phalanx.planning.planner import choose
 from phalanx.spec.load import loads
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
-from phalanx.training.step import MicroBatch
+from phalanx.training.micro_batch import MicroBatch
 from phalanx.training.trainer import Trainer
 from phalanx.verification.rank_pool import Pool
 

@@ -80,7 +80,7 @@ def trainer(run: Run, *, checkpoints: str | Path = "checkpoints") -> Trainer:
     run, laid = settled.run, settled.plan
     built = Trainer(run, laid, connect(place, laid.device, run.resilience.timeout, laid.layout), Path(checkpoints))
     built.build()
-    built.begin()
+    built.load_initial_weights()
     return built
 
 

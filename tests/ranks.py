@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import logger as dcp_logger
 
 from phalanx.checkpointing.state_tensor import StateTensor
+from phalanx.events.heartbeat import Heartbeat
 from phalanx.parallel.mesh import Mesh, connect, disconnect
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
@@ -196,7 +197,7 @@ def tiny_run(*overrides: str) -> Run:
     return loads(TINY, overrides=overrides)
 
 
-def tiny_trainer(mesh: Mesh, run: Run, checkpoints: Path) -> Trainer:
+def tiny_trainer(mesh: Mesh, run: Run, checkpoints: Path, heartbeat: Heartbeat | None = None) -> Trainer:
     """Built and at step 0, laid out as the mesh is."""
     assert run.train.micro_batch is not None
     plan = Plan(
@@ -210,7 +211,7 @@ def tiny_trainer(mesh: Mesh, run: Run, checkpoints: Path) -> Trainer:
         flops_per_token=run.model.flops_per_token(run.train.sequence_length),
         peak_flops=None,
     )
-    trainer = Trainer(run, plan, mesh, checkpoints)
+    trainer = Trainer(run, plan, mesh, checkpoints, heartbeat=heartbeat)
     trainer.build()
     return trainer
 

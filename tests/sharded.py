@@ -23,8 +23,8 @@ from phalanx.parallel.owned_param import OwnedParam, ParamShard
 from phalanx.parallel.sharded_model import Recipe, ShardedModel
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec, Moe
+from phalanx.training.build import recipe
 from phalanx.training.loss import objective, summed_loss
-from phalanx.training.recipe import recipe
 from phalanx.transforms.precision import computing
 
 # Nothing here is a multiple of 4, and a fourth of the rows of a key matrix leaves the last rank without any.

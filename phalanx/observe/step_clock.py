@@ -1,4 +1,4 @@
-"""What a rank does at every moment of a step: computing, waiting for others and for what, updating. `training/hooks/step_timing` runs one for a
+"""What a rank does at every moment of a step: computing, waiting for others and for what, updating. `training/hooks/measurements` runs one for a
 few steps of a launch, `observe/comm_timer` tells it of every wait between ranks.
 
 A step is cut at every change from one thing to another, so that its parts add up to it, and nothing is looked at in between: a cut is a

@@ -73,10 +73,10 @@ class Outer:
         for one, anchor, momentum in zip(self._held, self._anchors, self._momentum, strict=True):
             found[f"model/{one.name}"] = state_tensor(anchor, one.shard, self._mesh)
             found[f"outer/{one.name}/momentum"] = state_tensor(momentum, one.shard, self._mesh)
-            found[f"outer/{one.name}/local"] = self.of_replica(one.value.detach(), one.shard)
+            found[f"outer/{one.name}/local"] = self.replica_state(one.value.detach(), one.shard)
         return found
 
-    def of_replica(self, state: Tensor | OffloadedTensor, spot: ParamShard) -> StateTensor:
+    def replica_state(self, state: Tensor | OffloadedTensor, spot: ParamShard) -> StateTensor:
         """A state that each replica has its own of, as a piece of all of them together; a single number, or one laid out as `shard`."""
         count, here = self._group.size, self._group.index
         mine = state.unsqueeze(0) if isinstance(state, Tensor) else _Row(state, state.dtype)

@@ -1,4 +1,4 @@
-"""Parameters and their states as pieces of a checkpoint: which box, and which ranks hold the same one. Used by `training/live_state`
+"""Parameters and their states as pieces of a checkpoint: which box, and which ranks hold the same one. Used by `training/build`
 and the outer optimizer."""
 
 from __future__ import annotations

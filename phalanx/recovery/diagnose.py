@@ -325,12 +325,9 @@ _OWN_PLUMBING = ("parallel/store.py", "events/frames.py", "observe/comm_timer.py
 # Files of this program by what they are for; the first that fits.
 _ROOMS = (
     (("data/",), "the data loader"),
-    (("training/evaluate.py", "training/fixed_prompt.py", "evaluation/"), "evaluation"),
-    (("checkpointing/restore.py", "checkpointing/tools/offline_writer.py", "training/initial.py"), "restoring"),
-    (
-        ("checkpointing/", "training/saving.py", "training/memory_copies.py", "training/exporting.py", "training/uploading.py"),
-        "saving",
-    ),
+    (("training/evaluate.py", "evaluation/"), "evaluation"),
+    (("checkpointing/restore.py", "checkpointing/tools/offline_writer.py", "training/initial_weights.py"), "restoring"),
+    (("checkpointing/", "training/saving.py", "training/exports.py"), "saving"),
     (("optim/",), "the optimizer"),
     (("training/build.py", "parallel/apply.py"), "building the model"),
 )

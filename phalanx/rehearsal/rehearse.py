@@ -28,7 +28,6 @@ from phalanx.rehearsal.result import Moment, Rehearsal
 from phalanx.spec.errors import RunError
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
-from phalanx.training.live_state import placement
 
 CONTEXT = 1 << 30
 """Bytes that CUDA takes for itself, its libraries and their kernels, which are loaded when they are first used: 695 to 895 MiB were
@@ -99,7 +98,7 @@ def _refuse(run: Run, plan: Plan, rank: int) -> None:
 
 def _through(program: Program, watch: Watch, stage: Stage, began: float) -> Rehearsal:
     """A step, and what is read off it."""
-    order, at = program.built.order, program.mesh.coordinate("pipeline")
+    order, at = program.built.schedule, program.mesh.coordinate("pipeline")
     built, before = len(watch.device.events), len(watch.messages.all)
     taken, error = enough(order, program.plan, at), None
     try:
@@ -117,7 +116,7 @@ def _through(program: Program, watch: Watch, stage: Stage, began: float) -> Rehe
     held = _reserved(watch.device, found, top, limit, stage)
     living = replay.living(watch.device, found, top)
     flops, repeated = _flops(watch, often)
-    state = placement(program.built.sharded, program.built.optimizer, program.built.outer)
+    state = program.built.placement()
     at_peak = watch.device.events[top.at - 1] if watch.device.events else 0
     return Rehearsal(
         rank=program.mesh.rank,

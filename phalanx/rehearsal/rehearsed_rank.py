@@ -28,7 +28,7 @@ from phalanx.rehearsal.op_tracker import Watch
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.spec.tensor_slice import chunk
-from phalanx.training.build import Built, place
+from phalanx.training.build import TrainState, build
 from phalanx.training.dry_build import absent_ranks, generation, lazy_cuts
 from phalanx.training.micro_batch import MicroBatch
 from phalanx.training.step import Stepper
@@ -39,7 +39,7 @@ class Program:
 
     def __init__(self, run: Run, plan: Plan, mesh: Mesh, watch: Watch):
         self.run, self.plan, self.mesh, self.watch = run, plan, mesh, watch
-        self.built: Built = place(run, plan, mesh, Path("offload"))
+        self.built: TrainState = build(run, plan, mesh, Path("offload"))
         self.names = _names(self.built.sharded.parts)
         pipeline = self.built.pipeline(run)
         self.stepper = Stepper(run, plan, self.built.sharded, self.built.experts, pipeline)

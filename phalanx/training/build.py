@@ -1,63 +1,174 @@
-"""What a rank trains with, made at step 0: its part of the model, the optimizer, and what their tensors are called in a checkpoint.
-The trainer makes it on a device; `training/dry_build`, for any rank of any layout, without memory."""
+"""Builds what a rank trains: its part of the model, the optimizer, and the names of their tensors in a checkpoint. The trainer builds on
+a device; `training/dry_build` builds any rank of any layout without memory."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 from phalanx.checkpointing.state_tensor import StateTensor
-from phalanx.models.init import build
+from phalanx.events.records import ModelPlaced
+from phalanx.models import init
+from phalanx.models.custom import axes
 from phalanx.models.moe import router_sizes
 from phalanx.optim.diloco import Outer
 from phalanx.optim.optimizer import Optimizer
+from phalanx.optim.param_slices import replica_group, state_tensor
 from phalanx.parallel.apply import apply
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.owned_param import ParamShard
 from phalanx.parallel.pipeline.executor import Pipeline
-from phalanx.parallel.sharded_model import ShardedModel
+from phalanx.parallel.pipeline.stage_cost import measure_costs
+from phalanx.parallel.sharded_model import Recipe, ShardedModel
 from phalanx.schedules.actions import Schedule
 from phalanx.schedules.makers import schedule_for
+from phalanx.schedules.stage_split import Costs, cut, flop_costs
+from phalanx.spec.model import ModelSpec
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
-from phalanx.training.live_state import pieces
-from phalanx.training.recipe import recipe
-from phalanx.training.stage_modules import stages
+from phalanx.training.loss import summed_loss
+from phalanx.transforms.precision import computing
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
-    """One rank's."""
+class TrainState:
+    """Everything of one rank that training changes, and what describes it."""
 
     sharded: ShardedModel
     optimizer: Optimizer
     outer: Outer | None
-    """Where replicas take steps by themselves."""
-    order: Schedule | None
-    """Of a pipeline."""
+    """The outer optimizer of local SGD, which runs between replicas."""
+    schedule: Schedule | None
+    """None without a pipeline."""
     shapes: dict[str, tuple[int, ...]]
-    """Of the whole model's tensors, by name."""
+    """Shapes of the whole model's tensors, by name."""
     experts: dict[str, int]
-    """How many each router of the whole model has, by its name."""
+    """Number of experts of each router of the whole model, by the router's name."""
 
     def tensors(self) -> dict[str, StateTensor]:
-        """The live state by name, this rank's parts of it: what is saved, and where it is restored to."""
-        return pieces(self.sharded, self.optimizer, self.outer)
+        """This rank's part of the live state: parameters and persistent buffers as model/NAME, states as optimizer/NAME/STATE."""
+        params, mesh, outer = {param.name: param for param in self.sharded.owned}, self.sharded.mesh, self.outer
+        tensors = {f"model/{name}": state_tensor(param.value.detach(), param.shard, mesh) for name, param in params.items()}
+        for part in self.sharded.parts:
+            persistent = part.state_dict().keys()
+            tensors |= {
+                f"model/{name}": replace(StateTensor.full(buffer, replica_group(mesh)), is_buffer=True)
+                for name, buffer in part.named_buffers()
+                if name in persistent
+            }
+        for name, state in self.optimizer.state().items():
+            shard = params[name.rpartition("/")[0]].shard
+            tensors[f"optimizer/{name}"] = (
+                state_tensor(state, shard, mesh) if outer is None else outer.replica_state(state, shard)
+            )
+        return tensors | (outer.tensors() if outer is not None else {})
+
+    def placement(self) -> ModelPlaced:
+        """What this rank holds, read from its tensors."""
+        applied = self.sharded.applied | {"optimizer": self.optimizer.applied}
+        sizes, states = self.sharded.engine.bytes(), self.optimizer.bytes()
+        if self.outer is not None:
+            applied["local steps"] = self.outer.applied
+            states = states + self.outer.bytes()
+        return ModelPlaced(
+            rank=self.sharded.mesh.rank,
+            applied=applied,
+            parameters=sizes["parameters"],
+            gradients=sizes["gradients"],
+            optimizer=states.device + states.host,
+            files=states.files,
+        )
 
     def pipeline(self, run: Run) -> Pipeline | None:
-        """Of a schedule, this rank's part; all ranks make theirs at the same time."""
-        if self.order is None:
+        """This rank's executor of the schedule; all ranks make theirs at the same time."""
+        if self.schedule is None:
             return None
-        return Pipeline(self.sharded.parts, self.order, self.sharded.mesh, halves=run.memory.recompute != "selective")
+        return Pipeline(self.sharded.parts, self.schedule, self.sharded.mesh, halves=run.memory.recompute != "selective")
 
 
-def place(run: Run, plan: Plan, mesh: Mesh, folder: Path | None = None) -> Built:
-    """All ranks call it at the same time. `folder`: for states in files, where the run file names none."""
-    model = build(run.model)
+def build(run: Run, plan: Plan, mesh: Mesh, folder: Path | None = None) -> TrainState:
+    """Builds a rank at step 0; all ranks call it together. `folder`: for offloaded states in files, if the run file names none."""
+    model = init.build(run.model)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     experts = router_sizes(model)
     order = schedule_for(plan.layout, plan.accumulation)
-    parts = stages(model, run, plan, mesh, order)
-    placed = apply(parts, run, plan, mesh, recipe(model, run.train.seed, order))
-    optimizer = Optimizer(placed.owned, run.optimizer, precision=run.precision, memory=run.memory, mesh=mesh, folder=folder)
-    outer = Outer(placed.owned, run.optimizer, mesh) if run.optimizer.sync_every > 1 else None
-    return Built(placed, optimizer, outer, order, shapes, experts)
+    parts = split_stages(model, run, plan, mesh, order)
+    sharded = apply(parts, run, plan, mesh, recipe(model, run.train.seed, order))
+    optimizer = Optimizer(sharded.owned, run.optimizer, precision=run.precision, memory=run.memory, mesh=mesh, folder=folder)
+    outer = Outer(sharded.owned, run.optimizer, mesh) if run.optimizer.sync_every > 1 else None
+    return TrainState(sharded, optimizer, outer, order, shapes, experts)
+
+
+def recipe(model: nn.Module, seed: int, schedule: Schedule | None = None) -> Recipe:
+    """What `parallel/apply`, which knows no model, needs of one: names of dimensions, initial values, the loss."""
+    spec, initial = model.spec, init.table(model)
+    assert isinstance(spec, ModelSpec), "models.init.build sets the spec"
+
+    @torch.no_grad()
+    def fill(name: str, tensor: Tensor, shard: ParamShard) -> None:
+        if not (tensor.is_meta or is_fake(tensor)):  # dry builds and rehearsals have no memory to fill
+            for box, local in shard.slice.regions():
+                init.fill(tensor[local.index], seed, name, spec, init.Box(shard.slice.whole, box.offset), initial)
+
+    return Recipe(
+        axes=axes(spec.module),
+        fill=fill,
+        reset_buffers=init.reset_buffers,
+        loss=summed_loss,
+        schedule=schedule,
+        tied="embed.weight" if spec.tied and spec.module is None else None,
+    )
+
+
+def split_stages(model: Any, run: Run, plan: Plan, mesh: Mesh, order: Schedule | None) -> list[nn.Module]:
+    """This rank's pipeline stages of a whole model; the model itself without a pipeline."""
+    if order is None:
+        return [model]
+    spec, length = run.model, run.train.sequence_length
+    costs = flop_costs(spec, length) if plan.layout.stage_split == "counted" else measured_costs(spec, length, plan, mesh)
+    ranges = cut(costs.blocks, costs.first, costs.last, order.stages)
+    return [model.part(*ranges[stage]) for stage in order.stages_of(mesh.coordinate("pipeline"))]
+
+
+def measured_costs(spec: ModelSpec, length: int, plan: Plan, mesh: Mesh) -> Costs:
+    """Costs of blocks: rank 0 times a first, a middle and a last block of each kind at the run's sizes, for all ranks."""
+    moe = spec.moe
+    kinds = {"dense": replace(spec, layers=3, moe=None, mtp_depth=0)} if moe is None or spec.dense_layers else {}
+    if moe is not None and spec.layers > spec.dense_layers:
+        kinds["sparse"] = replace(spec, layers=3, moe=replace(moe, dense_layers=0), mtp_depth=0)
+    forwards: dict[str, Callable[[], Tensor]] = {}
+    if mesh.rank == 0:
+        for kind, three_layers in kinds.items():
+            small = init.materialize(init.build(three_layers), 0, mesh.device)
+            forwards |= {f"{kind} {number}": _block_forward(small, number, length, plan, mesh) for number in range(3)}
+    seconds = measure_costs(forwards, mesh)
+    first_kind = "dense" if spec.dense_layers or moe is None else "sparse"
+    last_kind = "dense" if spec.dense_layers == spec.layers or moe is None else "sparse"
+    dense, sparse = seconds.get("dense 1", 0.0), seconds.get("sparse 1", 0.0)
+    return Costs(
+        first=max(0.0, seconds[f"{first_kind} 0"] - seconds[f"{first_kind} 1"]),
+        blocks=(dense,) * spec.dense_layers + (sparse,) * (spec.layers - spec.dense_layers),
+        last=max(0.0, seconds[f"{last_kind} 2"] - seconds[f"{last_kind} 1"]),
+    )
+
+
+def _block_forward(model: Any, number: int, length: int, plan: Plan, mesh: Mesh) -> Callable[[], Tensor]:
+    """The forward of one block, with the embedding in front of the first and the head behind the last."""
+    part, spec = model.part(number, number + 1), model.spec
+    shape = (plan.micro_batch, length)
+    tokens = torch.zeros(shape, dtype=torch.int64, device=mesh.device)
+    positions = torch.arange(length, device=mesh.device).expand(shape)
+    states = torch.randn(*shape, spec.dim, device=mesh.device, requires_grad=True)
+
+    def forward() -> Tensor:
+        with computing(plan.compute, mesh.device):
+            output = part(states if number else tokens, positions, None)
+        return summed_loss(output, tokens) if number == 2 else output
+
+    return forward

@@ -21,7 +21,7 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Place, Plan
 from phalanx.spec.run import Memory, Run
 from phalanx.spec.tensor_slice import chunk
-from phalanx.training.build import Built, place
+from phalanx.training.build import TrainState, build
 
 _generations = count(1)  # torch remembers meshes by their names: no two of this process may have the same
 
@@ -37,7 +37,7 @@ def held(run: Run, layout: Layout, rank: int) -> dict[str, StateTensor]:
 
 
 @contextmanager
-def foreseen(run: Run, layout: Layout, rank: int) -> Iterator[Built]:
+def foreseen(run: Run, layout: Layout, rank: int) -> Iterator[TrainState]:
     """What the rank trains with, without memory, while its groups of ranks that are not there last."""
     layout = replace(layout, data=layout.data or 1)
     if layout.stage_split == "measured" and layout.pipeline > 1:
@@ -51,7 +51,7 @@ def foreseen(run: Run, layout: Layout, rank: int) -> Iterator[Built]:
     run = replace(run, layout=layout, memory=Memory())
     mesh = Mesh(generation(rank, layout.ranks), torch.device("meta"), layout)
     with absent_ranks(mesh), lazy_cuts():
-        yield place(run, _plan(run), mesh)
+        yield build(run, _plan(run), mesh)
 
 
 def generation(rank: int, ranks: int) -> Place:

@@ -1,5 +1,5 @@
-"""What one forward reads, as tensors on their way to the device, and what a step draws random numbers from. The loader's thread
-makes micro-batches; `training/step` takes them."""
+"""Micro-batches: the tensors that one forward reads, and the feed that gives a rank those of each step. `training/step` computes on
+them."""
 
 from __future__ import annotations
 
@@ -10,57 +10,66 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx import accelerator
+from phalanx.data.dataset import Dataset
+from phalanx.data.loader import Loader, ReplicaShare
 from phalanx.data.pack import Batch
+from phalanx.parallel.context.context_parallel import places
+from phalanx.parallel.mesh import Mesh
+from phalanx.spec.plan import Plan
+from phalanx.spec.run import Run
 
 
 def step_seed(seed: int, step: int, replica: int) -> int:
-    """What a replica draws random numbers from in a step (dropout of a module of one's own): of the step alone, so that a resumed
-    run draws what an unbroken one does, and the same on all ranks that compute one replica."""
+    """Seed of a step's random numbers, such as dropout of a custom module.
+
+    It depends on the step alone, so that a resumed run draws the same numbers, and is the same on all ranks of one replica.
+    """
     return int.from_bytes(hashlib.sha256(f"{seed} {step} {replica}".encode()).digest()[:8], "little") >> 1
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward reads, as tensors."""
+    """The inputs of one forward."""
 
     tokens: Tensor
     targets: Tensor
     positions: Tensor
     documents: Tensor | None
-    """Of whole sequences, also where this rank has only a part of their tokens."""
+    """Document ids of whole sequences, even where this rank has only some of their tokens."""
     counted: int
-    """Targets that are predicted."""
+    """Number of targets that are not masked."""
     digest: int
-    """Sum of the samples' checksums, each over its place in the data and its token ids."""
+    """Sum of the samples' checksums, each over the sample's index and token ids."""
 
     @staticmethod
-    def prepare(batch: Batch, device: torch.device, document_mask: bool, places: np.ndarray | None = None) -> MicroBatch:
-        """From the loader's arrays; runs in its thread. On GPUs the copy is pinned, so that it can run beside the step.
+    def prepare(batch: Batch, device: torch.device, document_mask: bool, own: np.ndarray | None = None) -> MicroBatch:
+        """Converts the loader's arrays, in the loader's thread. For GPUs they are pinned, so that the copy overlaps with the step.
 
-        `places`: the positions of each sequence that are this rank's, where ranks share sequences.
+        `own`: this rank's positions of each sequence, where ranks share sequences.
         """
+        kind = accelerator.of(device)
 
         def tensor(array: np.ndarray) -> Tensor:
-            host = torch.from_numpy(array)
-            return host.pin_memory() if device.type == "cuda" else host
+            return kind.pin(torch.from_numpy(array))
 
-        def own(array: np.ndarray) -> np.ndarray:
-            return array if places is None else np.ascontiguousarray(array[:, places])
+        def select(array: np.ndarray) -> np.ndarray:
+            return array if own is None else np.ascontiguousarray(array[:, own])
 
-        # A window inside one document needs no mask, and GPUs have a much faster kernel for that. On CPU there is
-        # nothing to gain, and one kernel for all keeps the numbers free of how windows are grouped.
-        masked = document_mask and (batch.has_boundaries or device.type == "cpu")
+        # A window inside one document needs no mask, and GPUs have a much faster kernel for that. CPUs gain nothing, and with one
+        # kernel for all windows the numbers do not depend on how windows are grouped.
+        masked = document_mask and (batch.has_boundaries or not kind.asynchronous)
         return MicroBatch(
-            tokens=tensor(own(batch.tokens)),
-            targets=tensor(own(batch.targets)),
-            positions=tensor(own(batch.positions)),
-            documents=tensor(batch.documents) if masked else None,  # of whole sequences: a rank's queries see others' keys
-            counted=int((own(batch.targets) >= 0).sum()),
+            tokens=tensor(select(batch.tokens)),
+            targets=tensor(select(batch.targets)),
+            positions=tensor(select(batch.positions)),
+            documents=tensor(batch.documents) if masked else None,  # whole: a rank's queries see other ranks' keys
+            counted=int((select(batch.targets) >= 0).sum()),
             digest=batch.digest,
         )
 
     def to(self, device: torch.device) -> MicroBatch:
-        if device.type == "cpu":
+        if not accelerator.of(device).asynchronous:
             return self
         return replace(
             self,
@@ -69,3 +78,41 @@ class MicroBatch:
             positions=self.positions.to(device, non_blocking=True),
             documents=None if self.documents is None else self.documents.to(device, non_blocking=True),
         )
+
+
+class BatchFeed:
+    """Gives this rank its micro-batches of each step; reads ahead in a thread."""
+
+    def __init__(self, run: Run, plan: Plan, mesh: Mesh, data: Dataset):
+        self._run, self._mesh, self._data = run, mesh, data
+        self._plan = plan
+        self.share: ReplicaShare | None = None
+        """This rank's part of each global batch, if it is not the one of the plan."""
+        self._own: np.ndarray | None = None
+        if mesh.size("context") > 1:
+            layout, length = plan.layout, run.train.sequence_length
+            self._own = places(length, layout.context, mesh.coordinate("context"), layout.context_method)
+        self._loader: Loader[MicroBatch] | None = None
+
+    def next(self, samples: int) -> list[MicroBatch]:
+        """The micro-batches of the next step. `samples`: the position in the data, which is read at the first call and after `close`."""
+        if self._loader is None:
+            share = self.share or ReplicaShare(
+                batch=self._run.batch,
+                replica=self._mesh.replica,
+                replicas=self._plan.layout.replicas,
+                micro_batch=self._plan.micro_batch,
+            )
+            prefetch = self._run.data.prefetch
+            self._loader = Loader(self._data.train, share, start=samples, prefetch=prefetch, prepare=self.prepare)
+        return next(self._loader)
+
+    def prepare(self, batch: Batch) -> MicroBatch:
+        """A batch as this rank reads it."""
+        return MicroBatch.prepare(batch, self._mesh.device, self._run.data.document_mask, self._own)
+
+    def close(self) -> None:
+        """Ends the reader and drops what it has read ahead."""
+        if self._loader is not None:
+            self._loader.close()
+            self._loader = None

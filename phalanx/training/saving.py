@@ -1,10 +1,11 @@
-"""A trainer's checkpoints: what goes into one, when it is waited for, which are kept, and how one is found again. The trainer
-decides when; `checkpointing` knows how."""
+"""The checkpoints of a run on one rank: what a checkpoint contains, which are kept, copied in memory, uploaded and exported, and which one
+is restored. The trainer decides when to save; `checkpointing` writes and reads."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -12,81 +13,94 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from phalanx import accelerator
 from phalanx._version import __version__
 from phalanx.checkpointing import directory
+from phalanx.checkpointing.directory import DamagedCheckpoint
 from phalanx.checkpointing.hf_folder import ReferenceLogits
 from phalanx.checkpointing.location import Location
+from phalanx.checkpointing.replicas.memory_checkpoint import CopyOutcome, MemoryCopies
 from phalanx.checkpointing.replicas.replica_index import MemoryLocation
 from phalanx.checkpointing.restore import failure_text, load
 from phalanx.checkpointing.save import SaveOutcome, Saver
 from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.checkpointing.storage import open_location
+from phalanx.checkpointing.upload import Uploader, UploadOutcome
 from phalanx.data.dataset import Dataset
-from phalanx.events.records import CheckpointDamaged, Event, Restored, Saved, SaveFailed, Warned
+from phalanx.events.records import (
+    CheckpointDamaged,
+    Copied,
+    Event,
+    Restored,
+    Saved,
+    SaveFailed,
+    Uploaded,
+    UploadFailed,
+    Warned,
+)
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import PhalanxError, RunFailed
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
-from phalanx.training.exporting import Exports
-from phalanx.training.memory_copies import Copying
-from phalanx.training.step_report import Progress
-from phalanx.training.uploading import Uploads
+from phalanx.training.exports import Exports
+from phalanx.training.hooks import StepContext, StepHook
+from phalanx.training.progress import Progress
 
-_LONG = 7 * 24 * 3600.0
+_EXPORT_TIMEOUT = 7 * 24 * 3600.0
 """Seconds that ranks wait for the last export and upload: as long as it takes."""
+_DEFAULT_COPY_SHARE = 0.005
+"""Share of training time that in-memory copies of a GPU's state may take, if the run file does not ask for them."""
+
+Tensors = Mapping[str, StateTensor]
 
 
-class Saving:
-    """The checkpoints of one run, on one rank."""
+class Checkpointer(StepHook):
+    """Saves and restores the state of one rank."""
 
     def __init__(self, run: Run, plan: Plan, mesh: Mesh, folder: Path, data: Dataset):
         self._run, self._plan, self._mesh, self._data = run, plan, mesh, data
-        self._place: Location = open_location(folder if run.checkpoint.local_first else run.checkpoint.url or folder)
-        self._uploads = Uploads(run, mesh, self._place)
-        self._places = [self._place, *([self._uploads.far] if self._uploads.far is not None else [])]
-        self._saver = Saver(self._place, mesh, self._retain)
-        self._copying = Copying(run, mesh)
-        wanted = run.checkpoint.export_hf and mesh.rank == 0
-        self._exports = exports = Exports(folder.parent / "hf") if wanted else None
-        if exports is not None:
-            self._uploads.exporting = lambda: exports.owned
+        self._location: Location = open_location(folder if run.checkpoint.local_first else run.checkpoint.url or folder)
+        exports_here = run.checkpoint.export_hf and mesh.rank == 0
+        self._exports = Exports(folder.parent / "hf") if exports_here else None
+        self._uploads = _Uploads(run, mesh, self._location, self._exports)
+        self._locations = [self._location, *([self._uploads.remote] if self._uploads.remote is not None else [])]
+        self._saver = Saver(self._location, mesh, self._on_saved)
+        self._copies = _MemoryCopies(run, mesh)
         self._newest: Location | None = None
         self.step: int | None = None
-        """Of the newest checkpoint, as all ranks know it."""
-        self.failure: str | None = None
-        """Why the save that ended last left none, as all ranks know it."""
+        """Step of the newest checkpoint, the same on all ranks."""
 
-    def prepare(self, tensors: Mapping[str, StateTensor]) -> None:
-        """The run saves while it trains: memory for that is got ready now."""
-        if self._run.checkpoint.every is not None and self._behind(tensors):
+    def prepare(self, tensors: Tensors) -> None:
+        """Allocates the memory that background saves and copies need."""
+        if self._run.checkpoint.every is not None and self._saves_in_background(tensors):
             self._saver.prepare(tensors)
-        self._copying.prepare(tensors)
+        self._copies.prepare(tensors)
 
-    def _behind(self, tensors: Mapping[str, StateTensor]) -> bool:
-        """States in files are too large for a copy in memory: their saves are waited for."""
-        return self._run.checkpoint.async_save and all(isinstance(one.tensor, Tensor) for one in tensors.values())
+    def _saves_in_background(self, tensors: Tensors) -> bool:
+        """States in files are too large for a copy in memory: training waits for their saves."""
+        return self._run.checkpoint.async_save and all(isinstance(state.tensor, Tensor) for state in tensors.values())
 
-    def save(self, progress: Progress, tensors: Mapping[str, StateTensor], *, wait: bool) -> list[Event]:
-        """A checkpoint of this moment; all ranks call it together. Tells what has ended by now, perhaps this save too."""
-        self._uploads.expect()
-        saved = self._saver.save(progress.step, tensors, self._contents(progress), wait=wait or not self._behind(tensors))
-        return self._heard(saved)
+    def save(self, progress: Progress, tensors: Tensors, *, wait: bool) -> list[Event]:
+        """Saves the present state; all ranks call it together. Returns the events of saves that have ended, perhaps of this one too."""
+        self._uploads.before_save()
+        wait = wait or not self._saves_in_background(tensors)
+        return self._record(self._saver.save(progress.step, tensors, self._contents_on_rank_0(progress), wait=wait))
 
-    def copy(self, progress: Progress, tensors: Callable[[], Mapping[str, StateTensor]]) -> None:
-        """A copy in host memory of this moment, if one is due; all ranks call it together."""
-        self._copying.take(progress.step, tensors, lambda: self._contents(progress))
+    def copy(self, progress: Progress, tensors: Callable[[], Tensors]) -> None:
+        """Copies the present state to host memory, if a copy is due; all ranks call it together."""
+        self._copies.take(progress.step, tensors, lambda: self._contents_on_rank_0(progress))
 
     def expect(self, step: int, reference: ReferenceLogits) -> None:
-        """What the model says to a fixed prompt as a save of this step begins: an export of it has to say the same."""
+        """Sets the logits that an export of the next save must reproduce."""
         if self._exports is not None:
             self._exports.expect(step, reference)
 
-    def _contents(self, progress: Progress) -> dict[str, Any]:
+    def _contents_on_rank_0(self, progress: Progress) -> dict[str, Any]:
         return {} if self._mesh.rank else self.contents(progress)
 
     def contents(self, progress: Progress) -> dict[str, Any]:
-        """The plain part of the state, of which one rank writes the marker. Random numbers are drawn from the seed and the step."""
+        """The part of the state that is not tensors; rank 0 writes it. Random numbers follow from the seed and the step."""
         contents: dict[str, Any] = {
             "progress": asdict(progress),
             "seed": self._run.train.seed,
@@ -98,178 +112,317 @@ class Saving:
             "plan": self._plan.to_json(),
         }
         if self._run.optimizer.sync_every > 1:
-            contents["replicas"] = self._mesh.size("data")  # each has a state of its own: it is resumed with as many
+            contents["replicas"] = self._mesh.size("data")  # each replica has its own state, so a resumed run needs as many
         return contents
 
     def ended(self) -> list[Event]:
-        """What has ended since this was asked last; rank 0 tells."""
-        ended = _events(self._saver.ended()) if self._mesh.rank == 0 else []
-        return [*ended, *self._copying.ended(), *(self._exports.ended() if self._exports else []), *self._uploads.ended()]
+        """Events of saves, copies, exports and uploads that have ended since the last call, on rank 0."""
+        saved = _save_events(self._saver.ended()) if self._mesh.rank == 0 else []
+        exported = self._exports.ended() if self._exports is not None else []
+        return [*saved, *self._copies.ended(), *exported, *self._uploads.ended()]
+
+    def before_update(self, context: StepContext) -> None:
+        self.release()
 
     def release(self) -> None:
-        """The state is about to change: wait for what still copies it."""
+        """Waits for saves and copies that still read the live state, which is about to change."""
         self._saver.release()
-        self._copying.release()
+        self._copies.release()
 
     def settle(self) -> list[Event]:
-        """Wait for the save and the copy under way; all ranks call it together."""
-        return [*self._copying.settle(), *self._heard(self._saver.settle())]
+        """Waits for the save and the copy in progress; all ranks call it together."""
+        return [*self._copies.settle(), *self._record(self._saver.settle())]
 
     def lacks_export(self) -> bool:
-        """Whether the run that made the restored checkpoint was gone before it was exported; all ranks ask together."""
+        """Whether the restored checkpoint was not exported by the run that saved it; all ranks call it together."""
         if not self._run.checkpoint.export_hf:
             return False
         newest, exports = self._newest, self._exports
         return bool(self._mesh.broadcast_object(exports is not None and newest is not None and not exports.has(newest.name)))
 
     def export_restored(self) -> None:
-        """After `expect`."""
+        """Exports the restored checkpoint; call `expect` before."""
         if self._exports is not None and self._newest is not None:
-            self._exports.saved(self._newest)
+            self._exports.on_saved(self._newest)
 
     def finish(self) -> list[Event]:
-        """Wait until every export and upload has ended, all ranks together, however long it takes; rank 0 tells."""
-        if not self._run.checkpoint.export_hf and not self._uploads.wanted:
+        """Waits for all exports and uploads, on all ranks together."""
+        if not self._run.checkpoint.export_hf and not self._uploads.enabled:
             return []
-        share = self._mesh.slow_broadcast(_LONG)
+        broadcast = self._mesh.slow_broadcast(_EXPORT_TIMEOUT)
         ended = self._exports.wait() if self._exports is not None else []
         ended += self._uploads.wait()
-        if self._mesh.rank == 0 and self._newest is not None and self._newest.parent == self._place:
-            self._prune(self._newest)  # what was held for them
-        share(None)
+        if self._mesh.rank == 0 and self._newest is not None and self._newest.parent == self._location:
+            self._prune(self._newest)  # checkpoints that exports and uploads needed until now
+        broadcast(None)
         return ended
 
-    def _heard(self, outcomes: list[SaveOutcome]) -> list[Event]:
+    def _record(self, outcomes: list[SaveOutcome]) -> list[Event]:
         last = self._saver.last
-        if last is not None:
-            self.failure = last.failure
-            if last.failure is None:
-                self.step = last.step
-        return _events(outcomes)
+        if last is not None and last.failure is None:
+            self.step = last.step
+        return _save_events(outcomes)
 
-    def _retain(self, saved: Location) -> None:
-        """On rank 0, in the thread that saves, when a checkpoint is complete."""
-        self._newest = saved
+    def _on_saved(self, checkpoint: Location) -> None:
+        """Called on rank 0, in the saver's thread, when a checkpoint is complete."""
+        self._newest = checkpoint
         if self._exports is not None:
-            self._exports.saved(saved)  # first, as then it is held
-        self._uploads.saved(saved)
-        self._prune(saved)
+            self._exports.on_saved(checkpoint)  # before pruning: exports protect their checkpoints
+        self._uploads.on_saved(checkpoint)
+        self._prune(checkpoint)
 
-    def _prune(self, saved: Location) -> None:
-        held = self._uploads.held | (self._exports.owned if self._exports is not None else set())
-        kept = self._run.checkpoint
-        removed = directory.prune(self._place, kept.keep_last, saved, kept.keep_every, held)
+    def _prune(self, newest: Location) -> None:
+        protected = self._uploads.protected | (self._exports.protected if self._exports is not None else set())
+        spec = self._run.checkpoint
+        removed = directory.prune(self._location, spec.keep_last, newest, spec.keep_every, protected)
         if self._exports is not None:
-            self._exports.pruned(removed)
+            self._exports.on_pruned(removed)
 
-    def restore(self, tensors: Mapping[str, StateTensor], path: Path | Location | None) -> tuple[Progress | None, list[Event]]:
-        """Fill the tensors from `path`, or from the newest valid checkpoint, all ranks together; None where there is none."""
+    def restore(self, tensors: Tensors, path: Path | Location | None) -> tuple[Progress | None, list[Event]]:
+        """Restores `path`, or the newest valid checkpoint, on all ranks together; None if there is none."""
         self.release()
         events: list[Event] = []
-        passed: set[str] = set()
+        damaged_paths: set[str] = set()
         if self._mesh.rank == 0 and not path:
-            directory.restore_replaced(self._place)
+            directory.restore_replaced(self._location)
         while True:
             started = time.perf_counter()
-            # One rank looks, so that all agree even while files come and go.
-            found = (
-                (open_location(path), []) if path else directory.newest(self._places, passed) if self._mesh.rank == 0 else None
-            )
-            chosen, damaged = self._mesh.broadcast_object(found)
-            if chosen is not None:
-                problem, contents = self._load(chosen, tensors)
-                if problem is None:
-                    progress = Progress(**contents["progress"])
-                    # A copy in memory is no checkpoint: what was restored from one is still to be saved.
-                    self.step = None if isinstance(chosen, MemoryLocation) else progress.step
-                    self._newest = chosen if path is None else None
-                    if self._mesh.rank == 0 and path is None:
-                        self._uploads.restored(chosen)
-                    events += [CheckpointDamaged(path=bad.path, reason=bad.reason) for bad in damaged]
-                    seconds = time.perf_counter() - started
-                    return progress, [*events, Restored(step=progress.step, path=str(chosen), seconds=seconds)]
+            chosen, damaged = self._choose(path, damaged_paths)
+            problem, contents = self._load(chosen, tensors) if chosen is not None else (None, {})
+            if problem is not None:
                 if path is not None:
                     raise problem
                 damaged = [*damaged, problem]
             events += [CheckpointDamaged(path=bad.path, reason=bad.reason) for bad in damaged]
-            passed |= {bad.path for bad in damaged}
+            if chosen is not None and problem is None:
+                progress = Progress(**contents["progress"])
+                # An in-memory copy is no checkpoint: a state restored from one must still be saved.
+                self.step = None if isinstance(chosen, MemoryLocation) else progress.step
+                self._newest = chosen if path is None else None
+                if self._mesh.rank == 0 and path is None:
+                    self._uploads.on_restored(chosen)
+                seconds = time.perf_counter() - started
+                return progress, [*events, Restored(step=progress.step, path=str(chosen), seconds=seconds)]
+            damaged_paths |= {bad.path for bad in damaged}
             if chosen is None:
-                if passed:
-                    raise RunFailed(_none_left(events))
+                if damaged_paths:
+                    raise RunFailed(_all_damaged(events))
                 return None, events
 
-    def newest_until(self, step: int, passed: Collection[str]) -> Location | None:
-        """The newest checkpoint of this step or before, all ranks together. `passed`: those that turned out to be damaged."""
+    def _choose(self, path: Path | Location | None, damaged: set[str]) -> tuple[Location | None, list[DamagedCheckpoint]]:
+        """Rank 0 chooses for all ranks, so that they agree while files come and go."""
+        if path:
+            found: Any = (open_location(path), [])
+        else:
+            found = directory.newest(self._locations, damaged) if self._mesh.rank == 0 else None
+        return cast(tuple[Location | None, list[DamagedCheckpoint]], self._mesh.broadcast_object(found))
+
+    def newest_until(self, step: int, damaged: set[str]) -> Location | None:
+        """The newest checkpoint of this step or an earlier one, except the damaged ones; all ranks call it together."""
         found = None
         if self._mesh.rank == 0:
-            later = {
-                str(path)
-                for place in self._places
-                for path in directory.list_checkpoints(place)
-                if (directory.step_of(path) or 0) > step
-            }
-            found, _ = directory.newest(self._places, {*later, *passed})
+            checkpoints = [path for location in self._locations for path in directory.list_checkpoints(location)]
+            later = {str(path) for path in checkpoints if (directory.step_of(path) or 0) > step}
+            found, _ = directory.newest(self._locations, {*later, *damaged})
         return cast(Location | None, self._mesh.broadcast_object(found))
 
-    def forget_after(self, step: int) -> None:
-        """The run has gone back to `step`, and saved it: no resumption may take later ones for the newest. All ranks together."""
+    def remove_after(self, step: int) -> None:
+        """Removes checkpoints of later steps after a rollback to `step`; all ranks call it together."""
         failure = None
         if self._mesh.rank == 0:
             try:
-                removed = [name for place in self._places for name in directory.remove_after(place, step)]
+                removed = [name for location in self._locations for name in directory.remove_after(location, step)]
                 if self._exports is not None:
-                    self._exports.pruned(removed)
+                    self._exports.on_pruned(removed)
             except OSError as error:
                 failure = failure_text(error)
         if failure := self._mesh.broadcast_object(failure):
             raise RunFailed(f"The checkpoints after step {step}, to which the run went back, could not be removed: {failure}.")
 
-    def _load(
-        self, path: Location, tensors: Mapping[str, StateTensor]
-    ) -> tuple[directory.DamagedCheckpoint | None, dict[str, Any]]:
-        """What is wrong with it on any rank; and what was saved beside the tensors."""
+    def _load(self, path: Location, tensors: Tensors) -> tuple[DamagedCheckpoint | None, dict[str, Any]]:
+        """Returns how the checkpoint is damaged on any rank, and its contents besides tensors. Raises other problems on all ranks."""
         problem: BaseException | None = None
         contents: dict[str, Any] = {}
         try:
             contents = load(path, tensors)
         except PhalanxError as error:
             problem = error
-        for found in self._mesh.gather_objects(problem):
-            if isinstance(found, directory.DamagedCheckpoint):
-                return found, {}
-            if found is not None:
-                raise found
+        for of_rank in self._mesh.gather_objects(problem):
+            if isinstance(of_rank, DamagedCheckpoint):
+                return of_rank, {}
+            if of_rank is not None:
+                raise of_rank
         return None, contents
 
     def close(self) -> None:
         self._saver.close()
         self._uploads.close()
-        self._copying.close()
+        self._copies.close()
         if self._exports is not None:
             self._exports.close()
 
 
-def _events(outcomes: list[SaveOutcome]) -> list[Event]:
-    return [event for one in outcomes for event in (*([Warned(message=one.note)] if one.note else []), _event(one))]
+class _MemoryCopies:
+    """In-memory copies of one rank's state, if the run file asks for them and the launcher has started a replica server."""
+
+    def __init__(self, run: Run, mesh: Mesh):
+        self._every, folder = run.checkpoint.memory_every or mesh.place.copy_every, mesh.place.holder
+        self._copies: MemoryCopies | None = None
+        if self._every is not None and folder is not None:
+            is_default, on_gpu = run.checkpoint.memory_every is None, accelerator.of(mesh.device).asynchronous
+            # Default copies protect state that no other rank holds: on CPUs they are taken after every step, at any cost.
+            patient = is_default and not on_gpu
+            self._copies = MemoryCopies(mesh, Path(folder), mesh.place.generation, patient=patient)
+            if is_default and on_gpu:
+                self._copies.pace = _DEFAULT_COPY_SHARE
+        self._rank = mesh.rank
+        self._warned: set[str] = set()
+
+    def prepare(self, tensors: Tensors) -> None:
+        if self._copies is not None:
+            self._copies.prepare(tensors)
+
+    def take(self, step: int, tensors: Callable[[], Tensors], contents: Callable[[], dict[str, Any]]) -> None:
+        if self._copies is not None and self._every is not None and step % self._every == 0:
+            self._copies.take(step, tensors(), contents())
+
+    def release(self) -> None:
+        if self._copies is not None:
+            self._copies.release()
+
+    def ended(self) -> list[Event]:
+        return self._events(self._copies.ended()) if self._copies is not None and self._rank == 0 else []
+
+    def settle(self) -> list[Event]:
+        return self._events(self._copies.settle()) if self._copies is not None else []
+
+    def _events(self, outcomes: list[CopyOutcome]) -> list[Event]:
+        events: list[Event] = []
+        for copy in outcomes:
+            if copy.failure is not None:
+                events += self._warn_once("There is no copy in memory of step {}: {}.", copy.step, copy.failure)
+                continue
+            if copy.problem is not None:
+                events += self._warn_once(
+                    "The copy in memory of step {} is not whole on a second node: {}.", copy.step, copy.problem
+                )
+            events.append(
+                Copied(
+                    step=copy.step,
+                    bytes=copy.bytes,
+                    seconds=copy.seconds,
+                    stall=copy.stall,
+                    peer=copy.peer,
+                    skipped=copy.passed_over,
+                )
+            )
+        return events
+
+    def _warn_once(self, sentence: str, step: int, reason: str) -> list[Event]:
+        """Warns once for each reason: copies are taken every few steps."""
+        if reason in self._warned:
+            return []
+        self._warned.add(reason)
+        return [Warned(message=sentence.format(step, reason))]
+
+    def close(self) -> None:
+        if self._copies is not None:
+            self._copies.close()
 
 
-def _event(outcome: SaveOutcome) -> Event:
-    if outcome.failure is not None:
-        return SaveFailed(step=outcome.step, path=outcome.path, reason=outcome.failure)
-    return Saved(
-        step=outcome.step,
-        path=outcome.path,
-        bytes=outcome.bytes,
-        seconds=outcome.seconds,
-        stall=outcome.stall,
-        write_seconds=outcome.write,
-        bytes_per_second=outcome.bytes / max(outcome.write, 1e-9),
-    )
+class _Uploads:
+    """Uploads of checkpoints that were saved in the run directory first (`checkpoint.local_first`); does nothing otherwise."""
+
+    def __init__(self, run: Run, mesh: Mesh, local: Location, exports: Exports | None):
+        self._spec, self._mesh, self._local, self._exports = run.checkpoint, mesh, local, exports
+        self._to_prune: Location | None = None
+        self.remote: Location | None = None
+        self._uploader: Uploader | None = None
+        if run.checkpoint.local_first and run.checkpoint.url is not None:
+            self.remote = open_location(run.checkpoint.url)
+            self._uploader = Uploader(local, self.remote, mesh, self._prune)
+
+    @property
+    def enabled(self) -> bool:
+        return self._uploader is not None
+
+    @property
+    def protected(self) -> set[str]:
+        """Names of checkpoints in the run directory that uploads still need."""
+        return self._uploader.held if self._uploader is not None else set()
+
+    def before_save(self) -> None:
+        if self._uploader is not None:
+            self._uploader.expect()
+
+    def on_saved(self, checkpoint: Location) -> None:
+        """Uploads a checkpoint that is complete in the run directory. Rank 0 calls it."""
+        step = directory.step_of(checkpoint)
+        if self._uploader is not None and step is not None:
+            self._uploader.saved(step)
+
+    def on_restored(self, checkpoint: Location) -> None:
+        """Uploads the restored checkpoint if the run that saved it ended before it was uploaded. Rank 0 calls it."""
+        if self.remote is None or checkpoint.parent != self._local:
+            return
+        if directory.MARKER not in (self.remote / checkpoint.name).entries():
+            self.on_saved(checkpoint)
+
+    def ended(self) -> list[Event]:
+        return [_upload_event(upload) for upload in self._uploader.ended()] if self._uploader is not None else []
+
+    def wait(self) -> list[Event]:
+        """Waits on rank 0 until everything is uploaded."""
+        if self._uploader is None or self._mesh.rank:
+            return []
+        ended = [_upload_event(upload) for upload in self._uploader.wait()]
+        if self._to_prune is not None:
+            with suppress(OSError):  # then the next run prunes
+                self._prune(self._to_prune)
+        return ended
+
+    def _prune(self, uploaded: Location) -> None:
+        assert self.remote is not None
+        protected = self._exports.protected if self._exports is not None else set()  # an export may read from the URL
+        self._to_prune = uploaded if protected else None
+        directory.prune(self.remote, self._spec.keep_last, uploaded, self._spec.keep_every, protected)
+
+    def close(self) -> None:
+        if self._uploader is not None:
+            self._uploader.close()
 
 
-def _none_left(damaged: list[Event]) -> str:
-    said = "\n".join(f"  {bad.path}: {bad.reason}" for bad in damaged if isinstance(bad, CheckpointDamaged))
+def _save_events(outcomes: list[SaveOutcome]) -> list[Event]:
+    events: list[Event] = []
+    for save in outcomes:
+        if save.note:
+            events.append(Warned(message=save.note))
+        if save.failure is not None:
+            events.append(SaveFailed(step=save.step, path=save.path, reason=save.failure))
+            continue
+        events.append(
+            Saved(
+                step=save.step,
+                path=save.path,
+                bytes=save.bytes,
+                seconds=save.seconds,
+                stall=save.stall,
+                write_seconds=save.write,
+                bytes_per_second=save.bytes / max(save.write, 1e-9),
+            )
+        )
+    return events
+
+
+def _upload_event(upload: UploadOutcome) -> Event:
+    if upload.failure is not None:
+        return UploadFailed(step=upload.step, url=upload.url, reason=upload.failure)
+    return Uploaded(step=upload.step, url=upload.url, bytes=upload.bytes, seconds=upload.seconds, skipped=upload.skipped)
+
+
+def _all_damaged(events: list[Event]) -> str:
+    damaged = "\n".join(f"  {bad.path}: {bad.reason}" for bad in events if isinstance(bad, CheckpointDamaged))
     return (
-        f"No checkpoint of this run can be loaded:\n{said}\nRestore one of them from a copy; or, to begin again from step 0, remove "
+        f"No checkpoint of this run can be loaded:\n{damaged}\nRestore one of them from a copy; or, to begin again from step 0, remove "
         "them, or start in another run directory."
     )

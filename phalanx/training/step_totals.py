@@ -1,35 +1,65 @@
-"""What all ranks know together about one step: its sums over them. Filled by `training/step` while the micro-batches are computed."""
+"""Sums of one step over all ranks, and the outcome that all ranks agree on. `training/step` fills them while it computes."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.accelerator import resident_bytes
+from phalanx import accelerator
 from phalanx.observe import comm_timer
 from phalanx.parallel.expert import Loads
 from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.training.micro_batch import MicroBatch
+from phalanx.training.stop_signal import STOP
 
-PAUSE, STOP = 1, 2
-"""What a rank may be told between steps; where ranks were told both, they stop."""
+GOOD, NOT_FINITE, SPIKE = 0, 1, 2
+"""Verdicts on a step: it is applied, or skipped for one of two reasons."""
 
 
-class Totals:
-    """Loss, tokens and experts' loads of the global batch, whether any rank was told to stop, and the ranks' largest memory.
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What all ranks agree on about a step."""
 
-    What several ranks know alike is said by one of them.
+    loss: float
+    tokens: int
+    digest: str
+    """Checksum of the batch: of the samples' indices and token ids."""
+    grad_norm: float
+    good: bool
+    """The update was applied: loss and gradient are finite and no spike."""
+    stopped: int
+    """PAUSE or STOP if some rank was asked to end before the step was complete. Then nothing has changed, and the step will be taken
+    again; else 0."""
+    memory: int
+    """Largest memory of any rank, in bytes."""
+    expert_load: float | None = None
+    """Load of the fullest expert divided by the mean, in the worst layer; None without experts."""
+    spike: bool = False
+    """The step was skipped because loss or gradient norm exceeded the limits."""
+
+    @property
+    def not_finite(self) -> bool:
+        """The step was skipped because loss or gradient is not finite."""
+        return not (self.good or self.spike or self.stopped)
+
+
+class StepTotals:
+    """Loss, tokens and expert loads of the global batch, the ranks' stop requests and their largest memory.
+
+    Of several ranks that know the same number, one adds it.
     """
 
-    def __init__(self, placed: ShardedModel, loads: Loads | None = None):
-        self._placed, self._mesh, self._loads = placed, placed.mesh, loads or Loads({}, {})
-        # fp64: the order in which ranks and micro-batches are added does not show, and sums of checksums and counts are exact.
+    def __init__(self, model: ShardedModel, loads: Loads | None = None):
+        self._model, self._mesh, self._loads = model, model.mesh, loads or Loads({}, {})
+        # fp64: sums do not depend on the order of ranks and micro-batches; sums of checksums and counts are exact.
         self._sums = torch.zeros(3 + self._loads.size, dtype=torch.float64, device=self._mesh.device)
         self._flags = torch.zeros(2, dtype=torch.float64)
-        self._own = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        self.own_loss = self._own
-        """Sum of this rank's losses alone, before it was added to the others'."""
+        self._group_tokens = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        self.own_loss = self._group_tokens
+        """Sum of this rank's losses alone."""
         self._works: list[dist.Work | None] | None = None
 
     @property
@@ -42,8 +72,8 @@ class Totals:
 
     @property
     def own_tokens(self) -> Tensor:
-        """Of the ranks that take this step together: all, unless replicas go their own way for some steps."""
-        return self._own if self._placed.step_group.size < self._mesh.ranks else self.tokens
+        """Tokens of the ranks that take this step together: all ranks, except with local SGD."""
+        return self._group_tokens if self._model.step_group.size < self._mesh.ranks else self.tokens
 
     @property
     def digest(self) -> Tensor:
@@ -64,29 +94,28 @@ class Totals:
 
     def add(self, loss: Tensor, batch: MicroBatch) -> None:
         self.add_loss(loss, batch)
-        self.see(batch)
+        self.add_digest(batch)
 
     def add_loss(self, loss: Tensor, batch: MicroBatch) -> None:
-        if self._placed.reports_loss:
+        if self._model.reports_loss:
             self._sums[0] += loss
             self._sums[1] += batch.counted
 
-    def see(self, batch: MicroBatch) -> None:
+    def add_digest(self, batch: MicroBatch) -> None:
         if self._mesh.is_replica_leader:
             self._sums[2] += batch.digest
 
-    def stop(self, told: int = STOP) -> None:
-        self._flags[0] = told
+    def stop(self, request: int = STOP) -> None:
+        self._flags[0] = request
 
     def start(self) -> None:
-        """Begin to sum over the ranks; once per step, before the gradients, in the same order on every rank."""
+        """Starts the reductions, once per step: before those of the gradients, in the same order on every rank."""
         if self._works is None:
-            on_gpu = self._mesh.device.type == "cuda"
             self._loads.put(self._sums[3:])
             self.own_loss = self._sums[0].clone()
-            self._flags[1] = torch.cuda.max_memory_allocated() if on_gpu else resident_bytes()
-            if self._placed.step_group.size < self._mesh.ranks:
-                self._own = self._placed.step_group.all_reduce(self._sums[1].clone())
+            self._flags[1] = accelerator.of(self._mesh.device).max_memory_allocated()
+            if self._model.step_group.size < self._mesh.ranks:
+                self._group_tokens = self._model.step_group.all_reduce(self._sums[1].clone())
             self._works = [self._mesh.start_all_reduce(self._sums), self._mesh.start_all_reduce(self._flags, dist.ReduceOp.MAX)]
 
     def wait(self) -> None:

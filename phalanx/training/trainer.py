@@ -1,7 +1,7 @@
-"""The loop. Build, restore, step, evaluate and save are separate calls on plain state, so it can be entered halfway.
+"""The trainer of one rank. Build, restore, step, evaluate and save are separate calls on plain state, so it can be entered halfway.
 
-A worker drives it through `events()`; an embedding program may call `step()` in a loop of its own; recovery can build it
-anew on another mesh, in the same process, and carry on.
+A worker drives it through `train()`; an embedding program may call `step()` in its own loop; recovery builds a new trainer on another
+mesh, in the same process, and goes on. Rare concerns attach to `training/hooks`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 from torch import nn
 
@@ -19,277 +18,280 @@ from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.events.heartbeat import Heartbeat
 from phalanx.events.records import Evaluated, Event, ModelPlaced, Saved, SaveFailed, Step, StepSkipped, WeightsLoaded
-from phalanx.observe.comm_timer import WAITED
+from phalanx.observe.comm_timer import WAITED, span
 from phalanx.optim.learning_rate import learning_rate
+from phalanx.optim.optimizer import Optimizer
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.spec.errors import RunFailed
 from phalanx.spec.origin import origin_folder
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
-from phalanx.training.build import place
-from phalanx.training.evaluate import Left, evaluate
-from phalanx.training.feed import Feed
-from phalanx.training.fixed_prompt import answer
-from phalanx.training.hooks.rank_faults import NONE, Faults
-from phalanx.training.hooks.replica_check import Agreement, Corruption
-from phalanx.training.hooks.retry_nonfinite import once_more
-from phalanx.training.hooks.step_accounting import Accounting
-from phalanx.training.hooks.step_timing import Timing
-from phalanx.training.live_state import pieces, placement
-from phalanx.training.loop import end, loop
-from phalanx.training.micro_batch import step_seed
-from phalanx.training.saving import Saving
+from phalanx.training import loop
+from phalanx.training.build import TrainState, build
+from phalanx.training.evaluate import EvalSize, EvaluationStopped, evaluate
+from phalanx.training.exports import reference_logits
+from phalanx.training.hooks import Hooks, StepRefused
+from phalanx.training.hooks.measurements import HeartbeatHook, StepAccounting, StepTiming
+from phalanx.training.hooks.nonfinite import NonFiniteRetry
+from phalanx.training.hooks.replica_check import ReplicaCheck
+from phalanx.training.hooks.spikes import SpikeGuard
+from phalanx.training.micro_batch import BatchFeed, step_seed
+from phalanx.training.progress import Progress, step_record
+from phalanx.training.saving import Checkpointer
 from phalanx.training.step import Stepper
-from phalanx.training.step_report import Progress, report
-from phalanx.training.step_totals import PAUSE, STOP
+from phalanx.training.stop_signal import StopSignal
 
 
 class Trainer:
-    """One rank's training."""
+    """Trains one rank's part of a run."""
 
-    def __init__(self, run: Run, plan: Plan, mesh: Mesh, checkpoints: Path, dataset: Dataset | None = None):
+    def __init__(
+        self,
+        run: Run,
+        plan: Plan,
+        mesh: Mesh,
+        checkpoints: Path,
+        dataset: Dataset | None = None,
+        heartbeat: Heartbeat | None = None,
+    ):
         self.run, self.plan, self.mesh, self.checkpoints = run, plan, mesh, checkpoints
         self.data = dataset or open_dataset(run.data, run.train.sequence_length, run.train.seed)
         self.progress = Progress()
-        self.heartbeat = Heartbeat()
-        """Says to whoever watches this process what it is doing."""
+        self.heartbeat = heartbeat or Heartbeat()
+        self.stop_signal = StopSignal()
+        self.checkpointer = Checkpointer(run, plan, mesh, checkpoints, self.data)
+        self.feed = BatchFeed(run, plan, mesh, self.data)
+        self.hooks = Hooks([HeartbeatHook(self.heartbeat)])
+        self.last_record: Step | StepSkipped | None = None
+        """The record of the last step, on every rank."""
         self.ready = False
-        """There is a state: drawn, given or restored."""
-        self._stop, self._pause = cast(str | None, None), False
-        self.saving = Saving(run, plan, mesh, checkpoints, self.data)
-        self.feed = Feed(run, plan, mesh, self.data)
-        self._begun = False
-        self._faults = NONE
-        self._noted: list[Event] = []
-        self.taken: Step | StepSkipped | None = None
-        """The last step, as it is told: known on every rank."""
-        self.heard = 0
-        """What some rank was told, as all know: nothing (0), PAUSE or STOP."""
+        """The state is complete: initialized, loaded or restored."""
+        self._built: tuple[TrainState, Stepper] | None = None
+        self._loaded_weights = False
+
+    # Build and restore.
 
     def build(self) -> None:
-        """Model, gradients and optimizer at step 0, on this rank's device."""
-        self.heartbeat.enter("building")
-        built = place(self.run, self.plan, self.mesh, self.checkpoints.parent / "offload")
-        self.sharded, self.optimizer, self.outer, self._shapes = built.sharded, built.optimizer, built.outer, built.shapes
-        self.stepper = Stepper(self.run, self.plan, self.sharded, built.experts, built.pipeline(self.run))
-        self.stepper.before_update = self.saving.release
-        self.stepper.updating = lambda: self.heartbeat.enter("updating")
-        self.stepper.agreement = Agreement(self.run.resilience.check_every, self.sharded, self.tensors)
-        self.faults = self._faults
+        """Builds model, optimizer and hooks at step 0, on this rank's device."""
+        self.hooks.on_phase("building")
+        state = build(self.run, self.plan, self.mesh, self.checkpoints.parent / "offload")
+        stepper = Stepper(self.run, self.plan, state.sharded, state.experts, state.pipeline(self.run))
+        compiled = self.run.memory.compile
+        self.hooks.add(
+            ReplicaCheck(self.run.resilience.check_every, state.sharded, state.tensors),
+            SpikeGuard(lambda: self.progress.limits(self.run.resilience.spike)),
+            self.checkpointer,
+            StepAccounting(state.placement, state.tensors, enabled=not compiled),
+            StepTiming(self.plan, compiled=compiled),
+            NonFiniteRetry(stepper, state.optimizer, lambda: self.progress.skipped_in_a_row),
+        )
+        self.hooks.on_build(state.sharded)
+        stepper.hooks = self.hooks
         WAITED.watch(self.mesh.device)
-        self._accounting = Accounting(self.sharded, self.placement, self.tensors, on=not self.run.memory.compile)
-        self._timing = Timing(self)
-
-    def begin(self) -> list[Event]:
-        """Take the weights that the run is to start from, where model.from names some; once, and before any step."""
-        given = self.run.model.from_
-        if given is None or self._begun or self.progress.step:
-            return []
-        from phalanx.training import initial  # readers of files that most runs never see
-
-        started = time.perf_counter()
-        tensors = {name.partition("/")[2]: piece for name, piece in self.tensors().items() if name.startswith("model/")}
-        initial.load(tensors, self._shapes, origin_folder(given))
-        if self.outer is not None:
-            self.outer.adopt()
-        self._adopt()
-        self._begun = True
-        return [WeightsLoaded(path=given, seconds=time.perf_counter() - started)]
+        self._built = state, stepper
 
     @property
-    def faults(self) -> Faults:
-        """What --chaos has in store for this rank."""
-        return self._faults
-
-    @faults.setter
-    def faults(self, given: Faults) -> None:
-        self._faults = given
-        if hasattr(self, "stepper"):
-            self.stepper.faults = given
-            given.see(self.sharded.parts)
-
-    def stop(self, reason: str) -> None:
-        """Ask all ranks to stop before the next step is applied. Safe to call from a signal handler."""
-        self._stop = reason
-
-    def pause(self) -> None:
-        """Ask all ranks to end before the next step is applied, without saving: the same step is to be taken by other ranks."""
-        self._pause = True
+    def is_built(self) -> bool:
+        return self._built is not None
 
     @property
-    def paused(self) -> bool:
-        return self._pause
+    def state(self) -> TrainState:
+        assert self._built is not None, "call build() first"
+        return self._built[0]
 
     @property
-    def why(self) -> str:
-        """Why it was told to stop."""
-        return self._stop or "asked to stop"
+    def stepper(self) -> Stepper:
+        assert self._built is not None, "call build() first"
+        return self._built[1]
 
     @property
-    def told(self) -> int:
-        """What this rank was told: nothing (0), PAUSE or STOP."""
-        return STOP if self._stop is not None else PAUSE if self._pause else 0
+    def sharded(self) -> ShardedModel:
+        return self.state.sharded
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.state.optimizer
 
     @property
     def model(self) -> nn.Module:
-        """This rank's part of the model; the first of them, where a pipeline gives it several."""
+        """This rank's part of the model; the first, where a pipeline gives the rank several."""
         return self.sharded.parts[0]
+
+    def tensors(self) -> dict[str, StateTensor]:
+        """This rank's part of the live state by name: what is saved and restored."""
+        return self.state.tensors()
+
+    def placement(self) -> ModelPlaced:
+        """What this rank holds, read from its tensors."""
+        return self.state.placement()
+
+    def load_initial_weights(self) -> list[Event]:
+        """Loads the weights that `model.from` names, if any: once, before the first step."""
+        source = self.run.model.from_
+        if source is None or self._loaded_weights or self.progress.step:
+            return []
+        from phalanx.training import initial_weights  # imports file readers that most runs do not need
+
+        started = time.perf_counter()
+        tensors = {name.partition("/")[2]: piece for name, piece in self.tensors().items() if name.startswith("model/")}
+        initial_weights.load(tensors, self.state.shapes, origin_folder(source))
+        if self.state.outer is not None:
+            self.state.outer.adopt()
+        self._adopt_state()
+        self._loaded_weights = True
+        return [WeightsLoaded(path=source, seconds=time.perf_counter() - started)]
+
+    def restore(self, path: Path | Location | None = None) -> list[Event]:
+        """Restores `path` or the newest valid checkpoint; without one, loads the initial weights. Returns what it found."""
+        self.hooks.on_phase("restoring")
+        progress, events = self.checkpointer.restore(self.tensors(), path)
+        if progress is None:
+            loaded = self.load_initial_weights()
+            self.ready = True
+            return [*events, *loaded]
+        self.progress = progress
+        self.stepper.scale.restore(self.progress.loss_scale)
+        self._adopt_state()
+        self.ready = True
+        self.feed.close()
+        if self.checkpointer.lacks_export():
+            self._record_reference()
+            self.checkpointer.export_restored()
+        return events
+
+    def _adopt_state(self) -> None:
+        """Brings every copy of the parameters up to values that the optimizer did not write."""
+        self.sharded.engine.updated()
+        self.optimizer.adopt()
+        self.hooks.on_state_replaced()
+
+    # Step and evaluate.
 
     @property
     def finished(self) -> bool:
         return self.progress.step >= self.run.steps
 
-    def tensors(self) -> dict[str, StateTensor]:
-        """The live state by name, this rank's parts of it: what is saved, and where it is restored to."""
-        return pieces(self.sharded, self.optimizer, self.outer)
-
-    def placement(self) -> ModelPlaced:
-        """What this rank really holds, and what was done to it."""
-        return placement(self.sharded, self.optimizer, self.outer)
-
-    def account(self) -> Event | None:
-        """What a step cost this rank in messages and memory, or in time: after those early steps of a launch that are counted."""
-        return self._accounting.take() or self._timing.take()
-
-    def _adopt(self) -> None:
-        """The values were written by somebody else than the optimizer: whoever keeps copies takes them over."""
-        self.sharded.engine.updated()
-        self.optimizer.adopt()
-        if self.stepper.agreement is not None:
-            self.stepper.agreement.forget()
-
-    def restore(self, path: Path | Location | None = None) -> list[Event]:
-        """Go on from `path`, or from the newest valid checkpoint; without one, begin. Tells what was found."""
-        self.heartbeat.enter("restoring")
-        progress, events = self.saving.restore(self.tensors(), path)
-        if progress is None:
-            begun = self.begin()
-            self.ready = True
-            return [*events, *begun]
-        self.progress = progress
-        self.stepper.scale.restore(self.progress.loss_scale)
-        self._adopt()
-        self.ready = True
-        self.feed.close()
-        if self.saving.lacks_export():
-            self._ask()
-            self.saving.export_restored()
-        return events
-
     def step(self) -> Step | StepSkipped | None:
-        """Take one step; None if a rank was told to stop, and then nothing has changed. Corruption, where replicas differ."""
-        return self._timing.around(self._step)
+        """Takes one step. None: a rank was asked to stop, and nothing has changed. Raises `StepRefused` if a hook refuses the step."""
+        number = self.progress.step + 1
+        with self.hooks.around_step(number):
+            record = self._step(number)
+        if record is not None:
+            self.hooks.on_step_end(record)
+        return record
 
-    def _step(self) -> Step | StepSkipped | None:
-        started, number = time.perf_counter(), self.progress.step + 1
-        WAITED.take()  # what was waited for between steps
+    def _step(self, number: int) -> Step | StepSkipped | None:
+        started = time.perf_counter()
         rate = learning_rate(self.run.optimizer, self.progress.step, self.run.steps)
-        self.heartbeat.enter("data")
-        self.faults.at("data", number)
-        batches = self.feed.next(self.progress.samples)
-        self.heartbeat.enter("computing")
+        self.hooks.before_batch(number)
+        with span("loading"):
+            batches = self.feed.next(self.progress.samples)
         self.stepper.begin(number, step_seed(self.run.train.seed, self.progress.step, self.mesh.replica))
-        self.stepper.limits = self.progress.limits(self.run.resilience.spike)
-        work = partial(self.stepper.step, batches, self.optimizer, rate, lambda: self.told)
+        attempt = partial(self.stepper.step, batches, self.optimizer, rate, self.stop_signal.requested)
         try:
-            outcome = self._accounting.around(number, work)
-            if outcome.not_finite and not self.progress.skipped_in_a_row and self.stepper.scale.value <= 1:
-                self.heartbeat.enter("computing")
-                outcome, found = once_more(self.stepper, batches, work)
-                self._noted.append(found)
-        except Corruption:
-            self.feed.close()  # as below
+            outcome = self.hooks.on_outcome(attempt(), batches, attempt)
+        except StepRefused:
+            self.feed.close()  # the step will read the same batch again
             raise
         if outcome.stopped:
-            self.feed.close()  # the batch that was drawn for this step will be drawn again
-            self._heed(outcome.stopped)
+            self.feed.close()
+            self.stop_signal.agree(outcome.stopped)
             return None
         self.progress.take(outcome, self.run, self.stepper.scale)
-        seconds = time.perf_counter() - started
-        self.heartbeat.stepped(self.progress.step, seconds, max(seconds - WAITED.take(), 0.0), outcome.memory)
-        told = partial(report, self.progress, outcome, rate, job=(self.run, self.plan))
-        self.taken = told(seconds=seconds)  # should a rank be lost in what follows, the step is taken all the same
-        self._settle_update()
-        self.taken = told(seconds=time.perf_counter() - started)
-        return self.taken
+        self.hooks.on_step_taken(self.progress.step, outcome)
+        record = partial(step_record, self.progress, outcome, rate, run=self.run, plan=self.plan)
+        self.last_record = record(seconds=time.perf_counter() - started)  # the step counts even if a rank is lost below
+        self._share_update()
+        self.last_record = record(seconds=time.perf_counter() - started)
+        return self.last_record
 
-    def _heed(self, told: int) -> None:
-        """Some rank was told to end, and all know it now."""
-        if told == STOP:
-            self._stop = self._stop or "another rank was told to stop"
-        self._pause, self.heard = told == PAUSE, told
-
-    def _settle_update(self) -> None:
-        """The step is taken. What ranks do together after it changes no state of theirs, but where replicas meet only now and then."""
-        if self.outer is not None and self.outer.due(self.progress.step):
-            self.stepper.torn = True
-            self.outer.step()
-            self._adopt()
-            self.stepper.torn = False
-        else:
-            self.sharded.engine.updated()
+    def _share_update(self) -> None:
+        """Exchanges the new parameters after the update: between ranks that shard them, and every few steps between DiLoCo replicas."""
+        replicas = self.mesh.size("data") * self.mesh.size("shard")
+        with span("data" if replicas > 1 else "other"):
+            outer = self.state.outer
+            if outer is not None and outer.due(self.progress.step):
+                self.stepper.update_incomplete = True
+                outer.step()
+                self._adopt_state()
+                self.stepper.update_incomplete = False
+            else:
+                self.sharded.engine.updated()
 
     def evaluate(self) -> Evaluated | None:
-        """Mean loss over the first held-out sequences of each source; None if nothing is held out, or a rank was told to stop."""
-        self.heartbeat.enter("evaluating")
-        step = self.progress.step
-        self.faults.at("evaluate", step)
+        """Mean loss of the first held-out sequences of each source. None: nothing is held out, or a rank was asked to stop."""
+        self.hooks.before_evaluate(self.progress.step)
         try:
-            job = self.run, self.plan
-            return evaluate(self.data.eval, self.stepper, self.feed.prepare, job, step, lambda: self.told)
-        except Left as left:
-            self._heed(left.told)
+            size = EvalSize(self.run.train.eval_sequences, self.plan.micro_batch)
+            requested = self.stop_signal.requested
+            return evaluate(self.data.eval, self.stepper, self.feed.prepare, size, self.progress.step, requested)
+        except EvaluationStopped as stopped:
+            self.stop_signal.agree(stopped.request)
             return None
 
+    def take_measurement(self) -> Event | None:
+        """What a hook measured in an early step on this rank: traffic and memory, or time by part. Returned once."""
+        return self.hooks.take_measurement()
+
+    # Save.
+
     def save(self) -> Saved:
-        """Write a checkpoint of this moment and see it through; all ranks call it together. RunFailed where it cannot be written."""
-        (*_, ended) = self.save_now()
-        assert isinstance(ended, Saved)
-        return ended
+        """Writes a checkpoint and waits until it is complete; all ranks call it together. Raises RunFailed if it cannot be written."""
+        (*_, saved) = self.save_now()
+        assert isinstance(saved, Saved)
+        return saved
 
     def save_now(self) -> Iterator[Event]:
-        """The same, telling what else has ended."""
-        self.faults.at("save", self.progress.step)
-        self._ask()
-        for event in self.saving.save(self.progress, self.tensors(), wait=True):
+        """As `save`; yields the events of earlier saves too."""
+        self._before_save()
+        for event in self.checkpointer.save(self.progress, self.tensors(), wait=True):
             yield event
             if isinstance(event, SaveFailed) and event.step == self.progress.step:
                 raise RunFailed(f"Step {event.step} could not be saved: {event.reason}.")
 
-    def save_behind(self) -> Iterator[Event]:
-        """Begin a checkpoint of this moment, telling what has ended."""
-        self.faults.at("save", self.progress.step)
-        self._ask()
-        yield from self.saving.save(self.progress, self.tensors(), wait=False)
+    def start_save(self) -> Iterator[Event]:
+        """Starts to write a checkpoint in the background; yields the events of earlier saves."""
+        self._before_save()
+        yield from self.checkpointer.save(self.progress, self.tensors(), wait=False)
 
-    def _ask(self) -> None:
-        """Before a save: what the model says now, where the checkpoint will be exported and compared; all ranks together."""
+    def _before_save(self) -> None:
+        self.hooks.before_save(self.progress.step)
+        self._record_reference()
+
+    def _record_reference(self) -> None:
+        """Computes the reference logits that an export of the next checkpoint is compared with; all ranks together."""
         if self.run.checkpoint.export_hf:
-            self.saving.expect(self.progress.step, answer(self.stepper, self.run, self.plan))
+            self.checkpointer.expect(self.progress.step, reference_logits(self.stepper, self.run, self.plan))
+
+    # Run.
+
+    def stop(self, reason: str) -> None:
+        """Asks all ranks to save and stop before the next step is applied. Safe to call from a signal handler."""
+        self.stop_signal.stop(reason)
+
+    def pause(self) -> None:
+        """Asks all ranks to stop before the next step is applied, without saving: other ranks will take the same step."""
+        self.stop_signal.pause()
 
     def events(self) -> Iterator[Event]:
-        """Train to the end or until told to stop, saying what happens."""
+        """Trains to the end or until a rank is asked to stop, then closes. Yields what happens."""
         try:
             yield from self.train()
         finally:
             self.close()
 
-    def train(self, *, save: bool = False) -> Iterator[Event]:
-        """The same, and whatever happens the state stays: for somebody who will `close`. `save`: only save what there is, and stop."""
+    def train(self, *, save_only: bool = False) -> Iterator[Event]:
+        """As `events`, without closing. `save_only`: saves the present state and stops."""
         self.heartbeat.begin(self.progress.step)
-        self.heard = 0
-        if not save:
-            yield from loop(self, self.saving)
-        yield from end(self, self.saving)
+        self.stop_signal.agreed = 0
+        if not save_only:
+            yield from loop.train(self)
+        yield from loop.end(self)
 
     def close(self) -> None:
-        """Let go of threads and files; states in files are gone with them."""
+        """Ends threads and closes files. Offloaded optimizer states in files are lost."""
         self.feed.close()
-        self.saving.close()
-        if hasattr(self, "optimizer"):
+        self.checkpointer.close()
+        if self._built is not None:
             self.optimizer.close()
-
-    def notes(self) -> Iterator[Event]:
-        """What was found out about the last step, once."""
-        while self._noted:
-            yield self._noted.pop(0)

@@ -20,7 +20,7 @@ from torch import Tensor
 from phalanx.data.loader import ReplicaShare
 from phalanx.models.moe import Router, routers
 from phalanx.parallel.mesh import Mesh
-from phalanx.training.step import Outcome
+from phalanx.training.step_totals import Outcome
 from phalanx.training.trainer import Trainer
 from phalanx.verification.case import Case
 from phalanx.verification.recorder import Moment, copied, moments
@@ -123,7 +123,7 @@ class _Agreement:
         self._good = [True] * len(trainers)
         self._seen: list[Outcome | None] = [None] * len(trainers)
         for number, trainer in enumerate(trainers):
-            trainer.stepper._agreed = partial(self._agreed, number)  # type: ignore[method-assign]
+            trainer.stepper.agree = partial(self._agreed, number)  # type: ignore[method-assign]
             trainer.stepper.step = partial(self._see, number, trainer.stepper.step)  # type: ignore[method-assign]
 
     def watch(self, watched: Iterator[Moment]) -> Moment:

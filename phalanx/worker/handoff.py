@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.checkpointing.replicas.memory_checkpoint import HandoffShare, write_handoff
-from phalanx.training.step import SPIKE
+from phalanx.training.step_totals import SPIKE
 from phalanx.training.trainer import Trainer
 
 
@@ -28,13 +28,13 @@ class SurvivorState:
 
 def survivor_state(trainer: Trainer | None) -> SurvivorState:
     """Whatever state the trainer is in."""
-    if trainer is None or not trainer.ready or trainer.stepper.torn:
+    if trainer is None or not trainer.ready or trainer.stepper.update_incomplete:
         return SurvivorState(None)
     applied, rewinds = trainer.stepper.applied, len(trainer.progress.left_out)
     prepared = trainer.stepper.pending is not None
-    if applied is None or applied.divisor is None or applied.bad is None:
+    if applied is None or applied.divisor is None or applied.verdict is None:
         return SurvivorState(trainer.progress.step, prepared, rewinds=rewinds)
-    return SurvivorState(trainer.progress.step, prepared, float(applied.divisor), float(applied.bad), rewinds)
+    return SurvivorState(trainer.progress.step, prepared, float(applied.divisor), float(applied.verdict), rewinds)
 
 
 def roll_forward(trainer: Trainer, divisor: float, bad: float) -> None:
@@ -55,5 +55,7 @@ def hand_off(trainer: Trainer, contributors: list[int]) -> bool:
     share = HandoffShare(
         mesh.place.generation, contributors.index(mesh.rank), len(contributors), mesh.stage, mesh.is_stage_leader
     )
-    write_handoff(Path(mesh.place.holder), share, trainer.progress.step, tensors, trainer.saving.contents(trainer.progress))
+    write_handoff(
+        Path(mesh.place.holder), share, trainer.progress.step, tensors, trainer.checkpointer.contents(trainer.progress)
+    )
     return True

@@ -35,7 +35,7 @@ from phalanx.spec.errors import PhalanxError
 from phalanx.spec.load import load
 from phalanx.spec.plan import Place, Plan
 from phalanx.spec.run import Run
-from phalanx.training.hooks.rank_faults import Faults
+from phalanx.training.hooks.rank_faults import RankFaults
 from phalanx.training.hooks.replica_check import Corruption
 from phalanx.training.sinks import sinks
 from phalanx.training.trainer import Trainer
@@ -137,7 +137,7 @@ class _Rank:
             if attendant.over:
                 return None  # the order to halt is there already
             if isinstance(error, Corruption):
-                found = {"ranks": list(error.guilty), "what": error.what, "agreed": error.agreed, "reason": str(error)}
+                found = {"ranks": list(error.guilty), "what": error.what, "agreed": error.last_agreed, "reason": str(error)}
                 attendant.tell({"say": "corrupt", "generation": generation} | found)
                 return None
             if not isinstance(error, RuntimeError | ConnectionError) or not is_secondary_error(str(error)):
@@ -167,7 +167,7 @@ class _Rank:
         attendant.tell({"say": "restored", "generation": place.generation, "step": trainer.progress.step})
         last: Event | None = None
         first = True
-        for last in trainer.train(save=order["save"]):
+        for last in trainer.train(save_only=order["save"]):
             for listener in listeners:
                 listener(last)
             if isinstance(last, Step | StepSkipped):
@@ -175,9 +175,9 @@ class _Rank:
             if first and isinstance(last, Step | StepSkipped):
                 attendant.tell({"say": "stepped", "generation": place.generation, "step": last.step})
                 first = False
-            if (account := trainer.account()) is not None:
+            if (account := trainer.take_measurement()) is not None:
                 self._log.emit(account)
-        if trainer.paused and not isinstance(last, Stopped):
+        if trainer.stop_signal.paused and not isinstance(last, Stopped):
             attendant.tell({"say": "paused", "generation": place.generation, "step": trainer.progress.step})
             return None
         trainer.close()
@@ -191,12 +191,10 @@ class _Rank:
         name = f"{mesh.device.type}:{mesh.device.index}" if mesh.device.type == "cuda" else "cpu"
         self._log.emit(WorkerStarted(rank=mesh.rank, host=socket.gethostname(), pid=os.getpid(), device=name))
         self._data = self._data or open_dataset(self._run.data, self._run.train.sequence_length, self._run.train.seed)
-        trainer = Trainer(self._run, plan, mesh, self._rundir.checkpoints, self._data)
-        assert self._pulse is not None
-        trainer.heartbeat = self._pulse
+        trainer = Trainer(self._run, plan, mesh, self._rundir.checkpoints, self._data, self._pulse)
         if chaos:
             done, place = FaultClaims(self._rundir.path), mesh.place
-            trainer.faults = Faults(parse(chaos), rank=place.rank, node=place.node, done=done, report=self._log.emit)
+            trainer.hooks.add(RankFaults(parse(chaos), rank=place.rank, done=done, report=self._log.emit))
         self._trainer = trainer
         self._signals.pass_to(trainer.stop)
         trainer.build()
@@ -214,7 +212,7 @@ class _Rank:
         """Where the state is: a copy in the memory of nodes, or None: the newest on disk."""
         if source["kind"] != "memory":
             assert self._trainer is not None
-            return None if source["until"] is None else self._trainer.saving.newest_until(source["until"], ())
+            return None if source["until"] is None else self._trainer.checkpointer.newest_until(source["until"], set())
         found = None
         if mesh.rank == 0:
             addresses = [(host, port) for host, port in source["holders"]]
@@ -252,8 +250,8 @@ class _Rank:
 
     def _tell_steps(self, trainer: Trainer) -> None:
         """Whoever tells of steps may have been lost with some that it had not written yet. Every rank knows them all."""
-        if trainer.taken is not None and trainer.taken not in self._steps:
-            self._steps.append(trainer.taken)
+        if trainer.last_record is not None and trainer.last_record not in self._steps:
+            self._steps.append(trainer.last_record)
         told = recorded_steps(self._rundir.events_file)
         for event in self._steps:
             if event.step not in told and event.step <= trainer.progress.step:
@@ -272,7 +270,7 @@ class _Rank:
 
     def _where(self) -> dict[str, Any]:
         trainer = self._trainer
-        if trainer is None or not hasattr(trainer, "placed"):
+        if trainer is None or not trainer.is_built:
             return dict(hang_report(self._main, {}, None))
         modules = {id(module): name for part in trainer.sharded.parts for name, module in part.named_modules() if name}
         return dict(hang_report(self._main, modules, trainer.mesh))
@@ -320,7 +318,7 @@ def train_rank(
     for last in trainer.events():
         for listener in listeners:
             listener(last)
-        if (account := trainer.account()) is not None:
+        if (account := trainer.take_measurement()) is not None:
             log.emit(account)
     disconnect(mesh)
     log.close()

@@ -41,7 +41,7 @@ def train_and_die(mesh: Mesh, directory: Path, folders: list[Path]) -> None:
     copies = MemoryCopies(mesh, folders[mesh.rank // 2])
     for _ in range(3):
         trainer.step()
-        contents = trainer.saving._contents(trainer.progress)
+        contents = trainer.checkpointer._contents_on_rank_0(trainer.progress)
         copies.take(trainer.progress.step, trainer.tensors(), contents)
         copies.release()
         copies.settle()

@@ -126,13 +126,13 @@ def test_another_node_decides_where_the_one_that_did_is_lost_and_a_spare_steps_i
 def test_a_bug_is_not_tried_for_ever_and_nothing_is_where_the_run_file_says_so(workshop: Any) -> None:
     """The same exception at the same step, from the program itself, in each attempt."""
     code = """
-from phalanx.training.feed import Feed
-kept = Feed.next
+from phalanx.training.micro_batch import BatchFeed
+kept = BatchFeed.next
 def fail(self, samples):
     if samples >= 20:
         raise ValueError("no such sample")
     return kept(self, samples)
-Feed.next = fail
+BatchFeed.next = fail
 """
     env = workshop.sabotage(code)
     one = (*SIZES, "cluster.cpu_ranks=1", "layout.data=1")

@@ -49,13 +49,13 @@ trainer = Trainer(run, plan, connect(Place(), plan.device, 60), folder)
 trainer.build()
 at = {}
 events = []
-saving = trainer.saving.save
+saving = trainer.checkpointer.save
 
 def save(progress, tensors, *, wait):
     at[progress.step] = {name: one.tensor.detach().cpu().clone() for name, one in tensors.items()}
     return saving(progress, tensors, wait=wait)
 
-trainer.saving.save = save
+trainer.checkpointer.save = save
 for event in trainer.events():
     events.append(event)
 wrong = []

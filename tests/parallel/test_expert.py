@@ -31,8 +31,8 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec, Moe
 from phalanx.spec.plan import Place
 from phalanx.spec.tensor_slice import TensorSlice
+from phalanx.training.build import recipe
 from phalanx.training.loss import summed_loss
-from phalanx.training.recipe import recipe
 
 CPU = torch.device("cpu")
 SEQUENCES, LENGTH = 8, 12

@@ -42,8 +42,8 @@ from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.tensor_slice import TensorSlice
+from phalanx.training.build import recipe
 from phalanx.training.loss import summed_loss
-from phalanx.training.recipe import recipe
 from phalanx.transforms.precision import computing
 
 

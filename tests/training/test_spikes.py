@@ -13,34 +13,34 @@ from phalanx.checkpointing import directory
 from phalanx.events.records import Event, Restored, Rewound, Saved, Step, StepSkipped, Warned
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.errors import RunFailed
-from phalanx.training.hooks.spikes import NONE, Usual
-from phalanx.training.step_report import Progress
+from phalanx.training.hooks.spikes import NO_LIMITS, RunningStats
+from phalanx.training.progress import Progress
 from phalanx.training.trainer import Trainer
 
 
-def usual(values: list[tuple[float, float]]) -> Usual:
-    found = Usual()
+def stats(values: list[tuple[float, float]]) -> RunningStats:
+    found = RunningStats()
     for loss, norm in values:
-        found.enter(loss, norm)
+        found.add(loss, norm)
     return found
 
 
 def test_what_is_usual_is_the_mean_and_deviation_of_the_steps_so_far() -> None:
     values = [(3.0 + math.sin(n), math.exp(math.cos(n))) for n in range(60)]
-    found = usual(values)
+    found = stats(values)
     losses, logs = torch.tensor([v[0] for v in values]).double(), torch.tensor([v[1] for v in values]).double().log()
     assert found.loss == pytest.approx(losses.mean().item()) and found.norm == pytest.approx(logs.mean().item(), abs=1e-6)
     assert found.loss_variance == pytest.approx(losses.var(correction=0).item())
     limits = found.limits(4.0)
     assert limits.loss == pytest.approx((losses.mean() + 4 * losses.std(correction=0)).item())
     assert limits.norm == pytest.approx((logs.mean() + 4 * logs.std(correction=0)).exp().item(), rel=1e-6)
-    far = usual([(5.0, 1.0)] * 500 + [(1.0, 1.0)] * 500)
+    far = stats([(5.0, 1.0)] * 500 + [(1.0, 1.0)] * 500)
     assert far.loss == pytest.approx(1.0, abs=0.05)  # what was long ago no longer counts
 
 
 def test_nothing_is_judged_before_enough_is_known_and_very_even_runs_have_some_room() -> None:
-    assert usual([(2.0, 1.0)] * 19).limits(3.0) == NONE
-    limits = usual([(2.0, 1.0)] * 20).limits(3.0)
+    assert stats([(2.0, 1.0)] * 19).limits(3.0) == NO_LIMITS
+    limits = stats([(2.0, 1.0)] * 20).limits(3.0)
     assert limits.loss == pytest.approx(2.06) and limits.norm == pytest.approx(math.exp(0.15))
     one = torch.tensor(1.0)
     assert not limits.exceeded(one * 2.05, one) and limits.exceeded(one * 2.07, one) and limits.exceeded(one, one * 1.17)

@@ -18,7 +18,8 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.spec.run import Run
 from phalanx.training.loss import summed_loss
-from phalanx.training.step import MicroBatch, Totals
+from phalanx.training.micro_batch import MicroBatch
+from phalanx.training.step_totals import StepTotals
 from phalanx.training.trainer import Trainer
 
 
@@ -150,7 +151,7 @@ def test_a_micro_batch_counts_its_targets_and_carries_documents_only_where_asked
 
 def test_totals_are_sums_over_the_ranks_and_one_stop_is_a_stop_for_all() -> None:
     def total(mesh: Mesh, who_stops: int | None) -> tuple[float, int, int, bool, bool]:
-        totals = Totals(ShardedModel([torch.nn.Identity()], mesh, replicated([], mesh), summed_loss))
+        totals = StepTotals(ShardedModel([torch.nn.Identity()], mesh, replicated([], mesh), summed_loss))
         for number in range(2):
             tokens = [[mesh.rank, number]]
             batch = MicroBatch.prepare(one_batch(tokens, first=2 * mesh.rank + number), mesh.device, True)

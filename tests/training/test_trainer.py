@@ -19,8 +19,9 @@ from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunFailed
 from phalanx.spec.load import loads
 from phalanx.spec.run import Run
+from phalanx.training.micro_batch import MicroBatch
 from phalanx.training.sinks import curves
-from phalanx.training.step import MicroBatch
+from phalanx.training.stop_signal import StopSignal
 from phalanx.training.trainer import Trainer
 
 
@@ -363,7 +364,7 @@ def test_after_a_stop_the_same_trainer_can_take_the_step_again(tmp_path: Path) -
     on_forward(trainer, 2, lambda logits: trainer.stop("by hand"))
     assert trainer.step() is None
     assert trainer.step() is None  # until the stop is taken back
-    trainer._stop = None
+    trainer.stop_signal = StopSignal()
     taken += [trainer.step(), trainer.step()]
     trainer.close()
     assert losses(taken) == losses(events)[:3]

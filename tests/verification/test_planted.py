@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 from ranks import tiny_run
 
+from phalanx.models import init
 from phalanx.models.init import Box
 from phalanx.parallel import expert_dispatch, sharded_model, tensor_comm
 from phalanx.parallel.buckets import Bucket
 from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.spec.layout import Layout
-from phalanx.training import feed, recipe
-from phalanx.training.step import Totals
+from phalanx.training import micro_batch
+from phalanx.training.step_totals import StepTotals
 from phalanx.training.trainer import Trainer
 from phalanx.verification.layout_cases import MODELS
 from phalanx.verification.parity import verify
@@ -108,7 +109,7 @@ def test_a_weight_cut_at_the_wrong_place(plant: Plant) -> None:
             box = Box(box.whole, (0,) * len(box.whole))
         original(tensor, seed, name, spec, box, *rest)
 
-    plant(recipe, "fill", fill)
+    plant(init, "fill", fill)
     found = checks(tensor=2)
     assert first(found) == ("parameters", "blocks.3.attention.output.weight", 0)
     assert found["parameters"].rank == 1
@@ -128,12 +129,12 @@ def test_a_gradients_norm_of_one_rank_only(plant: Plant) -> None:
 
 
 def test_router_counts_of_some_ranks_only(plant: Plant) -> None:
-    def start(original: Around, self: Totals) -> None:
+    def start(original: Around, self: StepTotals) -> None:
         if self._works is None and self._mesh.rank == 1:
             self._loads.reset()
         original(self)
 
-    plant(Totals, "start", start)
+    plant(StepTotals, "start", start)
     check, tensor, step = first(checks("moe", data=2))
     assert (check, step) == ("parameters", 1)
     assert tensor.endswith("mlp.router.bias")
@@ -143,7 +144,7 @@ def test_slices_of_a_sequence_swapped(plant: Plant) -> None:
     def places(original: Around, length: int, count: int, index: int, method: str) -> Any:
         return original(length, count, count - 1 - index, method)
 
-    plant(feed, "places", places)
+    plant(micro_batch, "places", places)
     found = checks(context=2)
     assert found["batches"].passed
     assert first(found) == ("loss", "", 1)
@@ -197,10 +198,10 @@ def test_an_optimizer_that_steps_on_one_rank_only(plant: Plant) -> None:
 
 
 def test_a_loss_that_is_counted_twice(plant: Plant) -> None:
-    def add_loss(original: Around, self: Totals, loss: Any, batch: Any) -> None:
+    def add_loss(original: Around, self: StepTotals, loss: Any, batch: Any) -> None:
         original(self, 2 * loss if self._mesh.rank == 1 else loss, batch)
 
-    plant(Totals, "add_loss", add_loss)
+    plant(StepTotals, "add_loss", add_loss)
     found = checks(data=2)
     assert first(found) == ("loss", "", 1)
     assert found["gradients"].passed and found["parameters"].passed

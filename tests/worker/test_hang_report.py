@@ -281,9 +281,9 @@ def test_waiting_for_others_is_counted_and_working_is_not() -> None:
 
 def slow(mesh: Mesh, path: Path, overrides: tuple[str, ...]) -> float:
     """Least seconds of work in a step, while the guilty rank takes longer in its forward."""
-    trainer = tiny_trainer(mesh, tiny_run(*overrides), path)
+    path.mkdir(parents=True, exist_ok=True)
     page = path / f"pulse-{mesh.rank}"
-    trainer.heartbeat = Heartbeat(page)
+    trainer = tiny_trainer(mesh, tiny_run(*overrides), path, Heartbeat(page))
     if mesh.rank == GUILTY:
         trainer.sharded.parts[0].register_forward_pre_hook(lambda *_: time.sleep(DELAY))
     worked = []

@@ -1,5 +1,5 @@
-"""Strikes the faults of `--chaos` inside a rank. The trainer says at each point of a step where it is; without faults that costs a
-look at an empty table. What takes nodes, links and the disk is struck by the node's supervisor (`spec.chaos.of_agent`)."""
+"""Injects the faults of `--chaos` inside a rank. A hook: each fault strikes at its point of its step. Faults of nodes, links and disks
+are injected by the node's agent (see `faults.grammar.is_node_fault`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,19 +19,21 @@ from phalanx.checkpointing.state_tensor import OffloadedTensor
 from phalanx.events.fault_log import DISK, FaultClaims, fault_record
 from phalanx.events.records import FaultInjected
 from phalanx.faults.grammar import Fault, Point, is_node_fault
-from phalanx.parallel.owned_param import OwnedParam
+from phalanx.parallel.sharded_model import ShardedModel
+from phalanx.training.hooks import StepContext, StepHook
 
-_BETWEEN = ("save", "evaluate")  # points that not every step has: a fault strikes at the first one from its step on
-_LONG = 3600.0
-_LOW_EXPONENT = {torch.float32: (torch.int32, 23), torch.bfloat16: (torch.int16, 7), torch.float16: (torch.int16, 10)}
-"""The lowest bit of the exponent, by format. A value doubles or halves: wrong, and nothing that overflows and so tells itself."""
-
-
-class Injected(RuntimeError):
-    """What `raise` raises."""
+_IRREGULAR_POINTS = ("save", "evaluate")
+"""Points that not every step has: a fault strikes at the first such point from its step on."""
+_LONG_SLEEP = 3600.0
+_LOW_EXPONENT_BIT = {torch.float32: (torch.int32, 23), torch.bfloat16: (torch.int16, 7), torch.float16: (torch.int16, 10)}
+"""The lowest bit of the exponent, by dtype. Flipping it doubles or halves a value: wrong, but it does not overflow and so reveal itself."""
 
 
-class Faults:
+class InjectedFault(RuntimeError):
+    """Raised by the fault `raise`."""
+
+
+class RankFaults(StepHook):
     """The faults of one rank."""
 
     def __init__(
@@ -39,151 +41,154 @@ class Faults:
         faults: Sequence[Fault] = (),
         *,
         rank: int = 0,
-        node: int = 0,
         done: FaultClaims | None = None,
         report: Callable[[FaultInjected], object] = lambda event: None,
     ):
-        """`faults`: all of the run's, those of `random` drawn; a fault's place among them is its number in `done`. `report` writes
-        the record, before the fault strikes."""
-        assert not any(fault.kind == "random" for fault in faults), "spec.chaos_draw.expand first"
-        self.rank, self.node = rank, node
+        """`faults`: all faults of the run, with those of `random` drawn; a fault's index is its number in `done`. `report` writes the
+        record before the fault strikes."""
+        assert not any(fault.kind == "random" for fault in faults), "expand random faults first"
         self._done, self._report = done, report
-        self._mine: dict[str, list[tuple[int, Fault]]] = {}
+        self._faults: dict[str, list[tuple[int, Fault]]] = {}
         for number, fault in enumerate(faults):
             if fault.rank == rank and not is_node_fault(fault):
-                self._mine.setdefault(_where(fault), []).append((number, fault))
+                self._faults.setdefault(_point(fault), []).append((number, fault))
         self._parts: Sequence[nn.Module] = ()
-        self._hooks: list[RemovableHandle] = []
-        self._again = False
+        self._handles: list[RemovableHandle] = []
+        self._repeating = False
         self._planted: set[int] = set()
-        """Those that gave this process a NaN."""
+        """Numbers of the faults that gave this process a NaN."""
         if done is not None and any(fault.kind == "fill-disk" for fault in faults):
             DISK.watch(done.run_dir)
 
-    def see(self, parts: Sequence[nn.Module]) -> None:
-        """The model has been built: a NaN will be planted in one of its modules."""
-        self._unhook()
-        self._parts = parts if self._mine else ()  # `NONE` outlives them
+    def on_build(self, model: ShardedModel) -> None:
+        self._remove_handles()
+        self._parts = model.parts
 
-    def at(self, point: Point, step: int) -> None:
-        """The rank is at this point of `step`, or after it where it saves or evaluates. It may not come back."""
-        if not self._mine:
-            return
-        if self._hooks and point != "collective":  # recomputation runs forwards until then
-            self._unhook()
-        for number, fault in self._mine.get(point, ()):
-            late = point in _BETWEEN and step > fault.step
-            if (step == fault.step or late) and self._claim(number, fault, step):
-                _strike(fault)
-        if point == "compute":
-            for number, fault in self._mine.get("nan", ()):
-                if step == fault.step:
-                    self._plant(number, fault)
+    def before_batch(self, step: int) -> None:
+        self._strike("data", step)
+
+    def before_forward(self, context: StepContext) -> None:
+        step = context.number
+        self._strike("compute", step)
+        for number, fault in self._faults.get("nan", ()):
+            if step == fault.step:
+                self._plant_nan(number, fault)
+        self._corrupt("weights", step, lambda: [param.value.detach() for param in context.model.owned])
+        self._corrupt("optimizer", step, lambda: list(context.optimizer.state().values()))
+
+    def before_reduce(self, step: int, busy_seconds: float) -> None:
+        self._strike("collective", step)
+        if (factor := self._slowness(step)) > 1:
+            time.sleep((factor - 1) * busy_seconds)
+
+    def after_backward(self, context: StepContext) -> None:
+        owned = context.model.owned
+        self._corrupt("gradients", context.number, lambda: [p.gradient for p in owned if p.gradient is not None])
+
+    def on_update(self, step: int) -> None:
+        self._strike("update", step)
+
+    def before_evaluate(self, step: int) -> None:
+        self._strike("evaluate", step)
+
+    def before_save(self, step: int) -> None:
+        self._strike("save", step)
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """A step is repeated in this process to find out what happened in it: what this process was struck with then strikes again."""
-        self._again = True
+    def around_repeat(self) -> Iterator[None]:
+        """A fault that struck this process in the step strikes again in its repetition."""
+        self._repeating = True
         try:
             yield
         finally:
-            self._again = False
-            self._unhook()
+            self._repeating = False
+            self._remove_handles()
 
-    def weights(self, step: int, held: Iterable[OwnedParam]) -> None:
-        """Before the forward: flip a bit of one weight, where that is due."""
-        self._corrupt("weights", step, lambda: [one.value.detach() for one in held])
+    def on_roll_forward(self) -> None:
+        self._faults.clear()
 
-    def gradients(self, step: int, held: Iterable[OwnedParam]) -> None:
-        """When all gradients are complete: of one of them."""
-        self._corrupt("gradients", step, lambda: [one.gradient for one in held if one.gradient is not None])
+    def _strike(self, point: Point, step: int) -> None:
+        """Injects the faults of this point of `step`, or, for saves and evaluations, of the first one after `step`. May not return."""
+        if self._handles and point != "collective":  # recomputation runs forwards until then
+            self._remove_handles()
+        for number, fault in self._faults.get(point, ()):
+            is_late = point in _IRREGULAR_POINTS and step > fault.step
+            if (step == fault.step or is_late) and self._claim(number, fault, step):
+                _inject(fault)
 
-    def optimizer(self, step: int, states: Callable[[], Mapping[str, Tensor | OffloadedTensor]]) -> None:
-        """Before the forward: of one optimizer state. `states` is asked only where that is due."""
-        self._corrupt("optimizer", step, lambda: list(states().values()))
-
-    def slowness(self, step: int) -> float:
-        """How many times as long this rank is to take; 1: as long as it takes."""
+    def _slowness(self, step: int) -> float:
+        """How many times as long as normal this rank takes."""
         factor = 1.0
-        for number, fault in self._mine.get("slow", ()):
+        for number, fault in self._faults.get("slow", ()):
             if fault.step <= step <= (fault.to or step):
-                self._claim(number, fault, step)  # it lasts, through recoveries too; it is told once
+                self._claim(number, fault, step)  # it lasts, through recoveries too, and is reported once
                 factor *= fault.factor or 1.0
         return factor
 
-    def drag(self, step: int, seconds: float) -> None:
-        """This rank has worked for so long in `step`: where it is slow, it takes longer."""
-        if self._mine and (factor := self.slowness(step)) > 1:
-            time.sleep((factor - 1) * seconds)
-
     def _claim(self, number: int, fault: Fault, step: int) -> bool:
-        """Whether it strikes now, and never again."""
-        assert self._done is not None, "faults need a place to write down that they have struck"
+        """Whether the fault has never struck before; it is reported and marked as done."""
+        assert self._done is not None, "faults need a place to record that they have struck"
         if not self._done.claim(number):
             return False
         self._report(fault_record(fault, step))
         return True
 
-    def _plant(self, number: int, fault: Fault) -> None:
-        module = _module(self._parts, fault.layer)
+    def _plant_nan(self, number: int, fault: Fault) -> None:
+        module = _find_module(self._parts, fault.layer)
         if module is None:
             return  # another stage has it
-        if self._again and number in self._planted:
-            self._hooks.append(module.register_forward_hook(_with_nan))
-        elif not self._again and self._claim(number, fault, fault.step):
+        if self._repeating and number in self._planted:
+            self._handles.append(module.register_forward_hook(_add_nan))
+        elif not self._repeating and self._claim(number, fault, fault.step):
             self._planted.add(number)
-            self._hooks.append(module.register_forward_hook(_with_nan))
+            self._handles.append(module.register_forward_hook(_add_nan))
 
-    def _unhook(self) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
+    def _remove_handles(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
 
     def _corrupt(self, what: str, step: int, tensors: Callable[[], Sequence[Tensor | OffloadedTensor]]) -> None:
-        for number, fault in self._mine.get(f"corrupt {what}", ()):
+        for number, fault in self._faults.get(f"corrupt {what}", ()):
             if step == fault.step and self._claim(number, fault, step):
-                _flip_one(tensors())
+                _flip_bit(tensors())
 
 
-NONE = Faults()
-"""Of a run that nobody disturbs."""
-
-
-def _where(fault: Fault) -> str:
-    """Under what it is looked up."""
+def _point(fault: Fault) -> str:
+    """The key under which a fault is looked up."""
     if fault.kind == "corrupt":
         return f"corrupt {fault.what}"
     return fault.kind if fault.kind in ("slow", "nan") else fault.point
 
 
-def _strike(fault: Fault) -> None:
+def _inject(fault: Fault) -> None:
     if fault.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.kind == "raise":
-        raise Injected(f"injected by --chaos: {fault}")
+        raise InjectedFault(f"injected by --chaos: {fault}")
     else:
         _hang(fault.seconds)
 
 
 def _hang(seconds: float | None) -> None:
-    """As real ones, it heeds nobody: only an exception that a signal handler raises gets through."""
+    """Hangs as real code does: only an exception from a signal handler ends it early."""
     end = math.inf if seconds is None else time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
-        time.sleep(min(left, _LONG))
+        time.sleep(min(left, _LONG_SLEEP))
 
 
-def _module(parts: Sequence[nn.Module], layer: str | None) -> nn.Module | None:
-    """The module of that name in any part; without a name the first block, or the whole where there are none."""
+def _find_module(parts: Sequence[nn.Module], layer: str | None) -> nn.Module | None:
+    """The module of this name in any part; without a name the first block, or the whole model if it has no blocks."""
     if layer is None:
-        inside = (block for part in parts for block in getattr(part, "blocks", nn.ModuleList()).children())
-        return next(inside, parts[0] if parts else None)
+        blocks = (block for part in parts for block in getattr(part, "blocks", nn.ModuleList()).children())
+        return next(blocks, parts[0] if parts else None)
     return next((module for part in parts for name, module in part.named_modules() if name == layer), None)
 
 
-def _with_nan(module: nn.Module, given: Any, output: Any) -> Any:
-    """A forward hook: the output with its first number missing. Added and not written, as the backward may need what was there."""
+def _add_nan(module: nn.Module, given: Any, output: Any) -> Any:
+    """A forward hook: makes the first value of the output NaN. Not in place, as the backward may need the old values."""
     if isinstance(output, tuple):
         first, *rest = output
-        return (_with_nan(module, given, first), *rest)
+        return (_add_nan(module, given, first), *rest)
     if not isinstance(output, Tensor) or not output.is_floating_point() or not output.numel():
         return output
     planted = output.new_zeros(output.shape)
@@ -192,22 +197,22 @@ def _with_nan(module: nn.Module, given: Any, output: Any) -> Any:
 
 
 @torch.no_grad()
-def _flip_one(tensors: Sequence[Tensor | OffloadedTensor]) -> None:
-    """One bit of the largest number of the first tensor that is not all zeros, or of the first where all are."""
-    found: tuple[Tensor | OffloadedTensor, Tensor] | None = None
+def _flip_bit(tensors: Sequence[Tensor | OffloadedTensor]) -> None:
+    """Flips one bit of the largest value of the first tensor that is not all zeros, or of the first tensor if all are."""
+    target: tuple[Tensor | OffloadedTensor, Tensor] | None = None
     for tensor in tensors:
         values = tensor if isinstance(tensor, Tensor) else tensor.read()
-        if values.ndim and values.numel() and values.dtype in _LOW_EXPONENT:
-            found = found or (tensor, values)
+        if values.ndim and values.numel() and values.dtype in _LOW_EXPONENT_BIT:
+            target = target or (tensor, values)
             if values.any():
-                found = (tensor, values)
+                target = (tensor, values)
                 break
-    if found is None:
+    if target is None:
         return
-    tensor, values = found
-    kind, bit = _LOW_EXPONENT[values.dtype]
-    place = int(values.abs().argmax())
-    bits = values.view(-1).view(kind)
-    bits[place] = bits[place] ^ (1 << bit)
+    tensor, values = target
+    dtype, bit = _LOW_EXPONENT_BIT[values.dtype]
+    largest = int(values.abs().argmax())
+    bits = values.view(-1).view(dtype)
+    bits[largest] = bits[largest] ^ (1 << bit)
     if not isinstance(tensor, Tensor):
         tensor.write(values)

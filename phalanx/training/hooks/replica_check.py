@@ -1,12 +1,13 @@
-"""Whether ranks that must hold the same still do: silent corruption, found before a step is applied. `training/step` asks.
+"""Detects silent corruption: whether ranks that must hold the same values still do. A hook that compares before a step is applied.
 
-Every few steps each rank sends one checksum for each group of tensors: parameters, optimizer states, complete gradients. All ranks
-see all of them, so all come to the same verdict without another word. Of three copies the odd one is wrong. Of two, the one whose
-bits have changed since it wrote them itself, as far as that is known; of gradients, the one that a repetition does not confirm.
+Every few steps each rank sends one checksum per group of tensors: parameters, optimizer states, complete gradients. All ranks see all
+checksums, so all come to the same verdict without further messages. Of three copies, the one that differs is wrong. Of two, the one
+whose bits have changed since its rank last wrote them, if that is known; of two gradients, the one that a repetition of the step does
+not confirm.
 
-Compared is what the optimizer works on and what lies on the device: not the lower-precision copies that ZeRO spreads anew after
-each step, nor states in host memory of a GPU or in files. Ranks along "tensor" are not compared with each other, as what they hold
-alike each has computed by itself, and kernels of GPUs may differ in the last bit.
+It compares what the optimizer updates and what lies on the device: not the lower-precision copies that ZeRO distributes after each
+step, nor offloaded states. Ranks along "tensor" are not compared with each other: each computes its copy of what they share, and GPU
+kernels may differ in the last bit.
 """
 
 from __future__ import annotations
@@ -15,310 +16,368 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
+from phalanx import accelerator
 from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.events.records import Corrupted
 from phalanx.models.moe import routers
 from phalanx.parallel.mesh import AXES
 from phalanx.parallel.owned_param import ParamShard
 from phalanx.parallel.sharded_model import ShardedModel
-from phalanx.spec.errors import RunFailed
-from phalanx.training.hooks.checksum import Checksum
+from phalanx.training.hooks import StepContext, StepHook, StepRefused
 
-WEIGHTS, OPTIMIZER, GRADIENTS = WHATS = ("weights", "optimizer", "gradients")
+WEIGHTS, OPTIMIZER, GRADIENTS = KINDS = ("weights", "optimizer", "gradients")
 
-_SHARE, _STEP = 0.001, 0.2
-"""Of a step, or of one of so many seconds if it is shorter, watching weights may take so much."""
-_NAMED = 3
+_MAX_SHARE, _MIN_STEP_SECONDS = 0.001, 0.2
+"""Watching weights between comparisons may take this share of a step, which counts as this long if it is shorter."""
+_MAX_NAMES = 3
 """Tensors that a message names."""
 
 Key = tuple[str, ...]
 """Mesh axes along which tensors of a group differ: ranks of a stage with the same coordinates there hold the same."""
 Slot = tuple[str, Key]
-"""One of WHATS, and which tensors of it."""
+"""One of KINDS, and a group of its tensors."""
 Row = dict[Slot, int]
-"""What one rank says."""
+"""One rank's numbers, by slot."""
 
 
-class Corruption(RunFailed):
-    """Ranks that must hold the same do not: the step was not applied on any."""
+class Corruption(StepRefused):
+    """Ranks that must hold the same values do not. The step was applied on no rank."""
 
-    def __init__(self, verdict: Verdict, step: int, agreed: int | None, words: str):
-        self.verdict, self.step, self.agreed, self.words = verdict, step, agreed, words
-        super().__init__(words)
+    def __init__(self, verdict: Verdict, step: int, last_agreed: int | None, message: str):
+        self.verdict, self.step, self.last_agreed, self.message = verdict, step, last_agreed, message
+        super().__init__(message)
+        ranks: tuple[int | None, ...] = self.guilty or (None,)
+        self.events = [Corrupted(step=step, rank=rank, what=self.what, message=message) for rank in ranks]
 
     def __reduce__(self) -> tuple[type[Corruption], tuple[object, ...]]:
-        return Corruption, (self.verdict, self.step, self.agreed, self.words)
+        return Corruption, (self.verdict, self.step, self.last_agreed, self.message)
 
     @property
     def guilty(self) -> tuple[int, ...]:
-        """Ranks whose state, or gradient, is known to be wrong; that of all others is right. Empty: it cannot be told."""
+        """Ranks whose state or gradient is known to be wrong; that of all other ranks is right. Empty if it cannot be decided."""
         return self.verdict.guilty
 
     @property
     def suspects(self) -> tuple[int, ...]:
-        """Ranks of which some are wrong, where it cannot be told which."""
+        """Ranks of which some are wrong, where it cannot be decided which."""
         return self.verdict.suspects
 
     @property
     def what(self) -> str:
-        """What was found to differ first; where it is "gradients", every rank's state is right."""
+        """The first kind that differs. If it is "gradients", the state of every rank is right."""
         return self.verdict.what
-
-    @property
-    def events(self) -> list[Corrupted]:
-        ranks: tuple[int | None, ...] = self.guilty or (None,)
-        return [Corrupted(step=self.step, rank=rank, what=self.what, message=self.words) for rank in ranks]
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What all ranks conclude from all ranks' checksums."""
+    """What all ranks conclude from all checksums."""
 
     what: str
     slots: tuple[tuple[Slot, tuple[int, ...]], ...]
-    """Which tensors differ, and between whom."""
+    """The groups of tensors that differ, and the ranks that hold them."""
     guilty: tuple[int, ...]
     suspects: tuple[int, ...]
-    """Where no one is known to be guilty."""
+    """Empty where the guilty are known."""
     since: dict[int, int]
-    """In which step a guilty rank's bits were found changed, where it noticed that by itself."""
+    """The step in which a guilty rank noticed changed bits by itself, where it did."""
 
 
 def judge(rows: list[Row], groups: Mapping[Key, list[tuple[int, ...]]], changed: list[Row]) -> Verdict | None:
-    """`rows`: every rank's checksums. `changed`: by rank, the step in which bits were found to have changed by themselves; 0: never."""
+    """`rows`: checksums by rank. `changed`: by rank, the step in which bits were found changed without an update; 0 if never."""
     differing = [
-        ((what, key), ranks)
-        for what in WHATS
-        for key, together in groups.items()
-        for ranks in together
-        if len({rows[rank].get((what, key)) for rank in ranks}) > 1
+        ((kind, key), ranks)
+        for kind in KINDS
+        for key, replicas in groups.items()
+        for ranks in replicas
+        if len({rows[rank].get((kind, key)) for rank in ranks}) > 1
     ]
     if not differing:
         return None
     guilty: set[int] = set()
     since: dict[int, int] = {}
     for slot, ranks in differing:
-        said = {rank: rows[rank].get(slot) for rank in ranks}
-        value, count = Counter(said.values()).most_common(1)[0]
+        checksums = {rank: rows[rank].get(slot) for rank in ranks}
+        majority, count = Counter(checksums.values()).most_common(1)[0]
         if 2 * count > len(ranks):
-            guilty |= {rank for rank in ranks if said[rank] != value}
+            guilty |= {rank for rank in ranks if checksums[rank] != majority}
             continue
-        own = {rank: changed[rank].get(slot, 0) for rank in ranks}
-        since |= {rank: step for rank, step in own.items() if step}
-        guilty |= {rank for rank, step in own.items() if step}
-    open_ = [ranks for _, ranks in differing if not guilty & set(ranks)]
-    suspects = sorted({rank for ranks in open_ for rank in ranks})
-    slots = tuple((slot, ranks) for slot, ranks in differing if slot[0] == differing[0][0][0])
-    return Verdict(differing[0][0][0], slots, () if suspects else tuple(sorted(guilty)), tuple(suspects), since)
+        noticed = {rank: step for rank in ranks if (step := changed[rank].get(slot, 0))}
+        since |= noticed
+        guilty |= noticed.keys()
+    undecided = [ranks for _, ranks in differing if not guilty & set(ranks)]
+    suspects = sorted({rank for ranks in undecided for rank in ranks})
+    what = differing[0][0][0]
+    slots = tuple((slot, ranks) for slot, ranks in differing if slot[0] == what)
+    return Verdict(what, slots, () if suspects else tuple(sorted(guilty)), tuple(suspects), since)
 
 
-class Agreement:
+class ReplicaCheck(StepHook):
     """The comparisons of one rank."""
 
-    def __init__(self, every: int, placed: ShardedModel, pieces: Callable[[], Mapping[str, StateTensor]]):
-        """`every`: steps between two; 0: never. `pieces`: the live state."""
-        self._every, self._placed, self._mesh, self._pieces = every, placed, placed.mesh, pieces
-        self._all = placed.mesh.group(*AXES, use="step")
-        self._first = True
-        self._kept: dict[Slot, Tensor] = {}
-        """Right after this rank's last update."""
+    def __init__(self, every: int, model: ShardedModel, state: Callable[[], Mapping[str, StateTensor]]):
+        """`every`: steps between two comparisons; 0: never. `state`: the live tensors."""
+        self._every, self._model, self._mesh, self._state = every, model, model.mesh, state
+        self._group = model.mesh.group(*AXES, use="step")
+        self._is_first = True
+        self._own_sums: dict[Slot, Tensor] = {}
+        """Checksums right after this rank's last update."""
         self._changed: Row = {}
-        self._ended = self._cost = 0.0
-        self.agreed: int | None = None
-        """The newest step whose state was compared, and found the same."""
+        self._last_update = self._cost = 0.0
+        self.last_agreed: int | None = None
+        """The newest step whose state was compared and found equal."""
 
     def due(self, step: int) -> bool:
-        """Whether `step` is compared before it is applied: the first one too, as the state may have come from many places."""
-        return bool(self._every) and self._mesh.ranks > 1 and (self._first or step % self._every == 0)
+        """Whether to compare before `step` is applied: also before the first one, whose state may come from many places."""
+        return bool(self._every) and self._mesh.ranks > 1 and (self._is_first or step % self._every == 0)
 
-    def forget(self) -> None:
-        """The state was written by somebody else than the optimizer."""
-        self._kept.clear()
+    def on_state_replaced(self) -> None:
+        self._own_sums.clear()
         self._changed.clear()
 
-    def compare(self, step: int, finite: Tensor, again: Callable[[], object]) -> None:
-        """Before `step` is applied, its gradients being complete: raises Corruption, on all ranks, if anything differs.
+    def on_roll_forward(self) -> None:
+        self._every = 0
+        self._own_sums.clear()
 
-        `finite`: the gradient is, on all ranks; else it is not compared, as what is no number has many spellings. `again` repeats the
-        forwards and backwards of the step, all ranks together.
-        """
+    def before_update(self, context: StepContext) -> None:
+        """Raises Corruption on all ranks if anything differs. Gradients that are not finite are not compared: NaN has many bit patterns."""
+        step = context.number
         if not self.due(step):
-            self._look(step)
+            self._watch_weights(step)
             return
-        self._first = False
+        self._is_first = False
         if not self._groups:
             return
-        sums = self._sums(WHATS if finite.item() else WHATS[:2])
-        for slot in self._kept.keys() & sums.keys():
-            if not self._changed.get(slot) and sums[slot].item() != self._kept[slot].item():
+        assert context.finite is not None
+        sums = self._checksums(KINDS if context.finite.item() else KINDS[:2])
+        for slot in self._own_sums.keys() & sums.keys():
+            if not self._changed.get(slot) and sums[slot].item() != self._own_sums[slot].item():
                 self._changed[slot] = step
-        rows, changed = self._gather([{slot: int(value.item()) for slot, value in sums.items()}, self._changed])
+        rows, changed = self._gather([_row(sums), self._changed])
         verdict = judge(rows, self._groups, changed)
         if verdict is None:
-            self.agreed = step - 1
+            self.last_agreed = step - 1
             self._changed.clear()
             return
-        named = self._named(verdict)
+        names = self._differing_names(verdict)
         if verdict.what == GRADIENTS:
-            self.agreed = step - 1
+            self.last_agreed = step - 1
             if verdict.suspects:
-                again()
-                (later,) = self._gather([{slot: int(value.item()) for slot, value in self._sums((GRADIENTS,)).items()}])
-                verdict = confirmed(verdict, rows, later)
-        raise Corruption(verdict, step, self.agreed, words(verdict, step, named))
+                context.repeat()
+                (repeated,) = self._gather([_row(self._checksums((GRADIENTS,)))])
+                verdict = confirm(verdict, rows, repeated)
+        raise Corruption(verdict, step, self.last_agreed, describe(verdict, step, names))
 
-    def updated(self, step: int) -> None:
-        """`step` was applied: what this rank holds now is its own work. Of two copies, one that changes later can be told by that.
+    def after_update(self, step: int) -> None:
+        """Keeps checksums of what this rank has just written. Of two copies, the one that changes later is then known to be wrong.
 
-        That is looked at around a comparison; on CPU weights are watched in every step, if it takes next to no time. On GPUs it would be
-        many small kernels.
+        This is done around a comparison; on CPUs, weights are watched in every step if that takes almost no time. On GPUs it would
+        launch many small kernels.
         """
-        began, pace = time.perf_counter(), time.perf_counter() - self._ended
-        self._ended = began
-        self._kept.clear()
-        if not self._every or self._first or not self._two:
+        began, interval = time.perf_counter(), time.perf_counter() - self._last_update
+        self._last_update = began
+        self._own_sums.clear()
+        if not self._every or self._is_first or not self._pair_keys:
             return
-        soon = self.due(step + 1)
-        light = self._mesh.device.type == "cpu" and 2 * self._cost <= _SHARE * max(pace, _STEP)
-        if soon or light:
-            self._keep(WEIGHTS)
+        compares_next = self.due(step + 1)
+        on_host = not accelerator.of(self._mesh.device).asynchronous
+        is_cheap = on_host and 2 * self._cost <= _MAX_SHARE * max(interval, _MIN_STEP_SECONDS)
+        if compares_next or is_cheap:
+            self._remember(WEIGHTS)
             self._cost = time.perf_counter() - began
-        if soon:
-            self._keep(OPTIMIZER)
+        if compares_next:
+            self._remember(OPTIMIZER)
 
-    def _keep(self, what: str) -> None:
-        self._kept |= {slot: value for slot, value in self._sums((what,)).items() if slot[1] in self._two}
+    def _remember(self, kind: str) -> None:
+        self._own_sums |= {slot: value for slot, value in self._checksums((kind,)).items() if slot[1] in self._pair_keys}
 
-    def _look(self, step: int) -> None:
-        """Between two comparisons: whether weights are still what this rank made them."""
-        if self._kept:
-            now = self._sums(WHATS[:1])
-            for slot, value in self._kept.items():
+    def _watch_weights(self, step: int) -> None:
+        """Between two comparisons: whether the weights are still what this rank wrote."""
+        if self._own_sums:
+            now = self._checksums(KINDS[:1])
+            for slot, value in self._own_sums.items():
                 if slot in now and now[slot].item() != value.item():
                     self._changed.setdefault(slot, step)
 
     def _gather(self, rows: list[Row]) -> list[list[Row]]:
-        """Each of these rows of every rank, by rank, in one message."""
-        slots = [(what, key) for what in WHATS for key in self._groups]
-        mine = torch.tensor([[row.get(slot, 0) for row in rows for slot in slots]], device=self._mesh.device)
-        table = self._all.all_gather(mine).view(self._mesh.ranks, len(rows), len(slots)).tolist()
+        """These rows of every rank, by row and rank, in one message."""
+        slots = [(kind, key) for kind in KINDS for key in self._groups]
+        own = torch.tensor([[row.get(slot, 0) for row in rows for slot in slots]], device=self._mesh.device)
+        table = self._group.all_gather(own).view(self._mesh.ranks, len(rows), len(slots)).tolist()
         return [[dict(zip(slots, of_rank[number], strict=True)) for of_rank in table] for number in range(len(rows))]
 
-    def _sums(self, whats: Iterable[str]) -> dict[Slot, Tensor]:
-        found = {slot: checksum.now() for slot, checksum in self._checksums.items() if slot[0] in whats}
-        if GRADIENTS in whats:  # which lie elsewhere in every step
-            found |= {slot: Checksum(tensors.values()).now() for slot, tensors in self._gradients().items()}
-        return {slot: value for slot, value in found.items() if slot[1] in self._groups}
+    def _checksums(self, kinds: Iterable[str]) -> dict[Slot, Tensor]:
+        sums = {slot: checksum.now() for slot, checksum in self._state_checksums.items() if slot[0] in kinds}
+        if GRADIENTS in kinds:  # their memory changes from step to step
+            sums |= {slot: Checksum(tensors.values()).now() for slot, tensors in self._gradients().items()}
+        return {slot: value for slot, value in sums.items() if slot[1] in self._groups}
 
     def _gradients(self) -> dict[Slot, dict[str, Tensor]]:
-        found: dict[Slot, dict[str, Tensor]] = {}
-        for one in self._placed.owned:
-            if one.gradient is not None and one.gradient.numel():
-                split = (*one.shard.split, *(("data",) if self._placed.is_local_sgd else ()))
-                found.setdefault((GRADIENTS, _key(split, one.shard)), {})[one.name] = one.gradient
-        return found
+        slots: dict[Slot, dict[str, Tensor]] = {}
+        for param in self._model.owned:
+            if param.gradient is not None and param.gradient.numel():
+                split = (*param.shard.split, *(("data",) if self._model.is_local_sgd else ()))
+                slots.setdefault((GRADIENTS, _key(split, param.shard)), {})[param.name] = param.gradient
+        return slots
 
     @cached_property
-    def _checksums(self) -> dict[Slot, Checksum]:
+    def _state_checksums(self) -> dict[Slot, Checksum]:
         return {slot: Checksum(tensors.values()) for slot, tensors in self._tensors.items()}
 
     @cached_property
     def _tensors(self) -> dict[Slot, dict[str, Tensor]]:
-        """The state that is compared. It never moves."""
-        spots = {one.name: one.shard for one in self._placed.owned}
-        biases = {f"{name}.bias" for part in self._placed.parts for name in routers(part)}
-        found: dict[Slot, dict[str, Tensor]] = {}
-        for name, piece in self._pieces().items():
-            kind, parameter, *_ = name.split("/")
-            tensor = piece.tensor
+        """The states that are compared. Their memory never changes."""
+        shards = {param.name: param.shard for param in self._model.owned}
+        biases = {f"{name}.bias" for part in self._model.parts for name in routers(part)}
+        slots: dict[Slot, dict[str, Tensor]] = {}
+        for name, state in self._state().items():
+            collection, parameter, *_ = name.split("/")
+            tensor = state.tensor
             if not isinstance(tensor, Tensor) or tensor.device != self._mesh.device or not tensor.numel():
                 continue
-            if piece.is_buffer and parameter not in biases:
-                continue  # buffers of one's own modules may differ
-            what = WEIGHTS if kind == "model" or name.endswith("/local") else OPTIMIZER
-            found.setdefault((what, _key(piece.replicas.key, spots.get(parameter))), {})[name.partition("/")[2]] = tensor
-        return found
+            if state.is_buffer and parameter not in biases:
+                continue  # buffers of custom modules may differ
+            kind = WEIGHTS if collection == "model" or name.endswith("/local") else OPTIMIZER
+            key = _key(state.replicas.key, shards.get(parameter))
+            slots.setdefault((kind, key), {})[name.partition("/")[2]] = tensor
+        return slots
 
     @cached_property
     def _groups(self) -> dict[Key, list[tuple[int, ...]]]:
-        """Who must hold the same: the same table on all ranks, which make it at the same time."""
+        """The ranks that must hold the same, by key: the same table on all ranks, which compute it at the same time."""
         mesh = self._mesh
         keys = {key for _, key in (*self._tensors, *self._gradients())}
-        places = mesh.gather_objects({key: (mesh.stage, *(mesh.coordinate(axis) for axis in key)) for key in keys})
-        found = {}
-        for key in sorted({key for place in places for key in place}):
+        coordinates = mesh.gather_objects({key: (mesh.stage, *(mesh.coordinate(axis) for axis in key)) for key in keys})
+        groups = {}
+        for key in sorted({key for of_rank in coordinates for key in of_rank}):
             ranks: dict[tuple[int, ...], list[int]] = {}
-            for rank, place in enumerate(places):
-                if key in place:
-                    ranks.setdefault(place[key], []).append(rank)
-            together = [tuple(group) for group in ranks.values() if len(group) > 1]
-            if together:
-                found[key] = together
-        return found
+            for rank, of_rank in enumerate(coordinates):
+                if key in of_rank:
+                    ranks.setdefault(of_rank[key], []).append(rank)
+            replicas = [tuple(group) for group in ranks.values() if len(group) > 1]
+            if replicas:
+                groups[key] = replicas
+        return groups
 
     @cached_property
-    def _two(self) -> set[Key]:
-        """Groups in which this rank has one other."""
-        return {
-            key for key, together in self._groups.items() for ranks in together if self._mesh.rank in ranks and len(ranks) == 2
-        }
+    def _pair_keys(self) -> set[Key]:
+        """Keys of which exactly one other rank has a copy."""
+        rank = self._mesh.rank
+        return {key for key, replicas in self._groups.items() for ranks in replicas if rank in ranks and len(ranks) == 2}
 
-    def _named(self, verdict: Verdict) -> list[str]:
-        """The tensors that differ; all ranks find them out together."""
-        mine = {slot for slot, ranks in verdict.slots if self._mesh.rank in ranks}
+    def _differing_names(self, verdict: Verdict) -> list[str]:
+        """The tensors that differ; all ranks find them together."""
+        own_slots = {slot for slot, ranks in verdict.slots if self._mesh.rank in ranks}
         tensors = self._tensors | self._gradients()
-        said = {(slot, name): int(Checksum([one]).now()) for slot in mine for name, one in tensors.get(slot, {}).items()}
-        of_all = self._mesh.gather_objects(said)
-        found = [
+        own = {(slot, name): int(Checksum([one]).now()) for slot in own_slots for name, one in tensors.get(slot, {}).items()}
+        by_rank = self._mesh.gather_objects(own)
+        names = [
             name
             for slot, ranks in verdict.slots
-            for of, name in of_all[ranks[0]]
-            if of == slot and len({of_all[rank].get((slot, name)) for rank in ranks}) > 1
+            for tensor_slot, name in by_rank[ranks[0]]
+            if tensor_slot == slot and len({by_rank[rank].get((slot, name)) for rank in ranks}) > 1
         ]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(names))
 
 
-def confirmed(verdict: Verdict, first: list[Row], second: list[Row]) -> Verdict:
-    """Of gradients that differ between as many ranks: who had what a repetition of the step has."""
+def confirm(verdict: Verdict, first: list[Row], repeated: list[Row]) -> Verdict:
+    """Of gradients without a majority: those that a repetition of the step does not confirm are wrong."""
     guilty: set[int] = set()
     for slot, ranks in verdict.slots:
-        agreed = len({second[rank][slot] for rank in ranks}) == 1
-        # Where they differ again, one of them computes something else each time.
-        wrong = {rank for rank in ranks if first[rank][slot] != second[ranks[0] if agreed else rank][slot]}
+        agree_now = len({repeated[rank][slot] for rank in ranks}) == 1
+        # If they differ again, one of them computes something different each time.
+        wrong = {rank for rank in ranks if first[rank][slot] != repeated[ranks[0] if agree_now else rank][slot]}
         if not wrong or len(wrong) == len(ranks):
-            return verdict  # kernels of GPUs may differ each time
+            return verdict  # GPU kernels may differ each time
         guilty |= wrong
     return Verdict(verdict.what, verdict.slots, tuple(sorted(guilty)), (), verdict.since)
 
 
-def words(verdict: Verdict, step: int, named: list[str]) -> str:
-    """For a person."""
+def describe(verdict: Verdict, step: int, names: list[str]) -> str:
+    """The message of a Corruption."""
     what = {WEIGHTS: "weights", OPTIMIZER: "optimizer states", GRADIENTS: "gradients"}[verdict.what]
     ranks = sorted({rank for _, ranks in verdict.slots for rank in ranks})
-    more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
-    said = f"Step {step} was not applied: the {what} on {numbers(ranks)} must be the same and are not ({', '.join(named[:_NAMED])}{more})"
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    differ = f"Step {step} was not applied: the {what} on {rank_list(ranks)} must be equal but differ"
+    message = f"{differ} ({', '.join(names[:_MAX_NAMES])}{more})"
     if not verdict.guilty:
-        return f"{said}; which of them is wrong cannot be told from {'two' if len(ranks) == 2 else 'so few'} copies."
-    one = len(verdict.guilty) == 1
-    said += f": {numbers(verdict.guilty)} {'has' if one else 'have'} the wrong ones"
+        return f"{message}; {'two' if len(ranks) == 2 else 'so few'} copies cannot show which of them is wrong."
+    message += f": {rank_list(verdict.guilty)} {'has' if len(verdict.guilty) == 1 else 'have'} the wrong ones"
     if verdict.since:
-        said += f"; they changed there by themselves before step {min(verdict.since.values())} was applied"
+        message += f"; their bits changed without an update before step {min(verdict.since.values())} was applied"
     elif verdict.what == GRADIENTS and len(ranks) == 2:
-        said += "; the step was repeated, and came out as on the other"
-    return f"{said}."
+        message += "; a repetition of the step confirmed the other rank's"
+    return f"{message}."
 
 
-def numbers(ranks: Iterable[int]) -> str:
+def rank_list(ranks: Iterable[int]) -> str:
     """ "rank 3", "ranks 0 and 1", "ranks 0, 1 and 2"."""
     *most, last = map(str, ranks)
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
-def _key(split: Iterable[str], spot: ParamShard | None) -> Key:
-    computed = ("expert", "expert_tensor") if spot is not None and spot.expert else ("tensor",)
+def _row(sums: dict[Slot, Tensor]) -> Row:
+    return {slot: int(value.item()) for slot, value in sums.items()}
+
+
+def _key(split: Iterable[str], shard: ParamShard | None) -> Key:
+    computed = ("expert", "expert_tensor") if shard is not None and shard.expert else ("tensor",)
     return tuple(sorted({*split, *computed}))
+
+
+_COLUMNS = 256
+_SEED = 20_011  # any number, the same on all ranks
+
+
+class Checksum:
+    """One int64 number for the bits of many tensors, computed where they are, at the speed of reading them once.
+
+    Bits are summed as 64-bit integers in 256 columns, and every column of every tensor has an odd weight. So one changed bit always
+    changes the checksum, and so do values that change places, except by whole rows. Ranks that hold the same tensors in the same
+    order get the same number.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        """The tensors' memory must not change later."""
+        self._aligned: list[Tensor] = []
+        self._unaligned: list[Tensor] = []
+        self._rest: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors:
+            flat = tensor.detach().reshape(-1)
+            row = max(8 // flat.element_size(), 1) * _COLUMNS
+            whole = flat.numel() // row * row
+            if whole:
+                is_aligned = flat.storage_offset() * flat.element_size() % 8 == 0
+                (self._aligned if is_aligned else self._unaligned).append(_rows(flat[:whole]) if is_aligned else flat[:whole])
+            if whole < flat.numel():
+                self._rest.setdefault(flat.dtype, []).append(flat[whole:])
+        for dtype, parts in self._rest.items():
+            missing = -sum(part.numel() for part in parts) % max(8 // dtype.itemsize, 1)
+            parts.append(torch.zeros(missing, dtype=dtype, device=parts[0].device))
+
+    @torch.no_grad()
+    def now(self) -> Tensor:
+        """The present checksum, on the tensors' device. Overflow wraps around."""
+        terms = []
+        if self._aligned or self._unaligned:
+            # A view as int64 needs aligned memory, so unaligned tensors are copied.
+            sums = [rows.sum(0) for rows in self._aligned] + [_rows(flat.clone()).sum(0) for flat in self._unaligned]
+            terms.append(torch.stack(sums))
+        terms += [torch.cat(parts).view(torch.int64) for parts in self._rest.values()]
+        if not terms:
+            return torch.zeros((), dtype=torch.int64)
+        return torch.stack([(term * _odd_weights(tuple(term.shape), term.device)).sum() for term in terms]).sum()
+
+
+def _rows(flat: Tensor) -> Tensor:
+    return flat.view(torch.int64).view(-1, _COLUMNS)
+
+
+@lru_cache(maxsize=64)
+def _odd_weights(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(_SEED)
+    return (torch.randint(-(1 << 62), 1 << 62, shape, generator=generator) | 1).to(device)

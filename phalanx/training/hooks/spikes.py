@@ -1,29 +1,32 @@
-"""Loss spikes: whether a step's loss or gradient norm lies far above what is usual. `training/step` asks before it applies a step;
-what is usual is a part of a run's progress, so that a resumed run judges alike.
+"""Loss spikes: whether the loss or gradient norm of a step lies far above those of recent steps.
 
-Plain numbers that are the same on all ranks. The limits of a step are known before it is computed, so that comparing them needs no
-word from the device.
+The running statistics are part of a run's progress, so that a resumed run judges alike. They are plain numbers, the same on all
+ranks. The limits of a step are known before it is computed, so the comparison runs on the device without waiting for the host.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-_FIRST = 20
-"""Good steps that have to be seen before any is judged."""
+from phalanx.parallel.sharded_model import ShardedModel
+from phalanx.training.hooks import StepHook
+
+_MIN_STEPS = 20
+"""Good steps that must be seen before a step is judged."""
 _WINDOW = 100
-"""Steps that the usual reaches back, each counting less than the next; of a shorter run all count alike."""
-_LEAST_LOSS, _LEAST_NORM = 0.01, 0.05
-"""Deviations of the loss, as a part of it, and of the norm's logarithm that are always usual: some runs are very even."""
+"""Steps over which the statistics average, exponentially weighted; all steps of a shorter run have the same weight."""
+_MIN_LOSS_DEVIATION, _MIN_NORM_DEVIATION = 0.01, 0.05
+"""Lower bounds of the standard deviations, for very even runs: of the loss, relative to it, and of the logarithm of the norm."""
 
 
 @dataclass(slots=True)
-class Usual:
-    """Running mean and variance of the good steps' loss and of the logarithm of their gradient norm."""
+class RunningStats:
+    """Running mean and variance of the loss and of the logarithm of the gradient norm, over good steps."""
 
     steps: int = 0
     loss: float = 0.0
@@ -31,42 +34,54 @@ class Usual:
     norm: float = 0.0
     norm_variance: float = 0.0
 
-    def enter(self, loss: float, norm: float) -> None:
-        """A step was good."""
+    def add(self, loss: float, norm: float) -> None:
+        """Adds a good step."""
         self.steps += 1
-        share = max(1 / self.steps, 1 / _WINDOW)
-        self.loss, self.loss_variance = _moved(self.loss, self.loss_variance, loss, share)
-        self.norm, self.norm_variance = _moved(self.norm, self.norm_variance, math.log(max(norm, 1e-30)), share)
+        weight = max(1 / self.steps, 1 / _WINDOW)
+        self.loss, self.loss_variance = _update(self.loss, self.loss_variance, loss, weight)
+        self.norm, self.norm_variance = _update(self.norm, self.norm_variance, math.log(max(norm, 1e-30)), weight)
 
     def limits(self, deviations: float) -> Limits:
-        """What the next step may not exceed."""
-        if self.steps < _FIRST:
-            return NONE
-        loss = max(math.sqrt(self.loss_variance), _LEAST_LOSS * abs(self.loss))
-        norm = self.norm + deviations * max(math.sqrt(self.norm_variance), _LEAST_NORM)
+        """What the next step must not exceed."""
+        if self.steps < _MIN_STEPS:
+            return NO_LIMITS
+        loss = max(math.sqrt(self.loss_variance), _MIN_LOSS_DEVIATION * abs(self.loss))
+        norm = self.norm + deviations * max(math.sqrt(self.norm_variance), _MIN_NORM_DEVIATION)
         return Limits(self.loss + deviations * loss, math.exp(min(norm, 700.0)))
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one step."""
+    """The largest loss and gradient norm of one step."""
 
     loss: float = field(default=math.inf)
     norm: float = field(default=math.inf)
 
-    @property
-    def any(self) -> bool:
-        return self.loss < math.inf
-
     def exceeded(self, loss: Tensor, norm: Tensor | None) -> Tensor:
-        """True on the device; what is not a number exceeds nothing. `norm`: None where replicas have norms of their own."""
+        """On the device; NaN exceeds nothing. `norm`: None with local SGD, where every replica has a norm of its own."""
         high = loss > self.loss
         return high if norm is None else torch.logical_or(high, norm > self.norm)
 
 
-NONE = Limits()
+NO_LIMITS = Limits()
 
 
-def _moved(mean: float, variance: float, value: float, share: float) -> tuple[float, float]:
-    away = value - mean
-    return mean + share * away, (1 - share) * (variance + share * away * away)
+class SpikeGuard(StepHook):
+    """Skips steps that exceed the limits."""
+
+    def __init__(self, limits: Callable[[], Limits]):
+        """`limits` returns those of the step in progress."""
+        self._limits = limits
+        self._has_local_norms = False
+
+    def on_build(self, model: ShardedModel) -> None:
+        self._has_local_norms = model.is_local_sgd
+
+    def exceeds_limits(self, loss: Tensor, norm: Tensor) -> Tensor | None:
+        limits = self._limits()
+        return None if limits == NO_LIMITS else limits.exceeded(loss, None if self._has_local_norms else norm)
+
+
+def _update(mean: float, variance: float, value: float, weight: float) -> tuple[float, float]:
+    distance = value - mean
+    return mean + weight * distance, (1 - weight) * (variance + weight * distance * distance)

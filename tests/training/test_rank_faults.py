@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from phalanx.events.records import FaultInjected, Warned
 from phalanx.faults.grammar import POINTS, parse
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.owned_param import OwnedParam, ParamShard
-from phalanx.training.hooks.rank_faults import NONE, Faults, Injected
+from phalanx.training.hooks import StepContext
+from phalanx.training.hooks.rank_faults import InjectedFault, RankFaults
 
 
 class Told(list[FaultInjected]):
@@ -34,9 +36,9 @@ class Told(list[FaultInjected]):
         return [event.fault for event in self]
 
 
-def faults_of(text: str, folder: Path, rank: int = 0) -> tuple[Faults, Told]:
+def faults_of(text: str, folder: Path, rank: int = 0) -> tuple[RankFaults, Told]:
     told = Told()
-    return Faults(parse(text), rank=rank, node=0, done=FaultClaims(folder), report=told.append), told
+    return RankFaults(parse(text), rank=rank, done=FaultClaims(folder), report=told.append), told
 
 
 def ended(act: Callable[[], object]) -> int:
@@ -50,13 +52,54 @@ def ended(act: Callable[[], object]) -> int:
     return os.WTERMSIG(os.waitpid(pid, 0)[1])
 
 
-def everywhere(faults: Faults, steps: int) -> Iterator[tuple[str, int]]:
+@dataclass
+class Model:
+    """As much of a sharded model as faults read."""
+
+    owned: list[OwnedParam] = field(default_factory=list)
+    parts: Sequence[nn.Module] = ()
+
+
+@dataclass
+class States:
+    """As much of an optimizer."""
+
+    states: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def state(self) -> Mapping[str, Tensor]:
+        return self.states
+
+
+def context(step: int, owned: Sequence[OwnedParam] = (), states: Any = None) -> StepContext:
+    return StepContext(step, Model(list(owned)), states or States(), lambda: None)  # type: ignore[arg-type]
+
+
+def reach(faults: RankFaults, point: str, step: int) -> None:
+    """The rank comes to this point of a step."""
+    match point:
+        case "data":
+            faults.before_batch(step)
+        case "compute":
+            faults.before_forward(context(step))
+        case "collective":
+            faults.before_reduce(step, 0.0)
+        case "update":
+            faults.on_update(step)
+        case "evaluate":
+            faults.before_evaluate(step)
+        case "save":
+            faults.before_save(step)
+        case _:
+            raise AssertionError(point)
+
+
+def everywhere(faults: RankFaults, steps: int) -> Iterator[tuple[str, int]]:
     """All points of a run; those where something was raised."""
     for step in range(1, steps + 1):
         for point in POINTS:
             try:
-                faults.at(point, step)  # type: ignore[arg-type]
-            except Injected:
+                reach(faults, point, step)
+            except InjectedFault:
                 yield point, step
 
 
@@ -73,19 +116,19 @@ def test_it_strikes_at_its_point_of_its_step_and_once(point: str, tmp_path: Path
 
 def test_a_save_that_comes_later_is_struck(tmp_path: Path) -> None:
     faults, told = faults_of("raise rank=0 step=3 in=save", tmp_path)
-    faults.at("save", 2)
-    with pytest.raises(Injected, match="injected by --chaos: raise rank=0 step=3 in=save"):
-        faults.at("save", 4)
-    faults.at("save", 6)
+    reach(faults, "save", 2)
+    with pytest.raises(InjectedFault, match="injected by --chaos: raise rank=0 step=3 in=save"):
+        reach(faults, "save", 4)
+    reach(faults, "save", 6)
     assert [event.step for event in told] == [4]
 
 
 def test_it_is_told_before_it_kills(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
-    faults = Faults(parse("kill rank=2 step=4 during=update"), rank=2, done=FaultClaims(tmp_path), report=log.emit)
-    assert ended(lambda: faults.at("compute", 4)) == 0
-    assert ended(lambda: faults.at("update", 4)) == signal.SIGKILL
-    assert ended(lambda: faults.at("update", 4)) == 0
+    faults = RankFaults(parse("kill rank=2 step=4 during=update"), rank=2, done=FaultClaims(tmp_path), report=log.emit)
+    assert ended(lambda: reach(faults, "compute", 4)) == 0
+    assert ended(lambda: reach(faults, "update", 4)) == signal.SIGKILL
+    assert ended(lambda: reach(faults, "update", 4)) == 0
     (event,) = read_events(tmp_path / "events.jsonl")
     assert isinstance(event, FaultInjected) and (event.rank, event.step) == (2, 4)
 
@@ -115,26 +158,30 @@ def test_a_hang_lasts_and_heeds_no_signal_but_an_exception(tmp_path: Path) -> No
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         began = time.monotonic()
-        faults.at("compute", 1)
+        reach(faults, "compute", 1)
         assert 0.3 <= time.monotonic() - began < 1.5
         signal.signal(signal.SIGALRM, halt)
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         with pytest.raises(Halted):
-            faults.at("compute", 2)
+            reach(faults, "compute", 2)
     finally:
         signal.signal(signal.SIGALRM, previous)
 
 
-def test_a_slow_rank_takes_longer_from_one_step_to_another_and_is_told_once(tmp_path: Path) -> None:
+def test_a_slow_rank_takes_longer_from_one_step_to_another_and_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = "slow rank=0 x3 from=2 to=4; slow rank=0 x2 from=4"
     faults, told = faults_of(text, tmp_path)
-    assert [faults.slowness(step) for step in range(1, 7)] == [1, 3, 3, 6, 2, 2]
+    assert [faults._slowness(step) for step in range(1, 7)] == [1, 3, 3, 6, 2, 2]
     assert told.faults == text.split("; ")
     after_recovery, again = faults_of(text, tmp_path)
-    began = time.monotonic()
-    after_recovery.drag(3, 0.05)
-    assert 0.1 <= time.monotonic() - began < 1.0 and not again
-    after_recovery.drag(1, 1e9)
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    after_recovery.before_reduce(3, 0.05)
+    assert slept == [pytest.approx(0.1)] and not again
+    after_recovery.before_reduce(1, 1e9)
+    assert len(slept) == 1
 
 
 def held(values: Tensor, gradient: Tensor | None = None) -> OwnedParam:
@@ -146,47 +193,46 @@ def test_corruption_is_one_number_twice_or_half_as_large(dtype: torch.dtype, tmp
     faults, told = faults_of("corrupt rank=0 step=2 what=gradients", tmp_path)
     right = torch.tensor([[0.1, -0.7], [0.3, 0.0]], dtype=dtype)
     one = held(torch.zeros(2, 2), right.clone())
-    faults.gradients(1, [one])
-    faults.weights(2, [one])
+    faults.after_backward(context(1, [one]))
+    faults.before_forward(context(2, [one]))
     assert one.gradient is not None and torch.equal(one.gradient, right) and not told
-    faults.gradients(2, [held(torch.zeros(0), torch.zeros(0, dtype=dtype)), one])
+    faults.after_backward(context(2, [held(torch.zeros(0), torch.zeros(0, dtype=dtype)), one]))
     changed = one.gradient != right
     assert changed.sum() == 1 and changed[0, 1] and told.faults == ["corrupt rank=0 step=2 what=gradients"]
     assert (one.gradient[0, 1] / right[0, 1]).item() in (0.5, 2.0)
     wrong = one.gradient.clone()
-    faults.gradients(2, [one])
+    faults.after_backward(context(2, [one]))
     assert torch.equal(one.gradient, wrong)
 
 
 def test_weights_and_states_are_corrupted_too(tmp_path: Path) -> None:
     faults, told = faults_of("corrupt rank=0 step=1; corrupt rank=0 step=1 what=optimizer", tmp_path)
     one = held(torch.zeros(3))
-    faults.weights(1, [one])
-    assert one.value.count_nonzero() == 1  # a bit flips also where all are zeros
     states = {"weight/step": torch.tensor(4.0), "weight/exp_avg": torch.tensor([0.5, 0.25])}
-    faults.optimizer(1, lambda: states)
+    faults.before_forward(context(1, [one], States(states)))
+    assert one.value.count_nonzero() == 1  # a bit flips also where all are zeros
     assert states["weight/step"] == 4 and states["weight/exp_avg"][0] in (0.25, 1.0) and states["weight/exp_avg"][1] == 0.25
     assert len(told) == 2
-    faults.optimizer(2, lambda: pytest.fail("asked although nothing is due"))
+    faults.before_forward(context(2, [one], object()))  # which has no states to ask for
 
 
 def steps_with_nan(mesh: Mesh, folder: Path, text: str) -> list[Any]:
     """The trainer's steps, its points told as it will tell them itself; what the first and what a repeated forward gave."""
     trainer = tiny_trainer(mesh, tiny_run("train.steps=4", "memory.recompute=full"), folder / str(mesh.rank) / "checkpoints")
     told = Told()
-    faults = Faults(parse(text), rank=mesh.rank, done=FaultClaims(folder), report=told.append)
-    faults.see(trainer.sharded.parts)
+    faults = RankFaults(parse(text), rank=mesh.rank, done=FaultClaims(folder), report=told.append)
+    faults.on_build(trainer.sharded)
     found: list[Any] = []
     for step in (1, 2, 3):
-        faults.at("data", step)
-        faults.at("compute", step)
+        reach(faults, "data", step)
+        reach(faults, "compute", step)
         before = copied(trainer.tensors())
         taken = trainer.step()
-        faults.at("update", step)
+        reach(faults, "update", step)
         assert taken is not None
         found.append((taken.kind, bool(differing(before, trainer.tensors()))))
-    with faults.again():
-        faults.at("compute", 2)
+    with faults.around_repeat():
+        reach(faults, "compute", 2)
         found.append(sum(len(module._forward_hooks) for part in trainer.sharded.parts for module in part.modules()))
     found.append(sum(len(module._forward_hooks) for part in trainer.sharded.parts for module in part.modules()))
     found.append(told.faults)
@@ -213,15 +259,15 @@ def test_a_nan_is_one_number_and_the_backward_still_runs(tmp_path: Path) -> None
 
     model, given = Two(), torch.ones(2, 3)
     faults, told = faults_of("nan rank=0 step=1; nan rank=0 step=1 layer=nowhere", tmp_path)
-    faults.see([model])
-    faults.at("compute", 1)
+    faults.on_build(Model(parts=[model]))  # type: ignore[arg-type]
+    reach(faults, "compute", 1)
     output, _ = model(given)
     assert output.isnan().sum() == 1 and told.faults == ["nan rank=0 step=1"]
     output.nansum().backward()
     retaken, _ = faults_of("nan rank=0 step=1", tmp_path)
-    faults.at("data", 1)
-    retaken.see([model])
-    retaken.at("compute", 1)
+    reach(faults, "data", 1)
+    retaken.on_build(Model(parts=[model]))  # type: ignore[arg-type]
+    reach(retaken, "compute", 1)
     assert not model(given)[0].isnan().any()
 
 
@@ -254,13 +300,16 @@ def test_a_full_disk_is_this_runs_alone_and_has_room_again(tmp_path: Path, disk:
     open_location(tmp_path / "file").sink().write(b"data")
 
 
-def test_without_faults_it_costs_nothing(tmp_path: Path) -> None:
-    assert not list(everywhere(NONE, 3)) and NONE.slowness(1) == 1
+def test_faults_of_other_ranks_and_of_nodes_strike_nothing_here(tmp_path: Path) -> None:
+    none = RankFaults()
+    assert not list(everywhere(none, 3)) and none._slowness(1) == 1
     others, told = faults_of("kill rank=1 step=1; fill-disk; kill node=0 step=1; freeze rank=0 step=1 for=1s", tmp_path)
     DISK.watch(None)
     assert not list(everywhere(others, 3)) and not told and not (tmp_path / "control").exists()
-    began = time.perf_counter()
-    for _ in range(10_000):
-        NONE.at("compute", 1)
-        NONE.drag(1, 1.0)
-    assert time.perf_counter() - began < 0.1  # 5 µs a call, on a busy machine
+
+
+def test_no_fault_strikes_while_a_step_is_rolled_forward(tmp_path: Path) -> None:
+    faults, told = faults_of("raise rank=0 step=1 in=update", tmp_path)
+    faults.on_roll_forward()
+    reach(faults, "update", 1)
+    assert not told

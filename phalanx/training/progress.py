@@ -1,4 +1,4 @@
-"""How far a run has come, and what is said about a step. The trainer keeps the one and tells the other."""
+"""A run's progress, and what is reported of its steps. The trainer keeps the progress; every checkpoint holds it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass, field, replace
 from phalanx.events.records import Step, StepSkipped
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
-from phalanx.training.hooks.spikes import NONE, Limits, Usual
-from phalanx.training.step import Outcome
+from phalanx.training.hooks.spikes import NO_LIMITS, Limits, RunningStats
+from phalanx.training.step_totals import Outcome
 from phalanx.transforms.precision import LossScale
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far the run has come: with the tensors, everything that a checkpoint holds."""
+    """How far a run has come: with the tensors, everything that a checkpoint restores."""
 
     step: int = 0
     """Optimizer steps taken or skipped."""
@@ -24,51 +24,50 @@ class Progress:
     loss_scale: dict[str, float] = field(default_factory=dict)
     """fp16: see `transforms.precision.LossScale`."""
     spikes_in_a_row: int = 0
-    """Of those skipped in a row."""
+    """Spikes among the steps skipped in a row."""
     usual: dict[str, float] = field(default_factory=dict)
-    """What loss and gradient norm usually are: see `training.spikes.Usual`. Kept only where spikes are skipped."""
+    """See `hooks.spikes.RunningStats`. Empty unless spikes are skipped."""
     left_out: list[list[int]] = field(default_factory=list)
-    """Each time that the run went back: the first sample that was left out, the first that was not, and the step gone back to."""
+    """One entry per rollback: the first sample skipped, the first sample after them, and the step restored."""
 
     def advance(self, batch: int, good: bool, scale: LossScale, spike: bool = False) -> None:
-        """A step was taken, or skipped if it was not good."""
+        """Counts a step that was taken, or skipped if it was not good."""
         self.step += 1
         self.samples += batch
         self.loss_scale = scale.state()
-        # A loss scale that is being lowered skips steps by nature; they count once it has nothing left to give.
+        # While a loss scale is being lowered, skipped steps are normal; they count once it cannot be lowered further.
         self.skipped_in_a_row = 0 if good else self.skipped_in_a_row + (spike or scale.value <= 1)
         self.spikes_in_a_row = 0 if good else self.spikes_in_a_row + spike
 
     def take(self, outcome: Outcome, run: Run, scale: LossScale) -> None:
-        """A step has ended so."""
+        """Counts a step with this outcome."""
         self.advance(run.batch, outcome.good, scale, outcome.spike)
         if outcome.good and run.resilience.spike is not None:
-            usual = self._usual
-            usual.enter(outcome.loss, outcome.grad_norm)
-            self.usual = asdict(usual)
+            stats = self._stats
+            stats.add(outcome.loss, outcome.grad_norm)
+            self.usual = asdict(stats)
 
     @property
     def last_good(self) -> int:
-        """The step before the bad ones that follow each other now."""
+        """The last step before the skipped ones."""
         return self.step - self.skipped_in_a_row
 
     def limits(self, deviations: float | None) -> Limits:
-        """What the next step's loss and norm may not exceed, to lie within so many deviations of the usual."""
-        return NONE if deviations is None else self._usual.limits(deviations)
+        """The limits of the next step's loss and norm: this many standard deviations above the running mean."""
+        return NO_LIMITS if deviations is None else self._stats.limits(deviations)
 
     @property
-    def _usual(self) -> Usual:
-        return Usual(**self.usual)  # type: ignore[arg-type]  # the count of steps is whole
+    def _stats(self) -> RunningStats:
+        return RunningStats(**self.usual)  # type: ignore[arg-type]  # the number of steps is an integer
 
     def back_to(self, earlier: Progress) -> Progress:
-        """Of a run that goes back to an earlier state, and on with the data that it has not seen yet."""
+        """The progress after a rollback to an earlier state, which continues with data not seen yet."""
         left_out = [*self.left_out, [earlier.samples, self.samples, earlier.step]]
         return replace(earlier, samples=self.samples, skipped_in_a_row=0, spikes_in_a_row=0, left_out=left_out)
 
 
-def report(progress: Progress, outcome: Outcome, rate: float, seconds: float, job: tuple[Run, Plan]) -> Step | StepSkipped:
+def step_record(progress: Progress, outcome: Outcome, rate: float, seconds: float, run: Run, plan: Plan) -> Step | StepSkipped:
     """The record of a step that was taken or skipped."""
-    run, plan = job
     if not outcome.good:
         return StepSkipped(
             step=progress.step,
@@ -98,7 +97,7 @@ def report(progress: Progress, outcome: Outcome, rate: float, seconds: float, jo
 
 
 def too_many_skipped(progress: Progress, run: Run) -> str:
-    """Why a run of skipped steps ends."""
+    """Why a run ends after skipped steps in a row."""
     skipped, spikes = progress.skipped_in_a_row, progress.spikes_in_a_row
     spike = (
         f"a loss or gradient norm more than resilience.spike = {run.resilience.spike:g} deviations above the usual"
@@ -107,16 +106,15 @@ def too_many_skipped(progress: Progress, run: Run) -> str:
     )
     if spikes == skipped:
         had = spike
-    else:
-        had = "a loss or gradient that is not finite" + (f" ({skipped - spikes}), or {spike} ({spikes})" if spikes else "")
-    remedy = (
-        f"if the loss itself is not finite, lower optimizer.learning_rate ({run.optimizer.learning_rate:g}) or lengthen "
-        f"optimizer.warmup_steps ({run.optimizer.warmup_steps}); if only the gradient is, lower train.clip ({run.train.clip:g})."
-    )
-    if spikes == skipped:
         remedy = (
             "if the values are those of a new normal, as after a change of the data, raise resilience.spike or leave it out; if they "
             f"keep growing, lower optimizer.learning_rate ({run.optimizer.learning_rate:g})."
+        )
+    else:
+        had = "a loss or gradient that is not finite" + (f" ({skipped - spikes}), or {spike} ({spikes})" if spikes else "")
+        remedy = (
+            f"if the loss itself is not finite, lower optimizer.learning_rate ({run.optimizer.learning_rate:g}) or lengthen "
+            f"optimizer.warmup_steps ({run.optimizer.warmup_steps}); if only the gradient is, lower train.clip ({run.train.clip:g})."
         )
     return (
         f"{skipped} steps in a row had {had}, more than resilience.max_skipped = {run.resilience.max_skipped}; nothing was applied "
@@ -124,13 +122,13 @@ def too_many_skipped(progress: Progress, run: Run) -> str:
     )
 
 
-def too_often_back(progress: Progress, step: int, run: Run) -> str:
-    """Why a run that has gone back to one step again and again ends."""
-    times = [(first, beyond) for first, beyond, to in progress.left_out if to == step]
-    told = ", ".join(f"{first} to {beyond - 1}" for first, beyond in times)
+def too_many_rollbacks(progress: Progress, step: int, run: Run) -> str:
+    """Why a run ends that has gone back to one step again and again."""
+    skipped = [(first, beyond) for first, beyond, to in progress.left_out if to == step]
+    ranges = ", ".join(f"{first} to {beyond - 1}" for first, beyond in skipped)
     return (
         f"{progress.skipped_in_a_row} steps in a row were bad once more, although the run has gone back to step {step} "
-        f"{len(times)} times (resilience.rollback_after = {run.resilience.rollback_after}) and left out samples {told}: it is not the "
+        f"{len(skipped)} times (resilience.rollback_after = {run.resilience.rollback_after}) and left out samples {ranges}: it is not the "
         f"data. The state of step {step} itself may be bad: go back further by removing its checkpoint, or lower "
         f"optimizer.learning_rate ({run.optimizer.learning_rate:g})."
     )

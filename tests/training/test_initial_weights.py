@@ -17,7 +17,7 @@ from phalanx.models.init import build, materialize
 from phalanx.spec import hf_config
 from phalanx.spec.errors import RunError
 from phalanx.spec.model import ModelSpec
-from phalanx.training import initial
+from phalanx.training import initial_weights
 
 
 def model(spec: ModelSpec) -> nn.Module:
@@ -27,7 +27,7 @@ def model(spec: ModelSpec) -> nn.Module:
 def start(ours: nn.Module, folder: Path) -> None:
     state = ours.state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    initial.load({name: StateTensor.full(tensor) for name, tensor in state.items()}, shapes, folder)
+    initial_weights.load({name: StateTensor.full(tensor) for name, tensor in state.items()}, shapes, folder)
 
 
 def answer(of: nn.Module) -> torch.Tensor:

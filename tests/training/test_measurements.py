@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from phalanx.observe.step_clock import PARTS, Clock
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Run
-from phalanx.training.hooks import step_timing
+from phalanx.training.hooks import measurements
 from phalanx.training.trainer import Trainer
 
 LONG = 0.3
@@ -74,7 +75,7 @@ def taken(trainer: Trainer, prepare: Callable[[int], Any] = lambda number: None)
         prepare(number)
         step = trainer.step()
         assert isinstance(step, Step)
-        while (told := trainer.account()) is not None:
+        while (told := trainer.take_measurement()) is not None:
             assert isinstance(told, StepAccounted if number == 2 else StepTimed)
             if isinstance(told, StepTimed):
                 assert (told.step, told.rank) == (number, trainer.mesh.rank)
@@ -113,7 +114,7 @@ def slowed(mesh: Mesh, run: Run, folder: Path, flag: Flag, waiting: str) -> list
 
         trainer.model.register_forward_hook(compute)
     found = taken(trainer, lambda number: due.__setitem__(slice(None), [number]))
-    assert WAITED.clock is None and "accumulate" not in vars(trainer.stepper), "nothing is left behind"
+    assert WAITED.clock is None, "nothing is left behind"
     trainer.close()
     return [told.parts for told in found]
 
@@ -138,7 +139,7 @@ def test_a_step_that_is_timed_computes_the_same_bits(tmp_path: Path, monkeypatch
     timed = tiny_trainer(ALONE, run, tmp_path / "timed")
     for told in taken(timed):
         assert {"compute", "optimizer", "loading", "other"} == set(told.parts)
-    monkeypatch.setattr(step_timing, "_TIMED", ())
+    monkeypatch.setattr(measurements, "_TIMED", ())
     plain = tiny_trainer(ALONE, run, tmp_path / "plain")
     for _ in range(6):
         plain.step()
@@ -151,7 +152,7 @@ def test_the_parts_are_those_of_the_step_that_is_told(tmp_path: Path) -> None:
     trainer = tiny_trainer(ALONE, tiny_run("train.steps=20"), tmp_path)
     for number in range(1, 6):
         started = time.perf_counter()
-        step, told = trainer.step(), trainer.account()
+        step, told = trainer.step(), trainer.take_measurement()
         wall = time.perf_counter() - started
         if number > 2:
             assert isinstance(step, Step) and isinstance(told, StepTimed)
@@ -167,15 +168,17 @@ def test_a_step_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         trainer.step()
     hook.remove()
-    assert WAITED.clock is None and "next" not in vars(trainer.feed)
-    assert isinstance(trainer.account(), StepAccounted) and trainer.account() is None
+    assert WAITED.clock is None
+    assert isinstance(trainer.take_measurement(), StepAccounted) and trainer.take_measurement() is None
     trainer.close()
 
 
 def test_nothing_is_timed_where_it_could_not_be_told(tmp_path: Path) -> None:
     """Compiled blocks say nothing of what they wait for between ranks; without ranks inside them there is nothing to say."""
     trainer = tiny_trainer(ALONE, tiny_run("memory.compile=true"), tmp_path / "one")
-    assert trainer._timing._on
-    trainer.plan = trainer.plan.__class__.from_json(trainer.plan.to_json().replace('"tensor": 1', '"tensor": 2'))
-    assert not step_timing.Timing(trainer)._on
+    plan = trainer.plan
     trainer.close()
+    assert measurements.StepTiming(plan, compiled=True).enabled
+    tensor = replace(plan, layout=replace(plan.layout, tensor=2))
+    assert not measurements.StepTiming(tensor, compiled=True).enabled
+    assert measurements.StepTiming(tensor, compiled=False).enabled

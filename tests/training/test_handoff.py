@@ -66,10 +66,10 @@ def interrupt_after_update(trainer: Trainer) -> None:
     def settle() -> None:
         raise Lost
 
-    trainer._settle_update = settle  # type: ignore[method-assign]
+    trainer._share_update = settle  # type: ignore[method-assign]
     with pytest.raises(Lost):
         trainer.step()
-    del trainer._settle_update
+    del trainer._share_update
 
 
 def rolled(mesh: Mesh, folder: Path) -> tuple[list[str], float, float]:
@@ -77,7 +77,7 @@ def rolled(mesh: Mesh, folder: Path) -> tuple[list[str], float, float]:
     run = tiny_run("train.clip=0.05")  # so that the norm counts
     undisturbed = after(mesh, run, folder / "undisturbed", 3)
     trainer = after(mesh, run, folder / "disturbed", 2)
-    if mesh.rank == 1 and not trainer.stepper._alone:
+    if mesh.rank == 1 and not trainer.stepper._norm_is_local:
         interrupt_in_norm(trainer)
     elif mesh.rank in (1, 2):
         interrupt_before_update(trainer)

@@ -15,8 +15,7 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.spec.errors import RunFailed
 from phalanx.spec.layout import Layout
 from phalanx.training.hooks import replica_check
-from phalanx.training.hooks.checksum import Checksum
-from phalanx.training.hooks.replica_check import Corruption, Row, confirmed, judge, words
+from phalanx.training.hooks.replica_check import Checksum, Corruption, ReplicaCheck, Row, confirm, describe, judge
 from phalanx.training.trainer import Trainer
 
 W = ("weights", ("tensor",))
@@ -38,8 +37,8 @@ def test_of_three_copies_the_odd_one_is_wrong() -> None:
     verdict = judge(rows(1, 1, 1, 2, 5, 2), groups, never(6))
     assert verdict is not None
     assert (verdict.what, verdict.guilty, verdict.suspects) == ("weights", (4,), ())
-    assert words(verdict, 40, ["head.weight"]) == (
-        "Step 40 was not applied: the weights on ranks 3, 4 and 5 must be the same and are not (head.weight): rank 4 has the wrong ones."
+    assert describe(verdict, 40, ["head.weight"]) == (
+        "Step 40 was not applied: the weights on ranks 3, 4 and 5 must be equal but differ (head.weight): rank 4 has the wrong ones."
     )
 
 
@@ -47,11 +46,11 @@ def test_of_two_copies_the_one_that_changed_by_itself_is_wrong() -> None:
     groups = {("tensor",): [(0, 1)]}
     verdict = judge(rows(1, 2), groups, [{}, {W: 33}])
     assert verdict is not None and verdict.guilty == (1,)
-    assert "they changed there by themselves before step 33 was applied" in words(verdict, 40, ["a", "b", "c", "d"])
-    assert "(a, b, c and 1 more)" in words(verdict, 40, ["a", "b", "c", "d"])
+    assert "their bits changed without an update before step 33 was applied" in describe(verdict, 40, ["a", "b", "c", "d"])
+    assert "(a, b, c and 1 more)" in describe(verdict, 40, ["a", "b", "c", "d"])
     unknown = judge(rows(1, 2), groups, never(2))
     assert unknown is not None and (unknown.guilty, unknown.suspects) == ((), (0, 1))
-    assert words(unknown, 40, ["a"]).endswith("which of them is wrong cannot be told from two copies.")
+    assert describe(unknown, 40, ["a"]).endswith("two copies cannot show which of them is wrong.")
     # What has followed from it in tensors that nobody watched is no new suspicion.
     both = judge([{W: 1, S: 1}, {W: 2, S: 2}], groups, [{}, {W: 33}])
     assert both is not None and both.guilty == (1,) and not both.suspects
@@ -62,11 +61,11 @@ def test_of_two_gradients_a_repetition_shows_which_is_wrong() -> None:
     first = rows(1, 2, slot=G)
     verdict = judge(first, groups, never(2))
     assert verdict is not None and verdict.suspects == (0, 1)
-    assert confirmed(verdict, first, rows(1, 1, slot=G)).guilty == (1,)
-    assert confirmed(verdict, first, rows(2, 2, slot=G)).guilty == (0,)
-    assert confirmed(verdict, first, rows(1, 9, slot=G)).guilty == (1,)  # it computes something else each time
-    assert confirmed(verdict, first, rows(8, 8, slot=G)).suspects == (0, 1)
-    assert confirmed(verdict, first, rows(1, 2, slot=G)).suspects == (0, 1)
+    assert confirm(verdict, first, rows(1, 1, slot=G)).guilty == (1,)
+    assert confirm(verdict, first, rows(2, 2, slot=G)).guilty == (0,)
+    assert confirm(verdict, first, rows(1, 9, slot=G)).guilty == (1,)  # it computes something else each time
+    assert confirm(verdict, first, rows(8, 8, slot=G)).suspects == (0, 1)
+    assert confirm(verdict, first, rows(1, 2, slot=G)).suspects == (0, 1)
 
 
 def test_a_checksum_sees_every_bit_and_every_place_wherever_the_tensor_lies() -> None:
@@ -134,7 +133,11 @@ def struck(
             if isinstance(event, Step):
                 before = copied(trainer.tensors())
     except Corruption as error:
-        assert trainer.progress.step == error.step - 1 and trainer.stepper.pending is None and not trainer.stepper.torn
+        assert (
+            trainer.progress.step == error.step - 1
+            and trainer.stepper.pending is None
+            and not trainer.stepper.update_incomplete
+        )
         changed = [] if what == "gradients" and step % 4 == 0 and mesh.rank == rank else differing(before, trainer.tensors())
         if step == error.step and mesh.rank == rank and what != "gradients":
             assert [name.partition("/")[2] for name in changed] in (
@@ -159,7 +162,7 @@ def test_the_odd_one_of_three_is_named_and_no_rank_applies_the_step(
     for told, error in results:
         assert error is not None and isinstance(error, RunFailed)
         assert (error.step, error.guilty, error.suspects) == (found, (rank,), ())
-        assert error.agreed == (found - 1 if what == "gradients" and step == found else 3 if found == 8 else 0)
+        assert error.last_agreed == (found - 1 if what == "gradients" and step == found else 3 if found == 8 else 0)
         corrupted = [event for event in told if isinstance(event, Corrupted)]
         assert [(event.step, event.rank, event.what) for event in corrupted] == [(found, rank, error.what)]
         assert "blocks.1.mlp.up.weight" in corrupted[0].message and f"rank {rank} has the wrong ones" in corrupted[0].message
@@ -186,7 +189,7 @@ def test_the_odd_one_of_three_is_named_and_no_rank_applies_the_step(
 def test_of_two_copies_too(
     what: str, step: int, layout: Layout, overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_check, "_SHARE", 1.0)  # however busy this machine is
+    monkeypatch.setattr(replica_check, "_MAX_SHARE", 1.0)  # however busy this machine is
     rank = layout.ranks - 1
     for _, error in run_ranks(struck, layout.ranks, tmp_path, what, rank, step, *overrides, layout=layout):
         assert error is not None and (error.what, error.guilty, error.step) == (what, (rank,), 4)
@@ -196,18 +199,18 @@ def test_where_it_cannot_be_told_both_are_suspects(tmp_path: Path) -> None:
     """A wrong gradient that was applied shows later as other weights, which nobody has changed at rest."""
     for _, error in run_ranks(struck, 2, tmp_path, "gradients", 1, 2):
         assert error is not None
-        assert (error.what, error.guilty, error.suspects, error.agreed) == ("weights", (), (0, 1), 0)
+        assert (error.what, error.guilty, error.suspects, error.last_agreed) == ("weights", (), (0, 1), 0)
         assert [event.rank for event in error.events] == [None]
         again = pickle.loads(pickle.dumps(error))
-        assert (str(again), again.suspects, again.agreed) == (str(error), (0, 1), 0)
+        assert (str(again), again.suspects, again.last_agreed) == (str(error), (0, 1), 0)
 
 
 def undisturbed(mesh: Mesh, directory: Path, *overrides: str) -> int | None:
     trainer = tiny_trainer(mesh, tiny_run("train.steps=3", "resilience.check_every=1", *overrides), directory)
     for _ in trainer.events():
         pass
-    assert trainer.stepper.agreement is not None
-    return trainer.stepper.agreement.agreed
+    (check,) = [hook for hook in trainer.hooks._hooks if isinstance(hook, ReplicaCheck)]
+    return check.last_agreed
 
 
 MOE = ("model.moe.experts=4", "model.moe.active=2", "model.moe.ffn=16", "model.moe.bias_rate=0.01")

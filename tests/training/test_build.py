@@ -14,7 +14,7 @@ from phalanx.parallel.pipeline import stage_cost as timing
 from phalanx.schedules.makers import make
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Place, Plan
-from phalanx.training.stage_modules import stages, timed_costs
+from phalanx.training.build import measured_costs, split_stages
 
 MOE = ("model.moe.experts=4", "model.moe.active=2", "model.moe.ffn=32", "model.moe.dense_layers=2", "model.layers=5")
 
@@ -28,7 +28,7 @@ def plan(layout: Layout) -> Plan:
 
 def test_blocks_are_timed_where_they_run() -> None:
     run = tiny_run("model.layers=4")
-    costs = timed_costs(run.model, 24, plan(Layout()), ALONE)
+    costs = measured_costs(run.model, 24, plan(Layout()), ALONE)
     assert len(costs.blocks) == 4 and min(costs.blocks) > 0
 
 
@@ -44,8 +44,8 @@ def test_each_kind_of_block_is_timed_once_and_costs_what_it_took(
         asked.extend(tried)
         return {name: took[name] for name in tried}
 
-    monkeypatch.setattr("phalanx.training.stage_modules.measure_costs", timed)
-    costs = timed_costs(run.model, 24, plan(Layout()), ALONE)
+    monkeypatch.setattr("phalanx.training.build.measure_costs", timed)
+    costs = measured_costs(run.model, 24, plan(Layout()), ALONE)
     dense, sparse = run.model.dense_layers, run.model.layers - run.model.dense_layers
     assert costs.blocks == (1.0,) * dense + (4.0,) * sparse
     assert costs.first == (2.0 if dense else 3.0) and costs.last == (8.0 if sparse else 5.0)
@@ -59,12 +59,12 @@ def test_a_rank_gets_the_blocks_of_its_stages() -> None:
     seen = []
     for rank in range(2):
         mesh = Mesh(Place(rank=rank, ranks=2), torch.device("cpu"), layout)
-        for part in stages(build(run.model), run, plan(layout), mesh, order):
+        for part in split_stages(build(run.model), run, plan(layout), mesh, order):
             seen.append((rank, part.is_first_stage, part.is_last_stage, list(part.blocks)))  # type: ignore[arg-type]
     assert [rank for rank, *_ in seen] == [0, 0, 1, 1]
     assert sorted(block for *_, blocks in seen for block in blocks) == list("01234")
     assert [(begins, ends) for _, begins, ends, _ in seen] == [(True, False), (False, True), (False, False), (False, False)]
-    assert stages(model := build(run.model), run, plan(replace(layout, pipeline=1)), ALONE, None) == [model]
+    assert split_stages(model := build(run.model), run, plan(replace(layout, pipeline=1)), ALONE, None) == [model]
 
 
 def test_seconds_are_those_of_forward_and_backward() -> None:

@@ -15,8 +15,8 @@ from phalanx.events.records import Event, NotFinite, Step, StepSkipped
 from phalanx.faults.grammar import Fault
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
-from phalanx.training.hooks.nonfinite_trace import Finding, _common, verdict
-from phalanx.training.hooks.rank_faults import Faults
+from phalanx.training.hooks.nonfinite import Finding, common_module, conclude
+from phalanx.training.hooks.rank_faults import RankFaults
 from phalanx.training.trainer import Trainer
 
 
@@ -113,7 +113,7 @@ def test_and_to_the_rank(
 def test_what_chaos_plants_is_found_where_it_was_planted_and_costs_nothing_when_it_has_passed(tmp_path: Path) -> None:
     trainer = tiny_trainer(ALONE, tiny_run("train.steps=3"), tmp_path / "checkpoints")
     faults = (Fault(kind="nan", rank=0, step=2, layer="blocks.1.mlp"),)
-    trainer.faults = Faults(faults, done=FaultClaims(tmp_path))
+    trainer.hooks.add(RankFaults(faults, done=FaultClaims(tmp_path)))
     told = list(trainer.events())
     assert [(event.rank, event.layer) for event in told if isinstance(event, NotFinite)] == [(0, "blocks.1.mlp")]
     undisturbed = tiny_trainer(ALONE, tiny_run("train.steps=3"), tmp_path / "undisturbed" / "checkpoints").events()
@@ -135,7 +135,10 @@ def test_what_does_not_happen_again_is_said_to_have_passed(tmp_path: Path) -> No
     trainer.model.register_forward_hook(once)
     (found,) = [event for event in trainer.events() if isinstance(event, NotFinite)]
     assert (found.rank, found.layer) == (0, "")
-    assert "when the step was repeated, all was: a passing fault; the loss was not finite on rank 0 then" in found.message
+    assert (
+        "but a repetition of the step was: a transient fault; in the first attempt the loss was not finite on rank 0"
+        in found.message
+    )
 
 
 def test_only_the_first_of_bad_steps_in_a_row_is_traced_and_none_of_a_scale_that_is_being_lowered(tmp_path: Path) -> None:
@@ -149,16 +152,16 @@ def test_only_the_first_of_bad_steps_in_a_row_is_traced_and_none_of_a_scale_that
 
 def test_what_travels_is_not_blamed_on_those_it_reaches() -> None:
     late, early = Finding(1, False, 1, 3, "blocks.2", "NaN"), Finding(1, False, 0, 9, "blocks.1", "NaN")
-    assert verdict(5, [(late, None, True), (early, None, True)]).rank == 1  # stages come in order
+    assert conclude(5, [(late, None, True), (early, None, True)]).rank == 1  # stages come in order
     up, down = Finding(1, True, -1, 7, "blocks.3", "NaN"), Finding(1, True, 0, 1, "blocks.1", "NaN")
-    assert verdict(5, [(down, None, True), (up, None, True)]).rank == 1
-    assert verdict(5, [(late, None, True), (down, None, True)]).rank == 0  # forwards before backwards
-    assert "as on 1 other ranks" in verdict(5, [(late, None, True), (late, None, True)]).message
-    summed = verdict(5, [(None, "head.weight", True), (None, None, True)])
+    assert conclude(5, [(down, None, True), (up, None, True)]).rank == 1
+    assert conclude(5, [(late, None, True), (down, None, True)]).rank == 0  # forwards before backwards
+    assert "as on 1 other ranks" in conclude(5, [(late, None, True), (late, None, True)]).message
+    summed = conclude(5, [(None, "head.weight", True), (None, None, True)])
     assert (summed.rank, summed.layer) == (0, "head.weight")
 
 
 def test_several_readers_of_one_tensor_are_named_by_what_they_are_in() -> None:
-    assert _common(["", "blocks.0", "blocks.0.mlp"]) == "blocks.0.mlp"
-    assert _common(["blocks.0.attention", "blocks.0.attention.query", "blocks.0.attention.key"]) == "blocks.0.attention"
-    assert _common(["blocks.0.mlp.gate", "head"]) == "the model"
+    assert common_module(["", "blocks.0", "blocks.0.mlp"]) == "blocks.0.mlp"
+    assert common_module(["blocks.0.attention", "blocks.0.attention.query", "blocks.0.attention.key"]) == "blocks.0.attention"
+    assert common_module(["blocks.0.mlp.gate", "head"]) == "the model"

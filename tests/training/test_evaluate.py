@@ -9,7 +9,7 @@ from phalanx.checkpointing import directory
 from phalanx.events.records import Evaluated, Event, Finished, Saved, Step, Stopped
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
-from phalanx.training.step_totals import PAUSE
+from phalanx.training.stop_signal import PAUSE
 
 SETTINGS = ("train.steps=3", "train.eval_every=2", "train.eval_sequences=12", "train.micro_batch=1", "data.eval_fraction=0.4")
 
@@ -29,7 +29,7 @@ def told_meanwhile(mesh: Mesh, directory: Path, rank: int, pause: bool, *overrid
     trainer.stepper.measure = counted  # type: ignore[method-assign, assignment]
     told = list(trainer.events())
     assert all(part.training for part in trainer.sharded.parts)
-    return told, len(forwards), trainer.heard
+    return told, len(forwards), trainer.stop_signal.agreed
 
 
 @pytest.mark.parametrize("layout", [Layout(data=2), Layout(data=1, pipeline=2)])
@@ -61,6 +61,6 @@ def test_an_evaluation_that_nobody_disturbs_changes_nothing(tmp_path: Path) -> N
     trainer = tiny_trainer(ALONE, tiny_run(*SETTINGS), tmp_path)
     trainer.step()
     before = copied(trainer.tensors())
-    assert trainer.evaluate() is not None and not trainer.heard
+    assert trainer.evaluate() is not None and not trainer.stop_signal.agreed
     assert differing(before, trainer.tensors()) == []
     trainer.close()

@@ -16,9 +16,8 @@ from phalanx.events.records import Event, Exported, ExportFailed, Saved
 from phalanx.models.init import build, materialize
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
-from phalanx.training import exporting
-from phalanx.training.exporting import Exports
-from phalanx.training.fixed_prompt import answer
+from phalanx.training import exports as exports_module
+from phalanx.training.exports import Exports, reference_logits
 
 SAID = ReferenceLogits(torch.arange(4), torch.arange(4), torch.randn(4, 9), "fp32")
 MOE = ("model.moe.experts=4", "model.moe.active=2", "model.moe.ffn=32")
@@ -26,7 +25,7 @@ MOE = ("model.moe.experts=4", "model.moe.active=2", "model.moe.ffn=32")
 
 def _asked(mesh: Mesh, path: Path, overrides: tuple[str, ...]) -> tuple[ReferenceLogits, float, float]:
     trainer = tiny_trainer(mesh, tiny_run(*overrides), path / "checkpoints")
-    said = answer(trainer.stepper, trainer.run, trainer.plan)
+    said = reference_logits(trainer.stepper, trainer.run, trainer.plan)
     first = trainer.step()
     trainer.close()
     plain = tiny_trainer(mesh, tiny_run(*overrides), path / "checkpoints")
@@ -81,19 +80,19 @@ def test_one_at_a_time_and_the_newest_next(tmp_path: Path, monkeypatch: pytest.M
     exports = Exports(tmp_path / "hf")
     for step in (10, 20, 30):
         exports.expect(step, SAID)
-        exports.saved(step_dir(tmp_path / "checkpoints", step))
+        exports.on_saved(step_dir(tmp_path / "checkpoints", step))
         if step == 10:
             assert gate.begun.acquire(timeout=20)
-    assert exports.owned == {"step-00000010", "step-00000030"}
+    assert exports.protected == {"step-00000010", "step-00000030"}
     (skipped,) = exports.ended()
     assert isinstance(skipped, ExportFailed) and skipped.step == 20 and "step 30 was saved" in skipped.reason
     gate.go.release(2)
     done = exports.wait()
     assert [(event.step, event.difference) for event in done if isinstance(event, Exported)] == [(10, 1e-7), (30, 1e-7)]
-    assert exports.owned == set() and exports.has("step-00000030") and not exports.has("step-00000020")
+    assert exports.protected == set() and exports.has("step-00000030") and not exports.has("step-00000020")
     names = {path.name for path in (tmp_path / "hf").iterdir()}
     assert names == {f"step-000000{step}{end}" for step in (10, 30) for end in ("", ".logits")}
-    exports.pruned(["step-00000010"])
+    exports.on_pruned(["step-00000010"])
     assert {path.name for path in (tmp_path / "hf").iterdir()} == {"step-00000030", "step-00000030.logits"}
 
 
@@ -102,7 +101,7 @@ def test_a_failure_is_told_and_nothing_is_left(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "hf" / "step-00000007.partial").mkdir(parents=True)
     exports = Exports(tmp_path / "hf")
     exports.expect(5, SAID)
-    exports.saved(step_dir(tmp_path / "checkpoints", 5))
+    exports.on_saved(step_dir(tmp_path / "checkpoints", 5))
     gate.go.release()
     (failed,) = exports.wait()
     assert isinstance(failed, ExportFailed) and (failed.step, failed.reason) == (5, "it differs")
@@ -114,8 +113,8 @@ def test_a_save_that_failed_has_no_export(tmp_path: Path, monkeypatch: pytest.Mo
     exports = Exports(tmp_path / "hf")
     exports.expect(5, SAID)  # its save failed
     exports.expect(10, SAID)
-    exports.saved(step_dir(tmp_path / "checkpoints", 10))
-    exports.saved(step_dir(tmp_path / "checkpoints", 5))
+    exports.on_saved(step_dir(tmp_path / "checkpoints", 10))
+    exports.on_saved(step_dir(tmp_path / "checkpoints", 5))
     gate.go.release(2)
     assert [event.step for event in exports.wait() if isinstance(event, Exported)] == [10]
     assert len(gate.calls) == 1
@@ -168,10 +167,10 @@ def test_a_checkpoint_stays_while_it_is_exported(tmp_path: Path, monkeypatch: py
 
 def test_closing_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what it had to say is not waited for."""
-    monkeypatch.setattr(exporting.sys, "executable", str(_sleeper(tmp_path)))
+    monkeypatch.setattr(exports_module.sys, "executable", str(_sleeper(tmp_path)))
     exports = Exports(tmp_path / "hf")
     exports.expect(5, SAID)
-    exports.saved(step_dir(tmp_path / "checkpoints", 5))
+    exports.on_saved(step_dir(tmp_path / "checkpoints", 5))
     while exports._process is None:
         pass
     process = exports._process
@@ -204,7 +203,7 @@ def test_an_export_that_is_missing_is_made_when_the_run_goes_on(tmp_path: Path, 
     gate = Gate(monkeypatch, {"difference": 0.0})
     gate.go.release(2)
     _train(ALONE, tmp_path, "train.steps=2")
-    exporting._remove(tmp_path / "hf" / "step-00000002")
+    exports_module._remove(tmp_path / "hf" / "step-00000002")
     for expected in (["Exported"], []):
         trainer = tiny_trainer(ALONE, tiny_run("checkpoint.export_hf=true", "train.steps=2"), tmp_path / "checkpoints")
         trainer.restore()

@@ -1,0 +1,280 @@
+"""Exports every checkpoint for transformers, in a process of its own while training goes on, and checks the export against the logits
+of the live model. `training/saving` reports saves to it on rank 0; all ranks compute the logits together.
+
+One export runs at a time. When it ends, the newest waiting checkpoint is next, and older ones are not exported. A checkpoint that is
+being exported or waits for it is protected from pruning.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.checkpointing.directory import PARTIAL, step_of
+from phalanx.checkpointing.hf_folder import ReferenceLogits
+from phalanx.checkpointing.location import Location
+from phalanx.data.pack import Batch
+from phalanx.events.records import Event, Exported, ExportFailed
+from phalanx.parallel.context.context_parallel import places
+from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.sharded_model import ShardedModel
+from phalanx.parallel.vocab_parallel import Projected, VocabularyLoss
+from phalanx.spec.layout import Layout
+from phalanx.spec.plan import Plan
+from phalanx.spec.run import Run
+from phalanx.training.micro_batch import MicroBatch
+from phalanx.training.step import Stepper
+
+LOGITS = ".logits"
+"""The reference logits of an export lie next to its folder, under the folder's name with this suffix."""
+_PROMPT_TOKENS = 16
+"""Tokens of the prompt, or the fewest that the layout can divide; at most as many rows of logits are kept."""
+
+
+class _Job(NamedTuple):
+    step: int
+    checkpoint: Location
+    reference: ReferenceLogits
+    requested: float
+
+
+class Exports:
+    """The exports of one run, in one folder."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._expected: dict[int, ReferenceLogits] = {}
+        self._waiting: _Job | None = None
+        self._running: _Job | None = None
+        self._thread: threading.Thread | None = None
+        self._process: subprocess.Popen[str] | None = None
+        self._closed = False
+        self._events: list[Event] = []
+        for leftover in folder.glob(f"*{PARTIAL}"):  # of a process that was killed
+            _remove(leftover)
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint of this name has been exported."""
+        return (self._folder / name).is_dir()
+
+    def expect(self, step: int, reference: ReferenceLogits) -> None:
+        """Sets the logits of the model whose save begins now."""
+        with self._lock:
+            self._expected[step] = reference
+
+    def on_saved(self, checkpoint: Location) -> None:
+        """Exports a complete checkpoint. Called from the saver's thread."""
+        step = step_of(checkpoint)
+        assert step is not None, f"{checkpoint} is named after a step"
+        with self._lock:
+            reference = self._expected.pop(step, None)
+            self._expected = {later: logits for later, logits in self._expected.items() if later > step}
+            if reference is None or self._closed:
+                return
+            if self._waiting is not None:
+                reason = f"step {step} was saved before its turn had come: exports take longer than the time between saves"
+                self._events.append(ExportFailed(step=self._waiting.step, path=str(self._target(self._waiting)), reason=reason))
+            self._waiting = _Job(step, checkpoint, reference, time.perf_counter())
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="exports", daemon=True)
+                self._thread.start()
+
+    @property
+    def protected(self) -> set[str]:
+        """Names of checkpoints that must not be pruned yet."""
+        with self._lock:
+            return {job.checkpoint.name for job in (self._waiting, self._running) if job is not None}
+
+    def on_pruned(self, names: list[str]) -> None:
+        """Removes the exports of checkpoints that were removed."""
+        for name in names:
+            _remove(self._folder / name)
+            _remove(self._folder / f"{name}{LOGITS}")
+
+    def ended(self) -> list[Event]:
+        """Events since the last call."""
+        with self._lock:
+            events, self._events = self._events, []
+        return events
+
+    def wait(self) -> list[Event]:
+        """Waits until no export is running."""
+        self._join()
+        return self.ended()
+
+    def close(self) -> None:
+        """Cancels what is running."""
+        with self._lock:
+            self._closed, self._waiting = True, None
+            if self._process is not None:
+                self._process.kill()
+        self._join()
+
+    def _join(self) -> None:
+        while (thread := self._thread) is not None:
+            thread.join()
+
+    def _work(self) -> None:
+        """The thread: runs until no job waits. The process that it starts dies with this thread."""
+        while True:
+            with self._lock:
+                job, self._waiting = self._waiting, None
+                self._running = job
+                if job is None:
+                    self._thread = None
+                    return
+            try:
+                event = self._export(job)
+            except OSError as error:
+                event = ExportFailed(step=job.step, path=str(self._target(job)), reason=str(error))
+            with self._lock:
+                self._events.append(event)
+
+    def _export(self, job: _Job) -> Event:
+        target = self._target(job)
+        logits, partial = target.with_name(f"{target.name}{LOGITS}"), target.with_name(f"{target.name}{LOGITS}{PARTIAL}")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for old in (target, logits):  # of the same step before a rollback
+            _remove(old)
+        try:
+            job.reference.write(partial)
+            result = self._run([str(job.checkpoint), str(target), str(partial), str(os.getpid())])
+            if "error" in result:
+                return ExportFailed(step=job.step, path=str(target), reason=result["error"])
+            partial.rename(logits)
+        finally:
+            _remove(partial)
+        seconds = time.perf_counter() - job.requested
+        return Exported(step=job.step, path=str(target), seconds=seconds, difference=result["difference"])
+
+    def _run(self, arguments: list[str]) -> dict[str, Any]:
+        """Runs the export process; returns the JSON on its last line, or why there is none."""
+        # -P: a file in the working directory with the name of a module must not shadow it.
+        command = [sys.executable, "-P", "-m", "phalanx.evaluation.export_process", *arguments]
+        with self._lock:
+            if self._closed:
+                return {"error": "the run has ended"}
+            # A session of its own: Ctrl-C is for the launcher, which asks the ranks to stop.
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        output, errors = self._process.communicate()
+        with self._lock:
+            code, self._process = self._process.returncode, None
+        last_line = output.splitlines()[-1:]
+        try:
+            result: dict[str, Any] = json.loads(last_line[0]) if last_line else {}
+        except ValueError:
+            result = {}
+        if code and "error" not in result:
+            cause = f"signal {-code}" if code < 0 else f"exit code {code}"
+            result = {"error": f"its process ended by {cause}{': ' + errors.splitlines()[-1] if errors else ''}"}
+        return result
+
+    def _target(self, job: _Job) -> Path:
+        return self._folder / job.checkpoint.name
+
+
+def _remove(path: Path) -> None:
+    """Removes a file or folder. A folder is renamed first, so that a folder of its name is complete even if this is interrupted."""
+    if path.is_dir() and not path.name.endswith(PARTIAL):
+        path = path.rename(path.with_name(f"{path.name}.removed{PARTIAL}"))
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def prompt(run: Run, layout: Layout) -> np.ndarray:
+    """Token ids that follow from seed and vocabulary; as many as ranks that share sequences can divide evenly."""
+    units = [1]
+    if layout.context > 1:
+        units.append(layout.context * (1 if layout.context_method == "ulysses" else 2))
+    if layout.sequence or run.model.moe is not None:
+        units.append(layout.context * layout.tensor)
+    unit = math.lcm(*units)  # it divides train.sequence_length, as each of them does
+    length = min(run.train.sequence_length, -(-_PROMPT_TOKENS // unit) * unit)
+    generator = np.random.default_rng([run.train.seed, run.model.rows])
+    return generator.integers(run.model.rows, size=length)
+
+
+@torch.no_grad()
+def reference_logits(stepper: Stepper, run: Run, plan: Plan) -> ReferenceLogits:
+    """The live model's logits of the prompt, the same on every rank; all ranks call it together."""
+    model, mesh, layout = stepper.sharded, stepper.sharded.mesh, plan.layout
+    tokens_S = prompt(run, layout)
+    kept_K = np.unique(np.linspace(0, len(tokens_S) - 1, _PROMPT_TOKENS).round().astype(np.int64))
+    own = _own_positions(mesh, layout, len(tokens_S))
+    logits_KV = torch.zeros(len(kept_K), run.model.rows, device=mesh.device)
+    contributes = mesh.replica == 0  # all replicas compute the same
+
+    def take(output: Any) -> None:
+        columns_SV, first = _columns(output, model)
+        if contributes and first is not None:
+            for row, position in enumerate(kept_K.tolist()):
+                if position in own:
+                    logits_KV[row, first : first + columns_SV.shape[1]] = columns_SV[own[position]].float()
+
+    positions = None if len(own) == len(tokens_S) else np.array(list(own), dtype=np.int64)
+    batch = MicroBatch.prepare(_batch(tokens_S), mesh.device, run.data.document_mask, positions)
+    for part in model.parts:
+        part.eval()
+    with _uncompiled(run.memory.compile):
+        stepper.forward(batch, take)
+    for part in model.parts:
+        part.train()
+    # Every number comes from one rank and zeros from all others, so the sum is exact.
+    whole_KV = mesh.all_reduce(logits_KV)
+    scaling = run.precision.fp8_scaling
+    return ReferenceLogits(torch.from_numpy(tokens_S), torch.from_numpy(kept_K), whole_KV.cpu(), plan.compute, scaling)
+
+
+def _batch(tokens_S: np.ndarray) -> Batch:
+    """One sequence of one document."""
+    zeros = np.zeros((1, len(tokens_S)), dtype=np.int32)
+    positions = np.arange(len(tokens_S), dtype=np.int64)[None]
+    return Batch(tokens_S[None].astype(np.int64), np.roll(tokens_S, -1)[None], positions, zeros, np.zeros(1, dtype=np.int64))
+
+
+def _own_positions(mesh: Mesh, layout: Layout, length: int) -> dict[int, int]:
+    """This rank's positions of a sequence, and the local row of each."""
+    if layout.context == 1:
+        return {position: position for position in range(length)}
+    own = places(length, layout.context, mesh.coordinate("context"), layout.context_method)
+    return {position: row for row, position in enumerate(own.tolist())}
+
+
+def _columns(output: Any, model: ShardedModel) -> tuple[Tensor, int | None]:
+    """This rank's columns of the logits and the index of the first; None if another rank contributes the same."""
+    if isinstance(output, Projected):
+        output = F.linear(output.x_BSD, output.weight_VD)
+    logits_SV = output[0]
+    loss = model.loss
+    if isinstance(loss, VocabularyLoss) and logits_SV.shape[-1] != loss.rows:
+        return logits_SV, loss.share.first
+    return logits_SV, 0 if model.mesh.coordinate("tensor") == 0 else None
+
+
+def _uncompiled(compiled: bool) -> AbstractContextManager[Any]:
+    """The prompt has its own length: compiled blocks would be compiled again for it."""
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()

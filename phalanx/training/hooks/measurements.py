@@ -1,0 +1,183 @@
+"""Hooks that measure a rank's steps: the heartbeat of every step, and in a few early steps of a launch what the step costs in
+messages and memory (`StepAccounting`) and where its time goes (`StepTiming`). The trainer adds them; `phalanx plan --compare` reads the
+records next to what the plan promised.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.checkpointing.state_tensor import StateTensor
+from phalanx.events.heartbeat import Heartbeat, Phase
+from phalanx.events.records import ModelPlaced, Step, StepAccounted, StepSkipped, StepTimed
+from phalanx.observe.comm_timer import WAITED, span
+from phalanx.observe.flop_count import counted
+from phalanx.observe.step_clock import Clock
+from phalanx.observe.traffic import Account, Live
+from phalanx.parallel.sharded_model import ShardedModel
+from phalanx.spec.plan import Plan
+from phalanx.training.hooks import StepContext, StepHook
+from phalanx.training.step_totals import Outcome
+
+_ACCOUNTED = 2
+"""The step of a launch that is accounted: in the first one, many things are done for the first and only time."""
+_TIMED = (3, 4, 5)
+"""Steps of a launch that are timed. They are several, so that a reader can drop one that something interrupted."""
+
+
+class HeartbeatHook(StepHook):
+    """Writes to the heartbeat page what this rank is doing, and how long the last step kept it busy."""
+
+    def __init__(self, heartbeat: Heartbeat):
+        self._heartbeat = heartbeat
+        self._started = 0.0
+
+    def on_phase(self, phase: Phase) -> None:
+        self._heartbeat.enter(phase)
+
+    def before_batch(self, step: int) -> None:
+        self._started = time.perf_counter()
+        WAITED.take()  # waits between steps do not count
+        self._heartbeat.enter("data")
+
+    def before_forward(self, context: StepContext) -> None:
+        self._heartbeat.enter("computing")
+
+    def on_update(self, step: int) -> None:
+        self._heartbeat.enter("updating")
+
+    def on_step_taken(self, step: int, outcome: Outcome) -> None:
+        seconds = time.perf_counter() - self._started
+        self._heartbeat.stepped(step, seconds, max(seconds - WAITED.take(), 0.0), outcome.memory)
+
+    def before_evaluate(self, step: int) -> None:
+        self._heartbeat.enter("evaluating")
+
+
+class StepAccounting(StepHook):
+    """Counts bytes sent, memory and FLOPs of one step of a launch."""
+
+    def __init__(self, placement: Callable[[], ModelPlaced], state: Callable[[], dict[str, StateTensor]], *, enabled: bool):
+        """`enabled`: False where blocks are compiled, because tracing every operation would break their graphs."""
+        self._placement, self._state, self._enabled = placement, state, enabled
+        self._model: ShardedModel | None = None
+        self._steps = 0
+        self._record: StepAccounted | None = None
+
+    def on_build(self, model: ShardedModel) -> None:
+        self._model = model
+
+    def before_batch(self, step: int) -> None:
+        self._steps += 1
+
+    @contextmanager
+    def around_compute(self, step: int) -> Iterator[None]:
+        if not self._enabled or self._steps != _ACCOUNTED or self._model is None:
+            yield
+            return
+        self._enabled = False  # a retry of the step is not counted
+        mesh = self._model.mesh
+        tensors = (state.tensor for state in self._state().values() if isinstance(state.tensor, Tensor))
+        with ExitStack() as stack:
+            account = stack.enter_context(Account())
+            live = stack.enter_context(Live(tensors, mesh.device))
+            counter = stack.enter_context(counted(self._model.parts))
+            yield
+        placement = self._placement()
+        self._record = StepAccounted(
+            step=step,
+            rank=mesh.rank,
+            sent=account.sent,
+            memory={
+                "parameters": placement.parameters,
+                "gradients": placement.gradients,
+                "optimizer": placement.optimizer,
+                "activations": live.peak,
+            },
+            flops={"all": counter.flops, "repeated": counter.repeated},
+        )
+
+    def take_measurement(self) -> StepAccounted | None:
+        record, self._record = self._record, None
+        return record
+
+
+class StepTiming(StepHook):
+    """Times a few steps by part: compute, waits by technique, optimizer, data loading.
+
+    The program marks the parts of a step with `span`, and every wait between ranks with its technique; both do nothing without a
+    clock. A profiler would see every kernel, but doubles the time of a small step and sees no waits on CPUs.
+    """
+
+    def __init__(self, plan: Plan, *, compiled: bool):
+        layout = plan.layout
+        # Compiled blocks do not report what they wait for, so nothing is timed where ranks communicate inside of blocks.
+        inside_blocks = layout.tensor * layout.context * layout.expert * layout.expert_tensor > 1
+        self.enabled = not (compiled and inside_blocks)
+        self._model: ShardedModel | None = None
+        self._steps = 0
+        self._clock: Clock | None = None
+        self._record: StepTimed | None = None
+
+    def on_build(self, model: ShardedModel) -> None:
+        self._model = model
+
+    @contextmanager
+    def around_step(self, step: int) -> Iterator[None]:
+        self._steps += 1
+        if not self.enabled or self._steps not in _TIMED or self._model is None:
+            yield
+            return
+        device = self._model.mesh.device
+        clock = Clock(device)
+        with ExitStack() as stack:
+            for owner, name in self._model.engine.waits():
+                stack.enter_context(_timed_method(owner, name))
+            stack.enter_context(_running(clock))
+            yield
+        self._clock = clock
+
+    def on_step_end(self, record: Step | StepSkipped) -> None:
+        clock, self._clock = self._clock, None
+        if clock is not None and self._model is not None and isinstance(record, Step):
+            self._record = StepTimed(step=record.step, rank=self._model.mesh.rank, seconds=clock.seconds, parts=clock.parts)
+
+    def take_measurement(self) -> StepTimed | None:
+        record, self._record = self._record, None
+        return record
+
+
+@contextmanager
+def _timed_method(owner: Any, name: str) -> Iterator[None]:
+    """Counts one method of one object, in which FSDP2 waits for its messages, as data parallelism."""
+    method, is_own = getattr(owner, name), name in vars(owner)
+
+    @wraps(method)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        with span("data"):
+            return method(*args, **kwargs)
+
+    setattr(owner, name, timed)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, method)
+        else:
+            delattr(owner, name)
+
+
+@contextmanager
+def _running(clock: Clock) -> Iterator[None]:
+    WAITED.clock = clock
+    try:
+        with clock:
+            yield
+    finally:
+        WAITED.clock = None
