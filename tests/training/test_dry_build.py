@@ -90,5 +90,5 @@ def test_a_rank_of_sixteen_thousand_takes_no_memory() -> None:
 
 
 def test_what_only_the_job_itself_can_measure_is_refused() -> None:
-    with pytest.raises(RunError, match=r"layout\.cut"):
+    with pytest.raises(RunError, match=r"layout\.stage_split"):
         held(tiny_run(FOUR), Layout(pipeline=2, stage_split="measured"), 1)
