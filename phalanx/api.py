@@ -47,7 +47,7 @@ def explain(run: Run) -> str:
     run = _checked(run)
     text = StringIO()
     report = plan(PlanRequest(run, None if planned(run) else probe(visible_gpus())))
-    show_plan(Console(file=text, width=100, highlight=False), report.to_json())
+    show_plan(Console(file=text, width=100, highlight=False), report)
     return text.getvalue()
 
 

@@ -1,7 +1,7 @@
-"""Measures this machine in a few minutes, and turns what it measured into constants that plans use. `phalanx bench` calls it.
+"""Measures this machine in a few minutes and derives the constants that plans use. `phalanx bench` calls it.
 
-Operations are measured one by one for the reader, and for what they tell directly. What a step of training really takes is measured
-with real steps of small models, to which the constants of `planning/machines/rates` are drawn.
+Single operations are measured for the reader and for a few constants. The other constants of `planning/machines/rates` are fitted to
+real training steps of small models.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from phalanx import accelerator
 from phalanx.calibration import op_bench
-from phalanx.calibration.op_bench import Row
+from phalanx.calibration.op_bench import Measurement
 from phalanx.calibration.step_bench import Compute, jobs, plan_of
 from phalanx.host.env import worker_env
 from phalanx.planning.feedback.refit import EIGHT_BITS, WIDTHS, Measured, corrected, refitted
@@ -33,171 +34,174 @@ from phalanx.spec.run import Cluster, Run, Train
 Device = Literal["cpu", "cuda"]
 
 _SPREAD = {"low": 0.87, "high": 1.18}
-"""P10 and P90 of a step as parts of its promise, once the machine was measured."""
-_APART = 4
-"""How much longer a short message takes between cores that compute: they do not arrive at the same time."""
-_OTHERS = 10 * 2**20
-"""Bytes of what a rank of a job has in it besides: its connections, its text, its records."""
-_PATIENCE = 300.0
+"""P10 and P90 of a step as fractions of its promise, on a measured machine."""
+_SKEW = 4
+"""How many times as long a short message takes between CPU ranks that compute, because they do not arrive at the same time."""
+_RANK_BYTES = 10 * 2**20
+"""Memory of a rank of a job beyond a single process: connections, text, records."""
+_TIMEOUT = 300.0
 
 
 @dataclass(slots=True)
-class Bench:
-    """What was measured."""
+class BenchReport:
+    """The measurements of a machine and the constants that follow from them."""
 
     machine: Machine
     device: Device
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Measurement] = field(default_factory=list)
     constants: dict[str, float] = field(default_factory=dict)
-    """By names such as "cuda.bf16.gemm"."""
+    """Values by names such as "cuda.bf16.gemm"."""
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        return {"device": self.device, "seconds": self.seconds, "constants": self.constants, "measured": self.rows}
+        return {"device": self.device, "seconds": self.seconds, "constants": self.constants, "measured": self.row_tables()}
 
-    def value(self, what: str) -> float | None:
-        """The best of the rows of a name."""
-        found = [row["value"] for row in self.rows if row["what"] == what]
-        return max(found) if found else None
+    def row_tables(self) -> list[dict[str, Any]]:
+        """The rows as the machine profile and JSON hold them."""
+        return [{key: value for key, value in asdict(row).items() if value is not None} for row in self.rows]
+
+    def best(self, what: str) -> float | None:
+        """The largest value measured under a name."""
+        return max((row.value for row in self.rows if row.what == what), default=None)
 
 
-def bench(machine: Machine, folder: Path, minutes: float = 5.0, say: Callable[[str], None] = lambda words: None) -> Bench:
-    """All of it, in at most so many minutes. `folder`: whose disk is measured; `say`: what is being done."""
+def bench(
+    machine: Machine, folder: Path, minutes: float = 5.0, on_status: Callable[[str], None] = lambda status: None
+) -> BenchReport:
+    """Measures the machine in at most `minutes`, and the disk of `folder`. `on_status` receives the name of each phase."""
     begin = time.perf_counter()
-    device: Device = "cuda" if machine.gpus and torch.cuda.is_available() else "cpu"
-    found = Bench(machine, device)
-    budget = 60 * minutes * 0.8  # starting processes and allocating takes the rest
-    here = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+    device: Device = "cuda" if machine.gpus and accelerator.of("cuda").available() else "cpu"
+    report = BenchReport(machine, device)
+    budget = 60 * minutes * 0.8  # starting processes and allocating memory takes the rest
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        _operations(found, here, budget * 0.3, say)
+        _operations(report, accelerator.of(device).device(), budget * 0.3, on_status)
     finally:
         torch.set_num_threads(before)
-    say("writing to disk")
+    on_status("writing to disk")
     if (row := op_bench.disk(folder)) is not None:
-        found.rows.append(row)
-        found.constants[f"{device}.storage"] = row["value"]
+        report.rows.append(row)
+        report.constants[f"{device}.storage"] = row.value
     ranks = len(machine.gpus) if device == "cuda" else min(2, machine.cores)
     if ranks > 1:
-        say(f"exchanging messages between {ranks} ranks")
-        _links(found, ranks, budget * 0.15)
-    say("training small models")
+        on_status(f"exchanging messages between {ranks} ranks")
+        _links(report, ranks, budget * 0.15)
+    on_status("training small models")
     if device == "cpu":
-        _steps(found, "fp32", budget * 0.45)
+        _steps(report, "fp32", budget * 0.45)
     else:
-        _steps(found, "bf16", budget * 0.35)
-        if "cuda.fp8.gemm" in found.constants:  # what rounding to it costs, no product by itself tells
-            _steps(found, "fp8", budget * 0.1, EIGHT_BITS)
-    found.seconds = time.perf_counter() - begin
-    return found
+        _steps(report, "bf16", budget * 0.35)
+        if "cuda.fp8.gemm" in report.constants:  # a product alone does not show the cost of casts
+            _steps(report, "fp8", budget * 0.1, EIGHT_BITS)
+    report.seconds = time.perf_counter() - begin
+    return report
 
 
-def _operations(found: Bench, here: torch.device, budget: float, say: Callable[[str], None]) -> None:
-    on_gpu = found.device == "cuda"
+def _operations(report: BenchReport, device: torch.device, budget: float, on_status: Callable[[str], None]) -> None:
+    on_gpu = accelerator.of(device).asynchronous
     formats = ("fp32", "bf16", "fp16", "fp8") if on_gpu else ("fp32", "bf16")
     for compute in formats:
-        say(f"multiplying matrices in {compute}")
-        found.rows += op_bench.products(here, compute, budget * 0.5 / len(formats))
-    say("attending")
-    found.rows += op_bench.attention(here, "bf16" if on_gpu else "fp32", budget * 0.3)
-    say("copying memory")
-    found.rows += [op_bench.memory(here, budget * 0.05), op_bench.launch(here, budget * 0.05)]
+        on_status(f"multiplying matrices in {compute}")
+        report.rows += op_bench.products(device, compute, budget * 0.5 / len(formats))
+    on_status("computing attention")
+    report.rows += op_bench.attention(device, "bf16" if on_gpu else "fp32", budget * 0.3)
+    on_status("copying memory")
+    report.rows += [op_bench.memory(device, budget * 0.05), op_bench.launch(device, budget * 0.05)]
     if on_gpu:
-        found.rows += op_bench.host_copies(here, budget * 0.05)
-        found.constants["cuda.host_bandwidth"] = min(found.value("host to device") or 0, found.value("device to host") or 0)
-        gpu = hardware(_asking(found.device), found.machine).gpu
+        report.rows += op_bench.host_copies(device, budget * 0.05)
+        report.constants["cuda.host_bandwidth"] = min(report.best("host to device") or 0, report.best("device to host") or 0)
+        gpu = hardware(_any_run(report.device), report.machine).gpu
         for compute in ("fp32", "fp16", "fp8"):
-            if (reached := found.value(f"{compute} product")) and (peak := gpu.peak(compute)):
-                found.constants[f"cuda.{compute}.gemm"] = min(reached / peak, 1.0)
-    found.constants[f"{found.device}.bandwidth"] = found.value("memory") or 0.0
+            if (reached := report.best(f"{compute} product")) and (peak := gpu.peak(compute)):
+                report.constants[f"cuda.{compute}.gemm"] = min(reached / peak, 1.0)
+    report.constants[f"{report.device}.bandwidth"] = report.best("memory") or 0.0
 
 
-def _asking(device: Device) -> Run:
-    """A run that asks for nothing but this machine's devices of a kind."""
+def _any_run(device: Device) -> Run:
+    """A run that sets nothing but the kind of this machine's devices."""
     return Run(train=Train(batch=1, steps=1), cluster=Cluster(device=device))
 
 
-def _links(found: Bench, ranks: int, budget: float) -> None:
+def _links(report: BenchReport, ranks: int, budget: float) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words = [["links", found.device, str(rank), str(ranks), str(port), f"{budget:.1f}"] for rank in range(ranks)]
-    answers = _ask(words, _plan(found, 1))
-    by_name = {(row["name"], row["bytes"]): row["seconds"] for row in answers[0]}
-    for (name, size), seconds in by_name.items():
+    arguments = [["links", report.device, str(rank), str(ranks), str(port), f"{budget:.1f}"] for rank in range(ranks)]
+    answers = _run_processes(arguments, _plan(report, 1))
+    times = {(row["name"], row["bytes"]): row["seconds"] for row in answers[0]}
+    for (name, size), seconds in times.items():
         factor = {"all-reduce": 2 * (ranks - 1) / ranks, "all-gather": (ranks - 1) / ranks, "message": 2.0}[name]
         shape = f"{size >> 10} KiB, {ranks} ranks"
-        found.rows.append({"what": name, "shape": shape, "value": factor * size / seconds, "unit": "B/s", "seconds": seconds})
-    small, large = min(size for _, size in by_name), max(size for _, size in by_name)
-    # Of the latencies, an all-reduce counts as two collectives; of the bandwidths, what remains once that is taken off.
-    latency = by_name["all-reduce", small] / 2
-    moving = max(by_name["all-reduce", large] - 2 * latency, 1e-9)
-    bandwidth = 2 * (ranks - 1) / ranks * large / moving
-    found.constants[f"{found.device}.latency"] = latency * (_APART if found.device == "cpu" else 1)
-    if found.device == "cpu":
-        found.constants["cpu.island_bandwidth"] = bandwidth
+        report.rows.append(Measurement(name, shape, factor * size / seconds, "B/s", seconds))
+    small, large = min(size for _, size in times), max(size for _, size in times)
+    # An all-reduce has the latency of two collectives. The bandwidth follows from the time without latency.
+    latency = times["all-reduce", small] / 2
+    transfer = max(times["all-reduce", large] - 2 * latency, 1e-9)
+    bandwidth = 2 * (ranks - 1) / ranks * large / transfer
+    report.constants[f"{report.device}.latency"] = latency * (_SKEW if report.device == "cpu" else 1)
+    if report.device == "cpu":
+        report.constants["cpu.island_bandwidth"] = bandwidth
     else:
-        nominal = hardware(_asking("cuda"), found.machine).island_bandwidth
-        found.constants["cuda.island"] = bandwidth / nominal
+        nominal = hardware(_any_run("cuda"), report.machine).island_bandwidth
+        report.constants["cuda.island"] = bandwidth / nominal
 
 
-def _steps(found: Bench, compute: Compute, budget: float, widths: Mapping[str, float] = WIDTHS) -> None:
-    device = found.device
-    answer = _ask([["steps", device, compute, "1", f"{budget:.1f}"]], _plan(found, 1))[0]
-    devices = _one(found)
+def _steps(report: BenchReport, compute: Compute, budget: float, widths: Mapping[str, float] = WIDTHS) -> None:
+    device = report.device
+    answer = _run_processes([["steps", device, compute, "1", f"{budget:.1f}"]], _plan(report, 1))[0]
+    devices = _one_device(report)
     steps = [
         (Measured(run=run, plan=plan_of(run, device, compute, 1), seconds=seconds), devices)
         for run, seconds in zip(jobs(device, compute), answer["seconds"], strict=True)
         if seconds is not None
     ]
-    found.constants |= corrected(refitted(steps, compute, widths), devices, compute, {})
+    report.constants |= corrected(refitted(steps, compute, widths), devices, compute, {})
     for name, value in _SPREAD.items():
-        found.constants[f"{device}.{name}"] = value
+        report.constants[f"{device}.{name}"] = value
     if device == "cpu":
-        found.constants["cpu.fixed_memory"] = float(answer["fixed"] + _OTHERS)
+        report.constants["cpu.fixed_memory"] = float(answer["fixed"] + _RANK_BYTES)
     for step, _ in steps:
         model, train = step.run.model, step.run.train
         shape = f"{model.layers} x {model.dim}, {step.plan.accumulation} x {train.micro_batch} x {train.sequence_length} tokens"
-        found.rows.append({"what": f"{compute} step", "shape": shape, "value": step.seconds, "unit": "s"})
+        report.rows.append(Measurement(f"{compute} step", shape, step.seconds, "s"))
 
 
-def _one(found: Bench) -> Hardware:
-    """One device of this machine, with what has been measured so far."""
-    own = tuple(found.constants.items())
+def _one_device(report: BenchReport) -> Hardware:
+    """One device of this machine, with the constants measured so far."""
     machine = Machine(
-        host=found.machine.host,
-        cpu=found.machine.cpu,
-        cores=found.machine.cores,
-        memory=found.machine.memory,
-        core_flops=found.machine.core_flops,
-        gpus=found.machine.gpus[:1],
-        measured=own,
+        host=report.machine.host,
+        cpu=report.machine.cpu,
+        cores=report.machine.cores,
+        memory=report.machine.memory,
+        core_flops=report.machine.core_flops,
+        gpus=report.machine.gpus[:1],
+        measured=tuple(report.constants.items()),
     )
-    return cpu_hardware(machine, 1, 1) if found.device == "cpu" else hardware(_asking("cuda"), machine)
+    return cpu_hardware(machine, 1, 1) if report.device == "cpu" else hardware(_any_run("cuda"), machine)
 
 
-def _plan(found: Bench, threads: int) -> Plan:
-    run = jobs(found.device, "fp32")[0]
-    return plan_of(run, found.device, "fp32", threads)
+def _plan(report: BenchReport, threads: int) -> Plan:
+    run = jobs(report.device, "fp32")[0]
+    return plan_of(run, report.device, "fp32", threads)
 
 
-def _ask(commands: list[list[str]], plan: Plan) -> list[Any]:
-    """The answers of processes that run at the same time, in the environment that ranks are given."""
-    start = [sys.executable, "-P", "-m", "phalanx.calibration.bench_process"]
+def _run_processes(commands: list[list[str]], plan: Plan) -> list[Any]:
+    """Runs `bench_process` with each list of arguments at the same time, in the environment of a rank; returns their answers."""
+    program = [sys.executable, "-P", "-m", "phalanx.calibration.bench_process"]
     environment = worker_env(plan)
     running = [
-        subprocess.Popen([*start, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-        for words in commands
+        subprocess.Popen([*program, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        for arguments in commands
     ]
     try:
-        said = [process.communicate(timeout=_PATIENCE) for process in running]
+        outputs = [process.communicate(timeout=_TIMEOUT) for process in running]
     except subprocess.TimeoutExpired:
-        raise RunFailed(f"A measurement ({' '.join(commands[0])}) did not end within {_PATIENCE:.0f} s.") from None
+        raise RunFailed(f"A measurement ({' '.join(commands[0])}) did not end within {_TIMEOUT:.0f} s.") from None
     finally:
         for process in running:
             if process.poll() is None:
                 process.kill()
-    for process, (_, trouble) in zip(running, said, strict=True):
+    for process, (_, errors) in zip(running, outputs, strict=True):
         if process.returncode:
-            raise RunFailed(f"A measurement ({' '.join(commands[0])}) failed:\n{trouble.strip()}")
-    return [json.loads(out.strip().splitlines()[-1]) for out, _ in said]
+            raise RunFailed(f"A measurement ({' '.join(commands[0])}) failed:\n{errors.strip()}")
+    return [json.loads(out.strip().splitlines()[-1]) for out, _ in outputs]

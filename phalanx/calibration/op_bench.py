@@ -1,5 +1,6 @@
-"""What one device of this machine reaches, operation by operation: matrix products, attention, memory, launches, copies to and from the
-host, the disk. `calibration/measure_machine` shows the rows, and fits constants where real steps do not tell.
+"""Measures operations on one device of this machine: matrix products, attention, memory, launches, host copies, the disk.
+
+`calibration/measure_machine` calls it. `phalanx bench` shows the rows; some constants come from them directly.
 """
 
 from __future__ import annotations
@@ -9,64 +10,71 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx import accelerator
 from phalanx.transforms import fp8
 
-Row = dict[str, Any]
-"""what, shape, value, unit, and for the reader's own use seconds of one repetition."""
-
-_DISK = 128 << 20
+_DISK_BYTES = 128 << 20
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One measured value."""
+
+    what: str
+    shape: str
+    value: float
+    unit: str
+    """"s", "B/s" or "FLOP/s"."""
+    seconds: float | None = None
+    """Seconds of one repetition, for collectives."""
+
+
 def best_seconds(work: Callable[[], object], device: torch.device, budget: float) -> float:
-    """The quickest of as many repetitions as fit into the budget: what else runs on the machine only ever adds."""
+    """The fastest of as many repetitions as fit into `budget` seconds: other programs on the machine only add time."""
+    synchronize = accelerator.of(device).synchronize
     work()
-    _finish(device)
+    synchronize(device)
     taken: list[float] = []
     begin = time.perf_counter()
     while len(taken) < 3 or (time.perf_counter() - begin < budget and len(taken) < 100):
         start = time.perf_counter()
         work()
-        _finish(device)
+        synchronize(device)
         taken.append(time.perf_counter() - start)
     return min(taken)
 
 
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def products(device: torch.device, compute: str, budget: float) -> Iterator[Row]:
-    """Square ones of several sizes, a wide one as in a feed-forward layer, and two whose sizes suit nobody."""
-    if compute == "fp8" and (device.type != "cuda" or fp8.available(device)):
-        return  # cores only pretend to
-    on_gpu = device.type == "cuda"
+def products(device: torch.device, compute: str, budget: float) -> Iterator[Measurement]:
+    """Matrix products: square ones of several sizes, a wide one as in a feed-forward layer, and some of awkward sizes."""
+    on_gpu = accelerator.of(device).asynchronous
+    if compute == "fp8" and (not on_gpu or fp8.available(device)):
+        return  # CPUs only emulate it
     sizes = [(n, n, n) for n in ((1024, 2048, 4096, 8192) if on_gpu else (128, 256, 512, 1024))]
     sizes += [(4096, 14336, 4096), (4096, 4096, 4100), (4096, 4096, 4095)] if on_gpu else [(512, 384, 128), (512, 509, 509)]
     rate = math.inf
     for m, n, k in sizes:
         if compute == "fp8" and (n % 16 or k % 16):
-            continue  # the kernels refuse them, and the runtime computes them in bf16
+            continue  # the kernels refuse these sizes, and training computes them in bf16
         if 2 * m * n * k / rate > max(budget / len(sizes), 1.0):
-            continue  # cores without instructions for a format take a minute for what others do in a moment
+            continue  # CPUs without instructions for a format can take a minute
         work = _product(device, compute, m, n, k)
-        # Short ones are queued up on a GPU, so that their launches do not count.
-        often = max(1, int(2e11 / (2 * m * n * k))) if on_gpu else 1
-        seconds = best_seconds(partial(_often, work, often), device, budget / len(sizes)) / often
+        # On a GPU, short products are queued, so that their launches do not count.
+        repeats = max(1, int(2e11 / (2 * m * n * k))) if on_gpu else 1
+        seconds = best_seconds(partial(_repeat, work, repeats), device, budget / len(sizes)) / repeats
         rate = 2 * m * n * k / seconds
-        yield {"what": f"{compute} product", "shape": f"{m} x {n} x {k}", "value": rate, "unit": "FLOP/s"}
+        yield Measurement(f"{compute} product", f"{m} x {n} x {k}", rate, "FLOP/s")
 
 
-def _often(work: Callable[[], object], times: int) -> None:
+def _repeat(work: Callable[[], object], times: int) -> None:
     for _ in range(times):
         work()
 
@@ -75,16 +83,16 @@ def _product(device: torch.device, compute: str, m: int, n: int, k: int) -> Call
     if compute == "fp8":
         a = torch.randn(m, k, device=device).to(torch.float8_e4m3fn)
         b = torch.randn(n, k, device=device).to(torch.float8_e4m3fn).t()
-        one = torch.ones((), device=device)
-        return lambda: torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        scale = torch.ones((), device=device)
+        return lambda: torch._scaled_mm(a, b, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
     dtype = _FORMATS[compute]
     left, right = torch.randn(m, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype)
     return lambda: left @ right
 
 
-def attention(device: torch.device, compute: str, budget: float) -> Iterator[Row]:
-    """Causal, forward and back, by the width of a head and the length of the sequence. Half of the scores count."""
-    on_gpu = device.type == "cuda"
+def attention(device: torch.device, compute: str, budget: float) -> Iterator[Measurement]:
+    """Causal attention, forward and backward, by head width and sequence length. Half of the scores count as work."""
+    on_gpu = accelerator.of(device).asynchronous
     dtype = _FORMATS.get(compute, torch.bfloat16)
     heads = 16 if on_gpu else 4
     shapes = [
@@ -99,67 +107,63 @@ def attention(device: torch.device, compute: str, budget: float) -> Iterator[Row
         forward = best_seconds(attend, device, budget / 20)
         out = attend()
         grads = partial(torch.autograd.grad, out, (q, k, v), torch.ones_like(out), retain_graph=True)
-        back = best_seconds(grads, device, budget / 15)
+        backward = best_seconds(grads, device, budget / 15)
         flops = 2 * rows * heads * length * length * width
         shape = f"head {width}, {length} tokens"
-        yield {"what": f"{compute} attention forward", "shape": shape, "value": flops / forward, "unit": "FLOP/s"}
-        yield {"what": f"{compute} attention backward", "shape": shape, "value": 2.5 * flops / back, "unit": "FLOP/s"}
+        yield Measurement(f"{compute} attention forward", shape, flops / forward, "FLOP/s")
+        yield Measurement(f"{compute} attention backward", shape, 2.5 * flops / backward, "FLOP/s")
 
 
-def memory(device: torch.device, budget: float) -> Row:
-    """Bytes read and written by a copy that is too large for caches."""
-    count = (1 << 28) if device.type == "cuda" else (1 << 25)
+def memory(device: torch.device, budget: float) -> Measurement:
+    """Memory bandwidth: bytes read and written by a copy that is too large for caches."""
+    count = (1 << 28) if accelerator.of(device).asynchronous else (1 << 25)
     source = torch.zeros(count, device=device)
     target = torch.empty_like(source)
     seconds = best_seconds(lambda: target.copy_(source), device, budget)
-    return {
-        "what": "memory",
-        "shape": f"copy of {source.nbytes >> 20} MiB",
-        "value": 2 * source.nbytes / seconds,
-        "unit": "B/s",
-    }
+    return Measurement("memory", f"copy of {source.nbytes >> 20} MiB", 2 * source.nbytes / seconds, "B/s")
 
 
-def launch(device: torch.device, budget: float) -> Row:
-    """Seconds that one small operation takes the host."""
+def launch(device: torch.device, budget: float) -> Measurement:
+    """Seconds that the host needs to launch one small operation."""
     small = torch.zeros(64, device=device)
 
     def many() -> None:
         for _ in range(200):
             small.add_(1.0)
 
+    synchronize = accelerator.of(device).synchronize
     many()
-    _finish(device)
+    synchronize(device)
     taken: list[float] = []
     begin = time.perf_counter()
     while len(taken) < 5 or time.perf_counter() - begin < budget:
         start = time.perf_counter()
-        many()  # on a GPU the queue takes them all before the first is done
+        many()  # a GPU's queue accepts all of them before the first is done
         taken.append((time.perf_counter() - start) / 200)
-        _finish(device)
-    return {"what": "launch of an operation", "shape": "64 numbers", "value": min(taken), "unit": "s"}
+        synchronize(device)
+    return Measurement("launch of an operation", "64 numbers", min(taken), "s")
 
 
-def host_copies(device: torch.device, budget: float) -> Iterator[Row]:
-    """From the host's memory to the device and back, pinned."""
-    here = torch.zeros(64 << 20, dtype=torch.uint8).pin_memory()
-    there = torch.empty_like(here, device=device)
-    for name, work in (("host to device", lambda: there.copy_(here)), ("device to host", lambda: here.copy_(there))):
+def host_copies(device: torch.device, budget: float) -> Iterator[Measurement]:
+    """Copies between pinned host memory and the device."""
+    host = accelerator.of(device).pin(torch.zeros(64 << 20, dtype=torch.uint8))
+    copy = torch.empty_like(host, device=device)
+    for name, work in (("host to device", lambda: copy.copy_(host)), ("device to host", lambda: host.copy_(copy))):
         seconds = best_seconds(work, device, budget / 2)
-        yield {"what": name, "shape": "64 MiB", "value": here.nbytes / seconds, "unit": "B/s"}
+        yield Measurement(name, "64 MiB", host.nbytes / seconds, "B/s")
 
 
-def disk(folder: Path) -> Row | None:
-    """Bytes written, on the disk and not in a cache; None where nothing can be written there."""
-    block = os.urandom(1 << 20)  # a file system that compresses must not look fast
+def disk(folder: Path) -> Measurement | None:
+    """Write bandwidth of a folder's disk, without caches; None if the folder is not writable."""
+    block = os.urandom(1 << 20)  # random bytes: a compressing file system would look too fast
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".phalanx-bench-") as file:
             begin = time.perf_counter()
-            for _ in range(_DISK // len(block)):
+            for _ in range(_DISK_BYTES // len(block)):
                 file.write(block)
             file.flush()
             os.fsync(file.fileno())
             seconds = time.perf_counter() - begin
     except OSError:
         return None
-    return {"what": "disk", "shape": f"{_DISK >> 20} MiB written", "value": _DISK / seconds, "unit": "B/s"}
+    return Measurement("disk", f"{_DISK_BYTES >> 20} MiB written", _DISK_BYTES / seconds, "B/s")

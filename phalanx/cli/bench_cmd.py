@@ -16,17 +16,17 @@ def bench(
 ) -> None:
     """Measure this machine: matrix products, attention, memory, links, launches, disk, real steps. Plans then use it."""
     from phalanx.calibration.measure_machine import bench as measure
-    from phalanx.dashboard.bench_table import show
+    from phalanx.dashboard.plan_text import show_bench
     from phalanx.host.env import visible_gpus
     from phalanx.host.machine_profile import profile_file, write_profile
     from phalanx.host.probe import probe
 
     machine = probe(visible_gpus())
     with console.status("measuring") as status:
-        found = measure(machine, Path.cwd(), minutes, lambda words: status.update(words))
-    path = write_profile(machine, found.constants, found.rows, out)
-    show(console, found.rows, found.constants)
-    how = "plans on this machine use it from now on" if path == profile_file() else "plans do not look there"
-    console.print(f"measured in {found.seconds:.0f} s; kept in {path}: {how}")
+        report = measure(machine, Path.cwd(), minutes, status.update)
+    path = write_profile(machine, report.constants, report.row_tables(), out)
+    show_bench(console, report.rows, report.constants)
+    use = "plans on this machine use it from now on" if path == profile_file() else "plans do not look there"
+    console.print(f"measured in {report.seconds:.0f} s; saved to {path}: {use}")
     if json:
-        print_json(found.to_json() | {"file": str(path)})
+        print_json(report.to_json() | {"file": str(path)})

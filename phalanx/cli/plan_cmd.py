@@ -98,21 +98,20 @@ def _show(wide: Console, request: PlanRequest, top: int, files: tuple[Path | Non
     from phalanx.planning.planner import scaling
 
     report = plan_request(request)
-    answer = report.to_json()
-    show_plan(wide, answer, top)
+    show_plan(wide, report, top)
     png, html = files
     if png is not None or html is not None:
-        # Plans on fewer and more devices take further searches, so they are made only where they are drawn.
-        answer = replace(report, scaling=scaling(request, report.best.layout.ranks)).to_json()
+        # Other numbers of devices need further searches, so only the picture and the page have them.
+        report = replace(report, scaling=scaling(request, report.best.layout.ranks))
     if png is not None:
-        from phalanx.dashboard.plan_picture import draw
+        from phalanx.dashboard.plan_picture import draw_plan
 
-        write_file(png, lambda: draw(answer, png))
+        write_file(png, lambda: draw_plan(report, png))
     if html is not None:
         from phalanx.dashboard.plan_page import page
 
-        write_file(html, lambda: html.write_text(page(answer), encoding="utf-8"))
-    return answer
+        write_file(html, lambda: html.write_text(page(report), encoding="utf-8"))
+    return report.to_json()
 
 
 def _limits(fits_in: str | None, deadline: str | None, budget: str | None) -> Limits:
@@ -126,39 +125,38 @@ def _limits(fits_in: str | None, deadline: str | None, budget: str | None) -> Li
 
 
 def _solve(wide: Console, request: PlanRequest, what: What) -> dict[str, Any]:
-    from phalanx.dashboard.plan_text import show_solved
+    from phalanx.dashboard.plan_text import show_solution
     from phalanx.planning.planner import solve_report
 
-    answer = solve_report(request, what).to_json()
-    show_solved(wide, answer)
-    return answer
+    solution = solve_report(request, what)
+    show_solution(wide, solution)
+    return solution.to_json()
 
 
 def _compare(wide: Console, directory: Path, refit: bool) -> dict[str, Any]:
-    from phalanx.dashboard.comparison_table import show_comparison
     from phalanx.dashboard.numbers import short_duration, size
+    from phalanx.dashboard.plan_text import show_comparison
     from phalanx.host.env import visible_gpus
     from phalanx.host.machine_profile import write_profile
     from phalanx.host.probe import probe
     from phalanx.planning.feedback.compare_run import after, compare, correction
 
     machine = probe(visible_gpus())
-    found = compare(directory, machine)
+    comparison = compare(directory, machine)
     if not refit:
-        told = found.to_json()
-        show_comparison(wide, told)
-        return told
-    constants = correction(found, machine)
-    again = after(found, machine, constants)
-    told = found.to_json(again)
-    show_comparison(wide, told)
+        show_comparison(wide, comparison)
+        return comparison.to_json()
+    constants = correction(comparison, machine)
+    refitted = after(comparison, machine, constants)
+    show_comparison(wide, comparison, refitted)
     path = write_profile(machine, constants)
     wide.print(
-        f"kept in {path} for plans on this machine, which now promise {short_duration(again.seconds)} and {size(again.total_memory)} for this run",
+        f"saved to {path}: plans on this machine now promise {short_duration(refitted.seconds)} and {size(refitted.total_memory)} for this run",
         soft_wrap=True,
         markup=False,
     )
-    return told | {"constants": constants, "file": str(path), "seconds": again.seconds, "memory": again.total_memory}
+    answer = {"constants": constants, "file": str(path), "seconds": refitted.seconds, "memory": refitted.total_memory}
+    return comparison.to_json(refitted) | answer
 
 
 def _refuse(run_file: Path | None, compare: Path | None, options: Mapping[str, Any]) -> None:

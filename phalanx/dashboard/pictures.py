@@ -31,15 +31,17 @@ _MOST_NUMBERED = 1500
 """With more actions than this, their numbers would be too small to read."""
 
 
-def new_figure(size: tuple[float, float], dpi: int = 144, pad: float = 0.1, space: float = 0.02) -> Figure:
-    """Creates a white figure of `size` inches; `pad` inches around each plot, `space` between plots as a fraction of their size.
+def new_figure(
+    size: tuple[float, float], dpi: int = 144, pad: float = 0.1, space: tuple[float, float] = (0.02, 0.02)
+) -> Figure:
+    """Creates a white figure of `size` inches; `pad` inches around each plot, `space` between rows and columns as a fraction of their size.
 
     Figure alone, without pyplot, keeps no global state.
     """
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    engine = ConstrainedLayoutEngine(w_pad=pad, h_pad=pad, hspace=space, wspace=space)
+    engine = ConstrainedLayoutEngine(w_pad=pad, h_pad=pad, hspace=space[0], wspace=space[1])
     return Figure(figsize=size, dpi=dpi, layout=engine, facecolor="white")
 
 

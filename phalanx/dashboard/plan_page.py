@@ -1,215 +1,233 @@
-"""A plan as one page to look around in: hover for values, click a layout to see its promise and what to paste, sort and filter the
-candidates, choose whose bars are drawn. `phalanx plan --html` calls it with the values that `planning/explain` makes."""
+"""Writes a plan as one interactive HTML page: hover for values, click a layout for its promise and tables, sort and filter candidates, choose
+whose bars are drawn. `phalanx plan --html` calls it.
+
+The page contains plan.css and plan.js and loads nothing: it works from a mail attachment.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from html import escape
+from importlib.resources import files
 from typing import Any
 
 from phalanx.dashboard.numbers import count, dollars, percent, short_duration, size
-from phalanx.dashboard.plan_page_parts import SCRIPT, STYLE
-from phalanx.dashboard.plan_picture import MEMORY, OTHERS, STEP, compared, long_unit, memory_unit, step_unit
-from phalanx.dashboard.plan_text import SHORTHAND, days, interval, promise, recomputed, searched_words
+from phalanx.dashboard.plan_picture import (
+    MEMORY,
+    OTHER_COLOR,
+    STEP,
+    compared,
+    cost_axis,
+    long_unit,
+    memory_unit,
+    step_unit,
+)
+from phalanx.dashboard.plan_text import SHORTHAND, days, interval, promise, savings_label, search_summary
+from phalanx.planning.report import MEMORY_LABELS, PART_LABELS, PlanReport, keys_to_change, run_file_tables
+from phalanx.planning.search.candidate import Candidate
 
 _COLUMNS = (
     ("layout", ""),
     ("micro-batch", "sequences that a replica computes at once"),
-    ("recompute", "what of the forward pass is computed again in the backward pass, to keep less"),
+    ("recompute", "what the backward pass computes again, to store fewer activations"),
     ("step", "seconds from one update of the weights to the next"),
-    ("P10–P90", "four of five real steps are expected within"),
+    ("P10–P90", "the range in which four of five real steps are expected"),
     ("memory", "of the fullest rank"),
-    ("MFU", "model FLOP/s, as a part of what the devices could do at most"),
+    ("MFU", "model FLOP/s as a fraction of the peak of the devices"),
     ("tokens/s", "of the whole cluster"),
-    ("run", "the whole run, failures considered"),
-    ("price", "of the whole run, failures considered"),
-    ("bubble", "part of the step that pipeline ranks wait for each other"),
-    ("exposed", "part of the step that communication takes beyond what computing hides"),
+    ("run", "duration of the whole run, with failures"),
+    ("price", "of the whole run, with failures"),
+    ("bubble", "fraction of the step in which pipeline ranks wait for each other"),
+    ("exposed", "fraction of the step for communication that computation does not hide"),
 )
-"""Of the candidates, each with what it means."""
-_EXCHANGE = ("tensor", "context", "expert", "data", "pipeline")
+"""Columns of the table of candidates, with their help texts."""
+_COMMUNICATION = ("tensor", "context", "expert", "data", "pipeline")
 
 
-def page(told: Mapping[str, Any]) -> str:
-    """The whole file."""
-    model, cluster, train, best = told["model"], told["cluster"], told["train"], told["best"]
-    title = f"{model['name']} on {cluster['gpus']:,} × {cluster['gpu']}"
+def page(report: PlanReport) -> str:
+    """The whole HTML file."""
+    model, cluster, train, best = report.model, report.cluster, report.train, report.best
+    title = f"{model.name} on {cluster.gpus:,} × {cluster.gpu}"
+    search = search_summary(report)
     head = (
-        f"{count(model['parameters'])} parameters, {train['batch']:,} sequences of {train['sequence_length']:,} tokens a step, "
-        f"{train['steps']:,} steps, {count(train['tokens'])} tokens. "
-        + (f"{searched_words(told)}." if told["considered"] > 1 else "The run file's own layout, judged as it stands.")
+        f"{count(model.parameters)} parameters, {train.batch:,} sequences of {train.sequence_length:,} tokens a step, "
+        f"{train.steps:,} steps, {count(train.tokens)} tokens. {search[0].upper()}{search[1:]}."
     )
-    memory, step = memory_unit(best["bytes"])[0], step_unit(best["seconds"])[0]
-    # A text inside a script ends where a tag would end it, so that none may begin.
-    data = json.dumps(page_data(told)).replace("<", "\\u003c")
+    memory, step, unit = memory_unit(best.bytes)[0], step_unit(best.seconds)[0], long_unit(best.expected_days)[1]
+    # A "<" in the data could close the script element.
+    data = json.dumps(page_data(report)).replace("<", "\\u003c")
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark"><title>{escape(title)}</title>
-<style>{STYLE}</style></head><body>
+<style>{_file("plan.css")}</style></head><body>
 <h1>{escape(title)}</h1><p class="muted">{escape(head)}</p>
-<h2 id="name">{escape(best["name"])}</h2>
-<div class="two"><table id="promise">{_rows(promise(best))}</table><div><pre id="toml">{escape(best["toml"])}</pre>
+<h2 id="name">{escape(best.name)}</h2>
+<div class="two"><table id="promise">{_rows(promise(best))}</table><div><pre id="toml">{escape(run_file_tables(best))}</pre>
 <p><button id="copy">copy for the run file</button></p></div></div>
-{_part("why this one", told["why"])}
+{_section("why this one", report.why)}
 <div class="two"><div><h2>memory of the fullest rank, {memory}</h2><div id="memory"></div></div>
 <div><h2>a step, {step}; thin line: P10–P90</h2><div id="step"></div></div>
-<div><h2>what memory buys</h2><div id="trade"></div></div><div><h2>{escape(_cost_title(told))}</h2><div id="cost"></div></div></div>
-{_why_not(told["why_not"])}
+<div><h2>memory against time</h2><div id="trade"></div></div><div><h2>{unit} against cost</h2><div id="cost"></div></div></div>
+{_why_not(report)}
 <h2>all candidates</h2><p class="tools"><input id="filter" type="search" placeholder="filter, such as: TP8 selective" aria-label="filter">
-<label><input id="fitting" type="checkbox"> only what fits</label> <span id="many" class="muted"></span></p>
+<label><input id="fitting" type="checkbox"> only those that fit</label> <span id="count" class="muted"></span></p>
 <div class="scroll"><table id="candidates"><thead><tr id="head"></tr></thead><tbody id="body"></tbody></table></div>
 <p class="muted">{escape(SHORTHAND)}</p>
-{_part("placement", told["placement"].get("lines", ()))}
-{_part("assumed", told["assumed"])}
+{_section("placement", report.placement_lines)}
+{_section("assumed", report.assumptions)}
 <div id="tip" role="tooltip"></div>
 <script type="application/json" id="plan">{data}</script>
-<script>{SCRIPT}</script>
+<script>{_file("plan.js")}</script>
 </body></html>
 """
 
 
-def page_data(told: Mapping[str, Any]) -> dict[str, Any]:
-    """What the page's program reads: every option once, in the words that the page shows."""
-    named = [("winner" if told["considered"] > 1 else "the run file's", told["best"])]
-    named += [("runner-up", other) for other in told["others"]]
-    named += [(f"why not {one['name']}", one["option"]) for one in told["why_not"] if one["option"] is not None]
-    named += [("trade-off", option) for option in told["curve"]]
-    named += [(f"{option['ranks']:,} devices", option) for option in told.get("scaling", ())]
-    every: dict[str, tuple[str, Mapping[str, Any]]] = {}
-    for role, option in named:
-        every.setdefault(option["toml"], (role, option))  # under the first of its names
-    drawn = [option["toml"] for option in compared(told)]
-    places = {toml: place for place, toml in enumerate(every)}
-    options = [option for _, option in every.values()]
+def _file(name: str) -> str:
+    return files("phalanx.dashboard").joinpath(name).read_text(encoding="utf-8")
+
+
+def page_data(report: PlanReport) -> dict[str, Any]:
+    """The JSON that plan.js reads: every candidate once, under the first of its roles."""
+    roles = [("winner" if report.considered > 1 else "the run file's", report.best)]
+    roles += [("runner-up", candidate) for candidate in report.runners_up]
+    roles += [(f"why not {other.name}", other.candidate) for other in report.alternatives if other.candidate is not None]
+    roles += [("trade-off", candidate) for candidate in report.curve]
+    roles += [(f"{candidate.layout.ranks:,} devices", candidate) for candidate in report.scaling]
+    distinct: dict[str, tuple[str, Candidate]] = {}
+    for role, candidate in roles:
+        distinct.setdefault(run_file_tables(candidate), (role, candidate))
+    drawn = {run_file_tables(candidate) for candidate in compared(report)}
+    indexes = {tables: index for index, tables in enumerate(distinct)}
+    candidates = [candidate for _, candidate in distinct.values()]
+    best = report.best
     return {
-        "options": [
-            _option(option, role, told["words"]) | {"shown": option["toml"] in drawn} for role, option in every.values()
+        "candidates": [
+            _candidate(candidate, role) | {"shown": tables in drawn} for tables, (role, candidate) in distinct.items()
         ],
-        "columns": [{"name": name, "means": means} for name, means in _COLUMNS],
-        "capacity": told["best"]["capacity"],
-        "capacity_text": size(told["best"]["capacity"]),
-        "units": {"memory": memory_unit(told["best"]["bytes"])[1], "step": step_unit(told["best"]["seconds"])[1]},
-        "why_not": [None if one["option"] is None else places[one["option"]["toml"]] for one in told["why_not"]],
-        "trade": _trade(told, options),
-        "cost": _cost(told, options),
+        "columns": [{"name": name, "help": text} for name, text in _COLUMNS],
+        "capacity": best.capacity,
+        "capacity_text": size(best.capacity),
+        "units": {"memory": memory_unit(best.bytes)[1], "step": step_unit(best.seconds)[1]},
+        "why_not": [
+            None if other.candidate is None else indexes[run_file_tables(other.candidate)] for other in report.alternatives
+        ],
+        "trade": _trade_off(report, candidates),
+        "cost": _cost(report, candidates),
     }
 
 
-def _option(option: Mapping[str, Any], role: str, words: Mapping[str, str]) -> dict[str, Any]:
-    memory = [
-        _piece(name, words.get(name, name), value, size(value), MEMORY) for name, value in option["memory"].items() if value > 0
-    ]
-    step = [
-        _piece(name, words.get(name, name), value, short_duration(value), STEP)
-        for name, value in option["split"].items()
-        if value > 0
-    ]
+def _candidate(candidate: Candidate, role: str) -> dict[str, Any]:
+    memory = {name: value for name, value in candidate.memory.items() if value > 0}
+    step = {name: value for name, value in candidate.split.items() if value > 0}
     return {
-        "name": option["name"],
+        "name": candidate.name,
         "role": role,
-        "fits": option["fits"],
-        "toml": option["toml"],
-        "promise": [list(row) for row in promise(option)],
-        "memory": {"parts": memory, "end": option["bytes"], "text": size(option["bytes"])},
-        "step": {
-            "parts": step,
-            "end": option["seconds"],
-            "low": option["low"],
-            "high": option["high"],
-            "between": interval(option["ranges"]["seconds"], short_duration),
-            "text": short_duration(option["seconds"]),
+        "fits": candidate.fits,
+        "toml": run_file_tables(candidate),
+        "promise": [list(row) for row in promise(candidate)],
+        "memory": {
+            "parts": [_part(name, value, size(value), MEMORY_LABELS, MEMORY) for name, value in memory.items()],
+            "end": candidate.bytes,
+            "text": size(candidate.bytes),
         },
-        "cells": _cells(option),
+        "step": {
+            "parts": [_part(name, value, short_duration(value), PART_LABELS, STEP) for name, value in step.items()],
+            "end": candidate.seconds,
+            "low": candidate.low,
+            "high": candidate.high,
+            "between": interval((candidate.low, candidate.high), short_duration),
+            "text": short_duration(candidate.seconds),
+        },
+        "cells": _cells(candidate),
     }
 
 
-def _piece(name: str, words: str, value: float, text: str, colours: Mapping[str, str]) -> dict[str, Any]:
-    return {"words": words, "value": value, "text": text, "colour": colours.get(name, OTHERS)}
+def _part(name: str, value: float, text: str, labels: Mapping[str, str], colors: Mapping[str, str]) -> dict[str, Any]:
+    return {"label": labels.get(name, name), "value": value, "text": text, "color": colors.get(name, OTHER_COLOR)}
 
 
-def _cells(option: Mapping[str, Any]) -> list[dict[str, Any]]:
-    bubble = option["split"].get("bubble", 0.0) / option["seconds"]
-    exposed = sum(option["split"].get(part, 0.0) for part in _EXCHANGE) / option["seconds"]
-    saved = recomputed(option) + ("" if option["offload"] == "none" else ", offload")
+def _cells(candidate: Candidate) -> list[dict[str, Any]]:
+    """The row of a candidate in the table: texts and the values to sort by."""
+    bubble = candidate.split.get("bubble", 0.0) / candidate.seconds
+    exposed = sum(candidate.split.get(part, 0.0) for part in _COMMUNICATION) / candidate.seconds
+    savings = savings_label(candidate)
     values: list[tuple[str, Any]] = [
-        (option["name"], option["name"]),
-        (str(option["micro_batch"]), option["micro_batch"]),
-        (saved, saved),
-        (short_duration(option["seconds"]), option["seconds"]),
-        (interval(option["ranges"]["seconds"], short_duration), option["low"]),
-        (size(option["bytes"]), option["bytes"]),
-        (percent(option["mfu"]), option["mfu"] or 0.0),
-        (count(option["tokens_per_second"]), option["tokens_per_second"]),
-        (days(option["expected_days"]), option["expected_days"]),
-        (dollars(option["price"]), option["price"] or 0.0),
+        (candidate.name, candidate.name),
+        (str(candidate.micro_batch), candidate.micro_batch),
+        (savings, savings),
+        (short_duration(candidate.seconds), candidate.seconds),
+        (interval((candidate.low, candidate.high), short_duration), candidate.low),
+        (size(candidate.bytes), candidate.bytes),
+        (percent(candidate.mfu), candidate.mfu or 0.0),
+        (count(candidate.tokens_per_second), candidate.tokens_per_second),
+        (days(candidate.expected_days), candidate.expected_days),
+        (dollars(candidate.price), candidate.price or 0.0),
         (percent(bubble), bubble),
         (percent(exposed), exposed),
     ]
     return [{"text": text, "sort": sort} for text, sort in values]
 
 
-def _trade(told: Mapping[str, Any], options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    line = [option["toml"] for option in told["curve"]]
-    (memory, large), (step, long) = memory_unit(told["best"]["bytes"]), step_unit(told["best"]["seconds"])
+def _trade_off(report: PlanReport, candidates: Sequence[Candidate]) -> dict[str, Any]:
+    """The points of memory against time."""
+    best, curve = report.best, {run_file_tables(candidate) for candidate in report.curve}
+    (memory, byte_unit), (step, time_unit) = memory_unit(best.bytes), step_unit(best.seconds)
     points = [
         {
-            "x": option["bytes"] / large,
-            "y": option["seconds"] / long,
-            "text": f"{option['name']}\n{size(option['bytes'])}, {short_duration(option['seconds'])} ({interval(option['ranges']['seconds'], short_duration)})",
-            "option": place,
-            "line": option["toml"] in line,
+            "x": candidate.bytes / byte_unit,
+            "y": candidate.seconds / time_unit,
+            "text": f"{candidate.name}\n{size(candidate.bytes)}, {short_duration(candidate.seconds)} "
+            f"({interval((candidate.low, candidate.high), short_duration)})",
+            "candidate": index,
+            "line": run_file_tables(candidate) in curve,
             "label": "",
         }
-        for place, option in enumerate(options)
-        if option["ranks"] == told["best"]["ranks"]
+        for index, candidate in enumerate(candidates)
+        if candidate.layout.ranks == best.layout.ranks
     ]
-    limit = told["best"]["capacity"] / large
-    axes = {"x": f"memory of the fullest rank, {memory}", "y": f"step, {step}", "line": "quickest at this memory"}
-    return {"points": points, **axes, "prefix": "", "limit": limit}
+    axes = {"x": f"memory of the fullest rank, {memory}", "y": f"step, {step}", "line": "fastest at this memory"}
+    return {"points": points, **axes, "prefix": "", "limit": best.capacity / byte_unit}
 
 
-def _cost(told: Mapping[str, Any], options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    key, name, form = (
-        ("price", "price, $", dollars) if told["best"]["price"] is not None else ("gpu_hours", "device-hours", count)
-    )
-    scale, unit = long_unit(told["best"]["expected_days"])
-    sizes = [option["toml"] for option in told.get("scaling", ())]
-    points = [
-        {
-            "x": scale * option["expected_days"],
-            "y": option[key],
-            "text": f"{option['name']} on {option['ranks']:,} devices\n{days(option['expected_days'])}, {form(option[key])}",
-            "option": place,
-            "line": option["toml"] in sizes,
-            "label": f"{option['ranks']:,}" if option["toml"] in sizes else "",
-        }
-        for place, option in enumerate(options)
-        if option[key] is not None
-    ]
-    axes = {"x": f"{unit} of the run, failures considered", "y": name, "line": "quickest on this many devices"}
+def _cost(report: PlanReport, candidates: Sequence[Candidate]) -> dict[str, Any]:
+    """The points of duration against cost."""
+    best, sizes = report.best, {run_file_tables(candidate) for candidate in report.scaling}
+    _, format_cost, cost_of = cost_axis(best)
+    scale, unit = long_unit(best.expected_days)
+    points = []
+    for index, candidate in enumerate(candidates):
+        cost, ranks, is_size = cost_of(candidate), candidate.layout.ranks, run_file_tables(candidate) in sizes
+        if cost is not None:
+            text = f"{candidate.name} on {ranks:,} devices\n{days(candidate.expected_days)}, {format_cost(cost)}"
+            point = {"x": scale * candidate.expected_days, "y": cost, "text": text}
+            points.append(point | {"candidate": index, "line": is_size, "label": f"{ranks:,}" if is_size else ""})
     return {
         "points": points,
-        **axes,
-        "prefix": "$" if key == "price" else "",
+        "x": f"{unit} of the run, with failures",
+        "y": "device-hours" if best.price is None else "price, $",
+        "line": "fastest on this many devices",
+        "prefix": "" if best.price is None else "$",
         "limit": None,
-        "own": f"{told['best']['ranks']:,}",
+        "own": f"{best.layout.ranks:,}",
     }
 
 
-def _cost_title(told: Mapping[str, Any]) -> str:
-    return f"what {long_unit(told['best']['expected_days'])[1]} cost"
-
-
-def _why_not(rows: Sequence[Mapping[str, Any]]) -> str:
-    if not rows:
+def _why_not(report: PlanReport) -> str:
+    if not report.alternatives:
         return ""
-    cells = [(one["name"], one["reason"], (one["option"] or {}).get("change", "")) for one in rows]
-    said = "A click shows one at the top, with what to paste; the last column has the keys to set where the run file has the winner's tables."
-    return f'<h2>why not</h2><p class="muted">{said}</p><table id="why-not">{_rows(cells)}</table>'
+    cells = [
+        (other.name, other.reason, "" if other.candidate is None else keys_to_change(report.best, other.candidate))
+        for other in report.alternatives
+    ]
+    help_text = (
+        "Click a row to see the layout at the top with its tables. The last column has the keys to set in a run file that has "
+        "the winner's tables."
+    )
+    return f'<h2>why not</h2><p class="muted">{help_text}</p><table id="why-not">{_rows(cells)}</table>'
 
 
-def _part(title: str, lines: Sequence[str]) -> str:
+def _section(title: str, lines: Sequence[str]) -> str:
     return f"<h2>{escape(title)}</h2>" + "".join(f"<p>{escape(line)}</p>" for line in lines) if lines else ""
 
 

@@ -1,21 +1,26 @@
-"""A plan as one picture: memory by component against the device, a step's time by part, and what can be traded for what. `phalanx plan
---png` calls it with the values that `planning/explain` makes."""
+"""Draws a plan as one PNG: memory by component against the device, the time of a step by part, and the trade-offs.
+
+`phalanx plan --png` calls it; the page of a plan uses its colors and units.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.dashboard.numbers import count, dollars, percent, short_duration, size
-from phalanx.dashboard.plan_text import recomputed
+from phalanx.dashboard.pictures import INK, MUTED, new_figure, plain_axes, printable
+from phalanx.dashboard.plan_text import recompute_label
+from phalanx.planning.report import MEMORY_LABELS, PART_LABELS, PlanReport, run_file_tables
+from phalanx.planning.search.candidate import Candidate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_INK, _MUTED, _GRID, _BEST, _LIMIT = "#1f2933", "#7b8794", "#e4e7eb", "#2563eb", "#dc2626"
+_BEST, _LIMIT = "#2563eb", "#dc2626"
 
-# Okabe and Ito's colours, which people who confuse red and green tell apart; white gaps part neighbours that are alike in print.
+# Okabe and Ito's colors, which are safe for color-blind readers; white gaps separate neighbors that look alike in print.
 MEMORY = {
     "parameters": "#0072b2", "gradients": "#56b4e9", "optimizer": "#cc79a7", "activations": "#009e73", "logits": "#e69f00",
     "gathered": "#f0e442", "buffers": "#b8bfc8", "fixed": "#76808c",
@@ -24,103 +29,102 @@ STEP = {
     "compute": "#009e73", "launch": "#8fd3bd", "tensor": "#e69f00", "context": "#f0e442", "expert": "#d55e00", "data": "#0072b2",
     "pipeline": "#56b4e9", "bubble": "#d1d5db", "optimizer": "#cc79a7", "offload": "#8a4f79", "other": "#76808c",
 }  # fmt: skip
-"""A colour for each component of memory and each part of a step; the page has the same."""
-OTHERS = "#332288"
-"""Of what has no colour of its own."""
+"""The color of each component of memory and of each part of a step."""
+OTHER_COLOR = "#332288"
+"""The color of any other component."""
 _ROWS = 6
-"""Layouts that bars are drawn of."""
+"""Most candidates with bars."""
 _FAR = 8.0
-"""A device with more than so many times the memory that is used is told of, not drawn to scale: bars would be specks."""
+"""A device with more than this many times the used memory is not drawn to scale: the bars would be too short."""
 
 
-def compared(told: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Layouts whose bars stand beside the winner's: runners-up, or what was told why not where there are few."""
-    fitting = [one["option"] for one in told["why_not"] if one["option"] is not None and one["option"]["fits"]]
-    every: dict[str, Mapping[str, Any]] = {}
-    for option in (told["best"], *told["others"], *fitting):
-        every.setdefault(option["toml"], option)
-    return list(every.values())[:_ROWS]
-
-
-def draw(told: Mapping[str, Any], path: Path) -> None:
-    """Write the picture."""
-    # Matplotlib takes half a second to import. Figure alone, without pyplot, keeps no state between calls.
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    options = compared(told)
-    engine = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, hspace=0.06, wspace=0.04)
-    figure = Figure(figsize=(15.0, 6.4 + 0.5 * len(options)), dpi=120, layout=engine, facecolor="white")
-    (memory, step), (curve, money) = figure.subplots(2, 2, height_ratios=(1.2 + 0.55 * len(options), 4.2))
-    _memory(memory, options, told["words"])
-    _steps(step, options, told["words"])
-    _trade(curve, told)
-    _cost(money, told)
-    figure.suptitle(_safe(title(told)), x=0.01, ha="left", color=_INK, fontsize=13, fontweight="bold", parse_math=False)
-    figure.savefig(path, format="png", metadata={"Title": _safe(title(told)), "Description": _safe(description(told))})
-
-
-def title(told: Mapping[str, Any]) -> str:
-    model, cluster = told["model"], told["cluster"]
-    mfu = f", MFU {percent(told['best']['mfu'])}" if told["best"]["mfu"] is not None else ""
-    return f"{model['name']} on {cluster['gpus']:,} × {cluster['gpu']}: {told['best']['name']}{mfu}"
-
-
-def description(told: Mapping[str, Any]) -> str:
-    """The winner in words, kept in the file: a picture that travels alone still says what it is of."""
-    best = told["best"]
-    low, high = best["ranges"]["seconds"]
-    parts = [
-        f"step {short_duration(best['seconds'])} (P10 {short_duration(low)}, P90 {short_duration(high)})",
-        f"memory {_gib(best['bytes']):.1f} of {_gib(best['capacity']):.1f} GiB",
-        f"{best['expected_days']:.3g} days",
-        f"{count(best['gpu_hours'])} device-hours",
+def compared(report: PlanReport) -> list[Candidate]:
+    """The candidates whose bars are drawn: the best, the runners-up, and then alternatives that fit."""
+    fitting = [
+        alternative.candidate
+        for alternative in report.alternatives
+        if alternative.candidate is not None and alternative.candidate.fits
     ]
-    return ", ".join(parts + ([] if best["price"] is None else [f"USD {count(best['price'])}"]))
+    distinct: dict[str, Candidate] = {}
+    for candidate in (report.best, *report.runners_up, *fitting):
+        distinct.setdefault(run_file_tables(candidate), candidate)
+    return list(distinct.values())[:_ROWS]
+
+
+def draw_plan(report: PlanReport, path: Path) -> None:
+    """Writes the picture of a plan to `path`."""
+    candidates = compared(report)
+    figure = new_figure((15.0, 6.4 + 0.5 * len(candidates)), dpi=120, pad=0.12, space=(0.06, 0.04))
+    (memory, step), (curve, money) = figure.subplots(2, 2, height_ratios=(1.2 + 0.55 * len(candidates), 4.2))
+    _memory(memory, candidates)
+    _steps(step, candidates)
+    _trade_off(curve, report)
+    _cost(money, report)
+    title = printable(_title(report))
+    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=13, fontweight="bold", parse_math=False)
+    figure.savefig(path, format="png", metadata={"Title": title, "Description": printable(_description(report.best))})
+
+
+def _title(report: PlanReport) -> str:
+    best, cluster = report.best, report.cluster
+    mfu = f", MFU {percent(best.mfu)}" if best.mfu is not None else ""
+    return f"{report.model.name} on {cluster.gpus:,} × {cluster.gpu}: {best.name}{mfu}"
+
+
+def _description(best: Candidate) -> str:
+    """The winner in words, stored in the file: it explains a picture that is passed on alone."""
+    parts = [
+        f"step {short_duration(best.seconds)} (P10 {short_duration(best.low)}, P90 {short_duration(best.high)})",
+        f"memory {best.bytes / 2**30:.1f} of {best.capacity / 2**30:.1f} GiB",
+        f"{best.expected_days:.3g} days",
+        f"{count(best.gpu_hours)} device-hours",
+    ]
+    return ", ".join(parts + ([] if best.price is None else [f"USD {count(best.price)}"]))
 
 
 def memory_unit(value: float) -> tuple[str, float]:
-    """The unit that suits so many bytes, and its size."""
+    """A unit that suits a number of bytes, and its size."""
     return ("GiB", 2.0**30) if value >= 2**30 else ("MiB", 2.0**20)
 
 
 def step_unit(seconds: float) -> tuple[str, float]:
-    """The unit that suits such a step, and its size."""
+    """A unit that suits the time of a step, and its size."""
     return ("s", 1.0) if seconds >= 1 else ("ms", 1e-3)
 
 
-def _memory(axes: Axes, options: Sequence[Mapping[str, Any]], words: Mapping[str, str]) -> None:
-    unit, scale = memory_unit(options[0]["bytes"])
-    rows = [{name: value / scale for name, value in option["memory"].items()} for option in options]
-    used, capacity = max(_stacked(axes, rows, MEMORY, words)), options[0]["capacity"] / scale
+def _memory(axes: Axes, candidates: Sequence[Candidate]) -> None:
+    unit, scale = memory_unit(candidates[0].bytes)
+    rows = [{name: value / scale for name, value in candidate.memory.items()} for candidate in candidates]
+    used, capacity = max(_stacked(axes, rows, MEMORY, MEMORY_LABELS)), candidates[0].capacity / scale
     near = capacity < _FAR * used
     if near:
         axes.axvline(capacity, color=_LIMIT, linewidth=1.4, linestyle="--")
-    # Above the uppermost bar.
-    said = f"the device has {size(options[0]['capacity'])} "
-    axes.text(capacity if near else 1.04 * used, -0.6, said, color=_LIMIT, fontsize=8.5, ha="right", va="center")
+    label = f"the device has {size(candidates[0].capacity)} "
+    axes.text(capacity if near else 1.04 * used, -0.6, label, color=_LIMIT, fontsize=8.5, ha="right", va="center")
     axes.set_xlim(0, 1.04 * max(capacity if near else 0.0, used))
-    _frame(axes, options, f"memory of the fullest rank, {unit}", [size(option["bytes"]) for option in options])
+    _frame(axes, candidates, f"memory of the fullest rank, {unit}", [size(candidate.bytes) for candidate in candidates])
 
 
-def _steps(axes: Axes, options: Sequence[Mapping[str, Any]], words: Mapping[str, str]) -> None:
-    unit, scale = step_unit(options[0]["seconds"])
-    rows = [{name: value / scale for name, value in option["split"].items()} for option in options]
-    lengths = _stacked(axes, rows, STEP, words)
-    for place, option in enumerate(options):
-        ends = [value / scale for value in option["ranges"]["seconds"]]
-        axes.plot(ends, [place + 0.4, place + 0.4], color=_INK, linewidth=1.2, marker="|", markersize=5)
-    axes.set_xlim(0, 1.04 * max(*lengths, *(option["high"] / scale for option in options)))
-    _frame(axes, options, f"a step, {unit}; thin line: P10–P90", [short_duration(option["seconds"]) for option in options])
+def _steps(axes: Axes, candidates: Sequence[Candidate]) -> None:
+    unit, scale = step_unit(candidates[0].seconds)
+    rows = [{name: value / scale for name, value in candidate.split.items()} for candidate in candidates]
+    lengths = _stacked(axes, rows, STEP, PART_LABELS)
+    for row, candidate in enumerate(candidates):
+        ends = [candidate.low / scale, candidate.high / scale]
+        axes.plot(ends, [row + 0.4, row + 0.4], color=INK, linewidth=1.2, marker="|", markersize=5)
+    axes.set_xlim(0, 1.04 * max(*lengths, *(candidate.high / scale for candidate in candidates)))
+    _frame(
+        axes, candidates, f"a step, {unit}; thin line: P10–P90", [short_duration(candidate.seconds) for candidate in candidates]
+    )
 
 
 def _stacked(
-    axes: Axes, rows: Sequence[Mapping[str, float]], colours: Mapping[str, str], words: Mapping[str, str]
+    axes: Axes, rows: Sequence[Mapping[str, float]], colors: Mapping[str, str], labels: Mapping[str, str]
 ) -> list[float]:
-    """Bars of several parts, one after the other; returns how long each became. Parts that nobody has are left out."""
+    """Draws one bar of several parts for each row, and returns the lengths. Parts that no row has are omitted."""
     names = [
         name
-        for name in dict.fromkeys([*colours, *(name for row in rows for name in row)])
+        for name in dict.fromkeys([*colors, *(name for row in rows for name in row)])
         if any(row.get(name, 0) > 0 for row in rows)
     ]
     ends = [0.0] * len(rows)
@@ -129,126 +133,127 @@ def _stacked(
         values = [row.get(name, 0.0) for row in rows]
         if max(values) < 1e-3 * whole:
             continue
-        look: dict[str, Any] = {"height": 0.62, "edgecolor": "white", "linewidth": 0.7}
-        axes.barh(range(len(rows)), values, left=ends, color=colours.get(name, OTHERS), label=words.get(name, name), **look)
+        style: dict[str, Any] = {"height": 0.62, "edgecolor": "white", "linewidth": 0.7}
+        color, label = colors.get(name, OTHER_COLOR), labels.get(name, name)
+        axes.barh(range(len(rows)), values, left=ends, color=color, label=label, **style)
         ends = [end + value for end, value in zip(ends, values, strict=True)]
     return ends
 
 
-def _frame(axes: Axes, options: Sequence[Mapping[str, Any]], name: str, values: Sequence[str]) -> None:
-    axes.set_ylim(len(options) - 0.4, -0.85)
-    axes.set_yticks(range(len(options)), _labels(options), fontsize=9)
-    for place, value in enumerate(values):  # in a column of their own, where no bar or line runs through them
-        axes.text(1.015, place, value, transform=axes.get_yaxis_transform(), va="center", fontsize=9, color=_INK)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.1), ncols=4, frameon=False, fontsize=8.5, labelcolor=_INK)
-    _plain(axes, name)
+def _frame(axes: Axes, candidates: Sequence[Candidate], title: str, values: Sequence[str]) -> None:
+    axes.set_ylim(len(candidates) - 0.4, -0.85)
+    axes.set_yticks(range(len(candidates)), _labels(candidates), fontsize=9)
+    for row, value in enumerate(values):  # in a column of their own, right of all bars
+        axes.text(1.015, row, value, transform=axes.get_yaxis_transform(), va="center", fontsize=9, color=INK)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.1), ncols=4, frameon=False, fontsize=8.5, labelcolor=INK)
+    _style(axes, title)
     axes.grid(False, axis="y")
     if labels := axes.get_yticklabels():
         labels[0].set_fontweight("bold")
 
 
-def _labels(options: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Their names; those of the same layout with what sets them apart."""
-    names = [_safe(option["name"]) for option in options]
+def _labels(candidates: Sequence[Candidate]) -> list[str]:
+    """The names of candidates; candidates of the same layout with their other settings."""
+    names = [printable(candidate.name) for candidate in candidates]
     return [
-        name if names.count(name) == 1 else f"{name}\nmicro-batch {option['micro_batch']}, recompute {recomputed(option)}"
-        for name, option in zip(names, options, strict=True)
+        name
+        if names.count(name) == 1
+        else f"{name}\nmicro-batch {candidate.micro_batch}, recompute {recompute_label(candidate)}"
+        for name, candidate in zip(names, candidates, strict=True)
     ]
 
 
-def _trade(axes: Axes, told: Mapping[str, Any]) -> None:
-    """The quickest at every memory, and what else was looked at."""
-    best, curve = told["best"], told["curve"]
-    (memory, large), (step, long) = memory_unit(best["bytes"]), step_unit(best["seconds"])
+def _trade_off(axes: Axes, report: PlanReport) -> None:
+    """Draws memory against time: the fastest candidate at each memory, and the others."""
+    best, curve = report.best, report.curve
+    (memory, byte_unit), (step, time_unit) = memory_unit(best.bytes), step_unit(best.seconds)
 
-    def places(options: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
-        return [one["bytes"] / large for one in options], [one["seconds"] / long for one in options]
+    def points(candidates: Sequence[Candidate]) -> tuple[list[float], list[float]]:
+        return [c.bytes / byte_unit for c in candidates], [c.seconds / time_unit for c in candidates]
 
-    rest = [one for one in (*told["others"], *compared(told)) if one["toml"] != best["toml"]]
+    rest = [c for c in (*report.runners_up, *compared(report)) if run_file_tables(c) != run_file_tables(best)]
     if len(curve) > 1:
         line: dict[str, Any] = {"linewidth": 1.2, "marker": "o", "markersize": 4, "drawstyle": "steps-post"}
-        axes.plot(*places(curve), color=_INK, label="quickest at this memory", **line)
+        axes.plot(*points(curve), color=INK, label="fastest at this memory", **line)
     if rest:
-        axes.scatter(*places(rest), s=26, color=_MUTED, label="others that fit", zorder=3)
-    error = [[(best["seconds"] - best["low"]) / long], [(best["high"] - best["seconds"]) / long]]
+        axes.scatter(*points(rest), s=26, color=MUTED, label="others that fit", zorder=3)
+    error = [[(best.seconds - best.low) / time_unit], [(best.high - best.seconds) / time_unit]]
     axes.errorbar(
-        *places([best]), yerr=error, fmt="o", markersize=8, color=_BEST, capsize=3, label=f"{_first(told)}, P10–P90", zorder=4
+        *points([best]),
+        yerr=error,
+        fmt="o",
+        markersize=8,
+        color=_BEST,
+        capsize=3,
+        label=f"{_winner(report)}, P10–P90",
+        zorder=4,
     )
-    widest = max(one["bytes"] for one in (best, *rest, *curve))
-    if best["capacity"] < _FAR * widest:
-        axes.axvline(best["capacity"] / large, color=_LIMIT, linewidth=1.4, linestyle="--", label="the device's memory")
-        widest = max(widest, best["capacity"])
-    # No point may lie on the frame, which would cut it in half.
-    axes.set_xlim(0, 1.06 * widest / large)
-    axes.set_ylim(0, 1.06 * max(best["high"], *(one["seconds"] for one in (best, *rest, *curve))) / long)
-    axes.set_xlabel(f"memory of the fullest rank, {memory}", color=_INK, fontsize=9)
-    axes.set_ylabel(f"step, {step}", color=_INK, fontsize=9)
-    axes.legend(frameon=False, fontsize=8.5, labelcolor=_INK, loc="lower left")
-    _plain(axes, "what memory buys")
+    widest = max(c.bytes for c in (best, *rest, *curve))
+    if best.capacity < _FAR * widest:
+        axes.axvline(best.capacity / byte_unit, color=_LIMIT, linewidth=1.4, linestyle="--", label="the device's memory")
+        widest = max(widest, best.capacity)
+    # A margin: the frame would cut points on it in half.
+    axes.set_xlim(0, 1.06 * widest / byte_unit)
+    axes.set_ylim(0, 1.06 * max(best.high, *(c.seconds for c in (best, *rest, *curve))) / time_unit)
+    axes.set_xlabel(f"memory of the fullest rank, {memory}", color=INK, fontsize=9)
+    axes.set_ylabel(f"step, {step}", color=INK, fontsize=9)
+    axes.legend(frameon=False, fontsize=8.5, labelcolor=INK, loc="lower left")
+    _style(axes, "memory against time")
 
 
-def _first(told: Mapping[str, Any]) -> str:
-    return "winner" if told["considered"] > 1 else "the run file's layout"
+def _winner(report: PlanReport) -> str:
+    return "winner" if report.considered > 1 else "the run file's layout"
 
 
-def _cost(axes: Axes, told: Mapping[str, Any]) -> None:
-    """What days cost; in device-hours where no price is known. Clusters of other sizes are in it where they were asked for."""
+def _cost(axes: Axes, report: PlanReport) -> None:
+    """Draws the duration of the run against its cost: in device-hours if no price is known; with other cluster sizes if the report has them."""
     from matplotlib.ticker import FuncFormatter
 
-    best = told["best"]
-    key, name, form = (
-        ("price", "price, US dollars", dollars) if best["price"] is not None else ("gpu_hours", "device-hours", count)
-    )
-    scale, unit = long_unit(best["expected_days"])
+    best = report.best
+    name, format_cost, cost_of = cost_axis(best)
+    scale, unit = long_unit(best.expected_days)
 
-    def places(options: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
-        return [scale * one["expected_days"] for one in options], [one[key] for one in options]
+    def points(candidates: Sequence[Candidate]) -> tuple[list[float], list[float]]:
+        return [scale * c.expected_days for c in candidates], [cost_of(c) or 0.0 for c in candidates]
 
-    rest = [one for one in compared(told) if one[key] is not None and one["toml"] != best["toml"]]
+    rest = [c for c in compared(report) if cost_of(c) is not None and run_file_tables(c) != run_file_tables(best)]
     if rest:
-        axes.scatter(*places(rest), s=26, color=_MUTED, label="others that fit", zorder=3)
-    sizes = [one for one in told.get("scaling", ()) if one[key] is not None]
+        axes.scatter(*points(rest), s=26, color=MUTED, label="others that fit", zorder=3)
+    sizes = [c for c in report.scaling if cost_of(c) is not None]
     if sizes:
-        axes.plot(*places(sizes), color=_INK, linewidth=1.2, marker="s", markersize=4, label="quickest on this many devices")
-        for one, day, cost in zip(sizes, *places(sizes), strict=True):
-            # The line falls and bends up: there is room above it on the right, but where the winner's interval rises.
-            place = (7, -15) if one["ranks"] == best["ranks"] else (5, 5)
-            near: dict[str, Any] = {"xytext": place, "textcoords": "offset points", "fontsize": 8.5, "color": _INK}
-            axes.annotate(f"{one['ranks']:,}", (day, cost), **near)
-    (early, late), (less, more) = best["ranges"]["expected_days"], best["ranges"][key]
+        axes.plot(*points(sizes), color=INK, linewidth=1.2, marker="s", markersize=4, label="fastest on this many devices")
+        for candidate, day, cost in zip(sizes, *points(sizes), strict=True):
+            # The line falls and bends up, so labels fit above it on the right, except where the winner's interval rises.
+            offset = (7, -15) if candidate.layout.ranks == best.layout.ranks else (5, 5)
+            style: dict[str, Any] = {"xytext": offset, "textcoords": "offset points", "fontsize": 8.5, "color": INK}
+            axes.annotate(f"{candidate.layout.ranks:,}", (day, cost), **style)
+    (early, late), (less, more) = best.ranges["expected_days"], best.ranges["gpu_hours" if best.price is None else "price"]
     axes.plot([scale * early, scale * late], [less, more], color=_BEST, linewidth=1.2, marker="|", markersize=7, zorder=4)
-    axes.scatter(*places([best]), s=60, color=_BEST, label=f"{_first(told)}, P10–P90", zorder=5)
-    axes.set_xlabel(f"{unit} of the run, failures considered", color=_INK, fontsize=9)
-    axes.set_ylabel(name, color=_INK, fontsize=9)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: form(value)))
-    axes.set_xlim(0, 1.1 * max(scale * late, *places([best, *rest, *sizes])[0]))
-    axes.set_ylim(0, 1.1 * max(more, *places([best, *rest, *sizes])[1]))
-    axes.legend(frameon=False, fontsize=8.5, labelcolor=_INK, loc="lower right")
-    _plain(axes, f"what {unit} cost")
+    axes.scatter(*points([best]), s=60, color=_BEST, label=f"{_winner(report)}, P10–P90", zorder=5)
+    axes.set_xlabel(f"{unit} of the run, with failures", color=INK, fontsize=9)
+    axes.set_ylabel(name, color=INK, fontsize=9)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_cost(value)))
+    axes.set_xlim(0, 1.1 * max(scale * late, *points([best, *rest, *sizes])[0]))
+    axes.set_ylim(0, 1.1 * max(more, *points([best, *rest, *sizes])[1]))
+    axes.legend(frameon=False, fontsize=8.5, labelcolor=INK, loc="lower right")
+    _style(axes, f"{unit} against cost")
+
+
+def cost_axis(best: Candidate) -> tuple[str, Callable[[float | None], str], Callable[[Candidate], float | None]]:
+    """The label, the format and the value of costs: prices, or device-hours if no price is known."""
+    if best.price is not None:
+        return "price, US dollars", dollars, lambda candidate: candidate.price
+    return "device-hours", count, lambda candidate: candidate.gpu_hours
 
 
 def long_unit(days: float) -> tuple[float, str]:
-    """The unit that suits a run of so many days, and how many of them make a day."""
+    """How many units make a day, and the unit that suits a run of `days`."""
     return next(
         ((scale, unit) for scale, unit in ((1.0, "days"), (24.0, "hours"), (1440.0, "minutes")) if days * scale >= 2),
         (86400.0, "seconds"),
     )
 
 
-def _plain(axes: Axes, name: str) -> None:
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(_GRID)
-    axes.grid(True, color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=_INK, length=0, labelsize=8.5)
-    axes.set_title(name, loc="left", color=_INK, fontsize=10, fontweight="bold")
-
-
-def _gib(value: float) -> float:
-    return value / 2**30
-
-
-def _safe(text: str) -> str:
-    """No glyphs that the font lacks."""
-    return text.encode("latin-1", "replace").decode("latin-1")
+def _style(axes: Axes, title: str) -> None:
+    plain_axes(axes, INK, 8.5)
+    axes.set_title(title, loc="left", color=INK, fontsize=10, fontweight="bold")

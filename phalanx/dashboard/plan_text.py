@@ -1,10 +1,13 @@
-"""A plan on the terminal: the winner and what to paste, its memory and its step in bars, the runners-up, why not the others, and what
-was assumed. The CLI and `phalanx.explain` call it with the values that `planning/explain` makes."""
+"""Shows plans on the terminal: the winner with the tables to paste, its memory and step as bars, the runners-up, the reasons against other
+layouts, and the assumptions. Also shows the results of `--solve`, `--compare` and `phalanx bench`.
+
+The CLI and `phalanx.explain` call it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
@@ -14,256 +17,275 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.dashboard.numbers import count, dollars, duration, energy, percent, short_duration, size
+from phalanx.dashboard.numbers import UNKNOWN, count, dollars, duration, energy, flops, percent, short_duration, size
+from phalanx.planning.feedback.compare_run import Comparison, Timed
+from phalanx.planning.report import (
+    MEMORY_LABELS,
+    PART_LABELS,
+    PlanReport,
+    SolveReport,
+    keys_to_change,
+    part_changes,
+    run_file_tables,
+)
+from phalanx.planning.search.candidate import Alternative, Candidate
+from phalanx.spec.plan import Promise
 
-COLOURS = {
+COLORS = {
     "parameters": "blue", "gradients": "cyan", "optimizer": "magenta", "activations": "green", "logits": "yellow",
     "gathered": "bright_blue", "buffers": "bright_black", "fixed": "bright_black", "compute": "green", "bubble": "red",
 }  # fmt: skip
 SHORTHAND = (
-    "PP pipeline ranks, v stages of a rank, -zb zero-bubble and -bfs breadth-first order; DP replicas; ZeRO1×128 optimizer states "
-    "shared by 128 (ZeRO2: gradients too, FSDP: parameters too); CP context, TP tensor, +SP sequence, EP expert parallelism. "
-    "Recompute full 1/2: of every second block."
+    "PP pipeline ranks, v stages per rank, -zb zero-bubble and -bfs breadth-first order; DP replicas; ZeRO1×128 optimizer states "
+    "sharded over 128 ranks (ZeRO2: gradients too, FSDP: parameters too); CP context, TP tensor, +SP sequence, EP expert parallelism. "
+    "Recompute full 1/2: only every second block."
 )
-"""How layouts, and what they recompute, are written in short."""
+"""Explains the short names of layouts and of recomputation."""
 _WIDE = 96
-"""Columns from which things stand side by side."""
-
+"""Columns from which parts are side by side."""
 _REASONS = 10
-"""Layouts that are told why not, at least."""
+"""Smallest number of layouts in the section "why not"."""
+_OWN_PARTS = ("compute", "optimizer")
+"""Parts of a step in which a rank waits for no other rank."""
 
 
-def show_plan(console: Console, told: Mapping[str, Any], top: int = 5) -> None:
-    """All of it; `top`: how many runners-up."""
-    console.print(_head(told))
-    console.print(_winner(console, told))
-    bars: list[RenderableType] = [_memory(told), _step(told)]
-    console.print(_abreast(bars) if console.width >= _WIDE else Group(*bars))
-    _section(console, "why this one", [Text(sentence) for sentence in told["why"]])
-    if told["others"] and top:
-        shown = [_others(told, top)] if console.width >= _WIDE else _listed_others(told, top)
-        _section(console, "runners-up", shown)
-    if told["why_not"]:
-        _section(console, "why not", [_why_not(told["why_not"], max(_REASONS, 2 * top))])
-    if told["placement"].get("lines"):
-        _section(console, "placement", [Text(line) for line in told["placement"]["lines"]])
-    if told["assumed"]:
-        _section(console, "assumed", [_points(told["assumed"])])
+def show_plan(console: Console, report: PlanReport, top: int = 5) -> None:
+    """Shows a whole plan with `top` runners-up."""
+    wide = console.width >= _WIDE
+    console.print(_head(report))
+    console.print(_winner(console, report))
+    bars: list[RenderableType] = [_memory(report.best), _step(report.best)]
+    console.print(_columns(bars) if wide else Group(*bars))
+    _section(console, "why this one", [Text(sentence) for sentence in report.why])
+    if report.runners_up and top:
+        _section(console, "runners-up", [_runners_up(report, top)] if wide else _runner_up_lines(report, top))
+    if report.alternatives:
+        _section(console, "why not", [_why_not(report.best, report.alternatives, max(_REASONS, 2 * top))])
+    if report.placement_lines:
+        _section(console, "placement", [Text(line) for line in report.placement_lines])
+    if report.assumptions:
+        _section(console, "assumed", [_bullets(report.assumptions)])
 
 
-def show_solved(console: Console, answer: Mapping[str, Any]) -> None:
-    """An answer the other way round: in a sentence, with its plan and what other clusters would change."""
-    console.print(Text(answer["sentence"], style="bold green"))
-    if answer["tried"]:
-        most = max(speed for _, speed in answer["tried"])
+def show_solution(console: Console, solution: SolveReport) -> None:
+    """Shows the answer of `--solve`: a sentence, the values that were tried, what other clusters would change, and the plan."""
+    console.print(Text(solution.sentence, style="bold green"))
+    if solution.tried:
+        fastest = max(speed for _, speed in solution.tried)
         rows = [
-            (f"{value:,}", speed, f"{count(speed)} tok/s", "green" if value == answer["value"] else "yellow")
-            for value, speed in answer["tried"]
+            (f"{value:,}", speed, f"{count(speed)} tok/s", "green" if value == solution.value else "yellow")
+            for value, speed in solution.tried
         ]
-        console.print(_bars(f"tried, by {answer['what']}", rows, most))
-    if answer["what_if"]:
-        _section(console, "what if", [Text(change["sentence"]) for change in answer["what_if"]])
+        console.print(_bars(f"tried, by {solution.what}", rows, fastest))
+    if solution.what_if:
+        _section(console, "what if", [Text(change.sentence) for change in solution.what_if])
     _section(console, "its plan", [])
-    show_plan(console, answer["plan"], top=0)
+    show_plan(console, solution.plan, top=0)
 
 
-def interval(values: Sequence[float] | None, unit: Any) -> str:
-    """4.10 s – 6.02 s; the first unit is left out where both have the same."""
+def interval(values: Sequence[float] | None, format_value: Callable[[float], str]) -> str:
+    """Formats a range as "4.10 – 6.02 s"; both ends have a unit if the units differ."""
     if not values:
         return ""
-    low, high = unit(values[0]), unit(values[1])
-    number, _, name = low.partition(" ")
-    return f"{number if name and high.split(' ')[1:] == [name] else low} – {high}"
+    low, high = format_value(values[0]), format_value(values[1])
+    number, _, unit = low.partition(" ")
+    return f"{number if unit and high.split(' ')[1:] == [unit] else low} – {high}"
 
 
-def _head(told: Mapping[str, Any]) -> Text:
-    model, cluster, train = told["model"], told["cluster"], told["train"]
-    active = f" ({count(model['active'])} active)" if model["active"] < model["parameters"] else ""
-    nodes = f" in {cluster['nodes']:,} nodes" if cluster["nodes"] > 1 else ""
+def days(value: float) -> str:
+    """Formats days as "54.3 d", and short runs in smaller units."""
+    return f"{value:,.1f} d" if value >= 2 else duration(86400 * value)
+
+
+def bar(fraction: float, width: int) -> str:
+    """Draws a fraction as a bar with a resolution of an eighth of a character, and at least one eighth."""
+    eighths = max(1, round(8 * width * min(1.0, fraction))) if fraction > 0 else 0
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
+def recompute_label(candidate: Candidate) -> str:
+    """The mode of recomputation and its fraction of the blocks, such as "full 1/2"."""
+    every = candidate.recompute_every
+    return candidate.recompute + (f" 1/{every}" if every > 1 else "")
+
+
+def savings_label(candidate: Candidate) -> str:
+    """Recomputation and offload, such as "full 1/2, offload"."""
+    return recompute_label(candidate) + ("" if candidate.offload == "none" else ", offload")
+
+
+def search_summary(report: PlanReport) -> str:
+    """How many candidates the search covered, and in what time."""
+    if report.considered <= 1:
+        return "the run file's own layout"
+    one_by_one = f", {report.timed:,} of them one by one" if 0 < report.timed < report.considered else ""
+    return f"{report.considered:,} legal layouts evaluated{one_by_one}, in {short_duration(report.seconds)} of CPU time"
+
+
+def promise(candidate: Candidate) -> list[tuple[str, str, str]]:
+    """What the plan promises for a candidate: rows of name, value and interval."""
+    ranges = candidate.ranges
+    rows = [
+        ("step", short_duration(candidate.seconds), interval(ranges["seconds"], short_duration)),
+        ("speed", f"{count(candidate.tokens_per_second)} tok/s", interval(ranges["tokens_per_second"], count)),
+        ("MFU", percent(candidate.mfu), interval(ranges.get("mfu"), percent)),
+        ("memory", size(candidate.bytes), f"of {size(candidate.capacity)}"),
+        ("whole run", days(candidate.days), interval(ranges["days"], days)),
+    ]
+    if candidate.save_every is not None:
+        rows += [
+            ("goodput", percent(candidate.goodput), f"saving every {duration(candidate.save_every)}"),
+            ("with failures", days(candidate.expected_days), interval(ranges["expected_days"], days)),
+        ]
+    rows.append(("device-hours", count(candidate.gpu_hours), interval(ranges["gpu_hours"], count)))
+    if candidate.price is not None:
+        rows.append(("price", dollars(candidate.price), interval(ranges["price"], dollars)))
+    if candidate.energy is not None:
+        rows.append(("energy", energy(candidate.energy), interval(ranges["energy"], energy)))
+    return rows
+
+
+def _head(report: PlanReport) -> Text:
+    model, cluster, train = report.model, report.cluster, report.train
+    active = f" ({count(model.active)} active)" if model.active < model.parameters else ""
+    nodes = f" in {cluster.nodes:,} nodes" if cluster.nodes > 1 else ""
     text = Text()
-    text.append(f"{model['name']}", style="bold")
-    text.append(f", {count(model['parameters'])} parameters{active}, on ")
-    text.append(f"{cluster['gpus']:,} × {cluster['gpu']}{nodes}", style="bold")
+    text.append(model.name, style="bold")
+    text.append(f", {count(model.parameters)} parameters{active}, on ")
+    text.append(f"{cluster.gpus:,} × {cluster.gpu}{nodes}", style="bold")
     text.append(
-        f"\n{train['batch']:,} sequences of {train['sequence_length']:,} tokens a step, {train['steps']:,} steps, "
-        f"{count(train['tokens'])} tokens\n"
+        f"\n{train.batch:,} sequences of {train.sequence_length:,} tokens a step, {train.steps:,} steps, "
+        f"{count(train.tokens)} tokens\n"
     )
-    searched = searched_words(told)
-    text.append(searched if told["considered"] > 1 else "the run file's own layout, judged as it stands", style="dim")
+    text.append(search_summary(report), style="dim")
     return text
 
 
-def searched_words(told: Mapping[str, Any]) -> str:
-    """How many candidates in what time."""
-    one_by_one = f", {told['timed']:,} of them one by one" if 0 < told["timed"] < told["considered"] else ""
-    return f"{told['considered']:,} legal layouts judged{one_by_one}, in {short_duration(told['seconds'])} of CPU time"
-
-
-def _winner(console: Console, told: Mapping[str, Any]) -> Panel:
-    best = told["best"]
+def _winner(console: Console, report: PlanReport) -> Panel:
+    best = report.best
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column(no_wrap=True, justify="right")
     rows.add_column(style="dim", no_wrap=True)
     rows.add_row("", "", "P10 – P90")
-    for name, value, between in promise(best):
-        rows.add_row(name, Text(value, style="bold"), between)
-    paste = Text(best["toml"], style="cyan")
-    inside: RenderableType = _beside(paste, rows) if console.width >= _WIDE else Group(rows, Text(), paste)
-    fits = "" if best["fits"] else "  DOES NOT FIT"
-    style = "green" if best["fits"] else "red"
-    fewer = f" on {best['ranks']:,} of the devices" if best["ranks"] < told["cluster"]["gpus"] else ""
-    title = Text(f"{best['name']}{fewer}{fits}", style=f"bold {style}")
+    for name, value, detail in promise(best):
+        rows.add_row(name, Text(value, style="bold"), detail)
+    tables = Text(run_file_tables(best), style="cyan")
+    inside: RenderableType = _pair(tables, rows) if console.width >= _WIDE else Group(rows, Text(), tables)
+    fits = "" if best.fits else "  DOES NOT FIT"
+    style = "green" if best.fits else "red"
+    ranks = best.layout.ranks
+    fewer = f" on {ranks:,} of the devices" if ranks < report.cluster.gpus else ""
+    title = Text(f"{best.name}{fewer}{fits}", style=f"bold {style}")
     return Panel(inside, title=title, title_align="left", border_style=style, padding=(0, 1))
 
 
-def promise(option: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """What a layout promises: name, value, interval."""
-    ranges = option["ranges"]
-    rows = [
-        ("step", short_duration(option["seconds"]), interval(ranges["seconds"], short_duration)),
-        ("speed", f"{count(option['tokens_per_second'])} tok/s", interval(ranges["tokens_per_second"], count)),
-        ("MFU", percent(option["mfu"]), interval(ranges.get("mfu"), percent)),
-        ("memory", size(option["bytes"]), f"of {size(option['capacity'])}"),
-        ("whole run", days(option["days"]), interval(ranges["days"], days)),
-    ]
-    if option["save_every"] is not None:
-        rows += [
-            ("goodput", percent(option["goodput"]), f"saving every {duration(option['save_every'])}"),
-            ("with failures", days(option["expected_days"]), interval(ranges["expected_days"], days)),
-        ]
-    rows.append(("device-hours", count(option["gpu_hours"]), interval(ranges["gpu_hours"], count)))
-    if option["price"] is not None:
-        rows.append(("price", dollars(option["price"]), interval(ranges["price"], dollars)))
-    if option["energy"] is not None:
-        rows.append(("energy", energy(option["energy"]), interval(ranges["energy"], energy)))
-    return rows
-
-
-def days(value: float) -> str:
-    """54.3 d; short runs in the units that suit them."""
-    return f"{value:,.1f} d" if value >= 2 else duration(86400 * value)
-
-
-def _memory(told: Mapping[str, Any]) -> Group:
-    best = told["best"]
-    parts = sorted(((name, value) for name, value in best["memory"].items() if value > 0), key=lambda one: -one[1])
-    rows = [(told["words"].get(name, name), value, size(value), COLOURS.get(name, "white")) for name, value in parts]
-    free = best["capacity"] - best["bytes"]
+def _memory(best: Candidate) -> Group:
+    parts = sorted(((name, value) for name, value in best.memory.items() if value > 0), key=lambda part: -part[1])
+    rows = [(MEMORY_LABELS.get(name, name), value, size(value), COLORS.get(name, "white")) for name, value in parts]
+    free = best.capacity - best.bytes
     rows.append(("free" if free >= 0 else "missing", abs(free), size(abs(free)), "bright_black" if free >= 0 else "bold red"))
-    rank = f"pipeline rank {best['fullest']}, the fullest" if best["layout"]["pipeline"] > 1 else "a rank"
-    return _bars(f"memory of {rank}", rows, max(best["capacity"], best["bytes"]))
+    rank = f"pipeline rank {best.fullest}, the fullest" if best.layout.pipeline > 1 else "a rank"
+    return _bars(f"memory of {rank}", rows, max(best.capacity, best.bytes))
 
 
-def _step(told: Mapping[str, Any]) -> Group:
-    best = told["best"]
-    parts = sorted(((name, value) for name, value in best["split"].items() if value > 0), key=lambda one: -one[1])
+def _step(best: Candidate) -> Group:
+    parts = sorted(((name, value) for name, value in best.split.items() if value > 0), key=lambda part: -part[1])
     rows = [
         (
-            told["words"].get(name, name),
+            PART_LABELS.get(name, name),
             value,
-            f"{short_duration(value)} {value / best['seconds']:>6.1%}",
-            COLOURS.get(name, "yellow"),
+            f"{short_duration(value)} {value / best.seconds:>6.1%}",
+            COLORS.get(name, "yellow"),
         )
         for name, value in parts
-        if value >= 5e-4 * best["seconds"]
+        if value >= 5e-4 * best.seconds
     ]
-    return _bars(f"a step, {short_duration(best['seconds'])}", rows, best["seconds"])
+    return _bars(f"a step, {short_duration(best.seconds)}", rows, best.seconds)
 
 
 def _bars(title: str, rows: Sequence[tuple[str, float, str, str]], whole: float) -> Group:
-    """Name, value as a part of the whole, value in words, colour."""
+    """Draws a titled bar chart; `rows`: name, value, text of the value, color."""
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, justify="right")
     table.add_column(no_wrap=True)
-    for name, value, words, colour in rows:
-        table.add_row(name, words, Text(bar(value / whole, 14), style=colour))
+    for name, value, text, color in rows:
+        table.add_row(name, text, Text(bar(value / whole, 14), style=color))
     return Group(Text(title, style="bold"), table)
 
 
-def bar(part: float, width: int) -> str:
-    """A bar of eighths of a character; what is there at all shows."""
-    eighths = max(1, round(8 * width * min(1.0, part))) if part > 0 else 0
-    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
-
-
-def recomputed(option: Mapping[str, Any]) -> str:
-    """What is computed again, and of which part of the blocks: "full 1/2"."""
-    every = option["recompute_every"]
-    return str(option["recompute"]) + (f" 1/{every}" if every > 1 else "")
-
-
-def _others(told: Mapping[str, Any], top: int) -> Table:
+def _runners_up(report: PlanReport, top: int) -> Table:
+    best = report.best
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    priced = told["best"]["price"] is not None
+    priced = best.price is not None
     for title in ("layout", "micro", "recompute", "step", "", "memory", *(["price"] if priced else [])):
         right = title in ("micro", "step", "", "memory", "price")
         table.add_column(title, no_wrap=title != "layout", justify="right" if right else "left")
     table.add_column("costs more in")
-    for place, option in enumerate([told["best"], *told["others"][:top]]):
-        behind = option["seconds"] / told["best"]["seconds"] - 1
+    for index, candidate in enumerate([best, *report.runners_up[:top]]):
         table.add_row(
-            Text(option["name"]),
-            str(option["micro_batch"]),
-            recomputed(option) + ("" if option["offload"] == "none" else ", offload"),
-            short_duration(option["seconds"]),
-            f"{behind:+.1%}" if place else "",
-            size(option["bytes"]),
-            *([dollars(option["price"])] if priced else []),
-            Text(_more(option), style="dim"),
-            style="green" if not place else "",
+            Text(candidate.name),
+            str(candidate.micro_batch),
+            savings_label(candidate),
+            short_duration(candidate.seconds),
+            f"{candidate.seconds / best.seconds - 1:+.1%}" if index else "",
+            size(candidate.bytes),
+            *([dollars(candidate.price)] if priced else []),
+            Text(_largest_loss(best, candidate) if index else "", style="dim"),
+            style="" if index else "green",
         )
     return table
 
 
-def _more(option: Mapping[str, Any]) -> str:
-    lost = next((one for one in option.get("beside", ()) if one["seconds"] > 0), None)
-    return "" if lost is None else f"{lost['words']} +{short_duration(lost['seconds'])}"
-
-
-def _listed_others(told: Mapping[str, Any], top: int) -> list[RenderableType]:
-    """The same where a table would be too wide: two lines for each."""
+def _runner_up_lines(report: PlanReport, top: int) -> list[RenderableType]:
+    """The runners-up on a narrow terminal: two lines for each."""
     lines: list[RenderableType] = []
-    for option in told["others"][:top]:
-        behind = option["seconds"] / told["best"]["seconds"] - 1
-        facts = [f"{short_duration(option['seconds'])} ({behind:+.1%})", size(option["bytes"])]
-        facts += [] if option["price"] is None else [dollars(option["price"])]
-        facts += [f"micro-batch {option['micro_batch']}", f"recompute {recomputed(option)}"]
-        facts += [] if option["offload"] == "none" else ["offload"]
-        facts += [f"more: {more}"] if (more := _more(option)) else []
-        lines += [Text(option["name"], style="bold"), Padding(Text(", ".join(facts)), (0, 0, 0, 2))]
+    for candidate in report.runners_up[:top]:
+        slower = candidate.seconds / report.best.seconds - 1
+        facts = [f"{short_duration(candidate.seconds)} ({slower:+.1%})", size(candidate.bytes)]
+        facts += [] if candidate.price is None else [dollars(candidate.price)]
+        facts += [f"micro-batch {candidate.micro_batch}", f"recompute {recompute_label(candidate)}"]
+        facts += [] if candidate.offload == "none" else ["offload"]
+        facts += [f"more: {loss}"] if (loss := _largest_loss(report.best, candidate)) else []
+        lines += [Text(candidate.name, style="bold"), Padding(Text(", ".join(facts)), (0, 0, 0, 2))]
     return lines
 
 
-def _why_not(rows: Sequence[Mapping[str, Any]], most: int) -> Group:
-    """Reasons, each with the keys that lead there."""
+def _largest_loss(best: Candidate, candidate: Candidate) -> str:
+    """The part of the step in which a candidate loses most time against the best."""
+    loss = next((change for change in part_changes(best, candidate) if change.seconds > 0), None)
+    return "" if loss is None else f"{PART_LABELS[loss.part]} +{short_duration(loss.seconds)}"
+
+
+def _why_not(best: Candidate, alternatives: Sequence[Alternative], most: int) -> Group:
+    """The reasons against other layouts, each with the keys that select the layout."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for row in rows[:most]:
-        said = Text(row["reason"])
-        if row["option"] is not None and row["option"]["change"]:
-            said.append(f"\n{row['option']['change']}", style="dim")
-        table.add_row(Text(row["name"], style="bold"), said)
-    left = len(rows) - most
+    has_keys = False
+    for alternative in alternatives[:most]:
+        reason = Text(alternative.reason)
+        if alternative.candidate is not None and (keys := keys_to_change(best, alternative.candidate)):
+            reason.append(f"\n{keys}", style="dim")
+            has_keys = True
+        table.add_row(Text(alternative.name, style="bold"), reason)
+    left = len(alternatives) - most
     notes = [f"({left} more with --json or --html, or a larger --top)"] if left > 0 else []
-    if any(row["option"] is not None and row["option"]["change"] for row in rows[:most]):
-        notes.append(
-            "keys are what to set where the run file has the winner's tables: phalanx plan RUN.toml --given KEY=VALUE …"
-        )
+    if has_keys:
+        notes.append("keys to set in a run file that has the winner's tables: phalanx plan RUN.toml --given KEY=VALUE …")
     return Group(table, *(Text(note, style="dim") for note in notes))
 
 
-def _points(lines: Sequence[str]) -> Table:
+def _bullets(lines: Sequence[str]) -> Table:
     table = Table.grid(padding=(0, 1))
     for line in lines:
         table.add_row(Text("·", style="dim"), Text(line, style="dim"))
     return table
 
 
-def _abreast(parts: Sequence[RenderableType]) -> Table:
-    """Columns of equal width."""
+def _columns(parts: Sequence[RenderableType]) -> Table:
+    """Puts parts side by side in columns of equal width."""
     table = Table.grid(padding=(0, 1), expand=True)
     for _ in parts:
         table.add_column(ratio=1)
@@ -271,7 +293,7 @@ def _abreast(parts: Sequence[RenderableType]) -> Table:
     return table
 
 
-def _beside(left: RenderableType, right: RenderableType) -> Table:
+def _pair(left: RenderableType, right: RenderableType) -> Table:
     table = Table.grid(padding=(0, 4))
     table.add_row(left, right)
     return table
@@ -280,3 +302,79 @@ def _beside(left: RenderableType, right: RenderableType) -> Table:
 def _section(console: Console, title: str, parts: Sequence[RenderableType]) -> None:
     console.print(Rule(Text(title, style="bold"), align="left", style="dim"))
     console.print(Group(*parts))
+
+
+def show_comparison(console: Console, comparison: Comparison, refitted: Promise | None = None) -> None:
+    """Shows the promise of a plan next to the measurements of its run; `refitted`: the promise with corrected constants."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2))
+    table.add_column("")
+    for name in ("predicted", "measured", "error", *(() if refitted is None else ("refitted",))):
+        table.add_column(name, justify="right", header_style="dim")
+    again = {} if refitted is None else {row.name: row.predicted for row in comparison.against(refitted)}
+    for row in comparison.rows:
+        error = UNKNOWN if row.error is None else f"{'+' if row.error >= 0 else '−'}{percent(abs(row.error))}"
+        style = "" if row.error is None or abs(row.error) <= 0.2 else "yellow"
+        table.add_row(
+            Text(row.name),
+            _quantity(row.predicted, row.unit),
+            _quantity(row.measured, row.unit),
+            Text(error, style=style),
+            *([] if refitted is None else [_quantity(again.get(row.name), row.unit)]),
+        )
+    console.print(table)
+    if comparison.timed is not None:
+        console.print(_timed_step(comparison.timed), soft_wrap=True, markup=False)
+    for technique, collectives in comparison.sent.items():
+        parts = ", ".join(f"{size(sent)} by {name}" for name, sent in collectives.items())
+        console.print(f"rank 0 sends for {technique}: {parts} a step")
+
+
+def _timed_step(timed: Timed) -> str:
+    """Which step and rank the measured parts come from."""
+    text = f"parts of a step: in the proportions of step {timed.step}, which took {short_duration(timed.seconds)}"
+    if timed.ranks == 1:
+        return text
+    own, mean = (sum(parts.get(name, 0.0) for name in _OWN_PARTS) / timed.seconds for parts in (timed.parts, timed.mean))
+    return (
+        f"{text}, on rank {timed.rank}, which waited least of {timed.ranks}: it worked {percent(own)} of that time, "
+        f"the ranks {percent(mean)} on average"
+    )
+
+
+class BenchRow(Protocol):
+    """One measurement of `phalanx bench`."""
+
+    @property
+    def what(self) -> str: ...
+    @property
+    def shape(self) -> str: ...
+    @property
+    def value(self) -> float: ...
+    @property
+    def unit(self) -> str: ...
+
+
+def show_bench(console: Console, rows: Sequence[BenchRow], constants: Mapping[str, float]) -> None:
+    """Shows the measurements of `phalanx bench`, then the constants that plans take from them."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2))
+    for name in ("measured", "of", ""):
+        table.add_column(name, style="dim" if name == "of" else "", header_style="dim", justify="left" if name else "right")
+    for row in rows:
+        table.add_row(row.what, row.shape, _quantity(row.value, row.unit))
+    console.print(table)
+    values = Table(box=None, pad_edge=False, padding=(0, 2))
+    values.add_column("constant", header_style="dim")
+    values.add_column("", justify="right")
+    for name in sorted(constants):
+        values.add_row(name, f"{constants[name]:.4g}")
+    console.print(values)
+
+
+def _quantity(value: float | None, unit: str) -> str:
+    if value is None:
+        return UNKNOWN
+    if unit == "s":
+        return short_duration(value)
+    if unit == "FLOP/s":
+        return flops(value)
+    return size(value) + unit[1:] if unit in ("B", "B/s") else f"{count(value)} {unit}"

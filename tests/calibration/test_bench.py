@@ -13,7 +13,7 @@ from rich.console import Console
 from phalanx.calibration import op_bench
 from phalanx.calibration.measure_machine import bench
 from phalanx.calibration.step_bench import jobs, plan_of, step_seconds
-from phalanx.dashboard.bench_table import show
+from phalanx.dashboard.plan_text import show_bench
 from phalanx.host.probe import probe
 from phalanx.planning.feedback.refit import EIGHT_BITS, Measured, corrected, refitted
 from phalanx.planning.machines.hardware import hardware
@@ -28,10 +28,10 @@ ASKING = Run(train=Train(batch=1, steps=1), cluster=Cluster(device="cuda"))
 
 def test_products_are_counted_in_operations_a_second() -> None:
     rows = list(op_bench.products(CPU, "fp32", 0.05))
-    assert {row["shape"] for row in rows} >= {"1024 x 1024 x 1024", "512 x 509 x 509"}
+    assert {row.shape for row in rows} >= {"1024 x 1024 x 1024", "512 x 509 x 509"}
     one = torch.randn(512, 512)
     seconds = op_bench.best_seconds(lambda: one @ one, CPU, 0.2)
-    measured = next(row["value"] for row in rows if row["shape"] == "512 x 512 x 512")
+    measured = next(row.value for row in rows if row.shape == "512 x 512 x 512")
     assert 0.1 < measured / (2 * 512**3 / seconds) < 10, "the same product, timed by hand"
     assert list(op_bench.products(CPU, "fp8", 0.05)) == [], "no core multiplies in it"
 
@@ -43,11 +43,11 @@ def test_the_rest_has_values_and_units(tmp_path: Path) -> None:
         op_bench.launch(CPU, 0.01),
         op_bench.disk(tmp_path),
     ]
-    assert all(row is not None and row["value"] > 0 for row in rows)
+    assert all(row is not None and row.value > 0 for row in rows)
     assert list(tmp_path.iterdir()) == [], "what was written is gone"
     assert op_bench.disk(tmp_path / "not there") is None
     console = Console(width=100, record=True)
-    show(console, [row for row in rows if row], {"cpu.launch": 8e-6})
+    show_bench(console, [row for row in rows if row], {"cpu.launch": 8e-6})
     text = console.export_text()
     assert "FLOP/s" in text and "GiB/s" in text and "µs" in text and "cpu.launch" in text
 
@@ -74,9 +74,7 @@ def test_a_whole_bench_makes_plans_that_use_it(tmp_path: Path) -> None:
     fields = {"bandwidth", "storage", "island_bandwidth", "fixed_memory"}
     assert names <= set(NAMES) | fields and {"gemm", "launch", "traffic"} <= names
     told = replace(machine, measured=tuple(found.constants.items()))
-    for run, seconds in zip(
-        jobs("cpu", "fp32"), (row["value"] for row in found.rows if row["what"] == "fp32 step"), strict=True
-    ):
+    for run, seconds in zip(jobs("cpu", "fp32"), (row.value for row in found.rows if row.what == "fp32 step"), strict=True):
         promise = choose(replace(run, cluster=replace(run.cluster, threads=1)), told).promise
         assert promise is not None and promise.seconds == pytest.approx(seconds, rel=0.5)
 

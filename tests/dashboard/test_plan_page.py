@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 
 from phalanx.dashboard.plan_page import page, page_data
 from phalanx.planning.explain import report_of
-from phalanx.planning.report import candidate_json
+from phalanx.planning.report import PlanReport
+from phalanx.planning.search.candidate import Alternative
 
 DOM = """
 class Node {
@@ -45,7 +47,7 @@ const rows = () => byId("body").all("tr").map(row => row.all("td")[1].own);
 const seen = () => ({
   name: byId("name").textContent, toml: byId("toml").textContent, rows: rows(), promise: byId("promise").textContent,
   memory: byId("memory").all("rect").length, bars: byId("step").textContent, points: byId("trade").all("circle").length,
-  ys: byId("trade").all("circle").map(dot => +dot.attributes.cy), many: byId("many").textContent,
+  ys: byId("trade").all("circle").map(dot => +dot.attributes.cy), many: byId("count").textContent,
 });
 const said = [seen()];
 byId("body").all("tr")[1].click();
@@ -66,10 +68,9 @@ console.log(JSON.stringify(said));
 
 
 @pytest.fixture(scope="module")
-def values() -> dict[str, Any]:
-    return report_of(plans.run(), plans.hardware(), plans.found()).to_json() | {
-        "placement": {"lines": ["tensor <ranks> are a node"]}
-    }
+def report() -> PlanReport:
+    made = report_of(plans.run(), plans.hardware(), plans.found())
+    return replace(made, placement_lines=("tensor <ranks> are a node",))
 
 
 class Parts(HTMLParser):
@@ -105,8 +106,8 @@ def run_page(parts: Parts) -> list[dict[str, Any]]:
     return seen
 
 
-def test_the_page_holds_the_numbers_and_loads_nothing(values: dict[str, Any]) -> None:
-    text = page(values)
+def test_page_holds_the_numbers_and_loads_nothing(report: PlanReport) -> None:
+    text = page(report)
     parts = Parts(text)
     assert parts.loaded == [] and "@import" not in text and "url(" not in text
     assert [address for address in re.findall(r"https?://[^\s\"']+", text) if "www.w3.org/2000/svg" not in address] == []
@@ -115,42 +116,41 @@ def test_the_page_holds_the_numbers_and_loads_nothing(values: dict[str, Any]) ->
         assert number in parts.texts["promise"], number
     assert 'schedule = "interleaved-1f1b"' in parts.texts["toml"]
     assert "+38 % exposed communication" in parts.texts["why-not"] and "layout.tensor=16" in parts.texts["why-not"]
-    assert "tensor &lt;ranks&gt; are a node" in text and "374,400 legal layouts" in text
-    assert json.loads(parts.texts["plan"]) == page_data(values)
+    assert "tensor &lt;ranks&gt; are a node" in text and "374,400 legal layouts evaluated" in text
+    assert json.loads(parts.texts["plan"]) == page_data(report)
 
 
-def test_each_layout_is_told_once_under_its_first_name(values: dict[str, Any]) -> None:
-    data = page_data(values)
-    assert [option["role"] for option in data["options"]] == ["winner", "runner-up", "runner-up"]
-    best = data["options"][0]
+def test_page_data_has_each_candidate_once_under_its_first_role(report: PlanReport) -> None:
+    data = page_data(report)
+    assert [candidate["role"] for candidate in data["candidates"]] == ["winner", "runner-up", "runner-up"]
+    best = data["candidates"][0]
     assert sum(part["value"] for part in best["memory"]["parts"]) == best["memory"]["end"] == 61 * plans.GIB
     assert sum(part["value"] for part in best["step"]["parts"]) == pytest.approx(best["step"]["end"])
     assert [point["line"] for point in data["trade"]["points"]] == [True, True, False]  # both of the curve, not TP16
-    assert all(len(option["cells"]) == len(data["columns"]) for option in data["options"])
+    assert all(len(candidate["cells"]) == len(data["columns"]) for candidate in data["candidates"])
 
 
-def test_units_suit_the_size_and_recomputed_blocks_are_told(values: dict[str, Any]) -> None:
-    assert "memory of the fullest rank, GiB" in page(values) and "a step, s;" in page(values)
-    small = candidate_json(
-        plans.option(seconds=0.2, low=0.1, high=0.3, memory={"fixed": 300 * 2.0**20}, recompute="full", recompute_every=2)
-    )
-    told_small = values | {"best": small, "others": [], "why_not": [], "curve": []}
-    assert "memory of the fullest rank, MiB" in page(told_small) and "a step, ms;" in page(told_small)
-    (option,) = page_data(told_small)["options"]
-    assert "full 1/2" in [cell["text"] for cell in option["cells"]] and "recompute_every = 2" in option["toml"]
-    assert [part["words"] for part in option["memory"]["parts"]] == ["runtime and fragments"]
+def test_page_uses_units_that_suit_the_size_and_shows_recomputed_fraction(report: PlanReport) -> None:
+    assert "memory of the fullest rank, GiB" in page(report) and "a step, s;" in page(report)
+    best = plans.option(seconds=0.2, low=0.1, high=0.3, memory={"fixed": 300 * 2.0**20}, recompute="full", recompute_every=2)
+    small = replace(report, best=best, runners_up=(), alternatives=(), curve=())
+    assert "memory of the fullest rank, MiB" in page(small) and "a step, ms;" in page(small)
+    (candidate,) = page_data(small)["candidates"]
+    assert "full 1/2" in [cell["text"] for cell in candidate["cells"]] and "recompute_every = 2" in candidate["toml"]
+    assert [part["label"] for part in candidate["memory"]["parts"]] == ["runtime and fragments"]
 
 
-def test_a_name_cannot_break_out_of_the_page(values: dict[str, Any]) -> None:
+def test_page_escapes_names(report: PlanReport) -> None:
     bad = "</script><script>alert(1)</script>"
-    text = page(values | {"model": values["model"] | {"name": bad}, "assumed": [bad], "best": values["best"] | {"name": bad}})
+    other = replace(report.alternatives[0], name=bad, reason=bad)
+    text = page(replace(report, model=replace(report.model, name=bad), assumptions=(bad,), alternatives=(other,)))
     assert text.count("<script") == 2 and "alert(1)</script>" not in text
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no JavaScript here")
-def test_the_program_draws_chooses_sorts_and_hides(values: dict[str, Any]) -> None:
-    first, chosen, by_time, hidden, filtered, why_not = run_page(Parts(page(values)))
-    best, flat, wide = (option["name"] for option in (values["best"], *values["others"]))
+def test_page_script_draws_chooses_sorts_and_hides(report: PlanReport) -> None:
+    first, chosen, by_time, hidden, filtered, why_not = run_page(Parts(page(report)))
+    best, flat, wide = (candidate.name for candidate in (report.best, *report.runners_up))
     assert first["name"] == f"{best} (winner)" and first["rows"] == [best, flat, wide]
     assert first["memory"] == 18 and first["points"] == 3 and "5.60 s" in first["bars"]
     assert first["ys"][1] < first["ys"][0] < first["ys"][2]  # slower is higher up; the winner is drawn last, above the others
@@ -162,9 +162,10 @@ def test_the_program_draws_chooses_sorts_and_hides(values: dict[str, Any]) -> No
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no JavaScript here")
-def test_what_does_not_fit_is_said_and_can_be_left_out(values: dict[str, Any]) -> None:
-    large = candidate_json(plans.option(micro_batch=2, memory={"activations": 90 * plans.GIB})) | {"change": "", "beside": []}
-    parts = Parts(page(values | {"why_not": [{"name": "micro-batch 2", "reason": "needs 90.0 GiB", "option": large}]}))
+def test_page_script_marks_and_filters_candidates_that_do_not_fit(report: PlanReport) -> None:
+    large = plans.option(micro_batch=2, memory={"activations": 90 * plans.GIB})
+    other = Alternative(name="micro-batch 2", reason="needs 90.0 GiB", candidate=large)
+    parts = Parts(page(replace(report, alternatives=(other,))))
     *_, last = run_page(parts)
-    assert last["name"] == f"{large['name']} (why not micro-batch 2, does not fit)"
+    assert last["name"] == f"{large.name} (why not micro-batch 2, does not fit)"
     assert last["many"] == "3 of 4"

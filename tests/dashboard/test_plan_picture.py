@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import plans
 import pytest
 
-from phalanx.dashboard.plan_picture import MEMORY, STEP, compared, draw, long_unit, memory_unit, step_unit
+from phalanx.dashboard.plan_picture import MEMORY, STEP, compared, draw_plan, long_unit, memory_unit, step_unit
 from phalanx.planning.explain import report_of
-from phalanx.planning.report import candidate_json
+from phalanx.planning.report import PlanReport
+from phalanx.planning.search.candidate import Alternative
 
 GAP = 2
 """White pixels between two parts of a bar: at 120 dots an inch, a line of 0.7 points and what is blurred beside it."""
 
 
 @pytest.fixture(scope="module")
-def values() -> dict[str, Any]:
-    return report_of(plans.run(), plans.hardware(), plans.found()).to_json()
+def report() -> PlanReport:
+    return report_of(plans.run(), plans.hardware(), plans.found())
 
 
 @pytest.fixture(scope="module")
-def picture(values: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def picture(report: PlanReport, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("picture") / "plan.png"
-    draw(values, path)
+    draw_plan(report, path)
     return path
 
 
@@ -43,7 +43,7 @@ def length(path: Path, colour: str, half: slice) -> int:
     return sum(int(bar) + GAP for bar in bars)
 
 
-def test_bars_are_as_long_as_the_numbers(picture: Path) -> None:
+def test_picture_bars_have_the_lengths_of_the_numbers(picture: Path) -> None:
     left, right = slice(0, 900), slice(900, 1800)
     activations, gradients, logits = (length(picture, MEMORY[name], left) for name in ("activations", "gradients", "logits"))
     assert activations / gradients == pytest.approx(92 / 36, rel=0.03)  # GiB of the three layouts together
@@ -54,7 +54,7 @@ def test_bars_are_as_long_as_the_numbers(picture: Path) -> None:
     assert length(picture, STEP["expert"], right) == 0  # nobody has experts
 
 
-def test_the_file_says_what_it_shows(picture: Path) -> None:
+def test_picture_metadata_describes_the_plan(picture: Path) -> None:
     blob = picture.read_bytes()
     assert blob.startswith(b"\x89PNG")
     said = blob[:2000].decode("latin-1")
@@ -69,24 +69,24 @@ def test_the_file_says_what_it_shows(picture: Path) -> None:
         assert number in said
 
 
-def test_one_layout_without_price_and_other_sizes_are_drawn_too(tmp_path: Path, values: dict[str, Any]) -> None:
-    alone = candidate_json(plans.option(price=None, mfu=None, days=0.01))
-    draw(values | {"best": alone, "others": [], "curve": []}, tmp_path / "alone.png")
+def test_picture_of_one_layout_without_price_and_of_other_sizes(tmp_path: Path, report: PlanReport) -> None:
+    alone = plans.option(price=None, mfu=None, days=0.01)
+    draw_plan(replace(report, best=alone, runners_up=(), curve=()), tmp_path / "alone.png")
     half = plans.option(layout=replace(plans.option().layout, shard=64), days=108.0, price=48e6)
-    draw(values | {"scaling": [candidate_json(half), values["best"]]}, tmp_path / "sizes.png")
+    draw_plan(replace(report, scaling=(half, report.best)), tmp_path / "sizes.png")
     assert (tmp_path / "alone.png").stat().st_size > 20_000 < (tmp_path / "sizes.png").stat().st_size
     assert [long_unit(days)[1] for days in (54, 1.9, 0.05, 1e-3)] == ["days", "hours", "minutes", "seconds"]
 
 
-def test_bars_beside_the_winners_are_runners_up_then_what_was_told_why_not(values: dict[str, Any]) -> None:
-    best, flat, wide = values["best"], *values["others"]
-    assert compared(values) == [best, flat, wide]  # TP16, a runner-up too, is there once
-    same = candidate_json(plans.option(memory={"fixed": 1.0}))  # the winner, with other numbers
-    large = candidate_json(plans.option(memory={"activations": 90 * plans.GIB}, micro_batch=2))
-    reasons = [{"name": "?", "reason": "?", "option": option} for option in (None, same, large, wide)]
-    assert compared(values | {"others": [], "why_not": reasons}) == [best, wide]  # what does not fit has no bar
+def test_bars_are_drawn_of_runners_up_and_then_of_alternatives_that_fit(report: PlanReport) -> None:
+    best, flat, wide = report.best, *report.runners_up
+    assert compared(report) == [best, flat, wide]  # TP16, a runner-up too, is there once
+    same = plans.option(memory={"fixed": 1.0})  # the winner, with other numbers
+    large = plans.option(memory={"activations": 90 * plans.GIB}, micro_batch=2)
+    others = tuple(Alternative(name="?", reason="?", candidate=other) for other in (None, same, large, wide))
+    assert compared(replace(report, runners_up=(), alternatives=others)) == [best, wide]  # what does not fit has no bar
 
 
-def test_units_suit_the_size() -> None:
+def test_picture_units_suit_the_size() -> None:
     assert [memory_unit(value)[0] for value in (61 * plans.GIB, plans.GIB, 0.9 * plans.GIB)] == ["GiB", "GiB", "MiB"]
     assert [step_unit(value)[0] for value in (75.0, 1.0, 0.2)] == ["s", "s", "ms"]

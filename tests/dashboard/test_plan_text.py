@@ -12,20 +12,21 @@ import pytest
 from rich.console import Console
 
 from phalanx.dashboard.numbers import dollars, energy, short_duration
-from phalanx.dashboard.plan_text import bar, days, interval, show_plan, show_solved
+from phalanx.dashboard.plan_text import bar, days, interval, show_plan, show_solution
 from phalanx.planning.explain import report_of
+from phalanx.planning.report import SolveReport, WhatIf, run_file_tables
 from phalanx.planning.search.candidate import SearchResult
 from phalanx.spec.layout import Layout
 
 
 def shown(found: SearchResult | None = None, width: int = 100, **hardware: Any) -> str:
     out = StringIO()
-    values = report_of(plans.run(), plans.hardware(**hardware), found or plans.found()).to_json()
-    show_plan(Console(file=out, width=width, highlight=False), values)
+    report = report_of(plans.run(), plans.hardware(**hardware), found or plans.found())
+    show_plan(Console(file=out, width=width, highlight=False), report)
     return out.getvalue()
 
 
-def test_winner_intervals_memory_step_and_reasons_are_there() -> None:
+def test_plan_shows_winner_intervals_memory_step_and_reasons() -> None:
     text = shown(width=140)
     lines = [line.strip("│ ") for line in text.splitlines()]
 
@@ -33,7 +34,7 @@ def test_winner_intervals_memory_step_and_reasons_are_there() -> None:
         return any(all(word in line for word in words) for line in lines)
 
     assert row("llama3-405b", "406B parameters", "16,384 × H100 SXM in 2,048 nodes")
-    assert row("374,400 legal layouts judged, 20,000 of them one by one, in 750 ms of CPU time")
+    assert row("374,400 legal layouts evaluated, 20,000 of them one by one, in 750 ms of CPU time")
     assert row("step", "5.00 s", "4.00 – 6.00 s") and row("speed", "3.36M tok/s", "2.80M – 4.19M")
     assert row("MFU", "42.0%", "35.0% – 52.5%") and row("memory", "61.0 GiB", "of 79.6 GiB")
     assert row("goodput", "90.0%", "saving every 5 min 28 s") and row("with failures", "60.0 d", "48.0 – 72.0 d")
@@ -46,14 +47,14 @@ def test_winner_intervals_memory_step_and_reasons_are_there() -> None:
     assert "pipeline rank 0, the fullest" in text
 
 
-def test_runners_up_are_told_below_each_other_where_a_table_is_too_wide() -> None:
+def test_plan_lists_runners_up_on_a_narrow_terminal() -> None:
     lines = [line.strip() for line in shown(width=80).splitlines()]
     place = lines.index("PP8 DP2 FSDP128 TP8+SP")
     assert lines[place + 1].startswith("5.60 s (+12.0%), 45.0 GiB, $52.9M, micro-batch 1, recompute full, more:")
     assert lines[place + 2] == "computing +600 ms"
 
 
-def test_some_of_the_blocks_recomputed_is_shown_and_pasted() -> None:
+def test_plan_shows_the_fraction_of_recomputed_blocks() -> None:
     found = plans.found()
     half = replace(found.runners_up[0], recompute_every=2)
     text = shown(replace(found, runners_up=(half,), best=replace(found.best, recompute="full", recompute_every=3)))
@@ -62,26 +63,26 @@ def test_some_of_the_blocks_recomputed_is_shown_and_pasted() -> None:
 
 
 @pytest.mark.parametrize("width", [100, 80, 60, 140])
-def test_no_line_is_wider_than_the_terminal_and_what_is_pasted_stays_whole(width: int) -> None:
+def test_plan_fits_the_terminal_and_keeps_tables_whole(width: int) -> None:
     lines = shown(width=width).splitlines()
     assert max(map(len, lines)) <= width
     assert any('schedule = "interleaved-1f1b"' in line for line in lines)
     assert any("$37.8M – $56.6M" in line for line in lines)
 
 
-def test_what_does_not_fit_and_what_is_unknown_says_so() -> None:
+def test_plan_marks_what_does_not_fit_and_omits_what_is_unknown() -> None:
     alone = plans.option(
         layout=Layout(data=1), capacity=40 * plans.GIB, price=None, energy=None, mfu=None, save_every=None, goodput=1.0
     )
     found = replace(plans.found(), best=alone, runners_up=(), alternatives=(), considered=1, fitting=0, curve=())
     text = shown(found, failures=None)
     assert "one device on 1 of the devices  DOES NOT FIT" in text and "missing" in text and "21.0 GiB" in text
-    assert "the run file's own layout, judged as it stands" in text and "it does not fit" in text
+    assert "the run file's own layout" in text and "it does not fit" in text
     assert "price" not in text and "goodput" not in text and "runners-up" not in text and "why not" not in text
 
 
-def test_pasted_lines_are_toml() -> None:
-    table = tomllib.loads(report_of(plans.run(), plans.hardware(), plans.found()).to_json()["best"]["toml"])
+def test_plan_tables_are_toml() -> None:
+    table = tomllib.loads(run_file_tables(plans.found().best))
     assert table["layout"]["shard"] == 128 and table["memory"] == {"recompute": "none", "offload": "none"}
 
 
@@ -96,17 +97,18 @@ def test_bars_and_numbers() -> None:
     assert (dollars(61.93e6), dollars(None), energy(7.67e13), energy(None)) == ("$61.9M", "–", "21.3 GWh", "–")
 
 
-def test_an_answer_the_other_way_round_has_its_plan_and_what_would_change() -> None:
+def test_solution_shows_its_plan_and_what_would_change() -> None:
     out = StringIO()
-    answer = {
-        "what": "batch",
-        "value": 512,
-        "sentence": "The batch that pays is 512 sequences.",
-        "tried": [[256, 1.5e6], [512, 2.5e6]],
-        "what_if": [{"name": "twice", "sentence": "With twice the devices: 1.90 × the tokens a second.", "faster": 1.9}],
-        "plan": report_of(plans.run(), plans.hardware(), plans.found()).to_json(),
-    }
-    show_solved(Console(file=out, width=100, highlight=False), answer)
+    change = WhatIf(name="twice", sentence="With twice the devices: 1.90 × the tokens a second.", faster=1.9)
+    solution = SolveReport(
+        what="batch",
+        value=512,
+        sentence="The batch that pays is 512 sequences.",
+        tried=((256, 1.5e6), (512, 2.5e6)),
+        what_if=(change,),
+        plan=report_of(plans.run(), plans.hardware(), plans.found()),
+    )
+    show_solution(Console(file=out, width=100, highlight=False), solution)
     lines = out.getvalue().splitlines()
     assert lines[0] == "The batch that pays is 512 sequences."
     assert any("512" in line and "2.50M tok/s" in line for line in lines) and any("1.90 × the tokens" in line for line in lines)

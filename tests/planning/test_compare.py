@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from phalanx.dashboard.comparison_table import show_comparison
+from phalanx.dashboard.plan_text import show_comparison
 from phalanx.events.log import EventLog
 from phalanx.events.records import RunStarted, Step, StepAccounted, StepTimed
 from phalanx.planning.feedback.compare_run import after, compare, correction
@@ -107,14 +107,15 @@ def test_a_correction_predicts_the_run_as_it_was(tmp_path: Path, machine: Machin
 
 
 def test_both_are_shown_by_component(tmp_path: Path) -> None:
-    told = compare(directory(tmp_path, LAPTOP, 1.25), LAPTOP).to_json()
+    comparison = compare(directory(tmp_path, LAPTOP, 1.25), LAPTOP)
+    told = comparison.to_json()
     json.dumps(told, allow_nan=False)
     by_name = {row["name"]: row for row in told["rows"]}
     assert by_name["step"]["error"] == pytest.approx(-0.2)
     assert by_name["optimizer"]["predicted"] == pytest.approx(by_name["optimizer"]["measured"], abs=1)
     assert by_name["memory"]["measured"] - by_name["memory"]["predicted"] == pytest.approx(100 * MIB, abs=1)
     console = Console(width=100, record=True)
-    show_comparison(console, told)
+    show_comparison(console, comparison)
     text = console.export_text()
     assert "−20.0%" in text and "50.0 MiB" in text and "6.0 MiB by all-reduce" in text
 
@@ -162,7 +163,7 @@ def test_the_parts_of_a_step_are_shown(tmp_path: Path) -> None:
     assert all(row["refitted"] == row["predicted"] for row in told["rows"])
     assert sum(told["timed"]["mean"].values()) == pytest.approx(told["timed"]["seconds"])
     console = Console(width=120, record=True)
-    show_comparison(console, told)
+    show_comparison(console, found, found.now)
     text = console.export_text()
     assert "in the proportions of step 3" in text and "on rank 2, which waited least of 4" in text and "refitted" in text
 
