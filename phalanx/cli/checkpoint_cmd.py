@@ -1,6 +1,6 @@
-"""`phalanx checkpoint`: what lies in a checkpoint, whether it is whole, how two differ, and the same state laid out otherwise.
+"""`phalanx checkpoint`: lists, inspects, verifies, compares, reshards, exports and prunes checkpoints.
 
-Nothing here needs a GPU or the memory that the model takes; list, inspect, verify and prune need no torch either.
+No verb needs a GPU or as much memory as the model; list, inspect, verify and prune do not need torch either.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,10 +29,12 @@ from phalanx.checkpointing.find_checkpoint import (
 from phalanx.checkpointing.location import Local
 from phalanx.checkpointing.tools import checkpoint_info
 from phalanx.checkpointing.tools.checkpoint_info import find_damage
-from phalanx.cli.checkpoint_export import checkpoint_export
-from phalanx.cli.import_cmd import import_
-from phalanx.cli.output import AsJson, console, print_json
+from phalanx.cli.export_cmd import Dtype, ShardSize, import_
+from phalanx.cli.export_cmd import export as export_hf
+from phalanx.cli.options import CHECKPOINT, AsJson, parse_size
+from phalanx.cli.output import console, print_json
 from phalanx.dashboard import checkpoint_tables as show
+from phalanx.dashboard.numbers import size as format_size
 from phalanx.events.rundir import RunDir
 from phalanx.spec.errors import RunError
 
@@ -39,22 +42,19 @@ if TYPE_CHECKING:
     from phalanx.checkpointing.location import Location
     from phalanx.checkpointing.tools.checkpoint_info import SavedTensor
 
-app = typer.Typer(help="Checkpoints: list, inspect, verify, compare, move, prune.", no_args_is_help=True)
-app.command("export")(checkpoint_export)
+app = typer.Typer(help="List, inspect, verify, compare, reshard, export, import and prune checkpoints.", no_args_is_help=True)
 app.command("import")(import_)
 
 _PLACE = "A run directory, a folder of checkpoints or a checkpoint; a path or a URL."
-_ONE = "A checkpoint, or a run directory for its newest; a path or a URL."
+_FORMATS = ("hf", "safetensors", "torch")
 
 
 @app.command("list")
 def list_(path: Annotated[str, typer.Argument(help=_PLACE, metavar="PATH")], json: AsJson = False) -> None:
-    """Checkpoints and what interrupted saves left, newest first: step, size, time, layout, and what is wrong with them."""
+    """List checkpoints and leftovers of interrupted saves, newest first: step, size, time, layout and problems."""
     found = []
     place = existing_location(path)
-    alone = (
-        is_checkpoint(place) and directory.step_of(place) is None
-    )  # somebody gave it another name, so that no folder lists it
+    alone = is_checkpoint(place) and directory.step_of(place) is None  # a renamed checkpoint, which no folder lists
     for checkpoints in [place] if alone else checkpoint_locations(place):
         rows = [asdict(told) for told in ([checkpoint_info.describe(place)] if alone else checkpoint_info.listing(checkpoints))]
         show.show_listing(
@@ -67,17 +67,17 @@ def list_(path: Annotated[str, typer.Argument(help=_PLACE, metavar="PATH")], jso
 
 @app.command("inspect")
 def inspect(
-    path: Annotated[str, typer.Argument(help=_ONE, metavar="CKPT")],
+    path: Annotated[str, typer.Argument(help=CHECKPOINT, metavar="CKPT")],
     layout: Annotated[
         str | None,
-        typer.Option(help='What would change on another layout: "tensor=2,pipeline=2", others being 1, or a run file.'),
+        typer.Option(help='Show what another layout would read: "tensor=2,pipeline=2" (other degrees are 1), or a run file.'),
     ] = None,
     names: Annotated[
-        str | None, typer.Option(help="Tensors to show: part of a name, or a pattern with *; left out: the first ones.")
+        str | None, typer.Option(help="Tensors to show: part of a name, or a pattern with *. Default: the first ones.")
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """What a checkpoint holds, where, and who saved it; and what another layout would read of it."""
+    """Show the tensors, files and origin of a checkpoint, and what another layout would read of it."""
     place = locate(path)
     marker = directory.read_marker(place)
     tensors = checkpoint_info.tensors(place, marker)
@@ -104,7 +104,7 @@ def _table(held: SavedTensor) -> dict[str, Any]:
 
 
 def _change(path: str, tensors: dict[str, SavedTensor], asked: str) -> dict[str, Any]:
-    """What the ranks of another layout would read, and which tensors they cut in another way."""
+    """What the ranks of another layout would read, and which tensors they shard differently."""
     from phalanx.checkpointing.tools.offline_writer import Cuts, read_needs
     from phalanx.training.reshard_run import as_saved, laid_out
 
@@ -113,7 +113,7 @@ def _change(path: str, tensors: dict[str, SavedTensor], asked: str) -> dict[str,
     then, now = as_saved(found, marker), laid_out(found, marker, asked)
     before: Cuts = {}
     after: Cuts = {}
-    with _progress("foreseeing", len(now.distinct) + (len(then.distinct) if then else 0)) as advance:
+    with _progress("planning", len(now.distinct) + (len(then.distinct) if then else 0)) as advance:
         read = []
         for need in read_needs(tensors, now.holds, now.distinct, after):
             read.append(asdict(need))
@@ -131,11 +131,11 @@ def _change(path: str, tensors: dict[str, SavedTensor], asked: str) -> dict[str,
 
 @app.command("verify")
 def verify(
-    path: Annotated[str, typer.Argument(help=f"{_PLACE} Of several the newest.", metavar="PATH")],
-    all_: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
+    path: Annotated[str, typer.Argument(help=f"{_PLACE} Verifies the newest of several.", metavar="PATH")],
+    all_: Annotated[bool, typer.Option("--all", help="Verify all of them.")] = False,
     json: AsJson = False,
 ) -> None:
-    """Compare every byte with its checksum; exit code 1 if any is not what was saved."""
+    """Compare every byte with its checksum. The exit code is 1 if any byte differs."""
     place = existing_location(path)
     chosen = (
         [place] if is_checkpoint(place) and not all_ else all_checkpoints(checkpoint_locations(place))[: None if all_ else 1]
@@ -157,12 +157,12 @@ def verify(
 
 @app.command("diff")
 def diff(
-    a: Annotated[str, typer.Argument(help=_ONE, metavar="A")],
-    b: Annotated[str, typer.Argument(help="Another.", metavar="B")],
-    largest: Annotated[int, typer.Option(min=0, help="How many differences to show, largest first.")] = 10,
+    a: Annotated[str, typer.Argument(help=CHECKPOINT, metavar="A")],
+    b: Annotated[str, typer.Argument(help="The other checkpoint.", metavar="B")],
+    largest: Annotated[int, typer.Option(min=0, help="Number of differences to show, largest first.")] = 10,
     json: AsJson = False,
 ) -> None:
-    """Compare two checkpoints by name, whatever their layouts; exit code 1 if they differ in any bit."""
+    """Compare two checkpoints of any layouts, tensor by tensor. The exit code is 1 if any bit differs."""
     places = locate(a), locate(b)
     from phalanx.checkpointing.restore import CheckpointReader
     from phalanx.checkpointing.tools.diff import Difference, compare, compare_metadata
@@ -179,7 +179,7 @@ def diff(
             advance(1)
     one_.close()
     other.close()
-    # Counters of steps come last: between two steps they are all far apart, and would hide what is looked for.
+    # Step counters come last: between different steps they all differ and would hide the rest.
     different.sort(
         key=lambda found: (found.kind in ("values", "format"), found.name.endswith("/step"), -found.largest, found.name)
     )
@@ -197,12 +197,12 @@ def diff(
 
 @app.command("reshard")
 def reshard(
-    path: Annotated[str, typer.Argument(help=_ONE, metavar="A")],
-    layout: Annotated[str, typer.Argument(help='Degrees such as "tensor=2,pipeline=2", others being 1, or a run file.')],
-    out: Annotated[str, typer.Argument(help="The run directory to write, a new or empty one; or a URL for checkpoints.")],
+    path: Annotated[str, typer.Argument(help=CHECKPOINT, metavar="A")],
+    layout: Annotated[str, typer.Argument(help='Degrees such as "tensor=2,pipeline=2" (others are 1), or a run file.')],
+    out: Annotated[str, typer.Argument(help="The run directory to write, a new or empty one, or a URL for checkpoints.")],
     json: AsJson = False,
 ) -> None:
-    """Write a checkpoint as another layout would have saved it. Training does not need this: any layout loads any checkpoint."""
+    """Write a checkpoint in another layout. Training does not need this: any layout loads any checkpoint."""
     found = find_unverified(path)
     from phalanx.checkpointing.restore import CheckpointReader
     from phalanx.training.reshard_run import laid_out, write
@@ -226,21 +226,23 @@ def reshard(
 @app.command("prune")
 def prune(
     path: Annotated[str, typer.Argument(help="A run directory.", metavar="RUN_DIR")],
-    keep_last: Annotated[int | None, typer.Option(min=1, help="Newest ones to keep; left out: as the run file says.")] = None,
-    keep_every: Annotated[int | None, typer.Option(min=1, help="Keep those of every so many steps too.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    keep_last: Annotated[
+        int | None, typer.Option(min=1, help="Number of newest checkpoints to keep. Default: that of the run file.")
+    ] = None,
+    keep_every: Annotated[int | None, typer.Option(min=1, help="Also keep a checkpoint every N steps.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
     json: AsJson = False,
 ) -> None:
-    """Remove older checkpoints and what interrupted saves left; never the newest valid one, whose contents are compared first."""
+    """Remove older checkpoints and leftovers of interrupted saves, but never the newest valid one, which is verified first."""
     place = existing_location(path)
     if not isinstance(place, Local) or not RunDir(place.path).exists:
         raise RunError(
-            [f"{path} is not a run directory, as it has no run.toml: name one, so that it can be seen whether it runs."]
+            [f"{path} is not a run directory, because it has no run.toml: name one, so that a running job can be detected."]
         )
     keys = checkpoint_settings(place)
     last, every_ = keep_last or keys.get("keep_last", 2), keep_every or keys.get("keep_every")
     removed, kept, damaged = list[str](), list[str](), list[str]()
-    with _held(RunDir(place.path), path):
+    with _locked(RunDir(place.path), path):
         for checkpoints in checkpoint_locations(place):
             if not dry_run:
                 directory.restore_replaced(checkpoints)
@@ -265,18 +267,65 @@ def prune(
         print_json({"removed": removed, "kept": kept, "damaged": damaged, "dry_run": dry_run})
 
 
+@app.command("export")
+def export(
+    checkpoint: Annotated[str, typer.Argument(help=CHECKPOINT, metavar="CKPT")],
+    out: Annotated[Path, typer.Argument(help="The folder to write, a new or empty one; for torch, a new file.", metavar="OUT")],
+    kind: Annotated[str, typer.Option("--format", help=f"{', '.join(_FORMATS)}.")] = "hf",
+    dtype: Dtype = None,
+    optimizer: Annotated[bool, typer.Option("--optimizer", help="Include the optimizer state. Not for hf.")] = False,
+    shard_size: ShardSize = "5GB",
+    json: AsJson = False,
+) -> None:
+    """Write a checkpoint as a Hugging Face folder, as plain safetensors, or as one file for torch.load."""
+    problems = []
+    if kind not in _FORMATS:
+        problems.append(f"--format {kind}: choose {', '.join(_FORMATS)}.")
+    if kind == "hf" and optimizer:
+        problems.append("--optimizer: a Hugging Face folder has no optimizer state; add --format safetensors or torch.")
+    if problems:
+        raise RunError(problems)
+    if kind == "hf":
+        export_hf(checkpoint, out, dtype, shard_size, json=json)
+        return
+    limit = parse_size("--shard-size", shard_size)
+    from phalanx.checkpointing.restore import CheckpointReader
+    from phalanx.checkpointing.tools.plain_export import to_safetensors, to_torch
+    from phalanx.evaluation.convert import TORCH
+
+    if dtype is not None and dtype not in TORCH:
+        raise RunError([f"--dtype {dtype}: choose {', '.join(TORCH)}."])
+    saved = CheckpointReader(locate(checkpoint))
+    format_ = None if dtype is None else TORCH[dtype]
+    if kind == "torch":
+        written = to_torch(saved, out, optimizer=optimizer, dtype=format_)
+    else:
+        written = to_safetensors(saved, out, optimizer=optimizer, dtype=format_, shard_size=limit)
+    saved.close()
+    if json:
+        print_json(
+            {
+                "path": str(out), "format": kind, "tensors": written.tensors, "values": written.values, "bytes": written.bytes,
+                "files": written.files, "dtypes": list(written.formats),
+            }
+        )  # fmt: skip
+        return
+    files = "1 file" if written.files == 1 else f"{written.files} files"
+    print(f"{written.tensors} tensors ({'+'.join(written.formats)}, {format_size(written.bytes)}, {files}) → {out}")
+
+
 def _exports(place: Location, removed: list[str], kept: list[str]) -> list[Location]:
-    """What `checkpoint.export_hf` made of checkpoints that go: it goes with them, as in a run. One of two places may still have one."""
+    """Exports (checkpoint.export_hf) of checkpoints that are removed everywhere: they are removed too, as in a run."""
     gone = {name.rpartition("/")[2] for name in removed} - {name.rpartition("/")[2] for name in kept}
     folder = place / "hf"
     return [folder / name for name in sorted(folder.entries()) if name.removesuffix(".logits") in gone]
 
 
 @contextmanager
-def _held(rundir: RunDir, path: str) -> Iterator[None]:
-    """No run may begin here meanwhile, and none may be under way."""
+def _locked(rundir: RunDir, path: str) -> Iterator[None]:
+    """Locks the run directory; refuses if a job is running in it."""
     if not rundir.acquire():
-        raise RunError([f"{path} is in use by a running job, which prunes by itself: wait for it, or stop it."])
+        raise RunError([f"{path} is in use by a running job, which prunes its checkpoints itself: wait for it, or stop it."])
     try:
         yield
     finally:

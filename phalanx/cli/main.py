@@ -1,6 +1,6 @@
-"""The `phalanx` command: one file per verb, put together here, and the only place where errors become exit codes.
+"""The `phalanx` command: registers the verbs and turns errors into exit codes.
 
-0: done. 1: a run failed, or a proof did. 2: it could not start, nothing was begun. 75: stopped on request, saved, can be resumed.
+0: success. 1: a run or a proof failed. 2: refused before anything started. 75: stopped on request, saved, can be resumed.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ _VERBS = {
     "eval": "eval_cmd.eval",
     "data": "data_cmd.app",
     "checkpoint": "checkpoint_cmd.app",
-    "import": "import_cmd.import_",
+    "import": "export_cmd.import_",
     "export": "export_cmd.export",
     "tokenize": "tokenize_cmd.tokenize",
-    "models": "models_cmd.models",
-    "clusters": "clusters_cmd.clusters",
+    "models": "list_cmd.models",
+    "clusters": "list_cmd.clusters",
     "schedule": "schedule_cmd.schedule",
-    "bench": "bench_cmd.bench",
-    "doctor": "doctor_cmd.doctor",
-    "schema": "schema_cmd.schema",
+    "bench": "machine_cmd.bench",
+    "doctor": "machine_cmd.doctor",
+    "schema": "list_cmd.schema",
 }
-"""Each verb, and where it is in this room. Only the one that is called is imported: all of them together take longer than a plan."""
+"""Module and function of each verb. Only the called verb is imported: importing all takes longer than a plan."""
 
 
 @cache
 def _app(only: str | None = None) -> typer.Typer:
-    """The command, with all verbs or with one."""
-    made = typer.Typer(
+    """The command with all verbs, or with one."""
+    app = typer.Typer(
         name="phalanx",
         help="Train language models across one to thousands of GPUs from one run file.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    made.callback()(_options)
+    app.callback()(_options)
     for name in _VERBS if only is None else (only,):
         module, _, attribute = _VERBS[name].partition(".")
         verb = getattr(import_module(f"phalanx.cli.{module}"), attribute)
         if isinstance(verb, typer.Typer):
-            made.add_typer(verb, name=name)
+            app.add_typer(verb, name=name)
         else:
-            made.command(name)(verb)
-    return made
+            app.command(name)(verb)
+    return app
 
 
 def __getattr__(name: str) -> Any:
@@ -66,14 +66,14 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"phalanx {__version__}")
         raise typer.Exit
 
 
 def _options(
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Show the version."),
 ) -> None:
     pass
 
@@ -81,7 +81,7 @@ def _options(
 def main() -> None:
     verb = sys.argv[1] if len(sys.argv) > 1 else ""
     try:
-        # It exits by itself: 2 for a command line that typer does not understand, else what the verb says.
+        # Exits by itself: with 2 for an invalid command line, else with the code of the verb.
         _app(verb if verb in _VERBS else None)()
     except PhalanxError as error:
         print_error(error)

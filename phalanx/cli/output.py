@@ -1,4 +1,4 @@
-"""What every verb shares: where text goes, the JSON object on the last line, and how errors look."""
+"""Output of every verb: the console, the JSON object on the last line, files, errors, and the end of a run."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 
 from phalanx.spec.errors import PhalanxError, RunError
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line.")]
+if TYPE_CHECKING:
+    from phalanx.dashboard.summary import Summary
+    from phalanx.events.rundir import RunDir
 
 console = Console(highlight=False)
-"""What a person reads."""
+"""Output for people."""
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """One line, to be read by programs: never wrapped, never coloured."""
+    """Prints one line for programs: never wrapped, never colored."""
     print(json.dumps(value), flush=True)
 
 
 def write_file(path: Path, write: Callable[[], Any]) -> None:
-    """Have a file written that somebody asked for, and say so; what stands in the way is an error of theirs."""
+    """Writes a file that the user requested, and reports it; an OSError becomes a RunError."""
     try:
         write()
     except OSError as error:
@@ -34,9 +35,26 @@ def write_file(path: Path, write: Callable[[], Any]) -> None:
 
 
 def print_error(error: PhalanxError) -> None:
-    """Each problem on a line of its own, on standard error."""
+    """Prints each problem on a line of its own, on standard error."""
     problems = error.problems if isinstance(error, RunError) else (str(error),)
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     if "--json" in sys.argv[1:]:
         print_json({"error": list(problems)})
+
+
+def print_summary(rundir: RunDir) -> Summary:
+    """Draws the loss curve of a finished run and prints its summary."""
+    from phalanx.dashboard.pictures import draw_loss
+    from phalanx.dashboard.summary import summarize
+    from phalanx.events.log import read_events
+
+    events = read_events(rundir.events_file)
+    summary = summarize(events)
+    try:
+        draw_loss(events, rundir.curve)
+    except OSError as error:  # for example a full disk, which must not fail the run
+        rundir.curve.unlink(missing_ok=True)
+        console.print(f"warning: {rundir.curve} could not be drawn ({error.strerror}).", style="yellow", soft_wrap=True)
+    summary.render(console, rundir.path)
+    return summary

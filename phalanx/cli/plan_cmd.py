@@ -1,5 +1,5 @@
-"""`phalanx plan`: the best layout of a run on its cluster, what it would cost and why the others would not do; what the smallest
-cluster or the largest model would be; and what a plan promised beside what a run measured."""
+"""`phalanx plan`: the best layout of a run on its cluster with time, memory and price; the smallest cluster or the largest model;
+and a comparison of a plan with a finished run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from phalanx.cli.output import AsJson, console, print_json, write_file
-from phalanx.cli.units import memory, money, span
+from phalanx.cli.options import AsJson, Overrides, check_folders, parse_dollars, parse_memory, parse_seconds
+from phalanx.cli.output import console, print_json, write_file
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import load
 
@@ -24,46 +24,42 @@ if TYPE_CHECKING:
     from phalanx.spec.run import Run
 
 _WIDTH = 100
-"""Columns where nobody looks: in a file or a pipe, tables need not be as narrow as rich would make them there."""
+"""Columns of tables in a file or a pipe, where rich would use 80."""
 
 
 def plan(
     run_file: Annotated[Path | None, typer.Argument(help="The run file.", metavar="RUN.toml")] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Settings to change, e.g. cluster.name=h100-1024 layout.tensor=8.")
-    ] = None,
-    aim: Annotated[Literal["time", "price"], typer.Option(help="What the best layout has least of.")] = "time",
+    overrides: Overrides = None,
+    aim: Annotated[Literal["time", "price"], typer.Option(help="What the best layout minimizes.")] = "time",
     fits_in: Annotated[
-        str | None, typer.Option(metavar="80GiB", help="Memory that a rank may use; left out: the card's.")
+        str | None, typer.Option(metavar="80GiB", help="Memory that a rank may use. Default: that of the device.")
     ] = None,
-    deadline: Annotated[
-        str | None, typer.Option(metavar="30d", help="Longest that the run may take, failures considered.")
-    ] = None,
-    budget: Annotated[str | None, typer.Option(metavar="$2M", help="Most that the run may cost.")] = None,
-    given: Annotated[bool, typer.Option("--given", help="Judge the run file's own layout instead of searching.")] = False,
+    deadline: Annotated[str | None, typer.Option(metavar="30d", help="Maximum time of the run, failures included.")] = None,
+    budget: Annotated[str | None, typer.Option(metavar="$2M", help="Maximum price of the run.")] = None,
+    given: Annotated[bool, typer.Option("--given", help="Evaluate the layout of the run file instead of searching.")] = False,
     free: Annotated[
-        bool, typer.Option("--free", help="Search as if the run file gave no layout, and compare its own with the best.")
+        bool, typer.Option("--free", help="Search as if the run file had no layout, and compare its layout with the best.")
     ] = False,
-    top: Annotated[int, typer.Option(min=0, max=100, help="Runners-up to show.")] = 5,
+    top: Annotated[int, typer.Option(min=0, max=100, help="Number of runners-up to show.")] = 5,
     solve: Annotated[
         Literal["gpus", "model", "batch"] | None,
         typer.Option(
-            help="Answer instead: the smallest cluster for this model, the largest model for this cluster, the batch that pays."
+            help="Find the smallest cluster for this model, the largest model for this cluster, or the most efficient batch instead."
         ),
     ] = None,
     compare: Annotated[
-        Path | None, typer.Option(metavar="RUN_DIR", help="Show instead what a run took beside what its plan promised.")
+        Path | None, typer.Option(metavar="RUN_DIR", help="Compare a finished run with its plan instead.")
     ] = None,
     refit: Annotated[
-        bool, typer.Option("--refit", help="With --compare: keep the constants that the run measured, for later plans.")
+        bool, typer.Option("--refit", help="With --compare: store the constants that the run measured, for later plans.")
     ] = False,
-    png: Annotated[Path | None, typer.Option(help="Draw memory, step and trade-offs into this file.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write them as a page to look around in.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw memory, step time and trade-offs to this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write an interactive page with them to this file.")] = None,
     json: AsJson = False,
 ) -> None:
-    """Find the best layout of a run on its cluster, before a single GPU is rented: memory, time, price, and why not the others."""
+    """Find the best layout of a run on its cluster without using a GPU: memory, time and price, and why the others are worse."""
     wide = console if console.is_terminal else Console(highlight=False, width=_WIDTH)
-    _refuse(
+    _check_options(
         run_file, compare, {"--solve": solve, "--given": given, "--free": free, "--refit": refit, "--png": png, "--html": html}
     )
     if compare is not None:
@@ -80,7 +76,7 @@ def plan(
 
 
 def _machine(run: Run) -> Machine | None:
-    """This machine, where the run file names no cluster. It is looked at only then, as GPU drivers take long to answer."""
+    """This machine if the run file names no cluster. It is probed only then, because GPU drivers answer slowly."""
     from phalanx.planning.machines.hardware import planned
 
     if planned(run):
@@ -92,7 +88,7 @@ def _machine(run: Run) -> Machine | None:
 
 
 def _show(wide: Console, request: PlanRequest, top: int, files: tuple[Path | None, Path | None]) -> dict[str, Any]:
-    """Shows the plan on the terminal, writes the files that are asked for, and returns the object that --json prints."""
+    """Shows the plan on the terminal, writes the requested files, and returns the object that --json prints."""
     from phalanx.dashboard.plan_text import show_plan
     from phalanx.planning.planner import plan as plan_request
     from phalanx.planning.planner import scaling
@@ -118,9 +114,9 @@ def _limits(fits_in: str | None, deadline: str | None, budget: str | None) -> Li
     from phalanx.planning.search.search import Limits
 
     return Limits(
-        fits_in=None if fits_in is None else memory("--fits-in", fits_in),
-        deadline=None if deadline is None else span("--deadline", deadline) / 86400,
-        budget=None if budget is None else money("--budget", budget),
+        fits_in=None if fits_in is None else parse_memory("--fits-in", fits_in),
+        deadline=None if deadline is None else parse_seconds("--deadline", deadline) / 86400,
+        budget=None if budget is None else parse_dollars("--budget", budget),
     )
 
 
@@ -159,29 +155,28 @@ def _compare(wide: Console, directory: Path, refit: bool) -> dict[str, Any]:
     return comparison.to_json(refitted) | answer
 
 
-def _refuse(run_file: Path | None, compare: Path | None, options: Mapping[str, Any]) -> None:
-    """Options that do not go together."""
-    asked = {name for name, value in options.items() if value}
+def _check_options(run_file: Path | None, compare: Path | None, options: Mapping[str, Any]) -> None:
+    """Refuses options that exclude each other."""
+    chosen = {name for name, value in options.items() if value}
     problems = []
     if run_file is None and compare is None:
         problems.append("phalanx plan needs a run file, such as `phalanx plan run.toml`, or --compare with a run directory.")
     if run_file is not None and compare is not None:
-        problems.append(f"--compare {compare} reads the run file that lies there: leave {run_file} out.")
-    if compare is None and "--refit" in asked:
-        problems.append("--refit keeps what a run measured: name its directory with --compare.")
-    if compare is not None and (lost := sorted(asked - {"--refit"})):
+        problems.append(f"--compare {compare} reads the run file of that run: remove {run_file}.")
+    if compare is None and "--refit" in chosen:
+        problems.append("--refit stores what a run measured: name its directory with --compare.")
+    if compare is not None and (excluded := sorted(chosen - {"--refit"})):
         problems.append(
-            f"--compare shows a run that is over: {' and '.join(lost)} {'do' if len(lost) > 1 else 'does'} not go with it."
+            f"--compare shows a finished run: {' and '.join(excluded)} {'do' if len(excluded) > 1 else 'does'} not apply."
         )
-    if "--given" in asked and (lost := sorted(asked & {"--solve", "--free"})):
+    if "--given" in chosen and (excluded := sorted(chosen & {"--solve", "--free"})):
         problems.append(
-            f"--given searches nothing, {' and '.join(lost)} {'do' if len(lost) > 1 else 'does'}: give one of them."
+            f"--given does not search, but {' and '.join(excluded)} {'do' if len(excluded) > 1 else 'does'}: use one of them."
         )
-    if "--solve" in asked and (lost := sorted(asked & {"--png", "--html"})):
+    if "--solve" in chosen and (excluded := sorted(chosen & {"--png", "--html"})):
         problems.append(
-            f"--solve prints an answer: {' and '.join(lost)} {'draw' if len(lost) > 1 else 'draws'} a plan, so leave one out."
+            f"--solve prints an answer: {' and '.join(excluded)} {'draw' if len(excluded) > 1 else 'draws'} a plan: remove one of them."
         )
-    files = [Path(options[name]) for name in ("--png", "--html") if options[name]]
-    problems += [f"{path}: cannot be written: there is no folder {path.parent}" for path in files if not path.parent.is_dir()]
+    problems += check_folders(options["--png"], options["--html"])
     if problems:
         raise RunError(problems)

@@ -1,4 +1,4 @@
-"""`phalanx schedule`: a pipeline schedule as a picture, with how much of the time its ranks wait."""
+"""`phalanx schedule`: draws a pipeline schedule and reports its bubble."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli.output import AsJson, console, print_json, write_file
+from phalanx.cli.options import AsJson
+from phalanx.cli.output import console, print_json, write_file
 from phalanx.dashboard.pictures import draw_schedule, schedule_legend, schedule_text
 from phalanx.schedules.actions import Schedule
 from phalanx.schedules.csv_format import dump, load
@@ -17,85 +18,85 @@ from phalanx.schedules.makers import NAMES, make
 from phalanx.schedules.timing import Durations, bubble, simulate
 from phalanx.spec.errors import RunError
 
-_MOST_ACTIONS = 200_000
-_MOST_COLUMNS = 1000
-"""Beyond these nobody could read it."""
+_MAX_ACTIONS = 200_000
+_MAX_COLUMNS = 1000
+"""A larger picture is not readable."""
 
 
 def schedule(
-    name: Annotated[str, typer.Argument(metavar="NAME|FILE", help=f"One of {', '.join(NAMES)}; or a CSV file of your own.")],
+    name: Annotated[str, typer.Argument(metavar="NAME|FILE", help=f"One of {', '.join(NAMES)}, or a CSV file.")],
     ranks: Annotated[
-        int | None, typer.Option("--ranks", "--stages", help="Pipeline ranks, as layout.pipeline; left out: 4.")
+        int | None, typer.Option("--ranks", "--stages", help="Number of pipeline ranks (layout.pipeline). Default: 4.")
     ] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Micro-batches of a step; left out: 8.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Micro-batches per step. Default: 8.")] = None,
     stages_per_rank: Annotated[
-        int | None, typer.Option(help="As layout.stages; left out: 1 for gpipe and 1f1b, 2 for the others.")
+        int | None, typer.Option(help="Stages per rank (layout.stages). Default: 1 for gpipe and 1f1b, 2 for the others.")
     ] = None,
     times: Annotated[
-        str, typer.Option(metavar="F,I,W", help="How long forward, input backward and weight backward take.")
+        str, typer.Option(metavar="F,I,W", help="Durations of forward, input backward and weight backward.")
     ] = "1,1,1",
-    png: Annotated[Path | None, typer.Option(help="Draw it into this file.")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write it into this file, for layout.schedule_file.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the schedule to this file.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the schedule to this file, for layout.schedule_file.")] = None,
     json: AsJson = False,
 ) -> None:
-    """Show what each rank of a pipeline does when. --stages counts pipeline ranks; each of them holds one stage or several."""
-    found = _find(name, ranks, microbatches, stages_per_rank)
+    """Show the actions of each pipeline rank over time. --stages is the number of pipeline ranks, which hold one or more stages each."""
+    chosen = _open(name, ranks, microbatches, stages_per_rank)
     forward, backward, weight = _times(times)
-    timeline = simulate(found, Durations(forward=float(forward), input=float(backward), weight=float(weight)))
+    timeline = simulate(chosen, Durations(forward=float(forward), input=float(backward), weight=float(weight)))
     idle = bubble(timeline)
-    lines = [f"{found.name}: {found.stages} stages on {found.ranks} pipeline ranks, {found.micro_batches} micro-batches"]
-    unit = _together(forward, backward, weight)
+    lines = [f"{chosen.name}: {chosen.stages} stages on {chosen.ranks} pipeline ranks, {chosen.micro_batches} micro-batches"]
+    unit = _common_unit(forward, backward, weight)
     columns = round(timeline.stop / unit)
     lines += (
         schedule_text(timeline, unit)
-        if columns <= _MOST_COLUMNS
+        if columns <= _MAX_COLUMNS
         else [f"({columns} columns are too many to print; --png draws it)"]
     )
     lines += [
-        schedule_legend(found),
-        f"idle {idle:.1%} of the time where forward, input backward and weight backward take {times}",
+        schedule_legend(chosen),
+        f"bubble: {idle:.1%} of the time, if forward, input backward and weight backward take {times}",
     ]
     console.print("\n".join(lines), markup=False, soft_wrap=True)
     if png is not None:
-        write_file(png, lambda: draw_schedule(found, timeline, png))
+        write_file(png, lambda: draw_schedule(chosen, timeline, png))
     if csv is not None:
-        write_file(csv, lambda: csv.write_text(dump(found)))
+        write_file(csv, lambda: csv.write_text(dump(chosen)))
     if json:
         print_json(
             {
-                "name": found.name,
-                "ranks": found.ranks,
-                "stages": found.stages,
-                "micro_batches": found.micro_batches,
+                "name": chosen.name,
+                "ranks": chosen.ranks,
+                "stages": chosen.stages,
+                "micro_batches": chosen.micro_batches,
                 "bubble": idle,
                 "length": timeline.stop,
-                "actions": [[str(action) for action in row] for row in found.actions],
+                "actions": [[str(action) for action in row] for row in chosen.actions],
             }
         )
 
 
-def _find(name: str, ranks: int | None, microbatches: int | None, per_rank: int | None) -> Schedule:
+def _open(name: str, ranks: int | None, microbatches: int | None, per_rank: int | None) -> Schedule:
     if "." not in name and "/" not in name:
         ranks, microbatches = 4 if ranks is None else ranks, 8 if microbatches is None else microbatches
-        if ranks * microbatches * (per_rank or 1) > _MOST_ACTIONS:
+        if ranks * microbatches * (per_rank or 1) > _MAX_ACTIONS:
             raise RunError(
-                [f"--ranks {ranks} with --microbatches {microbatches} is more than {_MOST_ACTIONS} actions: ask for fewer"]
+                [f"--ranks {ranks} with --microbatches {microbatches} is more than {_MAX_ACTIONS} actions: use fewer"]
             )
         return make(name, ranks, microbatches, per_rank)
-    found = load(Path(name))
-    asked = {
-        "--ranks": (ranks, found.ranks),
-        "--microbatches": (microbatches, found.micro_batches),
-        "--stages-per-rank": (per_rank, len(found.stages_of(0))),
+    chosen = load(Path(name))
+    options = {
+        "--ranks": (ranks, chosen.ranks),
+        "--microbatches": (microbatches, chosen.micro_batches),
+        "--stages-per-rank": (per_rank, len(chosen.stages_of(0))),
     }
     wrong = [
-        f"{option} {want}: {name} is for {has}; leave the option out"
-        for option, (want, has) in asked.items()
+        f"{option} {want}: {name} is for {has}; remove the option"
+        for option, (want, has) in options.items()
         if want not in (None, has)
     ]
     if wrong:
         raise RunError(wrong)
-    return found
+    return chosen
 
 
 def _times(given: str) -> tuple[Fraction, Fraction, Fraction]:
@@ -108,7 +109,7 @@ def _times(given: str) -> tuple[Fraction, Fraction, Fraction]:
     return forward, backward, weight
 
 
-def _together(*times: Fraction) -> float:
-    """The longest time that all are multiples of."""
-    below = math.lcm(*(time.denominator for time in times))
-    return math.gcd(*(time.numerator * below // time.denominator for time in times)) / below
+def _common_unit(*times: Fraction) -> float:
+    """The longest time of which all are multiples."""
+    denominator = math.lcm(*(time.denominator for time in times))
+    return math.gcd(*(time.numerator * denominator // time.denominator for time in times)) / denominator

@@ -1,15 +1,14 @@
-"""`phalanx simulate`: a whole run with failures, recovered from by the live policy; or one step with links that messages share."""
+"""`phalanx simulate`: a whole run with failures and the live recovery policy, or one step with shared network links."""
 
 from __future__ import annotations
 
-import math
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from phalanx.cli.output import AsJson, console, print_json, write_file
+from phalanx.cli.options import AsJson, Overrides, RunFile, check_folders, parse_duration
+from phalanx.cli.output import console, print_json, write_file
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import load
@@ -20,62 +19,58 @@ if TYPE_CHECKING:
     from phalanx.planning.simulate.cluster_model import SimulationRequest
     from phalanx.spec.run import Run
 
-_UNITS = {"s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "": 1.0}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d|)", re.ASCII)
-
-
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Settings to change, e.g. cluster.name=h100-16384 resilience.spares=8.")
-]
 Spares = Annotated[
     int | None,
-    typer.Option(help="Spare nodes beside those of the layout; left out: resilience.spares, or what the cluster has left."),
+    typer.Option(help="Spare nodes. Default: resilience.spares, or the nodes that the layout leaves free."),
 ]
 Interval = Annotated[
-    str | None, typer.Option(metavar="5min", help="Time between saves; left out: the run file's, or what the trainer would do.")
+    str | None, typer.Option(metavar="5min", help="Time between saves. Default: that of the run file, or of the trainer.")
 ]
 Keep = Annotated[
     Literal["replicas", "memory", "disk"] | None,
-    typer.Option(help="Where the state is found again after a failure; left out: as the live system would have it."),
+    typer.Option(help="Where the state is restored from after a failure. Default: as in the live system."),
 ]
 Restart = Annotated[
-    str | None, typer.Option(metavar="10min", help="From the decision about a failure to the next step; left out: the plan's.")
+    str | None,
+    typer.Option(metavar="10min", help="Time from the decision about a failure to the next step. Default: that of the plan."),
 ]
-Stall = Annotated[str | None, typer.Option(metavar="5s", help="That training waits for a save; left out: the plan's.")]
+Stall = Annotated[
+    str | None, typer.Option(metavar="5s", help="Time that training waits for a save. Default: that of the plan.")
+]
 Maintenance = Annotated[
-    str | None, typer.Option(metavar="7d/4h", help="Planned pauses: how often, and how long. Left out: none.")
+    str | None, typer.Option(metavar="7d/4h", help="Planned pauses: how often, and how long. Default: none.")
 ]
-Quick = Annotated[bool, typer.Option("--quick", help="Do not try other intervals and numbers of spares.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Do not try other save intervals and numbers of spares.")]
 OneStep = Annotated[
-    bool, typer.Option("--step", help="Simulate one step instead: who works when, and which messages share links.")
+    bool, typer.Option("--step", help="Simulate one step instead: when each rank works, and which messages share links.")
 ]
-Trace = Annotated[Path | None, typer.Option(help="--step: write it into this file, for Perfetto (ui.perfetto.dev).")]
+Trace = Annotated[Path | None, typer.Option(help="With --step: write a trace to this file, for Perfetto (ui.perfetto.dev).")]
 
 
 def simulate(
-    run_file: Annotated[Path, typer.Argument(help="The run file.", metavar="RUN.toml")],
+    run_file: RunFile,
     overrides: Overrides = None,
-    days: Annotated[float | None, typer.Option(help="Days to simulate; left out: until the run's last step.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the failures that are drawn.")] = 0,
-    runs: Annotated[int, typer.Option(min=1, max=10_000, help="Runs to simulate.")] = 20,
+    days: Annotated[float | None, typer.Option(help="Days to simulate. Default: until the last step.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the failures.")] = 0,
+    runs: Annotated[int, typer.Option(min=1, max=10_000, help="Number of runs to simulate.")] = 20,
     spares: Spares = None,
     interval: Interval = None,
     keep: Keep = None,
     restart: Restart = None,
     stall: Stall = None,
-    repair: Annotated[str, typer.Option(metavar="4h", help="Until a lost node is back, on average.")] = "4h",
+    repair: Annotated[str, typer.Option(metavar="4h", help="Mean time until a lost node returns.")] = "4h",
     maintenance: Maintenance = None,
     quick: Quick = False,
     step: OneStep = False,
-    png: Annotated[Path | None, typer.Option(help="Draw it into this file.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the run or the step to this file.")] = None,
     trace: Trace = None,
     json: AsJson = False,
 ) -> None:
-    """Simulate a whole run with the failures of its cluster and the live recovery policy; or, with --step, one step of it."""
+    """Simulate a whole run with the failures of its cluster and the live recovery policy. With --step, simulate one step."""
     if trace is not None and not step:
-        raise RunError(["--trace is of one step: give --step too, or --png for a picture of the whole run."])
-    if lost := [path for path in (png, trace) if path is not None and not path.parent.is_dir()]:
-        raise RunError([f"{path}: cannot be written: there is no folder {path.parent}" for path in lost])
+        raise RunError(["--trace shows one step: add --step, or use --png for a picture of the whole run."])
+    if problems := check_folders(png, trace):
+        raise RunError(problems)
     from phalanx.planning.simulate.cluster_model import SimulationRequest
 
     request = SimulationRequest(
@@ -93,10 +88,10 @@ def simulate(
     )
     run = load(run_file, overrides or [])
     hardware = _hardware(run)
-    option = _option(run, hardware)
-    found = _step(run, hardware, option, (png, trace)) if step else _whole(run, hardware, option, request, png)
+    candidate = _candidate(run, hardware)
+    result = _step(run, hardware, candidate, (png, trace)) if step else _whole(run, hardware, candidate, request, png)
     if json:
-        print_json(found)
+        print_json(result)
 
 
 def _whole(run: Run, hardware: Hardware, candidate: Candidate, request: SimulationRequest, png: Path | None) -> dict[str, Any]:
@@ -148,8 +143,8 @@ def _hardware(run: Run) -> Hardware:
     return hardware(run, probe(visible_gpus()))
 
 
-def _option(run: Run, hardware: Hardware) -> Candidate:
-    """What is simulated: the run file's layout, or the plan's winner where it has none."""
+def _candidate(run: Run, hardware: Hardware) -> Candidate:
+    """The run file's layout, or the best plan if it has none."""
     from phalanx.planning.planner import search
     from phalanx.planning.search.search import judge
 
@@ -157,20 +152,13 @@ def _option(run: Run, hardware: Hardware) -> Candidate:
 
 
 def _seconds(option: str, given: str | None) -> float | None:
-    """Such as 90s, 5min, 4h, 7d; a number alone is seconds."""
-    if given is None:
-        return None
-    match = _DURATION.fullmatch(given.strip())
-    if match is None or not math.isfinite(float(match[1])):
-        raise RunError([f'{option} "{given}": give a time such as 90s, 5min, 4h or 7d.'])
-    return float(match[1]) * _UNITS[match[2]]
+    return None if given is None else parse_duration(option, given)
 
 
 def _maintenance(given: str | None) -> tuple[float, float] | None:
     if given is None:
         return None
-    every, between, takes = given.partition("/")
-    often, long = (_seconds("--maintenance", every), _seconds("--maintenance", takes)) if between else (None, None)
-    if not often or long is None:
+    interval, slash, length = given.partition("/")
+    if not slash or not parse_duration("--maintenance", interval):
         raise RunError([f'--maintenance "{given}": give how often and how long, such as 7d/4h.'])
-    return often, long
+    return parse_duration("--maintenance", interval), parse_duration("--maintenance", length)

@@ -1,4 +1,4 @@
-"""`phalanx tokenize`: text of any kind to token files, in several processes, resumed where it was stopped."""
+"""`phalanx tokenize`: turns text of any kind into token files, in several processes, resumable."""
 
 from __future__ import annotations
 
@@ -9,48 +9,48 @@ from typing import Annotated, Any
 
 import typer
 
-from phalanx.cli.output import AsJson, console, print_json
+from phalanx.cli.options import TEXT_KINDS, AsJson, Field, Template, check_source_kind
+from phalanx.cli.output import console, print_json
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Data
 
 RESUMABLE = 75
-"""Exit code when it was stopped on request and can be started again, as of a run."""
+"""Exit code after a stop on request that can be resumed, as of a run."""
 _DEFAULT = Data()
-_KINDS = ("text", "jsonl", "parquet", "hf", "chat", "stdlib")
 
 
 def tokenize(
     paths: Annotated[
-        list[str], typer.Argument(help="Files, folders, globs or URLs; at last the folder to write.", metavar="SRC... OUT")
+        list[str], typer.Argument(help="Files, folders, globs or URLs, then the folder to write.", metavar="SRC... OUT")
     ],
-    tokenizer: Annotated[str, typer.Option(help='"byte", or a tokenizer.json, or a folder that holds one.')] = "byte",
-    end_token: Annotated[str | None, typer.Option(help="Token that ends a document; left out: the tokenizer's own.")] = None,
-    source: Annotated[str | None, typer.Option(help=f"{', '.join(_KINDS)}; left out: told by the names.")] = None,
-    field: Annotated[str | None, typer.Option(help='Field or column with the text; left out: "text", or "messages".')] = None,
-    template: Annotated[
-        str | None, typer.Option(help='chat: a Jinja file, or "plain"; left out: the tokenizer\'s own.')
-    ] = None,
-    prompt_field: Annotated[str, typer.Option(help="chat: field of the question.")] = _DEFAULT.prompt_field,
-    answer_field: Annotated[str, typer.Option(help="chat: field of the answer.")] = _DEFAULT.answer_field,
-    split: Annotated[str, typer.Option(help="hf: which split.")] = _DEFAULT.split,
-    config: Annotated[str | None, typer.Option(help="hf: which configuration.")] = None,
-    streaming: Annotated[bool, typer.Option("--streaming", help="hf: read as a stream instead of downloading first.")] = False,
-    processes: Annotated[int | None, typer.Option(min=1, max=4096, help="Processes; left out: one per core.")] = None,
+    tokenizer: Annotated[str, typer.Option(help='"byte", a tokenizer.json, or a folder with one.')] = "byte",
+    end_token: Annotated[str | None, typer.Option(help="Token that ends a document. Default: that of the tokenizer.")] = None,
+    source: Annotated[str | None, typer.Option(help=f"{', '.join(TEXT_KINDS)}. Default: derived from the file names.")] = None,
+    field: Field = None,
+    template: Template = None,
+    prompt_field: Annotated[str, typer.Option(help="chat: field with the question.")] = _DEFAULT.prompt_field,
+    answer_field: Annotated[str, typer.Option(help="chat: field with the answer.")] = _DEFAULT.answer_field,
+    split: Annotated[str, typer.Option(help="hf: the split of the dataset.")] = _DEFAULT.split,
+    config: Annotated[str | None, typer.Option(help="hf: the configuration of the dataset.")] = None,
+    streaming: Annotated[
+        bool, typer.Option("--streaming", help="hf: read the dataset as a stream instead of downloading it first.")
+    ] = False,
+    processes: Annotated[int | None, typer.Option(min=1, max=4096, help="Number of processes. Default: one per core.")] = None,
     max_bad_records: Annotated[
-        int, typer.Option(min=0, help="Records that may be skipped because they cannot be read.")
+        int, typer.Option(min=0, help="Maximum number of bad records to skip.")
     ] = _DEFAULT.max_bad_records,
     max_record_bytes: Annotated[
-        int, typer.Option(min=1, max=1 << 31, help="Longest record that is read; a longer one is bad.")
+        int, typer.Option(min=1, max=1 << 31, help="Maximum size of a record; a longer one is bad.")
     ] = _DEFAULT.max_record_bytes,
-    force: Annotated[bool, typer.Option("--force", help="Start over where OUT holds something else.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Start over if OUT holds token files of something else.")] = False,
     json: AsJson = False,
 ) -> None:
-    """Turn text into token files; started again with the same arguments, go on where it was stopped."""
+    """Turn text into token files. After a stop or a crash, the same command resumes."""
     *sources, out = paths
     if not sources and source != "stdlib":
         raise RunError([f"phalanx tokenize {out}: name the text first and the folder to write last: SRC... OUT."])
-    if source is not None and source not in _KINDS:
-        raise RunError([f"--source {source}: choose one of {', '.join(_KINDS)}."])
+    if problems := check_source_kind(source, TEXT_KINDS):
+        raise RunError(problems)
     given: dict[str, Any] = {"source": source, "paths": tuple(sources), "field": field, "template": template}
     data = replace(
         _DEFAULT,
@@ -74,12 +74,12 @@ def tokenize(
 
 
 def _work(data: Data, out: str, *, force: bool) -> dict[str, Any]:
-    """Make the token files and say what they came to."""
+    """Makes the token files; returns the object that --json prints."""
     from phalanx.dashboard.data_tables import tokenizing
     from phalanx.data.ingest import Progress, tokenize_into
     from phalanx.data.tokenizer import open_tokenizer
 
-    words = open_tokenizer(data.tokenizer, data.end_token)
+    opened = open_tokenizer(data.tokenizer, data.end_token)
     begin, kept = time.monotonic(), [0]
     try:
         with tokenizing(console) as shown:
@@ -88,9 +88,9 @@ def _work(data: Data, out: str, *, force: bool) -> dict[str, Any]:
                 kept.append(progress.kept)
                 shown(progress)
 
-            meta = tokenize_into(Path(out).expanduser(), data, data, words, force=force, progress=show)
+            meta = tokenize_into(Path(out).expanduser(), data, data, opened, force=force, progress=show)
     except KeyboardInterrupt:
-        console.print(f"stopped; what is done is kept in {out}: start again to go on.", soft_wrap=True)
+        console.print(f"Stopped. Finished parts are in {out}: run the same command to resume.", soft_wrap=True)
         raise typer.Exit(RESUMABLE) from None
     seconds = time.monotonic() - begin
     made = meta.tokens - kept[-1] if len(kept) > 1 else 0

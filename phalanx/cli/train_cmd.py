@@ -1,125 +1,119 @@
-"""`phalanx train`: checks everything, starts the workers, shows what happens, sums up. Under torchrun it is one of the workers."""
+"""`phalanx train`: checks the run, starts its workers, shows events and a summary. Under torchrun, each process is one rank."""
 
 from __future__ import annotations
 
 import signal
 import sys
 import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
 import typer
 
-from phalanx.cli.output import AsJson, console, print_json
+from phalanx.cli.options import AsJson, Overrides, RunFile
+from phalanx.cli.output import console, print_error, print_json, print_summary
 from phalanx.control.protocol import RESUMABLE
 from phalanx.dashboard.data_tables import tokenizing
-from phalanx.dashboard.pictures import draw_loss
 from phalanx.dashboard.progress import display
-from phalanx.dashboard.summary import Summary, summarize
-from phalanx.events.log import read_events
+from phalanx.events.log import EventLog
+from phalanx.events.records import Event, Warned
 from phalanx.events.rundir import RunDir
 from phalanx.faults.draw import expand_random
 from phalanx.faults.grammar import Fault, check, format_faults, parse
-from phalanx.host.env import torchrun_place
-from phalanx.launch.local import Job
+from phalanx.host.env import torchrun_place, visible_gpus
+from phalanx.host.probe import probe
+from phalanx.launch.local import Job, run_started
 from phalanx.launch.prepare import Prepared, Request, prepare
-from phalanx.spec.errors import RunError, RunFailed
+from phalanx.spec.errors import PhalanxError, RunError, RunFailed
 from phalanx.spec.load import load
+from phalanx.spec.plan import Place
+
+_PREPARATION_TIMEOUT = 7 * 86400.0  # seconds that the other ranks wait for rank 0, which may tokenize a large corpus
+_TORCHRUN_STOPS = 60.0  # seconds within which torchrun ends a rank after another one has ended
 
 
 def train(
-    run_file: Annotated[Path, typer.Argument(help="The run file.", metavar="RUN.toml")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Settings to change, e.g. train.steps=20 layout.data=2.")
+    run_file: RunFile,
+    overrides: Overrides = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Directory of the run. Default: runs/NAME, with a number if it exists.")
     ] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Directory of the run; left out: runs/NAME, numbered if taken.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew even where an unfinished run could go on.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start a new run even if an unfinished one could be resumed.")] = False,
     accept_changed_data: Annotated[
-        bool, typer.Option("--accept-changed-data", help="Go on with a run although its text has changed since it was saved.")
+        bool, typer.Option("--accept-changed-data", help="Resume a run although its text has changed since it was saved.")
     ] = False,
     unrehearsed: Annotated[
-        bool, typer.Option("--unrehearsed", help="Start a run although its rehearsal says that it does not fit.")
+        bool, typer.Option("--unrehearsed", help="Start a run although its rehearsal reports that it does not fit.")
     ] = False,
     chaos: Annotated[
         str,
         typer.Option(
-            help='Faults to plant, e.g. "kill rank=1 step=10; hang rank=0 step=20 for=10s"; docs/chaos.md lists them.'
+            help='Faults to inject, for example "kill rank=1 step=10; hang rank=0 step=20 for=10s". See docs/chaos.md.'
         ),
     ] = "",
     json: AsJson = False,
 ) -> None:
-    """Train the model that RUN.toml describes. Stopped or killed, the same command goes on where it was."""
+    """Train the model that RUN.toml describes. After a stop or a crash, the same command resumes the run."""
     place = torchrun_place()
     request = Request(directory=run_dir, fresh=fresh, accept_changed_data=accept_changed_data, unrehearsed=unrehearsed)
     if place is not None and chaos:
         raise RunError(
-            ["--chaos needs Phalanx's own supervisors, and torchrun has started this process: use `phalanx train` alone."]
+            ["--chaos needs Phalanx's own supervisors, but torchrun started this process: use `phalanx train` alone."]
         )
     if place is not None:
-        from phalanx.cli.torchrun import train_here
-
-        raise typer.Exit(train_here(place, run_file, overrides or [], request, json))
+        raise typer.Exit(_train_under_torchrun(place, run_file, overrides or [], request, json))
     run = load(run_file, overrides or [])
-    faults = parse(chaos)  # before anything is begun
+    faults = parse(chaos)  # reports errors before anything starts
     with tokenizing(console) as progress:
         prepared = prepare(run, run_file.stem, request, progress=progress)
     try:
-        planted = _planted(faults, prepared)
+        fault_text = _drawn_faults(faults, prepared)
     except RunError:
         prepared.rundir.release()
         raise
-    job = Job(prepared, planted)
+    job = Job(prepared, fault_text)
     try:
         _follow(job, prepared)
     except RunFailed as failure:
         print(f"error: {failure}", file=sys.stderr)
-    summary = conclude(prepared.rundir)
+    summary = print_summary(prepared.rundir)
     if job.exit_code == RESUMABLE:
-        again = f"with --run-dir {prepared.rundir.path} in place of --fresh" if fresh else "again"
-        console.print(f"Stopped and saved. To go on, give the same command {again}.", style="yellow", soft_wrap=True)
+        again = f"with --run-dir {prepared.rundir.path} instead of --fresh" if fresh else "again"
+        console.print(f"Stopped and saved. To resume, run the same command {again}.", style="yellow", soft_wrap=True)
     if json:
         print_json(summary.to_json(prepared.rundir.path) | ({"error": [job.failure.reason]} if job.failure else {}))
     raise typer.Exit(job.exit_code or 0)
 
 
-def _planted(faults: tuple[Fault, ...], prepared: Prepared) -> str:
-    """All faults of the run in the words that its processes read, those that are left to chance drawn."""
+def _drawn_faults(faults: tuple[Fault, ...], prepared: Prepared) -> str:
+    """All faults of the run in the grammar that its processes read, with random ones drawn."""
     ranks, nodes, steps = prepared.plan.ranks, prepared.run.cluster.nodes, prepared.run.steps
     if problems := check(faults, ranks, nodes, steps):
         raise RunError(problems)
     return format_faults(expand_random(faults, steps=steps, ranks=ranks, nodes=nodes))
 
 
-def conclude(rundir: RunDir) -> Summary:
-    """The picture of the loss and the closing panel."""
-    events = read_events(rundir.events_file)
-    summary = summarize(events)
-    try:
-        draw_loss(events, rundir.curve)
-    except OSError as error:  # a full disk; the run is what it is without the picture
-        rundir.curve.unlink(missing_ok=True)
-        console.print(f"warning: {rundir.curve} could not be drawn ({error.strerror}).", style="yellow", soft_wrap=True)
-    summary.render(console, rundir.path)
-    return summary
-
-
 def _follow(job: Job, prepared: Prepared) -> None:
-    """Show events until the job ends. The first SIGINT or SIGTERM asks it to save and stop, the second ends it at once."""
-    asked = threading.Event()
+    """Shows events until the job ends. The first SIGINT or SIGTERM makes it save and stop, the second kills it."""
+    stopping = threading.Event()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGUSR1 and asked.is_set():
-            return  # a batch system may give its notice more than once
-        if asked.is_set():
+        if number == signal.SIGUSR1 and stopping.is_set():
+            return  # a batch system may repeat its notice
+        if stopping.is_set():
             job.kill()
         else:
-            asked.set()
+            stopping.set()
             job.stop(signal.Signals(number).name)
 
     previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     view = display(console, prepared.run.steps, prepared.run.watch.log_every, live=console.is_terminal)
-    console.print(f"run directory {prepared.rundir.path}{' (going on with it)' if prepared.resumes else ''}", style="dim")
+    console.print(f"run directory {prepared.rundir.path}{' (resumed)' if prepared.resumes else ''}", style="dim")
     try:
         for event in job.events():
             view.show(event)
@@ -127,3 +121,69 @@ def _follow(job: Job, prepared: Prepared) -> None:
         view.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _train_under_torchrun(place: Place, run_file: Path, overrides: list[str], request: Request, json: bool) -> int:
+    """`torchrun -m phalanx train RUN.toml`: this process is one rank. Rank 0 checks and prepares for all, and broadcasts the
+    result or its problems."""
+    import torch
+
+    from phalanx.parallel.mesh import connect, disconnect
+    from phalanx.worker.rank import StopSignals, train_rank
+
+    try:
+        run = load(run_file, overrides)
+    except RunError:
+        if place.rank == 0:
+            raise
+        time.sleep(_TORCHRUN_STOPS)  # every rank has the same error: rank 0 reports it, and torchrun ends the others
+        return 2
+    device = run.cluster.device or ("cuda" if probe(visible_gpus()).gpus else "cpu")
+    mesh = connect(place, device, run.resilience.timeout)
+    broadcast = mesh.slow_broadcast(_PREPARATION_TIMEOUT)
+    prepared: Prepared | None = None
+    problems: tuple[str, ...] = ()
+    if mesh.rank == 0:
+        try:
+            with tokenizing(console) as progress:
+                prepared = prepare(run, run_file.stem, request, ranks=place.ranks, progress=progress)
+        except RunError as error:
+            problems = error.problems
+    problems, shared = broadcast((problems, prepared and (prepared.run, prepared.plan, prepared.rundir.path)))
+    if problems:
+        if mesh.rank == 0:
+            print_error(RunError(problems))  # before the others can leave: torchrun ends all ranks when one has ended
+        disconnect(mesh)
+        return 2
+    run, plan, path = shared
+    mesh = replace(mesh, layout=plan.layout)
+    torch.set_num_threads(plan.threads)
+    rundir = RunDir(path)
+    show = None if prepared is None else _show_start(prepared, rundir)
+    try:
+        code = train_rank(run, plan, mesh, rundir, StopSignals(), also=show)
+    except PhalanxError as error:
+        print_error(error)  # the message suffices
+        code = 1
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if prepared is not None:
+        summary = print_summary(rundir)
+        if json:
+            print_json(summary.to_json(rundir.path))
+    return code
+
+
+def _show_start(prepared: Prepared, rundir: RunDir) -> Callable[[Event], None]:
+    """Logs and shows the first events of rank 0; returns the callback that shows the others."""
+    from phalanx.control.processes import NO_COPIES
+
+    run = prepared.run
+    view = display(console, run.steps, run.watch.log_every, live=False)
+    log = EventLog(rundir.events_file)
+    notices = (*prepared.notices, *([NO_COPIES] if run.checkpoint.memory_every is not None else []))
+    for event in (run_started(run, prepared.plan), *(Warned(message=notice) for notice in notices)):
+        view.show(log.emit(event))
+    log.close()
+    return view.show

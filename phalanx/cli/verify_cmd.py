@@ -1,14 +1,14 @@
-"""`phalanx verify`: proves on CPU ranks that a run's layout computes what one device does; or many layouts, one after the other; or
-that a run survives faults of every kind."""
+"""`phalanx verify`: proves on CPU ranks that the layout of a run, or many layouts, compute the same as one device; or that a run
+survives faults of every kind."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from phalanx.cli.output import AsJson, console, print_json
+from phalanx.cli.options import AsJson, Overrides, RunFile
+from phalanx.cli.output import console, print_json
 from phalanx.dashboard.verify_report import show_campaign, show_line, show_report
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import load
@@ -18,61 +18,62 @@ _STEPS = 8
 
 
 def verify(
-    run_file: Annotated[Path, typer.Argument(help="The run file.", metavar="RUN.toml")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Settings to change, e.g. layout.tensor=2 precision.compute=bf16.")
-    ] = None,
+    run_file: RunFile,
+    overrides: Overrides = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Optimizer steps to compare. Left out: 8; with --chaos 80, or 5 for each fault.")
+        int | None, typer.Option(min=1, help="Optimizer steps to compare. Default: 8; with --chaos 80, or 5 per fault.")
     ] = None,
     layouts: Annotated[
         str | None,
-        typer.Option(help='"all": generated layouts of every kind, over small models of odd sizes, instead of the run\'s.'),
+        typer.Option(
+            help='"all": verify generated layouts of every kind with small models of odd sizes, instead of the layout of the run.'
+        ),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Most CPU ranks; with --layouts all exactly so many. Left out: 8.")
+        int | None, typer.Option(min=1, help="Maximum number of CPU ranks; with --layouts all, the exact number. Default: 8.")
     ] = None,
-    count: Annotated[int, typer.Option(min=1, help="How many layouts --layouts all tries.")] = 40,
+    count: Annotated[int, typer.Option(min=1, help="With --layouts all: the number of layouts.")] = 40,
     account: Annotated[
-        bool, typer.Option("--account", help="Also show what each rank sends and keeps, beside theory.")
+        bool, typer.Option("--account", help="Also compare the communication and memory of each rank with theory.")
     ] = False,
     chaos: Annotated[
-        bool, typer.Option("--chaos", help="Prove instead that a small run of the family survives faults of every kind.")
+        bool,
+        typer.Option("--chaos", help="Prove that a small run of the model's family survives faults of every kind instead."),
     ] = False,
     faults: Annotated[
-        int | None, typer.Option(min=1, help="With --chaos: so many random faults, not the standard ones.")
+        int | None, typer.Option(min=1, help="With --chaos: the number of random faults, instead of the standard ones.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="With --faults: which ones.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="With --faults: the seed of the faults.")] = 0,
     json: AsJson = False,
 ) -> None:
-    """Prove that parallel training equals one device: losses, gradients and parameters of a small model of RUN.toml's family,
-    in its layout on CPU ranks, against one process."""
+    """Prove that parallel training equals training on one device. Compares losses, gradients and parameters of a small model of the
+    same family, in the layout of RUN.toml on CPU ranks, with one process."""
     if layouts not in (None, "all"):
-        raise RunError([f'--layouts {layouts} is not known: give "all", or leave it out to prove the layout of the run file.'])
+        raise RunError([f'--layouts {layouts} is not known: use "all", or remove it to verify the layout of the run file.'])
     if chaos and (layouts or ranks or account):
         raise RunError(
-            ["--chaos runs on 4 ranks as 2 nodes, in the run's layout: --layouts, --ranks and --account do not go with it."]
+            ["--chaos runs on 4 ranks as 2 nodes, in the run's layout: --layouts, --ranks and --account do not apply."]
         )
     if faults is not None and not chaos:
-        raise RunError([f"--faults {faults} says how many faults --chaos draws: give --chaos too."])
+        raise RunError([f"--faults {faults} is the number of faults that --chaos draws: add --chaos."])
     run = load(run_file, overrides or [])
     if chaos:
         from phalanx.verification import chaos_campaign as campaigns
 
         planned = campaigns.campaign(run, steps=steps, faults=faults, seed=seed)
-        told = campaigns.verify(planned, lambda words: console.print(words, style="dim")).to_json()
-        show_campaign(console, told)
-        passed = told["passed"]
+        result = campaigns.verify(planned, lambda text: console.print(text, style="dim")).to_json()
+        show_campaign(console, result)
+        passed = result["passed"]
     elif layouts == "all":
-        passed, told = _sweep(run, steps or _STEPS, ranks, count)
+        passed, result = _sweep(run, steps or _STEPS, ranks, count)
     else:
         from phalanx.verification.parity import verify as prove
 
-        told = prove(run, steps=steps or _STEPS, ranks=ranks, account=account).to_json()
-        show_report(console, told)
-        passed = told["passed"]
+        result = prove(run, steps=steps or _STEPS, ranks=ranks, account=account).to_json()
+        show_report(console, result)
+        passed = result["passed"]
     if json:
-        print_json(told)
+        print_json(result)
     raise typer.Exit(0 if passed else 1)
 
 

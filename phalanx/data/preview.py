@@ -89,7 +89,7 @@ def batches(dataset: Dataset, step: int, batch: int) -> Iterator[Batch]:
         yield dataset.train.batch(np.arange(begin, min(begin + _PORTION, last)))
 
 
-def samples(dataset: Dataset, batch: Batch) -> Iterator[SampleView]:
+def split_samples(dataset: Dataset, batch: Batch) -> Iterator[SampleView]:
     """Splits each sample of a batch into documents and text."""
     for row, index in enumerate(batch.samples.tolist()):
         trace = dataset.train.trace(index)

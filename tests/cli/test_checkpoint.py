@@ -269,10 +269,13 @@ BAD = {
         ["export", "one", "out", "--format", "torch", "--dtype", "int8"],
         "--dtype int8: choose fp32, bf16, fp16",
     ),
-    "no size": (["export", "one", "out", "--format", "safetensors", "--shard-size", "big"], "--shard-size big"),
+    "no size": (
+        ["export", "one", "out", "--format", "safetensors", "--shard-size", "big"],
+        '--shard-size "big" is not an amount',
+    ),
     "states for transformers": (["export", "one", "out", "--optimizer"], "--optimizer: a Hugging Face folder has no place"),
     "nothing to keep": (["prune", "one", "--keep-last", "0"], "--keep-last"),
-    "not a run": (["prune", "empty"], "empty is not a run directory, as it has no run.toml"),
+    "not a run": (["prune", "empty"], "empty is not a run directory, because it has no run.toml"),
     "damaged": (["diff", "one/checkpoints/step-00000001", "one"], "step-00000001 is damaged: its file state-"),
 }
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import typer
 
-from phalanx.cli.clusters_cmd import clusters
+from phalanx.cli.list_cmd import clusters
 from phalanx.planning.machines.catalogue import KINDS, entries
 
 

@@ -115,7 +115,7 @@ def test_preview_takes_overrides_and_limits(command: Command, mixed: Path) -> No
 
 
 def test_preview_of_steps_that_never_come(command: Command, mixed: Path) -> None:
-    assert "--step 31 never comes" in command("preview", mixed, "--step", 31, code=2)[1]
+    assert "--step 31 is beyond the end" in command("preview", mixed, "--step", 31, code=2)[1]
     limits = ("data.mix.lines.epochs=1", "data.mix.ids.epochs=1")
     assert "within their epochs" in command("preview", mixed, *limits, "--step", 30, code=2)[1]
 

@@ -122,7 +122,7 @@ def test_questions(command: Command, tmp_path: Path) -> None:
 
 BAD: dict[str, tuple[tuple[object, ...], str]] = {
     "an unknown kind": (("--source", "csv", "--path", "x"), "--source csv is not known"),
-    "a field without a source": (("--field", "x"), "--field says something about a source: give --path"),
+    "a field without a source": (("--field", "x"), "--field describes a source: add --path"),
     "both": (("--choices", "q.jsonl", "--path", "x"), "exclude each other"),
     "no such text": (("--path", "nothing/here.txt"), "nothing/here.txt"),
     "no such questions": (("--choices", "nothing.jsonl"), "nothing.jsonl is no file"),
@@ -155,7 +155,7 @@ def test_a_folder_of_hugging_face(command: Command, finished: Any, tmp_path: Pat
     from phalanx.evaluation.convert import export_checkpoint
 
     export_checkpoint(finished(1).path, tmp_path / "hf")
-    assert "held nothing out" in command(tmp_path / "hf", code=2)
+    assert "has no held-out text" in command(tmp_path / "hf", code=2)
     (tmp_path / "a.txt").write_text("the rank learns and then waits")
     theirs, ours = (
         command(path, "--path", tmp_path / "a.txt", "--sequence-length", 16) for path in (tmp_path / "hf", "ranks-1")

@@ -66,7 +66,7 @@ def test_what_people_read(tmp_path: Path, phalanx: Any) -> None:
         (["export", "nowhere", "out"], "nowhere is not a directory"),
         (["export", "hf", "out"], "has no checkpoint"),
         (["export", "hf", "out", "--dtype", "int8"], "--dtype int8"),
-        (["export", "hf", "out", "--shard-size", "many"], "--shard-size many"),
+        (["export", "hf", "out", "--shard-size", "many"], '--shard-size "many" is not an amount'),
         (["generate", "empty"], "empty has no checkpoint to load"),
         (["generate", "hf", "--device", "tpu"], "--device tpu"),
     ],
@@ -82,7 +82,7 @@ def test_mistakes_are_told_and_nothing_is_written(tmp_path: Path, phalanx: Any, 
 BIG = """
 import json, sys, torch
 from pathlib import Path
-from phalanx.checkpointing.hf_folder import Writer
+from phalanx.checkpointing.hf_folder import WeightsWriter
 from phalanx.models import names
 from phalanx.spec import hf_write
 from phalanx.spec.model import ModelSpec, Moe
@@ -92,7 +92,7 @@ moe = Moe(experts=8, active=2, ffn=int(sys.argv[3]))
 spec = ModelSpec(vocab=int(sys.argv[2]), dim=1024, layers=int(sys.argv[4]), heads=16, kv_heads=4, moe=moe, ffn=moe.ffn, context=64)
 tensors = {piece.theirs: (piece.shape, torch.bfloat16) for entry in names.table(spec) for piece in entry.pieces}
 folder.mkdir()
-writer = Writer(folder, tensors, 500_000_000)
+writer = WeightsWriter(folder, tensors, 500_000_000)
 for name, (shape, _) in tensors.items():
     for row in range(0, torch.Size(shape).numel() // shape[-1] if len(shape) > 1 else 1, 1024):
         rows = min(1024, shape[0] - row) if len(shape) > 1 else shape[0]

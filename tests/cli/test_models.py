@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from phalanx.cli.models_cmd import models
+from phalanx.cli.list_cmd import models
 from phalanx.spec.model import PRESETS
 
 

@@ -76,7 +76,7 @@ def test_goes_on_as_if_never_stopped(stopped: Any, straight: Any, losses: Any, r
     workshop, _ = stopped
     run_dir = workshop.copy("stopped", f"resumed-on-{ranks}")
     ended = workshop.train(*LONG[1:], f"layout.data={ranks}", "--run-dir", run_dir)
-    assert "going on with it" in ended.out
+    assert "(resumed)" in ended.out
     events = workshop.events(run_dir)
     assert [event.ranks for event in of(RunStarted, events)] == [2, ranks]
     (restored,) = of(Restored, events)

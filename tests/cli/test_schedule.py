@@ -29,7 +29,7 @@ def test_a_schedule_is_printed_drawn_and_written(
     )
     shown = capsys.readouterr().out
     assert "dualpipev: 8 stages on 4 pipeline ranks, 8 micro-batches" in shown
-    assert "rank 3  ·  ·  ·  F0 f0 F1 f1 F2 f2" in shown and "idle 5.9% of the time" in shown
+    assert "rank 3  ·  ·  ·  F0 f0 F1 f1 F2 f2" in shown and "bubble: 5.9% of the time" in shown
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads(shown.splitlines()[-1])
     assert (found["ranks"], found["stages"], found["micro_batches"]) == (4, 8, 8)
@@ -55,12 +55,12 @@ def test_times_change_the_picture(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         (["gpipe", "--stages", "0"], "a pipeline needs at least 1 rank, not 0"),
         (["gpipe", "--microbatches", "-3"], "a pipeline needs at least 1 micro-batch, not -3"),
         (["zbv", "--stages-per-rank", "3"], "zbv has 2 stages per rank, not 3"),
-        (["gpipe", "--microbatches", "1000000"], "is more than 200000 actions: ask for fewer"),
+        (["gpipe", "--microbatches", "1000000"], "is more than 200000 actions: use fewer"),
         (["gpipe", "--times", "1,2"], '--times "1,2": give three numbers'),
         (["gpipe", "--times", "1,2,-1"], '--times "1,2,-1": each must lie between 0.001 and 1000'),
         (["none.csv"], "none.csv: the schedule cannot be read: No such file or directory"),
         (["bad.csv"], "bad.csv: it has 1 actions"),
-        (["good.csv", "--stages", "3"], "--ranks 3: good.csv is for 1; leave the option out"),
+        (["good.csv", "--stages", "3"], "--ranks 3: good.csv is for 1; remove the option"),
         (["gpipe", "--png", "none/out.png"], "none/out.png: cannot be written: No such file or directory"),
     ],
 )

@@ -81,8 +81,8 @@ def test_one_step(run_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--trace", "x.json"], "--trace is of one step: give --step too"),
-        (["--repair", "soon"], '--repair "soon": give a time such as 90s, 5min, 4h or 7d.'),
+        (["--trace", "x.json"], "--trace shows one step: add --step"),
+        (["--repair", "soon"], '--repair "soon" is not an amount: write it like 90s, 5min, 4h or 7d.'),
         (["--maintenance", "7d"], "give how often and how long, such as 7d/4h."),
         (["--maintenance", "4h/7d"], "a pause must be shorter than the time between two"),
         (["--days", "0"], "--days 0.0: give a number above 0."),

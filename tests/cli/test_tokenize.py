@@ -56,7 +56,7 @@ def test_killed_at_any_moment_and_started_again_it_ends_the_same(workshop: Any) 
             shutil.rmtree(out)  # it was done before the signal came: once more
             ends = [(0, signal.SIGKILL), (1, signal.SIGINT), (2, signal.SIGKILL)]
         elif end == signal.SIGINT:
-            assert ended.code == 75 and "start again to go on" in ended.out and "Traceback" not in ended.err, ended
+            assert ended.code == 75 and "run the same command to resume" in ended.out and "Traceback" not in ended.err, ended
         assert not (out / "tokens.json").exists()
     resumed = workshop.run("tokenize", "a.jsonl", "out", "--processes", 2, "--json")
     assert resumed.code == 0, resumed
@@ -98,11 +98,15 @@ BAD: dict[str, tuple[dict[str, bytes], tuple[str, ...], str]] = {
         "t.json is no tokenizer",
     ),
     "unknown tokenizer": ({"a.txt": b"x"}, ("a.txt", "out", "--tokenizer", "gpt"), 'data.tokenizer = "gpt" is not known'),
-    "unknown kind": ({"a.txt": b"x"}, ("a.txt", "out", "--source", "csv"), "--source csv: choose one of text, jsonl"),
+    "unknown kind": (
+        {"a.txt": b"x"},
+        ("a.txt", "out", "--source", "csv"),
+        "--source csv is not known: choose one of text, jsonl",
+    ),
     "template without answer": (
         {"a.jsonl": b'{"prompt": "a", "response": "b"}\n', "t.jinja": b"{{ messages[0].content }}"},
         ("a.jsonl", "out", "--source", "chat", "--template", "t.jinja"),
-        "does not show what the assistant says",
+        "does not render what the assistant says",
     ),
     "missing column": ({"a.parquet": b""}, ("a.parquet", "out"), "a.parquet is empty"),
 }

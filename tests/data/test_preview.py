@@ -11,7 +11,7 @@ from corpora import write_token_files
 from evaluation.tiny import bpe
 
 from phalanx.data.dataset import Dataset, open_dataset
-from phalanx.data.preview import SampleView, batches, samples
+from phalanx.data.preview import SampleView, batches, split_samples
 from phalanx.data.tokenizer import ByteTokenizer
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Data, MixedSource
@@ -25,7 +25,7 @@ def opened(length: int = 48, **values: Any) -> Dataset:
 
 
 def shown(dataset: Dataset, step: int = 1, batch: int = 4) -> list[SampleView]:
-    return [sample for part in batches(dataset, step, batch) for sample in samples(dataset, part)]
+    return [sample for part in batches(dataset, step, batch) for sample in split_samples(dataset, part)]
 
 
 def text_of(sample: SampleView) -> str:
@@ -37,7 +37,7 @@ def test_preview_pieces_equal_the_window(packing: str) -> None:
     dataset = opened(packing=packing)
     (batch,) = batches(dataset, 2, 4)
     assert batch.samples.tolist() == [4, 5, 6, 7]
-    for row, sample in enumerate(samples(dataset, batch)):
+    for row, sample in enumerate(split_samples(dataset, batch)):
         ids = batch.tokens[row]
         for piece in sample.documents:
             text = [*TEXTS[piece.document].encode(), WORDS.end]

@@ -312,7 +312,7 @@ def test_the_report_shows_every_fault_and_check(capsys: pytest.CaptureFixture[st
     ("arguments", "words"),
     [
         (["--faults", "3"], "give --chaos too"),
-        (["--chaos", "--layouts", "all"], "do not go with it"),
+        (["--chaos", "--layouts", "all"], "do not apply"),
         (["--chaos", "--steps", "9"], "80"),
     ],
 )

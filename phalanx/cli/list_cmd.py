@@ -1,23 +1,63 @@
-"""`phalanx clusters`: what the catalogue has to plan for."""
+"""`phalanx models`, `phalanx clusters`, `phalanx schema`: the names that a run file may use, and its JSON schema."""
 
 from __future__ import annotations
 
+import json as encoding
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from phalanx.cli.output import AsJson, console, print_json
+from phalanx.cli.options import AsJson
+from phalanx.cli.output import console, print_json
+from phalanx.dashboard.numbers import count, size
 from phalanx.planning.machines.catalogue import KINDS, entries, gpus
+from phalanx.spec import schema as run_schema
+from phalanx.spec.model import PRESETS
+from phalanx.spec.run import TOKENIZER_VOCAB
+
+_STATE_BYTES = 16  # per parameter in training: weight, gradient and two Adam moments in fp32
+
+
+def models(json: AsJson = False) -> None:
+    """List the model presets with their size and cost."""
+    rows = _model_rows()
+    table = Table(box=None, header_style="bold")
+    for title in ("preset", "parameters", "active", "GFLOP/token", "training state"):
+        table.add_column(title, justify="left" if title == "preset" else "right")
+    for row in rows:
+        flops = f"{row['flops_per_token'] / 1e9:,.3f}"
+        table.add_row(row["name"], count(row["parameters"]), count(row["active"]), flops, size(row["state_bytes"]))
+    console.print(table)
+    if json:
+        print_json({"models": rows})
+
+
+def _model_rows() -> list[dict[str, Any]]:
+    rows = []
+    for name, preset in PRESETS.items():
+        spec = replace(preset, vocab=preset.vocab or TOKENIZER_VOCAB["byte"])
+        total = spec.parameters()
+        rows.append(
+            {
+                "name": name,
+                "parameters": total,
+                "active": spec.active_parameters(),
+                "flops_per_token": spec.flops_per_token(spec.context),
+                "state_bytes": total * _STATE_BYTES,
+            }
+        )
+    return rows
 
 
 def clusters(
-    json: AsJson = False, kind: Annotated[str | None, typer.Argument(help=f"Only one of: {', '.join(KINDS)}.")] = None
+    json: AsJson = False, kind: Annotated[str | None, typer.Argument(help=f"List one kind only: {', '.join(KINDS)}.")] = None
 ) -> None:
-    """List the clusters, GPUs, nodes, links and failures that a run can be planned for, by the names that the run file gives them."""
+    """List the clusters, GPUs, nodes, links and failure rates in the catalogue, by their names in the run file."""
     if kind is not None and kind not in KINDS:
-        raise typer.BadParameter(f"{kind!r} is none of {', '.join(KINDS)}.")
+        raise typer.BadParameter(f"{kind!r} is not one of {', '.join(KINDS)}.")
     for name, table in {"clusters": _clusters, "gpus": _gpus, "nodes": _nodes, "links": _links, "failures": _failures}.items():
         if kind in (None, name):
             console.print(table())
@@ -89,3 +129,11 @@ def _table(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def schema(json: AsJson = False) -> None:
+    """Print the JSON schema of run files, for editors that complete and check TOML files."""
+    if json:
+        print_json(run_schema.schema())
+    else:
+        print(encoding.dumps(run_schema.schema(), indent=2, ensure_ascii=False))
