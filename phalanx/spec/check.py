@@ -25,7 +25,7 @@ _OWNERS = {
     "field": ("jsonl", "parquet", "hf", "chat"),
     "paths": ("text", "jsonl", "parquet", "hf", "chat", "tokens"),
 }
-"""Which kinds of source read which keys; the others are read by all."""
+"""The kinds of source that read each key; every kind reads the other keys."""
 
 
 def check(run: Run) -> list[str]:
@@ -33,7 +33,7 @@ def check(run: Run) -> list[str]:
     problems = _names(run)
     if problems:
         return problems
-    legible = True
+    readable = True
     for key in (key for table in tables_in(run) for key in keys_in(run, table)):
         value = key.of(run)
         if value is None and key.optional:
@@ -42,15 +42,15 @@ def check(run: Run) -> list[str]:
             key.read(value)
         except Wrong as wrong:
             problems.append(str(wrong))
-            legible = False
+            readable = False
         else:
             problems += filter(None, [key.refusal(value)])
-    # Beside a negative size or a word for a number, what the keys mean together cannot be computed.
-    return problems + [finding.sentence for finding in findings(run)] if legible else problems
+    # With a negative size or text in place of a number, problems between keys cannot be computed.
+    return problems + [finding.sentence for finding in findings(run)] if readable else problems
 
 
 def findings(run: Run) -> Iterator[Finding]:
-    """Problems between keys, of a run whose keys are each right in themselves."""
+    """Problems between keys, of a run in which every key accepts its value."""
     yield from _batch(run)
     yield from _duration(run)
     yield from _replicas(run)
@@ -68,7 +68,7 @@ def findings(run: Run) -> Iterator[Finding]:
 
 
 def _names(run: Run) -> list[str]:
-    """Names that only a run made in Python can have: the run file could not write them."""
+    """Invalid names, which only a run made in Python can have: a run file cannot express them."""
     problems = []
     for table, names in (
         ("data.mix", [source.name for source in run.data.mix]),
@@ -110,7 +110,7 @@ def _duration(run: Run) -> Iterator[Finding]:
 
 
 def _replicas(run: Run) -> Iterator[Finding]:
-    """The batch is dealt evenly to the replicas, and each replica's part evenly to its forwards."""
+    """The batch must divide evenly among the replicas, and each replica's share among its micro-batches."""
     given = _batch_given(run)
     if given is None:
         return
@@ -133,7 +133,7 @@ def _replicas(run: Run) -> Iterator[Finding]:
         per = "the global batch has" if replicas == 1 else "each replica gets of the global batch"
         yield Finding(
             ("train.micro_batch", key, "layout.data", "layout.shard", "train.sequence_length"),
-            f"train.micro_batch = {micro} does not divide the {share} sequences that {per}: set it to {listed}, or leave it out.",
+            f"train.micro_batch = {micro} does not divide the {share} sequences that {per}: set it to {listed}, or remove it.",
         )
 
 
@@ -149,7 +149,7 @@ def _schedule(run: Run) -> Iterator[Finding]:
         )
     if steps is None:
         return
-    # A run shorter than its warm-up is legal: trying a run file out for a few steps is the commonest thing to do.
+    # A run shorter than its warm-up is legal: trying a run file for a few steps is common.
     if optimizer.schedule == "wsd" and decay is not None and warmup < steps < warmup + decay:
         yield Finding(
             ("optimizer.decay_steps", "optimizer.warmup_steps", "optimizer.schedule", *length),
@@ -172,7 +172,7 @@ def _copies(run: Run) -> Iterator[Finding]:
     if every is not None and run.memory.offload == "nvme":
         yield Finding(
             ("checkpoint.memory_every", "memory.offload"),
-            f'checkpoint.memory_every = {every} keeps the whole state in host memory, which memory.offload = "nvme" is there to '
+            f'checkpoint.memory_every = {every} keeps the whole state in host memory, which memory.offload = "nvme" is meant to '
             "avoid: remove one of them.",
         )
 
@@ -184,7 +184,7 @@ def _rewinding(run: Run) -> Iterator[Finding]:
     if run.checkpoint.every is None:
         yield Finding(
             ("resilience.rollback_after", "checkpoint.every"),
-            f"resilience.rollback_after = {after} has nothing to go back to, as checkpoint.every is not given: set it, such as "
+            f"resilience.rollback_after = {after} has no checkpoint to return to, as checkpoint.every is not given: set it, such as "
             "checkpoint.every = 100, or remove resilience.rollback_after.",
         )
     if after > most:
@@ -207,7 +207,7 @@ def _spares(run: Run) -> Iterator[Finding]:
 
 
 def _planned_cluster(run: Run) -> Iterator[Finding]:
-    """Parts of a cluster mean nothing without the GPU, which `cluster.gpu` or `cluster.name` tells; names are looked up by planning."""
+    """Parts of a cluster mean nothing without the GPU, which `cluster.gpu` or `cluster.name` gives; planning looks the names up."""
     cluster = run.cluster
     if cluster.name is not None or cluster.gpu is not None:
         return
@@ -221,12 +221,12 @@ def _planned_cluster(run: Run) -> Iterator[Finding]:
 
 
 def _export(run: Run) -> Iterator[Finding]:
-    """What checkpoint.export_hf could never do is told before the first step, not at the first save."""
+    """An export that can never work is refused before the first step, not at the first save."""
     if not run.checkpoint.export_hf:
         return
-    off = "leave checkpoint.export_hf out"
+    off = "remove checkpoint.export_hf"
     if run.model.module is None and any(model_findings(run)):
-        return  # what the model is has to be clear first
+        return  # the model's own problems come first
     try:
         hf_config_write.config(replace(run.model, vocab=run.model.vocab or 1))
     except RunError as error:
@@ -237,8 +237,8 @@ def _export(run: Run) -> Iterator[Finding]:
     if run.optimizer.sync_every > 1:
         yield Finding(
             ("checkpoint.export_hf", "optimizer.sync_every"),
-            f"checkpoint.export_hf = true needs one model to export, but with optimizer.sync_every = {run.optimizer.sync_every} "
-            f"each replica has its own between two meetings: {off}, or set optimizer.sync_every to 1.",
+            f"checkpoint.export_hf = true needs a single model, but with optimizer.sync_every = {run.optimizer.sync_every} "
+            f"each replica has its own model between synchronizations: {off}, or set optimizer.sync_every to 1.",
         )
 
 
@@ -252,7 +252,7 @@ def _storage(run: Run) -> Iterator[Finding]:
 
 
 def _batch_given(run: Run) -> tuple[str, int] | None:
-    """The key that gives the batch and its sequences; None where that is itself a problem."""
+    """The key that gives the batch, and the sequences in it; None if that is a problem of its own."""
     train = run.train
     if (train.batch is None) == (train.batch_tokens is None):
         return None
@@ -279,8 +279,8 @@ def data_findings(run: Run) -> Iterator[Finding]:
     if run.data.packing == "best-fit" and not run.data.document_mask:
         yield Finding(
             ("data.document_mask", "data.packing"),
-            'data.document_mask = false makes one text of a window, but data.packing = "best-fit" fills windows with documents '
-            'that have nothing to do with each other: remove it, or set data.packing to "stream".',
+            'data.document_mask = false makes one text of a window, but data.packing = "best-fit" fills windows with unrelated '
+            'documents: remove it, or set data.packing to "stream".',
         )
 
 
@@ -288,19 +288,19 @@ def _vocabulary(run: Run) -> Iterator[Finding]:
     try:
         tokens = vocabulary_size(run.data.tokenizer)
     except RunError as error:
-        # The file in a run directory can be read where its tokenizer has moved away; who needs the tokenizer will say so.
+        # The run file in a run directory loads even if its tokenizer has moved away; code that needs the tokenizer reports it.
         yield from (Finding(("data.tokenizer",), sentence, not_if_resolved=True) for sentence in error.problems)
         return
     if run.model.vocab is not None and run.model.vocab < tokens:
         yield Finding(
             ("model.vocab", "data.tokenizer"),
             f"model.vocab = {run.model.vocab} has no row for some of the {tokens} tokens of data.tokenizer = "
-            f"{toml(run.data.tokenizer)}: set it to at least {tokens}, or leave it out.",
+            f"{toml(run.data.tokenizer)}: set it to at least {tokens}, or remove it.",
         )
 
 
 def _mixture(run: Run) -> Iterator[Finding]:
-    """Where there is a mixture, each source is described in its own table, and all have weights or none."""
+    """In a mixture, each source is described in its own table, and all have weights or none."""
     mix = run.data.mix
     for field in fields(Source):
         value = getattr(run.data, field.name)
@@ -321,25 +321,27 @@ def _mixture(run: Run) -> Iterator[Finding]:
 
 
 def _source(source: Source, table: str) -> Iterator[Finding]:
-    """A source's kind against the keys that are set: nothing that is written may go unread."""
-    found = kinds(source)
-    if len(found) > 1:
+    """A source's kind must read every key that is set: no setting may be ignored."""
+    indicated = kinds(source)
+    if len(indicated) > 1:
         yield Finding(
             (f"{table}.paths", f"{table}.source"),
-            f"{table}.paths names files of {len(found)} kinds ({', '.join(found)}): say which is meant, such as "
-            f"{table}.source = {toml(found[0])}, or make a mixture of them in [data.mix.NAME] tables.",
+            f"{table}.paths names files of {len(indicated)} kinds ({', '.join(indicated)}): choose one, such as "
+            f"{table}.source = {toml(indicated[0])}, or make a mixture of them in [data.mix.NAME] tables.",
         )
-    if len(found) != 1:
+    if len(indicated) != 1:
         return
-    (kind,) = found
+    (kind,) = indicated
     for name, owners in _OWNERS.items():
         value = getattr(source, name)
         if kind not in owners and value != Source.__dataclass_fields__[name].default:
             which = either(toml(owner) for owner in owners)
-            told = "" if source.source is not None else f", as {'its paths tell' if source.paths else 'it has no paths'}"
+            reason = (
+                "" if source.source is not None else f" ({'inferred from its paths' if source.paths else 'it has no paths'})"
+            )
             yield Finding(
                 (f"{table}.{name}", f"{table}.source"),
-                f"{table}.{name} is set but {table}.source = {toml(kind)}{told}, which reads none: "
+                f"{table}.{name} is set, but {table}.source = {toml(kind)}{reason} does not read it: "
                 f"remove it, or set {table}.source to {which}.",
             )
     if kind in _OWNERS["paths"] and not source.paths:

@@ -1,6 +1,6 @@
-"""Problems between the degrees of [layout] and what they divide, and techniques that do not go together. Called by `spec/check`.
+"""Problems between the degrees of [layout] and the sizes they divide, and techniques that exclude each other. Called by `spec/check`.
 
-Every refusal names the keys, the reason and the nearest legal values, so that nothing has to be guessed and nothing falls back.
+Every refusal names the keys, the reason and the nearest legal values. Nothing falls back silently.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def layout_findings(run: Run) -> Iterator[Finding]:
     yield from _stages(run)
     yield from _schedule_file(run)
     yield from _expert(run)
-    yield from _own_module(run)
+    yield from _custom_module(run)
     yield from _memory(run)
-    yield from _local_steps(run)
+    yield from _local_sgd(run)
 
 
 def _data(run: Run) -> Iterator[Finding]:
@@ -36,7 +36,7 @@ def _data(run: Run) -> Iterator[Finding]:
         )
         yield Finding(
             ("layout.zero", "layout.shard", "layout.data"),
-            f"layout.zero = {layout.zero} has nothing to spread, as layout.shard = 1: {remedy}, or remove layout.zero.",
+            f"layout.zero = {layout.zero} has nothing to shard, as layout.shard = 1: {remedy}, or remove layout.zero.",
         )
 
 
@@ -45,7 +45,7 @@ def _tensor(run: Run) -> Iterator[Finding]:
     if tensor == 1 or model.module is not None:
         return
     if model.heads % tensor:
-        # Fewer key/value heads than ranks are no problem: each rank then computes those that its own queries read.
+        # Fewer key/value heads than ranks are legal: each rank computes those that its own queries read.
         yield Finding(
             ("layout.tensor", "model.heads"),
             f"layout.tensor = {tensor} does not divide model.heads = {model.heads}: "
@@ -66,7 +66,7 @@ def _sequence(run: Run) -> Iterator[Finding]:
     if layout.sequence and layout.tensor == 1:
         yield Finding(
             ("layout.sequence", "layout.tensor"),
-            "layout.sequence = true shares norms and residuals over the tensor group, but layout.tensor = 1: set layout.tensor to 2 "
+            "layout.sequence = true divides norms and residuals over the tensor group, but layout.tensor = 1: set layout.tensor to 2 "
             "or more, or remove layout.sequence.",
         )
     experts = run.model.moe is not None and run.model.module is None
@@ -76,7 +76,7 @@ def _sequence(run: Run) -> Iterator[Finding]:
         each = "layout.tensor" if layout.context == 1 else "layout.context × layout.tensor"
         yield Finding(
             ("layout.tensor", "train.sequence_length", "layout.sequence", "layout.context"),
-            f"train.sequence_length = {length} is not a multiple of {each} = {unit}, as {why} wants: "
+            f"train.sequence_length = {length} is not a multiple of {each} = {unit}, as {why} requires: "
             f"set train.sequence_length to {either(multiples(length, unit))}.",
         )
 
@@ -85,27 +85,27 @@ def _context(run: Run) -> Iterator[Finding]:
     model, layout, length = run.model, run.layout, run.train.sequence_length
     if layout.context == 1:
         return
-    turns = layout.context_method != "ulysses"
-    # Each rank takes one piece from either end, which evens out causal attention.
-    pieces, said = (2 * layout.context, "2 × layout.context") if turns else (layout.context, "layout.context")
-    if length % pieces:
+    zigzag = layout.context_method != "ulysses"
+    # Each rank takes one chunk from either end of the sequence, which balances causal attention.
+    chunks, product = (2 * layout.context, "2 × layout.context") if zigzag else (layout.context, "layout.context")
+    if length % chunks:
         yield Finding(
             ("layout.context", "train.sequence_length"),
-            f"train.sequence_length = {length} is not a multiple of {said} = {pieces}: "
-            f"set train.sequence_length to {either(multiples(length, pieces))}.",
+            f"train.sequence_length = {length} is not a multiple of {product} = {chunks}: "
+            f"set train.sequence_length to {either(multiples(length, chunks))}.",
         )
     heads = model.heads // layout.tensor
-    if not turns and model.heads % layout.tensor == 0 and heads % layout.context:
+    if not zigzag and model.heads % layout.tensor == 0 and heads % layout.context:
         yield Finding(
             ("layout.context", "layout.context_method", "model.heads", "layout.tensor"),
-            f'layout.context_method = "ulysses" deals the {heads} heads of a rank (model.heads / layout.tensor) to layout.context = '
-            f"{layout.context} ranks, which does not divide them: set layout.context to {either(around(layout.context, divisors(heads)))}, "
+            f'layout.context_method = "ulysses" divides the {heads} heads of a rank (model.heads / layout.tensor) among layout.context = '
+            f"{layout.context} ranks, which is not a divisor: set layout.context to {either(around(layout.context, divisors(heads)))}, "
             'or layout.context_method to "ring".',
         )
     if model.mtp_depth:
         yield Finding(
             ("layout.context", "model.mtp_depth"),
-            f"layout.context = {layout.context} cuts sequences apart, but model.mtp_depth = {model.mtp_depth} predicts tokens across the cuts: "
+            f"layout.context = {layout.context} divides sequences, but model.mtp_depth = {model.mtp_depth} predicts tokens across the boundaries: "
             "set layout.context = 1 or model.mtp_depth = 0.",
         )
 
@@ -125,7 +125,7 @@ def _pipeline(run: Run) -> Iterator[Finding]:
                     f"or remove layout.{key}.",
                 )
         return
-    # How many stages a file of one's own has is known when it is read.
+    # The number of stages of a schedule file is known only when it is read.
     stages = layout.pipeline * (layout.stages_per_rank if layout.schedule_file is None else 1)
     if stages > model.layers:
         most = model.layers // layout.stages_per_rank
@@ -152,13 +152,13 @@ def _stages(run: Run) -> Iterator[Finding]:
         others = 'use "interleaved-1f1b"' if wanted == 1 else 'use "interleaved-zero-bubble"'
         yield Finding(
             ("layout.stages", "layout.schedule"),
-            f"layout.stages = {layout.stages} does not go with layout.schedule = {toml(layout.schedule)}, which has {wanted} on each rank: "
+            f"layout.stages = {layout.stages} does not fit layout.schedule = {toml(layout.schedule)}, which has {wanted} per rank: "
             f"remove layout.stages, or {others}.",
         )
 
 
 def _schedule_file(run: Run) -> Iterator[Finding]:
-    """What stands in it is looked at when the micro-batches are known."""
+    """Its contents are checked once the number of micro-batches is known."""
     layout = run.layout
     if layout.pipeline == 1 or layout.schedule_file is None:
         return
@@ -166,8 +166,8 @@ def _schedule_file(run: Run) -> Iterator[Finding]:
         if value != default:
             yield Finding(
                 (f"layout.{key}", "layout.schedule_file"),
-                f"layout.{key} = {toml(value)} and layout.schedule_file = {toml(layout.schedule_file)} both say how the pipeline is "
-                "scheduled: remove one of them.",
+                f"layout.{key} = {toml(value)} and layout.schedule_file = {toml(layout.schedule_file)} both set the pipeline "
+                "schedule: remove one of them.",
             )
     if not Path(layout.schedule_file).is_file():
         yield Finding(
@@ -180,22 +180,22 @@ def _schedule_file(run: Run) -> Iterator[Finding]:
 def _expert(run: Run) -> Iterator[Finding]:
     moe, layout = run.model.moe, run.layout
     degrees = {"layout.expert": layout.expert, "layout.expert_tensor": layout.expert_tensor}
-    asked = {key: degree for key, degree in degrees.items() if degree > 1}
-    if not asked:
+    given = {key: degree for key, degree in degrees.items() if degree > 1}
+    if not given:
         return
-    key, degree = next(iter(asked.items()))
+    key, degree = next(iter(given.items()))
     if run.model.module is not None:
-        return  # told there
+        return  # `_custom_module` reports it
     if moe is None:
         yield Finding(
             (key, "model.moe.experts"),
-            f"{key} = {degree} shares experts, but the model has none: remove it, or give the model some with [model.moe].",
+            f"{key} = {degree} divides the experts, but the model has none: remove it, or add [model.moe].",
         )
         return
     if run.model.dense_layers == run.model.layers:
         yield Finding(
             (key, "model.moe.dense_layers", "model.layers"),
-            f"{key} = {degree} shares experts, but no block has any, as model.moe.dense_layers = {moe.dense_layers} and model.layers = "
+            f"{key} = {degree} divides the experts, but no block has any, as model.moe.dense_layers = {moe.dense_layers} and model.layers = "
             f"{run.model.layers}: remove it, or set model.moe.dense_layers to at most {run.model.layers - 1}.",
         )
     if moe.experts % layout.expert:
@@ -210,44 +210,44 @@ def _expert(run: Run) -> Iterator[Finding]:
             f"layout.expert_tensor = {layout.expert_tensor} leaves a rank without any of model.moe.ffn = {moe.ffn}: "
             f"set it to at most {_most_parts(moe.ffn, layout.expert_tensor)}.",
         )
-    together = layout.expert * layout.expert_tensor
+    product = layout.expert * layout.expert_tensor
     ranks = layout.replicas * layout.context * layout.tensor
-    if layout.data is not None and ranks % together:
-        shares = [size for size in divisors(ranks) if size % layout.expert_tensor == 0]
-        legal = [size for size in shares if moe.experts % (size // layout.expert_tensor) == 0]
-        sizes = around(together, legal)
+    if layout.data is not None and ranks % product:
+        sizes = [size for size in divisors(ranks) if size % layout.expert_tensor == 0]
+        legal = [size for size in sizes if moe.experts % (size // layout.expert_tensor) == 0]
+        sizes = around(product, legal)
         remedy = f"set layout.expert to {either(size // layout.expert_tensor for size in sizes)}" if sizes else "set both to 1"
         yield Finding(
             ("layout.expert", "layout.expert_tensor", "layout.data", "layout.shard", "layout.context", "layout.tensor"),
-            f"layout.expert × layout.expert_tensor = {together} does not divide the {ranks} ranks of a pipeline stage "
+            f"layout.expert × layout.expert_tensor = {product} does not divide the {ranks} ranks of a pipeline stage "
             f"(data × shard × context × tensor): {remedy}.",
         )
 
 
-def _own_module(run: Run) -> Iterator[Finding]:
+def _custom_module(run: Run) -> Iterator[Finding]:
     if run.model.module is None:
         return
     for key, degree, why in (
-        ("layout.pipeline", run.layout.pipeline, "how to cut it into stages is not known"),
-        ("layout.context", run.layout.context, "how it attends is not known"),
-        ("layout.expert", run.layout.expert, "where its experts are is not known"),
-        ("layout.expert_tensor", run.layout.expert_tensor, "where its experts are is not known"),
+        ("layout.pipeline", run.layout.pipeline, "how to split it into stages is unknown"),
+        ("layout.context", run.layout.context, "how it computes attention is unknown"),
+        ("layout.expert", run.layout.expert, "where its experts are is unknown"),
+        ("layout.expert_tensor", run.layout.expert_tensor, "where its experts are is unknown"),
     ):
         if degree > 1:
             yield Finding(
                 (key, "model.module"),
-                f"{key} = {degree} cannot be had with a model.module of one's own, as {why}: set {key} = 1.",
+                f"{key} = {degree} cannot be combined with a custom model.module, as {why}: set {key} = 1.",
             )
     if run.layout.sequence:
         yield Finding(
             ("layout.sequence", "model.module"),
-            "layout.sequence = true cannot be had with a model.module of one's own, which may look across positions anywhere: "
+            "layout.sequence = true cannot be combined with a custom model.module, which may mix positions anywhere: "
             "remove it.",
         )
     if run.memory.loss_chunk is not None:
         yield Finding(
             ("memory.loss_chunk", "model.module"),
-            f"memory.loss_chunk = {run.memory.loss_chunk} cannot be had with a model.module of one's own, which makes its logits itself: "
+            f"memory.loss_chunk = {run.memory.loss_chunk} cannot be combined with a custom model.module, which computes its own logits: "
             "remove it.",
         )
 
@@ -255,26 +255,26 @@ def _own_module(run: Run) -> Iterator[Finding]:
 def _memory(run: Run) -> Iterator[Finding]:
     memory = run.memory
     for other, on, why in (
-        ("memory.compile", memory.compile, "compiled blocks keep what they choose themselves"),
-        ("memory.activations", memory.activations == "cpu", "the results that it keeps would stay on the device"),
+        ("memory.compile", memory.compile, "compiled blocks choose themselves which results they store"),
+        ("memory.activations", memory.activations == "cpu", "the results that it stores would stay on the device"),
     ):
         if memory.recompute == "selective" and on:
             value = toml(getattr(memory, other.partition(".")[2]))
             yield Finding(
                 ("memory.recompute", other),
-                f'memory.recompute = "selective" does not go with {other} = {value}: {why}. Set memory.recompute = "full" or "none", '
+                f'memory.recompute = "selective" cannot be combined with {other} = {value}: {why}. Set memory.recompute = "full" or "none", '
                 f"or remove {other}.",
             )
     if not memory.recomputes and memory.recompute_every > 1:
         yield Finding(
             ("memory.recompute_every", "memory.recompute"),
-            f"memory.recompute_every = {memory.recompute_every} has nothing to choose from, as memory.recompute = {toml(memory.recompute)}: "
+            f"memory.recompute_every = {memory.recompute_every} has no effect, as memory.recompute = {toml(memory.recompute)}: "
             'set memory.recompute = "full", or remove it.',
         )
     if memory.offloads and run.optimizer.name == "muon":
         yield Finding(
             ("memory.offload", "optimizer.name"),
-            f'memory.offload = {toml(memory.offload)} does not go with optimizer.name = "muon", whose iterations belong on the device: '
+            f'memory.offload = {toml(memory.offload)} cannot be combined with optimizer.name = "muon", whose iterations run on the device: '
             'set optimizer.name = "adamw", or memory.offload = "none".',
         )
     if memory.offload_path is not None and memory.offload != "nvme":
@@ -285,26 +285,26 @@ def _memory(run: Run) -> Iterator[Finding]:
         )
 
 
-def _local_steps(run: Run) -> Iterator[Finding]:
-    steps, layout = run.optimizer.sync_every, run.layout
-    if steps == 1:
+def _local_sgd(run: Run) -> Iterator[Finding]:
+    interval, layout = run.optimizer.sync_every, run.layout
+    if interval == 1:
         return
     if layout.data == 1:
         yield Finding(
             ("optimizer.sync_every", "layout.data"),
-            f"optimizer.sync_every = {steps} lets replicas go their own way, but layout.data = 1: set layout.data to 2 or more, or "
+            f"optimizer.sync_every = {interval} lets replicas train independently, but layout.data = 1: set layout.data to 2 or more, or "
             "remove optimizer.sync_every.",
         )
     if layout.expert * layout.expert_tensor > 1:
         yield Finding(
             ("optimizer.sync_every", "layout.expert", "layout.expert_tensor"),
-            f"optimizer.sync_every = {steps} keeps replicas apart, but layout.expert = {layout.expert} (× expert_tensor = "
-            f"{layout.expert_tensor}) shares experts between them: set one of them to 1.",
+            f"optimizer.sync_every = {interval} lets replicas train independently, but layout.expert = {layout.expert} (× expert_tensor = "
+            f"{layout.expert_tensor}) divides the experts among them: set one of them to 1.",
         )
 
 
 def _leaves_none(size: int, parts: int) -> bool:
-    """Whether equal parts, the last ones shorter, leave somebody without any."""
+    """Whether cutting into equal parts, the last ones shorter, leaves a part empty."""
     return parts > 1 and -(-size // parts) * (parts - 1) >= size
 
 

@@ -20,7 +20,7 @@ def model_findings(run: Run) -> Iterator[Finding]:
     yield from _start(run)
     yield from _module(run)
     if run.model.module is not None:
-        return  # its own affair what the sizes mean, and whether together they mean anything
+        return  # the custom module decides what the sizes mean
     yield from _attention(run)
     yield from _latent(run)
     yield from _positions(run)
@@ -29,14 +29,14 @@ def model_findings(run: Run) -> Iterator[Finding]:
 
 
 def _start(run: Run) -> Iterator[Finding]:
-    """A preset, a folder and a module each say what the model is."""
+    """Only one of preset, folder and module may define the model."""
     model = run.model
     for other in ("from", "module") if model.preset is not None else ():
         value = model.from_ if other == "from" else model.module
         if value is not None:
             yield Finding(
                 (f"model.{other}", "model.preset"),
-                f"model.{other} = {quote(value)} and model.preset = {toml(model.preset)} both say what the model is: "
+                f"model.{other} = {quote(value)} and model.preset = {toml(model.preset)} both define the model: "
                 "remove one of them.",
             )
     if model.from_ is None:
@@ -50,7 +50,7 @@ def _start(run: Run) -> Iterator[Finding]:
         return
     if start is not None:
         yield from _differences(run, start.model)
-    elif model.vocab is None:  # otherwise the sizes were read once, and the folder may be gone since
+    elif model.vocab is None:  # otherwise the sizes were read earlier, and the folder may be gone
         yield Finding(
             ("model.from",),
             f"model.from = {toml(model.from_)} does not exist: name a folder of Hugging Face weights, a run directory or a "
@@ -59,7 +59,7 @@ def _start(run: Run) -> Iterator[Finding]:
 
 
 def _differences(run: Run, theirs: ModelSpec) -> Iterator[Finding]:
-    """Sizes given beside model.from that the folder's weights do not have."""
+    """Sizes in the run file that differ from those of the folder's weights."""
     absent = [table for table in OPTIONAL if getattr(theirs, table.removeprefix("model.")) is None]
     for table in absent:
         if getattr(run.model, table.removeprefix("model.")) is not None:
@@ -69,17 +69,17 @@ def _differences(run: Run, theirs: ModelSpec) -> Iterator[Finding]:
                 f"model.from = {toml(run.model.from_)} has no {table}: remove [{table}].",
                 not_if_resolved=True,
             )
-    ours, other = _meant(run.model), _meant(theirs)
+    our_defaults, their_defaults = _computed_defaults(run.model), _computed_defaults(theirs)
     for path, key in KEYS.items():
         if not path.startswith("model.") or key.table in absent or overridable(path, run.model):
             continue
-        said = key.of(run), key.of(Run(model=theirs))
-        mine, its = (meant.get(path, value) for meant, value in zip((ours, other), said, strict=True))
-        if said != (None, None) and mine != its:
-            has = "none" if its is None else quote(its)
+        given = key.of(run), key.of(Run(model=theirs))
+        our_value, their_value = our_defaults.get(path, given[0]), their_defaults.get(path, given[1])
+        if given != (None, None) and our_value != their_value:
+            has = "none" if their_value is None else quote(their_value)
             yield Finding(
                 (path, "model.from"),
-                f"{path} = {quote(mine)} differs from the {has} of model.from = {toml(run.model.from_)}: remove it.",
+                f"{path} = {quote(our_value)} differs from the {has} of model.from = {toml(run.model.from_)}: remove it.",
                 not_if_resolved=True,
             )
     if run.model.options != theirs.options:
@@ -90,8 +90,8 @@ def _differences(run: Run, theirs: ModelSpec) -> Iterator[Finding]:
         )
 
 
-def _meant(model: ModelSpec) -> dict[str, Any]:
-    """What keys stand for where they are left out."""
+def _computed_defaults(model: ModelSpec) -> dict[str, Any]:
+    """The values of keys whose default follows from other sizes."""
     return {"model.kv_heads": model.kv, "model.head_dim": model.head, "model.ffn": model.hidden}
 
 
@@ -101,7 +101,7 @@ def _module(run: Run) -> Iterator[Finding]:
         if model.options:
             yield Finding(
                 (*(f"model.options.{name}" for name, _ in model.options), "model.module"),
-                f"model.options.{model.options[0][0]} is read by a module of your own, but model.module is not given: "
+                f"model.options.{model.options[0][0]} is for a custom module, but model.module is not given: "
                 "remove [model.options], or set model.module.",
             )
         return
@@ -122,7 +122,7 @@ def _module(run: Run) -> Iterator[Finding]:
 def _attention(run: Run) -> Iterator[Finding]:
     model = run.model
     if model.mla is not None:
-        return  # its heads have widths of their own
+        return  # latent attention has its own head widths
     if model.heads % model.kv:
         yield Finding(
             ("model.kv_heads", "model.heads"),
@@ -139,7 +139,7 @@ def _attention(run: Run) -> Iterator[Finding]:
         which = f"model.head_dim = {model.head}" if model.head_dim else f"model.dim / model.heads = {model.head}"
         yield Finding(
             ("model.head_dim", "model.heads", "model.dim", "model.positions"),
-            f"{which} is odd, but rotary positions turn pairs of values: take {either(multiples(model.head, 2))}.",
+            f"{which} is odd, but rotary positions rotate pairs of values: take {either(multiples(model.head, 2))}.",
         )
 
 
@@ -150,21 +150,20 @@ def _latent(run: Run) -> Iterator[Finding]:
     if model.positions != "rope":
         yield Finding(
             ("model.positions", "model.mla.kv_rank"),
-            f"model.positions = {toml(model.positions)} does not go with [model.mla], whose heads have a rotated part: "
+            f"model.positions = {toml(model.positions)} cannot be combined with [model.mla], whose heads have a rotated part: "
             'set it to "rope", or remove [model.mla].',
         )
     if latent.rope_dim % 2:
         yield Finding(
             ("model.mla.rope_dim",),
-            f"model.mla.rope_dim = {latent.rope_dim} is odd, but rotary positions turn pairs of values: "
+            f"model.mla.rope_dim = {latent.rope_dim} is odd, but rotary positions rotate pairs of values: "
             f"take {either(multiples(latent.rope_dim, 2))}.",
         )
     for name in ("kv_heads", "head_dim", "qk_norm", "bias"):
         if getattr(model, name):
             yield Finding(
                 (f"model.{name}", "model.mla.kv_rank"),
-                f"model.{name} = {toml(getattr(model, name))} has no meaning with [model.mla], which has a form of its own: "
-                "remove one of the two.",
+                f"model.{name} = {toml(getattr(model, name))} has no meaning with [model.mla]: remove one of the two.",
             )
 
 
@@ -186,7 +185,7 @@ def _scaling(run: Run) -> Iterator[Finding]:
     if model.positions != "rope":
         yield Finding(
             ("model.rope_scaling.factor", "model.positions"),
-            f"model.rope_scaling stretches rotary positions, but model.positions = {toml(model.positions)}: "
+            f"model.rope_scaling scales rotary positions, but model.positions = {toml(model.positions)}: "
             'remove model.rope_scaling, or set model.positions to "rope".',
         )
     if scaling.kind == "yarn" and scaling.beta_fast <= scaling.beta_slow:
@@ -210,13 +209,13 @@ def _experts(run: Run) -> Iterator[Finding]:
     if model.activation != "swiglu":
         yield Finding(
             ("model.activation", "model.moe.experts"),
-            f"model.activation = {toml(model.activation)} does not go with [model.moe], whose experts are gated: "
+            f"model.activation = {toml(model.activation)} cannot be combined with [model.moe], whose experts are gated: "
             'set it to "swiglu", or remove [model.moe].',
         )
     if model.bias:
         yield Finding(
             ("model.bias", "model.moe.experts"),
-            "model.bias = true does not go with [model.moe], whose experts have none: remove one of the two.",
+            "model.bias = true cannot be combined with [model.moe], whose experts have no biases: remove one of the two.",
         )
     if moe.dense_layers > model.layers:
         yield Finding(

@@ -1,7 +1,8 @@
-"""Hugging Face's config.json as a ModelSpec. Called where `model.from` names a folder, and by `phalanx import`.
+"""Reads Hugging Face's config.json into a ModelSpec, for `model.from` and `phalanx import`. `spec/hf_config_write` is the inverse.
 
-Whatever a config says that would change what the model computes, and that is not supported, is refused by name and value.
-What only training noise depends on (dropout, router jitter) is left aside. `spec/hf_config_write` is the inverse.
+An unsupported setting that would change what the model computes is refused by key and value. Settings that affect only the noise
+of training (dropout, router jitter) are ignored. transformers 5 writes rotary settings as `rope_parameters`, older versions as
+`rope_theta` and `rope_scaling`; both are read.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from phalanx.spec.model import Mla, ModelSpec, Moe, RopeScaling
 
 CONFIG = "config.json"
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-"""How config.json calls the formats that weights come in, and how a run file does."""
+"""Number formats of weights: the name in config.json to the name in a run file."""
 
 _OFF: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
@@ -44,7 +45,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",),
 }
-"""Keys that may be left out, or null, or have these values; any other would change the model."""
+"""Keys that may be absent, null or one of these values; any other value would change the model."""
 _ROPE_KINDS = ("default", "llama3", "yarn")
 _ROPE_KEYS = {
     "default": set[str](),
@@ -57,7 +58,7 @@ _ROPE_KEYS = {
 
 
 class Unsupported(ValueError):
-    """A setting that would change what the model computes: its key and why not."""
+    """An unsupported setting that would change what the model computes."""
 
     def __init__(self, key: str, value: Any, remedy: str):
         self.key, self.value, self.remedy = key, value, remedy
@@ -65,15 +66,15 @@ class Unsupported(ValueError):
 
 
 def number(key: str, value: Any, zero: bool = False) -> float:
-    """A value as it stands, if it is a number above 0; `zero`: or 0."""
-    right = isinstance(value, int | float) and not isinstance(value, bool) and (0 < value < math.inf or (zero and value == 0))
-    if not right:
+    """The value, if it is a number above 0, or 0 if `zero`."""
+    valid = isinstance(value, int | float) and not isinstance(value, bool) and (0 < value < math.inf or (zero and value == 0))
+    if not valid:
         raise Unsupported(key, value, f"a number {'of 0 or more' if zero else 'above 0'} is needed here.")
     return value  # type: ignore[no-any-return]
 
 
 class Config:
-    """A config.json with what its family means by a key that is not there."""
+    """A config.json with the defaults of its family."""
 
     def __init__(self, path: Path, values: dict[str, Any], defaults: dict[str, Any]):
         self.path, self.values, self.defaults = path, values, defaults
@@ -83,7 +84,7 @@ class Config:
         return self.defaults.get(key) if value is None else value
 
     def number(self, key: str, kind: type = int, zero: bool = False) -> Any:
-        """A value that the model cannot be built without; `zero`: which may be 0."""
+        """A number that the model cannot be built without; `zero`: it may be 0."""
         value = self.get(key)
         try:
             given = number(key, value, zero)
@@ -98,7 +99,7 @@ class Config:
         raise Unsupported(key, value, "a whole number is needed here." if kind is int else "it is too large.")
 
     def may_be_null(self, key: str) -> int | None:
-        """A number where null means none, which is not what leaving the key out means."""
+        """A number for which null means none, unlike an absent key."""
         return None if self.values.get(key, self.defaults.get(key)) is None else int(self.number(key))
 
     def flag(self, key: str) -> bool:
@@ -131,13 +132,13 @@ def model_spec(folder: Path) -> ModelSpec:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a directory is a model of Hugging Face's, rather than a run directory or a checkpoint."""
-    marks = (CONFIG, safetensors_index.SINGLE, safetensors_index.INDEX)
-    return any((path / mark).is_file() for mark in marks) and not (path / "run.toml").is_file()
+    """Whether a directory is a Hugging Face model, rather than a run directory or a checkpoint."""
+    markers = (CONFIG, safetensors_index.SINGLE, safetensors_index.INDEX)
+    return any((path / marker).is_file() for marker in markers) and not (path / "run.toml").is_file()
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json, as it stands."""
+    """The folder's config.json."""
     path = folder / CONFIG
     try:
         values = json.loads(path.read_text())
@@ -151,12 +152,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def interleaved(values: dict[str, Any]) -> bool:
-    """Whether a DeepSeek's rotated channels are stored as neighbouring pairs, as they are unless its config says otherwise."""
+    """Whether DeepSeek's rotated channels are stored as neighboring pairs (the default)."""
     return values.get("rope_interleave") is not False
 
 
 def dtype(values: dict[str, Any]) -> str | None:
-    """The format that a config gives for the weights, as a run file writes it; None: not said, or another one."""
+    """The number format of the weights, as a run file writes it; None: not given, or another format."""
     name = values.get("dtype") or values.get("torch_dtype")
     return DTYPES.get(str(name).removeprefix("torch."))
 
@@ -171,8 +172,8 @@ def _family(path: Path, values: dict[str, Any]) -> str:
 
 
 def _no_window(config: Config) -> None:
-    """Attention reaches back over everything; a window at least as long as the context does not matter."""
-    if "sliding_window" in config.defaults:  # families that use it without being told to
+    """Refuse sliding-window attention; a window at least as long as the context has no effect."""
+    if "sliding_window" in config.defaults:  # families that use it by default
         window, longest = config.may_be_null("sliding_window"), config.number("max_position_embeddings")
         if window is not None and window < longest:
             raise Unsupported(
@@ -192,7 +193,7 @@ def _activation(config: Config, key: str, same: Collection[str]) -> None:
 
 
 def _decoder(config: Config, latent: bool = False) -> ModelSpec:
-    """What all families but GPT-2 have in common."""
+    """What all families except GPT-2 have in common."""
     _activation(config, "hidden_act", ("silu", "swish"))
     theta, scaling = _rope(config.values, config.defaults.get("rope_theta", 10000.0))
     heads = config.number("num_attention_heads")
@@ -210,7 +211,7 @@ def _init_std(config: Config) -> float:
 
 
 def _head(config: Config, width: str, heads: int) -> int:
-    """Width of a head, which transformers infers where it is not given."""
+    """Width of a head; transformers infers it if it is not given."""
     if config.get("head_dim"):
         return int(config.number("head_dim"))
     if config.number(width) % heads:
@@ -242,9 +243,9 @@ def _qwen3_moe(config: Config) -> ModelSpec:
 
 
 def _balance(config: Config) -> float:
-    """transformers adds the balancing loss only where the router's scores are asked for."""
-    asked = config.flag("output_router_logits")
-    return float(config.number("router_aux_loss_coef", float, zero=True)) if asked else 0.0
+    """transformers adds the load-balancing loss only with `output_router_logits`."""
+    enabled = config.flag("output_router_logits")
+    return float(config.number("router_aux_loss_coef", float, zero=True)) if enabled else 0.0
 
 
 def _deepseek(config: Config) -> ModelSpec:
@@ -276,15 +277,15 @@ def _deepseek(config: Config) -> ModelSpec:
 
 
 BIAS_RATE = 0.001
-"""DeepSeek-V3's balancing, from its paper; its config does not carry the rate."""
+"""DeepSeek-V3's balancing rate, from its paper; its config does not contain it."""
 
 
 def _mtp_depth(config: Config, spec: ModelSpec, folder: Path) -> int:
-    """Modules of multi-token prediction: only where their weights are in the folder, which transformers leaves out."""
-    said = int(config.number("num_nextn_predict_layers", zero=True))
-    places = (re.match(r"model\.layers\.(\d{1,9})\.", name) for name in safetensors_index.names(folder))
-    found = {int(place[1]) - spec.layers for place in places if place}
-    return said if any(0 <= layer < said for layer in found) else 0
+    """Modules of multi-token prediction, if their weights are in the folder; transformers does not save them."""
+    given = int(config.number("num_nextn_predict_layers", zero=True))
+    matches = (re.match(r"model\.layers\.(\d{1,9})\.", name) for name in safetensors_index.names(folder))
+    beyond = {int(match[1]) - spec.layers for match in matches if match}
+    return given if any(0 <= layer < given for layer in beyond) else 0
 
 
 def _gpt2(config: Config) -> ModelSpec:
@@ -300,25 +301,27 @@ def _gpt2(config: Config) -> ModelSpec:
 
 
 def _rope(config: dict[str, Any], theta: float) -> tuple[float, RopeScaling | None]:
-    """(base, stretching). `theta`: the base that the family takes when none is given."""
+    """(base, scaling). `theta`: the family's default base."""
     where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     settings = config.get(where) or {}
     if not isinstance(settings, dict):
         raise Unsupported(where, settings, "it is a table of rotary settings.")
     nested = [name for name, value in settings.items() if isinstance(value, dict)]
     if nested:
-        raise Unsupported(f"{where}.{nested[0]}", settings[nested[0]], "every layer has the same rotary positions here.")
+        raise Unsupported(
+            f"{where}.{nested[0]}", settings[nested[0]], "different rotary positions per layer are not supported."
+        )
     base = float(number("rope_theta", settings.get("rope_theta") or config.get("rope_theta") or theta))
-    turned = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if turned not in (None, 1, 1.0):
-        raise Unsupported("partial_rotary_factor", turned, "heads are rotated whole; only 1.0 is supported.")
+    rotated = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if rotated not in (None, 1, 1.0):
+        raise Unsupported("partial_rotary_factor", rotated, "only 1.0 is supported: whole heads are rotated.")
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind not in _ROPE_KINDS:
         raise Unsupported(f"{where}.rope_type", kind, f"supported are {', '.join(_ROPE_KINDS)}.")
     unknown = set(settings) - _ROPE_KEYS[kind] - {"rope_theta", "partial_rotary_factor", "rope_type", "type"}
     if kind != "default" and unknown:
         name = min(unknown)
-        raise Unsupported(f"{where}.{name}", settings[name], f"it has no meaning that is known for rope_type {kind!r}.")
+        raise Unsupported(f"{where}.{name}", settings[name], f"it is unknown for rope_type {kind!r}.")
     if kind == "default":
         return base, None
     longest = config.get("max_position_embeddings")
@@ -335,29 +338,33 @@ def _rope(config: dict[str, Any], theta: float) -> tuple[float, RopeScaling | No
 
 
 def _inferred(strength: float, everywhere: float, factor: float) -> float:
-    """What transformers multiplies cosines and sines with when the config does not say."""
+    """The factor of cosines and sines that transformers computes if the config does not give one."""
 
-    def warmth(strength: float) -> float:
+    def temperature(strength: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
 
-    return warmth(strength) / warmth(everywhere) if strength and everywhere else warmth(1.0)
+    return temperature(strength) / temperature(everywhere) if strength and everywhere else temperature(1.0)
 
 
 def _given(settings: dict[str, Any], where: str, key: str, plain: float) -> float:
-    """A setting that may be left out, or null."""
+    """A setting that may be absent or null."""
     value = settings.get(key)
     return plain if value is None else float(number(f"{where}.{key}", value, zero=True))
 
 
 def _yarn(settings: dict[str, Any], where: str, factor: float, original: int) -> RopeScaling:
     if settings.get("truncate", True) is not True:
-        raise Unsupported(f"{where}.truncate", settings["truncate"], "YaRN's range is rounded to whole channels; only true.")
+        raise Unsupported(
+            f"{where}.truncate", settings["truncate"], "only true is supported: YaRN's range is rounded to whole channels."
+        )
     everywhere = _given(settings, where, "mscale_all_dim", 0.0)
     strength = _given(settings, where, "mscale", 0.0)
     inferred = _inferred(strength, everywhere, factor)
     given = _given(settings, where, "attention_factor", inferred)
     if not math.isclose(given, inferred, rel_tol=1e-6):
-        raise Unsupported(f"{where}.attention_factor", given, f"only what follows from the factor is supported, {inferred:g}.")
+        raise Unsupported(
+            f"{where}.attention_factor", given, f"only the value that follows from the factor is supported, {inferred:g}."
+        )
     return RopeScaling(
         kind="yarn", factor=factor, original_context=original, mscale_all_dim=everywhere,
         mscale=strength or (0.0 if everywhere else 1.0),
@@ -393,4 +400,4 @@ FAMILIES: dict[str, tuple[Callable[[Config], ModelSpec], dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
-"""Each architecture's reader, and the values transformers takes for keys that are left out."""
+"""Each architecture's reader, and transformers' defaults for absent keys."""

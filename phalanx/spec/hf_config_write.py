@@ -1,6 +1,6 @@
-"""A ModelSpec as the config.json of the Hugging Face family that computes the same. Called by `phalanx export`.
+"""Writes a ModelSpec as the config.json of the Hugging Face family that computes the same. Called by `phalanx export`.
 
-The family follows from the model; one that no family can express is refused by the key that stands in the way.
+The family follows from the model. A model that no family can express is refused by the key that prevents it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,9 @@ _CLASSES = {
 
 
 def family(spec: ModelSpec) -> str:
-    """The `model_type` that computes what this model computes; RunError names each key that none can express."""
+    """The `model_type` that computes the same as this model; RunError names each key that no family can express."""
     if spec.module is not None:
-        raise RunError(
-            [f'model.module = "{spec.module}": a model of your own has no counterpart in transformers to export to.']
-        )
+        raise RunError([f'model.module = "{spec.module}": a custom model has no counterpart in transformers to export to.'])
     if spec.mla is not None:
         name = "deepseek_v3"
     elif spec.positions == "learned" or spec.norm == "layer":
@@ -46,7 +44,7 @@ def family(spec: ModelSpec) -> str:
         name = "qwen3_moe" if spec.qk_norm else "mixtral"
     elif spec.qk_norm:
         name = "qwen3"
-    else:  # the same, but transformers refuses a Llama whose heads do not divide its width
+    else:  # the same architecture, but transformers refuses a Llama whose heads do not divide its width
         name = "mistral" if spec.dim % spec.heads else "llama"
     problems = _gpt2_problems(spec) if name == "gpt2" else _decoder_problems(spec, name)
     if problems:
@@ -55,12 +53,12 @@ def family(spec: ModelSpec) -> str:
 
 
 def config(spec: ModelSpec, *, dtype: str = "float32", tokens: Mapping[str, int | None] | None = None) -> dict[str, Any]:
-    """A config.json that `AutoModelForCausalLM` loads. `dtype` as torch calls it; `tokens`: ids by key, such as eos_token_id."""
+    """A config.json that `AutoModelForCausalLM` loads. `dtype`: torch's name; `tokens`: token ids by key, such as eos_token_id."""
     name = family(spec)
     common = {
         "architectures": [_CLASSES[name]],
         "model_type": name,
-        "torch_dtype": dtype,  # newer ones say "dtype" but read this too
+        "torch_dtype": dtype,  # newer versions write "dtype" but read this too
         "vocab_size": spec.rows,
         "tie_word_embeddings": spec.tied,
         "initializer_range": spec.init_std,
@@ -73,64 +71,69 @@ def config(spec: ModelSpec, *, dtype: str = "float32", tokens: Mapping[str, int 
 
 
 def _gpt2_problems(spec: ModelSpec) -> list[tuple[str, str]]:
-    wrong = []
+    problems = []
     if spec.norm != "layer":
-        wrong.append((f'model.norm = "{spec.norm}" with learned positions', "has layer norms"))
+        problems.append((f'model.norm = "{spec.norm}" with learned positions', "has layer norms"))
     if spec.positions != "learned":
-        wrong.append((f'model.positions = "{spec.positions}" with layer norms', "has learned positions"))
+        problems.append((f'model.positions = "{spec.positions}" with layer norms', "has learned positions"))
     if spec.activation != "gelu":
-        wrong.append((f'model.activation = "{spec.activation}" with layer norms', "has GELU"))
+        problems.append((f'model.activation = "{spec.activation}" with layer norms', "has GELU"))
     if not spec.bias:
-        wrong.append(("model.bias = false with layer norms", "has biases"))
+        problems.append(("model.bias = false with layer norms", "has biases"))
     if spec.qk_norm:
-        wrong.append(("model.qk_norm = true with layer norms", "does not normalise queries and keys"))
+        problems.append(("model.qk_norm = true with layer norms", "does not normalize queries and keys"))
     if spec.kv != spec.heads:
-        wrong.append((f"model.kv_heads = {spec.kv}", f"has as many as heads ({spec.heads})"))
+        problems.append((f"model.kv_heads = {spec.kv}", f"has as many as heads ({spec.heads})"))
     if spec.head * spec.heads != spec.dim:
-        wrong.append((f"model.head_dim = {spec.head}", "has heads of dim / heads"))
+        problems.append((f"model.head_dim = {spec.head}", "has heads of dim / heads"))
     if spec.moe is not None:
-        wrong.append(("model.moe", "has no experts"))
-    return wrong
+        problems.append(("model.moe", "has no experts"))
+    return problems
 
 
 def _decoder_problems(spec: ModelSpec, name: str) -> list[tuple[str, str]]:
-    wrong = []
+    problems = []
     if spec.activation != "swiglu":
-        wrong.append((f'model.activation = "{spec.activation}" with rotary positions', "has SwiGLU"))
+        problems.append((f'model.activation = "{spec.activation}" with rotary positions', "has SwiGLU"))
     if spec.bias:
-        wrong.append(("model.bias = true with rotary positions", "has no biases as they are here"))
+        problems.append(("model.bias = true with rotary positions", "has no such biases"))
     if spec.mla is not None:
         if spec.qk_norm:
-            wrong.append(("model.qk_norm = true with model.mla", "does not normalise heads"))
+            problems.append(("model.qk_norm = true with model.mla", "does not normalize heads"))
         if spec.norm != "rms":
-            wrong.append((f'model.norm = "{spec.norm}" with model.mla', "has RMS norms"))
+            problems.append((f'model.norm = "{spec.norm}" with model.mla', "has RMS norms"))
         if spec.positions != "rope":
-            wrong.append((f'model.positions = "{spec.positions}" with model.mla', "has rotary positions"))
-    return wrong + _moe_problems(spec, name)
+            problems.append((f'model.positions = "{spec.positions}" with model.mla', "has rotary positions"))
+    return problems + _moe_problems(spec, name)
 
 
 def _moe_problems(spec: ModelSpec, name: str) -> list[tuple[str, str]]:
-    moe, wrong = spec.moe, []
+    moe, problems = spec.moe, []
     if moe is None:
         return []
     if name == "deepseek_v3":
         if moe.router != "sigmoid":
-            wrong.append((f'model.moe.router = "{moe.router}" with model.mla', 'has a router of "sigmoid"'))
+            problems.append((f'model.moe.router = "{moe.router}" with model.mla', 'has a router of "sigmoid"'))
         if moe.shared == 0:
-            wrong.append(("model.moe.shared = 0 with model.mla", "has at least one shared expert"))
+            problems.append(("model.moe.shared = 0 with model.mla", "has at least one shared expert"))
         if moe.experts // moe.groups < 2:
-            wrong.append((f"model.moe.groups = {moe.groups}", "needs two experts in a group"))
-        return wrong
+            problems.append((f"model.moe.groups = {moe.groups}", "needs two experts in a group"))
+        return problems
     if moe.router != "softmax":
-        wrong.append((f'model.moe.router = "{moe.router}"', 'has a router of "softmax"; "sigmoid" needs model.mla'))
+        problems.append((f'model.moe.router = "{moe.router}"', 'has a router of "softmax"; "sigmoid" needs model.mla'))
     if moe.bias_rate > 0:
-        wrong.append((f"model.moe.bias_rate = {moe.bias_rate:g}", "has no bias in its router; it needs model.mla"))
-    for key, plain in (("shared", 0), ("dense_layers", 0), ("groups", 1), ("scale", 1.0)):
-        if getattr(moe, key) != plain:
-            wrong.append((f"model.moe.{key} = {getattr(moe, key)}", f"has none but {plain}; it needs model.mla"))
+        problems.append((f"model.moe.bias_rate = {moe.bias_rate:g}", "has no bias in its router; it needs model.mla"))
+    for key, only in (("shared", 0), ("dense_layers", 0), ("groups", 1), ("scale", 1.0)):
+        if getattr(moe, key) != only:
+            problems.append((f"model.moe.{key} = {getattr(moe, key)}", f"supports only {only}; other values need model.mla"))
     if name == "mixtral" and not moe.normalize:
-        wrong.append(("model.moe.normalize = false", "divides weights by their sum; Qwen3-MoE need not, with model.qk_norm"))
-    return wrong
+        problems.append(
+            (
+                "model.moe.normalize = false",
+                "always divides weights by their sum; Qwen3-MoE, with model.qk_norm, does not have to",
+            )
+        )
+    return problems
 
 
 def _gpt2(spec: ModelSpec) -> dict[str, Any]:
@@ -179,7 +182,7 @@ def _decoder(spec: ModelSpec, name: str) -> dict[str, Any]:
 
 
 def _rope(spec: ModelSpec) -> dict[str, Any]:
-    """The keys of config.json that carry a model's rotary settings."""
+    """The rotary settings, in the keys that every version of transformers reads."""
     scaling = spec.rope_scaling
     if scaling is None:
         return {"rope_theta": spec.rope_theta, "rope_scaling": None}

@@ -1,4 +1,4 @@
-"""Who computes what: the degrees of every parallelism. The product of the first five is the number of ranks."""
+"""The degrees of every parallelism. The product of the first five is the number of ranks."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ def default_stages(schedule: str) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Degrees of parallelism, outermost first; left out, the layout is chosen for the machine."""
+    """Degrees of parallelism, outermost first. Default: chosen for the machine."""
 
     pipeline: int = field(default=1, metadata=within(1))
-    """Ranks that the layers are dealt to, in stages."""
+    """Pipeline parallel ranks; the layers are divided among them in stages."""
     data: int | None = field(default=None, metadata=within(1))
-    """Replicas of the model, each with its share of the batch; left out: whatever fills the machine."""
+    """Replicas of the model, each with its share of the batch (DDP). Default: as many as fill the machine."""
     shard: int = field(default=1, metadata=within(1))
-    """Ranks that share the state of one replica, each with its own share of the batch."""
+    """Ranks that shard the state of one replica (FSDP, ZeRO), each with its own share of the batch."""
     context: int = field(default=1, metadata=within(1))
-    """Ranks that share one sequence."""
+    """Context parallel ranks, which divide each sequence."""
     tensor: int = field(default=1, metadata=within(1))
-    """Ranks that share each matrix."""
+    """Tensor parallel ranks, which divide each matrix."""
     zero: int = field(default=3, metadata=within(1, 3))
-    """What `shard` spreads: 1 optimizer state, 2 gradients too, 3 parameters too."""
+    """What `shard` shards: 1: optimizer states; 2: also gradients; 3: also parameters."""
     sequence: bool = False
-    """Norms and residuals are shared over the tensor group, by sequence."""
+    """Sequence parallelism: norms and residuals are divided over the tensor parallel group along the sequence."""
     context_method: Literal["ring", "gather", "ulysses"] = "ring"
-    """How `context` ranks attend to each other's keys: passed round a ring, gathered, or traded for heads."""
+    """How `context` ranks exchange keys and values: ring attention, all-gather, or all-to-all over heads (Ulysses)."""
     schedule: Schedule = "1f1b"
-    """Order of the pipeline's micro-batches; `phalanx schedule NAME` shows one."""
+    """Pipeline schedule; `phalanx schedule NAME` shows it."""
     schedule_file: str | None = None
-    """A schedule of your own instead, as `phalanx schedule NAME --csv FILE` writes it."""
+    """A custom pipeline schedule, in the format of `phalanx schedule NAME --csv FILE`."""
     stages: int | None = field(default=None, metadata=within(1))
-    """Stages of each pipeline rank; left out: 1 for gpipe and 1f1b, 2 for the others."""
+    """Pipeline stages per rank. Default: 1 for gpipe and 1f1b, 2 for the others."""
     stage_split: Literal["counted", "measured"] = "counted"
-    """How stages get their blocks, so that none keeps the others waiting: by the operations of blocks, embedding and head, or by what these take on this device, timed at each start."""
+    """How blocks are divided among stages: balanced by counted operations of blocks, embedding and head, or by their time on this device, measured at each start."""
     expert: int = field(default=1, metadata=within(1))
-    """Ranks that share the experts: another view of the same ranks."""
+    """Expert parallel ranks, which divide the experts; they regroup the ranks of a pipeline stage."""
     expert_tensor: int = field(default=1, metadata=within(1))
-    """Ranks that share each expert's matrices."""
+    """Ranks that divide each expert's matrices."""
 
     @staticmethod
     def from_saved(table: Mapping[str, Any]) -> Layout:
@@ -64,7 +64,7 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """How many groups of ranks see different samples at the same time."""
+        """Number of rank groups that process different samples at the same time."""
         return (self.data or 1) * self.shard
 
     @property
@@ -74,10 +74,10 @@ class Layout:
 
     @property
     def expert_data(self) -> int:
-        """Ranks of one pipeline stage that hold the same experts."""
+        """Ranks of one pipeline stage that hold the same part of the experts."""
         return self.ranks // self.pipeline // (self.expert * self.expert_tensor)
 
     @property
     def expert_shard(self) -> int:
-        """How many of those share the experts' state, as `shard` shares that of everything else."""
+        """Ranks that shard the state of the experts, as `shard` does for everything else."""
         return math.gcd(self.shard, self.expert_data)

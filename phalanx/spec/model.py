@@ -11,86 +11,86 @@ from phalanx.spec.fields import within
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeScaling:
-    """Stretching of rotary frequencies to longer contexts: Llama 3's way, or YaRN as DeepSeek-V3 uses it."""
+    """Scaling of the rotary frequencies to longer contexts: as in Llama 3, or YaRN as in DeepSeek-V3."""
 
     factor: float = field(metadata=within(1.0))
-    """How many times longer the context becomes."""
+    """Factor by which the context grows."""
     kind: Literal["llama3", "yarn"] = "llama3"
-    """"llama3": by wavelength; "yarn": by the number of turns inside the original context, with warmer attention."""
+    """"llama3": by wavelength; "yarn": by the number of rotations within the original context, with an attention temperature."""
     low_freq_factor: float = field(default=1.0, metadata=within(above=0.0))
-    """Wavelengths longer than original_context / this are stretched by the full factor."""
+    """Wavelengths longer than original_context / this are scaled by the full factor."""
     high_freq_factor: float = field(default=4.0, metadata=within(above=0.0))
-    """Wavelengths shorter than original_context / this are left alone."""
+    """Wavelengths shorter than original_context / this are not scaled."""
     original_context: int = field(default=8192, metadata=within(1))
-    """The context length of the first training."""
+    """Context length of the original training."""
     beta_fast: float = field(default=32.0, metadata=within(above=0.0))
-    """yarn: frequencies that turn more often than this in the original context are left alone."""
+    """yarn: frequencies with more rotations than this in the original context are not scaled."""
     beta_slow: float = field(default=1.0, metadata=within(above=0.0))
-    """yarn: frequencies that turn less often than this are stretched by the full factor."""
+    """yarn: frequencies with fewer rotations than this are scaled by the full factor."""
     mscale: float = field(default=1.0, metadata=within(0.0))
-    """yarn: strength of the correction to the rotated part of queries and keys; together with mscale_all_dim."""
+    """yarn: temperature of the rotated part of queries and keys; used together with mscale_all_dim."""
     mscale_all_dim: float = field(default=0.0, metadata=within(0.0))
-    """yarn: strength of the correction to all attention scores; 0: none."""
+    """yarn: temperature of all attention scores; 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mla:
-    """Multi-head latent attention, as in DeepSeek-V2 and V3: keys and values come from one narrow vector per token."""
+    """Multi-head latent attention, as in DeepSeek-V2 and V3: keys and values are expanded from one narrow vector per token."""
 
     kv_rank: int = field(metadata=within(1))
-    """Width of the vector that keys and values are expanded from."""
+    """Width of the latent vector of keys and values."""
     q_rank: int | None = field(default=None, metadata=within(1))
-    """Width that queries are narrowed to first; left out: queries come straight from the residual stream."""
+    """Width of the latent vector of queries. Default: queries are projected directly from the residual stream."""
     nope_dim: int = field(default=128, metadata=within(1))
-    """Width of a head's part that is not rotated."""
+    """Width of the part of a head that is not rotated."""
     rope_dim: int = field(default=64, metadata=within(2))
-    """Width of a head's rotated part; its key is shared by all heads."""
+    """Width of the rotated part of a head; all heads share its key."""
     value_dim: int = field(default=128, metadata=within(1))
     """Width of a head's values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moe:
-    """Mixture of experts in place of the feed-forward layer: each token is sent to a few of many."""
+    """Mixture of experts in place of the feed-forward layer: a router sends each token to a few experts."""
 
     experts: int = field(metadata=within(1))
     """Routed experts per layer."""
     active: int = field(metadata=within(1))
-    """Routed experts that each token is sent to."""
+    """Routed experts per token (top-k)."""
     ffn: int = field(metadata=within(1))
     """Width of one expert."""
     shared: int = field(default=0, metadata=within(0))
-    """Experts that every token goes through, besides the routed ones; held as one of so many times the width."""
+    """Shared experts, which process every token besides the routed ones; stored as one expert of N times the width."""
     dense_layers: int = field(default=0, metadata=within(0))
-    """The first so many blocks keep the ordinary feed-forward layer, of width model.ffn."""
+    """The first N blocks keep the ordinary feed-forward layer, of width model.ffn."""
     router: Literal["softmax", "sigmoid"] = "softmax"
     """How scores become weights: softmax over all experts (Mixtral, Qwen3), or a sigmoid of each (DeepSeek-V3)."""
     normalize: bool = True
-    """Weights of a token's chosen experts are divided by their sum."""
+    """Divide the weights of a token's chosen experts by their sum."""
     scale: float = field(default=1.0, metadata=within(above=0.0))
-    """The routed experts' sum is multiplied by it."""
+    """Factor of the routed experts' sum."""
     groups: int = field(default=1, metadata=within(1))
-    """Experts are split into so many groups of equal size …"""
+    """Groups of equal size that the experts are divided into."""
     active_groups: int = field(default=1, metadata=within(1))
-    """… and a token chooses among the experts of its so many best groups."""
+    """A token chooses only among the experts of its N best groups."""
     bias_rate: float = field(default=0.0, metadata=within(0.0))
-    """Balancing without a loss: after each step the bias of an overloaded expert falls and that of another rises, by up to this; 0: no bias."""
+    """Balancing without a loss: after each step the bias of an overloaded expert decreases and that of an underloaded one increases, by up to this; 0: no bias."""
     balance_loss: float = field(default=0.0, metadata=within(0.0))
-    """Weight of the classic balancing loss, taken over each sequence; 0: none."""
+    """Weight of the load-balancing loss, computed over each sequence; 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """A decoder-only transformer: GPT-2/3, Llama 2/3, Qwen3, Mixtral and DeepSeek-V3 are settings of it."""
+    """A decoder-only transformer. GPT-2/3, Llama 2/3, Qwen3, Mixtral and DeepSeek-V3 are settings of it."""
 
     preset: str | None = None
-    """Name of a known model, such as "llama3-8b"; any other key here overrides its sizes. `phalanx models` lists them."""
+    """Name of a known model, such as "llama3-8b"; any other key here overrides its sizes. `phalanx models` lists the names."""
     from_: str | None = None
-    """A folder of Hugging Face weights, or a run directory or checkpoint, whose model and weights training starts from."""
+    """A folder of Hugging Face weights, a run directory or a checkpoint whose model and weights training starts from."""
     module: str | None = None
-    """Your own model instead of the built-in decoder: "package.module:Class"; docs/own-model.md says what it must offer."""
+    """A custom model instead of the built-in decoder: "package.module:Class"; docs/own-model.md describes its interface."""
     options: tuple[tuple[str, str | int | float | bool], ...] = ()
-    """Whatever your own module wants to read, as plain values."""
+    """Plain values for a custom module to read."""
     dim: int = field(default=256, metadata=within(1))
     """Width of the residual stream."""
     layers: int = field(default=4, metadata=within(1))
@@ -98,43 +98,43 @@ class ModelSpec:
     heads: int = field(default=4, metadata=within(1))
     """Query heads per block."""
     kv_heads: int | None = field(default=None, metadata=within(1))
-    """Key/value heads per block (grouped-query attention); left out: as many as query heads."""
+    """Key/value heads per block (grouped-query attention). Default: as many as query heads."""
     head_dim: int | None = field(default=None, metadata=within(1))
-    """Width of one head; left out: dim / heads."""
+    """Width of one head. Default: dim / heads."""
     ffn: int | None = field(default=None, metadata=within(1))
-    """Width of the feed-forward layer; left out: 4·dim for gelu, 8/3·dim rounded up to 64 for swiglu."""
+    """Width of the feed-forward layer. Default: 4·dim for gelu, 8/3·dim rounded up to a multiple of 64 for swiglu."""
     vocab: int | None = field(default=None, metadata=within(1))
-    """Rows of the embedding; left out: what the tokenizer has."""
+    """Rows of the embedding. Default: the vocabulary size of the tokenizer."""
     norm: Literal["rms", "layer"] = "rms"
-    """Normalisation before attention and feed-forward."""
+    """Normalization before attention and feed-forward."""
     norm_eps: float = field(default=1e-5, metadata=within(above=0.0))
-    """Added to the variance inside the norms."""
+    """Added to the variance in the norms."""
     activation: Literal["swiglu", "gelu"] = "swiglu"
     """Feed-forward kind: gated SiLU, or GELU (tanh approximation)."""
     positions: Literal["rope", "learned"] = "rope"
     """Rotary embedding in attention, or a learned vector per position."""
     context: int = field(default=8192, metadata=within(1))
-    """Longest sequence the model is made for; the size of the table of learned positions."""
+    """Maximum sequence length; the size of the table of learned positions."""
     rope_theta: float = field(default=10000.0, metadata=within(above=0.0))
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
-    """Stretching of the rotary frequencies, as in Llama 3.1 and later."""
+    """Scaling of the rotary frequencies, as in Llama 3.1 and later."""
     qk_norm: bool = False
-    """RMS-normalise each query and key head, as Qwen3 does."""
+    """RMS-normalize each query and key head, as Qwen3 does."""
     bias: bool = False
-    """Biases on every linear layer, as in GPT-2."""
+    """Biases in every linear layer, as in GPT-2."""
     tied: bool = False
-    """Use the embedding as the output head too."""
+    """Use the embedding as the output head."""
     mla: Mla | None = None
     """Multi-head latent attention in place of grouped-query attention."""
     moe: Moe | None = None
     """Mixture of experts in place of the feed-forward layer."""
     mtp_depth: int = field(default=0, metadata=within(0, 8))
-    """Multi-token prediction: so many further modules, each predicting one token more ahead; they serve training only."""
+    """Multi-token prediction: number of extra modules, each of which predicts one token further ahead; used in training only."""
     mtp_loss_weight: float = field(default=0.3, metadata=within(0.0))
-    """Weight of their mean loss in training."""
+    """Weight of the mean multi-token prediction loss."""
     init_std: float = field(default=0.02, metadata=within(0.0))
-    """Standard deviation of the initial weights; those that write into the residual stream get it divided by sqrt(2·layers)."""
+    """Standard deviation of the initial weights; divided by sqrt(2·layers) for weights that write into the residual stream."""
 
     @property
     def kv(self) -> int:
@@ -152,7 +152,7 @@ class ModelSpec:
 
     @property
     def rotated(self) -> int:
-        """Width of a head's part that rotary positions turn."""
+        """Width of the rotated part of a head."""
         return self.head if self.mla is None else self.mla.rope_dim
 
     @property
@@ -161,32 +161,32 @@ class ModelSpec:
         return self.layers if self.moe is None else min(self.moe.dense_layers, self.layers)
 
     def option(self, name: str, default: str | int | float | bool) -> Any:
-        """A value of [model.options], for modules of your own."""
+        """A value of [model.options], for custom modules."""
         return dict(self.options).get(name, default)
 
     @property
     def rows(self) -> int:
-        """Rows of the embedding, known once the tokenizer is."""
+        """Rows of the embedding; known once the run file is resolved."""
         assert self.vocab is not None, "vocab is filled in when the run file is resolved"
         return self.vocab
 
     def parameters(self) -> int:
-        """Number of trained values; equal to what the module holds (a test counts it on the meta device).
+        """Number of parameters, equal to the module's own count (a test compares them on the meta device).
 
-        Of a module of your own nothing is known here: counts are then those of a built-in decoder of these sizes.
+        For a custom module this is the count of a built-in decoder of these sizes.
         """
         return self._total(self.moe.experts if self.moe else 0)
 
     def active_parameters(self) -> int:
-        """Those that work on one token: all but the routed experts it is not sent to. The embedding counts in full."""
+        """Parameters that one token uses: all but the routed experts it is not sent to. The embedding counts in full."""
         return self._total(self.moe.active if self.moe else 0)
 
     def flops_per_token(self, sequence: int) -> float:
-        """Forward and backward of one token: 6 per weight that multiplies, plus 12·layers·width·sequence of attention.
+        """FLOPs of the forward and backward of one token: 6 per weight of a matrix, plus 12·layers·width·sequence for attention.
 
-        The head counts, the embedding look-up does not; of experts, those that a token is sent to. Attention is counted in
-        full, as if it were not causal: the convention of the PaLM paper that published MFU figures follow, so that ours can
-        be laid beside them. With latent attention the width is the mean of queries' and values', as keys and values expanded.
+        The head counts, the embedding look-up does not; of the experts, those that a token is sent to count. Attention counts in
+        full, as if it were not causal: the convention of the PaLM paper, so that MFU compares with published figures. With latent
+        attention the width is the mean of the widths of queries and values.
         """
         dense, sparse = self._blocks()
         matrices = (dense + sparse) * self._attention_matrices() + dense * self._dense_matrices()
@@ -199,12 +199,12 @@ class ModelSpec:
         return 6.0 * matrices + 6 * (dense + sparse) * widths * sequence
 
     def _blocks(self) -> tuple[int, int]:
-        """Blocks with an ordinary feed-forward layer and blocks with experts; those that predict ahead are like the last."""
+        """(Blocks with an ordinary feed-forward layer, blocks with experts); multi-token prediction adds blocks like the last one."""
         sparse = self.layers - self.dense_layers
         return (self.dense_layers, sparse + self.mtp_depth) if sparse else (self.dense_layers + self.mtp_depth, 0)
 
     def _total(self, experts: int) -> int:
-        """Trained values when so many routed experts of each block are counted."""
+        """Number of parameters, with this many routed experts counted per block."""
         dense, sparse = self._blocks()
         embedding = self.rows * self.dim + (self.context * self.dim if self.positions == "learned" else 0)
         head = 0 if self.tied else self.rows * self.dim
@@ -213,8 +213,8 @@ class ModelSpec:
         if self.bias:
             feed_forward += self.hidden * (2 if self.activation == "swiglu" else 1) + self.dim
         blocks = dense * (around + feed_forward) + sparse * (around + self._expert_matrices(experts))
-        ahead = self.mtp_depth * (2 * self.dim**2 + 3 * self._norm_parameters())
-        return embedding + head + blocks + self._norm_parameters() + ahead
+        mtp = self.mtp_depth * (2 * self.dim**2 + 3 * self._norm_parameters())
+        return embedding + head + blocks + self._norm_parameters() + mtp
 
     def _norm_parameters(self) -> int:
         return self.dim * (2 if self.norm == "layer" else 1)
@@ -238,7 +238,7 @@ class ModelSpec:
         return self.dim * self.hidden * (3 if self.activation == "swiglu" else 2)
 
     def _expert_matrices(self, experts: int) -> int:
-        """So many routed experts, the shared ones and the router."""
+        """Weights of this many routed experts, of the shared experts and of the router."""
         return self.dim * (3 * self.moe.ffn * (experts + self.moe.shared) + self.moe.experts) if self.moe else 0
 
 

@@ -1,6 +1,6 @@
-"""What a folder of safetensors files says it holds, from its index and headers alone: no weight is read and no torch is needed.
+"""The tensors of a folder of safetensors files, from its index and headers alone: reads no weights and needs no torch.
 
-Used by `spec/hf_config` to tell what a folder contains, and by `checkpointing/hf_folder`, which reads the data.
+Used by `spec/hf_config` and by `checkpointing/hf_folder`, which reads the data.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SIZES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "C64": 8,
 }  # fmt: skip
-"""Bytes of one value of each format that safetensors knows."""
+"""Bytes per value of each safetensors format."""
 _LONGEST_HEADER = 100_000_000  # the format's own limit
 
 
@@ -32,47 +32,47 @@ class Stored:
     """As safetensors writes it, such as "BF16"."""
     shape: tuple[int, ...]
     begin: int
-    """Its first byte in the file."""
+    """Offset of its first byte in the file."""
     end: int
 
 
 def stored(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a folder by name, or RunError naming what is broken. Each file's size is compared with its header."""
+    """Every tensor of a folder by name. Raises RunError if something is broken; each file's size is compared with its header."""
     index = folder / INDEX
-    odd = [path for path in (index, folder / SINGLE) if os.path.lexists(path) and not path.is_file()]
-    if odd:
-        raise RunError([f"{odd[0]} is no file: it is a folder, or a link that leads nowhere. {_AGAIN}"])
+    not_files = [path for path in (index, folder / SINGLE) if os.path.lexists(path) and not path.is_file()]
+    if not_files:
+        raise RunError([f"{not_files[0]} is not a file: it is a folder or a broken link. {_AGAIN}"])
     if not index.is_file():
         if not (folder / SINGLE).is_file():
-            raise RunError([_nothing(folder)])
+            raise RunError([_no_weights(folder)])
         return header(folder / SINGLE)
-    places = _places(index)
-    found: dict[str, Stored] = {}
+    shards = _weight_map(index)
+    tensors: dict[str, Stored] = {}
     problems: list[str] = []
-    for shard in sorted(set(places.values())):
+    for shard in sorted(set(shards.values())):
         try:
             inside = header(folder / shard)
         except RunError as error:
             problems += error.problems
             continue
-        wanted = {name for name, file in places.items() if file == shard}
+        expected = {name for name, file in shards.items() if file == shard}
         problems += [
-            f"{index} places the tensor {name} in {shard}, which does not have it." for name in sorted(wanted - set(inside))
+            f"{index} places the tensor {name} in {shard}, which does not have it." for name in sorted(expected - set(inside))
         ]
         problems += [
             f"{folder / shard} holds the tensor {name}, which {index.name} does not place there."
-            for name in sorted(set(inside) - wanted)
+            for name in sorted(set(inside) - expected)
         ]
-        found |= inside
+        tensors |= inside
     if problems:
         raise RunError(problems[:10])
-    return found
+    return tensors
 
 
 def names(folder: Path) -> set[str]:
-    """The names of a folder's tensors; empty where it holds no weights."""
+    """The names of a folder's tensors; empty if it holds no weights."""
     if (folder / INDEX).is_file():
-        return set(_places(folder / INDEX))
+        return set(_weight_map(folder / INDEX))
     return set(header(folder / SINGLE)) if (folder / SINGLE).is_file() else set()
 
 
@@ -97,12 +97,12 @@ def header(file: Path) -> dict[str, Stored]:
     try:
         table = json.loads(text)
         table.pop("__metadata__", None)
-        found = {name: _stored(file, entry, 8 + length) for name, entry in table.items()}
-        if not all(name.isprintable() for name in found):
+        tensors = {name: _stored(file, entry, 8 + length) for name, entry in table.items()}
+        if not all(name.isprintable() for name in tensors):
             raise ValueError
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise RunError([f"{file} has a header that is not one of safetensors. {_AGAIN}"]) from None
-    return _consistent(file, found, 8 + length, size)
+        raise RunError([f"{file} does not have a safetensors header. {_AGAIN}"]) from None
+    return _consistent(file, tensors, 8 + length, size)
 
 
 _AGAIN = "Copy or download the file again."
@@ -111,16 +111,16 @@ _AGAIN = "Copy or download the file again."
 def _stored(file: Path, entry: dict[str, Any], base: int) -> Stored:
     begin, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
-    whole = all(isinstance(number, int) and number >= 0 for number in (begin, end, *shape))
-    if not whole or begin > end or not isinstance(entry["dtype"], str):
+    valid = all(isinstance(number, int) and number >= 0 for number in (begin, end, *shape))
+    if not valid or begin > end or not isinstance(entry["dtype"], str):
         raise ValueError
     return Stored(file, entry["dtype"], shape, base + begin, base + end)
 
 
-def _consistent(file: Path, found: dict[str, Stored], base: int, size: int) -> dict[str, Stored]:
-    """Each tensor has the bytes it needs, and together they fill the file without gap or overlap, as the format wants."""
+def _consistent(file: Path, tensors: dict[str, Stored], base: int, size: int) -> dict[str, Stored]:
+    """The tensors, after checking that each has its bytes and that they fill the file without gap or overlap, as the format requires."""
     position = base
-    for name, tensor in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         expected = math.prod(tensor.shape) * SIZES.get(tensor.dtype, 0)
         if tensor.dtype in SIZES and tensor.end - tensor.begin != expected:
             raise RunError(
@@ -137,24 +137,24 @@ def _consistent(file: Path, found: dict[str, Stored], base: int, size: int) -> d
         position = tensor.end
     if position != size:
         raise RunError([f"{file} has {size} bytes, of which its tensors need {position}. {_AGAIN}"])
-    return found
+    return tensors
 
 
-def _places(index: Path) -> dict[str, str]:
+def _weight_map(index: Path) -> dict[str, str]:
     try:
         table = json.loads(index.read_text())["weight_map"]
-        places = dict(table.items())
-        if not all(isinstance(file, str) and file.isprintable() for file in places.values()):
+        shards = dict(table.items())
+        if not all(isinstance(file, str) and file.isprintable() for file in shards.values()):
             raise ValueError
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise RunError([f'{index} is not the index of a sharded model: it has no readable "weight_map". {_AGAIN}']) from None
-    outside = [file for file in places.values() if os.path.basename(file) != file]
+    outside = [file for file in shards.values() if os.path.basename(file) != file]
     if outside:
         raise RunError([f"{index} names the shard {outside[0]!r}, which is not a file of this folder."])
-    return places
+    return shards
 
 
-def _nothing(folder: Path) -> str:
+def _no_weights(folder: Path) -> str:
     if not folder.is_dir():
         return f"{folder} is not a folder."
     others = sorted(path.name for path in folder.glob("*.bin")) or sorted(path.name for path in folder.glob("*.safetensors"))

@@ -1,5 +1,5 @@
-"""The run file as a JSON schema, built from the dataclasses, for editors that complete and check TOML.
-The CLI writes it to a file; the tests use its reader of field docstrings."""
+"""The run file as a JSON schema, built from the dataclasses, for editors that complete and check TOML. `phalanx schema` prints it;
+docs/make_run_file.py reads the field docstrings through it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 def schema() -> dict[str, Any]:
     """JSON schema (draft 2020-12) of the run file.
 
-    Everything is spelled out in place and with keywords that draft 7 has too, as TOML editors know little more.
+    Without references and with keywords that draft 7 has too, because TOML editors support little more.
     """
     tables = {table: _table(table) for table in TABLES if "." not in table}
-    names = {"type": "string", "enum": sorted(PRESETS), "description": "The preset alone."}
+    names = {"type": "string", "enum": sorted(PRESETS), "description": "A preset without changes."}
     tables["model"] = {"description": tables["model"]["description"], "anyOf": [names, tables["model"]]}
-    pointer_key = {"type": "string", "description": "Where an editor finds this schema; the run does not depend on it."}
+    pointer_key = {"type": "string", "description": "Location of this schema, for editors; it has no effect on the run."}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Phalanx run file",
@@ -35,7 +35,7 @@ def schema() -> dict[str, Any]:
 
 @cache
 def documented_fields(cls: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass, which Python itself throws away; inherited fields first, as in it."""
+    """The docstring below each field of a dataclass, which Python itself discards; inherited fields first."""
     import ast  # slow to import, and only schemas and tests come here
     import inspect
     import textwrap
@@ -52,7 +52,7 @@ def documented_fields(cls: type) -> dict[str, str]:
 
 
 def about(table: str) -> str:
-    """What a table is for: the docstring of the field that holds it, or of its class where each has a name of its own."""
+    """The description of a table: the docstring of the field that holds it, or of its class for tables that the person names."""
     if table.endswith(".*"):
         return " ".join((TABLES[table].__doc__ or "").split())
     above, _, name = table.rpartition(".")
@@ -78,7 +78,7 @@ def _table(table: str) -> dict[str, Any]:
 
 
 def _named(table: str) -> dict[str, Any]:
-    """A table that holds tables under names which the person chooses."""
+    """A table that holds tables under names that the person chooses."""
     return {
         "type": "object",
         "description": about(table),
@@ -88,7 +88,7 @@ def _named(table: str) -> dict[str, Any]:
 
 
 def _free(table: str) -> dict[str, Any]:
-    """A table of plain values under names which the person chooses."""
+    """A table of plain values under names that the person chooses."""
     return {
         "type": "object",
         "description": about(table),
@@ -106,15 +106,15 @@ def _last(table: str) -> str:
 
 
 def _key(key: Key, description: str) -> dict[str, Any]:
-    one: dict[str, Any] = {"type": _TYPES[key.kind]}
+    element: dict[str, Any] = {"type": _TYPES[key.kind]}
     if key.choices:
-        one["enum"] = list(key.choices)
+        element["enum"] = list(key.choices)
     if key.path == "model.preset":
-        one["enum"] = sorted(PRESETS)
+        element["enum"] = sorted(PRESETS)
     for keyword, limit in (("minimum", "low"), ("maximum", "high"), ("exclusiveMinimum", "above")):
         if key.metadata.get(limit) is not None:
-            one[keyword] = key.metadata[limit]
-    result: dict[str, Any] = {"anyOf": [one, {"type": "array", "items": one}]} if key.many else one
+            element[keyword] = key.metadata[limit]
+    result: dict[str, Any] = {"anyOf": [element, {"type": "array", "items": element}]} if key.many else element
     if key.default is not MISSING and key.default is not None:
         result["default"] = list(key.default) if key.many else key.default
     not_built = " (not built yet)" if "later" in key.metadata else ""

@@ -272,7 +272,7 @@ CORRUPTED: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "far too many experts": (_config(num_local_experts=10**12), ("config.json", "1000000000000 experts", "has 4")),
     "tokenizer of no known kind": (_words(lambda table: table["model"].update(type="Foo")), ("tokenizer.json", "no tokenizer")),
     "tokenizer settings broken": (lambda folder: (folder / "tokenizer_config.json").write_text("{"), ("tokenizer_config.json",)),
-    "weights a folder": (_folder_instead, ("model.safetensors is no file",)),
+    "weights a folder": (_folder_instead, ("model.safetensors is not a file",)),
     "experts changed": (_config(num_local_experts=5), ("block_sparse_moe.experts.4.w1.weight",)),
 }  # fmt: skip
 

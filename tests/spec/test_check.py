@@ -94,7 +94,7 @@ CONFLICTS = {
     ),
     "micro-batch of many": (
         train(batch=5040, micro_batch=11),
-        ["train.micro_batch = 11", "set it to 10 or 12, or leave it out"],
+        ["train.micro_batch = 11", "set it to 10 or 12, or remove it"],
     ),
     "key heads": (model(heads=8, kv_heads=3), ["model.kv_heads = 3", "model.heads = 8", "2 or 4"]),
     "heads": (model(dim=100, heads=8), ["model.heads = 8", "model.dim = 100", "5 or 10", "model.head_dim"]),
@@ -199,7 +199,7 @@ CONFLICTS = {
     ),
     "template for a source of a mixture": (
         mix(replace(WIKI, template="plain"), CODE),
-        ["data.mix.wiki.template is set", 'data.mix.wiki.source = "jsonl", as its paths tell', 'to "chat"'],
+        ["data.mix.wiki.template is set", 'data.mix.wiki.source = "jsonl" (inferred from its paths)', 'to "chat"'],
     ),
     "source of a mixture without paths": (
         mix(CODE, MixedSource(name="x", source="parquet")),
@@ -217,7 +217,7 @@ CONFLICTS = {
     "no documents": (data(source="memory"), ["data.documents is empty", "at least one text"]),
     "empty documents": (data(documents=("", "")), ["data.documents holds 2 empty texts"]),
     "field of a text": (data(paths=("a.txt",), field="body"), ["data.field", '"jsonl", "parquet", "hf" or "chat"']),
-    "field of nothing": (data(field="body"), ["data.field", 'data.source = "stdlib", as it has no paths']),
+    "field of nothing": (data(field="body"), ["data.field", 'data.source = "stdlib" (it has no paths)']),
     "split of a file": (data(paths=("a.jsonl",), split="test"), ["data.split", 'set data.source to "hf"']),
     "configuration of a file": (data(paths=("a.jsonl",), config="en"), ["data.config", '"hf"']),
     "stream of a file": (data(paths=("a.jsonl",), streaming=True), ["data.streaming", '"hf"']),

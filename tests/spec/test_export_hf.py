@@ -22,7 +22,7 @@ steps = 2
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["model.module=mine:Model"], 'model.module = "mine:Model": a model of your own has no counterpart in transformers'),
+        (["model.module=mine:Model"], 'model.module = "mine:Model": a custom model has no counterpart in transformers'),
         (["model.positions=learned"], 'model.norm = "rms" with learned positions: Hugging Face\'s GPT-2'),
         (["model.moe.experts=4", "model.moe.active=2", "model.moe.ffn=32", "model.moe.shared=1"], "model.moe.shared = 1"),
         (["optimizer.sync_every=4", "layout.data=2"], "optimizer.sync_every = 4 each replica has its own"),
@@ -32,7 +32,7 @@ def test_refused(overrides: list[str], said: str) -> None:
     loads(BASE, overrides=overrides)
     with pytest.raises(RunError) as refused:
         loads(BASE, overrides=["checkpoint.export_hf=true", *overrides])
-    assert any(said in problem and "leave checkpoint.export_hf out" in problem for problem in refused.value.problems), (
+    assert any(said in problem and "remove checkpoint.export_hf" in problem for problem in refused.value.problems), (
         refused.value
     )
 

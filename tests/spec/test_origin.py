@@ -155,7 +155,7 @@ def test_a_table_of_learned_positions_has_its_length(here: Path) -> None:
 
 def test_two_ways_to_say_what_the_model_is() -> None:
     preset, gone = problems(GOOD + '[model]\nfrom = "weights"\npreset = "tiny-dense"\n')
-    assert preset.startswith('run.toml:6: model.from = "weights" and model.preset = "tiny-dense" both say what the model is')
+    assert preset.startswith('run.toml:6: model.from = "weights" and model.preset = "tiny-dense" both define the model')
     assert gone.startswith('run.toml:6: model.from = "weights" does not exist')
     (module,) = problems(GOOD + '[model]\npreset = "tiny-dense"\nmodule = "a.b:C"\n')
     assert module.startswith('run.toml:7: model.module = "a.b:C" and model.preset')
