@@ -1,9 +1,9 @@
-"""What a rank does at every moment of a step: computing, waiting for others and for what, updating. `training/hooks/measurements` runs one for a
-few steps of a launch, `observe/comm_timer` tells it of every wait between ranks.
+"""Times the parts of a step on one rank: computing, waiting for others by cause, updating. `training/hooks/measurements` runs it in a few
+steps of a launch; `observe/comm_timer` reports every wait to it.
 
-A step is cut at every change from one thing to another, so that its parts add up to it, and nothing is looked at in between: a cut is a
-look at the host's clock, or on a GPU an event in the stream that computes. What another stream does is seen only where that one waits
-for it, and that is what exposed communication is.
+A step is cut wherever one activity changes to another, so the parts add up to the whole. A cut reads the host's clock, or on a GPU
+records an event in the compute stream. Work of other streams shows only where the compute stream waits for it: that is exposed
+communication.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 
+from phalanx import accelerator
+
 PARTS = ("compute", "tensor", "context", "expert", "data", "bubble", "optimizer", "loading", "other")
-"""What a step is cut into: the plan's names. Here "compute" is launching too, "bubble" the messages between stages, "optimizer" what is
-offloaded: from within a rank they cannot be told apart. "loading" is waiting for the next batch."""
+"""Parts of a step, named as in the plan. Here "compute" includes kernel launches, "bubble" the messages between stages, "optimizer" the
+transfers of offloaded state: a rank cannot separate them. "loading" is waiting for the next batch."""
 
 _PARTS_OF_USES = {
     "tensor": "tensor",
@@ -36,64 +38,61 @@ _PARTS_OF_USES = {
 
 
 def part_of(use: str) -> str:
-    """Which part it is to wait in a group that serves this technique. What all ranks agree on in a step is none of the named."""
+    """The part that a wait in a group of this use belongs to; "other" for what all ranks agree on in a step."""
     return _PARTS_OF_USES.get(use.removesuffix(" (whole)"), "other")
 
 
 class Clock:
-    """Of one rank, while it is entered. Of one thread at a time, like `busy.Waiting`."""
+    """Times one rank while it is entered. Used by one thread at a time, like `comm_timer.CommTimer`."""
 
     def __init__(self, device: torch.device):
-        self._on_gpu = device.type == "cuda"
-        self._doing = ["other"]
+        self._accelerator = accelerator.of(device)
+        self._activities = ["other"]
         self._marks: list[tuple[str, Any]] = []
         self._started = 0.0
         self.seconds = 0.0
-        """From beginning to end."""
+        """Of the whole step."""
         self.parts: dict[str, float] = {}
-        """Seconds of each part that there was; their sum."""
+        """Seconds of each part that occurred; they add up to `seconds`."""
 
     def __enter__(self) -> Clock:
-        if self._on_gpu:
-            torch.cuda.synchronize()  # what was begun before is not of this step
+        self._accelerator.synchronize()  # earlier work is not part of this step
         self._started = perf_counter()
         self._mark()
         return self
 
     def __exit__(self, *error: object) -> None:
         if error[0] is not None:
-            return  # a device that has failed must not be waited for
+            return  # do not wait for a device that has failed
         self._mark()
-        if self._on_gpu:
-            torch.cuda.synchronize()
+        self._accelerator.synchronize()
         self.seconds = perf_counter() - self._started
         self._add_up()
 
     @contextmanager
     def inside(self, part: str) -> Iterator[None]:
-        """Meanwhile the rank does this, then again what it did before."""
-        self._doing.append(part)
+        """Meanwhile time counts as this part, afterwards as the one before."""
+        self._activities.append(part)
         self._mark()
         try:
             yield
         finally:
-            self._doing.pop()
+            self._activities.pop()
             self._mark()
 
     def _mark(self) -> None:
-        """From now on, what is being done."""
-        if self._on_gpu:
-            stamp: Any = torch.cuda.Event(enable_timing=True)
+        """Record when the current activity begins."""
+        stamp: Any = perf_counter()
+        if self._accelerator.asynchronous:
+            stamp = self._accelerator.event(timing=True)
             stamp.record()
-        else:
-            stamp = perf_counter()
-        self._marks.append((self._doing[-1], stamp))
+        self._marks.append((self._activities[-1], stamp))
 
     def _add_up(self) -> None:
-        found = dict.fromkeys(PARTS, 0.0)
-        for (doing, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
-            found[doing] += begin.elapsed_time(end) / 1000 if self._on_gpu else end - begin
-        # The device begins a little after the host, and ends before it. On a host there is nothing between its own marks.
-        found["other"] += max(0.0, self.seconds - sum(found.values()))
-        self.parts = {part: seconds for part, seconds in found.items() if seconds > 0}
+        totals = dict.fromkeys(PARTS, 0.0)
+        for (activity, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+            totals[activity] += begin.elapsed_time(end) / 1000 if self._accelerator.asynchronous else end - begin
+        # The device begins a little after the host and ends before it. On a host nothing lies between the marks.
+        totals["other"] += max(0.0, self.seconds - sum(totals.values()))
+        self.parts = {part: seconds for part, seconds in totals.items() if seconds > 0}
         self.seconds = sum(self.parts.values())

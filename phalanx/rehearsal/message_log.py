@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from phalanx.observe.traffic import traffic
+from phalanx.observe.counters import traffic
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from phalanx.observe.flop_count import flops_of
+from phalanx.observe.counters import flops_of
 from phalanx.rehearsal import fake_gpu
 from phalanx.rehearsal.attention_kernels import NONE, Card
 from phalanx.rehearsal.fake_cache import Recall

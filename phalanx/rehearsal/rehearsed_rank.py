@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as modules
 from torch.utils._pytree import tree_leaves
 
-from phalanx.observe.comm_timer import WAITED
+from phalanx.observe.comm_timer import COMM_TIMER
 from phalanx.optim.learning_rate import learning_rate
 from phalanx.parallel.mesh import Mesh
 from phalanx.rehearsal import fake_gpu
@@ -207,9 +207,9 @@ def opened(run: Run, plan: Plan, rank: int, card: Card | None, messages: Message
     run, plan = replace(run, layout=layout), replace(plan, layout=layout)
     mesh = Mesh(generation(rank, layout.ranks), fake_gpu.GPU if card else fake_gpu.HOST, layout)
     watch = Watch(messages, card)
-    passed, WAITED.passed = WAITED.passed, None
+    events, COMM_TIMER.events = COMM_TIMER.events, None
     with contextlib.ExitStack() as stack:
-        stack.callback(setattr, WAITED, "passed", passed)
+        stack.callback(setattr, COMM_TIMER, "events", events)
         stack.enter_context(absent_ranks(mesh))
         stack.enter_context(lazy_cuts())
         stack.enter_context(assumed(mesh))

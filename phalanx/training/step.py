@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from phalanx.models.moe import routers
-from phalanx.observe.comm_timer import WAITED, span
+from phalanx.observe.comm_timer import COMM_TIMER, span
 from phalanx.optim.optimizer import Optimizer
 from phalanx.parallel.expert import Loads, imbalance
 from phalanx.parallel.pipeline.executor import Pipeline
@@ -95,7 +95,7 @@ class Stepper:
     def begin(self, number: int, seed: int) -> None:
         """Prepares step `number`; random numbers of its forwards follow from `seed`."""
         self.number, self.seed = number, seed
-        self._began, self._waited = time.perf_counter(), WAITED.seconds
+        self._began, self._waited = time.perf_counter(), COMM_TIMER.seconds
         torch.manual_seed(seed)
 
     def step(
@@ -134,7 +134,7 @@ class Stepper:
                 self._run_pipeline(batches, stop_request, totals, self._pipeline)
             else:
                 self._run_micro_batches(batches, stop_request, totals)
-            self.hooks.before_reduce(self.number, time.perf_counter() - self._began - (WAITED.seconds - self._waited))
+            self.hooks.before_reduce(self.number, time.perf_counter() - self._began - (COMM_TIMER.seconds - self._waited))
             totals.start()
             self.sharded.finish()
             totals.wait()

@@ -18,7 +18,7 @@ from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.events.heartbeat import Heartbeat
 from phalanx.events.records import Evaluated, Event, ModelPlaced, Saved, SaveFailed, Step, StepSkipped, WeightsLoaded
-from phalanx.observe.comm_timer import WAITED, span
+from phalanx.observe.comm_timer import COMM_TIMER, span
 from phalanx.optim.learning_rate import learning_rate
 from phalanx.optim.optimizer import Optimizer
 from phalanx.parallel.mesh import Mesh
@@ -88,7 +88,7 @@ class Trainer:
         )
         self.hooks.on_build(state.sharded)
         stepper.hooks = self.hooks
-        WAITED.watch(self.mesh.device)
+        COMM_TIMER.watch(self.mesh.device)
         self._built = state, stepper
 
     @property

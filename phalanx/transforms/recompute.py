@@ -60,7 +60,7 @@ def _number(name: str, parts: Sequence[nn.Module]) -> int:
 
 def _repeated(block: nn.Module, mode: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     counters = [module for module in block.modules() if hasattr(module, "counting")]
-    block.work = None  # type: ignore[assignment]  # whoever counts operations, while somebody does: see `observe/flop_count`
+    block.work = None  # type: ignore[assignment]  # whoever counts operations, while somebody does: see `observe/counters`
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         if mode == "full":

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.observe.traffic import Account, Live, Sent
+from phalanx.observe.counters import MemoryCounter, Sent, TrafficCounter
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.training.trainer import Trainer
@@ -40,7 +40,7 @@ class Theory:
 def take(trainer: Trainer) -> RankAccount:
     """Of the trainer's next step. The first steps also make what lasts: take a later one."""
     parameters, gradients, optimizer = states(trainer)
-    live, account = Live((*parameters, *gradients, *optimizer), trainer.mesh.device), Account()
+    live, account = MemoryCounter((*parameters, *gradients, *optimizer), trainer.mesh.device), TrafficCounter()
     with live, account:
         trainer.step()
     parameters, gradients, optimizer = states(trainer)

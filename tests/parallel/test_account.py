@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from phalanx.observe.traffic import Account, Live, Sent
+from phalanx.observe.counters import MemoryCounter, Sent, TrafficCounter
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
 
@@ -21,7 +21,7 @@ def collectives(mesh: Mesh) -> Sent:
     data, tensor = mesh.group("data", use="data"), mesh.group("tensor", use="tensor")
     values = torch.ones(12, 4)
     uneven = [3, 9] if tensor.index == 0 else [4, 8]
-    with Account() as account:
+    with TrafficCounter() as account:
         data.all_reduce(values.clone())
         tensor.all_gather(values)
         tensor.reduce_scatter(values)
@@ -46,7 +46,7 @@ def test_each_collective_is_counted_for_its_use() -> None:
 def backward(mesh: Mesh) -> Sent:
     group = mesh.group("tensor", use="tensor")
     x = torch.ones(2, 6, requires_grad=True)
-    with Account() as account:
+    with TrafficCounter() as account:
         group.gather_to_region(group.copy_to_region(x), 1).sum().backward()
     return account.sent
 
@@ -62,7 +62,7 @@ def sharded(mesh: Mesh) -> Sent:
     model = nn.Linear(16, 16, bias=False)
     fully_shard(model, mesh=group)
     model(torch.ones(1, 16)).sum().backward()  # the first forward also prepares
-    with Account() as account:
+    with TrafficCounter() as account:
         model(torch.ones(1, 16)).sum().backward()
     return account.sent
 
@@ -76,7 +76,7 @@ def test_torchs_own_sharding_is_seen() -> None:
 
 
 def messages(mesh: Mesh) -> Sent:
-    with Account() as account:
+    with TrafficCounter() as account:
         if mesh.rank == 0:
             dist.send(torch.ones(5), 1)
         else:
@@ -90,7 +90,7 @@ def test_a_message_counts_where_it_is_sent() -> None:
 
 def test_what_lives_at_once_is_what_a_step_needs() -> None:
     known = torch.ones(1000)
-    live = Live([known], torch.device("cpu"))
+    live = MemoryCounter([known], torch.device("cpu"))
     with live:
         a = known * 2
         b = a + 1
@@ -106,7 +106,7 @@ def test_what_lives_at_once_is_what_a_step_needs() -> None:
 @pytest.mark.parametrize("layers", [2, 8])
 def test_activations_wait_for_the_backward(layers: int) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(layers)))
-    live = Live(model.parameters(), torch.device("cpu"))
+    live = MemoryCounter(model.parameters(), torch.device("cpu"))
     x = torch.ones(100, 32)
     with live:
         model(x).sum().backward()

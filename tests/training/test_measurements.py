@@ -16,7 +16,7 @@ import pytest
 from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
 
 from phalanx.events.records import Step, StepAccounted, StepTimed
-from phalanx.observe.comm_timer import WAITED
+from phalanx.observe.comm_timer import COMM_TIMER
 from phalanx.observe.step_clock import PARTS, Clock
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
@@ -52,7 +52,7 @@ class Flag:
         def told(clock: Clock) -> None:
             self._memory[0] = 0
             mark(clock)
-            self._memory[0] = clock._doing[-1] == part
+            self._memory[0] = clock._activities[-1] == part
 
         Clock._mark = told  # type: ignore[method-assign]  # of this process alone
 
@@ -114,7 +114,7 @@ def slowed(mesh: Mesh, run: Run, folder: Path, flag: Flag, waiting: str) -> list
 
         trainer.model.register_forward_hook(compute)
     found = taken(trainer, lambda number: due.__setitem__(slice(None), [number]))
-    assert WAITED.clock is None, "nothing is left behind"
+    assert COMM_TIMER.clock is None, "nothing is left behind"
     trainer.close()
     return [told.parts for told in found]
 
@@ -168,7 +168,7 @@ def test_a_step_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         trainer.step()
     hook.remove()
-    assert WAITED.clock is None
+    assert COMM_TIMER.clock is None
     assert isinstance(trainer.take_measurement(), StepAccounted) and trainer.take_measurement() is None
     trainer.close()
 

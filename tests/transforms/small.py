@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.models.init import build, materialize
 from phalanx.models.moe import routers
-from phalanx.observe.flop_count import Work, counted
+from phalanx.observe.counters import FlopCounter, count_flops
 from phalanx.spec.model import PRESETS, ModelSpec
 from phalanx.transforms.precision import LossScale, computing
 
@@ -106,9 +106,9 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(((one[n].float() - other[n].float()).norm() / other[n].float().norm().clamp(min=1e-30)).item() for n in other)
 
 
-def flops(work: Callable[[], Any], parts: list[nn.Module] | None = None) -> Work:
+def flops(work: Callable[[], Any], parts: list[nn.Module] | None = None) -> FlopCounter:
     """What `work` computes."""
-    with counted(parts or []) as found:
+    with count_flops(parts or []) as found:
         work()
     return found
 

@@ -16,10 +16,9 @@ from torch import Tensor
 from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.events.heartbeat import Heartbeat, Phase
 from phalanx.events.records import ModelPlaced, Step, StepAccounted, StepSkipped, StepTimed
-from phalanx.observe.comm_timer import WAITED, span
-from phalanx.observe.flop_count import counted
+from phalanx.observe.comm_timer import COMM_TIMER, span
+from phalanx.observe.counters import MemoryCounter, TrafficCounter, count_flops
 from phalanx.observe.step_clock import Clock
-from phalanx.observe.traffic import Account, Live
 from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.spec.plan import Plan
 from phalanx.training.hooks import StepContext, StepHook
@@ -43,7 +42,7 @@ class HeartbeatHook(StepHook):
 
     def before_batch(self, step: int) -> None:
         self._started = time.perf_counter()
-        WAITED.take()  # waits between steps do not count
+        COMM_TIMER.take()  # waits between steps do not count
         self._heartbeat.enter("data")
 
     def before_forward(self, context: StepContext) -> None:
@@ -54,7 +53,7 @@ class HeartbeatHook(StepHook):
 
     def on_step_taken(self, step: int, outcome: Outcome) -> None:
         seconds = time.perf_counter() - self._started
-        self._heartbeat.stepped(step, seconds, max(seconds - WAITED.take(), 0.0), outcome.memory)
+        self._heartbeat.stepped(step, seconds, max(seconds - COMM_TIMER.take(), 0.0), outcome.memory)
 
     def before_evaluate(self, step: int) -> None:
         self._heartbeat.enter("evaluating")
@@ -85,9 +84,9 @@ class StepAccounting(StepHook):
         mesh = self._model.mesh
         tensors = (state.tensor for state in self._state().values() if isinstance(state.tensor, Tensor))
         with ExitStack() as stack:
-            account = stack.enter_context(Account())
-            live = stack.enter_context(Live(tensors, mesh.device))
-            counter = stack.enter_context(counted(self._model.parts))
+            account = stack.enter_context(TrafficCounter())
+            live = stack.enter_context(MemoryCounter(tensors, mesh.device))
+            counter = stack.enter_context(count_flops(self._model.parts))
             yield
         placement = self._placement()
         self._record = StepAccounted(
@@ -175,9 +174,9 @@ def _timed_method(owner: Any, name: str) -> Iterator[None]:
 
 @contextmanager
 def _running(clock: Clock) -> Iterator[None]:
-    WAITED.clock = clock
+    COMM_TIMER.clock = clock
     try:
         with clock:
             yield
     finally:
-        WAITED.clock = None
+        COMM_TIMER.clock = None
