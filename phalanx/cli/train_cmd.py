@@ -177,7 +177,7 @@ def _train_under_torchrun(place: Place, run_file: Path, overrides: list[str], re
 
 def _show_start(prepared: Prepared, rundir: RunDir) -> Callable[[Event], None]:
     """Logs and shows the first events of rank 0; returns the callback that shows the others."""
-    from phalanx.control.processes import NO_COPIES
+    from phalanx.launch.run_checks import NO_COPIES
 
     run = prepared.run
     view = display(console, run.steps, run.watch.log_every, live=False)

@@ -1,10 +1,9 @@
-"""The supervisor of one node: keeps its workers, its nursery and its copies in memory, and follows the controller; or is it. Never
-loads torch, so it outlives what kills the workers.
+"""The agent of one node: supervises its workers, its fork server and its in-memory replicas. One agent is also the controller.
 
-    python -m phalanx.control.agent       with what it needs in a line of JSON on its standard input
+    python -m phalanx.control.agent       reads its settings as one line of JSON from standard input
 
-It tells whoever started it how the run ended, in a line of JSON on its standard output, and takes orders on its standard input.
-When that ends, as it does with the process that started it, so does the node.
+The agent never loads torch, so it survives what kills the workers. It prints the outcome of the run as a line of JSON on standard output
+and takes further orders on standard input; when that ends, because its parent died, the node ends.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,39 @@ from phalanx.control.controller import Controller
 from phalanx.control.election import LeaderClient, Terms
 from phalanx.control.node_faults import NodeFaults
 from phalanx.control.processes import ForkClient, ReplicaProcess, Worker, inspect_process
+from phalanx.control.protocol import (
+    Beats,
+    BeginGeneration,
+    BeginRank,
+    CutConnections,
+    Done,
+    Evict,
+    Halt,
+    HandOff,
+    Inspect,
+    Join,
+    Kill,
+    LocateRanks,
+    Order,
+    Outcome,
+    Pause,
+    RankDied,
+    RankEnded,
+    RankFailed,
+    RankInspected,
+    RankReport,
+    RanksBegan,
+    ReplicaServerMoved,
+    Report,
+    Stop,
+    StopRequested,
+    WorkerInfo,
+    decode,
+    encode,
+)
 from phalanx.control.store_server import KeyValueStore
 from phalanx.events import heartbeat
+from phalanx.events.heartbeat import Beat
 from phalanx.events.log import EventLog
 from phalanx.events.records import Event, StrangerRefused, Warned
 from phalanx.events.rundir import RunDir
@@ -36,270 +67,310 @@ from phalanx.host.process_tree import STOP_SIGNALS, adopt_orphans, die_with, unb
 from phalanx.spec.load import load
 from phalanx.spec.plan import Plan
 
-_BEAT = 0.2  # seconds between two signs of life
-_TOLD = 5.0  # seconds between two records of refused strangers
-
-Message = dict[str, Any]
+_BEAT = 0.2  # seconds between two reports of heartbeats
+_REFUSAL_RECORDS = 5.0  # seconds between two records of refused connections
+_LAST_WORDS = 0.02  # seconds after a worker's death in which its last report is read from its pipe
 
 
 class Agent:
-    """One node of one run."""
+    """The agent of one node of one run. Serves its parts as `NodeServices`, `FollowerNode` and `FaultyNode`."""
 
-    def __init__(self, given: Message):
-        self.rundir = RunDir(Path(given["run_dir"]))
-        self.node, self.nodes, self.slots = int(given["node"]), int(given["nodes"]), int(given["slots"])
-        self.token, self.bind = str(given["token"]), str(given["bind"])
-        self.chaos = str(given.get("chaos") or "")
+    def __init__(self, settings: dict[str, Any]):
+        self.rundir = RunDir(Path(settings["run_dir"]))
+        self.node, self.nodes, self.slots = int(settings["node"]), int(settings["nodes"]), int(settings["slots"])
+        self.token, self._bind = str(settings["token"]), str(settings["bind"])
+        self._chaos = str(settings.get("chaos") or "")
         self.run, self.plan = load(self.rundir.run_file), Plan.from_json(self.rundir.plan_file.read_text())
         self.name = f"{self.node}-{secrets.token_hex(4)}"
-        self.claims = Terms(self.rundir.control)
-        self.log = EventLog(self.rundir.events_file)
+        self.terms = Terms(self.rundir.control)
         self.stores: dict[int, KeyValueStore] = {}
-        """By generation: where its ranks meet, if this agent has begun it."""
+        """Rendezvous stores of the generations that this agent began as the controller."""
         self.address: tuple[str, int] = ("", 0)
-        self.last: Message | None = None
+        self.last_begin: BeginGeneration | None = None
         """The order that began the newest generation."""
         self.workers: dict[str, Worker] = {}
         self.stopping: str | None = None
-        self.outcome: Message | None = None
-        """How the run ended."""
-        self.controller: Controller | None = None
-        self._follower = LeaderClient(self)
-        self._count = 0
-        self._keeping: asyncio.Task[Any] | None = None
-        self._refused, self._refused_told = 0, 0.0
+        self.outcome: Outcome | None = None
+        self.fork_client = ForkClient(self.rundir, self.plan)
+        self._log = EventLog(self.rundir.events_file)
+        self._controller: Controller | None = None
+        self._leader = LeaderClient(self, self.run.resilience.heartbeat, self._lead)
+        self._forked = 0
+        self._restarting: asyncio.Task[Any] | None = None
+        self._refused, self._refusal_recorded = 0, 0.0
         self._over = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._strikes = NodeFaults(self) if self.chaos else None
-        self.nursery = ForkClient(self.rundir, self.plan)
+        self._faults = NodeFaults(self, self._chaos) if self._chaos else None
 
-    # --- the node's life ---
+    # --- the life of the node ---
 
     async def live(self) -> None:
-        """Until the run is over."""
-        self.nursery.on_failure = self._barren
-        self.nursery.start()
-        # Beside torch's loading, which takes longer.
-        self.keeper = await asyncio.to_thread(ReplicaProcess, self.rundir, self.node, self.bind, self.token)
+        """Run until the run is over."""
+        self.fork_client.on_failure = self._on_fork_server_failure
+        self.fork_client.start()
+        # In parallel to loading torch, which takes longer.
+        self.replica_process = await asyncio.to_thread(ReplicaProcess, self.rundir, self.node, self._bind, self.token)
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
-        listener = await listen(self.bind, self.token, self._welcome, self._refuse)
+        listener = await listen(self._bind, self.token, self._on_connection, self._on_refused)
         self.address = listener.address
-        self.claims.announce(self.node, {"name": self.name, "address": list(self.address), "pid": os.getpid()})
-        follow = self.spawn(self._follower.follow())
-        beats = self.spawn(self._beat())
+        self.terms.announce(self.node, {"name": self.name, "address": list(self.address), "pid": os.getpid()})
+        tasks = (self.spawn(self._follow()), self.spawn(self._send_beats()))
         await self._over.wait()
-        for task in (follow, beats):
+        for task in tasks:
             task.cancel()
-        self.nursery.close()
-        await self._end_workers()
+        self.fork_client.close()
+        for worker in self.workers.values():
+            worker.kill()
+        for worker in self.workers.values():
+            await worker.gone.wait()
         await listener.close()
-        self.keeper.close()
-        if self._strikes is not None:
-            self._strikes.close()
-        self.log.close()
+        self.replica_process.close()
+        if self._faults is not None:
+            self._faults.close()
+        self._log.close()
 
-    def _barren(self, reason: str) -> None:
+    async def _follow(self) -> None:
+        await self.fork_client.ready()
+        await self._leader.follow()
+
+    async def _lead(self, term: int) -> None:
+        """Be the controller of this term."""
+        self._controller = Controller(self, term)
+        try:
+            self._controller.receive(self.node, self.join_report())
+            await self._controller.lead()
+        finally:
+            self._controller = None
+
+    def _on_fork_server_failure(self, reason: str) -> None:
         """No worker can be started on this node."""
-        if self.last is not None:
-            os._exit(70)  # a lost node, as the others see it
-        said, _, log = reason.partition("\n")
-        self.finish({"code": 1, "reason": said, "rank": None, "traceback": log})
+        if self.last_begin is not None:
+            os._exit(70)  # the others see a lost node
+        message, _, log = reason.partition("\n")
+        self.finish(Outcome(code=1, reason=message, traceback=log))
 
-    def spawn(self, work: Any) -> asyncio.Task[Any]:
-        """A task that is kept, and whose failure ends this process instead of passing unseen."""
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Start a task whose failure ends this process instead of passing unseen."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._on_task_done)
         return task
 
-    def _done(self, task: asyncio.Task[Any]) -> None:
+    def _on_task_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             asyncio.get_running_loop().call_exception_handler({"message": "a supervisor's task failed", "exception": error})
-            os._exit(70)  # the others take it for what it is: a lost node
-
-    async def _end_workers(self) -> None:
-        for worker in self.workers.values():
-            if not worker.gone.is_set():
-                worker.kill()
-        for worker in self.workers.values():
-            await worker.gone.wait()
+            os._exit(70)  # the others see a lost node
 
     def emit(self, event: Event) -> None:
         with contextlib.suppress(OSError):
-            self.log.emit(event)
+            self._log.emit(event)
 
-    def reached(self, node: int) -> bool:
-        """Whether nothing that was planted keeps this node from that one."""
-        return self._strikes is None or self._strikes.reached(node)
+    def finish(self, outcome: Outcome) -> None:
+        """Report the outcome to the launcher and end the node."""
+        self.outcome = outcome
+        print(json.dumps({"outcome": encode(outcome)}), flush=True)
+        self._over.set()
 
-    def part_from(self, node: int) -> None:
-        """A planted fault: the link to another node is down."""
-        for worker in self.workers.values():
-            worker.order({"order": "cut"})
-        if self.controller is not None:
-            self.controller.part_from(node)
-        else:
-            self._follower.part_from(node)
+    def stop(self, reason: str) -> None:
+        """Save and end: requested by the launcher, or by a signal."""
+        if self.stopping is None:
+            self.stopping = reason
+            for worker in self.workers.values():
+                worker.send(Stop(reason=reason))
+            self.report(StopRequested(reason=reason))
 
-    # --- who decides ---
+    # --- connections and reports ---
 
-    def joining(self) -> Message:
-        """What a controller has to know of this node."""
-        workers = {
-            worker.name: {"rank": worker.rank, "generation": worker.generation, "ended": worker.ended}
-            for worker in self.workers.values()
-            if not worker.gone.is_set() or worker.ended is not None
-        }
-        return {
-            "report": "join",
-            "node": self.node,
-            "name": self.name,
-            "slots": self.slots,
-            "holder": list(self.keeper.address),
-            "workers": workers,
-            "last": self.last,
-            "stopping": self.stopping,
-        }
-
-    def report(self, message: Message) -> None:
-        """To whoever decides."""
-        if self.controller is not None:
-            self.controller.hear(self.node, message)
-        else:
-            self._follower.post(message)
-
-    async def _welcome(self, link: Channel) -> None:
-        """Somebody who knows the token: a rank that looks for its store, or a node that joins."""
-        first = await link.receive()
+    async def _on_connection(self, channel: Channel) -> None:
+        """Serve a peer that knows the token: a rank that uses its store, or a node that joins."""
+        first = await channel.receive()
         if "store" in first:
-            await store_server.serve(link, self.stores, first)
-        elif first.get("report") == "join" and self.controller is not None and self.reached(int(first["node"])):
-            await self.controller.member(link, first)
+            await store_server.serve(channel, self.stores, first)
+            return
+        join = decode(first)
+        if isinstance(join, Join) and self._controller is not None and self.reachable(join.node):
+            await self._controller.serve_member(channel, join)
 
-    def _refuse(self, address: str, reason: str) -> None:
-        """A stranger. Told once in a while: whoever scans ports must not fill the log."""
+    def _on_refused(self, address: str, reason: str) -> None:
+        """A peer without the token was refused. Records are rate-limited: a port scan must not fill the log."""
         self._refused += 1
-        if time.monotonic() >= self._refused_told + _TOLD:
+        if time.monotonic() >= self._refusal_recorded + _REFUSAL_RECORDS:
             self.emit(StrangerRefused(address=address, node=self.node, reason=reason, count=self._refused))
-            self._refused, self._refused_told = 0, time.monotonic()
+            self._refused, self._refusal_recorded = 0, time.monotonic()
+
+    def reachable(self, node: int) -> bool:
+        """Whether no injected fault separates this node from that one."""
+        return self._faults is None or self._faults.reachable(node)
+
+    def drop_link(self, node: int) -> None:
+        """Injected fault: the link to another node breaks."""
+        for worker in self.workers.values():
+            worker.send(CutConnections())
+        if self._controller is not None:
+            self._controller.drop_link(node)
+        else:
+            self._leader.drop_link(node)
+
+    def join_report(self) -> Join:
+        """Everything that a controller must know about this node."""
+        return Join(
+            node=self.node,
+            name=self.name,
+            slots=self.slots,
+            replica_server=list(self.replica_process.address),
+            workers={
+                worker.name: WorkerInfo(rank=worker.rank, generation=worker.generation, exit_code=worker.exit_code)
+                for worker in self.workers.values()
+                if not worker.gone.is_set() or worker.exit_code is not None
+            },
+            last_begin=self.last_begin,
+            stopping=self.stopping,
+        )
+
+    def report(self, report: Report) -> None:
+        """Report to the controller."""
+        if self._controller is not None:
+            self._controller.receive(self.node, report)
+        else:
+            self._leader.send(report)
+
+    async def _send_beats(self) -> None:
+        """Report the heartbeats of the ranks, which are also the heartbeat of the node."""
+        while True:
+            now = time.monotonic()
+            beats: dict[str, Beat] = {}
+            for worker in self.workers.values():
+                if worker.gone.is_set() or worker.rank is None or (beat := heartbeat.read(worker.heartbeat)) is None:
+                    continue
+                beats[str(worker.rank)] = beat._replace(since=now - beat.since)
+            self.report(Beats(beats=beats))
+            if self._faults is not None:
+                self._faults.on_step(max((beat.step for beat in beats.values()), default=-1))
+            await asyncio.sleep(_BEAT)
 
     # --- orders ---
 
-    async def obey(self, message: Message) -> None:
-        """An order of the controller."""
-        what = message["order"]
-        if what == "begin":
-            await self._begin(message)
-        elif what in ("halt", "hand over", "pause"):
-            for worker in self._of(message["generation"]):
-                if what != "hand over" or worker.rank in message["contributors"]:
-                    worker.order(message)
-        elif what == "kill":
-            for worker in self._of(message["generation"]):
-                if worker.rank in message["ranks"]:
-                    worker.failure = message.get("failure")
+    async def obey(self, order: Order) -> None:
+        """Carry out an order of the controller."""
+        match order:
+            case BeginGeneration():
+                await self._begin(order)
+            case Halt() | Pause() | LocateRanks():
+                for worker in self._workers_of(order.generation):
+                    worker.send(order)
+            case HandOff():
+                for worker in self._workers_of(order.generation, order.contributors):
+                    worker.send(order)
+            case Kill():
+                for worker in self._workers_of(order.generation, order.ranks):
+                    worker.failure = order.failure
                     worker.kill()
-        elif what == "where":
-            for worker in self._of(message["generation"]):
-                worker.order(message)
-        elif what == "inspect":
-            for worker in self._of(message["generation"]):
-                if worker.rank in message["ranks"]:
+            case Inspect():
+                for worker in self._workers_of(order.generation, order.ranks):
                     self.spawn(self._inspect(worker))
-        elif what == "evict":  # this node's workers are of a generation that went on without them
-            for worker in self.workers.values():
-                worker.kill()
-        elif what == "stop":
-            self.stop(message["reason"])
-        elif what == "done":
-            self.finish(message["outcome"])
+            case Evict():
+                for worker in self.workers.values():
+                    worker.kill()
+            case Stop():
+                self.stop(order.reason)
+            case Done():
+                self.finish(order.outcome)
 
-    def _of(self, generation: int) -> list[Worker]:
-        return [worker for worker in self.workers.values() if worker.generation == generation and not worker.gone.is_set()]
+    def _workers_of(self, generation: int, ranks: list[int] | None = None) -> list[Worker]:
+        return [
+            worker
+            for worker in self.workers.values()
+            if worker.generation == generation and not worker.gone.is_set() and (ranks is None or worker.rank in ranks)
+        ]
 
-    def finish(self, outcome: Message) -> None:
-        self.outcome = outcome
-        print(json.dumps({"outcome": outcome}), flush=True)
-        self._over.set()
-
-    async def _begin(self, order: Message) -> None:
-        """This node's ranks of a new generation: survivors by name, others forked now. Whoever is in none ends."""
-        self.last = order
-        mine = {entry["rank"]: entry["worker"] for entry in order["ranks"] if entry["node"] == self.node}
-        kept = {name for name in mine.values() if name is not None}
+    async def _begin(self, order: BeginGeneration) -> None:
+        """Start this node's ranks of a generation: survivors by name, the others forked now. Workers without a rank are killed."""
+        self.last_begin = order
+        names = {rank: slot.worker for rank, slot in enumerate(order.ranks) if slot.node == self.node}
+        survivors = {name for name in names.values() if name is not None}
         for worker in self.workers.values():
-            if worker.name not in kept and worker.ended is None:
+            if worker.name not in survivors and worker.exit_code is None:
                 worker.kill()
-        slots = iter(sorted(set(range(self.slots)) - {self.workers[name].slot for name in kept if name in self.workers}))
-        fresh = [(rank, next(slots)) for rank, name in mine.items() if name is None]
-        started = await asyncio.gather(*(self._fork(slot) for _, slot in fresh))
-        if self.last is not order:  # it took long, and the next has begun
-            for worker in started:
+        free = iter(sorted(set(range(self.slots)) - {self.workers[name].slot for name in survivors if name in self.workers}))
+        new = [rank for rank, name in names.items() if name is None]
+        forked = dict(zip(new, await asyncio.gather(*(self._fork(next(free)) for _ in new)), strict=True))
+        if self.last_begin is not order:  # the next generation has begun meanwhile
+            for worker in forked.values():
                 worker.kill()
             return
-        given = dict(zip((rank for rank, _ in fresh), started, strict=True))
-        names = {rank: given[rank].name if name is None else name for rank, name in mine.items()}
-        self.report({"report": "began", "generation": order["generation"], "names": names})
-        for rank, name in mine.items():
-            found = given[rank] if name is None else self.workers.get(name)
-            if found is None or found.gone.is_set():
-                self.report({"report": "died", "rank": rank, "generation": order["generation"], "code": -9, "failure": None})
+        workers = {rank: forked[rank] if name is None else self.workers.get(name) for rank, name in names.items()}
+        known = {str(rank): name or forked[rank].name for rank, name in names.items()}
+        self.report(RanksBegan(generation=order.generation, names=known))
+        for rank, process in workers.items():
+            if process is None or process.gone.is_set():
+                self.report(RankDied(rank=rank, generation=order.generation, code=-9))
                 continue
-            found.rank, found.generation = rank, order["generation"]
-            found.order(self._place(order, found))
+            process.rank, process.generation = rank, order.generation
+            process.send(self._begin_rank(order, process))
             if self.stopping is not None:
-                found.order({"order": "stop", "reason": self.stopping})
+                process.send(Stop(reason=self.stopping))
 
-    def _place(self, order: Message, worker: Worker) -> Message:
-        """What one rank is told."""
+    def _begin_rank(self, order: BeginGeneration, worker: Worker) -> BeginRank:
         place = {
             "rank": worker.rank,
-            "ranks": len(order["ranks"]),
+            "ranks": len(order.ranks),
             "local_rank": worker.slot,
-            "store": order["store"],
-            "holder": str(self.keeper.folder),
-            "generation": order["generation"],
+            "store": order.store,
+            "holder": str(self.replica_process.folder),
+            "generation": order.generation,
             "token": self.token,
             "node": self.node,
-            "copy_every": order["copy_every"],
+            "copy_every": order.copy_every,
         }
-        kept = {key: order[key] for key in ("generation", "plan", "source", "save")}
-        return {"order": "begin", "place": place, "pulse": str(worker.heartbeat), "chaos": self.chaos} | kept
+        return BeginRank(
+            generation=order.generation,
+            place=place,
+            plan=order.plan,
+            source=order.source,
+            save_only=order.save_only,
+            heartbeat=str(worker.heartbeat),
+            chaos=self._chaos,
+        )
 
     async def _fork(self, slot: int) -> Worker:
-        self._count += 1
-        name = f"{self.node}.{self._count}"
-        worker = await self.nursery.fork(name, slot, self.keeper.folder / f"pulse-{self._count}", self._said)
+        self._forked += 1
+        name, page = f"{self.node}.{self._forked}", self.replica_process.folder / f"pulse-{self._forked}"
+        worker = await self.fork_client.fork(name, slot, page, self._on_rank_report)
         self.workers[name] = worker
         self._reap()  # it may have died before it was known here
         return worker
 
-    # --- what workers say and do ---
+    async def _inspect(self, worker: Worker) -> None:
+        state, stack = await inspect_process(worker)
+        assert worker.rank is not None
+        self.report(RankInspected(rank=worker.rank, state=state, stack=stack))
 
-    def _said(self, worker: Worker, message: Message) -> None:
-        what = message["say"]
-        if what == "ended":
-            worker.ended = message["code"]
-        elif what == "failed":
-            worker.failure = message
-            return  # its end is what counts
-        self.report({"report": "said", "rank": worker.rank} | message)
+    # --- the workers ---
 
-    async def _keep(self) -> None:
-        """The process that keeps the copies is gone; what it kept is not."""
+    def _on_rank_report(self, worker: Worker, report: RankReport) -> None:
+        if isinstance(report, RankFailed):
+            worker.failure = report.failure  # reported with its death
+            return
+        if isinstance(report, RankEnded):
+            worker.exit_code = report.code
+        assert worker.rank is not None
+        self.report(replace(report, rank=worker.rank))
+
+    async def _restart_replica_process(self) -> None:
+        """The replica server died; its memory did not."""
         try:
-            await asyncio.to_thread(self.keeper.restart)
+            await asyncio.to_thread(self.replica_process.restart)
         except OSError as error:
             self.emit(Warned(message=f"Node {self.node} keeps no copies in memory any more: {error}."))
             return
         self.emit(Warned(message=f"The process that keeps node {self.node}'s copies in memory was lost, and started again."))
-        self.report({"report": "holder", "address": list(self.keeper.address)})
+        self.report(ReplicaServerMoved(address=list(self.replica_process.address)))
 
     def _reap(self) -> None:
-        """Somebody has died: see who."""
-        if self.keeper.lost and (self._keeping is None or self._keeping.done()):
-            self._keeping = self.spawn(self._keep())
+        """A child died: find out which."""
+        if self.replica_process.lost and (self._restarting is None or self._restarting.done()):
+            self._restarting = self.spawn(self._restart_replica_process())
         for worker in self.workers.values():
             if worker.gone.is_set():
                 continue
@@ -308,95 +379,30 @@ class Agent:
             except ChildProcessError:
                 pid, status = worker.pid, 1 << 8
             if pid:
-                worker.bury()
-                asyncio.get_running_loop().call_later(0.02, self._report_end, worker, os.waitstatus_to_exitcode(status))
+                worker.on_exit()
+                loop = asyncio.get_running_loop()
+                loop.call_later(_LAST_WORDS, self._report_death, worker, os.waitstatus_to_exitcode(status))
 
-    def _report_end(self, worker: Worker, code: int) -> None:
-        """A moment later: what it said last may still be in its pipe."""
-        if worker.ended is not None and worker.ended == code:
+    def _report_death(self, worker: Worker, code: int) -> None:
+        if worker.rank is None or worker.exit_code == code:
             return
         self.report(
-            {
-                "report": "died",
-                "rank": worker.rank,
-                "generation": worker.generation,
-                "code": code,
-                "failure": worker.failure,
-                "step": worker.step,
-            }
+            RankDied(rank=worker.rank, generation=worker.generation, code=code, failure=worker.failure, step=worker.last_step)
         )
 
-    async def _inspect(self, worker: Worker) -> None:
-        state, stack = await inspect_process(worker)
-        self.report({"report": "inspected", "rank": worker.rank, "state": state, "stack": stack})
 
-    async def _beat(self) -> None:
-        """Signs of life, and what the ranks are at, as long as the node lives."""
-        while True:
-            now = time.monotonic()
-            beats: dict[int, list[Any]] = {}
-            for worker in self.workers.values():
-                if worker.gone.is_set() or worker.rank is None or (beat := heartbeat.read(worker.heartbeat)) is None:
-                    continue
-                beats[worker.rank] = [
-                    beat.generation, beat.step, beat.phase, now - beat.since, beat.step_seconds, beat.busy_seconds, beat.taken, beat.memory
-                ]  # fmt: skip
-            self.report({"report": "beats", "beats": beats})
-            if self._strikes is not None:
-                self._strikes.look(max((beat[1] for beat in beats.values()), default=-1))
-            await asyncio.sleep(_BEAT)
-
-    # --- from outside ---
-
-    def stop(self, reason: str) -> None:
-        """Save and end: told by whoever started this node, or by a signal."""
-        if self.stopping is None:
-            self.stopping = reason
-            for worker in self.workers.values():
-                worker.order({"order": "stop", "reason": reason})
-            self.report({"report": "stop", "reason": reason})
-
-    def hear(self, line: str) -> None:
-        """A line from whoever started this process."""
-        message = json.loads(line)
-        if "stop" in message:
-            self.stop(message["stop"])
-
-
-async def _main(given: Message) -> None:
-    agent = Agent(given)
-    loop = asyncio.get_running_loop()
-    for number in STOP_SIGNALS:
-        loop.add_signal_handler(number, agent.stop, signal.Signals(number).name)
-    unblock_stop_signals()
-    follow_lines(loop, agent.hear)
-    await agent.live()
-
-
-def main() -> None:
-    line = first_line()
-    if line is None:
-        return
-    given = json.loads(line)
-    die_with(int(given["parent"]))
-    adopt_orphans()
-    asyncio.run(_main(given))
-    sys.stdout.flush()
-    os._exit(0)
-
-
-def first_line() -> bytes | None:
-    """Byte by byte: what follows is read by the loop. None: nobody is there any more."""
+def _read_first_line() -> bytes | None:
+    """Read one line byte by byte, as the event loop reads the rest; None if the parent is gone."""
     line = b""
     while not line.endswith(b"\n"):
-        if not (one := os.read(0, 1)):
+        if not (byte := os.read(0, 1)):
             return None
-        line += one
+        line += byte
     return line
 
 
-def follow_lines(loop: asyncio.AbstractEventLoop, hear: Callable[[str], None]) -> None:
-    """Every further line, as it comes. Their end ends this process at once, and the workers with it."""
+def _follow_parent(loop: asyncio.AbstractEventLoop, on_message: Callable[[dict[str, Any]], None]) -> None:
+    """Pass on every further line of standard input. Its end ends this process at once, and the workers with it."""
     buffer = bytearray()
 
     def read() -> None:
@@ -407,9 +413,31 @@ def follow_lines(loop: asyncio.AbstractEventLoop, hear: Callable[[str], None]) -
         while (end := buffer.find(b"\n")) >= 0:
             line = bytes(buffer[:end])
             del buffer[: end + 1]
-            hear(line.decode())
+            on_message(json.loads(line))
 
     loop.add_reader(0, read)
+
+
+async def _main(settings: dict[str, Any]) -> None:
+    agent = Agent(settings)
+    loop = asyncio.get_running_loop()
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, agent.stop, signal.Signals(number).name)
+    unblock_stop_signals()
+    _follow_parent(loop, lambda message: agent.stop(message["stop"]) if "stop" in message else None)
+    await agent.live()
+
+
+def main() -> None:
+    line = _read_first_line()
+    if line is None:
+        return
+    settings = json.loads(line)
+    die_with(int(settings["parent"]))
+    adopt_orphans()
+    asyncio.run(_main(settings))
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

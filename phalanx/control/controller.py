@@ -1,8 +1,8 @@
-"""Who decides: the agent that is the author of the newest term. Begins generations of ranks, notices what breaks, and carries out what
-`recovery/policy` decides about it. Never loads torch.
+"""The controller of a run: begins generations of ranks, notices failures and carries out what `recovery/policy` decides. Runs inside one
+agent, the author of the newest term.
 
-Whatever it knows it has heard from the agents, so another can take over with what they tell it. Before each order it looks whether
-its term is still the newest: a controller that was thought lost, and comes back, is obeyed by nobody and finds out itself.
+Everything it knows comes from the agents' reports, so another agent can take over. It checks before each order that its term is still the
+newest: a controller that was believed lost and wakes up later is obeyed by nobody, and finds out itself.
 """
 
 from __future__ import annotations
@@ -11,365 +11,327 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, replace
 
 from phalanx.checkpointing.replicas import replica_index
+from phalanx.control import startup
 from phalanx.control.channel import Channel
-from phalanx.control.protocol import RESUMABLE
-from phalanx.control.recover import Record, Recovery, Replanner, copy_every
-from phalanx.control.startup import assemble
-from phalanx.control.state import Generation, Message
+from phalanx.control.protocol import (
+    RESUMABLE,
+    Beats,
+    BeginGeneration,
+    ControllerAlive,
+    Done,
+    Evict,
+    Join,
+    Order,
+    Outcome,
+    RankDied,
+    RankFailure,
+    RankInspected,
+    RankLocation,
+    RankReport,
+    RanksBegan,
+    RankSlot,
+    ReplicaServerMoved,
+    Report,
+    StateSource,
+    Stop,
+    StopRequested,
+    decode,
+    encode,
+)
+from phalanx.control.recover import Recovery, Replanner, copy_every
+from phalanx.control.state import ControllerState, Generation, Member, NodeServices
 from phalanx.control.store_server import KeyValueStore
 from phalanx.control.watchdog import Watchdog
+from phalanx.events.heartbeat import Beat
 from phalanx.host.env import visible_gpus
 from phalanx.host.probe import probe
-from phalanx.recovery.state import Event, Failure, Node, NodeJoined, NodeLost, Situation, WorkerDied
+from phalanx.recovery.state import NodeLost, WorkerDied
 from phalanx.spec.plan import Plan
 
-if TYPE_CHECKING:
-    from phalanx.control.agent import Agent
-
-_ALIVE = 0.3  # seconds between two signs of life to the agents
-_STALL = 1.0  # seconds without one, after which this process is taken to have stood still itself
-
-
-@dataclass(slots=True)
-class Member:
-    """A node that has joined."""
-
-    node: int
-    name: str
-    slots: int
-    holder: tuple[str, int]
-    link: Channel | None
-    """None: this very agent."""
-    heard: float
+_HEARTBEAT = 0.3  # seconds between two heartbeats to the agents
+_STALL = 1.0  # seconds without one, after which this process was itself stopped or starved
 
 
 class Controller:
-    """Of one term."""
+    """The controller of one term."""
 
-    def __init__(self, agent: Agent, term: int):
-        self.agent, self.term = agent, term
-        self.run, self.settings = agent.run, agent.run.resilience
-        self.members: dict[int, Member] = {}
-        self.generation: Generation | None = None
-        self.troubles: list[Event] = []
-        """What has broken, or come, and is not dealt with."""
-        self.history: tuple[Failure, ...] = ()
-        self.dead: tuple[int, ...] = ()
-        """Ranks without a process while the run waits for a node."""
-        self.joined: set[int] = set()
-        self.stop_asked: float | None = None
-        self.wanted = agent.plan.layout
-        self.replanner = Replanner(agent.run, agent.plan, lambda: probe(visible_gpus()))
-        self.begun = 0
-        """The step that this launch began from."""
-        self.deposed = False
-        self.awake = time.monotonic()
-        """When this process last came back from standing still: before that, nobody else can be blamed."""
-        self.failures = 0
-        """So many have been noticed."""
-        self.returned: set[int] = set()
-        """Nodes that came while a recovery was under way."""
-        self.saving = False
-        """The present generation only saves."""
-        self.copies: int | None = None
-        """Steps between two copies of the state in memory."""
-        self.recovering: Record | None = None
-        """The recovery whose first step is still to come."""
+    def __init__(self, agent: NodeServices, term: int):
+        self.agent, self.term, self.settings = agent, term, agent.run.resilience
+        self.state = ControllerState(wanted=agent.plan.layout)
+        self._replanner = Replanner(agent.run, agent.plan, lambda: probe(visible_gpus()))
+        self._watchdog = Watchdog(self, self._replanner)
+        self._deposed = False
         self._changed = asyncio.Event()
-        self._ticked = time.monotonic()
-        self.lasts: list[Message] = []
-        self.joins: dict[int, Message] = {}
+        self._last_heartbeat = time.monotonic()
 
-    # --- hearing ---
+    # --- reports of the agents ---
 
-    async def member(self, link: Channel, first: Message) -> None:
-        """A node's agent, as long as it lives."""
-        node = int(first["node"])
-        self.hear(node, first, link)
+    async def serve_member(self, channel: Channel, join: Join) -> None:
+        """Receive the reports of a node until its connection ends."""
+        self.receive(join.node, join, channel)
         with contextlib.suppress(ConnectionError):
             while True:
-                self.hear(node, await link.receive())
-        one = self.members.get(node)
-        if one is not None and one.link is link:
-            self._lose(node, "its supervisor is gone")
+                self.receive(join.node, decode(await channel.receive()))
+        member = self.state.members.get(join.node)
+        if member is not None and member.channel is channel:
+            self._lose_node(join.node, "its supervisor is gone")
 
-    def hear(self, node: int, message: Message, link: Channel | None = None) -> None:
-        """What an agent reports."""
-        what = message["report"]
-        if what == "join":
-            self._join(node, message, link)
-        elif node in self.members:
-            self.members[node].heard = time.monotonic()
-            getattr(self, f"_{what}")(node, message)
+    def receive(self, node: int, report: Report, channel: Channel | None = None) -> None:
+        """Handle one report of a node."""
+        if isinstance(report, Join):
+            self._on_join(report, channel)
+        elif node in self.state.members:
+            self.state.members[node].last_heard = time.monotonic()
+            self._handle(node, report)
         self._changed.set()
 
-    def _join(self, node: int, message: Message, link: Channel | None) -> None:
-        host, port = message["holder"]
-        known = self.members.get(node)
-        if known is not None and known.name != message["name"]:
-            self._lose(node, "it was started again")
-        self.members[node] = Member(node, message["name"], int(message["slots"]), (host, port), link, time.monotonic())
-        self.joins[node] = message
-        if message["last"] is not None:
-            self.lasts.append(message["last"])
-        if message["stopping"] is not None:
-            self._stop(node, {"reason": message["stopping"]})
-        current = self.generation
-        if current is None:
+    def _handle(self, node: int, report: Report) -> None:
+        generation = self.state.generation
+        match report:
+            case Beats():
+                self._on_beats(report)
+            case RankLocation() | RankInspected():
+                self._watchdog.hangs.on_answer(report)
+            case RankReport() if generation is not None and report.generation == generation.number:
+                generation.update(report)
+            case RanksBegan() if generation is not None and report.generation == generation.number:
+                generation.names |= {int(rank): name for rank, name in report.names.items()}
+            case RankDied():
+                self._on_rank_died(report)
+            case StopRequested():
+                self._on_stop_requested(report.reason)
+            case ReplicaServerMoved():
+                host, port = report.address
+                self.state.members[node].replica_server = (host, port)
+                if generation is not None and self.state.copy_every is not None:
+                    self.agent.spawn(self._set_replica_peers(generation.assignment))
+
+    def _on_join(self, join: Join, channel: Channel | None) -> None:
+        state, node = self.state, join.node
+        host, port = join.replica_server
+        known = state.members.get(node)
+        if known is not None and known.name != join.name:
+            self._lose_node(node, "it was started again")
+        state.members[node] = Member(node, join.name, join.slots, (host, port), channel, time.monotonic())
+        state.joins[node] = join
+        if join.last_begin is not None:
+            state.begins.append(join.last_begin)
+        if join.stopping is not None:
+            self._on_stop_requested(join.stopping)
+        generation = state.generation
+        if generation is None:
             return
-        # One that was deposed may have begun a generation of the same number.
-        ours = message["last"] is not None and message["last"]["term"] == current.term
-        workers = [one for one in message["workers"].values() if one["ended"] is None]
-        if link is not None and any(not ours or one["generation"] != current.number for one in workers):
-            link.post({"order": "evict", "term": self.term})
-        elif known is not None and known.name == message["name"]:
-            self._missed(node, {one["rank"] for one in message["workers"].values() if one["generation"] == current.number})
-        self.joined.add(node)
+        # A deposed controller may have begun a generation of the same number.
+        ours = join.last_begin is not None and join.last_begin.term == generation.term
+        working = [worker for worker in join.workers.values() if worker.exit_code is None]
+        if channel is not None and any(not ours or worker.generation != generation.number for worker in working):
+            channel.post(encode(Evict(term=self.term)))
+        elif known is not None and known.name == join.name:
+            ranks = {worker.rank for worker in join.workers.values() if worker.generation == generation.number}
+            self._on_reconnect(node, ranks)
+        state.joined.add(node)
 
-    def _missed(self, node: int, ranks: set[int | None]) -> None:
-        """A node is back on another connection, with these ranks: what it said in between was lost."""
-        current = self.generation
-        assert current is not None
-        for rank, place in enumerate(current.assignment):
-            if place == node and rank not in ranks and rank not in current.ended:
-                failure = {"cause": "died", "reason": "it is gone, or was never begun", "traceback": ""}
-                self._died(node, {"rank": rank, "generation": current.number, "code": 1, "failure": failure})
+    def _on_reconnect(self, node: int, ranks: set[int | None]) -> None:
+        """A node is back on a new connection with these ranks. Reports in between were lost: any other rank of the node is dead."""
+        generation = self.state.generation
+        assert generation is not None
+        for rank, place in enumerate(generation.assignment):
+            if place == node and rank not in ranks and rank not in generation.ended:
+                failure = RankFailure(cause="died", reason="it is gone, or was never begun")
+                self._on_rank_died(RankDied(rank=rank, generation=generation.number, code=1, failure=failure))
 
-    def _said(self, node: int, message: Message) -> None:
-        current = self.generation
-        if message["say"] == "where":
-            self.overseer.hangs.hear(message)
-        elif current is not None and message["generation"] == current.number:
-            current.hear(message)
+    def _on_beats(self, report: Beats) -> None:
+        generation, now = self.state.generation, time.monotonic()
+        for rank, values in report.beats.items():
+            beat = Beat(*values)
+            if generation is not None and beat.generation == generation.number:
+                generation.beats[int(rank)] = beat._replace(since=now - beat.since)
 
-    def _beats(self, node: int, message: Message) -> None:
-        current, now = self.generation, time.monotonic()
-        if current is not None:
-            for rank, beat in message["beats"].items():
-                if beat[0] == current.number:
-                    current.beats[int(rank)] = now, beat
-
-    def _holder(self, node: int, message: Message) -> None:
-        """Its copies are kept by another process now."""
-        host, port = message["address"]
-        self.members[node].holder = (host, port)
-        if self.generation is not None and self.copies is not None:
-            self.agent.spawn(self._tell_peers(self.generation.assignment))
-
-    def _inspected(self, node: int, message: Message) -> None:
-        self.overseer.hangs.hear(message)
-
-    def _began(self, node: int, message: Message) -> None:
-        current = self.generation
-        if current is not None and message["generation"] == current.number:
-            current.names |= {int(rank): name for rank, name in message["names"].items()}
-
-    def _died(self, node: int, message: Message) -> None:
-        current = self.generation
-        if current is None or message["generation"] != current.number or message["rank"] in current.dead:
+    def _on_rank_died(self, report: RankDied) -> None:
+        generation = self.state.generation
+        if generation is None or report.generation != generation.number or report.rank in generation.dead:
             return
-        rank = message["rank"]
-        if message.get("step") is not None:
-            current.completed.append(message["step"])
-        died = self.overseer.died(rank, message)
-        current.dead[rank] = died
-        self.troubles.append(died)
+        if report.step is not None:
+            generation.steps_of_dead.append(report.step)
+        died = self._watchdog.worker_died(report)
+        generation.dead[report.rank] = died
+        self.state.events.append(died)
 
-    def _stop(self, node: int, message: Message) -> None:
-        if self.stop_asked is None:
-            self.stop_asked = time.monotonic()
-            self.order({"order": "stop", "reason": message["reason"]})
+    def _on_stop_requested(self, reason: str) -> None:
+        if self.state.stop_requested is None:
+            self.state.stop_requested = time.monotonic()
+            self.order(Stop(reason=reason))
 
-    def _lose(self, node: int, reason: str) -> None:
-        if self.members.pop(node, None) is None:
+    def _lose_node(self, node: int, reason: str) -> None:
+        state = self.state
+        if state.members.pop(node, None) is None:
             return
-        self.joined.discard(node)
-        current = self.generation
-        if current is None or node not in current.assignment:
+        state.joined.discard(node)
+        generation = state.generation
+        if generation is None or node not in generation.assignment:
             return
-        for rank, place in enumerate(current.assignment):
-            if place == node and rank not in current.dead:
-                current.dead[rank] = WorkerDied(rank, current.step, "node lost", reason, node_lives=False)
-        self.troubles.append(NodeLost(node, current.step, f"node {node}: {reason}"))
+        for rank, place in enumerate(generation.assignment):
+            if place == node and rank not in generation.dead:
+                generation.dead[rank] = WorkerDied(rank, generation.step, "node lost", reason, node_lives=False)
+        state.events.append(NodeLost(node, generation.step, f"node {node}: {reason}"))
         self._changed.set()
 
-    # --- ordering ---
+    def drop_link(self, node: int) -> None:
+        """Injected fault: the connection to that node breaks."""
+        member = self.state.members.get(node)
+        if member is not None and member.channel is not None:
+            member.channel.close()
+            self._lose_node(node, "its link is down")
+
+    # --- orders and waiting ---
 
     @property
     def leads(self) -> bool:
-        """Whether this is still the newest term."""
-        newest = self.agent.claims.newest()
-        if newest != (self.term, self.agent.name):
-            self.deposed = True
-        return not self.deposed
+        """Whether this term is still the newest."""
+        if self.agent.terms.newest() != (self.term, self.agent.name):
+            self._deposed = True
+        return not self._deposed
 
-    def order(self, message: Message) -> None:
-        """To every node, as long as this is the newest term."""
+    def order(self, order: Order) -> None:
+        """Send an order to every node, if this term is still the newest."""
         if not self.leads:
             return
-        message = message | {"term": self.term}
-        for member in self.members.values():
-            if member.link is not None:
-                member.link.post(message)
+        order = replace(order, term=self.term)
+        for member in self.state.members.values():
+            if member.channel is not None:
+                member.channel.post(encode(order))
             else:
-                self.agent.spawn(self.agent.obey(message))
+                self.agent.spawn(self.agent.obey(order))
 
     async def wait(self, seconds: float) -> None:
-        """For something to be heard."""
+        """Wait for a report."""
         self._changed.clear()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), seconds)
 
-    async def until(self, met: Callable[[], bool], seconds: float) -> bool:
-        """Whether it is so in time."""
+    async def until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Wait until the condition holds; False if it does not in time."""
         deadline = time.monotonic() + seconds
-        while not met():
+        while not condition():
             left = deadline - time.monotonic()
-            if left <= 0 or self.deposed:
+            if left <= 0 or self._deposed:
                 return False
             await self.wait(min(left, 0.25))
-            self.look()
+            self._check_silent_nodes()
         return True
 
-    def look(self) -> None:
-        """Which nodes have fallen silent."""
-        if self.stands_still:
-            return  # what the others said waits to be heard
+    def _check_silent_nodes(self) -> None:
+        if self.stalled:
+            return  # the reports of the others are still waiting to be read
         now = time.monotonic()
-        for member in list(self.members.values()):
-            if member.link is not None and now - member.heard > self.settings.heartbeat:
-                member.link.close()
-                self._lose(member.node, f"no sign of life for {now - member.heard:.1f} s")
+        for member in list(self.state.members.values()):
+            if member.channel is not None and now - member.last_heard > self.settings.heartbeat:
+                member.channel.close()
+                self._lose_node(member.node, f"no sign of life for {now - member.last_heard:.1f} s")
 
     @property
-    def stands_still(self) -> bool:
-        """Whether this process did, and has not come round to giving a sign of life since."""
-        return time.monotonic() - self._ticked > _STALL
+    def stalled(self) -> bool:
+        """Whether this process was stopped or starved, and has not sent a heartbeat since."""
+        return time.monotonic() - self._last_heartbeat > _STALL
 
-    def part_from(self, node: int) -> None:
-        """A planted fault: that node is not heard any more."""
-        if (member := self.members.get(node)) is not None and member.link is not None:
-            member.link.close()
-            self._lose(node, "its link is down")
-
-    async def _alive(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
-            self.agent.claims.touch(self.agent.node)  # first: whoever hears of life later looks whether more has come
-            stood, self._ticked = self.stands_still, time.monotonic()
-            if stood:
-                self.awake = self._ticked
-            for member in self.members.values():
-                if stood:
-                    member.heard = self._ticked
-                if member.link is not None:
-                    member.link.post({"order": "alive", "term": self.term})
-            await asyncio.sleep(_ALIVE)
+            # The file first: an agent that receives the heartbeat later checks for a newer sign of life in the file.
+            self.agent.terms.touch(self.agent.node)
+            stalled, self._last_heartbeat = self.stalled, time.monotonic()
+            if stalled:
+                self.state.last_stall_end = self._last_heartbeat
+            for member in self.state.members.values():
+                if stalled:
+                    member.last_heard = self._last_heartbeat
+                if member.channel is not None:
+                    member.channel.post(encode(ControllerAlive(term=self.term)))
+            await asyncio.sleep(_HEARTBEAT)
 
-    # --- leading ---
+    async def stacks(self, ranks: list[int]) -> dict[int, str]:
+        """The stacks of these ranks."""
+        assert self.state.generation is not None
+        return await self._watchdog.hangs.stacks(self.state.generation, ranks)
+
+    # --- the run ---
 
     async def lead(self) -> None:
-        """Until the run has ended, or another leads."""
-        self.overseer = Watchdog(self)
-        alive = asyncio.create_task(self._alive())
+        """Control the run until it ends or another controller takes over."""
+        heartbeats = asyncio.create_task(self._send_heartbeats())
         try:
-            await assemble(self)
+            await startup.start(self)
             while self.agent.outcome is None and self.leads:
-                if self._ended():
+                if self._finish_if_complete():
                     break
-                if self.troubles or self.joined:
-                    await Recovery(self).run()
+                if self.state.events or self.state.joined:
+                    await Recovery(self, self._replanner).run()
                 else:
-                    await self.overseer.look()
+                    await self._watchdog.check()
                     await self.wait(0.25)
-                self.look()
+                self._check_silent_nodes()
         finally:
-            alive.cancel()
+            heartbeats.cancel()
             for store in self.agent.stores.values():
                 store.end("this generation is over: another node decides now")
-            for member in self.members.values():
-                if member.link is not None and self.deposed:
-                    member.link.close()
+            for member in self.state.members.values():
+                if member.channel is not None and self._deposed:
+                    member.channel.close()
 
     async def begin(
-        self, plan: Plan, assignment: tuple[int, ...], names: dict[int, str | None], source: Message, *, save: bool = False
+        self,
+        plan: Plan,
+        assignment: tuple[int, ...],
+        names: dict[int, str | None],
+        source: StateSource,
+        *,
+        save_only: bool = False,
     ) -> None:
-        """A new generation. `names`: of the survivors' processes, by their new rank. `save`: only to save what there is."""
-        number = (self.generation.number + 1) if self.generation is not None else 0
-        if self.generation is not None and self.generation.number in self.agent.stores:
-            self.agent.stores[self.generation.number].end(f"generation {self.generation.number} is over")
-        self.agent.stores[number] = KeyValueStore()
-        self.copies = every = copy_every(self.run, plan, assignment)
-        if every is not None:
-            await self._tell_peers(assignment)
-        self.generation = Generation(number, plan, assignment, self.term)
+        """Begin a generation. `names`: surviving worker processes by new rank. `save_only`: it restores, saves and ends."""
+        state, stores = self.state, self.agent.stores
+        number = 0
+        if state.generation is not None:
+            number = state.generation.number + 1
+            if state.generation.number in stores:
+                stores[state.generation.number].end(f"generation {state.generation.number} is over")
+        stores[number] = KeyValueStore()
+        state.copy_every = copy_every(self.agent.run, plan, assignment)
+        if state.copy_every is not None:
+            await self._set_replica_peers(assignment)
+        state.generation = Generation(number, plan, assignment, self.term)
         self.order(
-            {
-                "order": "begin",
-                "generation": number,
-                "plan": asdict(plan),
-                "ranks": [{"rank": r, "node": node, "worker": names.get(r)} for r, node in enumerate(assignment)],
-                "source": source,
-                "store": list(self.agent.address),
-                "copy_every": every,
-                "save": save,
-                "author": self.agent.node,
-            }
+            BeginGeneration(
+                generation=number,
+                plan=asdict(plan),
+                ranks=[RankSlot(node=node, worker=names.get(rank)) for rank, node in enumerate(assignment)],
+                source=source,
+                store=list(self.agent.address),
+                copy_every=state.copy_every,
+                save_only=save_only,
+                author=self.agent.node,
+            )
         )
 
-    async def _tell_peers(self, assignment: tuple[int, ...]) -> None:
-        holders = {node: self.members[node].holder for node in set(assignment) if node in self.members}
-        await asyncio.to_thread(replica_index.set_peers, holders, self.agent.token)
+    async def _set_replica_peers(self, assignment: tuple[int, ...]) -> None:
+        members = self.state.members
+        servers = {node: members[node].replica_server for node in set(assignment) if node in members}
+        await asyncio.to_thread(replica_index.set_peers, servers, self.agent.token)
 
-    def situation(self) -> Situation:
-        current = self.generation
-        assert current is not None
-        return Situation(
-            wanted=self.wanted,
-            layout=current.plan.layout,
-            assignment=current.assignment,
-            nodes=tuple(Node(one.node, one.slots) for one in sorted(self.members.values(), key=lambda one: one.node)),
-            history=self.history,
-            dead=self.dead,
-            begun=self.begun,
-            restarts=self.settings.restarts,
-            shrink=self.settings.shrink,
-            continue_degraded=self.settings.continue_degraded,
-            batch=self.run.batch,
-        )
-
-    def take_troubles(self) -> list[Event]:
-        """What has happened since this was asked last."""
-        found, self.troubles = self.troubles, []
-        found += [NodeJoined(node) for node in sorted(self.joined)]
-        self.joined.clear()
-        return found
-
-    # --- the end ---
-
-    def _ended(self) -> bool:
-        current = self.generation
-        if current is None or not current.complete:
+    def _finish_if_complete(self) -> bool:
+        generation = self.state.generation
+        if generation is None or not generation.complete:
             return False
-        self.overseer.recovered(current)
-        self.end(RESUMABLE if RESUMABLE in current.ended.values() else 0)
+        self._watchdog.record_recovery(generation)
+        self.end(RESUMABLE if RESUMABLE in generation.ended.values() else 0)
         return True
 
-    def give_up(self, story: str | None, died: WorkerDied | None) -> None:
-        """There is no way on: `story` says why, or the one that died does."""
-        if story is None and died is not None:
-            self.end(1, died.reason.removeprefix(f"rank {died.rank}: "), died.rank, died.traceback)
-        else:
-            self.end(1, story or "", traceback=died.traceback if died is not None else "")
-
     def end(self, code: int, reason: str | None = None, rank: int | None = None, traceback: str = "") -> None:
-        """Tell everybody; this agent last."""
-        outcome: dict[str, Any] = {"code": code, "reason": reason, "rank": rank, "traceback": traceback}
-        for member in self.members.values():
-            if member.link is not None:
-                member.link.post({"order": "done", "term": self.term, "outcome": outcome})
+        """End the run: tell all other nodes, then this one."""
+        outcome = Outcome(code=code, reason=reason, rank=rank, traceback=traceback)
+        for member in self.state.members.values():
+            if member.channel is not None:
+                member.channel.post(encode(Done(term=self.term, outcome=outcome)))
         asyncio.get_running_loop().call_later(0.05, self.agent.finish, outcome)
         self.agent.outcome = outcome

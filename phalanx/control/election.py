@@ -1,8 +1,8 @@
-"""Who decides: terms, and where each node can be reached, as small files in the run's directory that all nodes see. Used by
-`control/agent` and `control/controller`.
+"""Which node is the controller: terms and node addresses as small files in the run directory, which all nodes see, and the client that
+follows the author of the newest term. Used by `control/agent` and `control/controller`.
 
-A term is a symbolic link `term-00003` whose text is its author. Creating one is exclusive and atomic on every file system, network
-ones included, and needs no room for data, so a full disk stops no election. A node's address is `node-00001.json`.
+A term is a symbolic link `term-00003` whose target is the name of its author. Creating a link is exclusive and atomic on every file
+system, network ones included, and needs no data block, so a full disk stops no election. A node's address is in `node-00001.json`.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ import os
 import re
 import stat
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from phalanx.control.channel import Channel, connect
-from phalanx.control.controller import Controller
-
-if TYPE_CHECKING:
-    from phalanx.control.agent import Agent
-
+from phalanx.control.protocol import ControllerAlive, Join, Order, Outcome, Report, decode, encode
 
 _NUMBER = r"([0-9]{5}|[1-9][0-9]{5,8})"  # one spelling for each number
 _TERM, _NODE = re.compile(f"term-{_NUMBER}"), re.compile(rf"node-{_NUMBER}\.json")
-_AUTHOR = re.compile(r"[A-Za-z0-9-]{1,50}")  # short enough to lie inside the link's own entry
-_MOST = 64 << 10  # bytes of a node's file
+_AUTHOR = re.compile(r"[A-Za-z0-9-]{1,50}")  # short enough to be stored inside the link's inode
+_MAX_NODE_FILE = 64 << 10  # bytes
+
+_RETRY = 0.2  # seconds until an unreachable controller is tried again
+_CONNECT_TIMEOUT = 1.0  # seconds
+_TURN = 0.3  # seconds by which each node lets the one before it claim the next term first
+_FIRST_TERM = 20.0  # seconds that all nodes wait for node 0 to claim the first term: it may still be loading
 
 
 class Terms:
@@ -38,49 +40,52 @@ class Terms:
         folder.mkdir(parents=True, exist_ok=True)
 
     def newest(self) -> tuple[int, str] | None:
-        """The newest term and its author; None before the first. Where something else has taken the name of a term, its author is
-        nobody, "": no one is obeyed in that term, and the next number is still free."""
+        """The newest term and its author; None before the first.
+
+        If the name of a term is taken by something that is not a valid link, its author is "": nobody is obeyed in that term, and the
+        next number is still free.
+        """
         terms = [int(match[1]) for name in os.listdir(self.folder) if (match := _TERM.fullmatch(name))]
         return (max(terms), self._author(max(terms))) if terms else None
 
     def claim(self, term: int, author: str) -> bool:
-        """Become the author of a term; False where somebody else is. OSError where the folder cannot be written at all."""
+        """Become the author of a term; False if another node is. Raises OSError if the folder cannot be written."""
         assert _AUTHOR.fullmatch(author), f"{author!r} is no author's name"
         try:
             os.symlink(author, self._term(term))
         except FileExistsError:
-            return self._author(term) == author  # on a network file system an answer can be lost after the link was made
+            return self._author(term) == author  # a network file system can lose the answer after it made the link
         return True
 
-    def announce(self, node: int, text: dict[str, Any]) -> None:
-        """Leave word of a node, in place of what it said before. For this user's eyes only, and no secret all the same."""
-        assert "token" not in text, "a token is given to those who need it, and never written down for all"
+    def announce(self, node: int, info: dict[str, Any]) -> None:
+        """Publish the name and address of a node, readable by this user only. Never contains the token."""
+        assert "token" not in info, "a token is given to those who need it, and never written down for all"
         path, part = self._node(node), self.folder / f".node-{node:05d}.{os.getpid()}"
         try:
             with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
-                json.dump(text, file)
+                json.dump(info, file)
             os.replace(part, path)
         except BaseException:
             part.unlink(missing_ok=True)
             raise
 
     def announced(self) -> dict[int, dict[str, Any]]:
-        """What every node has left, by number. What is no node's word is passed over."""
-        found = {}
+        """What each node has published, by node number. Invalid files are ignored."""
+        nodes = {}
         for name in sorted(os.listdir(self.folder)):
             match = _NODE.fullmatch(name)
-            text = _read(self.folder / name) if match else None
-            if match and text is not None:
-                found[int(match[1])] = text
-        return found
+            info = _read(self.folder / name) if match else None
+            if match and info is not None:
+                nodes[int(match[1])] = info
+        return nodes
 
     def touch(self, node: int) -> None:
-        """A sign of life of a node, where links may fail."""
+        """Show a sign of life that does not depend on connections."""
         with contextlib.suppress(OSError):
             os.utime(self._node(node))
 
     def touched(self, node: int) -> float:
-        """When it gave its last one, by the clock of the file system: for comparing with what was seen before."""
+        """Time of the node's last sign of life, on the file system's clock: only good for comparison with an earlier value."""
         try:
             return self._node(node).stat().st_mtime
         except OSError:
@@ -95,121 +100,120 @@ class Terms:
     def _author(self, term: int) -> str:
         try:
             author = os.readlink(self._term(term))
-        except OSError:  # no link
+        except OSError:  # not a link
             return ""
         return author if _AUTHOR.fullmatch(author) else ""
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """A table in a plain file of reasonable size, or None."""
+    """Read a JSON table from a regular file of reasonable size, else None."""
     try:
-        # Neither through a link to somewhere else, nor waiting for a pipe's other end.
+        # Follow no link to elsewhere, and do not block on a pipe.
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return None
-            found = file.read(_MOST + 1)
-            text = json.loads(found) if len(found) <= _MOST else None
+            content = file.read(_MAX_NODE_FILE + 1)
+            table = json.loads(content) if len(content) <= _MAX_NODE_FILE else None
     except (OSError, ValueError, RecursionError):
         return None
-    return text if isinstance(text, dict) else None
+    return table if isinstance(table, dict) else None
 
 
-_AGAIN = 0.2  # seconds until one that could not be reached is tried again
-_GREETING = 1.0  # seconds in which one that lives takes a connection, or is asked again
-_TURN = 0.3  # seconds by which the next in line lets the one before it go first
-_FIRST = 20.0  # seconds that all wait for node 0 at the very beginning: it may still be loading
+class FollowerNode(Protocol):
+    """What a `LeaderClient` needs from the agent of its node."""
+
+    node: int
+    name: str
+    token: str
+    terms: Terms
+    outcome: Outcome | None
+
+    def join_report(self) -> Join: ...
+    def reachable(self, node: int) -> bool: ...
+    async def obey(self, order: Order) -> None: ...
 
 
 class LeaderClient:
-    """Of one node."""
+    """Follows the author of the newest term; if that node is lost, the living nodes claim the next term in turn."""
 
-    def __init__(self, agent: Agent):
-        self._agent = agent
-        self._link: Channel | None = None
-        self._silent: dict[str, tuple[float, float]] = {}
+    def __init__(self, agent: FollowerNode, heartbeat: float, lead: Callable[[int], Awaitable[None]]):
+        """`heartbeat`: seconds without a sign of life after which a controller is lost. `lead` runs a controller for a term."""
+        self._agent, self._heartbeat, self._lead = agent, heartbeat, lead
+        self._channel: Channel | None = None
+        self._signs_of_life: dict[str, tuple[float, float]] = {}
+        """Controller name to (touched time of its file, when that was first seen)."""
 
-    def post(self, message: dict[str, Any]) -> None:
-        """To whoever decides, if that one can be reached."""
-        if self._link is not None:
-            self._link.post(message)
+    def send(self, report: Report) -> None:
+        """Send a report to the controller, if there is a connection."""
+        if self._channel is not None:
+            self._channel.post(encode(report))
 
-    def part_from(self, node: int) -> None:
-        """A planted fault: that node is not heard any more."""
-        newest = self._agent.claims.newest()
-        if self._link is not None and newest is not None and newest[1].startswith(f"{node}-"):
-            self._link.close()
+    def drop_link(self, node: int) -> None:
+        """Injected fault: the connection to that node breaks."""
+        newest = self._agent.terms.newest()
+        if self._channel is not None and newest is not None and newest[1].startswith(f"{node}-"):
+            self._channel.close()
 
     async def follow(self) -> None:
-        """Follow the author of the newest term; where that one is lost, become it in turn."""
-        await self._agent.nursery.ready()
+        """Obey the newest controller, or become it, until the run is over."""
         lost: set[str] = set()
         while self._agent.outcome is None:
-            newest = self._agent.claims.newest()
-            term, author = newest or (0, "")
+            term, author = self._agent.terms.newest() or (0, "")
             if author == self._agent.name:
                 await self._lead(term)
             elif author and author not in lost:
-                if not await self._serve(term, author):
+                if not await self._follow_author(term, author):
                     lost.add(author)
-            elif await self._in_turn(term, lost) and self._agent.claims.claim(term + 1, self._agent.name):
+            elif await self._wait_for_turn(term, lost) and self._agent.terms.claim(term + 1, self._agent.name):
                 await self._lead(term + 1)
 
-    async def _in_turn(self, term: int, lost: set[str]) -> bool:
-        """Wait for those before this node; whether the term is still the newest then."""
-        announced = self._agent.claims.announced()
-        living = sorted(node for node, said in announced.items() if said.get("name") not in lost)
-        place = living.index(self._agent.node) if self._agent.node in living else len(living)
-        first = term == 0 and self._agent.node
-        await asyncio.sleep(_TURN * place + (_FIRST if first else 0.0))
-        newest = self._agent.claims.newest()
+    async def _wait_for_turn(self, term: int, lost: set[str]) -> bool:
+        """Let the living nodes with smaller numbers claim first; returns whether the term is still the newest then."""
+        announced = self._agent.terms.announced()
+        living = sorted(node for node, info in announced.items() if info.get("name") not in lost)
+        position = living.index(self._agent.node) if self._agent.node in living else len(living)
+        first_term = term == 0 and self._agent.node
+        await asyncio.sleep(_TURN * position + (_FIRST_TERM if first_term else 0.0))
+        newest = self._agent.terms.newest()
         return (newest[0] if newest else 0) == term
 
-    async def _lead(self, term: int) -> None:
-        self._agent.controller = Controller(self._agent, term)
-        try:
-            self._agent.controller.hear(self._agent.node, self._agent.joining())
-            await self._agent.controller.lead()
-        finally:
-            self._agent.controller = None
-
-    async def _serve(self, term: int, author: str) -> bool:
-        """Do what the author of this term says until it is deposed or not to be reached (True), or lost (False)."""
-        node, silence = int(author.partition("-")[0]), self._agent.run.resilience.heartbeat
-        said = self._agent.claims.announced().get(node, {})
-        if said.get("name") != author:
+    async def _follow_author(self, term: int, author: str) -> bool:
+        """Obey the author of this term until it is deposed or unreachable (True) or lost (False)."""
+        node = int(author.partition("-")[0])
+        info = self._agent.terms.announced().get(node, {})
+        if info.get("name") != author:
             return False
         try:
-            if not self._agent.reached(node):
+            if not self._agent.reachable(node):
                 raise ConnectionError("the link is down")
-            host, port = said["address"]
-            self._link = await connect((host, port), self._agent.token, min(silence, _GREETING))
+            host, port = info["address"]
+            self._channel = await connect((host, port), self._agent.token, min(self._heartbeat, _CONNECT_TIMEOUT))
         except ConnectionRefusedError:
-            return False  # its machine lives, its process does not
+            return False  # its machine is up, its process is gone
         except (OSError, TimeoutError):
-            await asyncio.sleep(_AGAIN)
+            await asyncio.sleep(_RETRY)
             return self._shows_life(node, author)
         try:
-            self._link.post(self._agent.joining())
+            self._channel.post(encode(self._agent.join_report()))
             while self._agent.outcome is None:
-                message = await asyncio.wait_for(self._link.receive(), silence)
-                if message.get("order") == "alive":
-                    self._silent[author] = (self._agent.claims.touched(node), time.monotonic())
+                order = decode(await asyncio.wait_for(self._channel.receive(), self._heartbeat))
+                if isinstance(order, ControllerAlive):
+                    self._signs_of_life[author] = (self._agent.terms.touched(node), time.monotonic())
                     continue
-                if self._agent.claims.newest() != (term, author):
+                if self._agent.terms.newest() != (term, author):
                     break  # it was deposed, and may not know
-                await self._agent.obey(message)
+                await self._agent.obey(order)
         except (ConnectionError, TimeoutError):
             pass
         finally:
-            self._link.close()
-            self._link = None
+            self._channel.close()
+            self._channel = None
         return True
 
     def _shows_life(self, node: int, author: str) -> bool:
-        """Whether a controller that cannot be reached still touches its file in the run's directory: then it is the link that is
-        broken, and taking over would only part the run in two."""
-        now, touched = time.monotonic(), self._agent.claims.touched(node)
-        known = self._silent.get(author)
+        """Whether an unreachable controller still touches its file: then only the link is broken, and a takeover would split the run."""
+        now, touched = time.monotonic(), self._agent.terms.touched(node)
+        known = self._signs_of_life.get(author)
         if known is None or known[0] != touched:
-            self._silent[author] = known = (touched, now)
-        return now - known[1] <= self._agent.run.resilience.heartbeat
+            self._signs_of_life[author] = known = (touched, now)
+        return now - known[1] <= self._heartbeat

@@ -1,5 +1,5 @@
-"""Strikes those faults of `--chaos` that take a node, a link, the disk, or stop a process from outside. Part of a node's supervisor;
-without faults it is not made."""
+"""Injects the faults of `--chaos` that hit a node, a link, the disk, or stop a process from outside. Created by `control/agent` for runs
+with `--chaos` only."""
 
 from __future__ import annotations
 
@@ -9,77 +9,91 @@ import os
 import signal
 import subprocess
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Protocol
 
+from phalanx.control.processes import ForkClient, ReplicaProcess, Worker
 from phalanx.events.fault_log import DISK, FaultClaims, fault_record, fill_disk
+from phalanx.events.records import Event
+from phalanx.events.rundir import RunDir
 from phalanx.faults.grammar import Fault, is_node_fault, parse
 
-if TYPE_CHECKING:
-    from phalanx.control.agent import Agent
-    from phalanx.control.processes import Worker
+_DEFAULT_SECONDS = 5.0  # duration of a full disk or broken link if the fault has none
 
-_FULL = 5.0  # seconds that a full disk lasts where nothing is said
+
+class FaultyNode(Protocol):
+    """What `NodeFaults` needs from the agent of its node."""
+
+    node: int
+    rundir: RunDir
+    workers: dict[str, Worker]
+    fork_client: ForkClient
+    replica_process: ReplicaProcess
+
+    def emit(self, event: Event) -> None: ...
+    def drop_link(self, node: int) -> None: ...
 
 
 class NodeFaults:
-    """The faults of one node."""
+    """The faults that one agent injects."""
 
-    def __init__(self, agent: Agent):
+    def __init__(self, agent: FaultyNode, chaos: str):
         self._agent = agent
-        every = parse(agent.chaos)
-        self._struck = FaultClaims(agent.rundir.path)
-        self._mine = {number: fault for number, fault in enumerate(every) if is_node_fault(fault)}
+        run_dir: Path = agent.rundir.path
+        faults = parse(chaos)
+        self._claims = FaultClaims(run_dir)
+        self._pending = {number: fault for number, fault in enumerate(faults) if is_node_fault(fault)}
         self._waker: subprocess.Popen[bytes] | None = None
-        self.apart: dict[int, float] = {}
-        """Nodes that this one does not reach, and until when."""
-        if any(fault.kind == "fill-disk" for fault in every):
-            DISK.watch(agent.rundir.path)
+        self._unreachable: dict[int, float] = {}
+        """Nodes that cannot be reached, and until when."""
+        if any(fault.kind == "fill-disk" for fault in faults):
+            DISK.watch(run_dir)
 
-    def reached(self, node: int) -> bool:
-        """Whether nothing keeps this node from that one."""
-        return time.monotonic() >= self.apart.get(node, 0.0)
+    def reachable(self, node: int) -> bool:
+        """Whether no injected fault separates this node from that one."""
+        return time.monotonic() >= self._unreachable.get(node, 0.0)
 
-    def look(self, step: int) -> None:
-        """So many steps are complete."""
-        for number, fault in list(self._mine.items()):
-            if step + 1 < (fault.step or 1):
+    def on_step(self, step: int) -> None:
+        """Inject the faults that are due after this many complete steps."""
+        for number, fault in list(self._pending.items()):
+            if step + 1 < (fault.step or 1) or not self._is_here(fault):
                 continue
-            if not self._is_mine(fault):
-                continue
-            del self._mine[number]
-            if self._struck.claim(number):
+            del self._pending[number]
+            if self._claims.claim(number):
                 self._agent.emit(fault_record(fault, step + 1))
-                self._strike(fault)
+                self._inject(fault)
 
-    def _is_mine(self, fault: Fault) -> bool:
+    def _is_here(self, fault: Fault) -> bool:
+        """Whether the fault is for this node."""
         if fault.kind == "fill-disk":
             return True
         if fault.kind == "drop-link":
             return fault.link is not None and fault.link[0] == self._agent.node
         if fault.node is not None:
             return fault.node == self._agent.node
-        return any(worker.rank == fault.rank and not worker.gone.is_set() for worker in self._agent.workers.values())
+        return any(worker.rank == fault.rank for worker in self._living())
 
-    def _strike(self, fault: Fault) -> None:
-        agent = self._agent
+    def _living(self) -> list[Worker]:
+        return [worker for worker in self._agent.workers.values() if not worker.gone.is_set()]
+
+    def _inject(self, fault: Fault) -> None:
         if fault.kind == "fill-disk":
-            fill_disk(agent.rundir.path, fault.seconds or _FULL)
+            fill_disk(self._agent.rundir.path, fault.seconds or _DEFAULT_SECONDS)
         elif fault.kind == "drop-link" and fault.link is not None:
-            self.apart[fault.link[1]] = time.monotonic() + (fault.seconds or _FULL)
-            agent.part_from(fault.link[1])
+            self._unreachable[fault.link[1]] = time.monotonic() + (fault.seconds or _DEFAULT_SECONDS)
+            self._agent.drop_link(fault.link[1])
         elif fault.kind == "kill":
-            self._end_node(fault.seconds)
+            self._kill_node(fault.seconds)
         elif fault.node is not None:
             self._freeze_node(fault.seconds)
         else:
-            self._freeze_rank([worker for worker in agent.workers.values() if worker.rank == fault.rank], fault.seconds)
+            self._freeze_rank([worker for worker in self._agent.workers.values() if worker.rank == fault.rank], fault.seconds)
 
-    def _end_node(self, seconds: float | None) -> None:
-        """As when the power goes: everything of the node at once, nothing given back."""
-        agent = self._agent
+    def _kill_node(self, seconds: float | None) -> None:
+        """Kill every process of the node at once, like a power failure: no memory is given back."""
         print(json.dumps({"away": seconds}), flush=True)
-        others = [worker.pid for worker in agent.workers.values() if not worker.gone.is_set()]
-        for pid in [agent.keeper.pid, agent.nursery.pid, *others, os.getpid()]:
+        pids = [self._agent.replica_process.pid, self._agent.fork_client.pid, *(worker.pid for worker in self._living())]
+        for pid in [*pids, os.getpid()]:
             if pid is not None:
                 os.kill(pid, signal.SIGKILL)
 
@@ -90,10 +104,8 @@ class NodeFaults:
                 asyncio.get_running_loop().call_later(seconds, worker.kill, signal.SIGCONT)
 
     def _freeze_node(self, seconds: float | None) -> None:
-        agent = self._agent
-        workers = [worker.pid for worker in agent.workers.values() if not worker.gone.is_set()]
-        pids = [*workers, agent.keeper.pid, os.getpid()]
-        if seconds is not None:  # by somebody who is not frozen
+        pids = [*(worker.pid for worker in self._living()), self._agent.replica_process.pid, os.getpid()]
+        if seconds is not None:  # woken by a process that is not frozen
             wake = " ".join(map(str, pids))
             self._waker = subprocess.Popen(
                 ["sh", "-c", f"sleep {seconds}; kill -CONT {wake} 2>/dev/null"], start_new_session=True

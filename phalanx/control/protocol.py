@@ -1,18 +1,21 @@
-"""How the end of a rank reads: by a signal, without a word, or only as the echo of another's: when one dies, the others fail too, for a
-reason that explains nothing."""
+"""The messages of the control plane, as frozen values.
+
+The controller sends an `Order` to every agent; an agent passes some of them on to its ranks. A rank sends a `RankReport` to its agent,
+which adds the rank and forwards it; agents send the other `Report`s themselves. `encode` and `decode` turn messages into JSON tables.
+"""
 
 from __future__ import annotations
 
-import shutil
-import signal
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, TypeVar, dataclass_transform
 
-from phalanx.events.rundir import RunDir
+from phalanx.events.heartbeat import Beat
 
 RESUMABLE = 75
-"""Exit code of a run that was told to stop, has saved and can be resumed (EX_TEMPFAIL)."""
+"""Exit code of a run that was asked to stop, has saved and can be resumed (EX_TEMPFAIL)."""
 
-# What a rank says when it was another that went away.
-_ECHOES = (
+# What the error of a rank says when another rank, or the generation, went away.
+_SECONDARY_ERRORS = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
@@ -23,35 +26,400 @@ _ECHOES = (
     "unexpected EOF",
     "Transport endpoint is not connected",
     "Bad file descriptor",
-    " is over",  # of a generation: nobody meets there any more
+    " is over",  # "generation 3 is over"
     "no longer, met here",
 )
-_FULL = 1 << 20  # bytes left
 
 
 def is_secondary_error(reason: str) -> bool:
-    """Whether a rank says only that another went away."""
-    return any(words in reason for words in _ECHOES)
+    """Whether an error only says that another rank went away, and so explains nothing."""
+    return any(words in reason for words in _SECONDARY_ERRORS)
 
 
-def describe_exit(rundir: RunDir, rank: int, code: int) -> tuple[str, str]:
-    """Why a rank ended that has not said so itself, and its last words."""
-    if code < 0:
-        return describe_signal(-code), ""
-    log = rundir.rank_log(rank)
-    tail = log.read_text(errors="replace")[-4000:] if log.is_file() else ""
-    return f"it ended with exit code {code}{_disk_full(rundir)}", tail
+MESSAGES: dict[str, type] = {}
+"""Class name to class, for `decode`."""
+_T = TypeVar("_T")
 
 
-def describe_signal(number: int) -> str:
-    """By a signal."""
-    name = signal.Signals(number).name
-    if number == signal.SIGKILL:
-        return f"it was killed by {name}; if nobody did that, the machine ran out of memory (see dmesg)"
-    return f"it was ended by {name}"
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def message(cls: type[_T]) -> type[_T]:
+    """Declare a frozen dataclass that `decode` knows."""
+    MESSAGES[cls.__name__] = made = dataclass(frozen=True, kw_only=True)(cls)
+    return made
 
 
-def _disk_full(rundir: RunDir) -> str:
-    """A rank that cannot write why it failed may have failed of just that."""
-    free = shutil.disk_usage(rundir.path).free
-    return f"; the disk of {rundir.path} is full" if free < _FULL else ""
+def encode(value: Any) -> Any:
+    """Convert a message, or a value inside one, to what JSON can represent."""
+    if is_dataclass(value):
+        return {"message": type(value).__name__} | {f.name: encode(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, dict):
+        return {str(key): encode(inner) for key, inner in value.items()}
+    return [encode(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def decode(value: Any) -> Any:
+    """Undo `encode`. Tuples come back as lists, and keys as text."""
+    if isinstance(value, dict):
+        table = {key: decode(inner) for key, inner in value.items()}
+        cls = MESSAGES.get(table.get("message", ""))
+        if cls is None:
+            return table
+        del table["message"]
+        return cls(**table)
+    return [decode(inner) for inner in value] if isinstance(value, list) else value
+
+
+# --- values inside messages -----------------------------------------------------------------------------------------
+
+
+@message
+class RankFailure:
+    """Why a rank failed, or was killed."""
+
+    cause: str = "failed"
+    reason: str
+    traceback: str = ""
+    expected: bool = False
+    """The rank itself says that the run cannot continue, for example because nothing can be saved."""
+    time: float = 0.0
+
+
+@message
+class StateSource:
+    """Where a generation finds its state: replicas in host memory, or the newest checkpoint on disk."""
+
+    in_memory: bool
+    newest_step: int | None = None
+    """Disk: ignore checkpoints after this step; None: no limit."""
+    generation: int = 0
+    step: int = 0
+    ranks: int = 0
+    """Memory: which replicas. `ranks` is the number of parts they consist of."""
+    servers: list[list[Any]] = field(default_factory=list)
+    """Memory: host and port of every replica server."""
+
+
+@message
+class RankSlot:
+    """The process of one rank of a new generation."""
+
+    node: int
+    worker: str | None
+    """Name of the surviving process that becomes this rank; None: a new process."""
+
+
+@message
+class WorkerInfo:
+    """What an agent tells a new controller about one of its worker processes."""
+
+    rank: int | None
+    generation: int
+    exit_code: int | None
+    """The exit code that the rank announced; None while it works."""
+
+
+@message
+class Outcome:
+    """How the run ended. `reason` is None unless it failed."""
+
+    code: int
+    reason: str | None = None
+    rank: int | None = None
+    traceback: str = ""
+
+
+# --- orders: controller to agents -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """Base class of the controller's messages."""
+
+    term: int = 0
+    """Term of the controller; set when the order is sent."""
+
+
+@message
+class ControllerAlive(Order):
+    """Heartbeat of the controller."""
+
+
+@message
+class BeginGeneration(Order):
+    """Start a generation of ranks."""
+
+    generation: int
+    plan: dict[str, Any]
+    """The Plan as a JSON table."""
+    ranks: list[RankSlot]
+    """By rank."""
+    source: StateSource
+    store: list[Any]
+    """Host and port of the generation's key-value store."""
+    copy_every: int | None
+    """Steps between two replicas of the state in host memory."""
+    save_only: bool
+    """The ranks restore, save and end."""
+    author: int
+    """Node of the controller."""
+
+
+@message
+class Halt(Order):
+    """The generation is over: ranks abandon their step and report their `SurvivorReport`."""
+
+    generation: int
+
+
+@message
+class HandOff(Order):
+    """The contributors bring their state to `step` and copy it into host memory for the next generation."""
+
+    generation: int
+    contributors: list[int]
+    step: int
+    divisor: float | None
+    bad: float | None
+    """What the step was applied with, for ranks that have not applied it yet."""
+    reporter: int
+    """The rank that writes step records which may have been lost with rank 0."""
+
+
+@message
+class Pause(Order):
+    """Ranks stop after the current step, so that the run can change its layout."""
+
+    generation: int
+
+
+@message
+class Kill(Order):
+    """Kill these ranks, for the given reason."""
+
+    generation: int
+    ranks: list[int]
+    failure: RankFailure | None = None
+
+
+@message
+class LocateRanks(Order):
+    """Every rank reports its `RankLocation`."""
+
+    generation: int
+    question: int
+
+
+@message
+class Inspect(Order):
+    """Agents inspect the processes of these ranks from outside."""
+
+    generation: int
+    ranks: list[int]
+
+
+@message
+class Evict(Order):
+    """The run continued without this node: it kills its workers."""
+
+
+@message
+class Stop(Order):
+    """Save and end."""
+
+    reason: str
+
+
+@message
+class Done(Order):
+    """The run is over."""
+
+    outcome: Outcome
+
+
+# --- orders: agent to rank (also BeginGeneration as BeginRank, Halt, HandOff, Pause, Stop, LocateRanks) ---------------
+
+
+@message
+class BeginRank:
+    """Become a rank of a generation."""
+
+    generation: int
+    place: dict[str, Any]
+    """Fields of a Place."""
+    plan: dict[str, Any]
+    source: StateSource
+    save_only: bool
+    heartbeat: str
+    """Path of the heartbeat page."""
+    chaos: str
+
+
+@message
+class CutConnections:
+    """Injected fault: shut down all TCP connections of the process once."""
+
+
+# --- reports: rank to agent to controller ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """Base class of what ranks report."""
+
+    generation: int
+    rank: int = -1
+    """Set by the agent."""
+
+
+@message
+class RankRestored(RankReport):
+    """The rank has restored the state after `step`."""
+
+    step: int
+
+
+@message
+class FirstStepDone(RankReport):
+    """The first step of the generation is complete."""
+
+
+@message
+class RankPaused(RankReport):
+    """The rank stopped after a step, as ordered by `Pause`."""
+
+
+@message
+class RankEnded(RankReport):
+    """The rank is done and exits with this code."""
+
+    code: int
+
+
+@message
+class ConnectionLost(RankReport):
+    """The rank failed with a secondary error: another rank, or a connection, was lost."""
+
+    reason: str
+
+
+@message
+class ReplicasDiffer(RankReport):
+    """Replicas that must be equal differ."""
+
+    culprits: list[int]
+    """Ranks with wrong values; empty if unknown."""
+    what: str
+    """"weights", "optimizer" or "gradients"."""
+    agreed: int | None
+    """Last step at which replicas were equal."""
+    reason: str
+
+
+@message
+class SurvivorReport(RankReport):
+    """The state that a rank holds after its generation ended."""
+
+    step: int | None
+    """The state is the one after this step; None: no usable state."""
+    prepared: bool = False
+    """The rank can still apply the next step."""
+    divisor: float | None = None
+    bad: float | None = None
+    """What the last step was applied with."""
+    rewinds: int = 0
+    """Rollbacks so far. Of two states, the one with more rollbacks is newer."""
+
+
+@message
+class HandedOff(RankReport):
+    """The rank has carried out `HandOff`."""
+
+    covered: bool
+    """The contributors hold all tensors of this pipeline rank."""
+    problem: str | None = None
+
+
+@message
+class RankFailed(RankReport):
+    """The rank failed and ends."""
+
+    failure: RankFailure
+
+
+@message
+class RankLocation(RankReport):
+    """What the rank is doing, as `worker/hang_report` describes it."""
+
+    question: int
+    report: dict[str, Any]
+
+
+# --- reports: agent to controller -----------------------------------------------------------------------------------
+
+
+@message
+class Join:
+    """A node joins, with everything that a new controller must know about it."""
+
+    node: int
+    name: str
+    slots: int
+    replica_server: list[Any]
+    workers: dict[str, WorkerInfo]
+    last_begin: BeginGeneration | None
+    """The order that began the newest generation known to the node."""
+    stopping: str | None
+
+
+@message
+class RanksBegan:
+    """The processes of this node's ranks, by rank."""
+
+    generation: int
+    names: dict[str, str]
+
+
+@message
+class RankDied:
+    """The process of a rank is gone."""
+
+    rank: int
+    generation: int
+    code: int
+    failure: RankFailure | None = None
+    step: int | None = None
+    """Last complete step, if its heartbeat tells."""
+
+
+@message
+class Beats:
+    """Heartbeats of this node's ranks, by rank; an empty one is the heartbeat of the node itself."""
+
+    beats: dict[str, Beat]
+
+
+@message
+class ReplicaServerMoved:
+    """The node's replica server was restarted and listens elsewhere."""
+
+    address: list[Any]
+
+
+@message
+class RankInspected:
+    """What can be seen of a rank's process from outside."""
+
+    rank: int
+    state: str | None
+    """Process state letter in /proc."""
+    stack: str | None
+
+
+@message
+class StopRequested:
+    """The node was asked to stop."""
+
+    reason: str
+
+
+Report = Join | RanksBegan | RankDied | Beats | ReplicaServerMoved | RankInspected | StopRequested | RankReport

@@ -1,5 +1,7 @@
-"""From something that broke, or a node that came, to a new generation: halt, see what the survivors have, decide, keep the state, begin.
-One object carries one such change; the controller makes it."""
+"""From a failure, or a node that joined, to a new generation: halt the survivors, decide, keep the state, plan the layout, begin.
+
+The controller creates one `Recovery` for each change of generation. `recovery/policy` makes the decision.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +9,18 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from phalanx.checkpointing.replicas import replica_index, shm_slots
 from phalanx.control.processes import BYTES_PER_PARAMETER
-from phalanx.control.state import Generation, Message
+from phalanx.control.protocol import Halt, HandOff, Kill, Pause, RankFailure, StateSource
+from phalanx.control.state import Control, Generation, RecoveryRecord
 from phalanx.events.records import FailureNoticed, Warned
 from phalanx.recovery.history import updated_history
 from phalanx.recovery.policy import decide
 from phalanx.recovery.relayout import replicated_elsewhere
 from phalanx.recovery.state import (
+    Action,
     Corrupt,
     Disconnected,
     EndRun,
@@ -36,197 +39,204 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Machine, Plan, Size
 from phalanx.spec.run import Run
 
-if TYPE_CHECKING:
-    from phalanx.control.controller import Controller
-
-
-_MOMENT = 0.03  # seconds: what dies together is decided together
-_GIVE_UP = 10.0  # seconds in which a rank must have given up its step
-_HAND_OVER = 120.0  # seconds in which survivors must have copied their state into memory
-_PAUSE = 600.0  # seconds in which ranks come to the end of a step
-
-
-@dataclass(slots=True)
-class Record:
-    """What the record of a recovery will say."""
-
-    noticed: float
-    failures: list[int] = field(default_factory=list)
-    action: str = "restart"
-    source: str = "live"
-    decided: float = 0.0
-    before: int | None = None
-    """The newest step that was complete."""
-    restarted: float | None = None
+_GATHER = 0.03  # seconds: failures that come together are handled together
+_HALT_TIMEOUT = 10.0  # seconds in which a rank must have abandoned its step
+_HAND_OFF_TIMEOUT = 120.0  # seconds in which survivors must have copied their state into host memory
+_PAUSE_TIMEOUT = 600.0  # seconds in which ranks reach the end of a step
+_MEMORY_FRACTION = 0.4
+"""Part of the free memory that replicas may take which nobody asked for."""
 
 
 class Recovery:
     """One change of generation."""
 
-    def __init__(self, controller: Controller, *, save: bool = False):
-        """`save`: the run is to stop, and soon: the next generation only saves."""
-        self._c, self._save = controller, save
-        # A recovery that was itself disturbed is one with what follows.
-        self._record = controller.recovering or Record(time.time())
+    def __init__(self, control: Control, replanner: Replanner, *, save_only: bool = False):
+        """`save_only`: the run must stop soon; the next generation restores, saves and ends."""
+        self._control, self._state, self._agent = control, control.state, control.agent
+        self._replanner, self._save_only = replanner, save_only
+        # A recovery that another failure interrupts is one recovery with the next.
+        self._record = self._state.recovery or RecoveryRecord(time.time())
         self._events: list[Event] = []
 
     async def run(self) -> None:
-        c = self._c
-        while c.leads and c.agent.outcome is None:
-            await asyncio.sleep(_MOMENT)
-            self._take()
-            if not self._save and all(isinstance(event, NodeJoined) for event in self._events):
-                if not await self._pause():
+        """Change the generation, again if more fails meanwhile, until one has begun or the run ends."""
+        while self._control.leads and self._agent.outcome is None:
+            await asyncio.sleep(_GATHER)
+            self._gather()
+            if not self._save_only and all(isinstance(event, NodeJoined) for event in self._events):
+                if not await self._pause_to_grow():
                     return
                 continue
             if await self._change():
                 return
 
-    def _take(self) -> None:
-        """What has happened by now, told as failures."""
-        new = self._c.take_troubles()
+    def _gather(self) -> None:
+        """Take what has happened by now, and record the failures."""
+        new = self._state.take_events()
         self._events += new
         for event in new:
-            if isinstance(event, NodeJoined):
-                continue
-            number = self._c.failures = self._c.failures + 1
-            self._record.failures.append(number)
-            self._c.agent.emit(noticed(number, event, self._c.generation))
+            if not isinstance(event, NodeJoined):
+                self._state.failures += 1
+                self._record.failures.append(self._state.failures)
+                self._agent.emit(failure_noticed(self._state.failures, event, self._state.generation))
 
-    async def _pause(self) -> bool:
-        """Only nodes have come. Where that allows for more, let the ranks end their step; False: go on as before."""
-        c, current = self._c, self._c.generation
-        assert current is not None
-        action = decide(c.situation(), EventBatch(tuple(self._events)), c.replanner.legal)
-        if not isinstance(action, NewGeneration) or c.recovering is not None:
-            # A run that has just begun to recover comes back to this when it has.
-            c.returned |= {event.node for event in self._events if isinstance(event, NodeJoined)}
+    def _decide(self, *more: Event) -> Action:
+        situation = self._state.situation(self._control.settings, self._agent.run.batch)
+        return decide(situation, EventBatch((*self._events, *more)), self._replanner.legal)
+
+    async def _pause_to_grow(self) -> bool:
+        """Only nodes have joined. If the run can grow, pause after the current step and change; False: nothing more to do."""
+        state, generation = self._state, self._state.generation
+        assert generation is not None
+        if not isinstance(self._decide(), NewGeneration) or state.recovery is not None:
+            # A recovery in progress comes back to these nodes when it is complete.
+            state.joined_during_recovery |= {event.node for event in self._events if isinstance(event, NodeJoined)}
             return False
-        c.order({"order": "pause", "generation": current.number})
-        await c.until(lambda: bool(c.troubles) or bool(current.ended) or len(current.paused) == current.ranks, _PAUSE)
-        if current.ended:
+        self._control.order(Pause(generation=generation.number))
+        await self._control.until(
+            lambda: bool(state.events) or bool(generation.ended) or len(generation.paused) == generation.ranks, _PAUSE_TIMEOUT
+        )
+        if generation.ended:
             return False
-        if not c.troubles:
+        if not state.events:
             await self._change()
             return False
         return True
 
     async def _change(self) -> bool:
-        """Whether a new generation has begun, or the run has ended."""
-        c, current = self._c, self._c.generation
-        assert current is not None
-        await self._halt(current)
-        self._take()
-        if not c.leads:
+        """Halt, decide and act; returns whether a new generation has begun or the run has ended."""
+        state, generation = self._state, self._state.generation
+        assert generation is not None
+        await self._halt(generation)
+        self._gather()
+        if not self._control.leads:
             return True
-        event = EventBatch(tuple(self._events))
-        action = decide(c.situation(), event, c.replanner.legal)
-        if isinstance(action, NoChange):  # halted all the same: everybody goes on where they were
-            action = decide(c.situation(), EventBatch((*self._events, Disconnected(current.step))), c.replanner.legal)
+        action = self._decide()
+        if isinstance(action, NoChange):  # the ranks were halted, so the same ranks must begin again
+            action = self._decide(Disconnected(generation.step))
         self._record.decided = time.time()
-        final = next((one for one in self._events if isinstance(one, WorkerDied) and one.final), None)
+        final = next((event for event in self._events if isinstance(event, WorkerDied) and event.final), None)
         if isinstance(action, EndRun) or final is not None:
-            died = final or next((one for one in self._events if isinstance(one, WorkerDied)), None)
-            alone = final is not None or not c.history  # the first failure of a launch tells its own story
-            c.give_up(action.story if isinstance(action, EndRun) and not (alone and died) else None, died)
+            self._give_up(action, final)
             return True
         if isinstance(action, Wait):
-            await self._wait(action)
+            state.dead = action.dead
+            self._agent.emit(Warned(message=f"The run waits: {action.reason}"))
+            await self._control.until(lambda: bool(state.joined) or bool(state.events), float("inf"))
             return False
         assert isinstance(action, NewGeneration)
-        source = await self._source(current)
-        if c.troubles:
-            return False  # somebody was lost meanwhile: decide again, with what is left
-        c.history = updated_history(c.situation(), event, action)
-        self._record.action, self._record.before, self._record.restarted = action.action, current.step, None
-        plan = c.replanner.plan(action.layout)
-        assert plan is not None, "the policy has asked whether it is legal"
-        names = {rank: current.names.get(old) for rank, old in enumerate(action.old) if old is not None}
-        c.dead = ()
-        await c.begin(plan, action.assignment, names, source, save=self._save)
-        c.recovering = self._record
+        source = await self._choose_source(generation)
+        if state.events:
+            return False  # another rank was lost meanwhile: decide again
+        situation = state.situation(self._control.settings, self._agent.run.batch)
+        state.history = updated_history(situation, EventBatch(tuple(self._events)), action)
+        self._record.action, self._record.step_before, self._record.restarted = action.action, generation.step, None
+        plan = self._replanner.plan(action.layout)
+        assert plan is not None, "the policy chooses legal layouts only"
+        names = {rank: generation.names.get(old) for rank, old in enumerate(action.old) if old is not None}
+        state.dead = ()
+        await self._control.begin(plan, action.assignment, names, source, save_only=self._save_only)
+        state.recovery = self._record
         return True
 
-    async def _wait(self, action: Wait) -> None:
-        """Nothing fits: until a node comes."""
-        c = self._c
-        c.dead = action.dead
-        c.agent.emit(Warned(message=f"The run waits: {action.reason}"))
-        await c.until(lambda: bool(c.joined) or bool(c.troubles), float("inf"))
+    def _give_up(self, action: Action, final: WorkerDied | None) -> None:
+        """End the run. The first failure of a launch is reported by itself, later ones with the history of all."""
+        died = final or next((event for event in self._events if isinstance(event, WorkerDied)), None)
+        alone = final is not None or not self._state.history
+        if isinstance(action, EndRun) and not (alone and died is not None):
+            self._control.end(1, action.story, traceback=died.traceback if died is not None else "")
+        else:
+            assert died is not None
+            self._control.end(1, died.reason.removeprefix(f"rank {died.rank}: "), died.rank, died.traceback)
 
-    async def _halt(self, current: Generation) -> None:
-        """Every survivor gives up its step and says what it has; who does not is lost."""
-        c = self._c
-        if (store := c.agent.stores.get(current.number)) is not None:
-            store.end(f"generation {current.number} is over")
-        c.order({"order": "halt", "generation": current.number})
+    async def _halt(self, generation: Generation) -> None:
+        """Make every survivor abandon its step and report its state; ranks that do not are killed."""
+        if (store := self._agent.stores.get(generation.number)) is not None:
+            store.end(f"generation {generation.number} is over")
+        self._control.order(Halt(generation=generation.number))
 
-        def stand() -> bool:
-            return all(rank in current.standings or rank in current.ended for rank in current.living)
+        def missing() -> list[int]:
+            return [rank for rank in generation.living if rank not in generation.survivors and rank not in generation.ended]
 
-        if await c.until(stand, _GIVE_UP):
+        if await self._control.until(lambda: not missing(), _HALT_TIMEOUT):
             return
-        late = [rank for rank in current.living if rank not in current.standings and rank not in current.ended]
-        stacks = await c.overseer.hangs.stacks(current, late)
+        late = missing()
+        stacks = await self._control.stacks(late)
         for rank in late:
-            reason = f"rank {rank} did not give up its step within {_GIVE_UP:.0f} s"
-            failure = {"cause": "hung", "reason": reason, "traceback": stacks.get(rank, "")}
-            c.order({"order": "kill", "generation": current.number, "ranks": [rank], "failure": failure})
-        await c.until(stand, _GIVE_UP)
+            reason = f"rank {rank} did not give up its step within {_HALT_TIMEOUT:.0f} s"
+            failure = RankFailure(cause="hung", reason=reason, traceback=stacks.get(rank, ""))
+            self._control.order(Kill(generation=generation.number, ranks=[rank], failure=failure))
+        await self._control.until(lambda: not missing(), _HALT_TIMEOUT)
 
-    async def _source(self, current: Generation) -> Message:
-        """Where the next generation finds the state: with the survivors, in copies in memory, or on disk."""
-        live, states = await self._live(current), await self._copies()
-        # Where it is not known who is right, what was copied since replicas last agreed may be wrong too.
-        until = None if current.told_apart or current.corruption is None else current.corruption["agreed"] or 0
-        best = max((one for one in states if until is None or one.step <= until), key=_course, default=None)
-        holders = [list(member.holder) for member in self._c.members.values()]
-        if live is not None and (best is None or _course(best) <= (live["rewinds"], live["step"])):
+    async def _choose_source(self, generation: Generation) -> StateSource:
+        """Choose the newest state: the survivors' own, replicas in host memory, or a checkpoint on disk."""
+        live = await self._hand_off(generation)
+        servers = self._state.replica_servers()
+        replicas = await asyncio.to_thread(replica_index.complete_states, servers, self._agent.token)
+        newest_step: int | None = None
+        if generation.corruption is not None and not generation.valid_state_known:
+            # Replicas saved after the ranks last agreed may be wrong, too.
+            newest_step = generation.corruption.agreed or 0
+        usable = [state for state in replicas if newest_step is None or state.step <= newest_step]
+        best = max(usable, key=_recency, default=None)
+        addresses = [list(server) for server in servers]
+        if live is not None and (best is None or _recency(best) <= live[:2]):
             self._record.source = "live"
-            # What others have handed over before is no longer needed; a run that fails again and again must not fill the memory with it.
-            self._c.agent.spawn(self._c.overseer.forget(current.number))
-            return {"kind": "memory", "generation": current.number, "holders": holders} | live
+            # A run that fails again and again must not fill the memory with earlier hand-offs.
+            self._agent.spawn(discard_replicas(self._control, generation.number))
+            _, step, ranks = live
+            return StateSource(in_memory=True, generation=generation.number, step=step, ranks=ranks, servers=addresses)
         if best is not None:
             self._record.source = "memory"
-            where = {"generation": best.generation, "step": best.step, "ranks": best.ranks}
-            return {"kind": "memory", "holders": holders} | where
+            return StateSource(in_memory=True, generation=best.generation, step=best.step, ranks=best.ranks, servers=addresses)
         self._record.source = "disk"
-        return {"kind": "disk", "until": until}
+        return StateSource(in_memory=False, newest_step=newest_step)
 
-    async def _live(self, current: Generation) -> Message | None:
-        """The survivors' own state, handed over; None where it is not all of it."""
-        c, target = self._c, current.target()
-        if target is None:
+    async def _hand_off(self, generation: Generation) -> tuple[int, int, int] | None:
+        """Have the survivors copy their state into host memory; returns (rewinds, step, ranks), or None if part of it is missing."""
+        state, newest_state = self._state, generation.newest_state()
+        if newest_state is None:
             return None
-        step, contributors, ahead = target
-        if not current.every_stage(contributors):
+        step, contributors, newest = newest_state
+        if not generation.covers_all_stages(contributors):
             return None
-        current.handed.clear()
-        order = {"order": "hand over", "generation": current.number, "contributors": contributors, "step": step}
-        c.order(order | {"divisor": ahead["divisor"], "bad": ahead["bad"], "teller": ahead["rank"]})
-        done = await c.until(lambda: bool(c.troubles) or all(rank in current.handed for rank in contributors), _HAND_OVER)
-        if not done or c.troubles or not all(current.handed[rank]["covered"] for rank in contributors):
+        generation.handed_off.clear()
+        self._control.order(
+            HandOff(
+                generation=generation.number,
+                contributors=contributors,
+                step=step,
+                divisor=newest.divisor,
+                bad=newest.bad,
+                reporter=newest.rank,
+            )
+        )
+        done = await self._control.until(
+            lambda: bool(state.events) or all(rank in generation.handed_off for rank in contributors), _HAND_OFF_TIMEOUT
+        )
+        if not done or state.events or not all(generation.handed_off[rank].covered for rank in contributors):
             return None
-        return {"step": step, "ranks": len(contributors), "rewinds": ahead["rewinds"]}
-
-    async def _copies(self) -> list[replica_index.ReplicaState]:
-        addresses = [member.holder for member in self._c.members.values()]
-        return await asyncio.to_thread(replica_index.complete_states, addresses, self._c.agent.token)
+        return newest.rewinds, step, len(contributors)
 
 
-def _course(state: replica_index.ReplicaState) -> tuple[int, int]:
-    """Which of two states is the later: a run that went back has left the steps after that behind."""
+def _recency(state: replica_index.ReplicaState) -> tuple[int, int]:
+    """Order states by rollbacks, then by step: a rollback abandons the steps after it."""
     contents = state.kept[0][0].copy.contents or {}
     return len(contents.get("progress", {}).get("left_out", [])), state.step
 
 
-def noticed(number: int, event: Event, current: Generation | None) -> FailureNoticed:
-    """An event as a record of a failure."""
-    step = current.step if current is not None else None
+async def discard_replicas(control: Control, before: int) -> None:
+    """Free hand-offs of earlier generations. With replicas after every step nothing needs to be done: newer ones replace them."""
+    if control.state.copy_every is None:
+        await asyncio.to_thread(replica_index.discard, control.state.replica_servers(), control.agent.token, before)
+
+
+def failure_noticed(number: int, event: Event, generation: Generation | None) -> FailureNoticed:
+    """The record of a failure."""
+    step = generation.step if generation is not None else None
     if isinstance(event, WorkerDied):
-        node = current.assignment[event.rank] if current is not None else None
-        where = f"rank {event.rank} (node {node})"
-        message = event.reason if event.reason.startswith("rank") else f"{where}: {event.reason}"
+        node = generation.assignment[event.rank] if generation is not None else None
+        message = event.reason if event.reason.startswith("rank") else f"rank {event.rank} (node {node}): {event.reason}"
         return FailureNoticed(
             number=number, cause=event.cause, message=message, rank=event.rank, node=node, step=step, traceback=event.traceback
         )
@@ -238,26 +248,22 @@ def noticed(number: int, event: Event, current: Generation | None) -> FailureNot
     return FailureNoticed(number=number, cause="connection lost", message=event.reason, step=step)
 
 
-_MODEST = 0.4
-"""Of the free memory."""
-
-
 class Replanner:
-    """Plans of one run on this kind of machine."""
+    """Plans a running run on other layouts."""
 
     def __init__(self, run: Run, plan: Plan, machine: Callable[[], Machine]):
-        """`machine`: asked only when there is a new layout to plan, as drivers of GPUs take seconds to answer."""
+        """`machine` is called only when a new layout is planned: GPU drivers take seconds to answer."""
         self._run, self._plan, self._machine = run, plan, machine
         self._size = Size(
             parameters=plan.parameters, active=plan.active or plan.parameters, flops_per_token=plan.flops_per_token
         )
-        self._known: dict[Layout, Plan | None] = {plan.layout: plan}
+        self._plans: dict[Layout, Plan | None] = {plan.layout: plan}
 
     def plan(self, layout: Layout) -> Plan | None:
-        """None where the run cannot be laid out so."""
-        if layout not in self._known:
-            self._known[layout] = self._choose(layout)
-        return self._known[layout]
+        """The plan on a layout; None if the run cannot use it."""
+        if layout not in self._plans:
+            self._plans[layout] = self._choose(layout)
+        return self._plans[layout]
 
     def legal(self, layout: Layout) -> bool:
         return self.plan(layout) is not None
@@ -268,7 +274,7 @@ class Replanner:
         if self._run.optimizer.sync_every > 1 and layout.data != self._plan.layout.data:
             return None  # each replica has a state of its own
         share, micro = self._run.batch // layout.replicas, self._run.train.micro_batch
-        # The batch stays what it is; a replica's share of it may no longer be a multiple of the micro-batch that was asked for.
+        # The batch stays the same, so a replica's share of it may not be a multiple of the requested micro-batch.
         train = replace(self._run.train, micro_batch=math.gcd(share, micro) if micro and share else micro)
         run = replace(self._run, layout=layout, train=train)
         if next(iter(layout_findings(run)), None) is not None:
@@ -280,18 +286,17 @@ class Replanner:
 
 
 def copy_every(run: Run, plan: Plan, assignment: Sequence[int]) -> int | None:
-    """How often the state is copied into host memory: as the run file says; else after every step where a rank, or a node where there
-    are several, holds what no other does, and memory is plentiful."""
+    """Steps between two replicas of the state in host memory; None: no replicas.
+
+    As the run file says. By default after every step, if the loss of a rank or node would lose state and memory is plentiful.
+    """
     if run.checkpoint.memory_every is not None:
         return run.checkpoint.memory_every
-    alike = run.optimizer.sync_every == 1  # else each replica goes its own way for some steps
-    if run.resilience.restarts == 0 or (alike and replicated_elsewhere(plan.layout, assignment)):
+    replicas_equal = run.optimizer.sync_every == 1  # otherwise replicas differ between synchronizations
+    if run.resilience.restarts == 0 or (replicas_equal and replicated_elsewhere(plan.layout, assignment)):
         return None
-    return 1 if _plenty(plan, len(set(assignment))) else None
-
-
-def _plenty(plan: Plan, nodes: int) -> bool:
-    """Whether copies that nobody asked for leave most of the memory to others. Each node has its own ranks' and its neighbour's."""
-    root = shm_slots.default_root()
-    room = shm_slots.free_bytes(root if root.is_dir() else root.parent)
-    return 2 * plan.parameters * BYTES_PER_PARAMETER * min(nodes, 2) / nodes <= _MODEST * room
+    root, nodes = shm_slots.default_root(), len(set(assignment))
+    free = shm_slots.free_bytes(root if root.is_dir() else root.parent)
+    # Each node holds the replicas of its own ranks and of its neighbor's.
+    need = 2 * plan.parameters * BYTES_PER_PARAMETER * min(nodes, 2) / nodes
+    return 1 if need <= _MEMORY_FRACTION * free else None

@@ -1,49 +1,89 @@
-"""One generation of ranks as the controller knows it: who they are, what they have said, what is to become of their state. Plain
-bookkeeping; never loads torch."""
+"""What the controller knows: the nodes, the running generation of ranks, and what has happened and is not handled yet. Plain data.
+
+The parts of the controller (`startup`, `watchdog`, `recover`) read and change this state. They reach the node they run on through
+`NodeServices`, which `control/agent` provides, and the controller's own actions through `Control`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from phalanx.recovery.state import WorkerDied
+from phalanx.control.channel import Channel
+from phalanx.control.election import Terms
+from phalanx.control.protocol import (
+    BeginGeneration,
+    ConnectionLost,
+    FirstStepDone,
+    HandedOff,
+    Join,
+    Order,
+    Outcome,
+    RankEnded,
+    RankPaused,
+    RankReport,
+    RankRestored,
+    ReplicasDiffer,
+    StateSource,
+    SurvivorReport,
+)
+from phalanx.control.store_server import KeyValueStore
+from phalanx.events.heartbeat import Beat
+from phalanx.events.records import Event
+from phalanx.events.rundir import RunDir
+from phalanx.recovery import state as policy
+from phalanx.recovery.state import Failure, Node, NodeJoined, Situation, WorkerDied
+from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Plan
+from phalanx.spec.run import Resilience, Run
 
-Message = dict[str, Any]
+
+@dataclass(slots=True)
+class Member:
+    """A node that has joined the run."""
+
+    node: int
+    name: str
+    slots: int
+    replica_server: tuple[str, int]
+    channel: Channel | None
+    """None: the controller's own node."""
+    last_heard: float
 
 
 @dataclass(slots=True)
 class Generation:
-    """The ranks that work together until one is lost."""
+    """The ranks that work together until one is lost, and what they have reported."""
 
     number: int
     plan: Plan
     assignment: tuple[int, ...]
     """Node of each rank."""
     term: int = 0
-    """In which it was begun."""
+    """Term in which it began."""
     names: dict[int, str | None] = field(default_factory=dict)
-    """Of the worker processes, by rank; None: not known yet."""
-    begun: float = field(default_factory=time.time)
+    """Worker process of each rank, as far as known."""
     dead: dict[int, WorkerDied] = field(default_factory=dict)
-    beats: dict[int, tuple[float, list[Any]]] = field(default_factory=dict)
-    """By rank: when it was heard, and [generation, step, phase, seconds in it, step seconds, busy seconds, steps taken, memory]."""
-    standings: dict[int, Message] = field(default_factory=dict)
-    handed: dict[int, Message] = field(default_factory=dict)
+    beats: dict[int, Beat] = field(default_factory=dict)
+    """Newest heartbeat of each rank, on this machine's clock."""
+    survivors: dict[int, SurvivorReport] = field(default_factory=dict)
+    handed_off: dict[int, HandedOff] = field(default_factory=dict)
     restored: dict[int, int] = field(default_factory=dict)
-    """The step that a rank has restored."""
-    stepped: dict[int, float] = field(default_factory=dict)
-    """When a rank's first step was done."""
+    """Step that each rank has restored."""
+    first_steps: dict[int, float] = field(default_factory=dict)
+    """When the first step of each rank was complete."""
     paused: set[int] = field(default_factory=set)
     ended: dict[int, int] = field(default_factory=dict)
-    completed: list[int] = field(default_factory=list)
-    """The last steps of those that died."""
-    broken: dict[int, str] = field(default_factory=dict)
-    """Ranks that have lost another, with what they said."""
-    corruption: Message | None = None
-    """Replicas differ: {"ranks": the guilty, "what", "agreed": the last step at which they did not, "reason"}."""
-    judged: bool = False
+    """Exit codes of ranks that are done."""
+    steps_of_dead: list[int] = field(default_factory=list)
+    """Last complete steps of ranks that died."""
+    disconnected: dict[int, str] = field(default_factory=dict)
+    """Ranks that lost a connection, with their error."""
+    corruption: ReplicasDiffer | None = None
+    corruption_handled: bool = False
 
     @property
     def ranks(self) -> int:
@@ -55,63 +95,200 @@ class Generation:
 
     @property
     def step(self) -> int | None:
-        """The newest complete step that is known of."""
-        known = [beat[1] for _, beat in self.beats.values()] + [
-            one["step"] for one in self.standings.values() if one["step"] is not None
-        ]
-        return max([*known, *self.restored.values(), *self.completed], default=None)
+        """Newest complete step that any rank has reported."""
+        reported = [report.step for report in self.survivors.values() if report.step is not None]
+        beats = [beat.step for beat in self.beats.values()]
+        return max([*beats, *reported, *self.restored.values(), *self.steps_of_dead], default=None)
 
     @property
-    def guilty(self) -> list[int]:
-        """Ranks that hold other numbers than their replicas."""
-        return [] if self.corruption is None else list(self.corruption["ranks"])
+    def corrupt_ranks(self) -> list[int]:
+        """Ranks whose values differ from their replicas."""
+        return [] if self.corruption is None else list(self.corruption.culprits)
 
     @property
-    def told_apart(self) -> bool:
-        """Whether it is known whose state is right. Wrong gradients were not applied: where only they differ, every state is."""
-        return self.corruption is None or bool(self.guilty) or self.corruption["what"] == "gradients"
-
-    def hear(self, message: Message) -> None:
-        """What one of its ranks says."""
-        rank, what = message["rank"], message["say"]
-        if what == "standing":
-            self.standings[rank] = message
-        elif what == "handed":
-            self.handed[rank] = message
-        elif what == "restored":
-            self.restored[rank] = message["step"]
-        elif what == "stepped":
-            self.stepped.setdefault(rank, time.time())
-        elif what == "paused":
-            self.paused.add(rank)
-        elif what == "ended":
-            self.ended[rank] = message["code"]
-        elif what == "broken":
-            self.broken.setdefault(rank, message["reason"])
-        elif what == "corrupt":
-            self.corruption = message
+    def valid_state_known(self) -> bool:
+        """Whether it is known whose state is right. Wrong gradients were not applied: if only they differ, every state is right."""
+        return self.corruption is None or bool(self.corrupt_ranks) or self.corruption.what == "gradients"
 
     @property
     def untouched(self) -> bool:
-        """The launch's first, and no step has been taken: all there is was there before."""
-        return self.number == 0 and not self.stepped and not any(beat[6] for _, beat in self.beats.values())
+        """This is the first generation of the launch and no step was taken, so there is nothing to save."""
+        return self.number == 0 and not self.first_steps and not any(beat.steps_taken for beat in self.beats.values())
 
     @property
     def complete(self) -> bool:
         return len(self.ended) == self.ranks
 
-    def target(self) -> tuple[int, list[int], Message] | None:
-        """The newest step that a survivor's state is of, which ranks have it or can still take it, and with what; None: no state."""
-        fit = {rank: said for rank, said in self.standings.items() if said["step"] is not None and rank in self.living}
-        fit = {rank: said for rank, said in fit.items() if rank not in self.guilty} if self.told_apart else {}
-        if not fit:
-            return None
-        step = max(said["step"] for said in fit.values())
-        ahead = next(said for said in fit.values() if said["step"] == step)
-        behind = [rank for rank, said in fit.items() if said["step"] == step - 1 and said["prepared"]]
-        return step, sorted([rank for rank, said in fit.items() if said["step"] == step] + behind), ahead
+    def update(self, report: RankReport) -> None:
+        """Record what one of its ranks reports."""
+        rank = report.rank
+        match report:
+            case SurvivorReport():
+                self.survivors[rank] = report
+            case HandedOff():
+                self.handed_off[rank] = report
+            case RankRestored():
+                self.restored[rank] = report.step
+            case FirstStepDone():
+                self.first_steps.setdefault(rank, time.time())
+            case RankPaused():
+                self.paused.add(rank)
+            case RankEnded():
+                self.ended[rank] = report.code
+            case ConnectionLost():
+                self.disconnected.setdefault(rank, report.reason)
+            case ReplicasDiffer():
+                self.corruption = report
 
-    def every_stage(self, contributors: list[int]) -> bool:
-        """Whether some of them are of each pipeline rank."""
-        each = self.ranks // self.plan.layout.pipeline
-        return len({rank // each for rank in contributors}) == self.plan.layout.pipeline
+    def newest_state(self) -> tuple[int, list[int], SurvivorReport] | None:
+        """The newest step among the survivors' states, the ranks that have or can still apply it, and the report of one that has it.
+
+        None if no survivor has a usable state.
+        """
+        usable = {rank: report for rank, report in self.survivors.items() if report.step is not None and rank in self.living}
+        usable = (
+            {rank: report for rank, report in usable.items() if rank not in self.corrupt_ranks}
+            if self.valid_state_known
+            else {}
+        )
+        if not usable:
+            return None
+        step = max(report.step or 0 for report in usable.values())
+        newest = next(report for report in usable.values() if report.step == step)
+        have = [rank for rank, report in usable.items() if report.step == step]
+        can_apply = [rank for rank, report in usable.items() if report.step == step - 1 and report.prepared]
+        return step, sorted(have + can_apply), newest
+
+    def covers_all_stages(self, ranks: list[int]) -> bool:
+        """Whether these ranks include one of each pipeline rank."""
+        per_stage = self.ranks // self.plan.layout.pipeline
+        return len({rank // per_stage for rank in ranks}) == self.plan.layout.pipeline
+
+
+@dataclass(slots=True)
+class RecoveryRecord:
+    """A recovery in progress: what its `recovered` record will say."""
+
+    noticed: float
+    failures: list[int] = field(default_factory=list)
+    action: str = "restart"
+    source: str = "live"
+    decided: float = 0.0
+    step_before: int | None = None
+    """Newest complete step before the failure."""
+    restarted: float | None = None
+
+
+@dataclass(slots=True)
+class ControllerState:
+    """Everything the controller of one term knows."""
+
+    wanted: Layout
+    """Layout that the run asks for."""
+    members: dict[int, Member] = field(default_factory=dict)
+    generation: Generation | None = None
+    events: list[policy.Event] = field(default_factory=list)
+    """What happened and is not handled yet."""
+    joined: set[int] = field(default_factory=set)
+    """Nodes that joined and are not handled yet."""
+    joined_during_recovery: set[int] = field(default_factory=set)
+    history: tuple[Failure, ...] = ()
+    failures: int = 0
+    """Failures noticed so far in this launch."""
+    dead: tuple[int, ...] = ()
+    """Ranks without a process while the run waits for a node."""
+    first_step: int = 0
+    """Step that this launch began from."""
+    recovery: RecoveryRecord | None = None
+    """The recovery whose first step is not complete yet."""
+    stop_requested: float | None = None
+    """When the run was asked to stop."""
+    saving: bool = False
+    """The running generation only saves."""
+    copy_every: int | None = None
+    """Steps between two replicas of the state in host memory; None: no replicas."""
+    joins: dict[int, Join] = field(default_factory=dict)
+    begins: list[BeginGeneration] = field(default_factory=list)
+    """Newest generations that joining nodes know of."""
+    last_stall_end: float = field(default_factory=time.monotonic)
+    """When this process last woke from being stopped or starved: silence before that is not the fault of others."""
+
+    def situation(self, settings: Resilience, batch: int) -> Situation:
+        """The input of `recovery/policy`."""
+        assert self.generation is not None
+        return Situation(
+            wanted=self.wanted,
+            layout=self.generation.plan.layout,
+            assignment=self.generation.assignment,
+            nodes=self.nodes(),
+            history=self.history,
+            dead=self.dead,
+            first_step=self.first_step,
+            restarts=settings.restarts,
+            shrink=settings.shrink,
+            continue_degraded=settings.continue_degraded,
+            batch=batch,
+        )
+
+    def nodes(self) -> tuple[Node, ...]:
+        return tuple(Node(member.node, member.slots) for _, member in sorted(self.members.items()))
+
+    def replica_servers(self) -> list[tuple[str, int]]:
+        return [member.replica_server for member in self.members.values()]
+
+    def take_events(self) -> list[policy.Event]:
+        """Everything that has happened since the last call."""
+        events = [*self.events, *(NodeJoined(node) for node in sorted(self.joined))]
+        self.events.clear()
+        self.joined.clear()
+        return events
+
+
+class NodeServices(Protocol):
+    """What a controller needs from the agent of the node it runs on."""
+
+    run: Run
+    plan: Plan
+    rundir: RunDir
+    node: int
+    nodes: int
+    name: str
+    token: str
+    address: tuple[str, int]
+    terms: Terms
+    stores: dict[int, KeyValueStore]
+    last_begin: BeginGeneration | None
+    stopping: str | None
+    outcome: Outcome | None
+
+    def emit(self, event: Event) -> None: ...
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]: ...
+    async def obey(self, order: Order) -> None: ...
+    def finish(self, outcome: Outcome) -> None: ...
+
+
+class Control(Protocol):
+    """What the parts of the controller need from it."""
+
+    state: ControllerState
+    agent: NodeServices
+    settings: Resilience
+    term: int
+
+    @property
+    def leads(self) -> bool: ...
+    @property
+    def stalled(self) -> bool: ...
+    def order(self, order: Order) -> None: ...
+    async def until(self, condition: Callable[[], bool], seconds: float) -> bool: ...
+    async def begin(
+        self,
+        plan: Plan,
+        assignment: tuple[int, ...],
+        names: dict[int, str | None],
+        source: StateSource,
+        *,
+        save_only: bool = False,
+    ) -> None: ...
+    def end(self, code: int, reason: str | None = None, rank: int | None = None, traceback: str = "") -> None: ...
+    async def stacks(self, ranks: list[int]) -> dict[int, str]: ...

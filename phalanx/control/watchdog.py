@@ -1,84 +1,93 @@
-"""What the controller looks for while nothing has been reported: ranks that hang, connections that broke, a recovery's first step,
-a stop that takes too long. Never loads torch."""
+"""What the controller checks while no failure has been reported: hung and slow ranks, broken connections, corrupt replicas, the first step
+after a recovery, and a stop that takes too long."""
 
 from __future__ import annotations
 
-import asyncio
+import shutil
+import signal
 import time
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, replace
 
-from phalanx.checkpointing.replicas import replica_index
-from phalanx.control.protocol import RESUMABLE, describe_exit
-from phalanx.control.recover import Recovery
-from phalanx.control.state import Generation, Message
+from phalanx.control.protocol import (
+    RESUMABLE,
+    Inspect,
+    Kill,
+    LocateRanks,
+    RankDied,
+    RankFailure,
+    RankInspected,
+    RankLocation,
+)
+from phalanx.control.recover import Recovery, Replanner, discard_replicas
+from phalanx.control.state import Control, Generation
 from phalanx.events.heartbeat import Beat
 from phalanx.events.records import Recovered, Stopped, Straggling, Warned
+from phalanx.events.rundir import RunDir
 from phalanx.recovery.diagnose import Diagnosis, Report, diagnose
 from phalanx.recovery.state import Corrupt, Disconnected, WorkerDied
 from phalanx.recovery.stragglers import ProgressTimeouts, Stragglers
 
-if TYPE_CHECKING:
-    from phalanx.control.controller import Controller
-
-
-_NOBODY = 0.7  # seconds after which a lost connection is nobody's death
-_NOTICE = 0.25  # of the notice: then ranks that have not come to a save are halted
+_DEATH_REPORT = 0.7  # seconds in which the death that broke a connection is reported; later the connection itself is blamed
+_NOTICE_FRACTION = 0.25  # part of the preemption notice after which ranks that do not save yet are halted
+_ANSWER_TIMEOUT = 1.0  # seconds in which a rank reports its location
+_INSPECT_TIMEOUT = 1.5  # seconds in which an agent inspects a rank that does not answer
+_COMPILE_SECONDS = 180.0  # a batch of a new shape may be compiled in any step
+_RENDEZVOUS_SECONDS = 90.0  # in which the ranks of a generation connect to each other: new ones may have to load first
+_DISK_FULL = 1 << 20  # bytes
 
 
 class Watchdog:
-    """Of one controller."""
+    """The checks of one controller."""
 
-    def __init__(self, controller: Controller):
-        self._c = controller
-        self._broken: float | None = None
-        self.hangs = HangDetector(controller)
+    def __init__(self, control: Control, replanner: Replanner):
+        self._control, self._replanner = control, replanner
+        self._disconnected_since: float | None = None
+        self.hangs = HangDetector(control)
 
-    def died(self, rank: int, message: Message) -> WorkerDied:
-        """A worker's end as the policy reads it."""
-        current, failure = self._c.generation, message["failure"]
-        step = current.step if current is not None else None
-        if failure is not None:
-            cause = failure.get("cause", "failed")
-            reason = failure["reason"] if cause == "hung" else f"rank {rank}: {failure['reason']}"
-            return WorkerDied(rank, step, cause, reason, traceback=failure["traceback"], final=failure.get("expected", False))
-        reason, words = describe_exit(self._c.agent.rundir, rank, message["code"])
-        return WorkerDied(rank, step, "died", f"rank {rank}: {reason}", traceback=words)
-
-    async def look(self) -> None:
-        current = self._c.generation
-        if current is None:
+    async def check(self) -> None:
+        generation = self._control.state.generation
+        if generation is None:
             return
-        self.recovered(current)
-        self._lost_connections(current)
-        self._corrupt(current)
-        await self._stopping(current)
-        if not self._c.troubles:
-            await self.hangs.look(current)
+        self.record_recovery(generation)
+        self._check_connections(generation)
+        self._check_corruption(generation)
+        await self._check_stop(generation)
+        if not self._control.state.events:
+            await self.hangs.check(generation)
 
-    def recovered(self, current: Generation) -> None:
-        """Write it down, once the first step is done; or the end, where only that was left to do."""
-        record, c = self._c.recovering, self._c
+    def worker_died(self, report: RankDied) -> WorkerDied:
+        """The end of a worker as an event of the policy."""
+        rank, failure, generation = report.rank, report.failure, self._control.state.generation
+        step = generation.step if generation is not None else None
+        if failure is None:
+            reason, log = describe_exit(self._control.agent.rundir, rank, report.code)
+            return WorkerDied(rank, step, "died", f"rank {rank}: {reason}", traceback=log)
+        reason = failure.reason if failure.cause == "hung" else f"rank {rank}: {failure.reason}"
+        return WorkerDied(rank, step, failure.cause, reason, traceback=failure.traceback, final=failure.expected)
+
+    def record_recovery(self, generation: Generation) -> None:
+        """Write `recovered` once the first step is complete, or the run has ended without one."""
+        state, agent = self._control.state, self._control.agent
+        record = state.recovery
         if record is None:
-            if not c.begun and current.number == 0 and current.restored:
-                c.begun = min(current.restored.values())
+            if not state.first_step and generation.number == 0 and generation.restored:
+                state.first_step = min(generation.restored.values())
             return
-        if record.restarted is None and len(current.restored) == current.ranks:
+        if record.restarted is None and len(generation.restored) == generation.ranks:
             record.restarted = time.time()
-        if record.restarted is None or not (current.stepped or current.complete):
+        if record.restarted is None or not (generation.first_steps or generation.complete):
             return
-        first, step = min(current.stepped.values(), default=time.time()), min(current.restored.values())
-        source = "beginning" if record.source == "disk" and step == 0 else record.source
-        c.agent.emit(
+        first, step = min(generation.first_steps.values(), default=time.time()), min(generation.restored.values())
+        agent.emit(
             Recovered(
                 failures=record.failures,
                 action=record.action,
-                generation=current.number,
-                ranks=current.ranks,
-                layout=asdict(current.plan.layout),
-                source=source,
+                generation=generation.number,
+                ranks=generation.ranks,
+                layout=asdict(generation.plan.layout),
+                source="beginning" if record.source == "disk" and step == 0 else record.source,
                 step=step,
-                steps_lost=max(0, (record.before or 0) - step),
+                steps_lost=max(0, (record.step_before or 0) - step),
                 noticed=record.noticed,
                 decided=record.decided,
                 restarted=record.restarted,
@@ -86,199 +95,220 @@ class Watchdog:
                 seconds=first - record.noticed,
             )
         )
-        c.recovering = None
-        c.agent.spawn(self.forget(current.number))
-        # There may be room for more than the run came back with.
-        free = {node for node, member in c.members.items() if current.assignment.count(node) < member.slots}
-        if current.plan.layout != c.wanted:
-            c.joined |= free | c.returned
-        c.returned.clear()
+        state.recovery = None
+        agent.spawn(discard_replicas(self._control, generation.number))
+        if generation.plan.layout != state.wanted:  # nodes with free slots may allow the run to grow
+            free = {node for node, member in state.members.items() if generation.assignment.count(node) < member.slots}
+            state.joined |= free | state.joined_during_recovery
+        state.joined_during_recovery.clear()
 
-    async def forget(self, generation: int) -> None:
-        """What was handed over has been taken; copies go when there are newer ones."""
-        if self._c.copies is None:
-            holders = [member.holder for member in self._c.members.values()]
-            await asyncio.to_thread(replica_index.discard, holders, self._c.agent.token, generation)
-
-    def _lost_connections(self, current: Generation) -> None:
-        """Ranks say that another went away, and nobody has: a connection broke."""
-        if not current.broken:
-            self._broken = None
+    def _check_connections(self, generation: Generation) -> None:
+        """Ranks lost a connection and no rank died: the connection itself broke."""
+        if not generation.disconnected:
+            self._disconnected_since = None
             return
         now = time.monotonic()
-        self._broken = self._broken or now
-        if now - self._broken > _NOBODY:
-            self._broken = None
-            rank, reason = next(iter(current.broken.items()))
-            words = f"rank {rank} lost its connection to another, and nobody has died: {reason.splitlines()[0]}"
-            self._c.troubles.append(Disconnected(current.step, words))
+        self._disconnected_since = self._disconnected_since or now
+        if now - self._disconnected_since > _DEATH_REPORT:
+            self._disconnected_since = None
+            rank, reason = next(iter(generation.disconnected.items()))
+            message = f"rank {rank} lost its connection to another, and nobody has died: {reason.splitlines()[0]}"
+            self._control.state.events.append(Disconnected(generation.step, message))
 
-    def _corrupt(self, current: Generation) -> None:
-        found = current.corruption
-        if found is None or current.judged:
+    def _check_corruption(self, generation: Generation) -> None:
+        corruption, events = generation.corruption, self._control.state.events
+        if corruption is None or generation.corruption_handled:
             return
-        current.judged = True
-        if not current.guilty and current.told_apart:
-            self._c.troubles.append(Disconnected(current.step, found["reason"]))  # the same ranks take the step again
-        unknown: list[int | None] = [] if current.told_apart else [None]
-        for rank in current.guilty or unknown:
-            self._c.troubles.append(Corrupt(rank, current.step, found["reason"]))
+        generation.corruption_handled = True
+        if generation.corrupt_ranks:
+            events += [Corrupt(rank, generation.step, corruption.reason) for rank in generation.corrupt_ranks]
+        elif generation.valid_state_known:
+            events.append(Disconnected(generation.step, corruption.reason))  # the same ranks repeat the step
+        else:
+            events.append(Corrupt(None, generation.step, corruption.reason))
 
-    async def _stopping(self, current: Generation) -> None:
-        """Told to stop, ranks end by themselves at the next step. One that takes too long is not waited for."""
-        c = self._c
-        if c.stop_asked is None or c.saving or current.ended:
+    async def _check_stop(self, generation: Generation) -> None:
+        """Ranks that were asked to stop end at the next step. If that takes too long, a new generation saves the state."""
+        state, agent = self._control.state, self._control.agent
+        if state.stop_requested is None or state.saving or generation.ended:
             return
-        if time.monotonic() - c.stop_asked < _NOTICE * c.settings.preemption_notice:
+        if time.monotonic() - state.stop_requested < _NOTICE_FRACTION * self._control.settings.preemption_notice:
             return
-        phases = {beat[2] for _, beat in current.beats.values()}
+        phases = {beat.phase for beat in generation.beats.values()}
         if phases and phases <= {"saving", "ending"}:
             return
-        c.saving = True
-        if current.untouched:
-            step = max(current.restored.values(), default=0)
-            c.agent.emit(Stopped(step=step, reason=c.agent.stopping or "asked to stop"))
-            c.end(RESUMABLE)
+        state.saving = True
+        if generation.untouched:
+            step = max(generation.restored.values(), default=0)
+            agent.emit(Stopped(step=step, reason=agent.stopping or "asked to stop"))
+            self._control.end(RESUMABLE)
         else:
-            await Recovery(c, save=True).run()
-
-
-_ANSWER = 1.0  # seconds in which a rank says where it is
-_COMPILING = 180.0  # seconds: a batch of another shape may have to be compiled for, in any step
-_TOGETHER = 90.0  # seconds in which the ranks of a generation join each other: new ones may have to load first
-_INSPECT = 1.5  # seconds in which its node looks at one that does not
+            await Recovery(self._control, self._replanner, save_only=True).run()
 
 
 class HangDetector:
-    """Of one controller."""
+    """Detects hung and slow ranks from heartbeats, and names the culprit of a hang."""
 
-    def __init__(self, controller: Controller):
-        self._c = controller
-        self._usual = ProgressTimeouts(controller.settings.timeout)
+    def __init__(self, control: Control):
+        self._control = control
+        self._compiles = control.agent.run.memory.compile
+        self._timeouts = ProgressTimeouts(control.settings.timeout)
         self._stragglers: Stragglers | None = None
         self._generation = -1
-        self._counted = 0
+        self._steps_compared = 0
         self._question = 0
-        self._answers: dict[int, Message] = {}
-        self._spared: dict[int, float] = {}
+        self._locations: dict[int, RankLocation] = {}
+        self._inspections: dict[int, RankInspected] = {}
+        self._extended: dict[int, float] = {}
+        """Longer timeouts of ranks that were suspected while everybody worked."""
 
-    def hear(self, message: Message) -> None:
-        """An answer of a rank, or of its node about it."""
-        self._answers[message["rank"]] = self._answers.get(message["rank"], {}) | message
+    def on_answer(self, answer: RankLocation | RankInspected) -> None:
+        """The answer of a rank, or of its agent about it."""
+        if isinstance(answer, RankLocation):
+            self._locations[answer.rank] = answer
+        else:
+            self._inspections[answer.rank] = answer
 
-    async def look(self, current: Generation) -> None:
-        if self._c.stands_still:
+    async def check(self, generation: Generation) -> None:
+        if self._control.stalled:
             return
-        if current.number != self._generation:
-            self._begin(current)
-        beats = {rank: _beat(heard, beat) for rank, (heard, beat) in current.beats.items() if rank in current.living}
+        if generation.number != self._generation:
+            self._start(generation)
+        beats = {rank: beat for rank, beat in generation.beats.items() if rank in generation.living}
         for rank, beat in beats.items():
-            self._usual.see(rank, beat)
-        self._slow(current, beats)
-        now = time.monotonic()
+            self._timeouts.observe(rank, beat)
+        self._check_stragglers(generation, beats)
         for rank, beat in beats.items():
-            silent = now - max(beat.since, self._c.awake)
-            if rank not in current.ended and silent > self._patience(rank, beat.phase):
-                await self._suspect(current, beats, rank, silent)
+            silent = self._silent(beat)
+            if rank not in generation.ended and silent > self._timeout(rank, beat.phase):
+                await self._investigate(generation, beats, rank, silent)
                 return
 
-    def _begin(self, current: Generation) -> None:
-        self._generation, self._counted = current.number, 0
-        if self._c.run.memory.compile:
-            self._usual.begin()  # its first step compiles again
-        each = current.ranks // current.plan.layout.pipeline
-        self._stragglers = Stragglers(self._c.settings.straggler, {rank: rank // each for rank in range(current.ranks)})
-        self._spared.clear()
+    def _start(self, generation: Generation) -> None:
+        self._generation, self._steps_compared = generation.number, 0
+        if self._compiles:
+            self._timeouts.restart()  # the first step of a generation compiles again
+        per_stage = generation.ranks // generation.plan.layout.pipeline
+        stages = {rank: rank // per_stage for rank in range(generation.ranks)}
+        self._stragglers = Stragglers(self._control.settings.straggler, stages)
+        self._extended.clear()
 
-    def _patience(self, rank: int, phase: str) -> float:
+    def _silent(self, beat: Beat) -> float:
+        """Seconds without progress, not counting those in which this process was itself stopped."""
+        return time.monotonic() - max(beat.since, self._control.state.last_stall_end)
+
+    def _timeout(self, rank: int, phase: str) -> float:
         if phase == "starting":
-            return min(_TOGETHER, self._c.settings.timeout)
-        floor = max(self._c.settings.hang, _COMPILING if self._c.run.memory.compile else 0.0)
-        return max(self._usual.patience(phase, floor), self._spared.get(rank, 0.0))
+            return min(_RENDEZVOUS_SECONDS, self._control.settings.timeout)
+        floor = max(self._control.settings.hang, _COMPILE_SECONDS if self._compiles else 0.0)
+        return max(self._timeouts.timeout(phase, floor), self._extended.get(rank, 0.0))
 
-    async def _suspect(self, current: Generation, beats: dict[int, Beat], rank: int, silent: float) -> None:
-        """Ask everybody, and act on what comes out."""
-        await self._ask(current, current.living)
-        if self._c.troubles or self._c.generation is not current or not current.living:
-            return  # somebody died meanwhile: that is what it was
-        found = self._diagnosed(current, beats)
-        if any(beat.step != current.beats[one][1][1] for one, beat in beats.items() if one in current.beats):
-            return  # it goes on
-        if found.culprits and (found.certain or silent > 2 * self._patience(rank, beats[rank].phase)):
-            failure = {"cause": "hung", "reason": found.message, "traceback": found.stack}
-            for culprit in found.culprits:
-                current.beats.pop(culprit, None)
-            self._c.order({"order": "kill", "generation": current.number, "ranks": list(found.culprits), "failure": failure})
-        elif beats[rank].phase == "starting" and not found.culprits:
-            self._c.troubles.append(Disconnected(current.step, f"ranks did not come together within {silent:.0f} s"))
-        elif found.culprits or silent < 2 * self._patience(rank, beats[rank].phase):
-            return  # looked at once more, a little later
-        elif found.cut_off:
-            self._c.troubles.append(Disconnected(current.step, found.message))
-        elif current.ranks == 1:
-            failure = {"cause": "hung", "reason": f"rank 0: {found.message}", "traceback": found.stack}
-            self._c.order({"order": "kill", "generation": current.number, "ranks": [0], "failure": failure})
+    async def _investigate(self, generation: Generation, beats: dict[int, Beat], rank: int, silent: float) -> None:
+        """A rank made no progress for too long: ask all ranks where they are and act on the diagnosis."""
+        state = self._control.state
+        await self._ask(generation, generation.living)
+        if state.events or state.generation is not generation or not generation.living:
+            return  # a rank died meanwhile: that was the reason
+        diagnosis = self._diagnose(generation, beats)
+        if any(beat.step != generation.beats[other].step for other, beat in beats.items() if other in generation.beats):
+            return  # a step was completed meanwhile
+        phase = beats[rank].phase
+        twice_late = silent > 2 * self._timeout(rank, phase)
+        if diagnosis.culprits and (diagnosis.certain or twice_late):
+            for culprit in diagnosis.culprits:
+                generation.beats.pop(culprit, None)
+            self._kill(generation, list(diagnosis.culprits), diagnosis.message, diagnosis.stack)
+        elif phase == "starting" and not diagnosis.culprits:
+            state.events.append(Disconnected(generation.step, f"ranks did not come together within {silent:.0f} s"))
+        elif diagnosis.culprits or silent < 2 * self._timeout(rank, phase):
+            return  # the next check looks again
+        elif diagnosis.cut_off:
+            state.events.append(Disconnected(generation.step, diagnosis.message))
+        elif generation.ranks == 1:
+            self._kill(generation, [0], f"rank 0: {diagnosis.message}", diagnosis.stack)
         else:
-            self._spared[rank] = 2 * silent  # all work on: this machine is slow, not stuck
-            self._c.agent.emit(Warned(message=f"No step was completed for {silent:.0f} s, but {found.message}."))
+            self._extended[rank] = 2 * silent  # all ranks compute: the machine is slow, nothing hangs
+            self._control.agent.emit(Warned(message=f"No step was completed for {silent:.0f} s, but {diagnosis.message}."))
 
-    async def stacks(self, current: Generation, ranks: list[int]) -> dict[int, str]:
-        """Where these ranks are, as they say or as their nodes see it."""
-        await self._ask(current, ranks)
-        told = {rank: self._answers.get(rank, {}) for rank in ranks}
-        return {rank: (said.get("where") or {}).get("stack") or said.get("stack") or "" for rank, said in told.items()}
+    def _kill(self, generation: Generation, ranks: list[int], reason: str, stack: str) -> None:
+        failure = RankFailure(cause="hung", reason=reason, traceback=stack)
+        self._control.order(Kill(generation=generation.number, ranks=ranks, failure=failure))
 
-    async def _ask(self, current: Generation, ranks: list[int]) -> None:
-        c = self._c
-        self._answers.clear()
+    async def stacks(self, generation: Generation, ranks: list[int]) -> dict[int, str]:
+        """The stacks of these ranks, from their own reports or from outside."""
+        await self._ask(generation, ranks)
+        stacks = {}
+        for rank in ranks:
+            location, inspection = self._locations.get(rank), self._inspections.get(rank)
+            own = location.report.get("stack") if location is not None else None
+            stacks[rank] = own or (inspection.stack if inspection is not None else None) or ""
+        return stacks
+
+    async def _ask(self, generation: Generation, ranks: list[int]) -> None:
+        """Ask ranks for their location, then their agents about those that do not answer."""
+        control = self._control
+        self._locations.clear()
+        self._inspections.clear()
         self._question += 1
-        c.order({"order": "where", "generation": current.number, "question": self._question})
-        await c.until(lambda: bool(c.troubles) or all(rank in self._answers for rank in ranks), _ANSWER)
-        silent = [rank for rank in ranks if rank not in self._answers]
-        if silent:
-            c.order({"order": "inspect", "generation": current.number, "ranks": silent})
-            await c.until(lambda: bool(c.troubles) or all(rank in self._answers for rank in silent), _INSPECT)
+        control.order(LocateRanks(generation=generation.number, question=self._question))
 
-    def _diagnosed(self, current: Generation, beats: dict[int, Beat]) -> Diagnosis:
-        """From the answers."""
-        c = self._c
-        each = current.ranks // current.plan.layout.pipeline
-        now = time.monotonic()
-        return diagnose(
-            [
-                Report(
-                    rank=rank,
-                    node=current.assignment[rank],
-                    stage=rank // each if current.plan.layout.pipeline > 1 else None,
-                    beat=beats.get(rank),
-                    where=self._answers.get(rank, {}).get("where"),
-                    state=self._answers.get(rank, {}).get("state"),
-                    fallback_stack=self._answers.get(rank, {}).get("stack"),
-                    silent=now - max(beats[rank].since, c.awake) if rank in beats else 0.0,
-                )
-                for rank in current.living
-            ]
-        )
+        def unanswered() -> list[int]:
+            return [rank for rank in ranks if rank not in self._locations and rank not in self._inspections]
 
-    def _slow(self, current: Generation, beats: dict[int, Beat]) -> None:
-        """Once for each step that all ranks have taken."""
-        if len(beats) < current.ranks or current.ranks < 2 or self._stragglers is None:
+        await control.until(lambda: bool(control.state.events) or not unanswered(), _ANSWER_TIMEOUT)
+        if silent := unanswered():
+            control.order(Inspect(generation=generation.number, ranks=silent))
+            await control.until(lambda: bool(control.state.events) or not unanswered(), _INSPECT_TIMEOUT)
+
+    def _diagnose(self, generation: Generation, beats: dict[int, Beat]) -> Diagnosis:
+        pipeline = generation.plan.layout.pipeline
+        reports = []
+        for rank in generation.living:
+            location, inspection = self._locations.get(rank), self._inspections.get(rank)
+            report = Report(
+                rank=rank,
+                node=generation.assignment[rank],
+                stage=rank // (generation.ranks // pipeline) if pipeline > 1 else None,
+                beat=beats.get(rank),
+                location=location.report if location is not None else None,
+                silent=self._silent(beats[rank]) if rank in beats else 0.0,
+            )
+            if inspection is not None:
+                report = replace(report, state=inspection.state, fallback_stack=inspection.stack)
+            reports.append(report)
+        return diagnose(reports)
+
+    def _check_stragglers(self, generation: Generation, beats: dict[int, Beat]) -> None:
+        """Compare the ranks once for each step that all of them have taken."""
+        if len(beats) < generation.ranks or generation.ranks < 2 or self._stragglers is None:
             return
-        taken = min(beat.taken for beat in beats.values())
-        if taken <= self._counted:
+        steps = min(beat.steps_taken for beat in beats.values())
+        if steps <= self._steps_compared:
             return
-        self._counted = taken
-        named = self._stragglers.see({rank: beat.busy_seconds for rank, beat in beats.items()})
-        if named is not None:
-            rank, factor = named
-            node = current.assignment[rank]
+        self._steps_compared = steps
+        straggler = self._stragglers.observe({rank: beat.busy_seconds for rank, beat in beats.items()})
+        if straggler is not None:
+            rank, factor = straggler
+            node = generation.assignment[rank]
             message = (
                 f"rank {rank} (node {node}) works {factor:.1f} times as long as the others in each step, and they wait for it"
             )
-            self._c.agent.emit(Straggling(rank=rank, node=node, step=beats[rank].step, factor=factor, message=message))
+            self._control.agent.emit(Straggling(rank=rank, node=node, step=beats[rank].step, factor=factor, message=message))
 
 
-def _beat(heard: float, said: list[Any]) -> Beat:
-    """As the rank's node saw it, on this machine's clock."""
-    _, step, phase, age, seconds, busy, taken, memory = said
-    return Beat(step, phase, heard - age, seconds, busy, taken, memory)
+def describe_exit(rundir: RunDir, rank: int, code: int) -> tuple[str, str]:
+    """Why a rank ended that reported no failure itself, and the end of its log."""
+    if code < 0:
+        return _describe_signal(-code), ""
+    log = rundir.rank_log(rank)
+    tail = log.read_text(errors="replace")[-4000:] if log.is_file() else ""
+    # A rank that cannot write its reason may have failed because the disk is full.
+    full = shutil.disk_usage(rundir.path).free < _DISK_FULL
+    return f"it ended with exit code {code}{f'; the disk of {rundir.path} is full' if full else ''}", tail
+
+
+def _describe_signal(number: int) -> str:
+    name = signal.Signals(number).name
+    if number == signal.SIGKILL:
+        return f"it was killed by {name}; if nobody did that, the machine ran out of memory (see dmesg)"
+    return f"it was ended by {name}"

@@ -1,7 +1,7 @@
-"""A job on this machine: starts a supervisor for each of its nodes, hears how the run ends, starts lost nodes again where the run
-file says so. Never imports torch.
+"""A job on this machine: starts an agent for each node, follows the run's events, and restarts lost nodes if the run file says so. Never
+imports torch.
 
-The supervisors (`control/agent`) do the rest; all of them, and all that they have started, die with this process.
+The agents (`control/agent`) do the rest. They and everything they have started die with this process.
 """
 
 from __future__ import annotations
@@ -21,28 +21,31 @@ from pathlib import Path
 from typing import IO, Any
 
 from phalanx._version import __version__
-from phalanx.control.processes import ONE_NODE, give_back, room_for_copies
+from phalanx.checkpointing.replicas import shm_slots
+from phalanx.control.protocol import Outcome, decode
 from phalanx.events.log import EventLog, EventReader
 from phalanx.events.records import Event, RunStarted, Warned, WorkerFailed
+from phalanx.events.rundir import RunDir
 from phalanx.host.env import python_env
 from phalanx.host.process_tree import stop_signals_blocked
 from phalanx.launch.prepare import Prepared
+from phalanx.launch.run_checks import ONE_NODE, check_replica_memory
 from phalanx.spec.errors import RunError, RunFailed
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 
 FORCED_EXIT = 130
-"""Exit code of a run that was ended at once, without saving: asked a second time, it does not wait."""
+"""Exit code of a run that was ended at once without saving, after a second request to stop."""
 
-_POLL = 0.1  # seconds between looks at the event log
-_LOOK = 1.0  # seconds between looks at whether the disk is full
-_UNTIL_GONE = 20.0  # seconds that a supervisor has to give everything back once the run is over
+_POLL = 0.1  # seconds between two reads of the event log
+_DISK_CHECK = 1.0  # seconds between two checks whether the disk is full
+_SHUTDOWN = 20.0  # seconds that an agent has to clean up after the run is over
 
 
 class _Node:
-    """The supervisor of one node, as its parent sees it."""
+    """The agent of one node, as its parent process sees it."""
 
-    def __init__(self, number: int, given: dict[str, Any], log: Path):
+    def __init__(self, number: int, settings: dict[str, Any], log: Path):
         self.number = number
         with log.open("ab") as file, stop_signals_blocked():
             self.process = subprocess.Popen(
@@ -51,19 +54,19 @@ class _Node:
                 stdout=subprocess.PIPE,
                 stderr=file,
                 env=python_env(),
-                start_new_session=True,  # Ctrl-C reaches the launcher alone, which asks all to stop together
+                start_new_session=True,  # Ctrl-C reaches only the launcher, which asks all nodes to stop together
             )
         assert self.process.stdin is not None and self.process.stdout is not None
         self.output: IO[bytes] = self.process.stdout
         self._buffer = b""
         self.lost: float | None = None
-        """When it was seen to be gone."""
+        """When its death was noticed."""
         self.away: float | None = None
-        """Seconds that a planted fault keeps it away."""
-        # Not among its arguments, which every user of the machine can read.
-        self.tell(given | {"node": number, "parent": os.getpid()})
+        """Seconds for which an injected fault keeps it away."""
+        # The token is not an argument: every user of the machine can read those.
+        self.send(settings | {"node": number, "parent": os.getpid()})
 
-    def tell(self, message: dict[str, Any]) -> bool:
+    def send(self, message: dict[str, Any]) -> bool:
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -72,8 +75,8 @@ class _Node:
             return False
         return True
 
-    def hear(self) -> list[dict[str, Any]]:
-        """Without waiting."""
+    def receive(self) -> list[dict[str, Any]]:
+        """The messages that have arrived, without waiting."""
         while select.select([self.output], [], [], 0)[0]:
             block = os.read(self.output.fileno(), 65536)
             if not block:
@@ -83,7 +86,7 @@ class _Node:
         return [json.loads(line) for line in lines]
 
     def close(self) -> None:
-        """At once, with all that it has started."""
+        """Kill the agent, and with it everything it has started."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
@@ -94,31 +97,29 @@ class _Node:
 
 
 class Job:
-    """A started run. Read `events()` to the end; then `exit_code` and `failure` say how it went."""
+    """A started run. Read `events()` to the end; then `exit_code` and `failure` are set."""
 
     def __init__(self, prepared: Prepared, chaos: str = ""):
         self.run, self.plan, self.rundir = prepared.run, prepared.plan, prepared.rundir
         self.exit_code: int | None = None
         self.failure: WorkerFailed | None = None
-        self._outcome: dict[str, Any] | None = None
+        self._outcome: Outcome | None = None
         self._forced = False
-        self._full, self._looked = False, time.monotonic()
+        self._disk_full, self._disk_checked = False, time.monotonic()
         try:
-            room_for_copies(self.run, self.plan)
+            check_replica_memory(self.run, self.plan)
         except RunError:
             self.rundir.release()  # nothing was started
             raise
         self._log = EventLog(self.rundir.events_file)
         self._reader = EventReader(self.rundir.events_file, offset=self.rundir.events_file.stat().st_size)
-        for stale in self.rundir.logs.glob("rank-*.error.json"):
-            stale.unlink()
-        shutil.rmtree(self.rundir.control, ignore_errors=True)  # terms of an earlier launch
+        _remove_stale_files(self.rundir)
         self._log.emit(run_started(self.run, self.plan))
-        alone = self.run.checkpoint.memory_every is not None and self.run.cluster.nodes == 1
+        nodes = self.run.cluster.nodes
+        alone = self.run.checkpoint.memory_every is not None and nodes == 1
         for notice in (*prepared.notices, *((ONE_NODE,) if alone else ())):
             self._log.emit(Warned(message=notice))
-        nodes = self.run.cluster.nodes
-        self._given = {
+        self._settings = {
             "run_dir": str(self.rundir.path.absolute()),
             "nodes": nodes,
             "slots": -(-self.plan.ranks // max(1, nodes - self.run.resilience.spares)),
@@ -129,51 +130,53 @@ class Job:
         self._nodes = {number: self._start(number) for number in range(nodes)}
 
     def _start(self, number: int) -> _Node:
-        return _Node(number, self._given, self.rundir.logs / f"node-{number}.log")
+        return _Node(number, self._settings, self.rundir.logs / f"node-{number}.log")
 
     def events(self) -> Iterator[Event]:
-        """Everything that happens, as it happens, until the run is over; a failure is raised at the end."""
+        """Yield every event as it happens until the run is over; then raise RunFailed if it failed."""
         try:
             while self._outcome is None and not self._forced:
                 select.select([node.output for node in self._nodes.values() if node.lost is None], [], [], _POLL)
-                self._hear()
+                self._receive()
                 yield from self._reader.new()
-                yield from self._disk()
-                if not self._look():
+                yield from self._check_disk()
+                if not self._check_nodes():
                     break
-            self._settle()
+            self._conclude()
             yield from self._reader.new()
         finally:
             for node in self._nodes.values():
                 node.close()
-            give_back()
-            self._sweep()
+            with contextlib.suppress(OSError):  # memory of nodes that were killed and could not free it themselves
+                shm_slots.remove_stale(shm_slots.default_root())
+            self._remove_control_files()
             self._log.close()
             self.rundir.release()
         if self.failure is not None:
             raise RunFailed(describe_failure(self.failure, self.rundir.path))
 
-    def _sweep(self) -> None:
-        """What the supervisors told each other means nothing now, and its links lead nowhere: whoever copies a run would fall over them."""
-        for left in (*self.rundir.control.glob("term-*"), *self.rundir.control.glob("node-*")):
-            left.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # planted faults are kept, for whoever counts them
+    def _remove_control_files(self) -> None:
+        """Remove terms and addresses, which are dangling links now and would break a copy of the run directory."""
+        for path in (*self.rundir.control.glob("term-*"), *self.rundir.control.glob("node-*")):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # claims of injected faults stay, for those who count them
             self.rundir.control.rmdir()
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         for node in self._nodes.values():
             if node.lost is None:
-                for message in node.hear():
-                    self._outcome = self._outcome or message.get("outcome")
+                for message in node.receive():
+                    if self._outcome is None and "outcome" in message:
+                        self._outcome = decode(message["outcome"])
                     if "away" in message:
                         node.away = message["away"] or float("inf")
 
-    def _look(self) -> bool:
-        """Which supervisors are gone, and which are to come back; whether there is still one to hear from."""
+    def _check_nodes(self) -> bool:
+        """Notice lost nodes and restart those that shall return; returns whether any node is left or will return."""
         wait = self.run.resilience.node_return
         for number, node in list(self._nodes.items()):
             if node.lost is None and node.process.poll() is not None:
-                self._hear()
+                self._receive()
                 node.lost = time.monotonic()
             after = wait if node.away is None else node.away
             if node.lost is not None and after is not None and time.monotonic() - node.lost >= after:
@@ -181,15 +184,15 @@ class Job:
                 self._nodes[number] = self._start(number)
         return any(node.lost is None or (node.away or wait) is not None for node in self._nodes.values())
 
-    def _disk(self) -> Iterator[Event]:
-        """Whether it has filled up. What the workers say then waits in their memory, so nobody would hear of it."""
-        if time.monotonic() < self._looked + _LOOK:
+    def _check_disk(self) -> Iterator[Event]:
+        """Warn when the disk has filled up: the records of the workers then wait in their memory, where nobody sees them."""
+        if time.monotonic() < self._disk_checked + _DISK_CHECK:
             return
-        self._looked = time.monotonic()
-        before = self._full
+        self._disk_checked = time.monotonic()
+        before = self._disk_full
         with contextlib.suppress(OSError):
-            self._full = not shutil.disk_usage(self.rundir.path).free
-        if self._full and not before:
+            self._disk_full = not shutil.disk_usage(self.rundir.path).free
+        if self._disk_full and not before:
             yield Warned(
                 message=f"The disk of {self.rundir.path} is full: training goes on, but its steps are neither shown nor recorded, and "
                 "nothing is saved there, until there is room again. Free some space."
@@ -197,7 +200,7 @@ class Job:
 
     def stop(self, reason: str = "SIGTERM") -> None:
         """Ask the workers to save and end."""
-        if not any([node.tell({"stop": reason}) for node in self._nodes.values() if node.lost is None]):
+        if not any([node.send({"stop": reason}) for node in self._nodes.values() if node.lost is None]):
             self._write(Warned(message=f"{reason} could not be passed on: the run has ended already."))
 
     def kill(self) -> None:
@@ -207,32 +210,38 @@ class Job:
             if node.process.poll() is None:
                 node.process.kill()  # its ranks die with it
 
-    def _settle(self) -> None:
-        """The run is over, or its supervisors are: say how."""
+    def _conclude(self) -> None:
+        """The run is over, or all agents are gone: set `exit_code` and `failure`."""
         if self._forced:
             self.exit_code = FORCED_EXIT
             return
-        deadline = time.monotonic() + _UNTIL_GONE
+        deadline = time.monotonic() + _SHUTDOWN
         for node in self._nodes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 node.process.wait(max(0.0, deadline - time.monotonic()))
-        self._hear()
-        if self._outcome is None:
+        self._receive()
+        outcome = self._outcome
+        if outcome is None:
             node = next(iter(self._nodes.values()))
             log = (self.rundir.logs / f"node-{node.number}.log").read_text(errors="replace")[-4000:]
             reason = f"The supervisor of node {node.number} ended with exit code {node.process.wait()}, and no other is left."
             self.failure = WorkerFailed(rank=None, reason=reason, traceback=log)
-        elif self._outcome["reason"] is not None:
-            found = self._outcome
-            self.failure = WorkerFailed(rank=found["rank"], reason=found["reason"], traceback=found["traceback"])
+        elif outcome.reason is not None:
+            self.failure = WorkerFailed(rank=outcome.rank, reason=outcome.reason, traceback=outcome.traceback)
         if self.failure is not None:
             self._write(self.failure)
-        self.exit_code = 1 if self.failure else int((self._outcome or {})["code"])
+        self.exit_code = 1 if outcome is None or self.failure is not None else outcome.code
 
     def _write(self, event: Event) -> None:
-        """Into the log if that can be: a full disk must not hide the failure that it has caused."""
+        """Write to the log if possible: a full disk must not hide the failure that it caused."""
         with contextlib.suppress(OSError):
             self._log.emit(event)
+
+
+def _remove_stale_files(rundir: RunDir) -> None:
+    for path in rundir.logs.glob("rank-*.error.json"):
+        path.unlink()
+    shutil.rmtree(rundir.control, ignore_errors=True)  # terms of an earlier launch
 
 
 def run_started(run: Run, plan: Plan) -> RunStarted:
@@ -252,7 +261,7 @@ def run_started(run: Run, plan: Plan) -> RunStarted:
 
 
 def describe_failure(failure: WorkerFailed, path: Path) -> str:
-    """A failure as a person reads it: the traceback of the rank that failed first, then what and where."""
-    who = "" if failure.rank is None else f"Rank {failure.rank} failed: "
-    words = f"{who}{failure.reason}\nThe run has ended; its logs are in {path / 'logs'}."
-    return f"{failure.traceback.rstrip()}\n\n{words}" if failure.traceback else words
+    """A failure for people: the traceback of the rank that failed first, then what happened and where the logs are."""
+    rank = "" if failure.rank is None else f"Rank {failure.rank} failed: "
+    message = f"{rank}{failure.reason}\nThe run has ended; its logs are in {path / 'logs'}."
+    return f"{failure.traceback.rstrip()}\n\n{message}" if failure.traceback else message

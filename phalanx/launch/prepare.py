@@ -1,14 +1,12 @@
-"""From a run to a directory that workers can start in: plan, data, extras, space, all checked before anything is started.
+"""Prepares a run: checks it against this machine and makes its directory ready, before anything is started.
 
-Called by the launcher, and by rank 0 under torchrun. Whatever is wrong is raised at once, as one RunError.
+Called by the launcher, and by rank 0 under torchrun. All problems are raised together, as one RunError.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +22,16 @@ from phalanx.host.env import visible_gpus
 from phalanx.host.probe import probe
 from phalanx.launch.checkpoint_storage import check_lost, check_owner, newest_first, places, storage_problems
 from phalanx.launch.model_check import check_weights, measure, memory_problems
-from phalanx.launch.run_checks import address_problems, data_notices, node_problems, sources, too_little_data
+from phalanx.launch.run_checks import (
+    address_problems,
+    check_disk_space,
+    check_offload_folder,
+    data_notices,
+    missing_packages,
+    node_problems,
+    source_names,
+    too_little_data,
+)
 from phalanx.planning.machines.hardware import mismatch
 from phalanx.spec.dump import changed, dump
 from phalanx.spec.errors import RunError
@@ -36,22 +43,19 @@ if TYPE_CHECKING:
     from phalanx.data.ingest import ProgressCallback
     from phalanx.planning.planner import PlannedRun
 
-_BYTES_PER_PARAMETER = 12  # weights and two Adam moments in fp32
-_SLACK = 16 << 20  # logs, events, the picture
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What a person asks for beside the run itself."""
+    """Options of the command that are not part of the run."""
 
     directory: Path | None = None
-    """Where; left out: runs/NAME, numbered if taken."""
+    """Run directory; None: runs/NAME, numbered if taken."""
     fresh: bool = False
-    """Start anew even where an unfinished run could go on."""
+    """Start from step 0 even if an unfinished run could be resumed."""
     accept_changed_data: bool = False
-    """Go on although the text is no longer the one that the checkpoint was trained on."""
+    """Resume although the text has changed since the checkpoint was saved."""
     unrehearsed: bool = False
-    """Start although a rehearsal may say that it does not fit."""
+    """Skip the rehearsal that checks whether the run fits in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,80 +66,81 @@ class Prepared:
     plan: Plan
     rundir: RunDir
     resumes: bool
-    """There is a checkpoint to go on from."""
+    """There is a checkpoint to resume from."""
     notices: tuple[str, ...] = ()
-    """What a person should know before the first step."""
+    """Sentences for the user, shown before the first step."""
 
 
 def prepare(
     run: Run, name: str, request: Request | None = None, *, ranks: int | None = None, progress: ProgressCallback | None = None
 ) -> Prepared:
-    """Check the run against this machine and make its directory ready; text that has to be tokenised first, is.
+    """Check the run against this machine, tokenize its text if needed, and make its directory ready.
 
-    Without a directory, runs/NAME is taken: an unfinished run of the same settings there goes on, a finished or different
-    one is left alone and a numbered directory beside it is used. `ranks`: how many somebody else has started already.
+    Without a directory, runs/NAME is used: an unfinished run with the same settings is resumed; a finished or different one is left alone
+    and a numbered directory next to it is used. `ranks`: how many ranks torchrun has started already.
     """
     from phalanx.planning.planner import keep_layout, plan_run  # imports numpy
 
     request = request or Request()
-    problems = [*_missing_extras(run), *storage_problems(run), *address_problems(run)]
-    settled = data = None
+    problems = [*missing_packages(run), *storage_problems(run), *address_problems(run)]
+    planned = data = None
     try:
         machine = probe(visible_gpus())
-        if elsewhere := mismatch(run, machine):
-            raise RunError(elsewhere)
+        if wrong_machine := mismatch(run, machine):
+            raise RunError(wrong_machine)
         size = measure(run)
-        settled = plan_run(run, machine, ranks, size)
+        planned = plan_run(run, machine, ranks, size)
         if ranks is None:
-            problems += node_problems(run, settled.plan)
+            problems += node_problems(run, planned.plan)
     except RunError as error:
         problems += error.problems
     try:
-        if settled is not None and not (problems or request.unrehearsed):
-            problems += memory_problems(settled.run, settled.plan, machine)
-        if not problems:  # what takes long is not begun for a run that cannot be
+        if planned is not None and not (problems or request.unrehearsed):
+            problems += memory_problems(planned.run, planned.plan, machine)
+        if not problems:  # slow preparations only for a run that can start
             data = open_dataset(run.data, run.train.sequence_length, run.train.seed, progress)
             problems += too_little_data(run, data)
     except RunError as error:
         problems += error.problems
-    if problems or settled is None or data is None:
+    if problems or planned is None or data is None:
         raise RunError(problems)
-    base, own = request.directory or Path("runs") / name, request.directory is None
+    base = request.directory or Path("runs") / name
     if run.checkpoint.url is None or run.checkpoint.local_first:
-        _check_space(base, settled.plan)
-    _check_offload(settled.run, settled.plan)
-    rundir = _own(base, run, request.fresh) if own else _given(base, run, request.fresh)
+        check_disk_space(base, planned.plan)
+    check_offload_folder(planned.run, planned.plan)
+    choose = _choose_directory if request.directory is None else _use_directory
+    rundir = choose(base, run, request.fresh)
     try:
-        if (before := _before(rundir)) is not None:
-            settled = keep_layout(run, machine, before, ranks, size) or settled
-        return _fill(rundir, settled, data, request)
+        if (last := _last_plan(rundir)) is not None:
+            planned = keep_layout(run, machine, last, ranks, size) or planned
+        return _write_inputs(rundir, planned, data, request)
     except BaseException:
-        rundir.release()  # a program that is told no may ask again
+        rundir.release()  # so that the same program can try again
         raise
 
 
-def _before(rundir: RunDir) -> Plan | None:
-    """How a run that goes on was laid out when it was last started."""
+def _last_plan(rundir: RunDir) -> Plan | None:
+    """The plan of the last launch in this directory; None if there is none, or one of another version."""
     try:
         return Plan.from_json(rundir.plan_file.read_text())
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # there is none, or one of another version
+        return None
 
 
-def _fill(rundir: RunDir, settled: PlannedRun, data: Dataset, request: Request) -> Prepared:
-    """What workers read, into a directory that is held."""
-    run, plan = settled.run, settled.plan
+def _write_inputs(rundir: RunDir, planned: PlannedRun, data: Dataset, request: Request) -> Prepared:
+    """Write what the workers read. The directory is locked."""
+    run, plan = planned.run, planned.plan
     resumes, changes = _check_resumption(rundir, run, plan, data, request)
-    if not resumes:  # one that goes on has its weights in its checkpoint
+    if not resumes:  # a resumed run has its weights in its checkpoint
         check_weights(run)
     _write(rundir.run_file, dump(run))
     _write(rundir.plan_file, plan.to_json())
-    _keep(data.tokenizer.files, rundir.tokenizer)
+    _copy_tokenizer(data.tokenizer.files, rundir.tokenizer)
     return Prepared(run, plan, rundir, resumes, (*changes, *data_notices(data)))
 
 
-def _keep(files: Sequence[Path], folder: Path) -> None:
-    """The tokenizer's files beside the checkpoints, which mean nothing without them."""
+def _copy_tokenizer(files: Sequence[Path], folder: Path) -> None:
+    """Copy the tokenizer next to the checkpoints, which are useless without it."""
     for file in files:
         folder.mkdir(exist_ok=True)
         partial = folder / f"{file.name}.partial"
@@ -143,22 +148,12 @@ def _keep(files: Sequence[Path], folder: Path) -> None:
         os.replace(partial, folder / file.name)
 
 
-def _missing_extras(run: Run) -> list[str]:
-    asked = {"tensorboard": (run.watch.tensorboard, "watch"), "wandb": (run.watch.wandb, "wandb")}
-    return [
-        f"watch.{package} = true needs the package {package}, which is not installed: pip install 'phalanx[{extra}]', "
-        f"or set watch.{package} = false."
-        for package, (wanted, extra) in asked.items()
-        if wanted and importlib.util.find_spec(package) is None
-    ]
-
-
-def _given(directory: Path, run: Run, fresh: bool) -> RunDir:
-    """The directory the person named: it must be new, or hold this very run."""
+def _use_directory(directory: Path, run: Run, fresh: bool) -> RunDir:
+    """Use the directory that the user named: it must be new, or hold this run."""
     if directory.exists() and not directory.is_dir():
         raise RunError([f"--run-dir {directory} is a file: name a directory, or one that does not exist yet."])
     rundir = RunDir(directory)
-    if _imported(rundir):
+    if _is_import(rundir):
         raise RunError(
             [
                 f"--run-dir {directory} holds imported weights, not a run that could go on: name another directory, and begin "
@@ -174,31 +169,31 @@ def _given(directory: Path, run: Run, fresh: bool) -> RunDir:
                 "or undo the change to go on with that run."
             ]
         )
-    _make(rundir)
+    _create(rundir)
     if not rundir.acquire():
         raise RunError([f"--run-dir {directory} is in use by a running job: wait for it, stop it, or name another directory."])
     return rundir
 
 
-def _own(base: Path, run: Run, fresh: bool) -> RunDir:
-    """The first of runs/NAME, runs/NAME-2, … that is free or holds this run unfinished."""
+def _choose_directory(base: Path, run: Run, fresh: bool) -> RunDir:
+    """Use the first of runs/NAME, runs/NAME-2, … that is free or holds this run unfinished."""
     number = 1
     while True:
         rundir = RunDir(base if number == 1 else base.with_name(f"{base.name}-{number}"))
         number += 1
-        if rundir.exists and (fresh or _ended(rundir) or _imported(rundir) or _differs(rundir, run)):
+        if rundir.exists and (fresh or _is_finished(rundir) or _is_import(rundir) or _differs(rundir, run)):
             continue
-        _make(rundir)
+        _create(rundir)
         if rundir.acquire():
             return rundir
 
 
-def _imported(rundir: RunDir) -> bool:
-    """What `phalanx import` made: weights of no text, and no state of an optimizer to go on with."""
+def _is_import(rundir: RunDir) -> bool:
+    """Whether `phalanx import` made it: such a directory has weights but no optimizer state, and cannot be resumed."""
     try:
         listed = directory.list_checkpoints(rundir.checkpoints)
     except OSError:
-        return False  # `_make` says what is wrong with it
+        return False  # `_create` reports what is wrong with it
     for path in listed:
         try:
             return directory.read_marker(path)["data"] is None
@@ -207,8 +202,8 @@ def _imported(rundir: RunDir) -> bool:
     return False
 
 
-def _ended(rundir: RunDir) -> bool:
-    """The run took all its steps."""
+def _is_finished(rundir: RunDir) -> bool:
+    """Whether the run took all its steps."""
     return any(isinstance(event, Finished) for event in read_events(rundir.events_file))
 
 
@@ -216,18 +211,18 @@ def _differs(rundir: RunDir, run: Run) -> bool:
     try:
         old = load(rundir.run_file)
     except RunError:
-        return True  # written by another version, or torn: not ours to touch
+        return True  # written by another version, or damaged: leave it alone
     return bool(changed(old, run)) or old.steps != run.steps
 
 
-def _make(rundir: RunDir) -> None:
+def _create(rundir: RunDir) -> None:
     try:
         rundir.create()
         for folder in (rundir.path, rundir.checkpoints):
             os.listdir(folder)
-            probe_file = folder / ".writable"
-            probe_file.touch()
-            probe_file.unlink()
+            marker = folder / ".writable"
+            marker.touch()
+            marker.unlink()
     except OSError as error:
         where = os.path.abspath(error.filename or rundir.path)
         raise RunError(
@@ -236,9 +231,9 @@ def _make(rundir: RunDir) -> None:
 
 
 def _check_resumption(rundir: RunDir, run: Run, plan: Plan, data: Dataset, request: Request) -> tuple[bool, list[str]]:
-    """Whether there is a checkpoint, and what is to be said of it.
+    """Whether there is a checkpoint to resume from, and notices about it.
 
-    One of other text must not be continued unasked: its position in the data means something else now.
+    A run whose text has changed is not resumed unless the user asks: its position in the data means something else now.
     """
     found = places(run, rundir)
     for path, saved in newest_first(found):
@@ -255,7 +250,7 @@ def _check_resumption(rundir: RunDir, run: Run, plan: Plan, data: Dataset, reque
             )
         if saved["data"] == data.fingerprint:
             return True, []
-        text = f"The text of {sources(run)} has changed since {path} was saved"
+        text = f"The text of {source_names(run)} has changed since {path} was saved"
         if request.accept_changed_data:
             return True, [f"{text}: as asked, the run goes on at the same position of the new text."]
         raise RunError(
@@ -269,48 +264,7 @@ def _check_resumption(rundir: RunDir, run: Run, plan: Plan, data: Dataset, reque
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all: killed here, a run that goes on must not have lost its settings."""
+    """Write atomically: a run that is killed here must not lose its settings."""
     partial = path.with_suffix(".partial")
     partial.write_text(text)
     os.replace(partial, path)
-
-
-def _check_offload(run: Run, plan: Plan) -> None:
-    """A folder of one's own for optimizer states must take them; without one they lie in the run directory."""
-    if run.memory.offload != "nvme" or run.memory.offload_path is None:
-        return
-    folder, said = Path(run.memory.offload_path).expanduser(), f'memory.offload_path = "{run.memory.offload_path}"'
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise RunError(
-            [f"{said} cannot be written ({error.strerror}): name a folder on a fast local disk, or leave it out."]
-        ) from None
-    layout = plan.layout
-    copies = layout.ranks // (layout.pipeline * layout.shard * layout.tensor)  # replicas keep states of their own
-    need, free = plan.parameters * _BYTES_PER_PARAMETER * copies, shutil.disk_usage(folder).free
-    if free < need:
-        raise RunError(
-            [
-                f"{said} has {free / 2**20:,.0f} MiB free, but the optimizer states and master weights of {plan.parameters / 1e6:,.1f} M "
-                f"parameters take {need / 2**20:,.0f} MiB there: free some space or name another folder."
-            ]
-        )
-
-
-def _check_space(path: Path, plan: Plan) -> None:
-    """Before anything is made: `path` or a directory above it may not be there yet."""
-    there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
-    free = shutil.disk_usage(there).free
-    # A new checkpoint is complete before an old one goes, so there must be room for one beside what is already there.
-    need = plan.parameters * _BYTES_PER_PARAMETER + _SLACK
-    if free < need:
-        raise RunError(
-            [
-                f"The disk of the run directory {path} has {free / 2**20:,.0f} MiB free and one checkpoint of "
-                f"{plan.parameters / 1e6:,.1f} M parameters takes {need / 2**20:,.0f} MiB: free some space or choose another "
-                "disk with --run-dir."
-            ]
-        )

@@ -1,19 +1,50 @@
-"""Whether a run's nodes can be what its run file says, seen before anything starts. Called by `launch/prepare`."""
+"""Checks of a run against this machine before anything starts: packages, addresses, nodes, disk space, memory, the amount of text.
+
+Called by `launch/prepare` and `launch/local`. A check returns its problems as sentences, or raises RunError.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import ipaddress
+import shutil
 import socket
+import tempfile
+from pathlib import Path
 
+from phalanx.checkpointing.replicas import shm_slots
+from phalanx.control.processes import BYTES_PER_PARAMETER
 from phalanx.data.dataset import Dataset
-from phalanx.spec.errors import toml
+from phalanx.spec.errors import RunError, toml
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.spec.sources import kind
 
+ONE_NODE = (
+    "checkpoint.memory_every: this run is on one machine, so no other has a second copy of its state: the copies in memory outlive "
+    "dead workers, not the machine."
+)
+NO_COPIES = (
+    "checkpoint.memory_every has no effect under torchrun, which ends everything on a machine together: start with `phalanx train`, "
+    "or rely on checkpoint.every."
+)
+_DISK_SLACK = 16 << 20  # bytes for logs, events and the loss curve
+_PADDING_NOTICE = 0.001  # fraction of padding below which nothing is said about it
+
+
+def missing_packages(run: Run) -> list[str]:
+    """Packages that the run needs and that are not installed."""
+    wanted = {"tensorboard": (run.watch.tensorboard, "watch"), "wandb": (run.watch.wandb, "wandb")}
+    return [
+        f"watch.{package} = true needs the package {package}, which is not installed: pip install 'phalanx[{extra}]', "
+        f"or set watch.{package} = false."
+        for package, (on, extra) in wanted.items()
+        if on and importlib.util.find_spec(package) is None
+    ]
+
 
 def address_problems(run: Run) -> list[str]:
-    """Why the run's processes cannot listen at cluster.bind; nothing where they can, which has been tried."""
+    """Why the run's processes cannot listen at cluster.bind; the address is tried."""
     bind, key = run.cluster.bind, f"cluster.bind = {toml(run.cluster.bind)}"
     remedy = 'name one that it has, such as "127.0.0.1", or leave it out.'
     try:
@@ -32,7 +63,7 @@ def address_problems(run: Run) -> list[str]:
 
 
 def node_problems(run: Run, plan: Plan) -> list[str]:
-    """Nodes that would have nothing to do, and were not said to be spare; and those of one machine that would share its GPUs."""
+    """Nodes that would have no rank and are not declared as spares, and several nodes on one machine that would share its GPUs."""
     nodes, spares = run.cluster.nodes, run.resilience.spares
     if nodes > 1 and plan.device == "cuda":
         return [
@@ -41,50 +72,113 @@ def node_problems(run: Run, plan: Plan) -> list[str]:
         ]
     if nodes - spares <= plan.ranks:
         return []
-    beside = f" - resilience.spares = {spares}" if spares else ""
+    without = f" - resilience.spares = {spares}" if spares else ""
     return [
-        f"cluster.nodes = {nodes}{beside} are {nodes - spares} nodes to train on, but the layout has {plan.ranks} "
+        f"cluster.nodes = {nodes}{without} are {nodes - spares} nodes to train on, but the layout has {plan.ranks} "
         f"rank{'s' if plan.ranks > 1 else ''}: set cluster.nodes to at most {plan.ranks + spares}, raise a degree of [layout] such as "
         f"layout.data, or keep more of them idle with resilience.spares = {nodes - plan.ranks}."
     ]
 
 
-_WORTH_SAYING = 0.001  # share of padding under which packing is as good as full
+def check_disk_space(path: Path, plan: Plan) -> None:
+    """Raise RunError if the disk cannot take a checkpoint. `path` need not exist yet."""
+    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    # A new checkpoint is complete before an old one is removed, so there must be room for one more than is already there.
+    need = plan.parameters * BYTES_PER_PARAMETER + _DISK_SLACK
+    if free < need:
+        raise RunError(
+            [
+                f"The disk of the run directory {path} has {_mib(free)} free and one checkpoint of "
+                f"{_millions(plan)} parameters takes {_mib(need)}: free some space or choose another disk with --run-dir."
+            ]
+        )
+
+
+def check_offload_folder(run: Run, plan: Plan) -> None:
+    """Raise RunError if memory.offload_path cannot take the optimizer states. By default they are in the run directory."""
+    if run.memory.offload != "nvme" or run.memory.offload_path is None:
+        return
+    folder, key = Path(run.memory.offload_path).expanduser(), f'memory.offload_path = "{run.memory.offload_path}"'
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise RunError(
+            [f"{key} cannot be written ({error.strerror}): name a folder on a fast local disk, or leave it out."]
+        ) from None
+    layout = plan.layout
+    replicas = layout.ranks // (layout.pipeline * layout.shard * layout.tensor)  # each has optimizer states of its own
+    need, free = plan.parameters * BYTES_PER_PARAMETER * replicas, shutil.disk_usage(folder).free
+    if free < need:
+        raise RunError(
+            [
+                f"{key} has {_mib(free)} free, but the optimizer states and master weights of {_millions(plan)} "
+                f"parameters take {_mib(need)} there: free some space or name another folder."
+            ]
+        )
+
+
+def check_replica_memory(run: Run, plan: Plan) -> None:
+    """Raise RunError if the run file asks for replicas in host memory and this machine has no room for them."""
+    if run.checkpoint.memory_every is None:
+        return
+    key, root = f"checkpoint.memory_every = {run.checkpoint.memory_every}", shm_slots.default_root()
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        free = shm_slots.free_bytes(root)
+    except OSError as error:
+        raise RunError([f"{key}: no copies can be kept in memory ({error}). Without that key the run needs none."]) from None
+    # Each node holds the replicas of its own ranks and of its neighbor's, and all nodes of a local job share this machine.
+    need = 2 * plan.parameters * BYTES_PER_PARAMETER * min(2, run.cluster.nodes)
+    if need > free:
+        raise RunError(
+            [
+                f"{key}: two copies of the state of {_millions(plan)} parameters take {_mib(need)} of memory, "
+                f"but {root} has {_mib(free)} free: free some, give a container more shared memory, or leave the key out."
+            ]
+        )
 
 
 def too_little_data(run: Run, data: Dataset) -> list[str]:
-    """Where epochs are limited, the text may end before the run does."""
+    """With limited epochs, the text may end before the run does."""
     limit, need = data.train.limit, run.steps * run.batch
     if limit is None or limit >= need:
         return []
-    # In a mixture the first source to run out ends it; which one that is follows from the weights.
+    # In a mixture the first source that runs out ends it; which one that is follows from the weights.
     limited = [(f"data.mix.{source.name}.epochs", source.epochs) for source in run.data.mix if source.epochs is not None]
     keys = limited if run.data.mix else [("data.epochs", run.data.epochs or 1.0)]
     named = " and ".join(f"{key} = {epochs:g}" for key, epochs in keys)
     return [
-        f"{named} of {sources(run)} gives {limit:,} sequences, but {run.steps:,} steps of {run.batch} need {need:,}: "
+        f"{named} of {source_names(run)} gives {limit:,} sequences, but {run.steps:,} steps of {run.batch} need {need:,}: "
         f"set train.steps to at most {limit // run.batch}, allow more epochs, or give more text."
     ]
 
 
 def data_notices(data: Dataset) -> list[str]:
-    """Records that were left out, by source, and how full the windows are."""
-    said: list[str] = []
+    """Skipped records by source, and the padding ratio."""
+    notices: list[str] = []
     for name, reasons in data.skipped.items():
         if total := sum(reasons.values()):
             each = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count)
-            said.append(f"{total:,} record{'s' if total > 1 else ''} of {name} {_were(total)} left out: {each}.")
-    if data.padding_ratio > _WORTH_SAYING:
-        said.append(f"Packing fills {100 * (1 - data.padding_ratio):.1f} % of the windows; the rest is padding.")
-    return said
+            records, verb = ("records", "were") if total > 1 else ("record", "was")
+            notices.append(f"{total:,} {records} of {name} {verb} left out: {each}.")
+    if data.padding_ratio > _PADDING_NOTICE:
+        notices.append(f"Packing fills {100 * (1 - data.padding_ratio):.1f} % of the windows; the rest is padding.")
+    return notices
 
 
-def sources(run: Run) -> str:
-    """The run's text in words, as its table names it."""
+def source_names(run: Run) -> str:
+    """The run's data sources as its run file names them."""
     if run.data.mix:
         return ", ".join(f"[data.mix.{source.name}]" for source in run.data.mix)
     return f'data.source = "{kind(run.data)}"'
 
 
-def _were(count: int) -> str:
-    return "were" if count > 1 else "was"
+def _mib(size: float) -> str:
+    return f"{size / 2**20:,.0f} MiB"
+
+
+def _millions(plan: Plan) -> str:
+    return f"{plan.parameters / 1e6:,.1f} M"

@@ -1,5 +1,5 @@
-"""What failed before, when that is enough, and the story that is then told. Called by `recovery/policy`, and by the controller,
-which remembers failures together with what was done about them."""
+"""The failures of a launch: which ones count, when there are too many, and the report that then ends the run. Called by `recovery/policy`,
+and by the controller and the simulator, which keep the history."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from phalanx.recovery.state import (
 )
 
 SAME_FAILURE_LIMIT = 3
-"""So often the same failure at the same step is a bug, not bad luck."""
+"""The same failure at the same step this many times is a bug, not bad luck."""
 
 WINDOW = 1000
-"""New steps in which failures are counted together: `resilience.restarts` is there to end a run that does not get on, not one that lasts
-for months. Steps, not hours: a program that fails after every step must end, however long starting it takes."""
+"""New steps within which failures count against `resilience.restarts`, which shall end a run that makes no progress, not one that lasts for
+months. Steps, not hours: a program that fails after every step must end, however long its start takes."""
 
-_REMEMBERED = 10 * WINDOW
-"""New steps after which a failure is forgotten: no run goes back so far to meet it again, and months of failures need not be searched."""
-_MOST_TOLD = 10
+_FORGET_AFTER = 10 * WINDOW
+"""New steps after which a failure is forgotten: no run rolls back that far, and the history stays short."""
+_MAX_LISTED = 10
 _NUMBER = re.compile(r"(?<!rank )(?<!node )\b(0x[0-9a-f]+|\d+(\.\d+)?)")
-_TRIED = {
+_ACTIONS = {
     "restart": "its processes were started again",
     "spare": "its ranks were moved to free places on other nodes",
     "shrink": "the run went on with fewer ranks",
     "grow": "the run went on with more ranks",
     "wait": "the run waited for a node",
 }
-_LOOK = {
+_ADVICE = {
     "died": "the log of that rank, and the memory of its node: a process killed with SIGKILL that nobody killed ran out of it (dmesg)",
     "hung": "the stack of that rank in events.jsonl (failure_noticed): it shows where it stood",
     "failed": "the traceback in the log of that rank: the program itself failed, and will fail again",
@@ -53,107 +53,105 @@ _LOOK = {
 
 
 def flatten(event: Event) -> Iterator[WorkerDied | NodeLost | NodeJoined | Disconnected | Corrupt]:
-    """The single events of one or of several at once."""
+    """The single events of an event or batch."""
     if isinstance(event, EventBatch):
-        for one in event.events:
-            yield from flatten(one)
+        for part in event.events:
+            yield from flatten(part)
     else:
         yield event
 
 
 def failures(situation: Situation, event: Event) -> tuple[Failure, ...]:
-    """What failed now. Ranks that went with their node are no failures of their own, nor is one that several ranks met at once."""
+    """The distinct failures of an event. Ranks lost with their node are not counted, and neither is the same failure on several ranks."""
     events = list(flatten(event))
-    lost = {one.node for one in events if isinstance(one, NodeLost)}
-    found: dict[tuple[str, str, int | None], Failure] = {}
-    for one in events:
-        rank = one.rank if isinstance(one, WorkerDied | Corrupt) else None
-        node = one.node if isinstance(one, NodeLost) else situation.assignment[rank] if rank is not None else None
-        if isinstance(one, NodeLost):
-            failure = Failure("node lost", None, one.step, one.reason or f"node {one.node} is gone", node)
-        elif isinstance(one, WorkerDied) and node not in lost:
-            failure = Failure(one.cause, rank, one.step, one.reason, node)
-        elif isinstance(one, Disconnected):
-            failure = Failure("connection lost", None, one.step, one.reason or "connections broke, but nobody died")
-        elif isinstance(one, Corrupt) and node not in lost:
-            said = (
-                "replicas differ, and which is wrong cannot be told"
-                if rank is None
-                else "it holds other numbers than its replicas"
-            )
-            failure = Failure("corrupt", rank, one.step, one.reason or said, node)
-        else:
-            continue
-        found.setdefault(_same(failure), failure)
-    return tuple(found.values())
+    lost = {event.node for event in events if isinstance(event, NodeLost)}
+    distinct: dict[tuple[str, str, int | None], Failure] = {}
+    for event in events:
+        failure: Failure | None = None
+        rank = event.rank if isinstance(event, WorkerDied | Corrupt) else None
+        node = situation.assignment[rank] if rank is not None else None
+        match event:
+            case NodeLost():
+                failure = Failure("node lost", None, event.step, event.reason or f"node {event.node} is gone", event.node)
+            case WorkerDied() if node not in lost:
+                failure = Failure(event.cause, rank, event.step, event.reason, node)
+            case Disconnected():
+                failure = Failure("connection lost", None, event.step, event.reason or "connections broke, but nobody died")
+            case Corrupt() if node not in lost:
+                unknown = "replicas differ, and which is wrong cannot be told"
+                default = unknown if rank is None else "it holds other numbers than its replicas"
+                failure = Failure("corrupt", rank, event.step, event.reason or default, node)
+        if failure is not None:
+            distinct.setdefault(_key(failure), failure)
+    return tuple(distinct.values())
 
 
 def updated_history(situation: Situation, event: Event, action: Action) -> tuple[Failure, ...]:
-    """The history after a decision: `Situation.history` of the next."""
+    """The history after a decision, for the next `Situation.history`."""
     tried = action.action if isinstance(action, NewGeneration) else "wait" if isinstance(action, Wait) else ""
     now = [replace(failure, tried=tried) for failure in failures(situation, event)]
-    return tuple(_within(_REMEMBERED, situation.begun, [*situation.history, *now]))
+    return tuple(_within_steps(_FORGET_AFTER, situation.first_step, [*situation.history, *now]))
 
 
 def verdict(situation: Situation, now: Sequence[Failure]) -> EndRun | None:
-    """The end of the run, where what fails now is not worth another attempt."""
-    everything = [*situation.history, *now]
+    """End the run if another attempt is pointless; None: try again."""
+    known = [*situation.history, *now]
     for failure in now:
-        if failure.cause == "failed" and (failure.step is None or failure.step <= situation.begun):
+        if failure.cause == "failed" and (failure.step is None or failure.step <= situation.first_step):
             why = "The program failed before it had completed a step, so that starting it again would only repeat it."
             return EndRun(_story(why, [failure]))
-        same = _same(failure)
-        # Few are of the same step: words are compared of those alone.
-        alike = [other for other in everything if other.step == failure.step and _same(other) == same]
-        if len(alike) >= SAME_FAILURE_LIMIT:
-            why = f"The same failure came {len(alike)} times {_when(failure)}: that is a bug or a broken machine, not bad luck."
-            return EndRun(_story(why, alike))
+        key = _key(failure)
+        # Compare the step first: few failures share it, and comparing reasons is slow.
+        equal = [other for other in known if other.step == failure.step and _key(other) == key]
+        if len(equal) >= SAME_FAILURE_LIMIT:
+            why = f"The same failure came {len(equal)} times {_when(failure)}: that is a bug or a broken machine, not bad luck."
+            return EndRun(_story(why, equal))
     counted = recent_failures(situation, now) if now else []
     if len(counted) > situation.restarts:
         many = len(counted) > 1
         count = f"There {'were' if many else 'was'} {len(counted)} failure{'s' if many else ''}"
-        where = "in this launch" if len(counted) == len(everything) else f"within {WINDOW:,} steps"
+        where = "in this launch" if len(counted) == len(known) else f"within {WINDOW:,} steps"
         return EndRun(_story(f"{count} {where}, and resilience.restarts = {situation.restarts}.", counted))
     return None
 
 
 def recent_failures(situation: Situation, now: Sequence[Failure]) -> list[Failure]:
     """Failures that count against `resilience.restarts`."""
-    return _within(WINDOW, situation.begun, [*situation.history, *now])
+    return _within_steps(WINDOW, situation.first_step, [*situation.history, *now])
 
 
-def _within(steps: int, begun: int, told: list[Failure]) -> list[Failure]:
-    """Failures since the run was so many steps less far than it ever was. Steps that were lost and done again are no progress: a run that
-    never comes beyond its next checkpoint must end too."""
-    since = max([begun, *(one.step or 0 for one in told)]) - steps
-    return told if begun > since else list(dropwhile(lambda one: (one.step or 0) <= since, told))
+def _within_steps(steps: int, first_step: int, failures: list[Failure]) -> list[Failure]:
+    """Failures within this many steps of the furthest step reached. Repeated steps are no progress: a run that never gets past its next
+    checkpoint must end, too."""
+    since = max([first_step, *(failure.step or 0 for failure in failures)]) - steps
+    return failures if first_step > since else list(dropwhile(lambda failure: (failure.step or 0) <= since, failures))
 
 
-def _same(failure: Failure) -> tuple[str, str, int | None]:
-    """Two failures are the same where this is. Neither rank nor node is in it: a bug moves about with the layout. A reason that
-    names one in its first line tells them apart; other numbers in it, such as times and addresses, do not."""
+def _key(failure: Failure) -> tuple[str, str, int | None]:
+    """A key that is equal for equal failures. Rank and node are not part of it, because a bug moves with the layout, unless the first line
+    of the reason names one. Other numbers in it, such as times and addresses, are ignored."""
     return failure.cause, _NUMBER.sub("#", _first_line(failure)), failure.step
 
 
-def _story(why: str, told: Sequence[Failure]) -> str:
+def _story(why: str, listed: Sequence[Failure]) -> str:
     lines = [f"The run was given up. {why}"]
-    if len(told) > _MOST_TOLD:
-        lines.append(f"The last {_MOST_TOLD} of them:")
-    first = max(0, len(told) - _MOST_TOLD)
-    lines += [f"  {number}. {_told(failure)}" for number, failure in enumerate(told[first:], first + 1)]
-    causes = dict.fromkeys(failure.cause for failure in told)
-    lines += [f"Look at {_LOOK[cause]}." for cause in causes if cause in _LOOK]
+    if len(listed) > _MAX_LISTED:
+        lines.append(f"The last {_MAX_LISTED} of them:")
+    first = max(0, len(listed) - _MAX_LISTED)
+    lines += [f"  {number}. {_describe(failure)}" for number, failure in enumerate(listed[first:], first + 1)]
+    causes = dict.fromkeys(failure.cause for failure in listed)
+    lines += [f"Look at {_ADVICE[cause]}." for cause in causes if cause in _ADVICE]
     lines.append(
         "What was saved is untouched: started again with the same run directory, the run goes on from its newest checkpoint."
     )
     return "\n".join(lines)
 
 
-def _told(failure: Failure) -> str:
+def _describe(failure: Failure) -> str:
     node = None if failure.node is None else f"node {failure.node}"
     rank = None if failure.rank is None else f"rank {failure.rank}"
     where = f"{rank} ({node})" if rank and node else rank or node or "no single rank"
-    after = f"; then {_TRIED.get(failure.tried, failure.tried)}" if failure.tried else "; nothing more was tried"
+    after = f"; then {_ACTIONS.get(failure.tried, failure.tried)}" if failure.tried else "; nothing more was tried"
     return f"{_when(failure)}, {where}, {failure.cause}: {_first_line(failure)}{after}."
 
 

@@ -1,7 +1,7 @@
 """What to do when something happens to a run: a pure function of the situation. The live controller and the simulator call it.
 
-The ladder, cheapest first: start a dead worker again where it was; move the ranks of a lost node to free places; go on with
-fewer ranks on another layout; wait for a node. With more room than the layout uses, grow back towards what was wanted.
+The ladder, cheapest first: restart a dead worker on its node; move the ranks of a lost node to free slots; continue with fewer ranks on
+another layout; wait for a node. With more slots than the layout uses, grow back towards the wanted layout.
 """
 
 from __future__ import annotations
@@ -37,128 +37,132 @@ from phalanx.spec.layout import Layout
 
 
 def decide(situation: Situation, event: Event, legal: Legal) -> Action:
-    """The action that answers an event, or several at once."""
+    """The action that answers an event. `legal`: whether a layout can be run."""
     assert len(situation.assignment) == situation.layout.ranks, "every rank of the running generation has a node"
     end = verdict(situation, failures(situation, event))
     if end is not None:
         return end
-    scene = _scene(situation, event)
-    grown = _grow(scene, legal)
-    if not (scene.dead or scene.homeless or scene.broken):
+    aftermath = _aftermath(situation, event)
+    grown = _grow(aftermath, legal)
+    if not (aftermath.dead or aftermath.displaced or aftermath.broken):
         return grown or NoChange()
-    # One interruption is enough: where there is room for more, the run need not come back as small as it was.
-    return _go_on(scene, legal) or grown or _same_layout(scene) or _shrink(scene, legal)
+    # If the run is interrupted anyway, it grows at once rather than twice.
+    return _continue_degraded(aftermath, legal) or grown or _same_layout(aftermath) or _shrink(aftermath, legal)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Scene:
+class _Aftermath:
     """The situation after the event."""
 
     situation: Situation
     living: dict[int, int]
-    """Slots of the living nodes."""
+    """Living nodes and their slots."""
     dead: frozenset[int]
-    """Old ranks without a process, or with one that is not to be gone on with."""
+    """Old ranks without a process, or with one whose state must be discarded."""
     places: dict[int, int]
-    """Nodes of the old ranks that can run where they ran."""
+    """Old ranks that can stay on their node, and that node."""
     broken: bool
-    """The generation is over though nobody died."""
+    """The generation is over although no process died."""
 
     @property
     def slots(self) -> int:
         return sum(self.living.values())
 
     @property
-    def homeless(self) -> list[int]:
-        """Old ranks that cannot run where they ran."""
+    def displaced(self) -> list[int]:
+        """Old ranks that cannot stay on their node."""
         return [rank for rank in range(self.situation.layout.ranks) if rank not in self.places]
 
     @property
     def survivors(self) -> dict[int, int]:
-        """Nodes of the old ranks whose processes go on."""
+        """Old ranks whose processes continue, and their nodes."""
         return {rank: node for rank, node in self.places.items() if rank not in self.dead}
 
 
-def _scene(situation: Situation, event: Event) -> _Scene:
+def _aftermath(situation: Situation, event: Event) -> _Aftermath:
     events, assignment = list(flatten(event)), situation.assignment
-    joined = {one.node for one in events if isinstance(one, NodeJoined)}
-    lost = {one.node for one in events if isinstance(one, NodeLost)}
-    lost |= {assignment[one.rank] for one in events if isinstance(one, WorkerDied) and not one.node_lives}
-    # A node may be lost and back in the same breath: it has room then, but nothing of what ran on it.
+    joined = {item.node for item in events if isinstance(item, NodeJoined)}
+    lost = {item.node for item in events if isinstance(item, NodeLost)}
+    lost |= {assignment[item.rank] for item in events if isinstance(item, WorkerDied) and not item.node_lives}
+    # A node may be lost and joined in one batch: it has slots then, but nothing of what ran on it.
     living = {node.number: node.slots for node in situation.nodes if node.number not in lost - joined}
-    dead = set(situation.dead) | {one.rank for one in events if isinstance(one, WorkerDied)}
-    for one in events:
-        if isinstance(one, Corrupt):
-            dead |= set(range(len(assignment))) if one.rank is None else {one.rank}
+    dead = set(situation.dead) | {item.rank for item in events if isinstance(item, WorkerDied)}
+    for item in events:
+        if isinstance(item, Corrupt):
+            dead |= set(range(len(assignment))) if item.rank is None else {item.rank}
     dead |= {rank for rank, node in enumerate(assignment) if node in lost or node not in living}
-    return _Scene(
+    return _Aftermath(
         situation=situation,
         living=living,
         dead=frozenset(dead),
         places=retained_ranks(situation, living, dead),
-        broken=any(isinstance(one, Disconnected) for one in events),
+        broken=any(isinstance(item, Disconnected) for item in events),
     )
 
 
-def _grow(scene: _Scene, legal: Legal) -> NewGeneration | None:
-    """A better layout than the running one, where there is room for it."""
-    wanted, layout = scene.situation.wanted, scene.situation.layout
+def _grow(aftermath: _Aftermath, legal: Legal) -> NewGeneration | None:
+    """A layout that is nearer to the wanted one than the running layout, if the slots allow item."""
+    wanted, layout = aftermath.situation.wanted, aftermath.situation.layout
     if layout == wanted:
         return None
-    best = relayout(wanted, scene.slots, legal, scene.situation.batch)
-    return None if best is None or relayout_cost(wanted, best) >= relayout_cost(wanted, layout) else _go(scene, "grow", best)
+    best = relayout(wanted, aftermath.slots, legal, aftermath.situation.batch)
+    return (
+        None
+        if best is None or relayout_cost(wanted, best) >= relayout_cost(wanted, layout)
+        else _new_generation(aftermath, "grow", best)
+    )
 
 
-def _go_on(scene: _Scene, legal: Legal) -> NewGeneration | None:
-    """The healthy replicas by themselves, as many as may be, all in their own processes: nothing has to be started."""
-    layout = scene.situation.layout
+def _continue_degraded(aftermath: _Aftermath, legal: Legal) -> NewGeneration | None:
+    """The largest legal number of healthy replicas, all in their own processes: nothing has to be started."""
+    layout = aftermath.situation.layout
     replicas = layout.data or 1
-    if not scene.situation.continue_degraded:
+    if not aftermath.situation.continue_degraded:
         return None
     inner = layout.shard * layout.context * layout.tensor
-    survivors = scene.survivors
+    survivors = aftermath.survivors
     living = Counter(rank // inner % replicas for rank in survivors)
     healthy = [replica for replica in range(replicas) if living[replica] == layout.ranks // replicas]
     if len(healthy) == replicas:
         return None
     for count in range(len(healthy), 0, -1):
-        smaller = with_valid_settings(scene.situation.wanted, replace(layout, data=count))
+        smaller = with_valid_settings(aftermath.situation.wanted, replace(layout, data=count))
         if legal(smaller):
             old = [rank for rank in range(layout.ranks) if rank // inner % replicas in healthy[:count]]
             return NewGeneration("shrink", smaller, tuple(survivors[rank] for rank in old), tuple(old))
     return None
 
 
-def _same_layout(scene: _Scene) -> NewGeneration | None:
-    """The same ranks again: survivors stay what they are, dead ones start where they were, homeless ones in free places."""
-    layout, homeless = scene.situation.layout, scene.homeless
-    taken = Counter(scene.places.values())
-    free = {node: slots - taken[node] for node, slots in scene.living.items()}
-    if sum(free.values()) < len(homeless):
+def _same_layout(aftermath: _Aftermath) -> NewGeneration | None:
+    """The same layout again: survivors keep their rank, dead ranks restart on their node, displaced ranks on free slots."""
+    layout, displaced = aftermath.situation.layout, aftermath.displaced
+    taken = Counter(aftermath.places.values())
+    free = {node: slots - taken[node] for node, slots in aftermath.living.items()}
+    if sum(free.values()) < len(displaced):
         return None
-    # The emptiest first, so that the ranks of a lost node stay together on a spare one.
+    # The emptiest node first, so that the ranks of a lost node stay together on a spare item.
     order = sorted(free, key=lambda node: (-free[node], node))
-    places = assign_nodes(homeless, layout.tensor, {node: free[node] for node in order}, scene.places)
-    ranks, survivors = range(layout.ranks), scene.survivors
+    places = assign_nodes(displaced, layout.tensor, {node: free[node] for node in order}, aftermath.places)
+    ranks, survivors = range(layout.ranks), aftermath.survivors
     return NewGeneration(
-        "spare" if homeless else "restart",
+        "spare" if displaced else "restart",
         layout,
         tuple(places[rank] for rank in ranks),
         tuple(rank if rank in survivors else None for rank in ranks),
     )
 
 
-def _shrink(scene: _Scene, legal: Legal) -> NewGeneration | Wait:
-    situation, dead = scene.situation, tuple(sorted(scene.dead))
-    room = f"{len(scene.living)} node{'' if len(scene.living) == 1 else 's'} with {scene.slots} place{'' if scene.slots == 1 else 's'}"
+def _shrink(aftermath: _Aftermath, legal: Legal) -> NewGeneration | Wait:
+    situation, dead = aftermath.situation, tuple(sorted(aftermath.dead))
+    room = f"{len(aftermath.living)} node{'' if len(aftermath.living) == 1 else 's'} with {aftermath.slots} place{'' if aftermath.slots == 1 else 's'}"
     needs = f"the layout has {situation.layout.ranks} ranks, but what is left is {room}"
     if not situation.shrink:
         return Wait(f"{needs}, and resilience.shrink = false", dead)
-    best = relayout(situation.wanted, scene.slots, legal, situation.batch)
+    best = relayout(situation.wanted, aftermath.slots, legal, situation.batch)
     if best is None:
         return Wait(f"{needs}, and no layout of so few ranks can be run", dead)
-    return _go(scene, "shrink", best)
+    return _new_generation(aftermath, "shrink", best)
 
 
-def _go(scene: _Scene, action: Literal["shrink", "grow"], layout: Layout) -> NewGeneration:
-    return NewGeneration(action, layout, *reassign(layout, scene.living, scene.survivors))
+def _new_generation(aftermath: _Aftermath, action: Literal["shrink", "grow"], layout: Layout) -> NewGeneration:
+    return NewGeneration(action, layout, *reassign(layout, aftermath.living, aftermath.survivors))

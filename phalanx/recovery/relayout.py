@@ -1,6 +1,8 @@
-"""The best layout for the ranks that are left. Called by `recovery/policy` when a run shrinks or grows.
+"""Which layout fits the nodes that are left, and which rank runs on which node. Called by `recovery/policy`, by the controller for the first
+generation, and by those who decide how often replicas are made, live or simulated.
 
-The global batch and the order of the tokens do not depend on the layout, so any legal one can go on with the run.
+The global batch and the order of the tokens do not depend on the layout, so the run can continue on any legal one. Neighboring ranks
+share a node if possible, tensor groups above all: they communicate most.
 """
 
 from __future__ import annotations
@@ -20,19 +22,19 @@ Legal = Callable[[Layout], bool]
 
 
 def relayout(wanted: Layout, ranks: int, legal: Legal, batch: int | None = None) -> Layout | None:
-    """The best legal layout on at most so many ranks, and never on more than were wanted; None where there is none.
+    """The best legal layout on at most `ranks` ranks, and never on more than wanted; None if there is none.
 
-    Best is, in this order:
+    Best means, in this order:
     1. the most ranks;
-    2. the fewest changes among tensor, context, pipeline, expert and expert_tensor, which are never raised; then the smallest,
-       by the product of the ratios; of equal ones those which leave tensor alone, then context, expert, expert_tensor and
-       pipeline: a shorter pipeline has smaller bubbles, and what the tensor group shares stays on a node;
-    3. `shard` as it was, or as near as can be, by ratio; of two equally near the larger, which needs less memory;
-    4. `data` is what is left.
-    With enough replicas this changes `data` alone. What belongs to a degree of 1 goes with it: `sequence` to tensor, `zero` to
-    shard, `schedule`, `schedule_file` and `stages` to pipeline; a schedule file is for its own number of ranks only.
+    2. the fewest changes among tensor, context, pipeline, expert and expert_tensor, which are never raised; then the smallest
+       changes, by the product of the ratios; then those that leave tensor alone, then context, expert, expert_tensor and pipeline:
+       a shorter pipeline has smaller bubbles, and tensor groups stay on a node;
+    3. `shard` as near to the wanted one as possible, by ratio; of two equally near degrees the larger, which needs less memory;
+    4. `data` takes the remaining ranks.
+    With enough replicas only `data` changes. Settings of a degree of 1 are reset: `sequence` with tensor, `zero` with shard, `schedule`,
+    `schedule_file` and `stages` with pipeline. A schedule file is valid for one number of ranks only.
 
-    `batch`: sequences of a step, which replicas must divide: numbers of ranks that no such replicas come to are passed over.
+    `batch`: sequences per step, which the replicas must divide; numbers of ranks without such replicas are skipped.
     """
     most = min(ranks, wanted.ranks)
     for count in range(most, 0, -1) if batch is None else _counts(wanted, most, batch):
@@ -43,7 +45,7 @@ def relayout(wanted: Layout, ranks: int, legal: Legal, batch: int | None = None)
 
 
 def _counts(wanted: Layout, most: int, batch: int) -> list[int]:
-    """Numbers of ranks that some layout with replicas that divide the batch has, largest first."""
+    """Numbers of ranks for which some layout has replicas that divide the batch, largest first."""
     replicas = [number for number in divisors(batch) if number <= most]
     inner = {
         pipeline * tensor * context
@@ -51,11 +53,11 @@ def _counts(wanted: Layout, most: int, batch: int) -> list[int]:
         for tensor in range(1, wanted.tensor + 1)
         for context in range(1, wanted.context + 1)
     }
-    return sorted({one * number for one in inner for number in replicas if one * number <= most}, reverse=True)
+    return sorted({degree * number for degree in inner for number in replicas if degree * number <= most}, reverse=True)
 
 
 def relayout_cost(wanted: Layout, layout: Layout) -> tuple[float, ...]:
-    """What layouts are ordered by, the best first."""
+    """Sort key of layouts, the best first."""
     kept = [
         _ratio(wanted.tensor, layout.tensor),
         _ratio(wanted.context, layout.context),
@@ -68,7 +70,7 @@ def relayout_cost(wanted: Layout, layout: Layout) -> tuple[float, ...]:
 
 
 def with_valid_settings(wanted: Layout, layout: Layout) -> Layout:
-    """A layout with new degrees, and with those of the wanted settings that still have a meaning."""
+    """A layout with the wanted settings that are still valid for its degrees."""
     piped, same = layout.pipeline > 1, layout.pipeline == wanted.pipeline
     return replace(
         layout,
@@ -81,7 +83,7 @@ def with_valid_settings(wanted: Layout, layout: Layout) -> Layout:
 
 
 def _layouts(wanted: Layout, count: int, batch: int | None) -> Iterator[Layout]:
-    """All layouts of so many ranks that do not raise a degree other than `data` and `shard`."""
+    """All layouts of `count` ranks that raise no degree but `data` and `shard`."""
     for pipeline in _up_to(wanted.pipeline, count):
         stage = count // pipeline
         for tensor in _up_to(wanted.tensor, stage):
@@ -98,7 +100,7 @@ def _layouts(wanted: Layout, count: int, batch: int | None) -> Iterator[Layout]:
 
 
 def _experts(wanted: Layout, stage: int) -> Iterator[tuple[int, int]]:
-    """How the ranks of a stage can share experts: both together divide them."""
+    """Degrees (expert, expert_tensor) whose product divides the ranks of a stage."""
     for expert in _up_to(wanted.expert, stage):
         for expert_tensor in _up_to(wanted.expert_tensor, stage // expert):
             yield expert, expert_tensor
@@ -113,40 +115,40 @@ def _ratio(wanted: int, degree: int) -> float:
 
 
 def initial_assignment(layout: Layout, nodes: Sequence[Node]) -> tuple[int, ...]:
-    """The node of each rank where nothing runs yet: nodes are filled in the given order, and spare ones are left at the end."""
+    """The node of each rank of a new run: nodes are filled in the given order, so that spare nodes remain at the end."""
     free = {node.number: node.slots for node in nodes}
     places = assign_nodes(range(layout.ranks), layout.tensor, free, {})
     return tuple(places[rank] for rank in range(layout.ranks))
 
 
 def assign_nodes(ranks: Collection[int], tensor: int, free: Mapping[int, int], places: Mapping[int, int]) -> dict[int, int]:
-    """Nodes for all of the ranks, which have room there in all.
+    """Assign nodes to `ranks`, in addition to `places`, the nodes of ranks that have one.
 
-    `free` are the nodes' slots, the nodes in the order of preference; `places` are the nodes of the ranks that have one.
+    `free`: free slots by node, in the order of preference. There must be enough.
     """
-    homeless, found, last = set(ranks), dict(places), -1
+    unassigned, assigned, last = set(ranks), dict(places), -1
     left = {node: slots for node, slots in free.items() if slots}
-    assert len(homeless) <= sum(left.values()), "more ranks than slots"
-    for group in sorted({rank // tensor for rank in homeless}):
+    assert len(unassigned) <= sum(left.values()), "more ranks than slots"
+    for group in sorted({rank // tensor for rank in unassigned}):
         group_ranks = range(group * tensor, (group + 1) * tensor)
-        members = [rank for rank in group_ranks if rank in homeless]
-        # Where the rest of its tensor group is, then where its neighbours went, then wherever there is room for all of it.
-        near = [found[rank] for rank in group_ranks if rank in found] + [last]
+        members = [rank for rank in group_ranks if rank in unassigned]
+        # First the node of its tensor group, then that of its neighbors, then any with enough slots for the group.
+        near = [assigned[rank] for rank in group_ranks if rank in assigned] + [last]
         whole = next((node for node in chain(near, left) if left.get(node, 0) >= len(members)), None)
         for rank in members:
             last = whole if whole is not None else next(node for node in chain(near, left) if node in left)
-            found[rank] = last
+            assigned[rank] = last
             left[last] -= 1
             if not left[last]:
                 del left[last]
-    return found
+    return assigned
 
 
 def retained_ranks(situation: Situation, living: Mapping[int, int], dead: Collection[int]) -> dict[int, int]:
-    """Ranks that can run where they ran, with their nodes: all of a living node, unless it has fewer slots than before."""
+    """Ranks that can stay on their node: all ranks of a living node, unless it has fewer slots than before."""
     places: dict[int, int] = {}
     taken: Counter[int] = Counter()
-    # Those whose process lives come first: a dead one can be started anywhere.
+    # Living ranks first: a dead one can be started anywhere.
     for rank in sorted(range(len(situation.assignment)), key=lambda rank: (rank in dead, rank)):
         node = situation.assignment[rank]
         if taken[node] < living.get(node, 0):
@@ -158,14 +160,14 @@ def retained_ranks(situation: Situation, living: Mapping[int, int], dead: Collec
 def reassign(
     layout: Layout, living: Mapping[int, int], survivors: Mapping[int, int]
 ) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
-    """Nodes of the ranks of another layout, and for each the old rank on that node whose process takes it, or None.
+    """Nodes of the ranks of another layout, and for each the old rank on that node whose process it takes over, or None.
 
-    A survivor keeps its number where its node has the same again.
+    A survivor keeps its rank if its node has that rank again.
     """
     on: dict[int, list[int]] = {node: [] for node in living}
     for rank in sorted(survivors):
         on[survivors[rank]].append(rank)
-    chosen = _chosen(layout, living, on)
+    chosen = _choose_nodes(layout, living, on)
     places = assign_nodes(range(layout.ranks), layout.tensor, {node: living[node] for node in chosen}, {})
     old: list[int | None] = [rank if survivors.get(rank) == places[rank] else None for rank in range(layout.ranks)]
     idle = {node: iter([rank for rank in ranks if rank >= layout.ranks or old[rank] is None]) for node, ranks in on.items()}
@@ -175,8 +177,8 @@ def reassign(
     return tuple(places[rank] for rank in range(layout.ranks)), tuple(old)
 
 
-def _chosen(layout: Layout, living: Mapping[int, int], on: Mapping[int, list[int]]) -> list[int]:
-    """Nodes for a layout: those with the most survivors, so that their processes are kept; in the order of the survivors' ranks."""
+def _choose_nodes(layout: Layout, living: Mapping[int, int], on: Mapping[int, list[int]]) -> list[int]:
+    """Choose nodes for a layout: those with the most survivors, to reuse their processes; in the order of the survivors' ranks."""
     chosen, room = [], 0
     for node in sorted(living, key=lambda node: (-len(on[node]), node)):
         if room >= layout.ranks:
@@ -184,12 +186,12 @@ def _chosen(layout: Layout, living: Mapping[int, int], on: Mapping[int, list[int
         chosen.append(node)
         room += (
             living[node] // layout.tensor * layout.tensor
-        )  # in whole tensor groups; where these never suffice, all nodes are taken
+        )  # in whole tensor groups; if these never suffice, all nodes are used
     return sorted(chosen, key=lambda node: (not on[node], on[node][:1], node))
 
 
 def replicated_elsewhere(layout: Layout, assignment: Sequence[int]) -> bool:
-    """Whether every rank's state is held by another rank too, on another node where there are several."""
+    """Whether another rank, on another node if there are several, also has the state of every rank."""
     dense = _repeated(layout.data or 1, layout.shard * layout.context * layout.tensor, assignment)
     if layout.expert * layout.expert_tensor == 1:
         return dense
@@ -198,7 +200,7 @@ def replicated_elsewhere(layout: Layout, assignment: Sequence[int]) -> bool:
 
 
 def _repeated(replicas: int, inner: int, assignment: Sequence[int]) -> bool:
-    """The same of one kind of parameter, of which there are so many replicas, each on `inner` neighbouring ranks of a stage."""
+    """The same for parameters with `replicas` replicas, each on `inner` neighboring ranks of a stage."""
     apart = len(set(assignment)) > 1
     for rank in range(len(assignment)):
         first = rank - rank // inner % replicas * inner

@@ -1,94 +1,107 @@
-"""What a decision is made from and what it says: the situation of a run, what can happen to it, and what can be done about it.
+"""Input and output of `recovery/policy`: the situation of a run, the events that can happen to it, and the actions that answer them.
 
-Plain frozen values. The controller of a live run fills them in from what its agents say, a simulator from a model of the world;
-`recovery/policy` reads both alike.
+Frozen values. The controller of a live run fills them in from the reports of its agents, the simulator from its model of a cluster.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from phalanx.spec.layout import Layout
 
 
+class Beat(Protocol):
+    """One reading of a rank's heartbeat (`events/heartbeat.Beat`)."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def phase(self) -> str: ...
+    @property
+    def since(self) -> float: ...
+    @property
+    def step_seconds(self) -> float: ...
+    @property
+    def steps_taken(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node that lives."""
+    """A living node."""
 
     number: int
     slots: int
-    """Ranks that it has room for, those that run on it included."""
+    """Number of ranks that it can run, including those that it runs now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One failure, as it is remembered."""
+    """One failure of this launch."""
 
     cause: str
     """"died", "hung", "node lost", "connection lost", "corrupt", "failed"."""
     rank: int | None
     step: int | None
-    """The last step that was complete then; None where it is not known."""
+    """Last complete step; None if unknown."""
     reason: str
-    """In words; with `cause` and `step`, the first line tells whether two failures are the same."""
+    """Its first line, with `cause` and `step`, decides whether two failures are the same."""
     node: int | None = None
     tried: str = ""
-    """What was done about it: the action's name; empty where nothing was."""
+    """Name of the action that answered it; empty if none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Situation:
-    """A run as it was when something happened to it."""
+    """The run before an event."""
 
     wanted: Layout
-    """What the run asked for, all degrees fixed."""
+    """Layout that the run asks for, with all degrees fixed."""
     layout: Layout
-    """Of the running generation."""
+    """Layout of the running generation."""
     assignment: tuple[int, ...]
     """Node of each of its ranks."""
     nodes: tuple[Node, ...]
-    """All that live, spare ones and returned ones included."""
+    """All living nodes, including spare and returned ones."""
     history: tuple[Failure, ...] = ()
-    """Failures of this launch, without those that happen now."""
+    """Earlier failures of this launch."""
     dead: tuple[int, ...] = ()
-    """Ranks that had no process any more before this happened: a run that waits has some."""
-    begun: int = 0
-    """The step that this launch began from."""
+    """Ranks that already had no process, because the run waits for a node."""
+    first_step: int = 0
+    """Step that this launch began from."""
     restarts: int = 100
-    """Failures within 1,000 new steps that are recovered from; one more ends the run."""
+    """Failures within 1,000 new steps that the run recovers from; one more ends it."""
     shrink: bool = True
-    """Go on with fewer ranks where there is no room for all."""
+    """Continue with fewer ranks if not all fit."""
     continue_degraded: bool = False
-    """Healthy replicas do not wait for a broken one."""
+    """Healthy replicas continue without waiting for a broken one."""
     batch: int | None = None
-    """Sequences of a step. Where it is known, nobody asks about layouts whose replicas do not divide it: on thousands of ranks
-    these are nearly all."""
+    """Sequences per step. If given, layouts whose replicas do not divide it are skipped early: on thousands of ranks most do not."""
 
 
-# --- what happens ---------------------------------------------------------------------------------------------------
+# --- events -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerDied:
-    """The process of a rank is gone, or was ended because it hung."""
+    """The process of a rank died, or was killed because it hung."""
 
     rank: int
     step: int | None
-    """The last step that was complete; so with the others."""
+    """Last complete step, here and in the other events."""
     cause: str
     reason: str
     node_lives: bool = True
-    """Its node can start another."""
+    """Its node can start a new process."""
     traceback: str = ""
-    """Of the program's error, or the stack of one that hung."""
+    """Traceback of the error, or stack of a hung rank."""
     final: bool = False
-    """It said itself that the run cannot go on, as when nothing can be saved: no use in trying again."""
+    """The rank itself says that the run cannot continue, for example because nothing can be saved."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLost:
-    """A node is gone with everything on it."""
+    """A node is lost with everything on it."""
 
     node: int
     step: int | None
@@ -97,14 +110,14 @@ class NodeLost:
 
 @dataclass(frozen=True, slots=True)
 class NodeJoined:
-    """A node is there, or has room again: a new one, one that returned, one that has started its broken worker again."""
+    """A node joined, returned, or has free slots again."""
 
     node: int
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """Connections broke, but nobody died."""
+    """Connections broke, but no process died."""
 
     step: int | None
     reason: str = ""
@@ -112,17 +125,17 @@ class Disconnected:
 
 @dataclass(frozen=True, slots=True)
 class Corrupt:
-    """A rank holds other numbers than its replicas. It lives, but what it holds must not be gone on with."""
+    """A rank holds other values than its replicas. The process is alive but its state must be discarded."""
 
     rank: int | None
-    """None where it cannot be told which is wrong: then nobody's numbers are believed."""
+    """None if it is unknown which rank is wrong: then the state of all is discarded."""
     step: int | None
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """All that is known at the same time makes one decision."""
+    """Events that happened together and are answered by one action."""
 
     events: tuple[Event, ...]
 
@@ -130,7 +143,7 @@ class EventBatch:
 Event: TypeAlias = WorkerDied | NodeLost | NodeJoined | Disconnected | Corrupt | EventBatch
 
 
-# --- what is done ---------------------------------------------------------------------------------------------------
+# --- actions ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +155,7 @@ class NewGeneration:
     assignment: tuple[int, ...]
     """Node of each new rank."""
     old: tuple[int | None, ...]
-    """For each new rank the rank of the old generation whose process takes it, on the same node; None: a new process."""
+    """For each new rank, the old rank whose process it takes over, on the same node; None: a new process."""
 
     @property
     def fresh(self) -> tuple[int, ...]:
@@ -152,24 +165,24 @@ class NewGeneration:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing fits now: halt, keep what lives, and decide again when a node comes."""
+    """No layout fits: halt, keep the survivors, and decide again when a node joins."""
 
     reason: str
     dead: tuple[int, ...]
-    """Ranks without a process: `Situation.dead` of the next decision."""
+    """Ranks without a process, for the next `Situation.dead`."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndRun:
-    """Give up."""
+    """Give up the run."""
 
     story: str
-    """Why, in words for a person."""
+    """The reason, for people."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoChange:
-    """Go on as before."""
+    """Continue as before."""
 
 
 Action: TypeAlias = NewGeneration | Wait | EndRun | NoChange

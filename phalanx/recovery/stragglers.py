@@ -1,5 +1,7 @@
-"""How long things usually take, and who takes longer: after how much silence a hang is suspected, and which rank is persistently slow.
-The supervisor feeds both with what it reads off the ranks' pulses; neither knows a clock."""
+"""Learns how long phases of a step usually take: after how much silence a hang is suspected, and which rank is persistently slow.
+
+`control/watchdog` feeds both classes with heartbeats. Neither reads a clock.
+"""
 
 from __future__ import annotations
 
@@ -7,129 +9,117 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Hashable, Mapping
 from statistics import median
-from typing import Protocol
+
+from phalanx.recovery.state import Beat
 
 _STEPS = 30
-"""Steps that the usual time of one is taken from."""
-_TIMES = 8.0
-"""So many times the usual is suspicious."""
-_RARE = 60.0
-"""Seconds that an evaluation or a save may take at least: they differ from one to the next."""
+"""Steps whose median is the usual duration."""
+_SUSPICIOUS = 8.0
+"""A step that takes this many times the usual duration is suspicious."""
+_RARE_SECONDS = 60.0
+"""Least timeout of evaluating and saving, whose durations vary."""
 
 _WINDOW = 20
-"""Steps over which a rank must be slow to be named."""
-_MOST = 15
-"""In so many of them."""
-_FEW = 5
-"""In at most so many of them, it is slow no more."""
-_CHANGED = 2.0
-"""A rank that is known to be slow is named again when it is so many times slower, or faster, than was said."""
-
-
-class Beat(Protocol):
-    """What a rank's pulse has to say (`events/heartbeat`)."""
-
-    @property
-    def phase(self) -> str: ...
-    @property
-    def since(self) -> float: ...
-    @property
-    def step_seconds(self) -> float: ...
-    @property
-    def taken(self) -> int: ...
+"""Steps over which ranks are compared."""
+_SLOW_STEPS = 15
+"""A rank that is slow in this many of them is a straggler."""
+_RECOVERED_STEPS = 5
+"""A straggler that is slow in at most this many of them is one no longer."""
+_CHANGE = 2.0
+"""A known straggler is reported again when its factor changes by this ratio."""
 
 
 class ProgressTimeouts:
-    """Learns from looks at the ranks, each as often as one likes."""
+    """Timeouts for each phase, learned from the heartbeats of all ranks."""
 
     def __init__(self, timeout: float):
-        """`timeout`: seconds that a rank may take for what has no usual time: to be built, to restore, to compile in its first step."""
+        """`timeout`: seconds for phases without a usual duration, such as building, restoring and the first step."""
         self._timeout = timeout
         self._seconds: deque[float] = deque(maxlen=_STEPS)
-        self._taken = 0
+        self._steps_taken = 0
         self._last: dict[int, Beat] = {}
         self._longest = {"evaluating": 0.0, "saving": 0.0}
 
-    def begin(self) -> None:
-        """A generation begins: other ranks, perhaps another layout. What evaluating and saving took is still the best guess."""
+    def restart(self) -> None:
+        """Forget the duration of steps, for a new generation. Durations of evaluating and saving remain the best guess."""
         self._seconds.clear()
-        self._taken = 0
+        self._steps_taken = 0
 
-    def see(self, rank: int, beat: Beat) -> None:
+    def observe(self, rank: int, beat: Beat) -> None:
         before, self._last[rank] = self._last.get(rank), beat
         if before is None:
             return
-        # More than at the last look: whatever a page may still show of the generation before does not count.
-        if beat.taken < before.taken:  # a generation has begun, whether or not that was said
-            self._taken = min(self._taken, beat.taken)
-        if beat.taken > before.taken and beat.taken > self._taken:
-            self._taken = beat.taken
+        # Only an increase since the last heartbeat counts: a page may still show the previous generation.
+        if beat.steps_taken < before.steps_taken:  # a new generation began without `restart`
+            self._steps_taken = min(self._steps_taken, beat.steps_taken)
+        if beat.steps_taken > before.steps_taken and beat.steps_taken > self._steps_taken:
+            self._steps_taken = beat.steps_taken
             self._seconds.append(beat.step_seconds)
         if before.phase in self._longest and beat.since > before.since:
             self._longest[before.phase] = max(self._longest[before.phase], beat.since - before.since)
 
     @property
     def step(self) -> float | None:
-        """Seconds of a usual step of this generation; None before its first."""
+        """Usual seconds of a step of this generation; None before the first."""
         return median(self._seconds) if self._seconds else None
 
-    def patience(self, phase: str, floor: float) -> float:
-        """Seconds without progress in this phase after which ranks should be asked where they are."""
+    def timeout(self, phase: str, floor: float) -> float:
+        """Seconds without progress in this phase after which a hang is suspected."""
         if self.step is None or phase in ("starting", "building", "restoring", "ending"):
             return max(floor, self._timeout)
         if phase in self._longest:
-            return max(floor, _RARE, _TIMES * self._longest[phase])
-        return max(floor, _TIMES * self.step)
+            return max(floor, _RARE_SECONDS, _SUSPICIOUS * self._longest[phase])
+        return max(floor, _SUSPICIOUS * self.step)
 
 
 class Stragglers:
-    """Compares what ranks have worked in each step, without their waiting: the whole step takes all of them the same time."""
+    """Compares the compute time of ranks in each step. Waiting is not counted: the whole step takes all ranks equally long."""
 
-    def __init__(self, factor: float, alike: Mapping[int, Hashable] | None = None):
-        """`peer_index`: ranks that have the same to do have the same here, such as the number of their pipeline stage. A rank that is the
-        only one of its kind is compared with all."""
-        self._factor, self._alike = factor, alike or {}
+    def __init__(self, factor: float, kinds: Mapping[int, Hashable] | None = None):
+        """`factor`: how many times slower than the others a straggler is. `kinds`: rank to a value that is equal for ranks with equal
+        work, such as the pipeline stage. A rank that is the only one of its kind is compared with all."""
+        self._factor, self._kinds = factor, kinds or {}
         self._ratios: dict[int, deque[float]] = {}
-        self._named: dict[int, float] = {}
+        self._reported: dict[int, float] = {}
 
-    def see(self, busy: Mapping[int, float]) -> tuple[int, float] | None:
-        """Seconds of work of every rank in one step. Returns a rank that has proved to be slow, and how many times: once, and again
-        when that has changed much or after it was as fast as others."""
-        kinds = self._kinds(busy)
+    def observe(self, busy: Mapping[int, float]) -> tuple[int, float] | None:
+        """Add the compute seconds of all ranks in one step. Returns a straggler and its factor once it is certain, and again when the
+        factor has changed much or the rank had been fast in between."""
+        peers = self._peers(busy)
         for rank, seconds in busy.items():
-            usual = _middle_of_others(kinds[self._alike.get(rank)], seconds)
+            usual = _median_of_others(peers[self._kinds.get(rank)], seconds)
             self._ratios.setdefault(rank, deque(maxlen=_WINDOW)).append(seconds / usual if usual > 0 else 1.0)
-        slow = [found for rank in busy if (found := self._judge(rank)) is not None]
+        slow = [(rank, factor) for rank in busy if (factor := self._straggler_factor(rank)) is not None]
         if not slow:
             return None
         rank, factor = max(slow, key=lambda pair: pair[1])
-        self._named[rank] = factor
+        self._reported[rank] = factor
         return rank, factor
 
-    def _judge(self, rank: int) -> tuple[int, float] | None:
+    def _straggler_factor(self, rank: int) -> float | None:
         ratios = self._ratios[rank]
-        above = [ratio for ratio in ratios if ratio >= self._factor]
-        if len(above) <= _FEW:
-            self._named.pop(rank, None)
-        if len(above) < _MOST:
+        slow_steps = sum(ratio >= self._factor for ratio in ratios)
+        if slow_steps <= _RECOVERED_STEPS:
+            self._reported.pop(rank, None)
+        if slow_steps < _SLOW_STEPS:
             return None
-        # Of the newest: the window still remembers how it was before.
-        factor = median(list(ratios)[-_MOST:])
-        known = self._named.get(rank)
-        if known is not None and known / _CHANGED < factor < known * _CHANGED:
+        # Of the newest steps: the window still contains how it was before.
+        factor = median(list(ratios)[-_SLOW_STEPS:])
+        reported = self._reported.get(rank)
+        if reported is not None and reported / _CHANGE < factor < reported * _CHANGE:
             return None
-        return rank, factor
+        return factor
 
-    def _kinds(self, busy: Mapping[int, float]) -> dict[Hashable, list[float]]:
-        """What the ranks of each kind have worked, in order; a kind of one rank stands for all."""
-        found: dict[Hashable, list[float]] = {}
+    def _peers(self, busy: Mapping[int, float]) -> dict[Hashable, list[float]]:
+        """Sorted compute seconds of the ranks of each kind; of all ranks for a kind of one rank."""
+        peers: dict[Hashable, list[float]] = {}
         for rank, seconds in busy.items():
-            found.setdefault(self._alike.get(rank), []).append(seconds)
-        return {kind: sorted(alike if len(alike) > 1 else busy.values()) for kind, alike in found.items()}
+            peers.setdefault(self._kinds.get(rank), []).append(seconds)
+        return {kind: sorted(equal if len(equal) > 1 else busy.values()) for kind, equal in peers.items()}
 
 
-def _middle_of_others(ordered: list[float], own: float) -> float:
-    """The median without one of the values."""
+def _median_of_others(ordered: list[float], own: float) -> float:
+    """The median without one occurrence of `own`."""
     left = len(ordered) - 1
     if not left:
         return 0.0

@@ -1,55 +1,50 @@
-"""What a rank has when its generation is over, and how it leaves that to the next. Called by the rank's program, after whatever
-interrupted training; nothing here waits for another rank."""
+"""The state that a rank still holds when its generation is over, and its hand-off to the next generation. Called by `worker/rank` after
+training was interrupted; nothing here waits for another rank."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.checkpointing.replicas.memory_checkpoint import HandoffShare, write_handoff
+from phalanx.control.protocol import SurvivorReport
 from phalanx.training.step_totals import SPIKE
 from phalanx.training.trainer import Trainer
 
 
-@dataclass(frozen=True, slots=True)
-class SurvivorState:
-    """Of one survivor, as it tells the supervisor."""
-
-    step: int | None
-    """Its state is that after this step; None: it has none, as it was being built or was interrupted in the middle of an update."""
-    prepared: bool = False
-    """It could apply the next step too, if others have."""
-    divisor: float | None = None
-    bad: float | None = None
-    """What the last step was applied with, for those that could not."""
-    rewinds: int = 0
-    """How often the run has gone back: of two states, the one of the later course counts."""
-
-
-def survivor_state(trainer: Trainer | None) -> SurvivorState:
-    """Whatever state the trainer is in."""
+def survivor_state(trainer: Trainer | None, generation: int = -1) -> SurvivorReport:
+    """Which state the trainer holds, wherever it was interrupted: none while it is built or in the middle of an update."""
     if trainer is None or not trainer.ready or trainer.stepper.update_incomplete:
-        return SurvivorState(None)
-    applied, rewinds = trainer.stepper.applied, len(trainer.progress.left_out)
-    prepared = trainer.stepper.pending is not None
-    if applied is None or applied.divisor is None or applied.verdict is None:
-        return SurvivorState(trainer.progress.step, prepared, rewinds=rewinds)
-    return SurvivorState(trainer.progress.step, prepared, float(applied.divisor), float(applied.verdict), rewinds)
+        return SurvivorReport(generation=generation, step=None)
+    applied, divisor, bad = trainer.stepper.applied, None, None
+    if applied is not None and applied.divisor is not None and applied.verdict is not None:
+        divisor, bad = float(applied.divisor), float(applied.verdict)
+    return SurvivorReport(
+        generation=generation,
+        step=trainer.progress.step,
+        prepared=trainer.stepper.pending is not None,
+        divisor=divisor,
+        bad=bad,
+        rewinds=len(trainer.progress.left_out),
+    )
 
 
 def roll_forward(trainer: Trainer, divisor: float, bad: float) -> None:
-    """Others have applied the step that this rank was about to."""
+    """Apply the step that other ranks have applied and this rank had prepared."""
     trainer.stepper.roll_forward(trainer.optimizer, divisor, bad)
     trainer.progress.advance(trainer.run.batch, not bad, trainer.stepper.scale, bad == SPIKE)
 
 
 def hand_off(trainer: Trainer, contributors: list[int]) -> bool:
-    """Hand over this rank's share of the state, `contributors` being the ranks that have it; returns whether they have all of the
-    tensors of this rank's pipeline rank."""
+    """Write this rank's share of the state into host memory. `contributors` are the ranks that hold the state.
+
+    Returns False, and writes nothing, if the contributors lack tensors of this rank's pipeline rank.
+    """
     mesh = trainer.mesh
     mesh.mark_lost(rank for rank in range(mesh.ranks) if rank not in contributors)
     tensors = trainer.tensors()
-    if not all(mesh.covers(*piece.replicas.key) for piece in {piece.replicas: piece for piece in tensors.values()}.values()):
+    if not all(
+        mesh.covers(*tensor.replicas.key) for tensor in {tensor.replicas: tensor for tensor in tensors.values()}.values()
+    ):
         return False
     assert mesh.place.holder is not None
     share = HandoffShare(

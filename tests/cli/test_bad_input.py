@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from phalanx.cli.main import main
-from phalanx.launch import prepare
+from phalanx.launch import run_checks
 
 Usage = namedtuple("Usage", "total used free")
 Refuse = Callable[..., list[str]]
@@ -293,7 +293,7 @@ def test_no_space_on_a_real_disk(refuse: Refuse, small_disk: Path) -> None:
 
 
 def test_package_that_is_not_installed(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(run_checks.importlib.util, "find_spec", lambda name: None)
     refuse("train", "tiny.toml", "watch.wandb=true", parts=("watch.wandb", "phalanx[wandb]"))
     lines = refuse("train", "tiny.toml", "watch.tensorboard=true", "layout.data=3", parts=("layout.data",))
     assert len(lines) == 1, "the run file's own problems come first"

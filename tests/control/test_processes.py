@@ -15,10 +15,10 @@ import torch
 
 from phalanx.checkpointing.replicas import replica_index, shm_slots
 from phalanx.checkpointing.restore import CheckpointReader
-from phalanx.control import processes
-from phalanx.control.processes import ReplicaProcess, room_for_copies
+from phalanx.control.processes import ReplicaProcess
 from phalanx.events.records import Copied, Warned
 from phalanx.events.rundir import RunDir
+from phalanx.launch.run_checks import ONE_NODE, check_replica_memory
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
@@ -58,7 +58,7 @@ def test_a_run_has_its_newest_state_in_memory_and_a_killed_launcher_leaves_none(
     saved.close()
     events = workshop.events("run")
     assert all(event.bytes == state.bytes and not event.peer for event in events if isinstance(event, Copied))
-    assert [event.message for event in events if isinstance(event, Warned)] == [processes.ONE_NODE]
+    assert [event.message for event in events if isinstance(event, Warned)] == [ONE_NODE]
     os.kill(started.pid, signal.SIGKILL)
     started.wait()
     assert until_gone(folder)
@@ -94,14 +94,14 @@ def test_a_machine_without_room_is_told_before_anything_starts(monkeypatch: pyte
         flops_per_token=1.0,
         peak_flops=None,
     )
-    monkeypatch.setattr(shm_slots, "available", lambda folder: 1000 << 20)
+    monkeypatch.setattr(shm_slots, "free_bytes", lambda folder: 1000 << 20)
     before = folders()
     with pytest.raises(RunError, match=r"memory_every = 5: .* 70\.0 M parameters take 1,602 MiB .* has 1,000 MiB free"):
-        room_for_copies(run, plan)
+        check_replica_memory(run, plan)
     with pytest.raises(RunError, match="take 3,204 MiB"):  # a neighbour's copies beside each node's own
-        room_for_copies(replace(run, cluster=Cluster(nodes=4)), plan)
+        check_replica_memory(replace(run, cluster=Cluster(nodes=4)), plan)
     assert folders() == before
-    room_for_copies(loads("[train]\nbatch = 1\nsteps = 1"), plan)
+    check_replica_memory(loads("[train]\nbatch = 1\nsteps = 1"), plan)
 
 
 def test_states_in_files_are_not_copied_into_memory() -> None:

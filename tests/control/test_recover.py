@@ -1,9 +1,9 @@
-"""Which state a run goes on from after a failure: the survivors' own, copies in memory, or the disk."""
+"""Which state a run continues from after a failure: the survivors' own, replicas in memory, or a checkpoint on disk."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,9 +12,9 @@ import pytest
 from phalanx.checkpointing.replicas import replica_index
 from phalanx.checkpointing.replicas.replica_index import Replica, ReplicaState
 from phalanx.checkpointing.replicas.shm_slots import RankCopy
-from phalanx.control.controller import Controller
-from phalanx.control.recover import Recovery, noticed
-from phalanx.control.state import Generation
+from phalanx.control.protocol import HandedOff, HandOff, ReplicasDiffer, StateSource, SurvivorReport
+from phalanx.control.recover import Recovery, Replanner, failure_noticed
+from phalanx.control.state import Control, ControllerState, Generation, Member
 from phalanx.recovery.state import Disconnected, NodeLost, WorkerDied
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Plan
@@ -33,43 +33,43 @@ PLAN = Plan(
 
 
 class Ranks:
-    """A controller whose ranks do at once what they are told."""
+    """A controller whose ranks carry out orders at once."""
 
     def __init__(self, current: Generation, covered: bool | None = True):
-        """`covered`: what the survivors say of the state that they hand over; None: one dies instead."""
+        """`covered`: what the survivors report about the state that they hand off; None: one dies instead."""
         self.current, self.covered = current, covered
-        self.recovering = None
-        self.troubles: list[Any] = []
-        self.orders: list[dict[str, Any]] = []
-        self.members = {node: SimpleNamespace(holder=("127.0.0.1", 1000 + node)) for node in (0, 1)}
-        self.agent = SimpleNamespace(token="secret", spawn=self.forgot)
-        self.overseer = SimpleNamespace(forget=lambda generation: generation)
-        self.forgotten: list[int] = []
+        self.orders: list[HandOff] = []
+        self.discarded = 0
+        self.state = ControllerState(wanted=Layout(data=2), generation=current)
+        for node in (0, 1):
+            self.state.members[node] = Member(node, f"{node}-x", 1, ("127.0.0.1", 1000 + node), None, 0.0)
+        self.agent = SimpleNamespace(token="secret", spawn=self._discard)
 
-    def forgot(self, generation: int) -> None:
-        self.forgotten.append(generation)
+    def _discard(self, work: Coroutine[Any, Any, Any]) -> None:
+        work.close()
+        self.discarded += 1
 
-    def order(self, message: dict[str, Any]) -> None:
-        self.orders.append(message)
-        for rank in message["contributors"]:
+    def order(self, order: HandOff) -> None:
+        self.orders.append(order)
+        for rank in order.contributors:
             if self.covered is None:
-                self.troubles.append(WorkerDied(rank, 8, "died", "it was killed"))
+                self.state.events.append(WorkerDied(rank, 8, "died", "it was killed"))
             else:
-                self.current.hear({"say": "handed", "rank": rank, "covered": self.covered, "problem": None})
+                self.current.update(HandedOff(generation=4, rank=rank, covered=self.covered))
 
-    async def until(self, met: Callable[[], bool], seconds: float) -> bool:
-        return met()
+    async def until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        return condition()
 
 
 def generation(*steps: int | None, prepared: tuple[int, ...] = ()) -> Generation:
-    """Of which the first ranks stand at these steps, and the rest are dead."""
+    """The first ranks survive with the state of these steps, the rest are dead."""
     current = Generation(4, PLAN, (0, 1))
     for rank in range(2):
         if rank >= len(steps):
             current.dead[rank] = WorkerDied(rank, None, "died", "it was killed")
-            continue
-        said = {"step": steps[rank], "prepared": rank in prepared, "divisor": 1.5, "bad": 0.0, "rewinds": 0}
-        current.hear({"say": "standing", "rank": rank} | said)
+        else:
+            ready = rank in prepared
+            current.update(SurvivorReport(generation=4, rank=rank, step=steps[rank], prepared=ready, divisor=1.5, bad=0.0))
     return current
 
 
@@ -79,80 +79,78 @@ def copy_of(step: int, generation: int = 3, left_out: int = 0) -> ReplicaState:
     return ReplicaState(generation, step, 1, ((Replica(copy, 0, ("127.0.0.1", 1000), "folder", "machine"),),))
 
 
+Choose = Callable[..., tuple[str, StateSource]]
+
+
 @pytest.fixture
-def source(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    """What is decided, given the copies that the holders have."""
+def choose(monkeypatch: pytest.MonkeyPatch) -> Choose:
+    """The name of the source and the source, given the replicas that the servers have."""
 
-    def choose(ranks: Ranks, *copies: ReplicaState) -> dict[str, Any]:
-        monkeypatch.setattr(replica_index, "complete_states", lambda addresses, token: list(copies))
-        recovery = Recovery(cast(Controller, ranks))
-        found: Awaitable[dict[str, Any]] = recovery._source(ranks.current)
-        return asyncio.run(_awaited(found)) | {"told as": recovery._record.source}
+    def chosen(ranks: Ranks, *replicas: ReplicaState) -> tuple[str, StateSource]:
+        monkeypatch.setattr(replica_index, "complete_states", lambda addresses, token: list(replicas))
+        recovery = Recovery(cast(Control, ranks), cast(Replanner, None))
+        source = asyncio.run(recovery._choose_source(ranks.current))
+        return recovery._record.source, source
 
-    return choose
-
-
-async def _awaited(found: Awaitable[dict[str, Any]]) -> dict[str, Any]:
-    return await found
+    return chosen
 
 
-def test_survivors_that_have_everything_are_gone_on_from(source: Callable[..., dict[str, Any]]) -> None:
+def test_survivors_that_have_everything_are_the_source(choose: Choose) -> None:
     ranks = Ranks(generation(8))
-    found = source(ranks, copy_of(7))
-    assert (found["told as"], found["kind"], found["generation"], found["step"]) == ("live", "memory", 4, 8)
-    assert found["ranks"] == 1 and found["holders"] == [["127.0.0.1", 1000], ["127.0.0.1", 1001]]
+    name, source = choose(ranks, copy_of(7))
+    assert (name, source.in_memory, source.generation, source.step, source.ranks) == ("live", True, 4, 8, 1)
+    assert source.servers == [["127.0.0.1", 1000], ["127.0.0.1", 1001]]
     (order,) = ranks.orders
-    assert (order["order"], order["contributors"], order["step"]) == ("hand over", [0], 8)
-    assert ranks.forgotten == [4], "what was handed over before is given back"
+    assert (order.contributors, order.step) == ([0], 8)
+    assert ranks.discarded == 1, "earlier hand-offs are freed"
 
 
-def test_those_behind_are_told_what_the_others_have_done(source: Callable[..., dict[str, Any]]) -> None:
+def test_survivors_that_are_behind_get_the_values_of_the_applied_step(choose: Choose) -> None:
     ranks = Ranks(generation(7, 8, prepared=(0,)))
-    found = source(ranks)
+    _, source = choose(ranks)
     (order,) = ranks.orders
-    assert (order["contributors"], order["step"], order["divisor"], order["bad"]) == ([0, 1], 8, 1.5, 0.0)
-    assert (found["step"], found["ranks"]) == (8, 2)
+    assert (order.contributors, order.step, order.divisor, order.bad, order.reporter) == ([0, 1], 8, 1.5, 0.0, 1)
+    assert (source.step, source.ranks) == (8, 2)
 
 
-def test_where_the_survivors_lack_something_the_newest_copies_are(source: Callable[..., dict[str, Any]]) -> None:
+def test_newest_replicas_are_the_source_if_survivors_lack_something(choose: Choose) -> None:
     ranks = Ranks(generation(8), covered=False)
-    found = source(ranks, copy_of(6), copy_of(7), copy_of(5, generation=4))
-    assert (found["told as"], found["generation"], found["step"], found["ranks"]) == ("memory", 3, 7, 1)
-    assert ranks.forgotten == []
+    name, source = choose(ranks, copy_of(6), copy_of(7), copy_of(5, generation=4))
+    assert (name, source.generation, source.step, source.ranks) == ("memory", 3, 7, 1)
+    assert ranks.discarded == 0
 
 
-def test_copies_that_are_ahead_of_the_survivors_are_believed(source: Callable[..., dict[str, Any]]) -> None:
-    """As after a death while the state was being restored: those that had begun from the beginning have an older one."""
-    assert source(Ranks(generation(3)), copy_of(7))["step"] == 7
+def test_replicas_ahead_of_the_survivors_are_preferred(choose: Choose) -> None:
+    """As after a death during a restore: ranks that had begun from the beginning have an older state."""
+    assert choose(Ranks(generation(3)), copy_of(7))[1].step == 7
 
 
-def test_a_run_that_went_back_does_not_go_on_from_what_it_left(source: Callable[..., dict[str, Any]]) -> None:
-    found = source(Ranks(generation(8), covered=False), copy_of(9), copy_of(5, left_out=1))
-    assert found["step"] == 5
+def test_states_abandoned_by_a_rollback_are_not_used(choose: Choose) -> None:
+    assert choose(Ranks(generation(8), covered=False), copy_of(9), copy_of(5, left_out=1))[1].step == 5
 
 
-def test_without_anything_in_memory_the_disk_is_read(source: Callable[..., dict[str, Any]]) -> None:
+def test_disk_is_the_source_without_anything_in_memory(choose: Choose) -> None:
     for ranks in (
         Ranks(generation(8), covered=False),
         Ranks(generation(None)),
         Ranks(generation()),
         Ranks(generation(8), None),
     ):
-        assert source(ranks) == {"kind": "disk", "until": None, "told as": "disk"}
+        assert choose(ranks) == ("disk", StateSource(in_memory=False))
 
 
-def test_where_nobody_knows_who_is_right_only_what_was_agreed_on_counts(source: Callable[..., dict[str, Any]]) -> None:
+def test_only_states_before_an_unattributed_corruption_are_used(choose: Choose) -> None:
     current = generation(9, 9)
-    current.hear({"say": "corrupt", "rank": 0, "ranks": [], "what": "weights", "agreed": 6, "reason": "they differ"})
-    assert source(Ranks(current), copy_of(6), copy_of(8))["step"] == 6
-    assert source(Ranks(current), copy_of(8)) == {"kind": "disk", "until": 6, "told as": "disk"}
+    current.update(ReplicasDiffer(generation=4, rank=0, culprits=[], what="weights", agreed=6, reason="they differ"))
+    assert choose(Ranks(current), copy_of(6), copy_of(8))[1].step == 6
+    assert choose(Ranks(current), copy_of(8)) == ("disk", StateSource(in_memory=False, newest_step=6))
 
 
-def test_failures_are_told_with_who_and_where() -> None:
+def test_failure_records_name_rank_and_node() -> None:
     current = generation(8)
-    died = noticed(1, WorkerDied(1, 8, "died", "it was killed"), current)
+    died = failure_noticed(1, WorkerDied(1, 8, "died", "it was killed"), current)
     assert (died.message, died.rank, died.node, died.step) == ("rank 1 (node 1): it was killed", 1, 1, 8)
-    lost = noticed(2, NodeLost(1, 8, "node 1: no sign of life for 2.6 s"), current)
+    lost = failure_noticed(2, NodeLost(1, 8, "node 1: no sign of life for 2.6 s"), current)
     assert (lost.cause, lost.node, lost.message) == ("node lost", 1, "node 1: no sign of life for 2.6 s")
-    cut = noticed(3, Disconnected(8, "rank 0 lost its connection"), current)
+    cut = failure_noticed(3, Disconnected(8, "rank 0 lost its connection"), current)
     assert (cut.cause, cut.rank) == ("connection lost", None)

@@ -1,12 +1,32 @@
-"""What a controller concludes from what the ranks of a generation have said: which step is gone on from, and who has its state."""
+"""What the controller concludes from the reports of a generation: the newest usable state and the ranks that have it."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
 
 import pytest
 
+from phalanx.control.protocol import (
+    Beats,
+    BeginGeneration,
+    ConnectionLost,
+    FirstStepDone,
+    Join,
+    Kill,
+    RankEnded,
+    RankFailure,
+    RankPaused,
+    RankRestored,
+    RankSlot,
+    ReplicasDiffer,
+    StateSource,
+    SurvivorReport,
+    WorkerInfo,
+    decode,
+    encode,
+)
 from phalanx.control.state import Generation
+from phalanx.events.heartbeat import Beat
 from phalanx.recovery.state import WorkerDied
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Plan
@@ -29,41 +49,40 @@ def of(layout: Layout) -> Generation:
 
 def stand(current: Generation, rank: int, step: int | None, *, prepared: bool = False, divisor: float | None = None) -> None:
     bad = None if divisor is None else 0.0
-    said = {"step": step, "prepared": prepared, "divisor": divisor, "bad": bad}
-    current.hear({"say": "standing", "rank": rank, "generation": 3} | said)
+    current.update(SurvivorReport(generation=3, rank=rank, step=step, prepared=prepared, divisor=divisor, bad=bad))
 
 
-def test_where_nobody_has_applied_the_step_all_survivors_have_the_one_before() -> None:
+def test_survivors_share_the_previous_step_if_none_applied_the_next() -> None:
     current = of(Layout(data=4))
     current.dead[2] = WorkerDied(2, 7, "died", "it was killed")
     for rank in (0, 1, 3):
         stand(current, rank, 7, prepared=rank == 1, divisor=1.5)
-    target = current.target()
+    target = current.newest_state()
     assert target is not None
     assert target[:2] == (7, [0, 1, 3])
     assert current.step == 7
 
 
-def test_those_that_could_apply_the_step_take_it_as_those_that_have_did() -> None:
+def test_prepared_survivors_roll_forward_to_the_newest_step() -> None:
     current = of(Layout(data=4))
     current.dead[0] = WorkerDied(0, 7, "died", "it was killed")
     stand(current, 1, 7, prepared=True, divisor=1.5)  # of step 7
     stand(current, 2, 8, divisor=2.5)
     stand(current, 3, 7, prepared=True)
-    target = current.target()
+    target = current.newest_state()
     assert target is not None
     step, contributors, ahead = target
     assert (step, contributors) == (8, [1, 2, 3])
-    assert (ahead["divisor"], ahead["bad"]) == (2.5, 0.0)
+    assert (ahead.divisor, ahead.bad) == (2.5, 0.0)
 
 
-def test_who_can_neither_have_the_step_nor_take_it_contributes_nothing() -> None:
+def test_survivors_that_cannot_reach_the_newest_step_do_not_contribute() -> None:
     current = of(Layout(data=4))
     stand(current, 0, 8, divisor=2.5)
     stand(current, 1, 7)  # not prepared
     stand(current, 2, None)  # in the middle of an update, or not built yet
     stand(current, 3, 6, prepared=True)  # two behind
-    assert current.target() == (8, [0], current.standings[0])
+    assert current.newest_state() == (8, [0], current.survivors[0])
 
 
 @pytest.mark.parametrize(
@@ -74,55 +93,72 @@ def test_who_can_neither_have_the_step_nor_take_it_contributes_nothing() -> None
         ("gradients", [], [0, 1, 2, 3]),  # they were not applied
     ],
 )
-def test_numbers_that_are_not_believed_are_not_gone_on_with(what: str, guilty: list[int], left: list[int] | None) -> None:
+def test_corrupt_states_are_not_used(what: str, guilty: list[int], left: list[int] | None) -> None:
     current = of(Layout(data=4))
     for rank in range(4):
         stand(current, rank, 9, divisor=1.0)
-    said = {"what": what, "ranks": guilty, "agreed": 5, "reason": "they differ"}
-    current.hear({"say": "corrupt", "rank": 0, "generation": 3} | said)
-    target = current.target()
+    current.update(ReplicasDiffer(generation=3, rank=0, culprits=guilty, what=what, agreed=5, reason="they differ"))
+    target = current.newest_state()
     assert (None if target is None else target[1]) == left
 
 
-def test_without_any_state_there_is_no_target() -> None:
+def test_no_newest_state_without_survivor_states() -> None:
     current = of(Layout(data=2))
-    assert current.target() is None and current.step is None
+    assert current.newest_state() is None and current.step is None
     stand(current, 0, None)
-    assert current.target() is None
+    assert current.newest_state() is None
 
 
-def test_a_dead_ranks_last_words_count_for_nothing() -> None:
+def test_reports_of_dead_ranks_are_ignored() -> None:
     current = of(Layout(data=2))
     stand(current, 0, 8, divisor=2.0)
     stand(current, 1, 7)
     current.dead[0] = WorkerDied(0, 8, "died", "it was killed")
-    assert current.target() == (7, [1], current.standings[1])
+    assert current.newest_state() == (7, [1], current.survivors[1])
 
 
-def test_every_stage_of_the_pipeline_is_needed() -> None:
+def test_contributors_must_cover_all_pipeline_stages() -> None:
     current = of(Layout(pipeline=2, data=2, tensor=2))
-    assert current.every_stage([0, 7])
-    assert not current.every_stage([0, 1, 2, 3])
-    assert not current.every_stage([])
+    assert current.covers_all_stages([0, 7])
+    assert not current.covers_all_stages([0, 1, 2, 3])
+    assert not current.covers_all_stages([])
 
 
-def test_what_ranks_say_is_kept_by_rank() -> None:
+def test_reports_are_recorded_by_rank() -> None:
     current = of(Layout(data=2))
-    said: list[dict[str, Any]] = [
-        {"say": "restored", "rank": 0, "step": 4},
-        {"say": "stepped", "rank": 0, "step": 5},
-        {"say": "broken", "rank": 1, "reason": "Connection closed by peer"},
-        {"say": "broken", "rank": 1, "reason": "and again"},
-        {"say": "paused", "rank": 1, "step": 5},
-        {"say": "ended", "rank": 0, "code": 0},
+    reports = [
+        RankRestored(generation=3, rank=0, step=4),
+        FirstStepDone(generation=3, rank=0),
+        ConnectionLost(generation=3, rank=1, reason="Connection closed by peer"),
+        ConnectionLost(generation=3, rank=1, reason="and again"),
+        RankPaused(generation=3, rank=1),
+        RankEnded(generation=3, rank=0, code=0),
     ]
-    for message in said:
-        current.hear(message)
-    first = current.stepped[0]
-    current.hear({"say": "stepped", "rank": 0, "step": 6})
-    assert current.stepped == {0: first}, "the first step is the one that counts"
+    for report in reports:
+        current.update(report)
+    first = current.first_steps[0]
+    current.update(FirstStepDone(generation=3, rank=0))
+    assert current.first_steps == {0: first}, "the first step is the one that counts"
     assert (current.restored, current.paused, current.ended) == ({0: 4}, {1}, {0: 0})
-    assert current.broken == {1: "Connection closed by peer"}
+    assert current.disconnected == {1: "Connection closed by peer"}
     assert not current.complete
-    current.hear({"say": "ended", "rank": 1, "code": 75})
+    current.update(RankEnded(generation=3, rank=1, code=75))
     assert current.complete
+
+
+def test_messages_survive_json() -> None:
+    failure = RankFailure(cause="hung", reason="rank 1 hangs", traceback="stack")
+    source = StateSource(in_memory=True, generation=2, step=7, ranks=2, servers=[["127.0.0.1", 1]])
+    begin = BeginGeneration(
+        term=2, generation=3, plan={"layout": {"data": 2}}, ranks=[RankSlot(node=0, worker=None)], source=source,
+        store=["127.0.0.1", 2], copy_every=None, save_only=False, author=0,
+    )  # fmt: skip
+    worker = WorkerInfo(rank=0, generation=3, exit_code=None)
+    for message in (
+        Kill(term=1, generation=3, ranks=[1], failure=failure),
+        Join(node=0, name="0-a", slots=2, replica_server=["h", 1], workers={"0.1": worker}, last_begin=begin, stopping=None),
+        SurvivorReport(generation=3, rank=1, step=8, prepared=True),
+    ):
+        assert decode(json.loads(json.dumps(encode(message)))) == message
+    beats = Beats(beats={"0": Beat(step=3, phase="data", generation=1)})
+    assert Beat(*decode(json.loads(json.dumps(encode(beats)))).beats["0"]) == beats.beats["0"]

@@ -1,4 +1,4 @@
-"""Ranks that make no progress: what a controller does about those that answer, those that do not, and those that die meanwhile."""
+"""The hang detector: what it orders about ranks that answer, that do not, and that die meanwhile."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import asyncio
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
-from phalanx.control.controller import Controller
-from phalanx.control.state import Generation
+from phalanx.control.protocol import Inspect, Kill, LocateRanks, Order
+from phalanx.control.state import Control, ControllerState, Generation
 from phalanx.control.watchdog import HangDetector
+from phalanx.events.heartbeat import Beat
 from phalanx.recovery.state import WorkerDied
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Plan
@@ -21,7 +22,7 @@ HANG = 5.0
 
 
 class Silent:
-    """A controller of ranks that have taken one quick step and are not heard of since. `meanwhile` happens while they are asked."""
+    """A controller of ranks that took one quick step and made no progress since. `meanwhile` happens while they are asked."""
 
     def __init__(self, ranks: int, silent: float, meanwhile: Callable[[Silent], None] = lambda controller: None):
         plan = Plan(
@@ -36,51 +37,53 @@ class Silent:
             peak_flops=None,
         )
         self.generation = Generation(0, plan, (0,) * ranks)
+        self.state = ControllerState(wanted=plan.layout, generation=self.generation, last_stall_end=0.0)
         self.settings = SimpleNamespace(timeout=600.0, hang=HANG, straggler=2.0)
-        self.run = SimpleNamespace(memory=SimpleNamespace(compile=False))
-        self.agent = SimpleNamespace(emit=lambda event: None)
-        self.stands_still, self.awake = False, 0.0
-        self.troubles: list[WorkerDied] = []
-        self.orders: list[dict[str, Any]] = []
+        run = SimpleNamespace(memory=SimpleNamespace(compile=False))
+        self.agent = SimpleNamespace(run=run, emit=lambda event: None)
+        self.stalled = False
+        self.orders: list[Order] = []
         self._meanwhile = meanwhile
-        self.hangs = HangDetector(cast(Controller, self))
+        self.hangs = HangDetector(cast(Control, self))
         for taken, age in ((0, silent + 1), (1, silent)):
             for rank in range(ranks):
-                self.generation.beats[rank] = (time.monotonic(), [0, taken, "computing", age, 0.1, 0.1, taken, 0])
+                beat = Beat(taken, "computing", time.monotonic() - age, 0.1, 0.1, taken, generation=0)
+                self.generation.beats[rank] = beat
             if not taken:
-                asyncio.run(self.hangs.look(self.generation))
+                asyncio.run(self.hangs.check(self.generation))
 
-    def look(self) -> list[str]:
-        """What is ordered."""
-        asyncio.run(self.hangs.look(self.generation))
-        return [order["order"] for order in self.orders]
+    def check(self) -> list[type]:
+        """The kinds of orders that a check sends."""
+        asyncio.run(self.hangs.check(self.generation))
+        return [type(order) for order in self.orders]
 
-    def order(self, message: dict[str, Any]) -> None:
-        self.orders.append(message)
+    def order(self, order: Order) -> None:
+        self.orders.append(order)
 
-    async def until(self, met: Callable[[], bool], seconds: float) -> bool:
+    async def until(self, condition: Callable[[], bool], seconds: float) -> bool:
         self._meanwhile(self)
-        return met()
+        return condition()
 
     def die(self, *ranks: int) -> None:
         for rank in ranks:
             died = WorkerDied(rank, 1, "died", "it was killed")
             self.generation.dead[rank] = died
-            self.troubles.append(died)
+            self.state.events.append(died)
 
 
-def test_nobody_is_asked_before_the_time() -> None:
-    assert Silent(2, HANG - 2).look() == []
+def test_nobody_is_asked_before_the_timeout() -> None:
+    assert Silent(2, HANG - 2).check() == []
 
 
-def test_one_that_does_not_answer_is_ended_as_hung() -> None:
+def test_rank_that_does_not_answer_is_killed_as_hung() -> None:
     controller = Silent(1, HANG + 1)
-    assert controller.look() == ["where", "inspect", "kill"]
-    assert controller.orders[-1]["ranks"] == [0] and controller.orders[-1]["failure"]["cause"] == "hung"
+    assert controller.check() == [LocateRanks, Inspect, Kill]
+    kill = controller.orders[-1]
+    assert isinstance(kill, Kill) and kill.ranks == [0] and kill.failure is not None and kill.failure.cause == "hung"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_all_may_die_while_they_are_asked(ranks: int) -> None:
+def test_ranks_that_die_while_they_are_asked_are_not_killed(ranks: int) -> None:
     controller = Silent(ranks, HANG + 1, lambda controller: controller.die(*controller.generation.living))
-    assert "kill" not in controller.look()
-    assert sorted(died.rank for died in controller.troubles) == list(range(ranks))
+    assert Kill not in controller.check()
+    assert sorted(died.rank for died in controller.state.events if isinstance(died, WorkerDied)) == list(range(ranks))

@@ -20,7 +20,8 @@ from typing import Any
 import psutil
 import pytest
 
-from phalanx.control.protocol import describe_exit, is_secondary_error
+from phalanx.control.protocol import is_secondary_error
+from phalanx.control.watchdog import describe_exit
 from phalanx.events.records import FailureNoticed, Saved, Step, StepSkipped, WorkerFailed, WorkerStarted
 from phalanx.events.rundir import RunDir
 
@@ -59,7 +60,7 @@ trainer.Trainer.step = step
 """
 BEFORE_THEY_MEET = """
 import time
-from phalanx.cli import rank
+from phalanx.worker import rank
 real = rank.connect
 def connect(place, *rest):
     if place.rank == 1:
@@ -198,11 +199,11 @@ def test_killed_parent_of_the_workers(workshop: Any) -> None:
 
 SLOW_SAVING = """
 import pathlib, time
-from phalanx.checkpointing import disk
+from phalanx.checkpointing import directory
 def commit(*_):
     pathlib.Path("saving").touch()
     time.sleep(600)
-disk.commit = commit
+directory.commit = commit
 """
 
 

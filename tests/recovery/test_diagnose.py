@@ -52,7 +52,7 @@ def reports(*answers: dict[str, Any] | None, **more: Any) -> list[Report]:
     return [
         Report(
             rank=rank, node=rank // 2, host="abcd"[rank // 2], stage=stages.get(rank), beat=Beat(step=430, phase="computing"),
-            where=answer, silent=63.2, state=states.get(rank, "S"), fallback_stack=dumps.get(rank),
+            location=answer, silent=63.2, state=states.get(rank, "S"), fallback_stack=dumps.get(rank),
         )
         for rank, answer in enumerate(answers)
     ]  # fmt: skip

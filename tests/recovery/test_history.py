@@ -135,7 +135,7 @@ def test_a_run_that_gets_on_may_fail_for_ever(steps: Iterable[int | None], end: 
 
 def test_a_launch_counts_from_its_first_step() -> None:
     """Of a run that was started again at step 40,000: what it does since is what counts."""
-    resumed = replace(START, restarts=2, begun=40_000)
+    resumed = replace(START, restarts=2, first_step=40_000)
     *others, last = play(resumed, Disconnected(40_000), Disconnected(40_001), Disconnected(40_500))
     assert all(isinstance(action, NewGeneration) for action in others) and "3 failures in this launch" in story(last)
     assert all(
@@ -152,7 +152,7 @@ def test_a_long_story_tells_the_last_ones() -> None:
 def test_a_program_that_fails_at_once_is_not_started_again() -> None:
     assert "before it had completed a step" in story(play(START, failed(0, 0))[0])
     assert "before it had completed a step" in story(play(START, failed(0, None))[0])
-    resumed = replace(START, begun=40)
+    resumed = replace(START, first_step=40)
     assert isinstance(play(resumed, failed(0, 40))[0], EndRun) and isinstance(play(resumed, failed(0, 41))[0], NewGeneration)
     assert isinstance(play(START, WorkerDied(0, 0, "died", "killed by SIGKILL"))[0], NewGeneration)  # that may be bad luck
 

@@ -119,7 +119,7 @@ def judged(answers: list[dict[str, Any]]) -> Diagnosis:
     for answer in answers:
         assert answer["problem"] is None
         assert json.loads(json.dumps(answer)) == answer
-    return diagnose([Report(rank=r, node=0, beat=Beat(step=1), where=a, silent=7.0) for r, a in enumerate(answers)])
+    return diagnose([Report(rank=r, node=0, beat=Beat(step=1), location=a, silent=7.0) for r, a in enumerate(answers)])
 
 
 DATA = Layout(data=4)
@@ -240,7 +240,7 @@ def test_ranks_that_cannot_answer_are_found(tmp_path: Path) -> None:
     assert states[2] == "T"
     found = diagnose(
         [
-            Report(rank=rank, node=rank, where=answer[0], state=states[rank], fallback_stack=dump if rank == 1 else None)
+            Report(rank=rank, node=rank, location=answer[0], state=states[rank], fallback_stack=dump if rank == 1 else None)
             for rank, answer in enumerate(answers)
         ]
     )

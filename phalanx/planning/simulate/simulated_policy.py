@@ -188,7 +188,7 @@ class SimulatedPolicy:
         event = _event(fault, node, rank, step)
         situation = Situation(
             wanted=self._cache.wanted, layout=self.placed.layout, assignment=self.placed.assignment, nodes=(), history=self._history,
-            begun=self.first_step, restarts=self._cache.settings.restarts,
+            first_step=self.first_step, restarts=self._cache.settings.restarts,
         )  # fmt: skip
         end = verdict(situation, failures(situation, event))
         if end is not None:
@@ -239,7 +239,7 @@ class SimulatedPolicy:
         numbers = [node for node in range(self.placed.used + self._visible_free) if node not in gone]
         return Situation(
             wanted=self._cache.wanted, layout=self.placed.layout, assignment=self.placed.assignment,
-            nodes=tuple(Node(number, self._cache.slots) for number in numbers), dead=self._dead, begun=self.first_step, restarts=10**9,
+            nodes=tuple(Node(number, self._cache.slots) for number in numbers), dead=self._dead, first_step=self.first_step, restarts=10**9,
             shrink=self._cache.settings.shrink, continue_degraded=self._cache.settings.continue_degraded, batch=self._cache.batch,
         )  # fmt: skip
 
