@@ -1,10 +1,10 @@
-"""How the planning of a save, its commit and the search of a load grow with the number of ranks, beside DCP's central planning.
+"""How planning a save, committing it and planning a load grow with the number of ranks, next to DCP's central planning.
 
     python benchmarks/checkpoint_planning.py [--ranks 8 64 512 2048 4096 16384] [--central 2048] [--models dense experts] [--folder DIR]
 
-No rank is started. What a rank holds is foreseen (`training/dry_build`); all ranks' headers and checksums are then really written,
-with files as long as they would be but without values, so that rank 0 can really commit them and any rank find its boxes in them.
-A sample of ranks is timed. Beside them DCP's own way, in which rank 0 plans for all, on plans of the same tensors.
+No rank is started. `training/dry_build` predicts what each rank holds; then the headers and checksums of all ranks are really written,
+into files of the real length without values, so that rank 0 can commit them and any rank can find its slices in them. A sample of ranks
+is timed. For comparison, DCP's rank 0 plans for all ranks, on plans of the same tensors.
 """
 
 from __future__ import annotations
@@ -87,15 +87,15 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class State:
-    """What the ranks of one stage hold before it is shared out: where parameters lie, and the formats of their states."""
+    """The state of one stage before sharding: where its parameters are, and the formats of their states."""
 
     spots: dict[str, ParamShard]
     tensors: dict[str, tuple[torch.dtype, str | None]]
-    """Format, and the parameter that it lies beside; of a single number, none."""
+    """Format, and the parameter that a state belongs to; None for a single number."""
 
 
 class Everyone:
-    """All ranks' pieces. Ranks at the same places of a stage differ only in their share of the state."""
+    """The state tensors of all ranks. Ranks with the same coordinates in a stage differ only in their shard of the state."""
 
     def __init__(self, run: Run, layout: Layout):
         self.run, self.layout = run, layout
@@ -139,7 +139,7 @@ def _parameter(name: str, spots: dict[str, ParamShard]) -> str:
 
 
 class Planned(Writer):
-    """All that a rank does for its save but the writing of its values."""
+    """Does everything for a save except writing values."""
 
     def write_data(self, plan: SavePlan, planner: Any) -> Any:
         self.head = format.header([box(part) for part in self._parts])
@@ -150,7 +150,7 @@ class Planned(Writer):
 
 
 def plan(pieces: dict[str, StateTensor], holding: Holding) -> Planned:
-    """From what a rank holds to the first byte that it writes."""
+    """Plans a save, up to the first byte that is written."""
     parts = laid_out(written(pieces))
     writer = Planned(open_location("."), "", parts, list, holding)
     with quiet():
@@ -160,7 +160,7 @@ def plan(pieces: dict[str, StateTensor], holding: Holding) -> Planned:
 
 @dataclass(frozen=True)
 class Took(Generic[Result]):
-    """What something gave, and what it took. Where a machine is shared, CPU time is the figure to go by."""
+    """A result and its time. On a shared machine, use the CPU time."""
 
     result: Result
     seconds: float
@@ -187,7 +187,7 @@ def sample(ranks: int) -> list[int]:
 
 
 def write_all(everyone: Everyone, folder: Path) -> None:
-    """Every rank's file with its header and without values, and what tells about it."""
+    """Writes the file of every rank, with its header and without values, and the description of the file."""
     zeros, ranks = bytes(BLOCK), everyone.layout.ranks
 
     def one(rank: int, head: bytes, size: int, about: dict[str, Any]) -> None:
@@ -215,7 +215,7 @@ def write_all(everyone: Everyone, folder: Path) -> None:
 
 
 def find(folder: Path, pieces: dict[str, StateTensor]) -> int:
-    """What a loading rank does until it knows which bytes of which files it needs."""
+    """Plans a load: finds which bytes of which files a rank needs. Returns the number of files."""
     reader = Reader(open_location(folder), pieces)
     planner = LoadPieces(pieces)
     planner.set_up_planner({}, reader.read_metadata(), True)
@@ -225,7 +225,7 @@ def find(folder: Path, pieces: dict[str, StateTensor]) -> int:
 
 
 def central(everyone: Everyone, ranks: int) -> tuple[Took[Any], int]:
-    """What planning for all ranks takes DCP's coordinator, and the bytes that are sent to it and back."""
+    """Times DCP's coordinator planning for all ranks; also returns the bytes sent to it and back."""
     plans = []
     for rank in range(ranks):
         parts = [Part(n, p, 0, (p.shape or (1,))[0]) for n, p in sorted(everyone.pieces(rank).items()) if not p.empty]
@@ -239,30 +239,30 @@ def central(everyone: Everyone, ranks: int) -> tuple[Took[Any], int]:
 def measure(model: str, ranks: int, most_central: int, folder: Path) -> Iterator[tuple[str, Any]]:
     run, layout = loads(RUN.format(model=MODELS[model])), LAYOUTS[model][ranks]
     everyone, chosen = Everyone(run, layout), sample(ranks)
-    held(run, Layout(), 0)  # what is loaded the first time is not counted
+    held(run, Layout(), 0)  # the first call also imports modules
     foresight = [timed(held, run, layout, rank) for rank in chosen]
-    yield "to foresee a rank, most", most(foresight)
+    yield "predicting the state of a rank, most", most(foresight)
     for rank, took in zip(chosen, foresight, strict=True):
         assert _boxes(took.result) == _boxes(everyone.pieces(rank)), f"rank {rank} of {layout} is not what was derived"
     plan(foresight[0].result, Holding(0, None))
     plans = [timed(plan, took.result, Holding(0, None)) for took in foresight]
-    yield "boxes that a rank writes, most", max(len(took.result._parts) for took in plans)
+    yield "slices that a rank writes, most", max(len(took.result._parts) for took in plans)
     yield "plan of a rank, most", most(plans)
     yield "plan of a rank, median of CPU", f"{median(took.cpu for took in plans):.4g} s"
     partial = folder / "step-00000001.partial"
     partial.mkdir()
     write_all(everyone, partial)
-    yield "told about files, MB", sum(file.stat().st_size for file in partial.glob("*.json")) / 1e6
+    yield "descriptions of files, MB", sum(file.stat().st_size for file in partial.glob("*.json")) / 1e6
     committed = timed(directory.commit, partial, {"step": 1, "run": RUN, "progress": {}}, ranks)
     yield "commit on rank 0", committed
     final = Path(str(committed.result))
     yield "marker, MB", (final / directory.MARKER).stat().st_size / 1e6
     yield "marker read", timed(directory.read_marker, final)
     same = [timed(find, final, took.result) for took in foresight[:3]]
-    yield "boxes found on the same layout, most", most(same)
+    yield "load planned on the same layout, most", most(same)
     yield "files needed", max(took.result for took in same)
     other = timed(find, final, held(run, Layout(data=1, shard=64, zero=3), 7))
-    yield "boxes found on 64 ranks with ZeRO-3", other
+    yield "load planned on 64 ranks with ZeRO-3", other
     yield "files needed there", other.result
     if ranks <= most_central:
         took, size = central(everyone, ranks)
@@ -279,7 +279,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 2048, 4096, 16384])
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--central", type=int, default=2048, help="ranks up to which DCP's central planning is measured")
-    parser.add_argument("--folder", type=Path, help="of a file system with room for 32,768 small files")
+    parser.add_argument("--folder", type=Path, help="a folder on a file system with room for 32,768 small files")
     chosen = parser.parse_args()
     for model in chosen.models:
         for ranks in chosen.ranks:

@@ -1,10 +1,10 @@
-"""Saving behind training beside saving while it waits, and beside plain writing: on CPU ranks, or on one GPU.
+"""Asynchronous saves next to synchronous saves and to plain writing: on CPU ranks, or on one GPU.
 
     python benchmarks/checkpoints.py [--folder DIR] [--parameters 300e6] [--ranks 2] [--saves 3] [--device cpu|cuda]
 
-Ranks that hold the same model take steps and save in turns: waiting for it, and behind two steps. In between one process writes
-as many bytes into one file of the same disk, with fsync, 16 MiB at a time. All in one run, so that whatever else the machine does
-falls on all of them. Peak memory is the resident set's high-water mark over a save, against what was resident before the first.
+Ranks with the same model alternate synchronous saves and saves during the next step. In between, one process writes as many bytes into
+one file of the same disk, 16 MiB at a time, with fsync. All happens in one run, so that other load on the machine affects all of them.
+Peak memory is the largest resident set during a save, minus the resident set before the first.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ device = "{device}"
 threads = {threads}
 """
 CHUNK = 16 << 20
-MOST = 8 << 30  # bytes of plain writing: it says the speed as well as more would
+MOST = 8 << 30  # bytes of plain writing; more would not change its speed
 
 
 def plain(file: Path, size: int) -> float:
-    """Bytes per second of writing so many bytes into one file."""
+    """Writes `size` bytes into one file, and returns the bytes per second."""
     block = os.urandom(CHUNK)
     started = time.perf_counter()
     with file.open("wb", buffering=0) as target:
@@ -81,82 +81,92 @@ def _reset_peak() -> None:
 
 
 def one_rank(mesh: Mesh, run: Run, plan: Plan, folder: Path, saves: int) -> dict[str, Any]:
-    """What one rank measures; rank 0 writes plainly."""
+    """Runs on every rank; rank 0 also measures plain writing."""
     torch.set_num_threads(plan.threads)
     trainer = Trainer(run, plan, mesh, folder)
     trainer.build()
     trainer.step()
     trainer.step()
     tensors = trainer.tensors()
-    found: dict[str, Any] = {"waited": [], "stall": [], "behind": [], "plain": [], "step": [], "step_behind": [], "memory": []}
-    quiet = _status("VmRSS")
+    measured: dict[str, Any] = {
+        "waited": [],
+        "stall": [],
+        "behind": [],
+        "plain": [],
+        "step": [],
+        "step_behind": [],
+        "memory": [],
+    }
+    resident = _status("VmRSS")
     for number in range(saves):
         saved = trainer.save()
-        found["waited"].append(saved.seconds)
-        found["bytes"] = saved.bytes
+        measured["waited"].append(saved.seconds)
+        measured["bytes"] = saved.bytes
         mesh.barrier()
         if mesh.rank == 0:
-            shutil.rmtree(saved.path)  # room for what comes
-            found["plain"].append(plain(folder / "plain.bin", min(saved.bytes, MOST)))
+            shutil.rmtree(saved.path)  # free the disk space
+            measured["plain"].append(plain(folder / "plain.bin", min(saved.bytes, MOST)))
         mesh.barrier()
         if number == 0:
             trainer.checkpointer.prepare(tensors)
             trainer.step()
-            time.sleep(5 if mesh.device.type == "cpu" else 60)  # as in a run, where memory is ready long before the first save
+            time.sleep(5 if mesh.device.type == "cpu" else 60)  # in a run, the buffers are ready long before the first save
         started = time.perf_counter()
         trainer.step()
-        found["step"].append(time.perf_counter() - started)
+        measured["step"].append(time.perf_counter() - started)
         _reset_peak()
         started = time.perf_counter()
         trainer.checkpointer.save(trainer.progress, tensors, wait=False)
         trainer.step()
-        found["step_behind"].append(time.perf_counter() - started)
+        measured["step_behind"].append(time.perf_counter() - started)
         (ended,) = trainer.checkpointer.settle()
-        found["stall"].append(ended.stall)  # type: ignore[attr-defined]
-        found["behind"].append(ended.bytes_per_second)  # type: ignore[attr-defined]
-        found["memory"].append(_status("VmHWM") - quiet)
-    found["staged"] = trainer.checkpointer._saver._staging.bytes
+        measured["stall"].append(ended.stall)  # type: ignore[attr-defined]
+        measured["behind"].append(ended.bytes_per_second)  # type: ignore[attr-defined]
+        measured["memory"].append(_status("VmHWM") - resident)
+    measured["staged"] = trainer.checkpointer._saver._staging.bytes
     trainer.close()
-    return found
+    return measured
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, help="on the disk to be measured; left out: a temporary one")
+    parser.add_argument("--folder", type=Path, help="a folder on the disk to measure; default: a temporary folder")
     parser.add_argument("--parameters", type=float, default=300e6)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--saves", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
-    given = parser.parse_args()
-    dim = 1024 if given.parameters < 1e9 else 3072
-    layers = round((given.parameters - 2 * 16384 * dim) / (12 * dim * dim))
-    run = loads(RUN.format(dim=dim, layers=layers, ranks=given.ranks, device=given.device, threads=given.threads))
-    plan = choose(run, probe("" if given.device == "cpu" else None), given.ranks)
+    args = parser.parse_args()
+    dim = 1024 if args.parameters < 1e9 else 3072
+    layers = round((args.parameters - 2 * 16384 * dim) / (12 * dim * dim))
+    run = loads(RUN.format(dim=dim, layers=layers, ranks=args.ranks, device=args.device, threads=args.threads))
+    plan = choose(run, probe("" if args.device == "cpu" else None), args.ranks)
     if os.environ.get("GLOO_SOCKET_IFNAME") != "lo":  # before the first thread starts
         os.execve(sys.executable, [sys.executable, *sys.argv], worker_env(plan))
-    folder = Path(tempfile.mkdtemp(dir=given.folder))
+    folder = Path(tempfile.mkdtemp(dir=args.folder))
     try:
-        if given.ranks == 1:
-            ranks = [one_rank(connect(Place(), given.device, 60), run, plan, folder, given.saves)]
+        if args.ranks == 1:
+            ranks = [one_rank(connect(Place(), args.device, 60), run, plan, folder, args.saves)]
         else:
-            with Pool(given.ranks, timeout=3600) as pool:
-                ranks = pool.run(one_rank, plan.layout, run, plan, folder, given.saves)
+            with Pool(args.ranks, timeout=3600) as pool:
+                ranks = pool.run(one_rank, plan.layout, run, plan, folder, args.saves)
     finally:
         shutil.rmtree(folder)
     first = ranks[0]
-    waited, stall = median(first["waited"]), max(median(one["stall"]) for one in ranks)
+    waited, stall = median(first["waited"]), max(median(rank["stall"]) for rank in ranks)
     print(json.dumps(ranks))
-    print(f"{plan.parameters / 1e6:.0f} M parameters, {first['bytes'] / 1e9:.2f} GB, {given.ranks} ranks")
-    print(f"waited for: {waited:.2f} s; stall behind training: {stall:.3f} s = {100 * stall / waited:.1f} %")
+    print(f"{plan.parameters / 1e6:.0f} M parameters, {first['bytes'] / 1e9:.2f} GB, {args.ranks} ranks")
+    print(f"synchronous save: {waited:.2f} s; stall of an asynchronous save: {stall:.3f} s = {100 * stall / waited:.1f} %")
     for name, speed in (
-        ("waited", first["bytes"] / waited),
-        ("behind", median(first["behind"])),
+        ("sync", first["bytes"] / waited),
+        ("async", median(first["behind"])),
         ("plain", median(first["plain"])),
     ):
         print(f"{name:>7}: {speed / 1e9:.2f} GB/s, {speed / median(first['plain']):.2f} of plain writing")
-    for number, one in enumerate(ranks):
-        print(f"rank {number}: {max(one['memory']) / 1e9:.2f} GB more at the peak, copy of {one['staged'] / 1e9:.2f} GB")
+    for number, rank in enumerate(ranks):
+        print(
+            f"rank {number}: {max(rank['memory']) / 1e9:.2f} GB more at the peak, staging buffer of {rank['staged'] / 1e9:.2f} GB"
+        )
 
 
 if __name__ == "__main__":

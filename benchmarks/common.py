@@ -1,5 +1,7 @@
-"""What the benchmarks beside hand-written loops share: jobs that can be started, frozen and watched, and how long they take to start.
-Used by `ddp.py` and `parallel.py`."""
+"""Shared by the benchmarks that compare jobs: jobs that can be started, paused and watched, run in turns, and timed until their first step.
+
+A ratio is measured side by side in one run, so that other load on the machine affects both jobs.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +46,23 @@ threads = 1
 """
 
 
+LEAST_STEPS = 5
+"""A median of fewer steps is not reported."""
+LONGEST_TURN = 60.0
+"""Seconds of a turn at most, on a machine so busy that steps do not fit into shorter turns."""
+
+
+# SIGTERM ends a benchmark like an exception, so that it ends its jobs.
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+
+
 @dataclass
-class Contestant:
-    """A job that can be frozen, and the times at which its steps ended."""
+class Job:
+    """A job that can be paused, and the times at which its steps ended."""
 
     name: str
     command: list[str]
-    ends: Callable[[], list[float]]
+    step_ends: Callable[[], list[float]]
     started: float = 0.0
     process: subprocess.Popen[bytes] | None = None
     turns: list[tuple[float, float]] = field(default_factory=list)
@@ -61,16 +73,15 @@ class Contestant:
         with output.open("wb") as file:
             self.process = subprocess.Popen(self.command, stdout=file, stderr=subprocess.DEVNULL, env=environment)
 
-    def family(self) -> list[psutil.Process]:
-        assert self.process is not None
-        me = psutil.Process(self.process.pid)
-        return [me, *me.children(recursive=True)]
-
     def signal(self, number: int) -> None:
-        for process in self.family():
+        """Sends a signal to the process and all of its children."""
+        assert self.process is not None
+        parent = psutil.Process(self.process.pid)
+        for process in [parent, *parent.children(recursive=True)]:
             process.send_signal(number)
 
-    def turn(self, seconds: float) -> None:
+    def run_for(self, seconds: float) -> None:
+        """Takes one turn: continues the job, and pauses it after `seconds`."""
         self.signal(signal.SIGCONT)
         begin = time.time()
         time.sleep(seconds)
@@ -78,58 +89,106 @@ class Contestant:
         self.turns.append((begin, time.time()))
 
     def end(self) -> None:
-        for process in self.family():
-            process.kill()
-        assert self.process is not None
-        self.process.wait()
+        if self.process is not None and self.process.poll() is None:
+            self.signal(signal.SIGKILL)
+            self.process.wait()
 
     def wait_for_step(self, number: int, limit: float = 180.0) -> float:
+        """Waits until step `number` is done, and returns the time at which it ended."""
+        assert self.process is not None
         deadline = time.time() + limit
-        while len(self.ends()) < number:
-            assert self.process is not None
-            if self.process.poll() is not None or time.time() > deadline:
-                raise SystemExit(f"{self.name} did not reach step {number}")
+        while len(self.step_ends()) < number:
+            if self.process.poll() is not None:
+                raise SystemExit(f"{self.name} ended with exit code {self.process.returncode} before step {number}.")
+            if time.time() > deadline:
+                raise SystemExit(f"{self.name} did not reach step {number} within {limit:.0f} s ({machine_load()}).")
             time.sleep(0.02)
-        return self.ends()[number - 1]
+        return self.step_ends()[number - 1]
 
     def step_seconds(self) -> list[float]:
-        ends = self.ends()
-        pairs = list(pairwise(ends))
-        return [b - a for begin, stop in self.turns for a, b in pairs if begin <= a and b <= stop]
+        """Times of the steps that lie completely inside a turn."""
+        steps = list(pairwise(self.step_ends()))
+        return [end - start for begin, stop in self.turns for start, end in steps if begin <= start and end <= stop]
 
 
-def contestants(folder: Path, run: str, ranks: int, script: Sequence[str]) -> tuple[Contestant, Contestant]:
-    """`phalanx train` of the run file's text, and a script of this folder under torchrun, with the run file behind its arguments."""
+def train_job(name: str, run_file: Path, run_dir: Path, settings: Sequence[str] = ()) -> Job:
+    """`phalanx train` of a run file."""
+    events = run_dir / "events.jsonl"
+
+    def step_ends() -> list[float]:
+        lines = events.read_text().splitlines(keepends=True) if events.exists() else []
+        records = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [record["time"] for record in records if record["event"] == "step"]
+
+    return Job(name, train_command(run_file, run_dir, settings), step_ends)
+
+
+def train_command(run_file: Path | str, run_dir: Path, settings: Sequence[str] = ()) -> list[str]:
+    return [sys.executable, "-m", "phalanx", "train", str(run_file), "--run-dir", str(run_dir), *settings]
+
+
+def job_pair(folder: Path, run: str, ranks: int, script: Sequence[str]) -> tuple[Job, Job]:
+    """`phalanx train` of a run file's text, and a script of this folder under torchrun, which gets the run file as its last argument."""
     run_file = folder / "bench.toml"
     run_file.write_text(run)
-    events, printed = folder / "run" / "events.jsonl", folder / "hand.txt"
-    bin = Path(sys.executable).parent
+    printed = folder / "hand-written.txt"
 
-    def ours() -> list[float]:
-        lines = events.read_text().splitlines() if events.exists() else []
-        return [record["time"] for line in lines if (record := json.loads(line))["event"] == "step"]
+    def printed_times() -> list[float]:
+        lines = printed.read_text().splitlines(keepends=True) if printed.exists() else []
+        return [float(line) for line in lines if line.endswith("\n")]
 
-    def theirs() -> list[float]:
-        return [float(line) for line in printed.read_text().split()] if printed.exists() else []
-
-    torchrun = [str(bin / "torchrun"), "--standalone", f"--nproc-per-node={ranks}", str(HERE / script[0]), *script[1:]]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return (
-        Contestant("phalanx", [str(bin / "phalanx"), "train", str(run_file), "--run-dir", str(folder / "run")], ours),
-        Contestant("hand-written", [*torchrun, str(run_file)], theirs),
+        train_job("phalanx", run_file, folder / "run"),
+        Job("hand-written", [*torchrun, str(HERE / script[0]), *script[1:], str(run_file)], printed_times),
     )
 
 
-def starts(make: Callable[[Path], tuple[Contestant, Contestant]], count: int) -> dict[str, float]:
-    """Seconds from the command to the end of step 1, alternating; the median of each. `make`: both jobs, in a folder."""
-    seconds: dict[str, list[float]] = {"phalanx": [], "hand-written": []}
+def median_steps(folder: Path, jobs: Sequence[Job], seconds: float, turn: float, warm_up: int) -> dict[str, float]:
+    """Starts jobs, lets them take turns, and returns the median step time of each.
+
+    All jobs are alive at once, and one is paused while the other runs. Turns grow, and continue beyond `seconds`, while a busy machine
+    lets a job complete fewer than LEAST_STEPS inside its turns. Ends the program with a sentence if that does not help.
+    """
+    try:
+        for job in jobs:
+            job.start(folder / f"{job.name}.txt")
+            job.wait_for_step(warm_up)
+            job.signal(signal.SIGSTOP)
+        elapsed = 0.0
+        while True:
+            for job in jobs:
+                job.run_for(turn)
+            elapsed += turn
+            counts = {job.name: len(job.step_seconds()) for job in jobs}
+            if elapsed >= seconds and min(counts.values()) >= LEAST_STEPS:
+                return {job.name: median(job.step_seconds()) for job in jobs}
+            if elapsed >= 4 * max(seconds, LONGEST_TURN):
+                raise SystemExit(
+                    f"No figure: {', '.join(f'{name} completed {count}' for name, count in counts.items())} steps in {elapsed:.0f} s "
+                    f"of turns, and a median needs {LEAST_STEPS} ({machine_load()}). Stop other programs, or give more --seconds."
+                )
+            if min(counts.values()) * turn < LEAST_STEPS * elapsed:  # fewer than LEAST_STEPS per turn
+                turn = min(2 * turn, LONGEST_TURN)
+    finally:
+        for job in jobs:
+            job.end()
+
+
+def start_seconds(make: Callable[[Path], tuple[Job, Job]], count: int) -> dict[str, float]:
+    """Median seconds from the command to the end of step 1; `make` returns both jobs for a folder, and they start alternately."""
+    seconds: dict[str, list[float]] = {}
     for _ in range(count):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            for contestant, output in zip(make(folder), ("phalanx.txt", "hand.txt"), strict=True):
-                contestant.start(folder / output)
+            for job in make(folder):
+                job.start(folder / f"{job.name}.txt")
                 try:
-                    seconds[contestant.name].append(contestant.wait_for_step(1) - contestant.started)
+                    seconds.setdefault(job.name, []).append(job.wait_for_step(1) - job.started)
                 finally:
-                    contestant.end()
-    middle = {name: median(values) for name, values in seconds.items()}
-    return middle | {"ratio": middle["phalanx"] / middle["hand-written"]}
+                    job.end()
+    return {name: median(values) for name, values in seconds.items()}
+
+
+def machine_load() -> str:
+    return f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"

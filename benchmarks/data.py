@@ -1,10 +1,9 @@
-"""Opening a large corpus and reading from it: seconds and resident memory of opening, tokens per second of the loader, and
-what it adds to a step.
+"""Opening and reading a large corpus: time and resident memory of opening, tokens per second of the loader, and its share of a step.
 
     python benchmarks/data.py --folder FOLDER [--gigabytes 10] [--documents 5000000] [--consumed TOKENS_PER_S]
 
-Makes token files of random ids in FOLDER, which needs the room and is emptied of them afterwards, and opens them as a run
-would, each time in a fresh process. Beside it stands what the quickstart consumes: measured by running it, or given.
+Writes token files of random ids into FOLDER, opens them like a run, each time in a new process, and removes them. Compares with the tokens
+per second that the quickstart consumes: measured by running it, or args.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.toml"
 
 
 def make_corpus(folder: Path, tokens: int, documents: int) -> None:
-    """Token files with a real index: documents of many lengths, the end token behind each."""
+    """Writes token files with an index: documents of random lengths, each followed by the end token."""
     rng = np.random.default_rng(0)
     folder.mkdir(parents=True)
     noise = rng.integers(0, 256, PART, dtype="<u2")
@@ -70,46 +69,46 @@ def make_corpus(folder: Path, tokens: int, documents: int) -> None:
 def tokens_per_second(
     samples: SampleReader, share: ReplicaShare, length: int, start: int = 0, seconds: float = 3.0
 ) -> tuple[float, float]:
-    """What the loader delivers in a second, and in a second of this process' own time: without what else the machine does."""
+    """Tokens that the loader delivers per second, and per second of CPU time, which other programs do not affect."""
     with Loader(samples, share, start=start, prefetch=2, prepare=lambda batch: batch) as steps:
         next(steps)
-        taken, began, own = 0, time.perf_counter(), time.process_time()
-        while time.perf_counter() - began < seconds:
+        count, start_time, own = 0, time.perf_counter(), time.process_time()
+        while time.perf_counter() - start_time < seconds:
             next(steps)
-            taken += 1
-        tokens = taken * share.batch // share.replicas * length
-        return tokens / (time.perf_counter() - began), tokens / (time.process_time() - own)
+            count += 1
+        tokens = count * share.batch // share.replicas * length
+        return tokens / (time.perf_counter() - start_time), tokens / (time.process_time() - own)
 
 
 def measure(folder: Path, packing: str, length: int, seconds: float) -> dict[str, float]:
-    """Open a corpus and read from it, in this process; called in a fresh one."""
+    """Opens a corpus and reads from it, in this process; called in a new process."""
     before = resident()
     began = time.perf_counter()
     data = Data(source="tokens", paths=(str(folder),), packing=packing, cache=str(folder / "cache"))  # type: ignore[arg-type]
     dataset = open_dataset(data, length, seed=0)
-    found = {"seconds": time.perf_counter() - began, "python_mb": before, "opened_mb": resident()}
+    measured = {"seconds": time.perf_counter() - began, "python_mb": before, "opened_mb": resident()}
     if seconds:
         share = ReplicaShare(batch=max(1, 1 << 15 >> length.bit_length()), replica=0, replicas=1, micro_batch=1)
         for name, start in (("tokens_per_s", 0), ("tokens_per_s_far", FAR)):
-            found[name], _ = tokens_per_second(dataset.train, share, length, start, seconds)
-        found["read_mb"] = resident()
-    return found | {"waste": dataset.padding_ratio}
+            measured[name], _ = tokens_per_second(dataset.train, share, length, start, seconds)
+        measured["read_mb"] = resident()
+    return measured | {"waste": dataset.padding_ratio}
 
 
 def resident() -> float:
-    """Most memory this process has had, in megabytes. A child begins with its parent's, so the parent must stay small."""
+    """Peak memory of this process in megabytes. A child starts with its parent's value, so the parent must stay small."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def fresh(folder: Path, packing: str, length: int, seconds: float) -> dict[str, float]:
+def in_new_process(folder: Path, packing: str, length: int, seconds: float) -> dict[str, float]:
     command = [sys.executable, "-P", __file__, "--measure", packing, "--length", str(length), "--seconds", str(seconds)]
     out = subprocess.run([*command, "--folder", str(folder)], check=True, stdout=subprocess.PIPE)
-    found: dict[str, float] = json.loads(out.stdout)
-    return found
+    measured: dict[str, float] = json.loads(out.stdout)
+    return measured
 
 
 def quickstart_consumption() -> float:
-    """Tokens per second of the quickstart, by its steps' median."""
+    """Tokens per second of the quickstart, as the median over its steps."""
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "phalanx", "train", str(QUICKSTART), "train.steps=60", "--run-dir", f"{directory}/run"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -118,20 +117,20 @@ def quickstart_consumption() -> float:
 
 
 def compare_with_quickstart(consumed: float) -> None:
-    """What the loader delivers of the quickstart's own text, as one rank asks for it and as each of four does."""
+    """Tokens per second of the loader on the quickstart's text, for the only rank and for one of four."""
     samples = open_dataset(Data(), 128, seed=0).train
-    print(f"\nquickstart consumes {consumed:,.0f} tokens/s on all its ranks")
+    print(f"\nthe quickstart consumes {consumed:,.0f} tokens/s on all ranks")
     for replicas in (1, 4):
         share = ReplicaShare(batch=16, replica=0, replicas=replicas, micro_batch=4)
         rate, own = tokens_per_second(samples, share, 128)
         print(
-            f"  the loader of one of {replicas} ranks delivers {rate:,.0f} tokens/s, {rate / consumed:.0f}× what all of them "
+            f"  the loader of one of {replicas} ranks delivers {rate:,.0f} tokens/s, {rate / consumed:.0f}× what all ranks "
             f"consume, and takes {consumed / replicas / own:.2%} of its rank's time"
         )
 
 
 def step_time(blocks: int = 20, steps: int = 10) -> None:
-    """Steps of the quickstart in one process, in turns with the loader and with batches that lie ready in memory."""
+    """Steps of the quickstart in one process, alternating between the loader and batches that are ready in memory."""
     import statistics
 
     import torch
@@ -144,18 +143,16 @@ def step_time(blocks: int = 20, steps: int = 10) -> None:
     ready = [trainer.feed.next(0) for _ in range(8)]
     seconds: dict[str, list[float]] = {"loader": [], "ready": []}
     for block in range(2 * blocks):
-        way = ("loader", "ready")[block % 2]
+        source = ("loader", "ready")[block % 2]
         for index in range(steps):
             began = time.perf_counter()
-            batches = trainer.feed.next(0) if way == "loader" else ready[index % len(ready)]
+            batches = trainer.feed.next(0) if source == "loader" else ready[index % len(ready)]
             trainer.stepper.step(batches, trainer.optimizer, 1e-3, lambda: False)
-            if index > 1:  # the turn's first steps find the other way's leftovers
-                seconds[way].append(time.perf_counter() - began)
+            if index > 1:  # the first steps of a block still see effects of the other source
+                seconds[source].append(time.perf_counter() - began)
     trainer.close()
     added = statistics.median(seconds["loader"]) / statistics.median(seconds["ready"]) - 1
-    print(
-        f"  a step with the loader takes {added:+.2%} of one whose batch lies ready, by the medians of {blocks * (steps - 2)}"
-    )
+    print(f"  a step with the loader takes {added:+.2%} more than with ready batches, by the medians of {blocks * (steps - 2)}")
 
 
 def main() -> None:
@@ -165,36 +162,36 @@ def main() -> None:
     parser.add_argument("--documents", type=int, nargs="+", default=[5_000_000])
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 2048])
     parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--consumed", type=float, help="tokens/s of the quickstart; left out: it is run")
+    parser.add_argument("--consumed", type=float, help="tokens/s of the quickstart; default: run it")
     parser.add_argument("--measure", choices=["stream", "best-fit"], help=argparse.SUPPRESS)
     parser.add_argument("--length", type=int, default=2048, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.measure:
-        print(json.dumps(measure(given.folder, given.measure, given.length, given.seconds)))
+    args = parser.parse_args()
+    if args.measure:
+        print(json.dumps(measure(args.folder, args.measure, args.length, args.seconds)))
         return
-    for documents in given.documents:
-        folder = given.folder / "benchmark-corpus"
-        began = time.perf_counter()
+    for documents in args.documents:
+        folder = args.folder / "benchmark-corpus"
+        start = time.perf_counter()
         try:
-            making = multiprocessing.get_context("spawn").Process(
-                target=make_corpus, args=(folder, int(given.gigabytes * 1e9 / 2), documents)
+            process = multiprocessing.get_context("spawn").Process(
+                target=make_corpus, args=(folder, int(args.gigabytes * 1e9 / 2), documents)
             )
-            making.start()
-            making.join()
-            print(f"\n{given.gigabytes:g} GB, {documents:,} documents, made in {time.perf_counter() - began:.0f} s")
+            process.start()
+            process.join()
+            print(f"\n{args.gigabytes:g} GB, {documents:,} documents, written in {time.perf_counter() - start:.0f} s")
             for packing in ("stream", "best-fit"):
-                for length in given.lengths:
-                    first = fresh(folder, packing, length, 0.0)  # best-fit is worked out when it is opened for the first time
-                    again = fresh(folder, packing, length, given.seconds)
+                for length in args.lengths:
+                    first = in_new_process(folder, packing, length, 0.0)  # the first opening computes the best-fit packing
+                    again = in_new_process(folder, packing, length, args.seconds)
                     print(
                         f"  {packing:8} {length:5}: first opened in {first['seconds']:.2f} s with {first['opened_mb']:.0f} MB, "
                         f"again in {again['seconds']:.2f} s with {again['opened_mb']:.0f} MB (Python and numpy alone "
                         f"{again['python_mb']:.0f}), {again['read_mb']:.0f} MB after reading {again['tokens_per_s'] / 1e6:.1f} M "
-                        f"tokens/s, {again['tokens_per_s_far'] / 1e6:.1f} M from sample 10⁹ on, waste {again['waste']:.2%}"
+                        f"tokens/s, {again['tokens_per_s_far'] / 1e6:.1f} M from sample 10⁹ on, padding {again['waste']:.2%}"
                     )
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-    compare_with_quickstart(given.consumed or quickstart_consumption())
+    compare_with_quickstart(args.consumed or quickstart_consumption())
     step_time()
 
 

@@ -1,6 +1,6 @@
-"""A loop as one would write it by hand: DistributedDataParallel, fused AdamW, clipping, a batch that is already in memory.
+"""A hand-written training loop: DistributedDataParallel, fused AdamW, gradient clipping, batches that are already in memory.
 
-The bar for `benchmarks/ddp.py`, which starts it under torchrun. It prints the time at the end of each step, nothing else.
+`benchmarks/ddp.py` starts it under torchrun as the reference. It prints the time at the end of each step and nothing else.
 """
 
 from __future__ import annotations

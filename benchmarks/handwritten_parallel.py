@@ -1,7 +1,7 @@
-"""Loops as one would write them by hand on torch's own parts: FSDP2, parallelize_module with loss_parallel, pipelining.
+"""Hand-written training loops on torch's own parts: FSDP2, parallelize_module with loss_parallel, pipelining.
 
-The bar for `benchmarks/parallel.py`, which takes steps of them in turns with ours, and starts this file under torchrun to see
-how long that takes: then it prints the time at the end of each step, nothing else.
+The reference for `benchmarks/parallel.py`, which alternates their steps with ours. To measure start-up it also starts this file under
+torchrun: then it prints the time at the end of each step and nothing else.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from phalanx.spec.run import Run
 
 
 class Micro(NamedTuple):
-    """What one forward reads, each [B, S]."""
+    """The inputs of one forward pass, each [B, S]."""
 
     tokens: Tensor
     targets: Tensor
@@ -43,10 +43,10 @@ class Micro(NamedTuple):
 
 
 class Loop(Protocol):
-    """One rank's side of it."""
+    """A training loop of one rank."""
 
     def step(self, batches: list[Micro], targets: int) -> float | None:
-        """The loss that this rank knows of, if it does; `targets`: how many of the whole batch, on all ranks, count."""
+        """Takes a step; returns the loss, or None on a rank that does not know it. `targets`: counted targets of the batch on all ranks."""
 
 
 def _adamw(groups: list[list[Tensor]], run: Run) -> torch.optim.AdamW:
@@ -62,7 +62,7 @@ def _adamw(groups: list[list[Tensor]], run: Run) -> torch.optim.AdamW:
 
 
 class Fsdp:
-    """ZeRO-3: fully_shard of every block and of the whole. Gradients are means over the ranks."""
+    """ZeRO-3: fully_shard on every block and on the model. Gradients are means over the ranks."""
 
     def __init__(self, model: Decoder, run: Run):
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -84,37 +84,37 @@ class Fsdp:
 
 
 class Tensors:
-    """Columns and rows over attention and feed-forward, vocabulary-parallel embedding, head and loss.
+    """Tensor parallelism: column- and row-wise attention and feed-forward; vocabulary-parallel embedding, head and loss.
 
-    The input of attention and feed-forward becomes a DTensor once, so that their projections share one all-reduce backward.
+    The inputs of attention and feed-forward become DTensors once, so that their projections share one all-reduce in the backward pass.
     """
 
     def __init__(self, model: Decoder, run: Run):
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        model.project = lambda x_BSD, weight_VD: model.head(x_BSD)  # a module, so that its style can step in
+        model.project = lambda x_BSD, weight_VD: model.head(x_BSD)  # a module, so that its parallel style applies
         plan = {
             "embed": RowwiseParallel(input_layouts=Replicate()),
             "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
         }
-        whole = Replicate()
+        replicated = Replicate()
         for index in model.blocks:
             block = f"blocks.{index}"
             plan |= {
                 f"{block}.attention": PrepareModuleInput(
-                    input_layouts=(whole, None, None, None), desired_input_layouts=(whole, None, None, None)
+                    input_layouts=(replicated, None, None, None), desired_input_layouts=(replicated, None, None, None)
                 ),
                 f"{block}.attention.query": ColwiseParallel(),
                 f"{block}.attention.key": ColwiseParallel(),
                 f"{block}.attention.value": ColwiseParallel(),
                 f"{block}.attention.output": RowwiseParallel(),
-                f"{block}.mlp": PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,)),
+                f"{block}.mlp": PrepareModuleInput(input_layouts=(replicated,), desired_input_layouts=(replicated,)),
                 f"{block}.mlp.gate": ColwiseParallel(),
                 f"{block}.mlp.up": ColwiseParallel(),
                 f"{block}.mlp.down": RowwiseParallel(),
             }
         self.model, self.clip = parallelize_module(model, mesh, plan), run.train.clip
-        # Norms stay plain tensors, which neither clipping nor the fused kernel takes together with DTensors.
-        self.groups = [[p for p in model.parameters() if isinstance(p, DTensor) == shared] for shared in (True, False)]
+        # Norms stay plain tensors; neither clipping nor the fused kernel accepts them together with DTensors.
+        self.groups = [[p for p in model.parameters() if isinstance(p, DTensor) == sharded] for sharded in (True, False)]
         self.optimizer = _adamw(self.groups, run)
 
     def step(self, batches: list[Micro], targets: int) -> float:
@@ -130,7 +130,7 @@ class Tensors:
 
     def _clip(self) -> None:
         for p in self.groups[0]:
-            if p.grad.placements != p.placements:  # torch gives every rank the gradient of the whole embedding
+            if p.grad.placements != p.placements:  # torch returns the gradient of the whole embedding on every rank
                 p.grad = p.grad.redistribute(placements=p.placements)
         local = [p.grad.to_local() for p in self.groups[0]]
         plain = [p.grad for p in self.groups[1]]
@@ -142,7 +142,7 @@ class Tensors:
 
 
 class Pipelined:
-    """1F1B over the same stages as ours."""
+    """1F1B over the same stages as Phalanx."""
 
     def __init__(self, model: Decoder, run: Run):
         self.rank, self.ranks, self.clip = dist.get_rank(), dist.get_world_size(), run.train.clip
@@ -160,12 +160,12 @@ class Pipelined:
 
     def step(self, batches: list[Micro], targets: int) -> float | None:
         self.targets = targets
-        tokens, wanted, positions = (torch.cat(column) for column in zip(*batches, strict=True))
+        tokens, labels, positions = (torch.cat(column) for column in zip(*batches, strict=True))
         self.optimizer.zero_grad()
         losses: list[Tensor] = []
         last = self.rank == self.ranks - 1
-        given = (tokens,) if self.rank == 0 else ()
-        self.schedule.step(*given, positions_BS=positions, target=wanted if last else None, losses=losses if last else None)
+        inputs = (tokens,) if self.rank == 0 else ()
+        self.schedule.step(*inputs, positions_BS=positions, target=labels if last else None, losses=losses if last else None)
         square = get_total_norm([p.grad for p in self.parameters if p.grad is not None]).square()
         dist.all_reduce(square)
         clip_grads_with_norm_(self.parameters, self.clip, square.sqrt())
@@ -185,9 +185,9 @@ def main(technique: str, run_file: str) -> None:
     micro, length = run.train.micro_batch or 1, run.train.sequence_length
     data = torch.randint(run.model.rows, (64, micro, length + 1))
     positions = torch.arange(length).expand(micro, length)
-    portions = run.batch // (run.layout.replicas * micro)
+    micro_batches = run.batch // (run.layout.replicas * micro)
     for step in count():
-        rows = [data[(step * portions + index) % len(data)] for index in range(portions)]
+        rows = [data[(step * micro_batches + index) % len(data)] for index in range(micro_batches)]
         loop.step([Micro(tokens[:, :-1], tokens[:, 1:], positions) for tokens in rows], run.batch_tokens)
         if dist.get_rank() == 0:
             print(f"{time.time():.6f}", flush=True)

@@ -1,5 +1,6 @@
-"""Copies of the state in host memory: how long a step waits for one, how long until it is on the peer node, and how long it takes to
-restore from it. Two nodes, each a holder of its own on this machine, with two CPU ranks each.
+"""In-memory replicas of the state: how long a step waits for one, how long until the peer node has it, and how long a restore takes.
+
+Two nodes, each with its own replica server on this machine and two CPU ranks.
 
     python benchmarks/memory_copies.py [--megabytes 100] [--copies 5]
 """
@@ -28,12 +29,12 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.tensor_slice import TensorSlice
 from phalanx.verification.rank_pool import Pool
 
-TOKEN = "of the benchmark"
+TOKEN = "benchmark"
 TENSORS = 20
 
 
 def pieces(mesh: Mesh, rows: int) -> dict[str, StateTensor]:
-    """Each rank has rows of its own."""
+    """The state of a rank: rows of its own of every tensor."""
     whole = (rows * mesh.ranks, 256)
     return {
         f"t{number}": StateTensor(
@@ -45,16 +46,16 @@ def pieces(mesh: Mesh, rows: int) -> dict[str, StateTensor]:
 
 def copy(mesh: Mesh, folders: list[str], rows: int, count: int) -> list[tuple[float, float, bool]]:
     copies = MemoryCopies(mesh, Path(folders[mesh.rank // 2]))
-    state, told = pieces(mesh, rows), []
+    state, results = pieces(mesh, rows), []
     copies.prepare(state)
-    time.sleep(2.0)  # as steps before the first copy would give it
+    time.sleep(2.0)  # in a run, the steps before the first copy give it this time
     for step in range(count):
         copies.take(step, state, {"step": step})
-        copies.release()  # at once: as if there were no forward and backward to hide the copy behind
-        told += copies.settle()
+        copies.release()  # at once: no forward and backward pass hides the copy
+        results += copies.settle()
     copies.close()
-    assert all(one.failure is None and one.peer for one in told), told
-    return [(one.stall, one.seconds, one.peer) for one in told]
+    assert all(copy.failure is None and copy.peer for copy in results), results
+    return [(copy.stall, copy.seconds, copy.peer) for copy in results]
 
 
 def restore(mesh: Mesh, place: MemoryLocation, rows: int) -> float:
@@ -72,7 +73,7 @@ def restore(mesh: Mesh, place: MemoryLocation, rows: int) -> float:
     return seconds
 
 
-def holder(node: int, folder: str) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
+def start_server(node: int, folder: str) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
     command = [sys.executable, "-m", "phalanx.checkpointing.replicas.replica_server"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None and process.stdout is not None
@@ -83,32 +84,32 @@ def holder(node: int, folder: str) -> tuple[subprocess.Popen[bytes], dict[str, A
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--megabytes", type=float, default=100.0, help="of each rank")
+    parser.add_argument("--megabytes", type=float, default=100.0, help="megabytes of each rank")
     parser.add_argument("--copies", type=int, default=5)
-    given = parser.parse_args()
-    rows = int(given.megabytes * 1e6 / TENSORS / 256 / 4)
+    args = parser.parse_args()
+    rows = int(args.megabytes * 1e6 / TENSORS / 256 / 4)
     with tempfile.TemporaryDirectory(dir=default_root().parent) as folder, Pool(4) as pool:
-        holders = [holder(node, folder) for node in range(2)]
-        addresses = [tuple(said["address"]) for _, said in holders]
+        servers = [start_server(node, folder) for node in range(2)]
+        addresses = [tuple(hello["address"]) for _, hello in servers]
         set_peers(dict(enumerate(addresses)), TOKEN)
-        told = pool.run(copy, Layout(data=4), [said["folder"] for _, said in holders], rows, given.copies)[0]
-        print(f"{given.megabytes:.0f} MB per rank, {given.copies} copies, medians of 4 ranks on 2 nodes, all on this machine:")
-        print(f"  a step waits           {median(stall for stall, _, _ in told):.3f} s")
-        print(f"  whole, also on peers   {median(seconds for _, seconds, _ in told):.3f} s")
+        copies = pool.run(copy, Layout(data=4), [hello["folder"] for _, hello in servers], rows, args.copies)[0]
+        print(f"{args.megabytes:.0f} MB per rank, {args.copies} copies, medians of 4 ranks on 2 nodes, all on this machine:")
+        print(f"  a step waits           {median(stall for stall, _, _ in copies):.3f} s")
+        print(f"  complete, also on peers  {median(seconds for _, seconds, _ in copies):.3f} s")
         state = newest_state(addresses, TOKEN)
         assert state is not None
-        for words, local in (("from this node's memory", True), ("over TCP", False)):
-            taken = pool.run(restore, Layout(data=4), MemoryLocation(state, TOKEN, local=local), rows)
-            print(f"  restored {words:24}{max(taken):.3f} s")
-        holders[1][0].kill()
-        holders[1][0].wait()
-        found = time.perf_counter()
+        for label, local in (("from this node's memory", True), ("over TCP", False)):
+            seconds = pool.run(restore, Layout(data=4), MemoryLocation(state, TOKEN, local=local), rows)
+            print(f"  restored {label:24}{max(seconds):.3f} s")
+        servers[1][0].kill()
+        servers[1][0].wait()
+        start = time.perf_counter()
         state = newest_state(addresses, TOKEN)
         assert state is not None
-        print(f"  node 1 lost: found in  {time.perf_counter() - found:.3f} s")
-        taken = pool.run(restore, Layout(data=4), MemoryLocation(state, TOKEN, local=False), rows)
-        print(f"  restored from the peer's copy over TCP  {max(taken):.3f} s")
-        for process, _ in holders:
+        print(f"  node 1 lost: found in  {time.perf_counter() - start:.3f} s")
+        seconds = pool.run(restore, Layout(data=4), MemoryLocation(state, TOKEN, local=False), rows)
+        print(f"  restored from the peer's copy over TCP  {max(seconds):.3f} s")
+        for process, _ in servers:
             process.terminate()
             process.wait()
 

@@ -1,10 +1,10 @@
-"""Seconds from a worker's death to the next step that is done, with Phalanx's supervisors and, in the same run, with torchrun.
+"""Seconds from the death of a worker to the next completed step: with Phalanx's supervisors and, in the same run, with torchrun.
 
     python benchmarks/recovery.py [--kills 20] [--torchrun 3] [--ranks 4] [--nodes 2] [--what rank|node|controller] [key=value …]
 
-The same program trains both times: `phalanx train`, and `torchrun --max-restarts` around it, which starts all workers again from the
-newest checkpoint. Ranks are killed with SIGKILL one after the other, rank 0 among them; `node` kills all processes of a node at once, its
-supervisor and its copies in memory included, and the node returns 5 s later. Also told: complete steps that had to be taken again.
+The same program trains both times: `phalanx train`, and `torchrun --max-restarts` around it, which restarts all workers from the newest
+checkpoint. Ranks are killed with SIGKILL one after the other, including rank 0. `node` kills all processes of a node at once, including
+its supervisor and its in-memory replicas, and the node returns 5 s later. Also reports how many complete steps were repeated.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from statistics import median
 from typing import Any
 
 import psutil
+from common import machine_load, train_command
 
 RUN = """
 [model]
@@ -45,39 +46,56 @@ threads = 1
 [resilience]
 restarts = 100000
 """
-BETWEEN = 12  # steps from one recovery to the next death
-PROGRAM = "from phalanx.cli.main import main; main()"
+STEPS_BETWEEN = 12
+"""Steps from a recovery to the next kill."""
+Events = list[dict[str, Any]]
 
 
-class Job:
-    """A run that is killed piece by piece."""
+class Victim:
+    """A run whose processes are killed one after the other."""
 
-    def __init__(self, command: list[str], folder: Path):
-        self.events_file = folder / "events.jsonl"
-        self.output = (folder.parent / f"{folder.name}.txt").open("wb")
-        # Without this torchrun hands restarted workers stale addresses, and waits for minutes.
+    def __init__(self, command: list[str], run_dir: Path):
+        self.events_file = run_dir / "events.jsonl"
+        self.output = (run_dir.parent / f"{run_dir.name}.txt").open("wb")
+        # Without this, torchrun gives restarted workers stale addresses and waits for minutes.
         environment = dict(os.environ, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
         self.process = subprocess.Popen(
             command, stdout=self.output, stderr=subprocess.STDOUT, start_new_session=True, env=environment
         )
 
-    def events(self) -> list[dict[str, Any]]:
-        if not self.events_file.exists():
-            return []
-        lines = self.events_file.read_text().splitlines(keepends=True)
+    def events(self) -> Events:
+        lines = self.events_file.read_text().splitlines(keepends=True) if self.events_file.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
-    def until(self, met: Callable[[list[dict[str, Any]]], bool], seconds: float = 180.0) -> list[dict[str, Any]]:
+    def wait_until(self, condition: Callable[[Events], bool], seconds: float = 180.0) -> Events:
+        """Waits until the events of the run satisfy a condition, and returns them."""
         deadline = time.time() + seconds
-        while True:
-            events = self.events()
-            if met(events):
-                return events
-            assert self.process.poll() is None, f"the run has ended:\n{Path(self.output.name).read_text()[-3000:]}"
-            assert time.time() < deadline, f"nothing for {seconds:.0f} s: see {self.output.name}"
+        while not condition(events := self.events()):
+            if self.process.poll() is not None:
+                raise SystemExit(f"The run ended:\n{Path(self.output.name).read_text()[-3000:]}")
+            if time.time() > deadline:
+                raise SystemExit(f"No figure: the run did not continue within {seconds:.0f} s ({machine_load()}).")
             time.sleep(0.02)
+        return events
 
-    def __enter__(self) -> Job:
+    def kill(self, pids: Callable[[Events], list[int]]) -> tuple[float, int]:
+        """Kills processes; returns the seconds to the next completed step, and the number of complete steps that were repeated."""
+        start = time.time()
+        events = self.wait_until(lambda events: len(steps_after(events, start)) >= STEPS_BETWEEN)
+        for pid in pids(events):
+            os.kill(pid, signal.SIGKILL)
+        killed = time.time()
+        last_step = max(event["step"] for event in self.events() if event["event"] == "step")
+        # The event of a step that was in progress may still arrive: only steps of a new generation, or of a new process, count.
+        kinds = ("recovered", "restored", "run_started")
+        events = self.wait_until(lambda events: any(event["event"] in kinds and event["time"] > killed for event in events))
+        recovered = next(event["time"] for event in events if event["event"] in kinds and event["time"] > killed)
+        restored = [event["time"] for event in events if event["event"] == "restored" and event["time"] > killed]
+        since = restored[0] if restored else recovered
+        step = steps_after(self.wait_until(lambda events: bool(steps_after(events, since))), since)[0]
+        return step["time"] - killed, max(0, last_step + 1 - step["step"])
+
+    def __enter__(self) -> Victim:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -88,90 +106,80 @@ class Job:
         self.process.wait()
 
 
-def steps_since(events: list[dict[str, Any]], moment: float) -> list[dict[str, Any]]:
+def steps_after(events: Events, moment: float) -> Events:
     return [event for event in events if event["event"] == "step" and event["time"] > moment]
 
 
-def newest_pid(events: list[dict[str, Any]], rank: int) -> int:
+def newest_pid(events: Events, rank: int) -> int:
     return int([event["pid"] for event in events if event["event"] == "worker_started" and event["rank"] == rank][-1])
 
 
-def one(job: Job, pids: Callable[[list[dict[str, Any]]], list[int]]) -> tuple[float, int]:
-    """Kill; seconds to the next step that is done, and complete steps that were taken again."""
-    begun = time.time()
-    events = job.until(lambda events: len(steps_since(events, begun)) >= BETWEEN)
-    for pid in pids(events):
-        os.kill(pid, signal.SIGKILL)
-    moment = time.time()
-    before = max(event["step"] for event in job.events() if event["event"] == "step")
-    # A step that was under way may still be told of: the first that a new generation, or a new process, has done.
-    names = ("recovered", "restored", "run_started")
-    events = job.until(lambda events: any(event["event"] in names and event["time"] > moment for event in events))
-    back = next(event["time"] for event in events if event["event"] in names and event["time"] > moment)
-    restored = next((event for event in events if event["event"] == "restored" and event["time"] > moment), None)
-    since = restored["time"] if restored else back
-    events = job.until(lambda events: bool(steps_since(events, since)))
-    step = steps_since(events, since)[0]
-    return step["time"] - moment, max(0, before + 1 - step["step"])
-
-
-def node_pids(folder: Path, number: int) -> list[int]:
-    agent = psutil.Process(json.loads((folder / "control" / f"node-{number:05d}.json").read_text())["pid"])
+def node_pids(run_dir: Path, node: int) -> list[int]:
+    agent = psutil.Process(json.loads((run_dir / "control" / f"node-{node:05d}.json").read_text())["pid"])
     return [process.pid for process in [*agent.children(recursive=True), agent]]
 
 
-def _whole(events: list[dict[str, Any]], moment: float, ranks: int) -> bool:
-    """Whether a node that was lost since then is back."""
-    recovered = [event for event in events if event["event"] == "recovered" and event["time"] > moment]
+def controller_node(run_dir: Path) -> int:
+    return int(os.readlink(max((run_dir / "control").glob("term-*"))).partition("-")[0])
+
+
+def uses_all_ranks(events: Events, since: float, ranks: int) -> bool:
+    """Whether a node that was lost after `since` is in use again."""
+    recovered = [event for event in events if event["event"] == "recovered" and event["time"] > since]
     return bool(recovered) and recovered[-1]["ranks"] == ranks
 
 
-def controller(folder: Path) -> int:
-    return int(os.readlink(max((folder / "control").glob("term-*"))).partition("-")[0])
+def kill_ranks(victim: Victim, kills: int, ranks: int) -> list[tuple[float, int]]:
+    """Kills one rank after the other."""
+    return [victim.kill(lambda events, rank=number % ranks: [newest_pid(events, rank)]) for number in range(kills)]  # type: ignore[misc]
+
+
+def kill_nodes(victim: Victim, run_dir: Path, args: argparse.Namespace) -> list[tuple[float, int]]:
+    """Kills one node after the other, or always the node of the controller, and waits for its return."""
+    results = []
+    for number in range(args.kills):
+        start = time.time()
+
+        def pids(events: Events, number: int = number) -> list[int]:
+            return node_pids(run_dir, controller_node(run_dir) if args.what == "controller" else number % args.nodes)
+
+        results.append(victim.kill(pids))
+        victim.wait_until(lambda events, start=start: uses_all_ranks(events, start, args.ranks))  # type: ignore[misc]
+    return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--torchrun", type=int, default=3, help="kills under torchrun")
+    parser.add_argument("--torchrun", type=int, default=3, help="kills under torchrun; 0: none")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--what", choices=("rank", "node", "controller"), default="rank")
     parser.add_argument("settings", nargs="*")
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        base = Path(name)
-        (base / "run.toml").write_text(RUN)
-        settings = given.settings or [f"layout.data={given.ranks}"]
-        ours = base / "phalanx"
-        command = [sys.executable, "-c", PROGRAM, "train", str(base / "run.toml"), "--run-dir", str(ours), *settings]
-        command += [f"cluster.nodes={given.nodes}", *(["resilience.node_return=5"] if given.what != "rank" else [])]
-        seconds, lost = [], []
-        with Job(command, ours) as job:
-            for turn in range(given.kills):
-                if given.what == "rank":
-                    took, again = one(job, lambda events, turn=turn: [newest_pid(events, turn % given.ranks)])  # type: ignore[misc]
-                else:
-                    which = (lambda: controller(ours)) if given.what == "controller" else (lambda turn=turn: turn % given.nodes)  # type: ignore[misc]
-                    moment = time.time()
-                    took, again = one(job, lambda events, which=which: node_pids(ours, which()))  # type: ignore[misc]
-                    job.until(lambda events, moment=moment: _whole(events, moment, given.ranks))  # type: ignore[misc]
-                seconds.append(took)
-                lost.append(again)
+        folder = Path(name)
+        run_file, run_dir = folder / "run.toml", folder / "phalanx"
+        run_file.write_text(RUN)
+        settings = args.settings or [f"layout.data={args.ranks}"]
+        command = train_command(run_file, run_dir, [*settings, f"cluster.nodes={args.nodes}"])
+        command += ["resilience.node_return=5"] if args.what != "rank" else []
+        with Victim(command, run_dir) as victim:
+            by_rank = args.what == "rank"
+            results = kill_ranks(victim, args.kills, args.ranks) if by_rank else kill_nodes(victim, run_dir, args)
+        seconds, repeated = zip(*results, strict=True)
         print(
-            f"phalanx: median {median(seconds):.2f} s, worst {max(seconds):.2f} s of {len(seconds)}, steps lost at most {max(lost)}"
+            f"phalanx: median {median(seconds):.2f} s, worst {max(seconds):.2f} s of {len(seconds)}, "
+            f"steps lost at most {max(repeated)} ({machine_load()})",
+            flush=True,
         )
-        if not given.torchrun:
+        if not args.torchrun:
             return
-        theirs, slow = base / "torchrun", []
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={given.ranks}"]
-        command += ["--max-restarts=100", "-m", "phalanx", "train", str(base / "run.toml"), "--run-dir", str(theirs), *settings]
-        with Job(command, theirs) as job:
-            for turn in range(given.torchrun):
-                slow.append(one(job, lambda events, turn=turn: [newest_pid(events, turn % given.ranks)])[0])  # type: ignore[misc]
-        print(
-            f"torchrun: median {median(slow):.2f} s of {len(slow)}; phalanx is {median(slow) / median(seconds):.1f} times as fast"
-        )
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
+        command += ["--max-restarts=100", *train_command(run_file, folder / "torchrun", settings)[1:]]
+        with Victim(command, folder / "torchrun") as victim:
+            slow = median(result[0] for result in kill_ranks(victim, args.torchrun, args.ranks))
+        print(f"torchrun: median {slow:.2f} s of {args.torchrun}; phalanx is {slow / median(seconds):.1f} times as fast")
 
 
 if __name__ == "__main__":

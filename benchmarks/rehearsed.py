@@ -1,10 +1,10 @@
-"""Rehearsed peaks of memory beside those of a GPU, and the largest micro-batch that fits, rehearsed and tried.
+"""Rehearsed memory peaks next to those of a GPU, and the largest micro-batch that fits, rehearsed and tried.
 
     python benchmarks/rehearsed.py                  # on a machine with a GPU: both, as a table
-    python benchmarks/rehearsed.py --real > FILE    # only what the GPU says, as lines of JSON
-    python benchmarks/rehearsed.py --against FILE   # rehearsals, anywhere, beside such a file
+    python benchmarks/rehearsed.py --real > FILE    # only the GPU, as lines of JSON
+    python benchmarks/rehearsed.py --against FILE   # rehearsals on any machine, next to such a file
 
-Each configuration runs in a process of its own: an allocator remembers what was there before.
+Each configuration runs in a process of its own, because an allocator keeps memory of earlier configurations.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ TRIED = (
     *("1b", "1b, full recompute", "1b, fp8", "1b, 128k words, loss in chunks", "1b, 128k words", "3b, every second block"),
     *("gpt-2, fp32", "experts"),
 )
-"""Of these the largest micro-batch is looked for: what is rehearsed to fit, and one more, are tried."""
+"""Configurations whose largest micro-batch is searched: the largest that fits in rehearsal, and one more, are tried on the GPU."""
 
 
 def job(name: str, micro_batch: int | None = None) -> tuple[Run, Plan]:
@@ -110,7 +110,7 @@ def job(name: str, micro_batch: int | None = None) -> tuple[Run, Plan]:
 
 
 def steps(name: str, micro_batch: int | None = None, count: int = 3) -> dict[str, Any]:
-    """Peaks of a few real steps."""
+    """Memory peaks of a few real steps."""
     import torch
 
     from phalanx.parallel.mesh import Mesh
@@ -121,35 +121,35 @@ def steps(name: str, micro_batch: int | None = None, count: int = 3) -> dict[str
     mesh = Mesh(Place(), torch.device("cuda", 0), plan.layout)
     torch.cuda.reset_peak_memory_stats()
     trainer = Trainer(run, plan, mesh, Path(tempfile.mkdtemp()) / "checkpoints")
-    found: dict[str, Any] = {"name": name, "micro_batch": plan.micro_batch, "allocated": [], "reserved": []}
+    measured: dict[str, Any] = {"name": name, "micro_batch": plan.micro_batch, "allocated": [], "reserved": []}
     try:
         trainer.build()
         placed = trainer.placement()
-        found |= {"parameters": placed.parameters, "gradients": placed.gradients, "optimizer": placed.optimizer}
+        measured |= {"parameters": placed.parameters, "gradients": placed.gradients, "optimizer": placed.optimizer}
         for _ in range(count):
             trainer.step()
-            found["allocated"].append(torch.cuda.max_memory_allocated())
-            found["reserved"].append(torch.cuda.max_memory_reserved())
-        found["fits"], found["kept"] = True, torch.cuda.memory_allocated()
+            measured["allocated"].append(torch.cuda.max_memory_allocated())
+            measured["reserved"].append(torch.cuda.max_memory_reserved())
+        measured["fits"], measured["kept"] = True, torch.cuda.memory_allocated()
     except torch.OutOfMemoryError as error:
-        found |= {"fits": False, "error": str(error)[:400]}
+        measured |= {"fits": False, "error": str(error)[:400]}
     trainer.close()
-    return found
+    return measured
 
 
 def real(name: str, micro_batch: int | None) -> dict[str, Any]:
-    """What the GPU says of one configuration, in this process."""
+    """Measures one configuration on the GPU, in this process."""
     import torch
 
     torch.cuda.set_device(0)
     torch.zeros(1, device="cuda")
-    found = steps(name, micro_batch, count=3 if micro_batch is None else 2)
+    measured = steps(name, micro_batch, count=3 if micro_batch is None else 2)
     free, total = torch.cuda.mem_get_info()
-    return found | {"total": total, "outside": total - free - torch.cuda.memory_reserved()}
+    return measured | {"total": total, "outside": total - free - torch.cuda.memory_reserved()}
 
 
 def start(name: str, micro_batch: int | None = None) -> dict[str, Any]:
-    """The same in a fresh one."""
+    """Measures one configuration on the GPU, in a new process."""
     size = [] if micro_batch is None else ["--micro-batch", str(micro_batch)]
     done = subprocess.run([sys.executable, __file__, "--one", name, *size], capture_output=True, text=True, timeout=300)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -161,7 +161,7 @@ def rehearsed(name: str, micro_batch: int | None = None, capacity: int | None = 
 
 
 def largest(name: str, capacity: int) -> int:
-    """The largest micro-batch that a rehearsal finds room for."""
+    """The largest micro-batch that fits in rehearsal."""
     low, high = 0, 1
     while rehearsed(name, high, capacity).fits:
         low, high = high, 2 * high
@@ -172,16 +172,16 @@ def largest(name: str, capacity: int) -> int:
 
 
 def table(lines: list[dict[str, Any]]) -> None:
-    """Rehearsed beside real; `lines`: what `--real` printed."""
+    """Prints rehearsed and real peaks; `lines`: the output of `--real`."""
     peaks = {line["name"]: line for line in lines if line.get("allocated") and len(line["allocated"]) == 3}
     errors = []
     print("| configuration | micro-batch | real peak, MiB | rehearsed | error | real reserved, MiB | rehearsed |")
     print("|---|---|---|---|---|---|---|")
     for name, line in peaks.items():
-        told, most, held = rehearsed(name), max(line["allocated"]), max(line["reserved"])
-        errors.append(told.peak / most - 1)
-        row = f"| {name} | {line['micro_batch']} | {most / MIB:,.1f} | {told.peak / MIB:,.1f} | {errors[-1]:+.3%} "
-        print(row + f"| {held / MIB:,.0f} | {told.reserved / MIB:,.0f} |", flush=True)
+        rehearsal, allocated, reserved = rehearsed(name), max(line["allocated"]), max(line["reserved"])
+        errors.append(rehearsal.peak / allocated - 1)
+        row = f"| {name} | {line['micro_batch']} | {allocated / MIB:,.1f} | {rehearsal.peak / MIB:,.1f} | {errors[-1]:+.3%} "
+        print(row + f"| {reserved / MIB:,.0f} | {rehearsal.reserved / MIB:,.0f} |", flush=True)
     sizes = sorted(abs(error) for error in errors)
     if sizes:
         print(f"\nmedian error {statistics.median(sizes):.3%}, largest {sizes[-1]:.3%}, of {len(sizes)}\n")
@@ -192,39 +192,39 @@ def table(lines: list[dict[str, Any]]) -> None:
     total = next((line["total"] for line in lines if "total" in line), 0)
     print("| configuration | largest micro-batch, rehearsed | tried on the GPU |")
     print("|---|---|---|")
-    for name, found in tries.items():
-        words = ", ".join(f"{size} {'fits' if fits else 'does not'}" for size, fits in sorted(found.items()))
-        print(f"| {name} | {largest(name, total)} | {words} |", flush=True)
+    for name, results in tries.items():
+        text = ", ".join(f"{size} {'fits' if fits else 'does not'}" for size, fits in sorted(results.items()))
+        print(f"| {name} | {largest(name, total)} | {text} |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--real", action="store_true", help="only what the GPU says, as lines of JSON")
-    parser.add_argument("--against", type=Path, help="a file of such lines")
+    parser.add_argument("--real", action="store_true", help="only the GPU, as lines of JSON")
+    parser.add_argument("--against", type=Path, help="a file with the output of --real")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--micro-batch", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--names", nargs="*", help="only these")
+    parser.add_argument("--names", nargs="*", help="only these configurations")
     parser.add_argument("--tries", default="{}", help='micro-batches to try, as JSON: {"1b": [13, 14]}')
-    given = parser.parse_args()
-    if given.one:
-        print(json.dumps(real(given.one, given.micro_batch)), flush=True)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(real(args.one, args.micro_batch)), flush=True)
         return
-    if given.against:
-        table([json.loads(line) for line in given.against.read_text().splitlines() if line.startswith("{")])
+    if args.against:
+        table([json.loads(line) for line in args.against.read_text().splitlines() if line.startswith("{")])
         return
     lines = []
-    for name in given.names if given.names is not None else CONFIGURATIONS:
+    for name in args.names if args.names is not None else CONFIGURATIONS:
         lines.append(start(name))
         print(json.dumps(lines[-1]), flush=True)
-    tries = json.loads(given.tries)
-    if not given.real and not tries:
+    tries = json.loads(args.tries)
+    if not args.real and not tries:
         total = next(line["total"] for line in lines if "total" in line)
         tries = {name: [size := largest(name, total), size + 1] for name in TRIED}
-    for name, wanted in tries.items():
-        for size in wanted:
+    for name, sizes in tries.items():
+        for size in sizes:
             lines.append(start(name, size))
             print(json.dumps(lines[-1]), flush=True)
-    if not given.real:
+    if not args.real:
         table(lines)
 
 

@@ -1,4 +1,4 @@
-"""CPU seconds that searches take: Llama 3 405B and DeepSeek-V3 on large clusters, all legal layouts considered.
+"""CPU time of the planner's search: Llama 3 405B and DeepSeek-V3 on large clusters, over all legal layouts.
 
 python benchmarks/search.py
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import resource
 import time
 
-began = time.process_time()
+start = time.process_time()
 
 from phalanx.planning.machines.hardware import hardware  # noqa: E402
 from phalanx.planning.planner import search  # noqa: E402
@@ -21,20 +21,20 @@ JOBS = (
     ("deepseek-v3", 2048, 15360, 4096, 5.0),
     ("deepseek-v3", 16384, 15360, 4096, 5.0),
 )
-"""Model, GPUs, sequences of a batch, tokens of a sequence, seconds that a search may take."""
+"""Model, GPUs, sequences in a batch, tokens in a sequence, and the limit of the search in seconds."""
 
 
 def main() -> None:
-    print(f"importing everything: {time.process_time() - began:.2f} s of CPU time")
-    for model, gpus, batch, length, allowed in JOBS:
+    print(f"imports: {time.process_time() - start:.2f} s of CPU time")
+    for model, gpus, batch, length, limit in JOBS:
         train = Train(batch=batch, sequence_length=length, tokens=15 * 10**12)
         cluster = Cluster(gpu="h100-sxm", gpus=gpus)
         run = Run(model=PRESETS[model], train=train, precision=Precision(compute="bf16"), cluster=cluster)
-        found = search(run, hardware(run, None))
-        best = found.best
+        result = search(run, hardware(run, None))
+        best = result.best
         print(
-            f"{model} on {gpus:,} GPUs: {found.seconds:.2f} s of CPU time (at most {allowed:.0f}); {found.considered:,} legal layouts, "
-            f"{found.timed:,} timed one by one\n"
+            f"{model} on {gpus:,} GPUs: {result.seconds:.2f} s of CPU time (at most {limit:.0f}); {result.considered:,} legal layouts, "
+            f"{result.timed:,} timed one by one\n"
             f"    {best.layout}\n    micro-batch {best.micro_batch}, recompute {best.recompute}: {best.seconds:.2f} s a step, MFU {best.mfu or 0:.1%}, "
             f"{best.bytes / 2**30:.1f} GiB"
         )
