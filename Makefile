@@ -35,7 +35,7 @@ contracts: setup
 	$(BIN)/lint-imports
 
 # Tests that fork ranks, by themselves: where torch is built for GPUs, a process that has rehearsed one cannot be forked any more.
-FORKING := $(addprefix tests/,checkpointing parallel training verification rehearsal/test_layouts.py)
+FORKING := $(addprefix tests/,checkpointing optim parallel training verification rehearsal/test_layouts.py)
 # Tests that kill processes and count the seconds until something is done about it, when the others are done.
 ALONE := tests/cli/test_recovery.py tests/cli/test_resume.py tests/launch/test_failures.py
 SHARED := -m "not slow" --numprocesses 2 --dist loadfile

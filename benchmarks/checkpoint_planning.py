@@ -34,7 +34,7 @@ from phalanx.checkpointing.quiet import quiet
 from phalanx.checkpointing.shard_io import Holding, Reader, Writer, box, laid_out
 from phalanx.checkpointing.state_tensor import LoadPieces, Part, SavePieces, StateTensor, _write_item, written
 from phalanx.checkpointing.storage import open_location
-from phalanx.optim.param_slices import replica_group, state_tensor
+from phalanx.optim.protocol import replica_group, state_tensor
 from phalanx.parallel.buckets import own_shard
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.owned_param import ParamShard

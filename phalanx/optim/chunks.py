@@ -1,8 +1,7 @@
-"""Many tensors as a few portions of bounded size: what an optimizer works through where it cannot have all of something at once.
+"""Many tensors as a few chunks of bounded size: for optimizers that cannot have everything in memory, or in fp32, at once.
 
-A tensor may be cut between portions. The fused kernels compute the last few numbers of a run, those that do not fill a vector,
-with other instructions than the rest, whose results differ in the last bit: cut at multiples of 64, every number is computed
-as in the whole tensor.
+A tensor may be cut between chunks. Fused kernels compute the last few elements, those that do not fill a vector, with other
+instructions, whose results differ in the last bit. Cut at multiples of 64, every element is computed as in the whole tensor.
 """
 
 from __future__ import annotations
@@ -13,60 +12,60 @@ from dataclasses import dataclass
 from torch import Tensor
 
 STRIDE = 64
-"""Numbers between which a tensor may be cut, and at which every part begins in its portion."""
+"""Tensors are cut at multiples of this many elements, and every run begins at a multiple in its chunk."""
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
-    """A run of numbers of one tensor, seen flat."""
+class Run:
+    """Consecutive elements of one flattened tensor."""
 
     index: int
-    """Which tensor."""
+    """Index of the tensor."""
     first: int
     length: int
-    at: int
-    """Where it begins in the portion."""
+    start: int
+    """Where the run begins in its chunk."""
 
     def of(self, flat: Tensor) -> Tensor:
-        """Out of the tensor."""
+        """The run in its tensor."""
         return flat.narrow(0, self.first, self.length)
 
-    def within(self, portion: Tensor) -> Tensor:
-        """Out of a buffer that holds the portion."""
-        return portion.narrow(0, self.at, self.length)
+    def within(self, buffer: Tensor) -> Tensor:
+        """The run in a buffer that holds its chunk."""
+        return buffer.narrow(0, self.start, self.length)
 
 
 @dataclass(frozen=True, slots=True)
-class Portion:
-    slices: tuple[Slice, ...]
+class Chunk:
+    runs: tuple[Run, ...]
     size: int
-    """Numbers that it takes up, with the gaps between tensors."""
+    """Elements, with the gaps between tensors."""
 
 
-def portions(lengths: Sequence[int], limit: int, multiple: int = STRIDE) -> list[Portion]:
-    """Tensors of these lengths, in order, `limit` numbers at most at a time; each portion takes up a multiple of `multiple`.
+def split_chunks(lengths: Sequence[int], limit: int, multiple: int = STRIDE) -> list[Chunk]:
+    """Splits tensors of these lengths, in order, into chunks of at most `limit` elements, each a multiple of `multiple`.
 
-    A tensor is cut only where its portion is full, so portions laid end to end hold each tensor in one piece.
+    A tensor is cut only where its chunk is full, so in a sequence of chunks each tensor is contiguous.
     """
     assert multiple % STRIDE == 0
     limit = max(limit // multiple, 1) * multiple
-    found: list[Portion] = []
-    slices: list[Slice] = []
+    chunks: list[Chunk] = []
+    runs: list[Run] = []
     used = 0
     for index, length in enumerate(lengths):
         first = 0
         while first < length:
             if used == limit:
-                found.append(Portion(tuple(slices), used))
-                slices, used = [], 0
+                chunks.append(Chunk(tuple(runs), used))
+                runs, used = [], 0
             taken = min(length - first, limit - used)
-            slices.append(Slice(index, first, taken, used))
+            runs.append(Run(index, first, taken, used))
             first += taken
-            used += _up(taken, STRIDE)
-    if slices:
-        found.append(Portion(tuple(slices), _up(used, multiple)))
-    return found
+            used += _round_up(taken, STRIDE)
+    if runs:
+        chunks.append(Chunk(tuple(runs), _round_up(used, multiple)))
+    return chunks
 
 
-def _up(number: int, multiple: int) -> int:
+def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple

@@ -1,171 +1,156 @@
-"""Muon on matrices that lie in boxes on several ranks. `optim/optimizer` hands it the matrices.
+"""Muon for the matrices of the blocks, which may be sharded over several ranks. AdamW updates the other parameters.
 
-The arithmetic is torch.optim.Muon's: momentum number by number, then Newton–Schulz iterations, which need the whole matrix. The
-ranks that share matrices take as many at a time as they are: each sends its boxes round, makes one matrix orthogonal, and sends
-the boxes back. So no rank has more than one whole matrix, and the work is shared too.
+The arithmetic is that of torch.optim.Muon: momentum element by element, then Newton–Schulz iterations, which need the whole matrix.
+Ranks that share matrices process as many at a time as there are ranks: each rank gathers one whole matrix, orthogonalizes it and
+sends the boxes back. So no rank holds more than one whole matrix, and the work is divided.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from phalanx.optim.adamw import Bytes, Move, State, moving, size
+from phalanx.optim.protocol import OptimizerKind, OptimizerSetup, ParamOptimizer, State, StateBytes, Update, is_updated
 from phalanx.parallel.group import Group
-from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import OwnedParam, ParamShard
-from phalanx.spec.run import Optimizer as OptimizerSpec
+from phalanx.parallel.owned_param import OwnedParam
+from phalanx.spec.tensor_slice import Box
 
-_COEFFICIENTS, _STEPS, _EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7  # torch.optim.Muon's defaults
-
-
-@dataclass(frozen=True, slots=True)
-class _Box:
-    """A rank's part of a matrix."""
-
-    rows: slice
-    columns: slice
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
-
-    @property
-    def numbers(self) -> int:
-        return self.shape[0] * self.shape[1]
+_COEFFICIENTS, _ITERATIONS, _EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7  # torch.optim.Muon's defaults
+_LAYERS = ("blocks.", "mtp.")  # not the embedding and the head, which are matrices too
 
 
-class Muon:
-    def __init__(self, held: Sequence[OwnedParam], spec: OptimizerSpec, mesh: Mesh | None, kept: torch.dtype):
-        self._held, self._spec = list(held), spec
-        self._momentum = [torch.zeros_like(one.value.detach(), dtype=kept) for one in held]
-        self._alone: list[int] = []
-        self._shared: list[_Shared] = []
+class Muon(ParamOptimizer):
+    """Muon on the matrices, or boxes of matrices, of one rank."""
+
+    def __init__(self, params: Sequence[OwnedParam], setup: OptimizerSetup):
+        self._params, self._spec = list(params), setup.spec
+        self._momentum = [torch.zeros_like(param.value.detach(), dtype=setup.moments) for param in params]
+        self._whole: list[int] = []
+        """Indices of the matrices that this rank holds whole."""
+        self._shared: list[_SharedMatrices] = []
+        find_boxes = setup.resources.group_boxes or gather_boxes
         by_axes: dict[tuple[str, ...], list[int]] = {}
-        for index, one in enumerate(held):
-            by_axes.setdefault(one.shard.split, []).append(index)
+        for index, param in enumerate(params):
+            by_axes.setdefault(param.shard.split, []).append(index)
         for axes, indices in by_axes.items():
-            if axes and not held[indices[0]].value.is_meta:  # a rank that is only foreseen meets nobody and takes no step
-                assert mesh is not None, f"{held[indices[0]].name} is a part, of which only a mesh knows the others"
-                group = mesh.group(*axes, use="muon")
+            if axes and not params[indices[0]].value.is_meta:  # a dry build has no peers and takes no step
+                assert setup.mesh is not None, f"{params[indices[0]].name} is sharded: its group is known to a mesh only"
+                group = setup.mesh.group(*axes, use="muon")
                 if group.size > 1:
-                    self._shared.append(_Shared(group, indices, self._held))
+                    boxes = find_boxes(group, [params[index] for index in indices])
+                    self._shared.append(_SharedMatrices(group, self._params, dict(zip(indices, boxes, strict=True))))
                     continue
-            self._alone += indices
+            self._whole += indices
 
     @torch.no_grad()
-    def step(self, move: Move) -> None:
-        if move.bad.item():
+    def step(self, update: Update) -> None:
+        if update.skip.item():
             return
-        for index in self._alone:
-            if moving(self._held[index]):
-                self._apply(index, _orthogonal(self._moved(index, move)), move)
+        for index in self._whole:
+            if is_updated(self._params[index]):
+                self._apply(index, _orthogonalize(self._nesterov(index, update)), update)
         for shared in self._shared:
-            for round_ in shared.rounds():
-                # Newton–Schulz begins by rounding to bf16: rounded here, half as much travels, and the result is the same.
-                boxes = [self._moved(index, move).bfloat16() for index in round_]
-                for index, box in zip(round_, shared.orthogonal(round_, boxes), strict=True):
-                    self._apply(index, box, move)
+            for indices in shared.rounds():
+                # Newton–Schulz begins by rounding to bf16. Rounding here halves what is sent and gives the same result.
+                boxes = [self._nesterov(index, update).bfloat16() for index in indices]
+                for index, box in zip(indices, shared.orthogonalize(indices, boxes), strict=True):
+                    self._apply(index, box, update)
 
     def state(self) -> dict[str, State]:
-        return {f"{one.name}/momentum_buffer": kept for one, kept in zip(self._held, self._momentum, strict=True)}
+        return {f"{param.name}/momentum_buffer": kept for param, kept in zip(self._params, self._momentum, strict=True)}
 
-    def bytes(self) -> Bytes:
-        return Bytes(device=sum(size(kept) for kept in self._momentum))
+    def bytes(self) -> StateBytes:
+        return StateBytes(device=sum(momentum.nbytes for momentum in self._momentum))
 
     @property
     def applied(self) -> str:
-        parts = sum(len(shared.indices) for shared in self._shared)
-        sharers = sorted({shared.group.size for shared in self._shared})
-        together = f", {parts} of them made orthogonal together by {sharers} ranks" if parts else ""
-        return f"{len(self._held)} matrices, momentum {self._momentum[0].dtype} on {self._momentum[0].device}{together}"
+        shared = sum(len(matrices.indices) for matrices in self._shared)
+        sizes = sorted({matrices.group.size for matrices in self._shared})
+        note = f", {shared} of them made orthogonal together by {sizes} ranks" if shared else ""
+        return f"{len(self._params)} matrices, momentum {self._momentum[0].dtype} on {self._momentum[0].device}{note}"
 
-    def _moved(self, index: int, move: Move) -> Tensor:
-        """The gradient with Nesterov momentum; the memory of it moves on."""
-        one, kept, momentum = self._held[index], self._momentum[index], self._spec.momentum
-        if one.gradient is None:
-            return torch.zeros_like(one.value)
-        gradient = one.gradient.float().div_(move.divisor)
-        buffer = kept.float()  # the very tensor, where it is in fp32
+    def _nesterov(self, index: int, update: Update) -> Tensor:
+        """Updates the momentum and returns the gradient with Nesterov momentum."""
+        param, stored, momentum = self._params[index], self._momentum[index], self._spec.momentum
+        if param.gradient is None:
+            return torch.zeros_like(param.value)
+        gradient = param.gradient.float().div_(update.divisor)
+        buffer = stored.float()  # the same tensor if it is in fp32
         buffer.lerp_(gradient, 1 - momentum)
-        if buffer is not kept:
-            kept.copy_(buffer)
+        if buffer is not stored:
+            stored.copy_(buffer)
         return gradient.lerp(buffer, momentum)
 
-    def _apply(self, index: int, update: Tensor, move: Move) -> None:
-        one = self._held[index]
-        if one.gradient is None:
+    def _apply(self, index: int, direction: Tensor, update: Update) -> None:
+        param = self._params[index]
+        if param.gradient is None:
             return
-        value = one.value.detach()
-        value.mul_(1 - move.learning_rate * self._spec.weight_decay)
-        # One learning rate serves AdamW too: the root of the mean square of both updates is alike.
-        rate = _adjust_lr(move.learning_rate, "match_rms_adamw", torch.Size(one.shard.slice.whole))
-        value.add_(update, alpha=-rate)
+        value = param.value.detach()
+        value.mul_(1 - update.learning_rate * self._spec.weight_decay)
+        # Both optimizers share one learning rate: this factor gives their updates the same root mean square.
+        rate = _adjust_lr(update.learning_rate, "match_rms_adamw", torch.Size(param.shard.slice.whole))
+        value.add_(direction, alpha=-rate)
 
 
-class _Shared:
-    """Matrices whose boxes the same ranks hold."""
+class _SharedMatrices:
+    """Matrices whose boxes the ranks of one group hold."""
 
-    def __init__(self, group: Group, indices: list[int], held: Sequence[OwnedParam]):
-        self.group, self.indices = group, indices
-        spots = [held[index].shard for index in indices]
-        device = held[indices[0]].value.device
-        names = crc32("\n".join(held[index].name for index in indices).encode())
-        of_all = group.all_gather(torch.tensor([[names, len(indices)]], device=device))
-        assert (of_all == of_all[0]).all(), "ranks that share matrices hold different ones"
-        places = boxes_of_all(group, spots, device)
-        self._whole = {index: spot.slice.whole for index, spot in zip(indices, spots, strict=True)}
-        self._boxes = {index: [_box(*row) for row in rows] for index, rows in zip(indices, places, strict=True)}
-        for index, spot in zip(indices, spots, strict=True):
-            _check(held[index].name, spot, self._boxes[index])
+    def __init__(self, group: Group, params: Sequence[OwnedParam], boxes: dict[int, list[Box]]):
+        """`boxes`: of every rank, by index of the matrix."""
+        self.group, self.indices, self._boxes = group, list(boxes), boxes
+        self._shapes = {index: params[index].shard.slice.whole for index in boxes}
 
     def rounds(self) -> list[list[int]]:
-        """As many matrices at a time as there are ranks; each rank has one of them whole."""
+        """As many matrices at a time as there are ranks; each rank gathers one of them."""
         count = self.group.size
         return [self.indices[first : first + count] for first in range(0, len(self.indices), count)]
 
-    def orthogonal(self, round_: list[int], boxes: list[Tensor]) -> list[Tensor]:
-        """This rank's boxes of the orthogonal matrices, from its boxes of the matrices."""
-        group, here = self.group, self.group.index
-        mine = round_[here] if here < len(round_) else None
-        sizes = [box.numel() for box in boxes] + [0] * (group.size - len(boxes))
-        taken = [box.numbers for box in self._boxes[mine]] if mine is not None else [0] * group.size
-        received = group.all_to_all(torch.cat([box.reshape(-1) for box in boxes]), sizes, taken)
-        back = received
-        if mine is not None:
-            whole = received.new_empty(self._whole[mine])
-            places = self._boxes[mine]
-            for place, part in zip(places, received.split(taken), strict=True):
-                whole[place.rows, place.columns] = part.view(place.shape)
-            whole = _orthogonal(whole)
-            back = torch.cat([whole[place.rows, place.columns].reshape(-1) for place in places])
-        returned = group.all_to_all(back, taken, sizes)
-        parts = returned.split(sizes)[: len(round_)]
+    def orthogonalize(self, indices: list[int], boxes: list[Tensor]) -> list[Tensor]:
+        """Returns this rank's boxes of the orthogonalized matrices, from its boxes of the matrices."""
+        group, rank = self.group, self.group.index
+        own = indices[rank] if rank < len(indices) else None
+        sent = [box.numel() for box in boxes] + [0] * (group.size - len(boxes))
+        received = [box.numel for box in self._boxes[own]] if own is not None else [0] * group.size
+        values = group.all_to_all(torch.cat([box.reshape(-1) for box in boxes]), sent, received)
+        if own is not None:
+            matrix = values.new_empty(self._shapes[own])
+            for box, part in zip(self._boxes[own], values.split(received), strict=True):
+                matrix[box.index] = part.view(box.shape)
+            matrix = _orthogonalize(matrix)
+            values = torch.cat([matrix[box.index].reshape(-1) for box in self._boxes[own]])
+        returned = group.all_to_all(values, received, sent)
+        parts = returned.split(sent)[: len(indices)]
         return [part.view(box.shape) for part, box in zip(parts, boxes, strict=True)]
 
 
-def boxes_of_all(group: Group, spots: Sequence[ParamShard], device: torch.device) -> list[list[list[int]]]:
-    """Offset and shape of every rank's box, by matrix and rank. A rehearsal, which is told nothing by others, puts its own in the place
-    of this function."""
-    places = group.all_gather(torch.tensor([[*spot.slice.offset, *spot.slice.shape] for spot in spots], device=device)[None])
-    return list(places.transpose(0, 1).tolist())
+def gather_boxes(group: Group, params: Sequence[OwnedParam]) -> list[list[Box]]:
+    """The boxes that the group's ranks hold, by matrix and rank. Checks that the ranks hold the same matrices, and all of each."""
+    device = params[0].value.device
+    names = crc32("\n".join(param.name for param in params).encode())
+    of_all = group.all_gather(torch.tensor([[names, len(params)]], device=device))
+    assert (of_all == of_all[0]).all(), "ranks that share matrices hold different ones"
+    own = [[*param.shard.slice.offset, *param.shard.slice.shape] for param in params]
+    rows = group.all_gather(torch.tensor(own, device=device)[None]).transpose(0, 1).tolist()
+    boxes = [[Box((row[0], row[1]), (row[2], row[3])) for row in of_ranks] for of_ranks in rows]
+    for param, of_ranks in zip(params, boxes, strict=True):
+        distinct = {box: box.numel for box in of_ranks if box.numel}  # several ranks may hold the same box
+        height, width = param.shard.slice.whole
+        held = sum(distinct.values())
+        assert held == height * width, f"the ranks hold {held} of {height * width} elements of {param.name}"
+    return boxes
 
 
-def _orthogonal(matrix: Tensor) -> Tensor:
-    return _zeropower_via_newtonschulz(matrix, _COEFFICIENTS, _STEPS, _EPS)
+def _orthogonalize(matrix: Tensor) -> Tensor:
+    return _zeropower_via_newtonschulz(matrix, _COEFFICIENTS, _ITERATIONS, _EPS)
 
 
-def _box(row: int, column: int, height: int, width: int) -> _Box:
-    return _Box(slice(row, row + height), slice(column, column + width))
+def _updates(param: OwnedParam) -> bool:
+    """Matrices of layers. The whole parameter decides, not the shard; stacked experts have three dimensions, which Muon does not know."""
+    return len(param.shard.slice.whole) == 2 and param.name.startswith(_LAYERS)
 
 
-def _check(name: str, spot: ParamShard, boxes: list[_Box]) -> None:
-    """Together the boxes are the matrix; several ranks may hold the same one."""
-    apart = {(box.rows.start, box.columns.start, *box.shape): box.numbers for box in boxes if box.numbers}
-    total = spot.slice.whole[0] * spot.slice.whole[1]
-    assert sum(apart.values()) == total, f"the ranks hold {sum(apart.values())} of {total} numbers of {name}"
+KIND = OptimizerKind("Muon", Muon, _updates, no_offload="Newton–Schulz iterations belong on the device")

@@ -1,109 +1,122 @@
-"""AdamW, or Muon for the matrices with AdamW for the rest, behind one step that can be refused. Driven by `training/step`.
+"""The optimizer of a rank: AdamW, or another optimizer with AdamW for the parameters it does not update, behind one step that can be
+skipped. `training/step` drives it.
 
-The arithmetic is torch.optim's own. Added here: which parameter goes where, states that exist from the start, are known by
-parameter name and lie where the run file says, and clipping, normalising and skipping folded into the step.
+The arithmetic is that of torch.optim. Here states exist from the start, are known by parameter name and are where the run file says;
+clipping, averaging and skipping are part of the step.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from pathlib import Path
+from importlib import import_module
 
 import torch
 from torch import Tensor
 
-from phalanx.optim.adamw import AdamW, Bytes, Move, State
-from phalanx.optim.muon import Muon
-from phalanx.optim.offload.offloaded_adamw import Offloaded, to_file, to_host
+from phalanx.optim.protocol import REAL, OptimizerKind, OptimizerSetup, ParamOptimizer, Resources, State, StateBytes, Update
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.owned_param import OwnedParam
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Memory, Precision
 from phalanx.spec.run import Optimizer as OptimizerSpec
 
-_LAYERS = ("blocks.", "mtp.")  # not the embedding and not the head, which are matrices too
 _PRECISION, _MEMORY = Precision(), Memory()
 
 
+def optimizer_kind(name: str) -> OptimizerKind:
+    """The registry: optimizer NAME of a run file is the `KIND` of the module `optim/NAME`."""
+    kind = import_module(f"phalanx.optim.{name}").KIND
+    assert isinstance(kind, OptimizerKind), f"phalanx.optim.{name} has no KIND"
+    return kind
+
+
 class Optimizer:
-    """The optimizer of one rank's parameters."""
+    """Updates all parameters that one rank owns."""
 
     def __init__(
         self,
-        held: Sequence[OwnedParam],
+        params: Sequence[OwnedParam],
         spec: OptimizerSpec,
         *,
         precision: Precision = _PRECISION,
         memory: Memory = _MEMORY,
         mesh: Mesh | None = None,
-        folder: Path | None = None,
+        resources: Resources = REAL,
     ):
-        """`folder`: for states in files, where the run file names none. Ranks of one job make theirs at the same time."""
-        if refused := refusal(spec, memory):
-            raise RunError([refused])
-        self._held, self._spec = list(held), spec
-        assert all(one.value.dtype == torch.float32 for one in held), "held values are master weights"
-        kept = torch.bfloat16 if precision.optimizer == "bf16" else torch.float32
-        by_muon = [one for one in held if spec.name == "muon" and _is_muons(one)]
-        names = {one.name for one in by_muon}
-        self._muon = Muon(by_muon, spec, mesh, kept) if by_muon else None
-        rest = [one for one in held if one.name not in names]
-        self._adamw: AdamW | Offloaded
-        if memory.offload == "cpu":
-            self._adamw = to_host(rest, spec, kept)
-        elif memory.offload == "nvme":
-            place = Path(memory.offload_path).expanduser() if memory.offload_path else folder
-            assert place is not None and mesh is not None, "states in files need a folder and a rank"
-            self._adamw = to_file(rest, spec, kept, memory, mesh, place)
-        else:
-            self._adamw = AdamW(rest, spec, kept)
+        """All ranks of a job call it at the same time."""
+        kind, fallback = optimizer_kind(spec.name), optimizer_kind("adamw")
+        if memory.offloads and kind.no_offload is not None:
+            raise RunError(
+                [
+                    f'optimizer.name = "{spec.name}" and memory.offload = "{memory.offload}" do not go together: {kind.no_offload}; '
+                    'take optimizer.name = "adamw", or memory.offload = "none".'
+                ]
+            )
+        assert all(param.value.dtype == torch.float32 for param in params), "the optimizer updates fp32 master weights"
+        self._order, self._spec = {param.name: number for number, param in enumerate(params)}, spec
+        moments = torch.bfloat16 if precision.optimizer == "bf16" else torch.float32
+        setup = OptimizerSetup(spec, moments, memory, mesh, resources)
+        own = [param for param in params if kind.updates(param)]
+        rest = [param for param in params if not kind.updates(param)]
+        self.parts: dict[str, ParamOptimizer] = {}
+        """Implementations by label."""
+        if rest:
+            self.parts[fallback.label] = fallback.make(rest, setup)
+        if own or not rest:
+            self.parts[kind.label] = kind.make(own, setup)
 
-    def step(self, learning_rate: float, divisor: Tensor, bad: Tensor) -> None:
-        """Step with every gradient divided by `divisor`; if `bad` is 1, change nothing at all.
+    def step(self, learning_rate: float, divisor: Tensor, skip: Tensor) -> None:
+        """Updates with every gradient divided by `divisor`; changes nothing if `skip` is 1.
 
-        Both are fp32 scalars on the device: there AdamW's fused kernel divides and refuses by itself, without asking the host.
+        Both are fp32 scalars on the device: AdamW's fused kernel divides and skips there, without waiting for the host.
         """
-        move = Move(self._spec, learning_rate, divisor, bad)
-        self._adamw.step(move)
-        if self._muon is not None:
-            self._muon.step(move)
+        update = Update(self._spec, learning_rate, divisor, skip)
+        for part in self.parts.values():
+            part.step(update)
 
     def adopt(self) -> None:
-        """Values were changed by somebody else, from a checkpoint or by the outer optimizer: master weights elsewhere follow."""
-        if isinstance(self._adamw, Offloaded):
-            self._adamw.adopt()
+        """Parameters were written by something else, such as a checkpoint: brings master weights elsewhere up to them."""
+        for part in self.parts.values():
+            part.adopt()
 
     def state(self) -> dict[str, State]:
-        """Every state by "parameter name/state name". They are the live ones: writing into them restores."""
-        found = self._adamw.state() | (self._muon.state() if self._muon else {})
-        place = {one.name: number for number, one in enumerate(self._held)}
-        return dict(sorted(found.items(), key=lambda pair: place[pair[0].rpartition("/")[0]]))
+        """Every live state by "parameter name/state name": writing to them restores."""
+        states = {name: state for part in self.parts.values() for name, state in part.state().items()}
+        return dict(sorted(states.items(), key=lambda pair: self._order[pair[0].rpartition("/")[0]]))
 
-    def bytes(self) -> Bytes:
-        """Where the states lie, in bytes; single numbers are not counted."""
-        return self._adamw.bytes() + (self._muon.bytes() if self._muon else Bytes())
+    def bytes(self) -> StateBytes:
+        """Size of the states; scalars are not counted."""
+        return sum((part.bytes() for part in self.parts.values()), StateBytes())
 
     @property
     def applied(self) -> str:
-        """What was made, read off the tensors and files."""
-        return f"AdamW: {self._adamw.applied}" + (f"; Muon: {self._muon.applied}" if self._muon else "")
+        """What was built, read from the tensors and files."""
+        return "; ".join(f"{label}: {part.applied}" for label, part in self.parts.items())
 
     def close(self) -> None:
-        """Let go of files. The states are gone with them."""
-        if isinstance(self._adamw, Offloaded):
-            self._adamw.close()
+        """Closes files; states in them are lost."""
+        for part in self.parts.values():
+            part.close()
 
 
-def refusal(spec: OptimizerSpec, memory: Memory) -> str | None:
-    """Why these settings cannot be had together, in one sentence; None where they can."""
-    if spec.name == "muon" and memory.offloads:
-        return (
-            f'optimizer.name = "muon" and memory.offload = "{memory.offload}" do not go together: Newton–Schulz iterations '
-            'belong on the device; take optimizer.name = "adamw", or memory.offload = "none".'
-        )
-    return None
+def learning_rate(optimizer: OptimizerSpec, step: int, steps: int) -> float:
+    """Learning rate of step `step` (from 0) of `steps`: linear warm-up, then the schedule down to the final fraction.
 
-
-def _is_muons(one: OwnedParam) -> bool:
-    """Decided on the whole parameter, never on a rank's part. Experts are stacked in three dimensions, of which Muon knows nothing."""
-    return len(one.shard.slice.whole) == 2 and one.name.startswith(_LAYERS)
+    A pure function of the step: there is nothing to save.
+    """
+    if step < optimizer.warmup_steps:
+        return optimizer.learning_rate * (step + 1) / optimizer.warmup_steps
+    done, whole = step - optimizer.warmup_steps, max(1, steps - optimizer.warmup_steps)
+    if optimizer.schedule == "wsd":
+        decay = optimizer.decay_steps if optimizer.decay_steps is not None else max(1, min(whole, steps // 5))
+        done, whole = max(0, done - (whole - decay)), decay
+    progress = min(1.0, done / whole)
+    match optimizer.schedule:
+        case "cosine":
+            left = 0.5 * (1 + math.cos(math.pi * progress))
+        case "linear" | "wsd":
+            left = 1 - progress
+        case "constant":
+            left = 1.0
+    return optimizer.learning_rate * (optimizer.final_fraction + (1 - optimizer.final_fraction) * left)

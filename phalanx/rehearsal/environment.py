@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,15 +23,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from phalanx.models import moe
 from phalanx.observe import comm_timer
-from phalanx.optim import muon
-from phalanx.optim.offload import offloaded_adamw, state_stores
+from phalanx.optim.protocol import Resources
 from phalanx.parallel import expert_dispatch, fsdp
 from phalanx.parallel.context import mask
 from phalanx.parallel.expert_dispatch import Seats
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import ParamShard
-from phalanx.spec.tensor_slice import TensorSlice
+from phalanx.parallel.owned_param import OwnedParam, ParamShard
+from phalanx.spec.tensor_slice import Box, TensorSlice
 from phalanx.transforms import activations
 
 ASSUMED = (
@@ -48,25 +48,25 @@ def balanced(_: Tensor, seats: Seats, rows: int) -> list[int]:
     return [*given, *taken, *[sum(taken)] * seats.within.size]
 
 
-def tiled(tensor: int) -> Callable[..., list[list[list[int]]]]:
-    """In place of `muon.boxes_of_all`, among so many tensor ranks: what cut this rank's box cuts those of the others."""
+def optimizer_resources(mesh: Mesh) -> Resources:
+    """An optimizer's memory, files and peers in a rehearsal: tensors without memory, and boxes computed from this rank's own."""
 
-    def boxes(group: Group, spots: Sequence[ParamShard], _: torch.device) -> list[list[list[int]]]:
-        return [tiles(group, spot, tensor if "tensor" in spot.split else 1) for spot in spots]
+    def boxes(group: Group, params: Sequence[OwnedParam]) -> list[list[Box]]:
+        tensor = mesh.size("tensor")
+        return [tiles(group, param.shard, tensor if "tensor" in param.shard.split else 1) for param in params]
 
-    return boxes
+    return Resources(folder=Path("offload"), host_buffer=Room, scratch_file=Scratch, group_boxes=boxes)
 
 
-def tiles(group: Group, spot: ParamShard, tensor: int) -> list[list[int]]:
+def tiles(group: Group, spot: ParamShard, tensor: int) -> list[Box]:
     """Tensor ranks, which are neighbours, cut a matrix along one of its dimensions, and those that share state its parts."""
-    own, shards = [*spot.slice.offset, *spot.slice.shape], group.size // tensor
+    shards = group.size // tensor
     for first, second in product(range(2), repeat=2):
-        found = []
+        found: list[Box] = []
         for index in range(group.size):
             whole = TensorSlice.full(spot.slice.whole)
-            part = whole.cut(first, index % tensor, tensor).cut(second, index // tensor, shards)
-            found.append([*part.offset, *part.shape])
-        if found[group.index] == own:
+            found += whole.cut(first, index % tensor, tensor).cut(second, index // tensor, shards).boxes
+        if found[group.index] == spot.slice.boxes[0]:
             return found
     raise AssertionError(f"{spot} is cut in a way that rehearsals do not know")
 
@@ -88,7 +88,7 @@ class Room:
         self.bytes = torch.empty(size, dtype=torch.uint8)
         self.view = _View()
 
-    def numbers(self, dtype: torch.dtype, first: int, count: int) -> Tensor:
+    def elements(self, dtype: torch.dtype, first: int, count: int) -> Tensor:
         return self.bytes.narrow(0, first, count * dtype.itemsize).view(dtype)
 
 
@@ -168,12 +168,7 @@ def assumed(rank: Mesh) -> Iterator[None]:
             (moe, "loop_experts", even),
             (mask.View, "__post_init__", _mixed),
             (fsdp, "_device_mesh", real_mesh),
-            (muon, "boxes_of_all", tiled(rank.size("tensor"))),
-            (muon, "_check", lambda *_: None),
             (nn.Module, "to_empty", given_memory),
-            (state_stores, "Buffer", Room),
-            (offloaded_adamw, "Buffer", Room),
-            (offloaded_adamw, "ScratchFile", Scratch),
             (activations, "MOVED", (*activations.MOVED, FakeTensor)),
             (torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata),
             (FakeTensor, "data_ptr", _address),

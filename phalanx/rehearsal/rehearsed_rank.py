@@ -8,7 +8,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +17,11 @@ from torch.nn.modules import module as modules
 from torch.utils._pytree import tree_leaves
 
 from phalanx.observe.comm_timer import COMM_TIMER
-from phalanx.optim.learning_rate import learning_rate
+from phalanx.optim.optimizer import learning_rate
 from phalanx.parallel.mesh import Mesh
 from phalanx.rehearsal import fake_gpu
 from phalanx.rehearsal.attention_kernels import Card
-from phalanx.rehearsal.environment import assumed
+from phalanx.rehearsal.environment import assumed, optimizer_resources
 from phalanx.rehearsal.message_log import Messages
 from phalanx.rehearsal.op_tracker import Watch
 from phalanx.spec.plan import Plan
@@ -39,7 +38,7 @@ class Program:
 
     def __init__(self, run: Run, plan: Plan, mesh: Mesh, watch: Watch):
         self.run, self.plan, self.mesh, self.watch = run, plan, mesh, watch
-        self.built: TrainState = build(run, plan, mesh, Path("offload"))
+        self.built: TrainState = build(run, plan, mesh, optimizer_resources(mesh))
         self.names = _names(self.built.sharded.parts)
         pipeline = self.built.pipeline(run)
         self.stepper = Stepper(run, plan, self.built.sharded, self.built.experts, pipeline)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +16,9 @@ from phalanx.events.records import ModelPlaced
 from phalanx.models import init
 from phalanx.models.custom import axes
 from phalanx.models.moe import router_sizes
-from phalanx.optim.diloco import Outer
+from phalanx.optim.diloco import OuterOptimizer
 from phalanx.optim.optimizer import Optimizer
-from phalanx.optim.param_slices import replica_group, state_tensor
+from phalanx.optim.protocol import REAL, Resources, replica_group, state_tensor
 from phalanx.parallel.apply import apply
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.owned_param import ParamShard
@@ -42,7 +41,7 @@ class TrainState:
 
     sharded: ShardedModel
     optimizer: Optimizer
-    outer: Outer | None
+    outer: OuterOptimizer | None
     """The outer optimizer of local SGD, which runs between replicas."""
     schedule: Schedule | None
     """None without a pipeline."""
@@ -92,16 +91,18 @@ class TrainState:
         return Pipeline(self.sharded.parts, self.schedule, self.sharded.mesh, halves=run.memory.recompute != "selective")
 
 
-def build(run: Run, plan: Plan, mesh: Mesh, folder: Path | None = None) -> TrainState:
-    """Builds a rank at step 0; all ranks call it together. `folder`: for offloaded states in files, if the run file names none."""
+def build(run: Run, plan: Plan, mesh: Mesh, resources: Resources = REAL) -> TrainState:
+    """Builds a rank at step 0; all ranks call it together. `resources`: what the optimizer takes besides parameters."""
     model = init.build(run.model)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     experts = router_sizes(model)
     order = schedule_for(plan.layout, plan.accumulation)
     parts = split_stages(model, run, plan, mesh, order)
     sharded = apply(parts, run, plan, mesh, recipe(model, run.train.seed, order))
-    optimizer = Optimizer(sharded.owned, run.optimizer, precision=run.precision, memory=run.memory, mesh=mesh, folder=folder)
-    outer = Outer(sharded.owned, run.optimizer, mesh) if run.optimizer.sync_every > 1 else None
+    optimizer = Optimizer(
+        sharded.owned, run.optimizer, precision=run.precision, memory=run.memory, mesh=mesh, resources=resources
+    )
+    outer = OuterOptimizer(sharded.owned, run.optimizer, mesh) if run.optimizer.sync_every > 1 else None
     return TrainState(sharded, optimizer, outer, order, shapes, experts)
 
 

@@ -19,8 +19,8 @@ from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.events.heartbeat import Heartbeat
 from phalanx.events.records import Evaluated, Event, ModelPlaced, Saved, SaveFailed, Step, StepSkipped, WeightsLoaded
 from phalanx.observe.comm_timer import COMM_TIMER, span
-from phalanx.optim.learning_rate import learning_rate
-from phalanx.optim.optimizer import Optimizer
+from phalanx.optim.optimizer import Optimizer, learning_rate
+from phalanx.optim.protocol import Resources
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.spec.errors import RunFailed
@@ -75,7 +75,7 @@ class Trainer:
     def build(self) -> None:
         """Builds model, optimizer and hooks at step 0, on this rank's device."""
         self.hooks.on_phase("building")
-        state = build(self.run, self.plan, self.mesh, self.checkpoints.parent / "offload")
+        state = build(self.run, self.plan, self.mesh, Resources(self.checkpoints.parent / "offload"))
         stepper = Stepper(self.run, self.plan, state.sharded, state.experts, state.pipeline(self.run))
         compiled = self.run.memory.compile
         self.hooks.add(

@@ -188,9 +188,9 @@ def test_states_go_into_files_and_come_back_without_a_bit_changed(straight: Any,
 
 KILLED = """
 import os, signal
-import phalanx.optim.offload.state_stores as stores
+import phalanx.optim.offload.stores as stores
 import phalanx.training.trainer as trainer
-step, write = trainer.Trainer.step, stores.InFile._write
+step, write = trainer.Trainer.step, stores.FileStore._write
 now = [None, 0]
 def noted(self):
     now[0] = self.progress.step + 1, self.mesh.rank
@@ -199,7 +199,7 @@ def half(self, number):
     write(self, number)
     if now[0] == (11, 1):
         os.kill(os.getpid(), signal.SIGKILL)
-trainer.Trainer.step, stores.InFile._write = noted, half
+trainer.Trainer.step, stores.FileStore._write = noted, half
 """
 
 

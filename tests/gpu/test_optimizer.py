@@ -25,6 +25,7 @@ from phalanx.parallel.owned_param import OwnedParam, ParamShard
 from phalanx.spec.plan import Place
 from phalanx.spec.run import Memory, Optimizer as Spec, Precision
 from phalanx.optim.optimizer import Optimizer
+from phalanx.optim.protocol import Resources
 
 mesh = Mesh(Place(), torch.device("cuda", 0))
 
@@ -38,7 +39,7 @@ def held():
 
 def run(offload, moments, gradients):
     some, memory = held(), Memory(offload=offload, offload_buffer=8)
-    optimizer = Optimizer(some, Spec(eps=1e-4), precision=Precision(optimizer=moments), memory=memory, mesh=mesh, folder=Path(sys.argv[1]))
+    optimizer = Optimizer(some, Spec(eps=1e-4), precision=Precision(optimizer=moments), memory=memory, mesh=mesh, resources=Resources(Path(sys.argv[1])))
     dice = torch.Generator("cuda").manual_seed(2)
     for step in range(6):
         for one in some:

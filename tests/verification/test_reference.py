@@ -14,7 +14,7 @@ from ranks import ALONE, tiny_run, tiny_trainer
 from torch import Tensor
 
 from phalanx.models import hf_mapping, hf_names
-from phalanx.optim.learning_rate import learning_rate
+from phalanx.optim.optimizer import learning_rate
 from phalanx.spec import hf_config
 from phalanx.spec.model import ModelSpec
 from phalanx.verification.recorder import moments

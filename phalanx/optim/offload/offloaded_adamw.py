@@ -1,7 +1,7 @@
-"""AdamW with master weights and moments off the device: in the host's memory, or in a file. `optim/optimizer` makes it.
+"""AdamW with master weights and moments in host memory or in a file. `optim/adamw` makes it if `memory.offload` asks for it.
 
-The device keeps the model's parameters. Gradients come down, torch's fused CPU kernel updates the masters, new values go up; on a
-GPU the copies of other portions run meanwhile, and with a file its reading and writing too.
+The device keeps the model's parameters. Gradients are copied to the host, torch's fused CPU kernel updates the masters, and new values
+are copied to the device. On a GPU, copies of other chunks overlap with the update, and so do reads and writes of the file.
 """
 
 from __future__ import annotations
@@ -9,214 +9,235 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from phalanx.optim.adamw import MOMENTS, Bytes, Move, State, Terms, decay, flat, fused, moving
-from phalanx.optim.chunks import Portion, portions
-from phalanx.optim.offload.scratch import Buffer, ScratchFile, problem, trim
-from phalanx.optim.offload.state_stores import ALIGNED, InFile, InMemory, Store, width
-from phalanx.parallel.mesh import Mesh
+from phalanx import accelerator
+from phalanx.optim.chunks import Chunk, split_chunks
+from phalanx.optim.fused_adamw import MOMENTS, KernelArgs, fused_adamw, weight_decay
+from phalanx.optim.offload.stores import (
+    ALIGNED,
+    Allocate,
+    FileStore,
+    HostBuffer,
+    HostStore,
+    ScratchFile,
+    Store,
+    describe_failure,
+    element_bytes,
+    trim,
+)
+from phalanx.optim.protocol import OptimizerSetup, ParamOptimizer, State, StateBytes, Update, flat, is_updated
 from phalanx.parallel.owned_param import OwnedParam
 from phalanx.spec.errors import RunFailed
-from phalanx.spec.run import Memory
-from phalanx.spec.run import Optimizer as OptimizerSpec
 
-_PORTION = 1 << 22  # numbers that are copied at a time where all are in memory
+_CHUNK = 1 << 22
+"""Elements copied at a time if all states are in memory."""
 
 
-class Offloaded:
-    """The states of one rank's parameters."""
+class OffloadedAdamW(ParamOptimizer):
+    """AdamW on states in a store."""
 
-    def __init__(self, held: Sequence[OwnedParam], spec: OptimizerSpec, store: Store, cut: list[Portion], moments: torch.dtype):
-        self._held, self._spec, self._store, self._portions = list(held), spec, store, cut
-        self._decays = [decay(one, spec) for one in held]
-        self._steps = [torch.zeros((), dtype=torch.float32) for _ in held]
-        self._moments = moments
-        largest = max((portion.size for portion in cut), default=0)
-        on_gpu = any(one.value.is_cuda for one in held)
-        self._traffic: _ByCopies | _InPlace = _ByCopies(held, largest) if on_gpu else _InPlace(held)
-        self._wide = {key: torch.empty(largest if moments != torch.float32 else 0) for key in MOMENTS}
+    def __init__(self, params: Sequence[OwnedParam], setup: OptimizerSetup, store: Store, chunks: list[Chunk]):
+        self._params, self._store, self._chunks = list(params), store, chunks
+        self._decays = [weight_decay(param, setup.spec) for param in params]
+        self._steps = [torch.zeros((), dtype=torch.float32) for _ in params]
+        self._moments = moments = setup.moments
+        largest = max((chunk.size for chunk in chunks), default=0)
+        allocate = setup.resources.host_buffer or HostBuffer
+        self._transfer: _DeviceTransfer | _HostTransfer
+        self._transfer = _DeviceTransfer(params, largest, allocate) if _on_device(params) else _HostTransfer(params)
+        self._widened = {key: torch.empty(largest if moments != torch.float32 else 0) for key in MOMENTS}
         self.adopt()
 
     def adopt(self) -> None:
-        """Take the values as they are for master weights: after somebody else has written them."""
-        for number, portion in enumerate(self._portions):
-            values = [part.of(flat(self._held[part.index].value)) for part in portion.slices]
+        for number, chunk in enumerate(self._chunks):
+            values = [run.of(flat(self._params[run.index].value)) for run in chunk.runs]
             self._store.put(number, "master", values)
-        trim()  # what drawing these values took, or reading them from a checkpoint
+        trim()  # memory that initialization or reading a checkpoint took
 
-    def step(self, move: Move) -> None:
-        divisor, bad = torch.stack((move.divisor, move.bad)).cpu()  # the host works on them, so it has to know
-        if bad.item():
+    def step(self, update: Update) -> None:
+        divisor, skip = torch.stack((update.divisor, update.skip)).cpu()  # the host computes, so it waits for them
+        if skip.item():
             return
-        move = replace(move, divisor=divisor, bad=bad)
-        for one, step in zip(self._held, self._steps, strict=True):
-            step += moving(one)
-        self._traffic.begin()
-        for portion in self._portions[:1]:
-            self._traffic.fetch(0, portion)
-        for number, (portion, record) in enumerate(self._store.walk()):
-            for following in self._portions[number + 1 : number + 2]:
-                self._traffic.fetch(number + 1, following)
-            self._update(portion, record.kinds, self._traffic.gradients(number, portion), move)
-            record.busy = self._traffic.give(portion, record.kinds["master"])
-        self._traffic.end()
+        update = replace(update, divisor=divisor, skip=skip)
+        for param, step in zip(self._params, self._steps, strict=True):
+            step += is_updated(param)
+        self._transfer.begin()
+        for chunk in self._chunks[:1]:
+            self._transfer.fetch(0, chunk)
+        for number, (chunk, record) in enumerate(self._store.walk()):
+            for following in self._chunks[number + 1 : number + 2]:
+                self._transfer.fetch(number + 1, following)
+            self._update(chunk, record.kinds, self._transfer.gradients(number, chunk), update)
+            record.copied = self._transfer.send(chunk, record.kinds["master"])
+        self._transfer.end()
 
-    def _update(self, portion: Portion, kinds: dict[str, Tensor], gradients: list[Tensor | None], move: Move) -> None:
-        means, squares = (self._widened(kinds[key], key) for key in MOMENTS)
-        terms = {rate: Terms() for rate in self._decays}
-        for part, gradient in zip(portion.slices, gradients, strict=True):
+    def _update(self, chunk: Chunk, kinds: dict[str, Tensor], gradients: list[Tensor | None], update: Update) -> None:
+        means, squares = (self._widen(kinds[key], key) for key in MOMENTS)
+        by_decay = {decay: KernelArgs() for decay in self._decays}
+        for run, gradient in zip(chunk.runs, gradients, strict=True):
             if gradient is not None:
-                terms[self._decays[part.index]].add(
-                    part.within(kinds["master"]),
-                    gradient,
-                    (part.within(means), part.within(squares)),
-                    self._steps[part.index],
-                )
-        for rate, some in terms.items():
-            fused(some, rate, move)
+                moments = (run.within(means), run.within(squares))
+                args = by_decay[self._decays[run.index]]
+                args.add(run.within(kinds["master"]), gradient, moments, self._steps[run.index])
+        for decay, args in by_decay.items():
+            fused_adamw(args, decay, update)
         for key, new in zip(MOMENTS, (means, squares), strict=True):
             if new.dtype != kinds[key].dtype:
                 kinds[key].copy_(new)
 
-    def _widened(self, moment: Tensor, key: str) -> Tensor:
-        return moment if moment.dtype == torch.float32 else self._wide[key][: moment.numel()].copy_(moment)
+    def _widen(self, moment: Tensor, key: str) -> Tensor:
+        return moment if moment.dtype == torch.float32 else self._widened[key][: moment.numel()].copy_(moment)
 
     def state(self) -> dict[str, State]:
-        found: dict[str, State] = {}
-        for index, (one, step) in enumerate(zip(self._held, self._steps, strict=True)):
-            found[f"{one.name}/step"] = step
+        states: dict[str, State] = {}
+        for index, (param, step) in enumerate(zip(self._params, self._steps, strict=True)):
+            states[f"{param.name}/step"] = step
             for key in MOMENTS:
-                found[f"{one.name}/{key}"] = self._store.state(index, key, tuple(one.value.shape))
-        return found
+                states[f"{param.name}/{key}"] = self._store.state(index, key, tuple(param.value.shape))
+        return states
 
     def masters(self) -> dict[str, State]:
-        """Master weights by parameter name. They equal the values, which are what a checkpoint takes."""
-        return {one.name: self._store.state(i, "master", tuple(one.value.shape)) for i, one in enumerate(self._held)}
+        """Master weights by parameter name. They equal the parameters, which a checkpoint takes."""
+        params = enumerate(self._params)
+        return {param.name: self._store.state(index, "master", tuple(param.value.shape)) for index, param in params}
 
-    def bytes(self) -> Bytes:
-        staged = sum(tensor.numel() * 4 for tensor in self._wide.values()) + self._traffic.staged_bytes
-        return self._store.bytes() + Bytes(buffer=staged)
+    def bytes(self) -> StateBytes:
+        widened = sum(tensor.nbytes for tensor in self._widened.values())
+        return self._store.bytes() + StateBytes(buffer=widened + self._transfer.buffer_bytes)
 
     @property
     def applied(self) -> str:
-        return f"{len(self._held)} parameters, master weights in fp32 and moments in {self._moments} {self._store.where}"
+        return f"{len(self._params)} parameters, master weights in fp32 and moments in {self._moments} {self._store.where}"
 
     def close(self) -> None:
-        self._traffic.end()
+        self._transfer.end()
         self._store.close()
 
 
-class _InPlace:
-    """The device is the host: gradients are read where they are."""
+class _HostTransfer:
+    """Parameters are on the host: gradients are read where they are."""
 
-    def __init__(self, held: Sequence[OwnedParam]):
-        self._held = held
-        self._staged = torch.empty(0)
+    def __init__(self, params: Sequence[OwnedParam]):
+        self._params = params
+        self._buffer = torch.empty(0)
 
     @property
-    def staged_bytes(self) -> int:
-        return self._staged.numel() * 4
+    def buffer_bytes(self) -> int:
+        return self._buffer.nbytes
 
     def begin(self) -> None:
         pass
 
-    def fetch(self, number: int, portion: Portion) -> None:
+    def fetch(self, number: int, chunk: Chunk) -> None:
         pass
 
-    def gradients(self, number: int, portion: Portion) -> list[Tensor | None]:
-        found: list[Tensor | None] = []
-        for part in portion.slices:
-            gradient = self._held[part.index].gradient
+    def gradients(self, number: int, chunk: Chunk) -> list[Tensor | None]:
+        gradients: list[Tensor | None] = []
+        for run in chunk.runs:
+            gradient = self._params[run.index].gradient
             if gradient is not None:
-                gradient = part.of(gradient.reshape(-1))
+                gradient = run.of(gradient.reshape(-1))
                 if gradient.dtype != torch.float32:
-                    if self._staged.numel() < portion.size:
-                        self._staged = torch.empty(portion.size)
-                    gradient = part.within(self._staged).copy_(gradient)
-            found.append(gradient)
-        return found
+                    if self._buffer.numel() < chunk.size:
+                        self._buffer = torch.empty(chunk.size)
+                    gradient = run.within(self._buffer).copy_(gradient)
+            gradients.append(gradient)
+        return gradients
 
-    def give(self, portion: Portion, master: Tensor) -> None:
-        for part in portion.slices:
-            part.of(flat(self._held[part.index].value)).copy_(part.within(master))
+    def send(self, chunk: Chunk, master: Tensor) -> None:
+        for run in chunk.runs:
+            run.of(flat(self._params[run.index].value)).copy_(run.within(master))
 
     def end(self) -> None:
         pass
 
 
-class _ByCopies:
-    """Gradients of the next portion come down while this one is updated, and values of the last one go up."""
+class _DeviceTransfer:
+    """While one chunk is updated, gradients of the next come from the device, and values of the last go to it."""
 
-    def __init__(self, held: Sequence[OwnedParam], largest: int):
-        self._held = held
-        self._device = held[0].value.device
-        self._down, self._up = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
-        self._buffers = [Buffer(largest * 4, pin=True) for _ in range(2)]
-        self._staged = [buffer.bytes.view(torch.float32) for buffer in self._buffers]
-        self._arrived = [torch.cuda.Event() for _ in range(2)]
+    def __init__(self, params: Sequence[OwnedParam], largest: int, allocate: Allocate):
+        self._params = params
+        self._device = params[0].value.device
+        self._kind = accelerator.of(self._device)
+        self._down, self._up = self._kind.stream(self._device), self._kind.stream(self._device)
+        self._host_buffers = [allocate(largest * 4, True) for _ in range(2)]
+        self._buffers: list[Tensor] = [buffer.bytes.view(torch.float32) for buffer in self._host_buffers]
+        self._arrived = [self._kind.event() for _ in range(2)]
 
     @property
-    def staged_bytes(self) -> int:
-        return sum(staged.numel() * 4 for staged in self._staged)
+    def buffer_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers)
 
     def begin(self) -> None:
-        now = torch.cuda.current_stream(self._device)
+        now = self._kind.current_stream(self._device)
         self._down.wait_stream(now)  # gradients are complete
-        self._up.wait_stream(now)  # and nobody reads the old values any more
+        self._up.wait_stream(now)  # and the old values are not read any more
 
-    def fetch(self, number: int, portion: Portion) -> None:
-        """Begin to copy down; what stood in that memory, two portions ago, has been used."""
-        with torch.cuda.stream(self._down):
-            for part in portion.slices:
-                gradient = self._held[part.index].gradient
+    def fetch(self, number: int, chunk: Chunk) -> None:
+        """Starts to copy gradients to the host. The buffer's last content, of two chunks ago, has been used."""
+        with self._kind.use(self._down):
+            for run in chunk.runs:
+                gradient = self._params[run.index].gradient
                 if gradient is not None:
-                    part.within(self._staged[number % 2]).copy_(part.of(gradient.reshape(-1)), non_blocking=True)
+                    run.within(self._buffers[number % 2]).copy_(run.of(gradient.reshape(-1)), non_blocking=True)
             self._arrived[number % 2].record(self._down)
 
-    def gradients(self, number: int, portion: Portion) -> list[Tensor | None]:
+    def gradients(self, number: int, chunk: Chunk) -> list[Tensor | None]:
         self._arrived[number % 2].synchronize()
-        staged = self._staged[number % 2]
-        return [None if self._held[part.index].gradient is None else part.within(staged) for part in portion.slices]
+        buffer = self._buffers[number % 2]
+        return [None if self._params[run.index].gradient is None else run.within(buffer) for run in chunk.runs]
 
-    def give(self, portion: Portion, master: Tensor) -> torch.cuda.Event:
-        with torch.cuda.stream(self._up):
-            for part in portion.slices:
-                part.of(flat(self._held[part.index].value)).copy_(part.within(master), non_blocking=True)
+    def send(self, chunk: Chunk, master: Tensor) -> Any:
+        with self._kind.use(self._up):
+            for run in chunk.runs:
+                run.of(flat(self._params[run.index].value)).copy_(run.within(master), non_blocking=True)
             return self._up.record_event()
 
     def end(self) -> None:
-        """What comes after on the device sees the new values."""
-        torch.cuda.current_stream(self._device).wait_stream(self._up)
+        """Later work on the device sees the new values."""
+        self._kind.current_stream(self._device).wait_stream(self._up)
 
 
-def to_host(held: Sequence[OwnedParam], spec: OptimizerSpec, moments: torch.dtype) -> Offloaded:
-    """States in the host's memory."""
-    cut = portions([one.value.numel() for one in held], _PORTION)
-    store = InMemory(cut, moments, pin=any(one.value.is_cuda for one in held))
-    return Offloaded(held, spec, store, cut, moments)
+def offloaded(params: Sequence[OwnedParam], setup: OptimizerSetup) -> OffloadedAdamW:
+    """AdamW with states where `memory.offload` says: "cpu" or "nvme"."""
+    return _in_host_memory(params, setup) if setup.memory.offload == "cpu" else _in_file(params, setup)
 
 
-def to_file(
-    held: Sequence[OwnedParam], spec: OptimizerSpec, moments: torch.dtype, memory: Memory, mesh: Mesh, folder: Path
-) -> Offloaded:
-    """States in a file in `folder`, worked through in memory.offload_buffer. Ranks that cannot say so to all, before any step."""
-    on_gpu = mesh.device.type == "cuda"
-    extra = (8 if on_gpu else 4) + (8 if moments != torch.float32 else 0)  # gradients, and moments in fp32
-    limit = (memory.offload_buffer << 20) // (3 * width(moments) + extra)
-    cut = portions([one.value.numel() for one in held], limit, ALIGNED)
-    path, size = folder / f"optimizer-{mesh.rank}.states", sum(portion.size for portion in cut) * width(moments)
-    file, trouble = None, None
+def _in_host_memory(params: Sequence[OwnedParam], setup: OptimizerSetup) -> OffloadedAdamW:
+    chunks = split_chunks([param.value.numel() for param in params], _CHUNK)
+    allocate = setup.resources.host_buffer or HostBuffer
+    store = HostStore(chunks, setup.moments, pin=_on_device(params), allocate=allocate)
+    return OffloadedAdamW(params, setup, store, chunks)
+
+
+def _in_file(params: Sequence[OwnedParam], setup: OptimizerSetup) -> OffloadedAdamW:
+    """States pass through memory.offload_buffer MiB. If a rank cannot create its file, all ranks fail before any step."""
+    memory, mesh, moments, resources = setup.memory, setup.mesh, setup.moments, setup.resources
+    folder = Path(memory.offload_path).expanduser() if memory.offload_path else resources.folder
+    assert folder is not None and mesh is not None, "states in files need a folder and a rank"
+    pin = accelerator.of(mesh.device).asynchronous
+    extra = (8 if pin else 4) + (8 if moments != torch.float32 else 0)  # bytes of gradients, and of moments in fp32
+    limit = (memory.offload_buffer << 20) // (3 * element_bytes(moments) + extra)
+    chunks = split_chunks([param.value.numel() for param in params], limit, ALIGNED)
+    path, size = folder / f"optimizer-{mesh.rank}.states", sum(chunk.size for chunk in chunks) * element_bytes(moments)
+    file, failure = None, None
     try:
-        file = ScratchFile(path, size)
+        file = (resources.scratch_file or ScratchFile)(path, size)
     except OSError as error:
-        trouble = problem(path, size, error)
-    troubles = [found for found in mesh.gather_objects(trouble) if found]
-    if troubles:
+        failure = describe_failure(path, size, error)
+    failures = [of_rank for of_rank in mesh.gather_objects(failure) if of_rank]
+    if failures:
         if file is not None:
             file.close()
-        raise RunFailed("\n".join(troubles))
+        raise RunFailed("\n".join(failures))
     assert file is not None
-    return Offloaded(held, spec, InFile(file, cut, moments, pin=on_gpu), cut, moments)
+    store = FileStore(file, chunks, moments, pin=pin, allocate=resources.host_buffer or HostBuffer)
+    return OffloadedAdamW(params, setup, store, chunks)
+
+
+def _on_device(params: Sequence[OwnedParam]) -> bool:
+    return any(accelerator.of(param.value.device).asynchronous for param in params)

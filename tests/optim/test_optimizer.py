@@ -1,16 +1,22 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
+from types import ModuleType
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
+from optim.holding import ADAMW, MODEL, MUON, NO, ONE, YES, everything, give_gradients, holding, read, values
 from ranks import copied, differing
 from torch import nn
-from training.holding import ADAMW, MODEL, MUON, NO, ONE, YES, everything, give_gradients, holding, values
 
-from phalanx.optim.chunks import portions
-from phalanx.optim.optimizer import Optimizer
+from phalanx.optim.chunks import split_chunks
+from phalanx.optim.optimizer import Optimizer, optimizer_kind
+from phalanx.optim.protocol import OptimizerKind, OptimizerSetup, ParamOptimizer, State, StateBytes, Update
 from phalanx.parallel.owned_param import OwnedParam, ParamShard
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Memory, Precision
@@ -163,16 +169,16 @@ def big() -> list[OwnedParam]:
 def test_portions_hold_everything_once_and_are_cut_where_vectors_end() -> None:
     lengths = [5, 0, 1000, 64, 63, 4096, 1]
     for limit, multiple in ((64, 64), (256, 64), (2048, 2048), (5000, 2048), (1 << 20, 64)):
-        cut = portions(lengths, limit, multiple)
+        cut = split_chunks(lengths, limit, multiple)
         covered: dict[int, list[int]] = {index: [] for index in range(len(lengths))}
         for portion in cut:
             assert portion.size <= max(limit, multiple)
             assert portion.size % multiple == 0
-            taken = [range(part.at, part.at + part.length) for part in portion.slices]
+            taken = [range(part.start, part.start + part.length) for part in portion.runs]
             assert all(a.stop <= b.start for a, b in pairwise(taken))
             assert not taken or taken[-1].stop <= portion.size
-            for part in portion.slices:
-                assert part.first % 64 == part.at % 64 == 0
+            for part in portion.runs:
+                assert part.first % 64 == part.start % 64 == 0
                 covered[part.index] += range(part.first, part.first + part.length)
         assert covered == {index: list(range(length)) for index, length in enumerate(lengths)}
 
@@ -236,3 +242,48 @@ def test_muon_with_states_off_the_device_is_refused_by_name() -> None:
         Optimizer(holding(spec=MODEL), MUON, memory=Memory(offload="cpu"))
     assert "optimizer.name" in str(caught.value)
     assert "memory.offload" in str(caught.value)
+
+
+def test_every_name_of_the_run_file_is_a_registered_optimizer() -> None:
+    names = get_args(get_type_hints(OptimizerSpec)["name"])
+    assert {name: optimizer_kind(name).label for name in names} == {"adamw": "AdamW", "muon": "Muon"}
+
+
+class Sign(ParamOptimizer):
+    """The smallest optimizer: steps by the sign of the gradient and has no state."""
+
+    def __init__(self, params: Sequence[OwnedParam], setup: OptimizerSetup):
+        self._params = params
+
+    @torch.no_grad()
+    def step(self, update: Update) -> None:
+        for param in self._params:
+            if param.gradient is not None and not update.skip.item():
+                param.value.sub_(update.learning_rate * param.gradient.sign())
+
+    def state(self) -> dict[str, State]:
+        return {}
+
+    def bytes(self) -> StateBytes:
+        return StateBytes()
+
+    @property
+    def applied(self) -> str:
+        return f"{len(self._params)} parameters"
+
+
+def test_a_new_optimizer_is_one_module_with_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("phalanx.optim.sign")
+    module.KIND = OptimizerKind("Sign", Sign, lambda param: param.name.startswith("blocks."))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "phalanx.optim.sign", module)
+    held = holding()
+    before = read(values(held))
+    optimizer = Optimizer(held, replace(ADAMW, name="sign"))  # type: ignore[arg-type]
+    give_gradients(held, 0)
+    optimizer.step(0.5, ONE, NO)
+    own = next(one for one in held if one.name.startswith("blocks."))
+    assert own.gradient is not None and torch.equal(own.value, before[own.name] - 0.5 * own.gradient.sign())
+    assert list(optimizer.parts) == ["AdamW", "Sign"] and "Sign: " in optimizer.applied
+    assert {name.rpartition("/")[0] for name in optimizer.state()} == {
+        one.name for one in held if not one.name.startswith("blocks.")
+    }

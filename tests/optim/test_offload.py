@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from optim.holding import ADAMW, NO, YES, everything, give_gradients, read, values
 from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
 from torch import Tensor, nn
-from training.holding import ADAMW, NO, YES, everything, give_gradients, read, values
 
-from phalanx.optim.chunks import portions
-from phalanx.optim.offload.offloaded_adamw import Offloaded, to_file
-from phalanx.optim.offload.scratch import ScratchFile
-from phalanx.optim.offload.state_stores import InFile
+from phalanx.optim.chunks import split_chunks
+from phalanx.optim.offload.offloaded_adamw import OffloadedAdamW
+from phalanx.optim.offload.stores import FileStore, ScratchFile
 from phalanx.optim.optimizer import Optimizer
+from phalanx.optim.protocol import Resources
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.owned_param import OwnedParam, ParamShard
 from phalanx.spec.errors import RunFailed
@@ -43,7 +43,7 @@ def big(seed: int = 5) -> list[OwnedParam]:
 
 
 def made(held: list[OwnedParam], memory: Memory, folder: Path, precision: Precision | None = None) -> Optimizer:
-    return Optimizer(held, ADAMW, precision=precision or Precision(), memory=memory, mesh=ALONE, folder=folder)
+    return Optimizer(held, ADAMW, precision=precision or Precision(), memory=memory, mesh=ALONE, resources=Resources(folder))
 
 
 @pytest.mark.parametrize("gradients", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -60,8 +60,8 @@ def test_every_bit_is_that_of_states_on_the_device(
             give_gradients(held, step, dtype=gradients)
             optimizer.step(0.01 / (1 + step), torch.tensor(1.7), NO)
     assert differing(everything(here, one.state()), everything(away, two.state())) == []
-    assert isinstance(two._adamw, Offloaded)
-    assert differing(read(two._adamw.masters()), values(away)) == []
+    assert isinstance(two.parts["AdamW"], OffloadedAdamW)
+    assert differing(read(two.parts["AdamW"].masters()), values(away)) == []
     two.close()
 
 
@@ -156,14 +156,7 @@ def test_a_file_of_a_process_that_is_gone_is_made_anew_and_that_of_a_living_one_
 def test_a_disk_without_room_is_found_before_the_first_step(tmp_path: Path) -> None:
     huge = nn.Parameter(torch.empty(1 << 46, device="meta"))
     with pytest.raises(RunFailed) as caught:
-        to_file(
-            [OwnedParam("huge", huge, ParamShard.full(huge))],
-            ADAMW,
-            torch.float32,
-            replace(NVME, offload_buffer=1 << 20),
-            ALONE,
-            tmp_path,
-        )
+        made([OwnedParam("huge", huge, ParamShard.full(huge))], replace(NVME, offload_buffer=1 << 20), tmp_path)
     status = os.statvfs(tmp_path)
     assert str(tmp_path / "optimizer-0.states") in str(caught.value)
     assert f"{12 << 46} bytes" in str(caught.value)
@@ -196,8 +189,9 @@ def test_the_next_portion_is_read_and_the_last_one_written_while_this_one_is_upd
 
         monkeypatch.setattr(ScratchFile, name, noted)
     updates = []
-    assert isinstance(optimizer._adamw, Offloaded)
-    count, update = len(optimizer._adamw._portions), optimizer._adamw._update
+    adamw = optimizer.parts["AdamW"]
+    assert isinstance(adamw, OffloadedAdamW)
+    count, update = len(adamw._chunks), adamw._update
 
     def slow(*given: Any) -> None:
         number = len(updates)
@@ -210,7 +204,7 @@ def test_the_next_portion_is_read_and_the_last_one_written_while_this_one_is_upd
         update(*given)
         updates.append(number)
 
-    monkeypatch.setattr(optimizer._adamw, "_update", slow)
+    monkeypatch.setattr(adamw, "_update", slow)
     give_gradients(held, 0)
     optimizer.step(0.01, torch.tensor(1.0), NO)
     assert updates == list(range(count))
@@ -221,7 +215,7 @@ def test_the_next_portion_is_read_and_the_last_one_written_while_this_one_is_upd
 def unwritable(mesh: Mesh, folder: Path) -> str:
     place = folder / ("file" if mesh.rank else "fine") / "folder"
     try:
-        Optimizer(big(), ADAMW, memory=NVME, mesh=mesh, folder=place)
+        Optimizer(big(), ADAMW, memory=NVME, mesh=mesh, resources=Resources(place))
     except RunFailed as error:
         return str(error)
     return "nothing"
@@ -253,11 +247,7 @@ def test_a_disk_that_fails_in_a_step_ends_the_run_in_words(tmp_path: Path, monke
 def trainer(mesh: Mesh, folder: Path, memory: Memory | None) -> Trainer:
     """Of the tiny run, with its states where `memory` says."""
     run = tiny_run("train.steps=6")
-    made = tiny_trainer(mesh, run, folder / "checkpoints")
-    if memory is not None:
-        made.optimizer.close()
-        made.optimizer = Optimizer(made.sharded.owned, run.optimizer, memory=memory, mesh=mesh, folder=folder / "offload")
-    return made
+    return tiny_trainer(mesh, replace(run, memory=memory or run.memory), folder / "checkpoints")
 
 
 def steps(made: Trainer, count: int) -> list[str]:
@@ -318,9 +308,9 @@ def die_in_a_step(folder: Path) -> None:
 def test_a_kill_during_a_step_leaves_a_checkpoint_that_goes_on_as_if_nothing_had_been(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Portions of the tiny model's size would be one: make them several.
+    # Chunks of the tiny model's size would be one: make them several.
     monkeypatch.setattr(
-        "phalanx.optim.offload.offloaded_adamw.portions", lambda lengths, _, multiple: portions(lengths, 2048, multiple)
+        "phalanx.optim.offload.offloaded_adamw.split_chunks", lambda lengths, _, multiple: split_chunks(lengths, 2048, multiple)
     )
     pid = os.fork()
     if pid == 0:
@@ -334,9 +324,9 @@ def test_a_kill_during_a_step_leaves_a_checkpoint_that_goes_on_as_if_nothing_had
     after.restore()
     after.optimizer.adopt()
     assert after.progress.step == 2
-    assert isinstance(after.optimizer._adamw, Offloaded)
-    assert isinstance(after.optimizer._adamw._store, InFile)
-    assert len(after.optimizer._adamw._portions) > 4
+    assert isinstance(after.optimizer.parts["AdamW"], OffloadedAdamW)
+    assert isinstance(after.optimizer.parts["AdamW"]._store, FileStore)
+    assert len(after.optimizer.parts["AdamW"]._chunks) > 4
     never_stopped = trainer(ALONE, tmp_path / "other", None)
     assert steps(never_stopped, 6)[2:] == steps(after, 4)
     assert differing(copied(after.tensors()), copied(never_stopped.tensors())) == []

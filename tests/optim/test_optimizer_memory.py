@@ -27,6 +27,7 @@ from phalanx.parallel.owned_param import OwnedParam, ParamShard
 from phalanx.spec.plan import Place
 from phalanx.spec.run import Memory, Optimizer as Spec
 from phalanx.optim.optimizer import Optimizer
+from phalanx.optim.protocol import Resources
 
 offload, tensors, buffer, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
 torch.set_num_threads(1)
@@ -49,7 +50,7 @@ def held(count, shape=(1024, 1024)):
 def live(where, count):
     some = held(count)
     memory = Memory(offload=offload, offload_buffer=buffer)
-    optimizer = Optimizer(some, Spec(), memory=memory, mesh=mesh, folder=where)
+    optimizer = Optimizer(some, Spec(), memory=memory, mesh=mesh, resources=Resources(where))
     for _ in range(3):
         optimizer.step(1e-3, torch.tensor(1.0), torch.tensor(0.0))
     stepped = most()

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from optim.holding import ADAMW, MUON, NO, ONE, YES, everything, give_gradients, holding, values
 from ranks import copied, differing, run_ranks
 from torch import Tensor, nn
-from training.holding import ADAMW, MUON, NO, ONE, YES, everything, give_gradients, holding, values
 
 from phalanx.optim.optimizer import Optimizer
 from phalanx.parallel.mesh import Mesh

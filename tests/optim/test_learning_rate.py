@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from phalanx.optim.learning_rate import learning_rate
+from phalanx.optim.optimizer import learning_rate
 from phalanx.spec.run import Optimizer
 
 

@@ -1,4 +1,4 @@
-"""Parameters as an optimizer finds them, and gradients drawn for them. Imported by tests as `training.holding`."""
+"""Parameters as an optimizer finds them, and gradients drawn for them. Imported by tests as `optim.holding`."""
 
 from __future__ import annotations
 

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import saved
+from optim.holding import ADAMW, NO, everything, give_gradients, holding, values
 from ranks import copied, differing, run_ranks
 from torch import Tensor, nn
-from training.holding import ADAMW, NO, everything, give_gradients, holding, values
 
 from phalanx.checkpointing.restore import load
 from phalanx.checkpointing.state_tensor import StateTensor
-from phalanx.optim.diloco import Outer
+from phalanx.optim.diloco import OuterOptimizer
 from phalanx.optim.optimizer import Optimizer
+from phalanx.optim.protocol import Resources
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.owned_param import OwnedParam, extract
 from phalanx.spec.layout import Layout
@@ -42,8 +43,8 @@ class Replica:
         self.mesh, self.done = mesh, 0
         self.owned = boxes(mesh)
         memory = NVME if folder else Memory()
-        self.inner = Optimizer(self.owned, spec, memory=memory, mesh=mesh, folder=folder)
-        self.outer = Outer(self.owned, spec, mesh)
+        self.inner = Optimizer(self.owned, spec, memory=memory, mesh=mesh, resources=Resources(folder))
+        self.outer = OuterOptimizer(self.owned, spec, mesh)
 
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -58,7 +59,7 @@ class Replica:
         spots = {one.name: one.shard for one in self.owned}
         inner = self.inner.state().items()
         return self.outer.tensors() | {
-            f"optimizer/{name}": self.outer.of_replica(state, spots[name.rpartition("/")[0]]) for name, state in inner
+            f"optimizer/{name}": self.outer.replica_state(state, spots[name.rpartition("/")[0]]) for name, state in inner
         }
 
 
@@ -173,6 +174,6 @@ def test_replicas_are_due_after_every_so_many_steps() -> None:
 
 
 def _due(mesh: Mesh) -> list[int]:
-    outer = Outer(boxes(mesh), LOCAL, mesh)
-    assert "1 replicas meet every 3 steps" in outer.applied
+    outer = OuterOptimizer(boxes(mesh), LOCAL, mesh)
+    assert "1 replicas synchronize every 3 steps" in outer.applied
     return [step for step in range(1, 11) if outer.due(step)]

@@ -1,0 +1,405 @@
+"""Where offloaded master weights and moments are kept: in host memory, or in one scratch file per rank that is read and written in
+chunks. Used by `optim/offload/offloaded_adamw`.
+
+A scratch file means something only to the process that created it. After a crash, the next process fills its own file from the
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import math
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from phalanx import accelerator
+from phalanx.optim.chunks import Chunk, Run
+from phalanx.optim.protocol import State, StateBytes
+from phalanx.spec.errors import RunFailed
+
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+
+BLOCK = 4096
+"""Direct reads and writes begin and end at multiples of this many bytes, in the file and in memory."""
+ALIGNED = BLOCK // 2
+"""Elements of two or four bytes that fill whole blocks: the size of every chunk in a file is a multiple."""
+_SLOTS = 3  # one is read ahead, one is updated, one is written back
+
+
+class HostBuffer:
+    """Host memory that begins at a page, as direct reads need; page-locked if a device copies from it."""
+
+    def __init__(self, size: int, pin: bool):
+        self._memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.view = memoryview(self._memory)[:size]
+        self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)[:size]
+        if pin and size:
+            unlock = accelerator.default().register_host_memory(self.bytes.data_ptr(), size)
+            if isinstance(unlock, str):
+                raise RunFailed(f"{size} bytes of this machine's memory cannot be locked for copies to the GPU ({unlock}).")
+            weakref.finalize(self, unlock).atexit = False
+
+    def elements(self, dtype: torch.dtype, first: int, count: int) -> Tensor:
+        """`count` elements from byte `first` on."""
+        return self.bytes.narrow(0, first, count * dtype.itemsize).view(dtype)
+
+
+Allocate = Callable[[int, bool], Any]
+"""Returns a HostBuffer of (size in bytes, whether it is pinned)."""
+
+
+def trim() -> None:
+    """Returns freed memory to the system: glibc keeps tens of MiB otherwise, which is much compared to a buffer."""
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+class ScratchFile:
+    """A file with reserved space, read and written without the page cache."""
+
+    def __init__(self, path: Path, size: int):
+        """Replaces a file that another process left behind. Raises OSError without space or permission."""
+        self.path, self.size = path, size
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._handle = _open(path, size)
+        self.direct = self._try_direct()
+        self._finalize = weakref.finalize(self, _remove, self._handle, path, os.getpid())
+
+    def close(self) -> None:
+        self._finalize()
+
+    def read(self, into: memoryview, offset: int) -> None:
+        self._transfer(os.preadv, into, offset)
+        if not self.direct:
+            os.posix_fadvise(self._handle, offset, len(into), os.POSIX_FADV_DONTNEED)
+
+    def write(self, values: memoryview, offset: int) -> None:
+        self._transfer(os.pwritev, values, offset)
+        if not self.direct:
+            # Only pages that are on disk can be dropped; otherwise the cache would keep the states in memory.
+            os.fdatasync(self._handle)
+            os.posix_fadvise(self._handle, offset, len(values), os.POSIX_FADV_DONTNEED)
+
+    def _transfer(self, function: Callable[[int, list[memoryview], int], int], view: memoryview, offset: int) -> None:
+        done = 0
+        try:
+            while done < len(view):
+                count = function(self._handle, [view[done:]], offset + done)
+                if count == 0:
+                    raise OSError(errno.EIO, "the file is shorter than it was")
+                done += count
+        except OSError as error:
+            raise RunFailed(
+                f"{self.path}, which holds optimizer states, cannot be used any more at byte {offset + done}: {error.strerror}. "
+                "The newest checkpoint is valid; resume on another disk (memory.offload_path)."
+            ) from error
+
+    def _try_direct(self) -> bool:
+        """Whether the file system supports direct reads; those in memory do not."""
+        flags = fcntl.fcntl(self._handle, fcntl.F_GETFL)
+        trial = HostBuffer(BLOCK, pin=False)
+        try:
+            fcntl.fcntl(self._handle, fcntl.F_SETFL, flags | os.O_DIRECT)
+            os.preadv(self._handle, [trial.view], 0)
+        except OSError:
+            fcntl.fcntl(self._handle, fcntl.F_SETFL, flags)
+            return False
+        return True
+
+
+def _open(path: Path, size: int) -> int:
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        _lock(handle)
+        os.ftruncate(handle, 0)  # drops the states of a process that is gone; the file reads as zeros
+        disk = os.fstatvfs(handle)
+        if disk.f_bavail * disk.f_frsize < size:  # checked first: a failed reservation leaves others without space for a moment
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.posix_fallocate(handle, 0, max(size, BLOCK))
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):  # then it belongs to another process
+            os.ftruncate(handle, 0)
+        os.close(handle)
+        raise
+    return handle
+
+
+def _lock(handle: int) -> None:
+    """Locks the file for this process; not every network file system can."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL):
+            raise
+
+
+def _remove(handle: int, path: Path, owner: int) -> None:
+    if os.getpid() == owner:  # not in a forked process
+        path.unlink(missing_ok=True)
+    os.close(handle)
+
+
+def describe_failure(path: Path, size: int, error: OSError) -> str:
+    """Why a scratch file could not be created."""
+    settings = "memory.offload_path names the folder"
+    if error.errno in (errno.EAGAIN, errno.EACCES) and path.exists() and os.access(path, os.W_OK):
+        return f"{path} holds the optimizer states of another run that is still alive; {settings}: give this run another."
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"{path} would take {size} bytes for optimizer states, but {_free(path)} bytes are free there; {settings}."
+    return (
+        f"{path}, {size} bytes for optimizer states, cannot be made: {error.strerror} ({_free(path)} bytes free); {settings}."
+    )
+
+
+def _free(path: Path) -> int | str:
+    for folder in path.parents:
+        try:
+            disk = os.statvfs(folder)
+        except OSError:
+            continue
+        return disk.f_bavail * disk.f_frsize
+    return "an unknown number of"
+
+
+@dataclass(slots=True)
+class Record:
+    """One chunk in host memory. Changes to its tensors are kept."""
+
+    kinds: dict[str, Tensor]
+    copied: Any = None
+    """Event after the last copy from this memory to the device; None on the host."""
+
+
+class Store(Protocol):
+    """Keeps all kinds of all chunks."""
+
+    def walk(self) -> Iterator[tuple[Chunk, Record]]:
+        """Yields every chunk, to be changed in place before the next one is requested."""
+        ...
+
+    def put(self, number: int, kind: str, values: list[Tensor]) -> None:
+        """Overwrites one kind of a chunk, run by run."""
+
+    def state(self, index: int, kind: str, shape: tuple[int, ...]) -> State:
+        """One kind of one whole tensor."""
+        ...
+
+    def bytes(self) -> StateBytes: ...
+    @property
+    def where(self) -> str:
+        """The location in words."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def _dtypes(moments: torch.dtype) -> dict[str, torch.dtype]:
+    return {"master": torch.float32, "exp_avg": moments, "exp_avg_sq": moments}
+
+
+def element_bytes(moments: torch.dtype) -> int:
+    """Bytes of one element's master weight and moments."""
+    return sum(dtype.itemsize for dtype in _dtypes(moments).values())
+
+
+class HostStore:
+    """All states in host memory, each kind contiguous."""
+
+    def __init__(self, chunks: list[Chunk], moments: torch.dtype, *, pin: bool, allocate: Allocate = HostBuffer):
+        self._chunks, self._starts = chunks, _starts([chunk.size for chunk in chunks])
+        total = sum(chunk.size for chunk in chunks)
+        self._buffers = {kind: allocate(total * dtype.itemsize, pin) for kind, dtype in _dtypes(moments).items()}
+        self._kinds = {kind: self._buffers[kind].bytes.view(dtype) for kind, dtype in _dtypes(moments).items()}
+        self._pinned = pin
+
+    def walk(self) -> Iterator[tuple[Chunk, Record]]:
+        for number, chunk in enumerate(self._chunks):
+            yield chunk, Record({kind: self._chunk(number, kind) for kind in KINDS})
+
+    def put(self, number: int, kind: str, values: list[Tensor]) -> None:
+        _put(self._chunks[number], self._chunk(number, kind), values)
+
+    def state(self, index: int, kind: str, shape: tuple[int, ...]) -> Tensor:
+        runs = _runs_of(self._chunks, index)
+        if not runs:
+            return torch.empty(shape, dtype=self._kinds[kind].dtype)
+        number, first = runs[0]
+        length = sum(run.length for _, run in runs)  # chunks are contiguous, so the runs of a tensor are
+        return self._kinds[kind].narrow(0, self._starts[number] + first.start, length).view(shape)
+
+    def bytes(self) -> StateBytes:
+        return StateBytes(host=sum(buffer.bytes.numel() for buffer in self._buffers.values()))
+
+    @property
+    def where(self) -> str:
+        return f"in {'locked ' if self._pinned else ''}memory of the host, {self.bytes().host} bytes"
+
+    def close(self) -> None:
+        pass
+
+    def _chunk(self, number: int, kind: str) -> Tensor:
+        return self._kinds[kind].narrow(0, self._starts[number], self._chunks[number].size)
+
+
+class FileStore:
+    """All states in a file: chunk after chunk, each with all its kinds, for long reads and writes. Few chunks are in memory at a time."""
+
+    def __init__(
+        self, file: ScratchFile, chunks: list[Chunk], moments: torch.dtype, *, pin: bool, allocate: Allocate = HostBuffer
+    ):
+        self._file, self._chunks, self._dtypes, self._allocate = file, chunks, _dtypes(moments), allocate
+        self._starts = _starts([chunk.size * element_bytes(moments) for chunk in chunks])
+        largest = max((chunk.size for chunk in chunks), default=0)
+        # At least one: it also serves to read and write single tensors.
+        slots = max(min(_SLOTS, len(chunks)), 1)
+        self._slots = [allocate(largest * element_bytes(moments), pin) for _ in range(slots)]
+        self._records: list[Record | None] = [None] * slots
+        self._reader, self._writer = ThreadPoolExecutor(1, "read-ahead"), ThreadPoolExecutor(1, "write-back")
+
+    def walk(self) -> Iterator[tuple[Chunk, Record]]:
+        written: dict[int, Future[None]] = {}
+        last = len(self._chunks) - 1
+        ahead = self._reader.submit(self._read, 0, None) if self._chunks else None
+        for number, chunk in enumerate(self._chunks):
+            assert ahead is not None
+            record = ahead.result()
+            if number < last:
+                # The next chunk overwrites memory that must be written back first.
+                before = written.pop(number + 1 - len(self._slots), None)
+                ahead = self._reader.submit(self._read, number + 1, before)
+            yield chunk, record
+            written[number] = self._writer.submit(self._write, number)
+        for future in written.values():
+            future.result()
+
+    def put(self, number: int, kind: str, values: list[Tensor]) -> None:
+        chunk, buffer = self._chunks[number], self._free_slot()
+        first, dtype = self._kind_offset(number, kind), self._dtypes[kind]
+        _put(chunk, buffer.elements(dtype, 0, chunk.size), values)
+        self._file.write(buffer.view[: chunk.size * dtype.itemsize], self._starts[number] + first)
+
+    def state(self, index: int, kind: str, shape: tuple[int, ...]) -> FileTensor:
+        return FileTensor(self, _runs_of(self._chunks, index), kind, shape, self._dtypes[kind])
+
+    def allocate(self, size: int) -> Any:
+        return self._allocate(size, False)
+
+    def read(self, number: int, kind: str, run: Run) -> Tensor:
+        """Reads a run into memory that the next call reuses."""
+        begin, end, inside = self._blocks(number, kind, run)
+        buffer = self._free_slot()
+        self._file.read(buffer.view[: end - begin], begin)
+        elements: Tensor = buffer.elements(self._dtypes[kind], inside, run.length)
+        return elements
+
+    def write(self, number: int, kind: str, run: Run, values: Tensor) -> None:
+        begin, end, _ = self._blocks(number, kind, run)
+        self.read(number, kind, run).copy_(values)  # blocks are written whole, with what else they hold
+        self._file.write(self._slots[0].view[: end - begin], begin)
+
+    def bytes(self) -> StateBytes:
+        return StateBytes(files=self._file.size, buffer=sum(slot.bytes.numel() for slot in self._slots))
+
+    @property
+    def where(self) -> str:
+        direct = "directly" if self._file.direct else "through the page cache, which is emptied each time"
+        size = self._file.path.stat().st_size
+        return (
+            f"in {self._file.path}, {size} bytes, read and written {direct}, in {len(self._chunks)} chunks through "
+            f"{self.bytes().buffer} bytes"
+        )
+
+    def close(self) -> None:
+        self._reader.shutdown()
+        self._writer.shutdown()
+        self._file.close()
+
+    def _read(self, number: int, before: Future[None] | None) -> Record:
+        if before is not None:
+            before.result()
+        slot = number % len(self._slots)
+        self._wait_for_copy(slot)
+        chunk, buffer = self._chunks[number], self._slots[slot]
+        self._file.read(buffer.view[: self._chunk_bytes(number)], self._starts[number])
+        kinds = {
+            kind: buffer.elements(dtype, self._kind_offset(number, kind), chunk.size) for kind, dtype in self._dtypes.items()
+        }
+        record = self._records[slot] = Record(kinds)
+        return record
+
+    def _write(self, number: int) -> None:
+        self._file.write(self._slots[number % len(self._slots)].view[: self._chunk_bytes(number)], self._starts[number])
+
+    def _free_slot(self) -> Any:
+        """The first slot, between steps."""
+        self._wait_for_copy(0)
+        return self._slots[0]
+
+    def _wait_for_copy(self, slot: int) -> None:
+        record = self._records[slot]
+        if record is not None and record.copied is not None:
+            record.copied.synchronize()
+
+    def _chunk_bytes(self, number: int) -> int:
+        return self._chunks[number].size * sum(dtype.itemsize for dtype in self._dtypes.values())
+
+    def _kind_offset(self, number: int, kind: str) -> int:
+        """Where a kind begins in its chunk, in bytes."""
+        before = KINDS[: KINDS.index(kind)]
+        return self._chunks[number].size * sum(self._dtypes[name].itemsize for name in before)
+
+    def _blocks(self, number: int, kind: str, run: Run) -> tuple[int, int, int]:
+        """Begin and end of the blocks that hold a run, and where the run begins in them, in bytes."""
+        itemsize = self._dtypes[kind].itemsize
+        first = self._starts[number] + self._kind_offset(number, kind) + run.start * itemsize
+        begin = first // BLOCK * BLOCK
+        return begin, -(-(first + run.length * itemsize) // BLOCK) * BLOCK, first - begin
+
+
+@dataclass(slots=True)
+class FileTensor:
+    """One state of one parameter in the file: read and written whole, with one chunk in memory at a time."""
+
+    store: FileStore
+    runs: list[tuple[int, Run]]
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self, into: Tensor | None = None) -> Tensor:
+        # Not from torch's allocator, which does not always return freed memory.
+        size = math.prod(self.shape) * self.dtype.itemsize
+        whole = self.store.allocate(size).bytes.view(self.dtype).view(self.shape) if into is None else into
+        for number, run in self.runs:
+            run.of(whole.view(-1)).copy_(self.store.read(number, self.kind, run))
+        return whole
+
+    def write(self, values: Tensor, /) -> None:
+        for number, run in self.runs:
+            self.store.write(number, self.kind, run, run.of(values.reshape(-1)))
+
+
+def _runs_of(chunks: list[Chunk], index: int) -> list[tuple[int, Run]]:
+    return [(number, run) for number, chunk in enumerate(chunks) for run in chunk.runs if run.index == index]
+
+
+def _put(chunk: Chunk, target: Tensor, values: list[Tensor]) -> None:
+    for run, value in zip(chunk.runs, values, strict=True):
+        run.within(target).copy_(value)
+
+
+def _starts(sizes: list[int]) -> list[int]:
+    return [0, *accumulate(sizes)][:-1] if sizes else []
