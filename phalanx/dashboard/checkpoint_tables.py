@@ -1,4 +1,4 @@
-"""Checkpoints on the screen: what `phalanx checkpoint` prints. It is given plain tables, and knows no files."""
+"""Prints the tables of `phalanx checkpoint`. It gets plain values and reads no files."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rich.console import Console
 
 from phalanx.dashboard.numbers import UNKNOWN, size
 
-_SHOWN = 20  # tensors, files or ranks; more of them only where they were asked for
+_SHOWN = 20  # tensors, files or ranks; more only on request
 _RIGHT = ("step", "size", "ranks", "bytes", "rank", "reads", "from files", "of tensors", "values", "largest", "relative")
 
 
 def show_listing(console: Console, folder: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Newest first."""
+    """Lists the checkpoints of a folder, newest first."""
     if not rows:
         console.print(f"There is no checkpoint in {folder}.", soft_wrap=True)
         return
@@ -33,17 +33,17 @@ def show_listing(console: Console, folder: str, rows: Sequence[Mapping[str, Any]
 
 
 def local_time(seconds: float | None) -> str:
-    """A time as this machine's clock shows it."""
+    """Formats a time in the local time zone."""
     return UNKNOWN if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def first_rows(tensors: Sequence[Any], asked: bool) -> tuple[Sequence[Any], int]:
-    """Those to show, and how many more there are."""
-    return (tensors, 0) if asked else (tensors[:_SHOWN], max(0, len(tensors) - _SHOWN))
+def first_rows(tensors: Sequence[Any], show_all: bool) -> tuple[Sequence[Any], int]:
+    """The tensors to show, and the number of tensors that are not shown."""
+    return (tensors, 0) if show_all else (tensors[:_SHOWN], max(0, len(tensors) - _SHOWN))
 
 
 def show_checkpoint(console: Console, about: Mapping[str, Any], tensors: tuple[Sequence[Any], int]) -> None:
-    """`about`: what the marker says; `tensors`: those to show, with names, formats, shapes and boxes, and how many more there are."""
+    """Shows one checkpoint. `about`: the values of its marker; `tensors`: the result of `first_rows`."""
     progress = about["progress"] or {}
     kinds = ", ".join(f"{kind} {size(count)}" for kind, count in about["kinds"].items())
     table = _Table("", "")
@@ -74,31 +74,31 @@ def _files(console: Console, files: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _tensors(console: Console, tensors: Sequence[Any], more: int) -> None:
-    table = _Table("tensor", "format", "shape", "lies in")
-    for held in tensors:
-        boxes = [f"{file.removesuffix('.safetensors')}{_cut(box, held.shape)}" for file, box in held.boxes[:4]]
-        rest = f" … and {len(held.boxes) - 4} more" if len(held.boxes) > 4 else ""
-        table.add_row(held.name, held.dtype, _shape(held.shape), ", ".join(boxes) + rest)
+    table = _Table("tensor", "format", "shape", "stored in")
+    for tensor in tensors:
+        boxes = [f"{file.removesuffix('.safetensors')}{_slice(box, tensor.shape)}" for file, box in tensor.boxes[:4]]
+        rest = f" … and {len(tensor.boxes) - 4} more" if len(tensor.boxes) > 4 else ""
+        table.add_row(tensor.name, tensor.dtype, _shape(tensor.shape), ", ".join(boxes) + rest)
     console.print()
     table.print(console)
     if more:
         console.print(f"… and {more} more tensors (--names '*' shows all)", style="dim")
 
 
-def _cut(box: Any, whole: Sequence[int]) -> str:
-    """The part of a tensor that a box is, as Python would write it; nothing where it is all of it."""
+def _slice(box: Any, whole: Sequence[int]) -> str:
+    """The slice of a tensor in Python's notation; empty for the whole tensor."""
     if tuple(box.shape) == tuple(whole):
         return ""
     ranges = (":" if n == all_ else f"{begin}:{begin + n}" for begin, n, all_ in zip(box.offset, box.shape, whole, strict=True))
     return f"[{', '.join(ranges)}]"
 
 
-def show_relayout(console: Console, found: Mapping[str, Any]) -> None:
-    """What another layout would read."""
-    read, cut = found["distinct"], found["cut"]
-    replicas = found["ranks"] // len(read)
+def show_relayout(console: Console, change: Mapping[str, Any]) -> None:
+    """Shows what the ranks of another layout would read."""
+    read, cut = change["distinct"], change["cut"]
+    replicas = change["ranks"] // len(read)
     sizes = [row["bytes"] for row in read]
-    console.print(f"\nOn {found['degrees']} ({found['ranks']} rank{'s' if found['ranks'] != 1 else ''})", style="bold")
+    console.print(f"\nOn {change['degrees']} ({change['ranks']} rank{'s' if change['ranks'] != 1 else ''})", style="bold")
     table = _Table("rank", "reads", "from files", "of tensors")
     for row in read[:_SHOWN]:
         table.add_row(str(row["rank"]), size(row["bytes"]), str(row["files"]), str(row["tensors"]))
@@ -106,16 +106,18 @@ def show_relayout(console: Console, found: Mapping[str, Any]) -> None:
     if len(read) > _SHOWN:
         console.print(f"… and {len(read) - _SHOWN} more: {size(min(sizes))} to {size(max(sizes))} each", style="dim")
     if replicas > 1:
-        console.print(f"Each of these {len(read)} has {replicas - 1} more with the same part.")
+        console.print(f"Each of these {len(read)} ranks has {replicas - 1} more with the same part.")
     names = ", ".join(cut[:6]) + (f" … and {len(cut) - 6} more" if len(cut) > 6 else "")
-    console.print(f"{len(cut)} of {found['tensors']} tensors are cut otherwise{f': {names}' if cut else ''}", soft_wrap=True)
-    if found["micro_batch"] is not None:
-        console.print(f"{found['accumulation']} × micro-batch of {found['micro_batch']} per rank and step")
+    console.print(
+        f"{len(cut)} of {change['tensors']} tensors are sharded differently{f': {names}' if cut else ''}", soft_wrap=True
+    )
+    if change["micro_batch"] is not None:
+        console.print(f"{change['accumulation']} × micro-batch of {change['micro_batch']} per rank and step")
 
 
 def show_verified(console: Console, path: str, count: int, damages: Sequence[Mapping[str, Any]]) -> None:
     if not damages:
-        console.print(f"{path}: every byte is what was saved ({size(count)})", soft_wrap=True, markup=False)
+        console.print(f"{path}: every byte is as saved ({size(count)})", soft_wrap=True, markup=False)
         return
     console.print(f"{path} is damaged:", style="red", soft_wrap=True, markup=False)
     for damage in damages:
@@ -128,7 +130,7 @@ def show_verified(console: Console, path: str, count: int, damages: Sequence[Map
 def show_differences(
     console: Console, paths: tuple[str, str], same: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], most: int
 ) -> None:
-    """`same`: how many tensors are equal, and what differs beside them."""
+    """Shows how two checkpoints differ. `same`: the number of equal tensors, and other values that differ."""
     console.print(f"A {paths[0]}\nB {paths[1]}", soft_wrap=True, markup=False)
     for key, (a, b) in same["beside"].items():
         console.print(f"{key}: {a} → {b}", soft_wrap=True, markup=False)
@@ -136,24 +138,24 @@ def show_differences(
         table = _Table("tensor", "differs in", "values", "largest", "relative")
         for row in rows[:most]:
             numbers = row["kind"] in ("values", "format")
-            said = row["kind"] + (f" ({row['a']} → {row['b']})" if row["a"] else "")
+            kind = row["kind"] + (f" ({row['a']} → {row['b']})" if row["a"] else "")
             count = f"{row['unequal']:,} of {row['values']:,}" if numbers else UNKNOWN
-            apart = [f"{row[key]:.3g}" if numbers else UNKNOWN for key in ("largest", "relative")]
-            table.add_row(row["name"], said, count, *apart)
+            sizes = [f"{row[key]:.3g}" if numbers else UNKNOWN for key in ("largest", "relative")]
+            table.add_row(row["name"], kind, count, *sizes)
         table.print(console)
         if len(rows) > most:
             console.print(f"… and {len(rows) - most} more (--largest shows them)", style="dim")
     if rows:
-        console.print(f"{len(rows)} tensors differ, {same['equal']} are the same to the bit", style="bold")
+        console.print(f"{len(rows)} tensors differ, {same['equal']} are bitwise equal", style="bold")
     else:
-        console.print(f"All {same['equal']} tensors are the same to the bit", style="bold")
+        console.print(f"All {same['equal']} tensors are bitwise equal", style="bold")
 
 
 def show_pruned(
     console: Console, removed: Sequence[str], kept: Sequence[str], damaged: Sequence[str], *, dry_run: bool
 ) -> None:
     for problem in damaged:
-        console.print(f"left for you to look at: {problem}", style="yellow", soft_wrap=True, markup=False)
+        console.print(f"damaged, not removed: {problem}", style="yellow", soft_wrap=True, markup=False)
     for name in removed:
         console.print(f"{'would remove' if dry_run else 'removed'} {name}", soft_wrap=True, markup=False)
     console.print(f"{'would keep' if dry_run else 'kept'} {', '.join(kept)}", style="bold", soft_wrap=True, markup=False)
@@ -164,11 +166,11 @@ def _known(value: Any) -> str:
 
 
 def _shape(shape: Sequence[int]) -> str:
-    return " × ".join(map(str, shape)) or "one number"
+    return " × ".join(map(str, shape)) or "scalar"
 
 
 class _Table:
-    """Columns as wide as what stands in them, whatever the screen: names and checksums are there to be copied."""
+    """A table whose columns are as wide as their contents on any screen: names and checksums can be copied."""
 
     def __init__(self, *titles: str):
         self._rows: list[tuple[tuple[str, ...], str | None]] = [(titles, "bold")] if any(titles) else []

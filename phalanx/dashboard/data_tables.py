@@ -1,6 +1,6 @@
-"""How a corpus and a sample look to people. `phalanx data` prints through here.
+"""Shows data: the report about a corpus, samples of a batch, and the progress of tokenization.
 
-Text of a corpus is never taken for markup: it may hold anything.
+`phalanx data` and every verb that opens a dataset call it. Text of a corpus is never parsed as markup.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:  # these import readers of formats that most commands never ne
 _BAR = 32  # columns of the longest bar
 _LINE_SECONDS = 5.0  # between lines, if the console is no terminal
 MASKED = ("⟦", "⟧")
-"""What encloses text that is only read, where colours cannot tell it."""
+"""Encloses text without loss on it where the output has no colors."""
 
 
 @contextmanager
 def looking_through(console: Console, name: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar while a corpus is read, on a terminal."""
+    """Shows a progress bar while a corpus is read, on a terminal."""
     if not console.is_terminal:
         yield None
         return
@@ -70,7 +70,7 @@ def show_inspected(console: Console, name: str, found: InspectReport, about: dic
 
 
 def show_sample(console: Console, sample: SampleView, width: int) -> None:
-    """One sample of a batch; `width` characters of each document, 0: all."""
+    """Shows one sample of a batch; `width`: characters of each document, 0 for all."""
     where = f"sample {sample.sample} · {sample.source} · epoch {sample.epoch} · window {sample.window}"
     console.print(Rule(Text(where, style="bold"), align="left", characters="═"))
     counts = f"{sample.trained} targets trained on, {sample.masked} masked, {sample.padding} padding"
@@ -78,12 +78,12 @@ def show_sample(console: Console, sample: SampleView, width: int) -> None:
     for piece in sample.documents:
         about = f"document {piece.document} · tokens {piece.start}–{piece.stop} · from place {piece.first}"
         console.print(Rule(Text(about, style="dim"), align="left"))
-        console.print(_text(piece, width, coloured=console.is_terminal), soft_wrap=True)
+        console.print(_text(piece, width, colored=console.is_terminal), soft_wrap=True)
     if sample.padding:
         console.print(Rule(Text(f"{sample.padding} tokens of padding", style="dim"), align="left"))
 
 
-def _text(piece: PieceView, width: int, *, coloured: bool) -> Text:
+def _text(piece: PieceView, width: int, *, colored: bool) -> Text:
     text, left = Text(), width or sum(len(stretch.text) for stretch in piece.texts)
     for stretch in piece.texts:
         if left <= 0:
@@ -92,7 +92,7 @@ def _text(piece: PieceView, width: int, *, coloured: bool) -> Text:
         left -= len(stretch.text)
         if stretch.trained:
             text.append(part)
-        elif coloured:
+        elif colored:
             text.append(part, style="dim italic")
         else:
             text.append(part.join(MASKED))
@@ -102,7 +102,7 @@ def _text(piece: PieceView, width: int, *, coloured: bool) -> Text:
 
 
 def _visible(text: str) -> str:
-    """Without what moves the cursor or rings a bell: control characters are shown as pictures of themselves."""
+    """Replaces control characters by their symbols, so that text cannot move the cursor."""
     return "".join(chr(0x2400 + ord(letter)) if ord(letter) < 32 and letter not in "\n\t" else letter for letter in text)
 
 
@@ -120,7 +120,10 @@ def _digits(key: str) -> int:
 
 @contextmanager
 def tokenizing(console: Console) -> Iterator[Callable[[IngestProgress], None]]:
-    """To be called with how far a source is, as often as there is news."""
+    """Shows the progress of tokenization: the context is a function to call with the progress of a source.
+
+    Nothing is shown if it is never called.
+    """
     if not console.is_terminal:
         yield _Lines(console).show
         return
@@ -132,7 +135,7 @@ def tokenizing(console: Console) -> Iterator[Callable[[IngestProgress], None]]:
 
 
 class _Lines:
-    """A line per source when it begins, and one every few seconds."""
+    """Prints a line when a source begins, and then one every few seconds."""
 
     def __init__(self, console: Console):
         self._console = console
@@ -144,14 +147,14 @@ class _Lines:
         if progress.name == self._source and now - self._last < _LINE_SECONDS:
             return
         self._source, self._last = progress.name, now
-        self._console.print(f"tokenising {progress.name}: {_words(progress)}", soft_wrap=True, markup=False)
+        self._console.print(f"tokenizing {progress.name}: {_progress_text(progress)}", soft_wrap=True, markup=False)
 
 
 class _Bar:
-    """A bar for each source, from its first news on."""
+    """Shows a bar for each source."""
 
     def __init__(self, console: Console):
-        columns = (TextColumn("tokenising {task.description}", markup=False), BarColumn())
+        columns = (TextColumn("tokenizing {task.description}", markup=False), BarColumn())
         self._bar = Progress(*columns, TextColumn("{task.fields[words]}"), TimeRemainingColumn(), console=console)
         self._tasks: dict[str, TaskID] = {}
 
@@ -161,14 +164,14 @@ class _Bar:
         if progress.name not in self._tasks:
             self._tasks[progress.name] = self._bar.add_task(progress.name, total=None, words="")
         task = self._tasks[progress.name]
-        self._bar.update(task, completed=progress.bytes, total=progress.size, words=_words(progress))
+        self._bar.update(task, completed=progress.bytes, total=progress.size, words=_progress_text(progress))
 
     def close(self) -> None:
         if self._tasks:
             self._bar.stop()
 
 
-def _words(progress: IngestProgress) -> str:
+def _progress_text(progress: IngestProgress) -> str:
     part = f" of {size(progress.size)} ({percent(progress.bytes / progress.size)})" if progress.size else ""
     speed = f", {count(progress.tokens_per_second)} tok/s" if progress.tokens_per_second else ""
     return f"{size(progress.bytes)}{part}, {count(progress.tokens)} tokens{speed}"

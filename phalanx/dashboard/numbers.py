@@ -1,6 +1,6 @@
-"""Numbers as people read them: counts, speeds, sizes, durations. Every display and summary formats through here.
+"""Formats numbers for people: counts, speeds, sizes, durations. All displays and summaries use it.
 
-A value that is unknown or not finite becomes a dash: a display must never be what stops a run.
+An unknown or non-finite value becomes a dash, so that a display never stops a run.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ UNKNOWN = "–"
 
 
 def count(value: float | None) -> str:
-    """Three digits and a letter: 12.3k, 1.24M."""
+    """Formats a count with three digits and a letter: 12.3k, 1.24M."""
     return _scaled(value, ("", "k", "M", "B", "T"))
 
 
 def flops(value: float | None) -> str:
-    """1.24 TFLOP/s."""
+    """Formats a speed as 1.24 TFLOP/s."""
     text = _scaled(value, (" ", " k", " M", " G", " T", " P", " E"))
     return text if text == UNKNOWN else f"{text}FLOP/s"
 
 
 def size(value: float | None) -> str:
-    """Bytes in binary units: 3.1 GiB."""
+    """Formats bytes in binary units: 3.1 GiB."""
     if not _is_finite(value):
         return UNKNOWN
     unit = 0
@@ -33,7 +33,7 @@ def size(value: float | None) -> str:
 
 
 def duration(value: float | None) -> str:
-    """0.4 s, 41 s, 2 min 05 s, 3 h 12 min, 2 d 03 h: never more than two units."""
+    """Formats seconds with at most two units: 0.4 s, 41 s, 2 min 05 s, 3 h 12 min, 2 d 03 h."""
     if not _is_finite(value):
         return UNKNOWN
     value = max(0.0, value)
@@ -52,26 +52,26 @@ def duration(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A fraction as 41.2%; two digits below ten."""
+    """Formats a fraction as 41.2%, or as 4.12% below ten percent."""
     if not _is_finite(value):
         return UNKNOWN
     return f"{100 * value:.1f}%" if abs(value) >= 0.1 else f"{100 * value:.2f}%"
 
 
 def dollars(value: float | None) -> str:
-    """$61.9M."""
+    """Formats a price as $61.9M."""
     text = _scaled(value, ("", "k", "M", "B", "T"))
     return text if text == UNKNOWN else f"${text}"
 
 
 def energy(joules: float | None) -> str:
-    """In watt-hours: 21.3 GWh."""
+    """Formats joules in watt-hours: 21.3 GWh."""
     text = _scaled(None if joules is None else joules / 3600, (" ", " k", " M", " G", " T"))
     return text if text == UNKNOWN else f"{text}Wh"
 
 
 def short_duration(value: float | None) -> str:
-    """A short time in three digits: 4.98 s, 312 ms, 41.0 µs; minutes and more as `duration` has them."""
+    """Formats a short time with three digits: 4.98 s, 312 ms, 41.0 µs; from ten minutes on like `duration`."""
     if not _is_finite(value):
         return UNKNOWN
     if value >= 600:
@@ -85,14 +85,14 @@ def short_duration(value: float | None) -> str:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A loss or a norm; what is not finite is shown as what it is, since that is the news."""
+    """Formats a loss or a norm. A non-finite value is shown as it is: nan or inf."""
     if not isinstance(value, int | float):
         return UNKNOWN
     return f"{value:.{digits}f}" if abs(value) < 1e4 else f"{value:.3g}"
 
 
 def _is_finite(value: float | None) -> TypeGuard[float]:
-    # Records of another version may carry text here, such as "nan".
+    # Events of another version may hold text here, such as "nan".
     return isinstance(value, int | float) and math.isfinite(value)
 
 

@@ -1,5 +1,7 @@
-"""How a proof looks to people: a line per check, what a failed rank said, and what a step costs beside theory. `phalanx verify`
-prints through here; it hands over plain tables, as its JSON has them."""
+"""Prints the reports of `phalanx verify`: one line per check, errors of failed ranks, the cost of a step next to theory, and chaos campaigns.
+
+It gets the same values that `--json` prints.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ _DEGREES = ("pipeline", "data", "shard", "context", "tensor")
 
 
 def layout_words(layout: Mapping[str, Any]) -> str:
-    """Such as data 2 × tensor 2, with what else matters."""
+    """Names a layout, such as "data 2 × tensor 2, sequence"."""
     degrees = [f"{name} {layout[name]}" for name in _DEGREES if (layout[name] or 1) > 1]
     words = [" × ".join(degrees) or "one rank"]
     if layout["shard"] > 1:
@@ -33,7 +35,7 @@ def layout_words(layout: Mapping[str, Any]) -> str:
 
 
 def show_report(console: Console, report: Mapping[str, Any]) -> None:
-    """One proof."""
+    """Shows one verification in full."""
     ranks, steps = report["ranks"], report["steps"]
     console.print(
         f"{layout_words(report['layout'])}: {ranks} CPU rank{'s' if ranks > 1 else ''} against one process, {steps} steps, {report['precision']}"
@@ -56,18 +58,18 @@ def show_report(console: Console, report: Mapping[str, Any]) -> None:
 
 
 def show_failure(console: Console, failure: Mapping[str, Any]) -> None:
-    who = "the one process" if failure["rank"] is None else f"rank {failure['rank']}"
+    who = "the reference process" if failure["rank"] is None else f"rank {failure['rank']}"
     console.print(f"{who}: {escape(failure['error'])}", style="red", soft_wrap=True)
     for line in failure["trace"]:
         console.print(f"  {escape(line)}", style="dim", soft_wrap=True)
 
 
 def show_line(console: Console, number: int, report: Mapping[str, Any]) -> None:
-    """One proof of many."""
+    """Shows one verification of many as a line."""
     verdict = "[green]passed[/]" if report["passed"] else "[bold red]NOT PASSED[/]"
     if report["failure"]:
         failure = report["failure"]
-        who = "the one process" if failure["rank"] is None else f"rank {failure['rank']}"
+        who = "the reference process" if failure["rank"] is None else f"rank {failure['rank']}"
         what = f"{who}: {escape(failure['error'])}"
     else:
         failed = [check for check in report["checks"] if not check["passed"]]
@@ -103,8 +105,10 @@ def _where(check: Mapping[str, Any]) -> str:
 
 
 def show_accounts(console: Console, report: Mapping[str, Any]) -> None:
-    """What one step costs, beside theory. A column per rank would not fit a terminal: the dearest rank is told, and how far below
-    it the others go. JSON has every rank."""
+    """Shows bytes and memory of one step next to theory.
+
+    A column per rank would not fit a terminal: the table has the largest and the smallest value. JSON has every rank.
+    """
     theory, accounts = report["theory"], report["accounts"]
     sent = Table(title="bytes sent in one step")
     memory = Table(title=f"memory; theory of the state: {theory['per_parameter']} bytes per parameter")
@@ -112,7 +116,7 @@ def show_accounts(console: Console, report: Mapping[str, Any]) -> None:
         for title in (*titles, "largest", "rank", "smallest", "theory"):
             table.add_column(title)
     kinds = dict.fromkeys((use, name) for account in accounts for use, names in account["sent"].items() for name in names)
-    last = {use: name for use, name in kinds}  # theory is of a technique: it stands in its last line
+    last = {use: name for use, name in kinds}  # theory covers a whole technique: it is in the last line of the technique
     for use, name in kinds:
         cells = _range([account["sent"].get(use, {}).get(name, 0) for account in accounts])
         sent.add_row(use, name, *cells, size(theory["sent"].get(use)) if last[use] == name else "")
@@ -127,13 +131,13 @@ def show_accounts(console: Console, report: Mapping[str, Any]) -> None:
 
 
 def _range(values: Sequence[int]) -> tuple[str, str, str]:
-    """The largest, on which rank, and the smallest; "all" where nothing of it would show."""
+    """The largest value, its rank, and the smallest value; the rank is "all" if both look the same."""
     largest, smallest = size(max(values)), size(min(values))
     return largest, "all" if largest == smallest else str(values.index(max(values))), smallest
 
 
 def show_campaign(console: Console, report: Mapping[str, Any]) -> None:
-    """The faults, the checks, and what it came to."""
+    """Shows a campaign of `phalanx verify --chaos`: the faults, the checks, and the totals."""
     console.print(
         f"{layout_words(report['layout'])}: {report['ranks']} CPU ranks as {report['nodes']} nodes, {report['steps']} steps, "
         f"{len(report['faults'])} faults"
@@ -146,7 +150,7 @@ def show_campaign(console: Console, report: Mapping[str, Any]) -> None:
     console.print(_campaign_checks(report["checks"]))
     seconds = report["seconds"]
     console.print(
-        f"{report['recoveries']} recoveries, {report['steps_lost']} steps taken again, {duration(seconds['disturbed'])} in place of "
+        f"{report['recoveries']} recoveries, {report['steps_lost']} steps repeated, {duration(seconds['disturbed'])} instead of "
         f"{duration(seconds['undisturbed'])}",
         soft_wrap=True,
     )
@@ -155,24 +159,24 @@ def show_campaign(console: Console, report: Mapping[str, Any]) -> None:
 
 def _faults(faults: Sequence[Mapping[str, Any]]) -> Table:
     table = Table()
-    for title in ("fault", "struck in\nstep", "noticed\nafter", "went on\nafter", "what was said"):
+    for title in ("fault", "injected\nin step", "detected\nafter", "recovered\nafter", "message"):
         table.add_column(title, overflow="fold")
     for fault in faults:
-        step = "not there" if fault["step"] is None else str(fault["step"])
-        said = fault["said"] or ("" if fault["passed"] else "nothing")
+        step = "not injected" if fault["step"] is None else str(fault["step"])
+        message = fault["said"] or ("" if fault["passed"] else "nothing")
         style = "" if fault["passed"] else "red"
         table.add_row(
-            escape(fault["fault"]), step, _seconds(fault["noticed"]), _seconds(fault["recovered"]), escape(said), style=style
+            escape(fault["fault"]), step, _seconds(fault["noticed"]), _seconds(fault["recovered"]), escape(message), style=style
         )
     return table
 
 
 def _kinds(faults: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Detection and recovery by kind, in numbers."""
+    """Detection and recovery times for each kind of fault."""
     lines = []
     for kind in dict.fromkeys(fault["kind"] for fault in faults):
         words = []
-        for title, key in (("noticed", "noticed"), ("went on", "recovered")):
+        for title, key in (("detected", "noticed"), ("recovered", "recovered")):
             times = [fault[key] for fault in faults if fault["kind"] == kind and fault[key] is not None]
             if times:
                 words.append(f"{title} after {median(times):.2f} s (median of {len(times)}), {max(times):.2f} s at worst")
@@ -186,7 +190,7 @@ def _seconds(value: float | None) -> str:
 
 def _campaign_checks(checks: Sequence[Mapping[str, Any]]) -> Table:
     table = Table()
-    for title in ("check", "what was found", "verdict"):
+    for title in ("check", "result", "verdict"):
         table.add_column(title, overflow="fold")
     for check in checks:
         verdict = "[green]passed[/]" if check["passed"] else "[bold red]differs[/]"

@@ -76,7 +76,7 @@ def test_a_bar_for_people_and_a_summary(workshop: Any) -> None:
         "tokenize", "a.jsonl", "out", "--field", "body", "--tokenizer", words.name, env={"FORCE_COLOR": "1", "COLUMNS": "120"}
     )
     assert ended.code == 0, ended
-    assert "tokenising" in ended.out and "1 documents" in ended.out and "skipped (broken JSON)" in ended.out
+    assert "tokenizing" in ended.out and "1 documents" in ended.out and "skipped (broken JSON)" in ended.out
     assert "skipped, broken JSON" in ended.out + ended.err and "a.jsonl, line 2" in ended.out + ended.err
     files = TokenFiles(workshop.path / "out")
     assert files.documents == 1 and files.meta.tokenizer == words.name

@@ -30,12 +30,12 @@ def test_a_file_gets_a_line_per_source_and_no_more_than_it_can_bear() -> None:
     many = [reached(bytes=n << 10, tokens=n) for n in range(1000)]
     text = shown(*many, reached(name="code[1]", size=None, bytes=5 << 10, tokens=1200), terminal=False)
     assert text.splitlines() == [
-        "tokenising wiki: 0 B of 2.0 MiB (0.00%), 0 tokens",
-        "tokenising code[1]: 5.0 KiB, 1.20k tokens",
+        "tokenizing wiki: 0 B of 2.0 MiB (0.00%), 0 tokens",
+        "tokenizing code[1]: 5.0 KiB, 1.20k tokens",
     ]
 
 
 def test_a_terminal_gets_a_bar_per_source() -> None:
     text = shown(reached(bytes=1 << 20, tokens=5000), reached(name="code[1]", size=None), terminal=True)
-    for part in ("tokenising wiki", "1.0 MiB of 2.0 MiB (50.0%)", "5.00k tokens", "tokenising code[1]"):
+    for part in ("tokenizing wiki", "1.0 MiB of 2.0 MiB (50.0%)", "5.00k tokens", "tokenizing code[1]"):
         assert part in text, part
