@@ -30,7 +30,7 @@ from phalanx.spec.load import loads
 from phalanx.spec.plan import Place, Plan
 from phalanx.spec.run import Run
 from phalanx.training.trainer import Trainer
-from phalanx.verification.rank_pool import Pool
+from phalanx.verification.rank_pool import RankPool
 
 RUN = """
 [model]
@@ -148,7 +148,7 @@ def main() -> None:
         if args.ranks == 1:
             ranks = [one_rank(connect(Place(), args.device, 60), run, plan, folder, args.saves)]
         else:
-            with Pool(args.ranks, timeout=3600) as pool:
+            with RankPool(args.ranks, timeout=3600) as pool:
                 ranks = pool.run(one_rank, plan.layout, run, plan, folder, args.saves)
     finally:
         shutil.rmtree(folder)

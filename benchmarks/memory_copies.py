@@ -27,7 +27,7 @@ from phalanx.checkpointing.state_tensor import NO_REPLICAS, StateTensor
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
 from phalanx.spec.tensor_slice import TensorSlice
-from phalanx.verification.rank_pool import Pool
+from phalanx.verification.rank_pool import RankPool
 
 TOKEN = "benchmark"
 TENSORS = 20
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--copies", type=int, default=5)
     args = parser.parse_args()
     rows = int(args.megabytes * 1e6 / TENSORS / 256 / 4)
-    with tempfile.TemporaryDirectory(dir=default_root().parent) as folder, Pool(4) as pool:
+    with tempfile.TemporaryDirectory(dir=default_root().parent) as folder, RankPool(4) as pool:
         servers = [start_server(node, folder) for node in range(2)]
         addresses = [tuple(hello["address"]) for _, hello in servers]
         set_peers(dict(enumerate(addresses)), TOKEN)

@@ -41,7 +41,7 @@ from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.training.micro_batch import MicroBatch
 from phalanx.training.trainer import Trainer
-from phalanx.verification.rank_pool import Pool
+from phalanx.verification.rank_pool import RankPool
 
 RANKS = 4
 WARM_UP = 5
@@ -167,7 +167,7 @@ def main() -> None:
         # The allocator reads its settings when a process starts: both sides get those that our launcher gives its ranks.
         os.execve(sys.executable, [sys.executable, *sys.argv], worker_env(next(iter(plans.values()))))
     torch.set_num_threads(1)
-    with Pool(RANKS, timeout=1800) as pool:
+    with RankPool(RANKS, timeout=1800) as pool:
         for technique, run in runs.items():
             plan = plans[technique]
             print(machine_load(), flush=True)

@@ -1,33 +1,155 @@
-"""`phalanx verify --chaos`: the same small run twice, as its own commands, once undisturbed and once with faults of every kind; and
-whether both went the same way. Nothing may be left running or half-written after either."""
+"""`phalanx verify --chaos`: trains the same small run twice, undisturbed and with faults of every kind, and compares the two. Neither
+may leave processes or incomplete files behind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from phalanx.checkpointing.find_checkpoint import locate
+from phalanx.checkpointing.replicas import shm_slots
 from phalanx.checkpointing.restore import CheckpointReader
 from phalanx.checkpointing.tools.diff import Difference, compare
 from phalanx.events.fault_log import FaultClaims
-from phalanx.events.records import Recovered
+from phalanx.events.log import read_events
+from phalanx.events.records import Event, Recovered
+from phalanx.events.rundir import RunDir
 from phalanx.faults.draw import draw_faults
-from phalanx.faults.grammar import Fault, check, parse
-from phalanx.host.process_tree import adopt_orphans
+from phalanx.faults.grammar import Fault, check, format_faults, parse
+from phalanx.host.process_tree import adopt_orphans, die_with
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Run
-from phalanx.verification.aftermath import Strike, Verdict, judge, of_strikes, same_layout, strikes
-from phalanx.verification.case import make
-from phalanx.verification.command import Side, train
-from phalanx.verification.tolerance import RANGES, Range
+from phalanx.verification.cases import make_case
+from phalanx.verification.fault_outcomes import (
+    FaultOutcome,
+    Verdict,
+    fault_outcomes,
+    outcome_verdicts,
+    run_verdicts,
+    same_layout,
+)
+from phalanx.verification.tolerance import TOLERANCES, Tolerance
+
+_EXIT_GRACE = 5.0  # seconds within which processes must end after their parent
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedRun:
+    """One of the two runs, after its end."""
+
+    name: str
+    directory: Path
+    code: int | None
+    """Exit code; None: it was killed after the time limit."""
+    seconds: float
+    events: list[Event]
+    leftovers: tuple[str, ...]
+    """Processes that outlived the run, and incomplete files."""
+    output: str
+    """The end of its output."""
+
+
+def train_command(file: Path, directory: Path, faults: Sequence[Fault], limit: float) -> TrainedRun:
+    """Trains a run file as a command, for at most `limit` seconds. Call `adopt_orphans` first, so that processes it leaves behind
+    become children of this one."""
+    command = [sys.executable, "-m", "phalanx", "train", str(file), "--run-dir", str(directory), "--json"]
+    if faults:
+        command += ["--chaos", format_faults(faults)]
+    before = _children()
+    start = time.monotonic()
+    log = file.with_name(f"{directory.name}.log")
+    with log.open("wb") as output:
+        parent = os.getpid()
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, preexec_fn=lambda: die_with(parent)
+        )
+        try:
+            code: int | None = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            code = None
+        except BaseException:  # the caller was interrupted: end the run with everything that it started
+            process.kill()
+            process.wait()
+            _end_survivors(before)
+            raise
+    seconds = time.monotonic() - start
+    leftovers = [*_end_survivors(before), *_incomplete_files(directory)]
+    # Records that waited for free disk space are behind later ones in the file.
+    events = sorted(read_events(RunDir(directory).events_file), key=lambda event: event.time)
+    tail = log.read_text(errors="replace")[-2000:]
+    return TrainedRun(
+        name=directory.name,
+        directory=directory,
+        code=code,
+        seconds=seconds,
+        events=events,
+        leftovers=tuple(leftovers),
+        output=tail,
+    )
+
+
+def _children() -> set[int]:
+    """Child processes of this one, adopted orphans included."""
+    children = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # the process has just ended
+        if int(fields[1]) == os.getpid():
+            children.add(int(folder.name))
+    return children
+
+
+def _end_survivors(before: set[int]) -> list[str]:
+    """Kills processes that outlived a run; returns a description of each."""
+    end = time.monotonic() + _EXIT_GRACE
+    while (running := _running(_children() - before)) and time.monotonic() < end:
+        time.sleep(0.05)
+    descriptions = [f"process {pid} ({_command(pid)})" for pid in running]
+    while running:  # their children are adopted and come next
+        for pid in running:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        running = _running(_children() - before)
+    return descriptions
+
+
+def _running(pids: set[int]) -> list[int]:
+    """Processes that have not ended; reaps the others."""
+    return [pid for pid in sorted(pids) if os.waitpid(pid, os.WNOHANG)[0] == 0]
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return "ended"
+
+
+def _incomplete_files(directory: Path) -> Iterator[str]:
+    for path in sorted(directory.rglob("*.partial")):
+        yield f"{path.relative_to(directory)}, incomplete"
+    known = hashlib.sha256(str(directory.absolute()).encode()).hexdigest()[:8]  # as control/processes names them
+    for path in sorted(shm_slots.default_root().glob(f"{known}-*")):
+        yield f"{path}, in-memory replicas"
+
 
 RANKS, NODES = 4, 2
 STEPS = 80
-"""Of the standard campaign, at least."""
+"""Minimum number of steps of the standard campaign."""
 STANDARD = (
     "kill rank=3 step=6; kill rank=0 step=10 during=update; kill rank=1 step=14 during=collective; raise rank=2 step=18 in=data; "
     "hang rank=1 step=22 in=data; hang rank=2 step=26 in=collective; hang rank=0 step=30 in=update; "
@@ -37,33 +159,34 @@ STANDARD = (
     "hang rank=0 step=68 for=4s; kill node=0 step=72 for=3s; hang rank=0 step=74 for=4s; hang rank=0 step=76 for=4s; "
     "hang rank=0 step=78 for=4s"
 )
-"""Of every kind, at every point. A node needs seconds to return: the short hangs behind its loss keep the run going until then."""
-_PER_FAULT, _PER_STEP, _AT_LEAST = 40.0, 3.0, 120.0  # seconds after which a run counts as one that does not end
+"""Faults of every kind at every point. A node needs seconds to return: the short hangs after its loss keep the run going until
+then."""
+_PER_FAULT, _PER_STEP, _MINIMUM = 40.0, 3.0, 120.0  # seconds of the time limit of a run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Campaign:
-    """What is run."""
+    """A run and its faults."""
 
     run: Run
     faults: tuple[Fault, ...]
-    accepted: Range = RANGES["fp32"]
-    """How far the two may be apart where the layout changed on the way."""
-    said: tuple[str, ...] = ()
-    """What differs from the run as it was given, a sentence each."""
+    accepted: Tolerance = TOLERANCES["fp32"]
+    """Tolerance between the two runs if the layout changed during recovery."""
+    notes: tuple[str, ...] = ()
+    """Differences from the given run, a sentence each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
-    """What a campaign came to."""
+class CampaignReport:
+    """The result of a campaign."""
 
     campaign: Campaign
     verdicts: tuple[Verdict, ...]
-    strikes: tuple[Strike, ...]
+    outcomes: tuple[FaultOutcome, ...]
     recoveries: int
     steps_lost: int
     seconds: tuple[float, float]
-    """Of the undisturbed run and of the disturbed one."""
+    """Duration of the undisturbed and the disturbed run."""
 
     @property
     def passed(self) -> bool:
@@ -78,24 +201,26 @@ class Report:
             "nodes": run.cluster.nodes,
             "steps": run.steps,
             "checks": [verdict.to_json() for verdict in self.verdicts],
-            "faults": [strike.to_json() for strike in self.strikes],
+            "faults": [outcome.to_json() for outcome in self.outcomes],
             "recoveries": self.recoveries,
             "steps_lost": self.steps_lost,
             "seconds": {"undisturbed": self.seconds[0], "disturbed": self.seconds[1]},
-            "said": list(self.campaign.said),
+            "said": list(self.campaign.notes),
         }
 
 
 def campaign(run: Run, *, steps: int | None = None, faults: int | None = None, seed: int = 0) -> Campaign:
-    """The standard faults, or so many random ones, on a small run of the same family. RunError where that cannot be."""
+    """The standard faults, or `faults` random ones, on a small run of the same family. Raises RunError if they do not fit."""
     steps = steps or max(STEPS, 5 * (faults or 0))
     if faults is None and steps < STEPS:
-        raise RunError([f"--steps {steps} is too short for the standard campaign, which needs {STEPS}; or give --faults N."])
+        raise RunError(
+            [f"--steps {steps} is too short for the standard campaign, which needs {STEPS}: raise it, or use --faults N."]
+        )
     if faults is not None and faults >= steps:
         raise RunError(
             [f"--faults {faults} does not fit into --steps {steps}: at most one fault in a step, and none in the first."]
         )
-    case = make(_four_ranks(run), ranks=RANKS, steps=steps)
+    case = make_case(_four_ranks(run), ranks=RANKS, steps=steps)
     small = replace(
         case.run,
         data=replace(case.run.data, eval_fraction=0.05),
@@ -105,18 +230,21 @@ def campaign(run: Run, *, steps: int | None = None, faults: int | None = None, s
         resilience=replace(run.resilience, check_every=1, restarts=max(run.resilience.restarts, 2 * (faults or 20))),
     )
     replicas = small.layout.data or 1
-    found = (
+    planned = (
         parse(STANDARD)
         if faults is None
         else draw_faults(faults, steps=steps, ranks=RANKS, nodes=NODES, seed=seed, kinds=_kinds(replicas))
     )
     if replicas == 1:
-        found = tuple(fault for fault in found if fault.kind != "corrupt")
-    said = [*case.said, "State is compared in every step (resilience.check_every = 1) and copied into memory after every step."]
+        planned = tuple(fault for fault in planned if fault.kind != "corrupt")
+    notes = [
+        *case.notes,
+        "State is compared in every step (resilience.check_every = 1) and replicated in memory after every step.",
+    ]
     if replicas == 1:
-        said.append("Nothing replicates the state (layout.data = 1), so nobody could notice corruption: it is left out.")
-    assert not check(found, RANKS, NODES, steps)
-    return Campaign(run=small, faults=found, accepted=RANGES[case.coarsest], said=tuple(said))
+        notes.append("There are no replicas (layout.data = 1) to detect corruption, so no state is corrupted.")
+    assert not check(planned, RANKS, NODES, steps)
+    return Campaign(run=small, faults=planned, accepted=TOLERANCES[case.coarsest], notes=tuple(notes))
 
 
 def _kinds(replicas: int) -> tuple[str, ...]:
@@ -128,7 +256,7 @@ def _kinds(replicas: int) -> tuple[str, ...]:
 
 
 def _four_ranks(run: Run) -> Run:
-    """As many replicas as four ranks have room for."""
+    """The run with as many replicas as fit on four ranks."""
     others = run.layout.ranks // (run.layout.data or 1)
     if RANKS % others and others <= RANKS:
         raise RunError(
@@ -137,71 +265,73 @@ def _four_ranks(run: Run) -> Run:
     return replace(run, layout=replace(run.layout, data=max(1, RANKS // others)))
 
 
-def verify(found: Campaign, say: Callable[[str], None] = lambda words: None) -> Report:
-    """Run both and compare. `say`: what happens, a line at a time."""
-    adopt_orphans()  # what a run leaves behind comes to this process, and shows
+def verify(campaign: Campaign, report: Callable[[str], None] = lambda line: None) -> CampaignReport:
+    """Runs and compares both. `report` receives a line before and after each run."""
+    adopt_orphans()  # processes that a run leaves behind become children of this one
     with TemporaryDirectory(prefix="phalanx-chaos-") as folder:
         file = Path(folder) / "run.toml"
-        file.write_text(dump(found.run))
+        file.write_text(dump(campaign.run))
         sides = []
-        for name, faults in (("undisturbed", ()), ("disturbed", found.faults)):
-            say(f"{name} run: {found.run.steps} steps on {RANKS} ranks of {NODES} nodes")
-            sides.append(train(file, Path(folder) / name, faults, _limit(found)))
-            say(f"{name} run: exit code {sides[-1].code} after {sides[-1].seconds:.1f} s")
+        for name, faults in (("undisturbed", ()), ("disturbed", campaign.faults)):
+            report(f"{name} run: {campaign.run.steps} steps on {RANKS} ranks of {NODES} nodes")
+            sides.append(train_command(file, Path(folder) / name, faults, _time_limit(campaign)))
+            report(f"{name} run: exit code {sides[-1].code} after {sides[-1].seconds:.1f} s")
         theirs, ours = sides
-        told = strikes(found.faults, ours.events, FaultClaims(ours.directory).times())
+        outcomes = fault_outcomes(campaign.faults, ours.events, FaultClaims(ours.directory).times())
         verdicts = [
-            *judge(ours.events, theirs.events, found.run.steps, found.accepted.loss),
-            _state(ours, theirs, found.accepted.parameters),
-            *of_strikes(told),
-            *(_left(side) for side in sides),
+            *run_verdicts(ours.events, theirs.events, campaign.run.steps, campaign.accepted.loss),
+            _state(ours, theirs, campaign.accepted.parameters),
+            *outcome_verdicts(outcomes),
+            *(_leftovers(side) for side in sides),
         ]
     recoveries = [event for event in ours.events if isinstance(event, Recovered)]
-    return Report(
-        campaign=found,
+    return CampaignReport(
+        campaign=campaign,
         verdicts=tuple(verdicts),
-        strikes=tuple(told),
+        outcomes=tuple(outcomes),
         recoveries=len(recoveries),
         steps_lost=sum(event.steps_lost for event in recoveries),
         seconds=(theirs.seconds, ours.seconds),
     )
 
 
-def _limit(found: Campaign) -> float:
-    return max(_AT_LEAST, _PER_FAULT * len(found.faults) + _PER_STEP * found.run.steps)
+def _time_limit(campaign: Campaign) -> float:
+    return max(_MINIMUM, _PER_FAULT * len(campaign.faults) + _PER_STEP * campaign.run.steps)
 
 
-def _left(side: Side) -> Verdict:
-    said = "; ".join(side.left) or "no process, no half-written file, no copy in memory"
-    return Verdict(name=f"left by the {side.name} run", passed=not side.left, said=said)
+def _leftovers(side: TrainedRun) -> Verdict:
+    said = "; ".join(side.leftovers) or "no process, no incomplete file, no in-memory replica"
+    return Verdict(name=f"left by the {side.name} run", passed=not side.leftovers, said=said)
 
 
-def _state(ours: Side, theirs: Side, accepted: float) -> Verdict:
-    """The last checkpoints. On one layout throughout they are the same to the bit; where ranks were fewer for a while, sums were in
+def _state(ours: TrainedRun, theirs: TrainedRun, accepted: float) -> Verdict:
+    """Compares the last checkpoints. They are equal bit for bit if the layout never changed; with fewer ranks for a while, sums were in
     another order."""
     try:
         one, other = (CheckpointReader(locate(side.directory)) for side in (ours, theirs))
     except (RunError, OSError) as error:
-        endings = "; ".join(side.said.strip().splitlines()[-1] for side in (ours, theirs) if side.code and side.said.strip())
+        endings = "; ".join(
+            side.output.strip().splitlines()[-1] for side in (ours, theirs) if side.code and side.output.strip()
+        )
         return Verdict(name="state", passed=False, said=f"{error} {endings}".strip())
     if one.contents["step"] != other.contents["step"]:
         said = f"the last checkpoint is of step {one.contents['step']}, the undisturbed run's of {other.contents['step']}"
         return Verdict(name="state", passed=False, said=said)
-    different = [found for found in compare(one, other) if isinstance(found, Difference)]
+    different = [item for item in compare(one, other) if isinstance(item, Difference)]
     if not different:
         return Verdict(name="state", passed=True, said="weights and optimizer the same in every bit")
     if same_layout(ours.events):
-        names = ", ".join(found.name for found in different[:3])
+        names = ", ".join(item.name for item in different[:3])
         return Verdict(name="state", passed=False, said=f"{len(different)} tensors differ, such as {names}")
-    apart = {found.name: _apart(found, one) for found in different if found.name.startswith("model/")}
+    apart = {item.name: _relative(item, one) for item in different if item.name.startswith("model/")}
     worst = max(apart, key=lambda name: apart[name], default="")
-    said = f"weights {apart.get(worst, 0.0):.1e} apart at most, in {worst}; accepted {accepted:.0e}, as the layout changed on the way"
+    said = f"weights {apart.get(worst, 0.0):.1e} apart at most, in {worst}; accepted {accepted:.0e}, because the layout changed during recovery"
     return Verdict(name="state", passed=all(value <= accepted for value in apart.values()), said=said)
 
 
-def _apart(found: Difference, saved: CheckpointReader) -> float:
-    """In relation to the largest number of the tensor."""
-    if found.kind != "values":
+def _relative(difference: Difference, saved: CheckpointReader) -> float:
+    """The difference relative to the largest element of the tensor."""
+    if difference.kind != "values":
         return float("inf")
-    largest = max(float(saved.read(found.name, *part).abs().max()) for part in saved.parts(found.name))
-    return found.largest / largest if largest else float("inf")
+    largest = max(float(saved.read(difference.name, *part).abs().max()) for part in saved.parts(difference.name))
+    return difference.largest / largest if largest else float("inf")

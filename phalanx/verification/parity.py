@@ -1,52 +1,173 @@
-"""Parallel equals one device: a case trained in one process and on its ranks, and everything compared by name.
-`phalanx verify` and `phalanx.verify` call `verify`, and `sweep` for many layouts.
+"""Proves that parallel training equals training on one device: a case is trained in one process and on its ranks, and compared by
+name. `phalanx verify` and `phalanx.verify` call `verify`, and `sweep` for many layouts.
 
-Both sides are the trainer itself. The one process goes first and leaves what it found in a file; every rank then holds its own
-boxes against it, copies included, so that a rank that has drifted apart from its twin is found too.
+Both sides are the trainer itself. The reference process runs first and saves its steps to a file. Every rank then compares its own
+slices with that file, replicas included, so that a replica that drifts is found too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from phalanx.models.attention import attend_locally
+from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.owned_param import ParamShard, extract
 from phalanx.spec.run import Run
+from phalanx.training.trainer import Trainer
 from phalanx.verification import step_cost as accounts
-from phalanx.verification.case import MOST_RANKS, Case, make
-from phalanx.verification.layout_cases import generate
-from phalanx.verification.rank_pool import Pool, RankFailed
-from phalanx.verification.sides import Found, Reference, compare, leave
-from phalanx.verification.step_cost import RankAccount, Theory
-from phalanx.verification.tolerance import RANGES, Check, Row, earliest, judge
+from phalanx.verification.cases import MAX_RANKS, Case, generate_layouts, make_case
+from phalanx.verification.local_sgd_reference import replicas
+from phalanx.verification.rank_pool import RankFailed, RankPool
+from phalanx.verification.recorder import ShardValue, StepRecord, copied, record_steps
+from phalanx.verification.step_cost import RankAccount, Theory, measure_step
+from phalanx.verification.tolerance import (
+    FLOOR,
+    TOLERANCES,
+    Check,
+    Comparison,
+    difference,
+    first_failure,
+    judge,
+    number_difference,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The recorded steps of one process, in a file."""
+
+    path: Path
+    shapes: dict[str, tuple[int, ...]]
+    """Shapes of parameters and buffers, in the order of the model."""
+
+
+@dataclass(slots=True)
+class RankResult:
+    """The comparison of one rank with the reference."""
+
+    comparisons: list[Comparison] = field(default_factory=list)
+    shards: dict[str, ParamShard] = field(default_factory=dict)
+    """The rank's slices of parameters."""
+    split: set[str] = field(default_factory=set)
+    """Mesh axes along which parameters are sharded, read from the optimizer's parameters."""
+    attends_remotely: bool = False
+    """Whether its attention reads keys of other ranks."""
+    account: RankAccount | None = None
+
+
+def train_reference(mesh: Mesh, case: Case, path: Path) -> Reference:
+    """Trains the reference and saves its steps; with local SGD, those of every replica."""
+    local = case.run.optimizer.sync_every > 1
+    records = list(replicas(mesh, case)) if local else [list(_copies(_trainer(mesh, case, reference=True), case.steps))]
+    torch.save(records, path)
+    return Reference(path, {name: shard.slice.whole for name, (_, shard) in records[0][0].parameters.items()})
+
+
+def _copies(trainer: Trainer, steps: int) -> Iterator[StepRecord]:
+    for record in record_steps(trainer, steps):
+        record.gradients, record.parameters = copied(record.gradients), copied(record.parameters)
+        yield record
+    trainer.close()
+
+
+def compare_rank(mesh: Mesh, case: Case, reference: Reference, account: bool) -> RankResult:
+    """Trains one rank and compares each step with the reference."""
+    expected = torch.load(reference.path, weights_only=False, mmap=True)
+    theirs = expected[mesh.coordinate("data") if len(expected) > 1 else 0]
+    trainer = _trainer(mesh, case, reference=False)
+    result = RankResult()
+    for ours, their in zip(record_steps(trainer, case.steps), theirs, strict=True):
+        result.comparisons += _numbers(ours, their, mesh.rank)
+        result.comparisons += _tensors("parameters", ours.step, (ours.parameters, their.parameters), mesh.rank)
+        if not their.skipped:  # overflowed gradients are discarded as a whole
+            result.comparisons += _tensors("gradients", ours.step, (ours.gradients, their.gradients), mesh.rank)
+        result.shards = {name: shard for name, (_, shard) in ours.parameters.items()}
+    if all(their.skipped for their in theirs[1:]):  # nothing was updated on either side, so nothing is proven
+        problem = f"every step overflowed, with precision.loss_scale = {case.run.precision.loss_scale:g}: lower it"
+        result.comparisons.append(Comparison("loss", 1, problem, mesh.rank, float("inf")))
+    result.split = {axis for owned in trainer.sharded.owned for axis in owned.shard.split}
+    attends = [module.attend for part in trainer.sharded.parts for module in part.modules() if hasattr(module, "attend")]
+    result.attends_remotely = bool(attends) and all(_is_remote(attend) for attend in attends)
+    if account:
+        result.account = measure_step(trainer)
+    trainer.close()
+    return result
+
+
+def _trainer(mesh: Mesh, case: Case, *, reference: bool) -> Trainer:
+    run, plan = (case.reference, case.reference_plan) if reference else (case.run, case.plan)
+    run = replace(run, resilience=replace(run.resilience, check_every=0))  # the comparison covers replicas
+    # No checkpoint is ever saved there; offloading writes its files there.
+    trainer = Trainer(run, plan, mesh, Path(case.folder) / ("reference" if reference else "ranks") / "checkpoints")
+    trainer.build()
+    return trainer
+
+
+def _is_remote(attend: Any) -> bool:
+    """Whether attention, below its wrappers, is not the model's local one."""
+    while hasattr(attend, "inner"):
+        attend = attend.inner
+    return attend is not attend_locally
+
+
+def _numbers(ours: StepRecord, their: StepRecord, rank: int) -> Iterator[Comparison]:
+    if ours.step:
+        if not (ours.skipped or their.skipped):  # the record of a skipped step has no batch
+            yield Comparison("batches", ours.step, "", rank, 0.0 if ours.batch == their.batch else 1.0)
+        yield Comparison("loss", ours.step, "", rank, number_difference(ours.loss, their.loss))
+        yield Comparison("gradient norm", ours.step, "", rank, number_difference(ours.norm, their.norm))
+
+
+def _tensors(
+    kind: str, step: int, sides: tuple[dict[str, ShardValue], dict[str, ShardValue]], rank: int
+) -> Iterator[Comparison]:
+    ours, theirs = sides
+    largest = {name: _largest(tensor) for name, (tensor, _) in theirs.items()}
+    floor = FLOOR * max(largest.values(), default=0.0)
+    for name, (tensor, shard) in ours.items():
+        if name not in theirs or theirs[name][1].slice.whole != shard.slice.whole:
+            yield Comparison(kind, step, name, rank, float("inf"))
+        else:
+            yield Comparison(
+                kind, step, name, rank, difference(tensor, extract(shard.slice, theirs[name][0]), max(largest[name], floor))
+            )
+
+
+def _largest(tensor: Tensor) -> float:
+    return tensor.abs().max().item() if tensor.numel() else 0.0
+
 
 References = dict[Any, Reference]
-"""What one process has been found to do, by what it was given."""
+"""Reference files by the run, plan and steps they were made from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A rank that did not get through."""
+    """A rank that failed."""
 
     rank: int | None
-    """None: the one process that the ranks were to be compared with."""
+    """None: the reference process."""
     error: str
     trace: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What a proof came to."""
+    """The result of one case."""
 
     case: Case
     checks: tuple[Check, ...] = ()
     failure: Failure | None = None
     accounts: tuple[RankAccount, ...] = ()
-    """By rank, where they were asked for."""
+    """By rank, if requested."""
     theory: Theory | None = None
 
     @property
@@ -55,13 +176,13 @@ class Report:
 
     @property
     def first(self) -> Check | None:
-        """What differs first; None where nothing does."""
-        return earliest(self.checks)
+        """The first check that fails; None if all pass."""
+        return first_failure(self.checks)
 
     @property
     def because(self) -> str:
-        """Where the accepted ranges come from."""
-        return RANGES[self.case.coarsest].because
+        """The reason for the tolerances."""
+        return TOLERANCES[self.case.coarsest].because
 
     def to_json(self) -> dict[str, Any]:
         case = self.case
@@ -74,7 +195,7 @@ class Report:
             "because": self.because,
             "checks": [check.to_json() for check in self.checks],
             "first": self.first.to_json() if self.first else None,
-            "said": list(case.said),
+            "said": list(case.notes),
             "failure": asdict(self.failure) if self.failure else None,
         }
         if self.accounts:
@@ -83,62 +204,67 @@ class Report:
         return table
 
 
-def verify(run: Run, *, steps: int = 8, ranks: int | None = None, account: bool = False, pool: Pool | None = None) -> Report:
-    """Prove one run's layout. Raises RunError where the run itself is wrong; anything else is in the report."""
-    return prove(make(run, ranks=ranks, steps=steps), account=account, pool=pool)
+def verify(
+    run: Run, *, steps: int = 8, ranks: int | None = None, account: bool = False, pool: RankPool | None = None
+) -> Report:
+    """Verifies the layout of one run. Raises RunError if the run is invalid; any other failure is in the report."""
+    return prove(make_case(run, ranks=ranks, steps=steps), account=account, pool=pool)
 
 
-def sweep(run: Run, *, ranks: int | None = None, steps: int = 8, count: int = 40, pool: Pool | None = None) -> Iterator[Report]:
-    """Prove a generated set of layouts, one report each, through one pool of ranks."""
-    most = ranks or MOST_RANKS
-    with _held(most, pool) as held:
+def sweep(
+    run: Run, *, ranks: int | None = None, steps: int = 8, count: int = 40, pool: RankPool | None = None
+) -> Iterator[Report]:
+    """Verifies generated layouts in one pool of ranks, with a report for each."""
+    most = ranks or MAX_RANKS
+    with _pool(most, pool) as opened:
         references: References = {}
-        for one in generate(run, most, count=count):
-            yield prove(make(one, ranks=most, steps=steps), pool=held, references=references)
+        for generated in generate_layouts(run, most, count=count):
+            yield prove(make_case(generated, ranks=most, steps=steps), pool=opened, references=references)
 
 
-def prove(case: Case, *, account: bool = False, pool: Pool | None = None, references: References | None = None) -> Report:
-    """`references` are used and added to."""
+def prove(case: Case, *, account: bool = False, pool: RankPool | None = None, references: References | None = None) -> Report:
+    """Verifies one case. `references`: a cache of reference files."""
     references = {} if references is None else references
-    with _held(case.layout.ranks, pool) as held:
-        case = replace(case, folder=mkdtemp(dir=held.folder))
+    with _pool(case.layout.ranks, pool) as opened:
+        case = replace(case, folder=mkdtemp(dir=opened.folder))
         local = case.layout.data if case.run.optimizer.sync_every > 1 else None
-        key = (case.alone, case.alone_plan, case.steps, local)
+        key = (case.reference, case.reference_plan, case.steps, local)
         try:
             if key not in references:
-                references[key] = held.alone(leave, case, held.folder / f"reference-{len(references)}.pt")
-            found = held.run(compare, case.layout, case, references[key], account)
+                references[key] = opened.alone(train_reference, case, opened.folder / f"reference-{len(references)}.pt")
+            results = opened.run(compare_rank, case.layout, case, references[key], account)
         except RankFailed as failed:
             return Report(case=case, failure=Failure(failed.rank, failed.error, failed.trace))
-    rows = [row for one in found for row in one.rows] + list(_placement(case, found, references[key]))
+    comparisons = [row for result in results for row in result.comparisons]
+    comparisons += _placement(case, results, references[key])
     return Report(
         case=case,
-        checks=tuple(judge(rows, RANGES[case.coarsest], list(references[key].shapes))),
-        accounts=tuple(one.account for one in found if one.account is not None),
+        checks=tuple(judge(comparisons, TOLERANCES[case.coarsest], list(references[key].shapes))),
+        accounts=tuple(result.account for result in results if result.account is not None),
         theory=accounts.theory(case.run, case.plan) if account else None,
     )
 
 
-def _held(ranks: int, pool: Pool | None) -> AbstractContextManager[Pool]:
-    """The caller's pool, which stays, or one of our own."""
-    return Pool(ranks) if pool is None else nullcontext(pool)
+def _pool(ranks: int, pool: RankPool | None) -> AbstractContextManager[RankPool]:
+    """The caller's pool, which stays open, or a new one."""
+    return RankPool(ranks) if pool is None else nullcontext(pool)
 
 
-def _placement(case: Case, found: list[Found], reference: Reference) -> Iterator[Row]:
-    """Whether the ranks together hold all of the model, and the layout was applied at all: a technique that silently does
-    nothing computes the right numbers too. Read off what the ranks hold, never off the settings."""
+def _placement(case: Case, results: list[RankResult], reference: Reference) -> Iterator[Comparison]:
+    """Whether the ranks together hold the whole model, and every axis of the layout was applied: a technique that silently does
+    nothing computes the right numbers too. Reads the shards of the ranks, never the settings."""
     for name, shape in reference.shapes.items():
         missing = torch.ones(shape, dtype=torch.bool)
-        for one in found:
-            if name in one.spots:
-                for box in one.spots[name].slice.boxes:
+        for result in results:
+            if name in result.shards:
+                for box in result.shards[name].slice.boxes:
                     missing[box.index] = False
-        yield Row("placement", 0, name, 0, float(missing.sum()))
-    layout, split = case.layout, set().union(*(one.split for one in found))
+        yield Comparison("placement", 0, name, 0, float(missing.sum()))
+    layout, split = case.layout, set().union(*(result.split for result in results))
     applied = {axis: axis in split for axis in ("shard", "tensor", "expert", "expert_tensor")}
-    applied["context"] = all(one.attends_elsewhere for one in found)
-    applied["pipeline"] = all(one.spots.keys() != reference.shapes.keys() for one in found)
+    applied["context"] = all(result.attends_remotely for result in results)
+    applied["pipeline"] = all(result.shards.keys() != reference.shapes.keys() for result in results)
     for axis, done in applied.items():
         degree = getattr(layout, axis)
         if degree > 1 and not done:
-            yield Row("placement", 0, f"layout.{axis} = {degree} was not applied", 0, 1.0)
+            yield Comparison("placement", 0, f"layout.{axis} = {degree} was not applied", 0, 1.0)

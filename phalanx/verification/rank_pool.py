@@ -1,7 +1,8 @@
-"""CPU ranks that stay: forked once with torch loaded, given one case after the other. `verification/parity` runs its cases here.
+"""A pool of CPU ranks: forked once with torch loaded, then used for one case after the other. `verification/parity` runs its cases
+here.
 
-Each case meets under a generation of its own on the same store, and leaves in good order. A rank that raises, dies or hangs
-spoils the others, which wait for it: then all are ended, the failure is told, and the next case gets new ones.
+Each case connects under a new generation of the same store and disconnects at its end. If a rank raises, dies or hangs, the others
+wait for it forever: all ranks are killed, the failure is raised, and the next case gets new ranks.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Place
 
 _LENGTH = struct.Struct("!Q")
-_GRACE = 0.5  # seconds in which ranks that fail at about the same time may say so: the first of them is to blame
-_LINES = 12  # of a traceback that are told
+_GRACE = 0.5  # seconds to wait for the failures of other ranks: the earliest one is the cause
+_LINES = 12  # lines of a traceback to report
 
 
 class RankFailed(Exception):
-    """A case that a rank did not get through."""
+    """A rank failed in a case."""
 
     def __init__(self, rank: int | None, error: str, trace: Sequence[str]):
         self.rank, self.error, self.trace = rank, error, tuple(trace)
@@ -51,7 +52,7 @@ class RankFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one rank is to do: `function(mesh, *args)`."""
+    """The work of one rank: `function(mesh, *args)`."""
 
     place: Place
     layout: Layout | None
@@ -73,18 +74,18 @@ class _Worker:
     rank: int
     pid: int
     tasks: int
-    """Where it reads tasks from: a file descriptor that this process writes to."""
+    """File descriptor to which this process writes tasks."""
     results: int
     log: Path
-    """What it writes to standard error, and where it stands when it is asked."""
+    """Standard error of the rank, and its stack on request."""
     received: bytearray = field(default_factory=bytearray)
 
 
-class Pool:
-    """Up to `ranks` ranks, started when they are first needed."""
+class RankPool:
+    """Up to `ranks` ranks, started on first use."""
 
     def __init__(self, ranks: int, timeout: float = 120.0):
-        """`timeout`: seconds after which a case that has not ended counts as hanging."""
+        """`timeout`: seconds after which a case counts as hanging."""
         self.ranks, self.timeout = ranks, timeout
         self._workers: list[_Worker] = []
         self._store: int | None = None
@@ -94,30 +95,30 @@ class Pool:
 
     @property
     def folder(self) -> Path:
-        """For files that ranks leave each other; it goes with the pool."""
+        """Folder for files that ranks exchange; removed with the pool."""
         return Path(self._folder.name)
 
     def run(self, function: Callable[..., Any], layout: Layout, *args: Any) -> list[Any]:
-        """`function(mesh, *args)` on the layout's ranks; what each returned. Raises RankFailed."""
-        assert layout.ranks <= self.ranks, f"{layout.ranks} ranks are wanted of {self.ranks}"
+        """Calls `function(mesh, *args)` on the ranks of a layout; returns the result of each. Raises RankFailed."""
+        assert layout.ranks <= self.ranks, f"{layout.ranks} ranks requested of {self.ranks}"
         self._start()
         self._generation += 1
         places = [
             Place(rank=rank, ranks=layout.ranks, local_rank=rank, store=self._address, generation=self._generation)
             for rank in range(layout.ranks)
         ]
-        return self._do([Task(place, layout, function, args, self.timeout) for place in places])
+        return self._execute([Task(place, layout, function, args, self.timeout) for place in places])
 
     def alone(self, function: Callable[..., Any], *args: Any) -> Any:
-        """The same in one process that knows of no other. Raises RankFailed with the rank None."""
+        """Calls `function(mesh, *args)` in a single-process mesh. Raises RankFailed with rank None."""
         self._start()
         try:
-            return self._do([Task(Place(), None, function, args, self.timeout)])[0]
+            return self._execute([Task(Place(), None, function, args, self.timeout)])[0]
         except RankFailed as failed:
             raise RankFailed(None, failed.error, failed.trace) from None
 
     def close(self) -> None:
-        self._end()
+        self._kill()
         self._folder.cleanup()
 
     def __enter__(self) -> Self:
@@ -129,29 +130,29 @@ class Pool:
     def _start(self) -> None:
         if self._workers:
             return
-        torch.set_num_threads(1)  # a process that has run OpenMP in parallel leaves its forks threads that are not there
+        torch.set_num_threads(1)  # forks of a process with OpenMP threads hang, because the threads are missing
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self._address = listener.getsockname()
             self._store = fork(serve_store, *self._address, listener.fileno())
         for rank in range(self.ranks):
-            tasks, give = os.pipe()
-            take, results = os.pipe()
+            tasks, task_writer = os.pipe()
+            result_reader, results = os.pipe()
             log = self.folder / f"rank-{rank}.log"
             pid = fork(_serve, tasks, results, log)
             os.close(tasks)
-            os.close(results)  # now, so that no later rank holds it: its end is how a rank's end is noticed
-            self._workers.append(_Worker(rank, pid, give, take, log))
+            os.close(results)  # before the next fork, so that only this rank has it: end-of-file then shows its death
+            self._workers.append(_Worker(rank, pid, task_writer, result_reader, log))
 
-    def _end(self) -> None:
+    def _kill(self) -> None:
         for pid in (*([self._store] if self._store else []), *(worker.pid for worker in self._workers)):
-            os.kill(pid, signal.SIGKILL)  # nobody has waited for it yet, so the number is still its own
+            os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is still valid
             os.waitpid(pid, 0)
         for worker in self._workers:
             os.close(worker.tasks)
             os.close(worker.results)
         self._workers, self._store = [], None
 
-    def _do(self, tasks: list[Task]) -> list[Any]:
+    def _execute(self, tasks: list[Task]) -> list[Any]:
         workers = self._workers[: len(tasks)]
         try:
             for worker, task in zip(workers, tasks, strict=True):
@@ -162,7 +163,7 @@ class Pool:
                     raise RankFailed(worker.rank, _death(worker), _last_lines(worker.log)) from None
             return self._collect(workers)
         except BaseException:
-            self._end()
+            self._kill()
             raise
 
     def _collect(self, workers: list[_Worker]) -> list[Any]:
@@ -187,35 +188,35 @@ class Pool:
                     else:
                         results[worker.rank] = result[0]
         if raised:
-            # A rank that died outranks one that raised, however early: ranks raise of another's death, none dies of an error.
+            # A death comes before any exception: ranks raise because another died, but none dies because another raised.
             rank, first = min(raised.items(), key=lambda pair: (not pair[1].died, pair[1].when))
             raise RankFailed(rank, first.error, first.trace)
         missing = [worker for worker in workers if worker.rank not in results]
         if missing:
             others = f" (nor have ranks {', '.join(str(worker.rank) for worker in missing[1:])})" if missing[1:] else ""
-            raise RankFailed(missing[0].rank, f"has not ended within {self.timeout:.0f} s{others}", _standing(missing[0]))
+            raise RankFailed(missing[0].rank, f"has not ended within {self.timeout:.0f} s{others}", _stack(missing[0]))
         return [results[worker.rank] for worker in workers]
 
 
 def fork(function: Callable[..., NoReturn], *args: Any) -> int:
-    """A process that does this and ends, with this one at the latest; its number."""
+    """Forks a process that calls `function` and exits, at the latest with this one; returns its pid."""
     parent = os.getpid()
     with warnings.catch_warnings():
-        # Python 3.12 warns of forking beside threads; those here belong to numpy or wait for work, and hold no lock.
+        # Python 3.12 warns about forks of processes with threads; the threads here are idle and hold no lock.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         die_with(parent)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and takes everyone along
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too and kills the ranks
         try:
             function(*args)
         finally:
-            os._exit(1)  # nothing that the program has registered may run here
+            os._exit(1)  # skips exit handlers of the parent program
     return pid
 
 
 def serve_store(host: str, port: int, listener: int) -> NoReturn:
-    """The store where ranks meet, on a socket that is bound already."""
+    """Runs the rendezvous store of the ranks, on a socket that is already bound."""
     store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener))
     while store:
         signal.pause()
@@ -223,7 +224,7 @@ def serve_store(host: str, port: int, listener: int) -> NoReturn:
 
 
 def _serve(tasks: int, results: int, log: Path) -> NoReturn:
-    """The life of a rank: tasks until it is ended."""
+    """The main loop of a rank: executes tasks until it is killed."""
     with log.open("w") as file:
         os.dup2(file.fileno(), 2)
     use_loopback_only()
@@ -234,16 +235,16 @@ def _serve(tasks: int, results: int, log: Path) -> NoReturn:
         task: Task = pickle.loads(_read(tasks))
         try:
             mesh = connect(task.place, "cpu", task.timeout, task.layout)
-            message = pickle.dumps(task.function(mesh, *task.args))
+            result = pickle.dumps(task.function(mesh, *task.args))
             disconnect(mesh)
         except BaseException as error:
             lines = traceback.format_exc().strip().splitlines()
-            told = f"{type(error).__name__}: {error}"
-            _write(results, pickle.dumps(_Raised(told, lines[-_LINES:], time.monotonic())))
-            while True:  # alive, so that the others fail of nothing else before they are ended
+            message = f"{type(error).__name__}: {error}"
+            _write(results, pickle.dumps(_Raised(message, lines[-_LINES:], time.monotonic())))
+            while True:  # stays alive, so that its end causes no further failures
                 signal.pause()
-        _write(results, message)
-        gc.collect()  # models refer to themselves; the next case needs the room
+        _write(results, result)
+        gc.collect()  # models are reference cycles; the next case needs the memory
 
 
 def _write(pipe: int, message: bytes) -> None:
@@ -257,7 +258,7 @@ def _read(pipe: int) -> bytes:
         got = bytearray()
         while len(got) < count:
             if not (part := os.read(pipe, count - len(got))):
-                os._exit(0)  # whoever gave the tasks is gone
+                os._exit(0)  # the parent is gone
             got += part
         return bytes(got)
 
@@ -265,7 +266,7 @@ def _read(pipe: int) -> bytes:
 
 
 def _result(worker: _Worker) -> tuple[Any] | None:
-    """What a rank has sent, once all of it is there; its death, if that is what it sent."""
+    """The complete message of a rank, or its death; None while a message is incomplete."""
     part = os.read(worker.results, 1 << 20)
     worker.received += part
     if not part:
@@ -279,16 +280,16 @@ def _result(worker: _Worker) -> tuple[Any] | None:
 
 
 def _death(worker: _Worker) -> str:
-    # Looked at without being taken: the number must stay the rank's own until the pool is ended.
-    found = os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
-    assert found is not None
-    if found.si_code == os.CLD_EXITED:
-        return f"ended with exit code {found.si_status}"
-    return f"was ended by {signal.Signals(found.si_status).name}"
+    # WNOWAIT does not reap the process: the pid must stay valid until the pool kills its ranks.
+    status = os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+    assert status is not None
+    if status.si_code == os.CLD_EXITED:
+        return f"ended with exit code {status.si_status}"
+    return f"was killed by {signal.Signals(status.si_status).name}"
 
 
-def _standing(worker: _Worker) -> list[str]:
-    """Where a rank that does not end stands now."""
+def _stack(worker: _Worker) -> list[str]:
+    """The current stack of a hanging rank."""
     os.kill(worker.pid, signal.SIGUSR1)
     time.sleep(_GRACE)
     return _last_lines(worker.log)

@@ -1,5 +1,5 @@
-"""Looks over a trainer's shoulder: what stands in it before the first step, and loss, gradients and parameters of every step.
-Both sides of a proof are watched alike; `verification/parity` has the one kept and the other compared with it."""
+"""Records the initial state of a trainer, and loss, gradients and parameters of every step. `verification/parity` records both sides
+of a case with it."""
 
 from __future__ import annotations
 
@@ -15,70 +15,70 @@ from phalanx.parallel.owned_param import ParamShard
 from phalanx.spec.tensor_slice import TensorSlice
 from phalanx.training.trainer import Trainer
 
-Box = tuple[Tensor, ParamShard]
-"""Values, and where they lie in the whole."""
+ShardValue = tuple[Tensor, ParamShard]
+"""The values of a shard, and its position in the whole tensor."""
 
 
 @dataclass(slots=True)
-class Moment:
-    """A trainer after a step; step 0 is before the first."""
+class StepRecord:
+    """The state of a trainer after a step; step 0 is before the first."""
 
     step: int
     loss: float | None = None
     norm: float | None = None
-    """Of the whole gradient."""
+    """Norm of the whole gradient."""
     batch: str = ""
-    """Which tokens the step saw."""
+    """Token count and digest of the batch."""
     skipped: bool = False
-    gradients: dict[str, Box] = field(default_factory=dict)
-    """As the ranks have summed them, before clipping and dividing."""
-    parameters: dict[str, Box] = field(default_factory=dict)
-    """And the buffers that are kept with them."""
+    gradients: dict[str, ShardValue] = field(default_factory=dict)
+    """Gradients after the reduction over ranks, before clipping and scaling."""
+    parameters: dict[str, ShardValue] = field(default_factory=dict)
+    """Parameters and persistent buffers."""
 
 
-def moments(trainer: Trainer, steps: int) -> Iterator[Moment]:
-    """The trainer's own steps, one after the other. Tensors are its live ones: copy what is to outlive the next."""
-    caught: dict[str, Box] = {}
+def record_steps(trainer: Trainer, steps: int) -> Iterator[StepRecord]:
+    """Takes the trainer's steps and yields a record of each. Tensors are live: copy what has to outlive the next step."""
+    gradients: dict[str, ShardValue] = {}
     update = trainer.optimizer.step
 
-    def catch_first(*args: Any, **options: Any) -> Any:
-        # Between the ranks' sum and the update: what the update makes of gradients is its own affair. Muon divides in place.
-        for one in trainer.sharded.owned:
-            if one.gradient is not None:
-                caught[one.name] = (one.gradient.detach().clone(), one.shard)
+    def record_gradients(*args: Any, **options: Any) -> Any:
+        # After the reduction and before the update, which may change gradients in place, as Muon does.
+        for owned in trainer.sharded.owned:
+            if owned.gradient is not None:
+                gradients[owned.name] = (owned.gradient.detach().clone(), owned.shard)
         return update(*args, **options)
 
-    trainer.optimizer.step = catch_first  # type: ignore[method-assign]
-    yield Moment(0, parameters=_parameters(trainer))
+    trainer.optimizer.step = record_gradients  # type: ignore[method-assign]
+    yield StepRecord(0, parameters=_parameters(trainer))
     for number in range(1, steps + 1):
-        caught.clear()
+        gradients.clear()
         event = trainer.step()
-        assert event is not None, "nobody asks it to stop"
-        yield Moment(
+        assert event is not None, "nothing stops this trainer"
+        yield StepRecord(
             step=number,
             loss=event.loss,
             norm=event.grad_norm,
             batch=f"{getattr(event, 'tokens', '')} {getattr(event, 'batch_digest', '')}".strip(),
             skipped=isinstance(event, StepSkipped),
-            gradients=dict(caught),
+            gradients=dict(gradients),
             parameters=_parameters(trainer),
         )
 
 
-def _parameters(trainer: Trainer) -> dict[str, Box]:
-    """What a checkpoint would hold of the model."""
-    found = {}
+def _parameters(trainer: Trainer) -> dict[str, ShardValue]:
+    """The model state that a checkpoint would store."""
+    values = {}
     for name, piece in trainer.tensors().items():
         if name.startswith("model/"):
             tensor = piece.tensor if isinstance(piece.tensor, Tensor) else piece.tensor.read()
-            found[name.removeprefix("model/")] = (
+            values[name.removeprefix("model/")] = (
                 tensor.detach(),
                 ParamShard(TensorSlice.of(piece.whole, piece.offset, piece.shape)),
             )
-    if trainer.run.optimizer.sync_every > 1:  # between two meetings a checkpoint holds where replicas last met
-        found |= {one.name: (one.value.detach(), one.shard) for one in trainer.sharded.owned}
-    return found
+    if trainer.run.optimizer.sync_every > 1:  # between two syncs, a checkpoint stores the state of the last sync
+        values |= {owned.name: (owned.value.detach(), owned.shard) for owned in trainer.sharded.owned}
+    return values
 
 
-def copied(boxes: Mapping[str, Box]) -> dict[str, Box]:
-    return {name: (tensor.to("cpu", torch.float32, copy=True), spot) for name, (tensor, spot) in boxes.items()}
+def copied(values: Mapping[str, ShardValue]) -> dict[str, ShardValue]:
+    return {name: (tensor.to("cpu", torch.float32, copy=True), shard) for name, (tensor, shard) in values.items()}

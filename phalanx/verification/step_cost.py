@@ -1,4 +1,5 @@
-"""The account of one step on one rank, and what theory says of it. Taken by `verification/sides`, printed by `phalanx verify`."""
+"""Communication and memory of one step on one rank, measured and in theory. `verification/parity` measures, `phalanx verify
+--account` prints."""
 
 from __future__ import annotations
 
@@ -16,34 +17,34 @@ from phalanx.training.trainer import Trainer
 
 @dataclass(frozen=True, slots=True)
 class RankAccount:
-    """One rank's."""
+    """Communication and memory of one rank."""
 
     sent: Sent
-    """Bytes of one step, by technique and collective."""
+    """Bytes sent in one step, by technique and collective."""
     memory: dict[str, int]
     """Bytes of parameters, gradients, optimizer and activations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Theory:
-    """What a rank would send and keep if nothing but the technique itself counted."""
+    """Communication and memory of a rank by the formulas of each technique."""
 
     sent: dict[str, float]
-    """Bytes of one step by technique, of those that a formula is known for."""
+    """Bytes sent in one step, by technique with a known formula."""
     memory: dict[str, float]
     per_parameter: str
-    """Bytes of state per parameter, as a formula in the number of ranks that share it."""
+    """Bytes of state per parameter, as a formula in the number of ranks that shard it."""
     said: tuple[str, ...] = ()
-    """Where what is measured may differ, and why."""
+    """Notes on measured differences."""
 
 
-def take(trainer: Trainer) -> RankAccount:
-    """Of the trainer's next step. The first steps also make what lasts: take a later one."""
-    parameters, gradients, optimizer = states(trainer)
+def measure_step(trainer: Trainer) -> RankAccount:
+    """Measures the trainer's next step. The first steps also allocate persistent state: measure a later one."""
+    parameters, gradients, optimizer = persistent_tensors(trainer)
     live, account = MemoryCounter((*parameters, *gradients, *optimizer), trainer.mesh.device), TrafficCounter()
     with live, account:
         trainer.step()
-    parameters, gradients, optimizer = states(trainer)
+    parameters, gradients, optimizer = persistent_tensors(trainer)
     memory = {
         "parameters": _bytes(parameters),
         "gradients": _bytes(gradients),
@@ -53,13 +54,13 @@ def take(trainer: Trainer) -> RankAccount:
     return RankAccount(account.sent, memory)
 
 
-def states(trainer: Trainer) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """What lasts from step to step: parameters, gradients, and the optimizer's states with its own copy of the weights, if any."""
+def persistent_tensors(trainer: Trainer) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Tensors that persist between steps: parameters, gradients, and optimizer state with its master weights."""
     parameters = [_local(parameter) for part in trainer.sharded.parts for parameter in part.parameters()]
     gradients = [_local(p.grad) for part in trainer.sharded.parts for p in part.parameters() if p.grad is not None]
-    gradients += [one.gradient for one in trainer.sharded.owned if one.gradient is not None]
+    gradients += [owned.gradient for owned in trainer.sharded.owned if owned.gradient is not None]
     seen = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-    masters = [one.value for one in trainer.sharded.owned if one.value.untyped_storage().data_ptr() not in seen]
+    masters = [owned.value for owned in trainer.sharded.owned if owned.value.untyped_storage().data_ptr() not in seen]
     return parameters, gradients, [*masters, *_tensors(trainer.optimizer.state().values())]
 
 
@@ -72,17 +73,17 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Of their memory, each piece once; single numbers such as step counts are left out."""
+    """Bytes of their storages, each counted once; scalars such as step counts are ignored."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.ndim or t.numel() > 1}
     return sum(storages.values())
 
 
 def theory(run: Run, plan: Plan) -> Theory:
-    """Of the mean rank: tensor and pipeline ranks share parameters evenly."""
+    """The theory for the mean rank: tensor and pipeline ranks shard parameters evenly."""
     layout = plan.layout
     each = plan.parameters / (layout.tensor * layout.pipeline)
     n, zero = layout.shard, layout.zero if layout.shard > 1 else 0
-    # In ZeRO-1 and 2 the model computes in a copy of 2 bytes, and the optimizer keeps the weights themselves.
+    # In ZeRO-1 and 2 the model computes in a 2-byte copy, and the optimizer has the master weights.
     low = plan.compute != "fp32" and zero in (1, 2)
     weight, gradient, state = (2, 2, 12) if low else (4, 4, 8)
     shared = {1: state, 2: state + gradient, 3: state + gradient + weight}.get(zero, 0)
@@ -93,13 +94,13 @@ def theory(run: Run, plan: Plan) -> Theory:
         "gradients": each * gradient / (n if zero >= 2 else 1),
         "optimizer": each * state / (n if zero else 1),
     }
-    said: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     if (n := (layout.data or 1) * layout.context) > 2 and layout.shard == 1 and n & (n - 1) == 0:
-        said = (
-            f"On CPU {n} replicas add their gradients in a binary tree, for equal bits: it sends {n.bit_length() - 1} times the "
+        notes = (
+            f"On CPU {n} replicas add their gradients in a binary tree, for bitwise equality: it sends {n.bit_length() - 1} times the "
             f"gradients, a ring {2 * (n - 1) / n:g} times.",
         )
-    return Theory(_sent(run, plan, each), memory, formula, said)
+    return Theory(_sent(run, plan, each), memory, formula, notes)
 
 
 def _sent(run: Run, plan: Plan, each: float) -> dict[str, float]:
@@ -107,41 +108,41 @@ def _sent(run: Run, plan: Plan, each: float) -> dict[str, float]:
     wire, number = 2 if run.precision.reduce == "bf16" else 4, 4 if plan.compute == "fp32" else 2
     tokens = plan.micro_batch * run.train.sequence_length // layout.context
     replicas = (layout.data or 1) * layout.context if run.optimizer.sync_every == 1 else 1
-    found = {}
+    sent = {}
     if replicas > 1:
-        found["data"] = 2 * _most(replicas) * each / layout.shard * wire
-    if layout.shard > 1:  # ZeRO-3 gathers for the forward and again for the backward, as long as nothing is kept between them
+        sent["data"] = 2 * _remote_part(replicas) * each / layout.shard * wire
+    if layout.shard > 1:  # ZeRO-3 gathers for the forward and again for the backward, as nothing is cached between them
         gathers = (2 * times if layout.zero == 3 else 1) * number
-        found["shard"] = _most(layout.shard) * each * (gathers + (1 if layout.zero == 1 else times) * wire)
+        sent["shard"] = _remote_part(layout.shard) * each * (gathers + (1 if layout.zero == 1 else times) * wire)
     if layout.tensor > 1:
         # A sum after attention and feed-forward, and in the backward before them; one after the embedding and one before the head.
         sums = (4 * model.layers + 2) / layout.pipeline
-        found["tensor"] = sums * times * 2 * _most(layout.tensor) * tokens * model.dim * number
+        sent["tensor"] = sums * times * 2 * _remote_part(layout.tensor) * tokens * model.dim * number
     if layout.context > 1:
-        found["context"] = model.layers / layout.pipeline * times * tokens * _context(run, number)
-    if layout.pipeline > 1:  # the mean rank; the residual stream is in fp32 whatever is computed in
+        sent["context"] = model.layers / layout.pipeline * times * tokens * _context(run, number)
+    if layout.pipeline > 1:  # the mean rank; the residual stream is always in fp32
         boundaries = layout.pipeline * layout.stages_per_rank - 1
         slices = layout.tensor if layout.sequence else 1  # a tensor rank then sends its slice of the sequence
-        found["pipeline"] = 2 * boundaries / layout.pipeline * times * tokens / slices * model.dim * 4
+        sent["pipeline"] = 2 * boundaries / layout.pipeline * times * tokens / slices * model.dim * 4
     if model.moe is not None and layout.expert > 1:  # there and back, forward and backward
         rows = (model.layers - model.dense_layers) / layout.pipeline * times * tokens / layout.tensor * model.moe.active
-        found["expert"] = 4 * _most(layout.expert) * rows * model.dim * number
-    return found
+        sent["expert"] = 4 * _remote_part(layout.expert) * rows * model.dim * number
+    return sent
 
 
-def _most(ranks: int) -> float:
-    """What does not stay on a rank."""
+def _remote_part(ranks: int) -> float:
+    """The part of a collective that does not stay on a rank."""
     return (ranks - 1) / ranks
 
 
 def _context(run: Run, number: int) -> float:
-    """Bytes of one token in one layer, forward and backward; the gradients of keys and values travel in fp32."""
+    """Bytes per token and layer, forward and backward; gradients of keys and values are sent in fp32."""
     layout, model, mla = run.layout, run.model, run.model.mla
     n, queries = layout.context, model.heads / layout.tensor
     keys = queries if mla is not None else max(1.0, model.kv / layout.tensor)
     width = model.head if mla is None else mla.nope_dim + mla.rope_dim
     values = model.head if mla is None else mla.value_dim
     if layout.context_method == "ulysses":
-        return 2 * _most(n) * number * (queries + keys) * (width + values)
-    back = n if layout.context_method == "ring" else n - 1  # round the ring, gradients also come home
+        return 2 * _remote_part(n) * number * (queries + keys) * (width + values)
+    back = n if layout.context_method == "ring" else n - 1  # in a ring, gradients also return to their rank
     return keys * (width + values) * (2 * (n - 1) * number + back * 4)

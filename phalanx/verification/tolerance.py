@@ -1,6 +1,6 @@
-"""How far two computations of the same numbers are apart, and how far they may be. Used by `verification/parity`.
+"""Differences between two computations of the same values, and their tolerances. `verification/parity` uses it.
 
-A difference is always relative, in one way: the largest difference of two elements over the largest element of the whole tensor.
+Every difference is relative: the largest difference of two elements divided by the largest element of the whole tensor.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 FLOOR = 1e-2
-"""Part of the largest element of all tensors that no tensor is measured by less than: some gradients are zero but for rounding,
-such as that of a key's bias, which no softmax sees. A wrong gradient shows down to 1e-6 of the largest one."""
+"""Minimum scale of a tensor, relative to the largest element of all tensors: some gradients are zero except for rounding, such as
+that of the key bias, which softmax cancels. A wrong gradient is still detected down to 1e-6 of the largest one."""
 
-UNJUDGED = math.inf
-"""In place of a range where none would mean anything: the difference is told, and whatever it is proves nothing."""
+NOT_JUDGED = math.inf
+"""The tolerance of differences that are reported but not judged, because no limit would be meaningful."""
 
 KINDS = ("placement", "batches", "loss", "gradients", "gradient norm", "parameters")
-"""The checks in the order in which things happen in a step: what fails first explains what follows."""
+"""The checks in the order of a step: the first failure explains the later ones."""
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
-    """Largest relative differences that rounding accounts for."""
+class Tolerance:
+    """Maximum relative differences that rounding explains."""
 
     loss: float
     gradients: float
@@ -38,81 +38,87 @@ class Range:
         return {"loss": self.loss, "parameters": self.parameters}.get(kind, self.gradients)
 
 
-RANGES = {
-    # Eight steps on up to eight ranks differ by 3e-7 in the loss and 3e-6 in gradients where only the order of sums does;
-    # the rest is room for other sizes and machines.
-    "fp32": Range(1e-5, 1e-4, 1e-4, "the same sums in another order; measured over 8 steps: loss 3e-7, gradients 3e-6"),
-    # bf16 keeps 8 bits: one rounding is 4e-3. Sums cut over ranks round at other places, and steps add such roundings up.
-    "bf16": Range(1e-3, 7e-2, 2e-2, "8 bits of mantissa; measured over 8 steps: loss 4e-4, gradients 4e-2, parameters 7e-3"),
-    # fp16 keeps 11 bits, one rounding is 5e-4.
-    "fp16": Range(2e-4, 1e-2, 3e-3, "11 bits of mantissa; measured over 8 steps: loss 4e-5, gradients 4e-3, parameters 1e-3"),
-    # e4m3 keeps 4 bits, one rounding is 6e-2: a sum that is a little different may be rounded to the next of few numbers.
-    "fp8": Range(
+TOLERANCES = {
+    # Eight steps on up to eight ranks differ by 3e-7 in the loss and 3e-6 in gradients if only the order of sums differs;
+    # the rest is a margin for other sizes and machines.
+    "fp32": Tolerance(1e-5, 1e-4, 1e-4, "the same sums in another order; measured over 8 steps: loss 3e-7, gradients 3e-6"),
+    # bf16 has 8 bits: one rounding is 4e-3. Sums over ranks round at other places, and steps accumulate the differences.
+    "bf16": Tolerance(
+        1e-3, 7e-2, 2e-2, "8 bits of mantissa; measured over 8 steps: loss 4e-4, gradients 4e-2, parameters 7e-3"
+    ),
+    # fp16 has 11 bits, one rounding is 5e-4.
+    "fp16": Tolerance(
+        2e-4, 1e-2, 3e-3, "11 bits of mantissa; measured over 8 steps: loss 4e-5, gradients 4e-3, parameters 1e-3"
+    ),
+    # e4m3 has 4 bits, one rounding is 6e-2: a slightly different sum may round to the neighboring number.
+    "fp8": Tolerance(
         1e-2, 7e-1, 1e-1, "4 bits of mantissa in e4m3; measured over 8 steps: loss 2e-3, gradients 4e-1, parameters 5e-2"
     ),
     # Muon makes matrices orthogonal in bf16, whatever else is in fp32: the gradients of the first step are exact, later ones are not.
-    "muon": Range(1e-4, 1e-2, 1e-2, "Newton–Schulz iterations in bf16; measured over 8 steps: gradients 1e-3, parameters 2e-3"),
-    # A token between two experts goes to either when its scores are rounded otherwise, and then is missing in one's gradient, by
-    # more than what is left (1.06 was measured, and 0.8 on one device with other micro-batches): no range would tell that from a mistake.
-    "experts": Range(
+    "muon": Tolerance(
+        1e-4, 1e-2, 1e-2, "Newton–Schulz iterations in bf16; measured over 8 steps: gradients 1e-3, parameters 2e-3"
+    ),
+    # A token between two experts may go to the other one if its scores round differently, and is then missing in a gradient by more
+    # than what remains (measured: 1.06, and 0.8 on one device with other micro-batches): no limit separates that from an error.
+    "experts": Tolerance(
         1e-2,
-        UNJUDGED,
+        NOT_JUDGED,
         1e-1,
-        "coarse numbers may send a token to another expert, whose gradient then differs by all of it: gradients are told, not judged. "
-        'Prove the layout itself with precision.compute = "fp32" and AdamW',
+        "coarse numbers may send a token to another expert, whose gradient then differs by all of it: gradients are reported, not judged. "
+        'Verify the layout itself with precision.compute = "fp32" and AdamW',
     ),
 }
 
 
-class Row(NamedTuple):
+class Comparison(NamedTuple):
     """One comparison on one rank."""
 
     kind: str
     step: int
     tensor: str
-    """Its name; empty for what is a single number."""
+    """Name of the tensor; empty for a single number."""
     rank: int
     difference: float
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the table."""
+    """The result of one kind of comparison: one line of the table."""
 
     name: str
     largest: float
     accepted: float
     tensor: str = ""
-    """Where: the first that differs beyond the accepted; or the one that differs most."""
+    """The first tensor beyond the tolerance, or the one with the largest difference."""
     step: int | None = None
     rank: int | None = None
 
     @property
     def judged(self) -> bool:
-        return self.accepted < UNJUDGED
+        return self.accepted < NOT_JUDGED
 
     @property
     def passed(self) -> bool:
-        return self.largest <= self.accepted  # false for what is not a number
+        return self.largest <= self.accepted  # false for NaN
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"accepted": self.accepted if self.judged else None, "judged": self.judged, "passed": self.passed}
 
 
 def difference(found: Tensor, expected: Tensor, scale: float) -> float:
-    """The largest difference over `scale`, the largest element of the whole that both are the same box of."""
+    """The largest difference divided by `scale`, the largest element of the whole tensor."""
     if found.shape != expected.shape:
         return math.inf
     if not found.numel():
         return 0.0
     apart = (found.double() - expected.double()).abs().max().item()
-    if math.isnan(apart):  # infinities at the same places are equal, anything else is as wrong as can be
+    if math.isnan(apart):  # infinities at the same positions are equal
         return 0.0 if found.double().equal(expected.double()) else math.inf
     return apart / scale if scale else (math.inf if apart else 0.0)
 
 
 def number_difference(found: float | None, expected: float | None) -> float:
-    """The same for single numbers."""
+    """The relative difference of two numbers."""
     if found is None or expected is None:
         return 0.0 if found is expected else math.inf
     if not (math.isfinite(found) and math.isfinite(expected)):
@@ -120,9 +126,9 @@ def number_difference(found: float | None, expected: float | None) -> float:
     return abs(found - expected) / max(abs(expected), 1e-30) if found != expected else 0.0
 
 
-def judge(rows: Iterable[Row], accepted: Range, order: Sequence[str]) -> list[Check]:
-    """A check for each kind. `order`: the parameters as the model has them, first layer first."""
-    kinds: dict[str, list[Row]] = {kind: [] for kind in KINDS}
+def judge(rows: Iterable[Comparison], accepted: Tolerance, order: Sequence[str]) -> list[Check]:
+    """A check for each kind of comparison. `order`: parameter names in the order of the model."""
+    kinds: dict[str, list[Comparison]] = {kind: [] for kind in KINDS}
     for row in rows:
         kinds[row.kind].append(row)
     places = {name: place for place, name in enumerate(order)}
@@ -133,27 +139,27 @@ def judge(rows: Iterable[Row], accepted: Range, order: Sequence[str]) -> list[Ch
         beyond = [row for row in of_kind if not row.difference <= limit]
         if beyond:
             first = min(row.step for row in beyond)
-            told = _guilty([row for row in beyond if row.step == first], first in bad_losses, places)
+            shown = _culprit([row for row in beyond if row.step == first], first in bad_losses, places)
         else:
-            told = max(of_kind, key=lambda row: row.difference, default=Row(kind, -1, "", 0, 0.0))
+            shown = max(of_kind, key=lambda row: row.difference, default=Comparison(kind, -1, "", 0, 0.0))
         largest = max((row.difference for row in of_kind), default=0.0)
         checks.append(
-            Check(kind, largest, limit, told.tensor, told.step if told.step >= 0 else None, told.rank if beyond else None)
+            Check(kind, largest, limit, shown.tensor, shown.step if shown.step >= 0 else None, shown.rank if beyond else None)
         )
     return checks
 
 
-def earliest(checks: Iterable[Check]) -> Check | None:
-    """The failed check to look at first: of the first bad step, and in it of what happens first."""
+def first_failure(checks: Iterable[Check]) -> Check | None:
+    """The failed check of the first bad step that comes first in the step."""
     failed = [check for check in checks if not check.passed]
     return min(failed, key=lambda check: (-1 if check.step is None else check.step, KINDS.index(check.name)), default=None)
 
 
-def _guilty(rows: list[Row], forward_differs: bool, places: dict[str, int]) -> Row:
-    """Of the tensors that differ in the first bad step, the one to look at.
+def _culprit(rows: list[Comparison], forward_differs: bool, places: dict[str, int]) -> Comparison:
+    """The tensor that most likely shows the cause, of those that differ in the first bad step.
 
-    Where the loss was right the mistake is in the backward, and spreads from the last layer to the first: the last tensor that
-    differs is nearest to it. Otherwise everything differs, and the one that does most is.
+    If the loss is right, the error is in the backward and spreads from the last layer to the first: the last tensor that differs is
+    the nearest to it. Otherwise all tensors differ, and the one with the largest difference is shown.
     """
     if not forward_differs and rows[0].kind == "gradients":
         return max(rows, key=lambda row: (places.get(row.tensor, -1), row.difference))

@@ -21,7 +21,7 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.spec.check import check
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Memory, Run
-from phalanx.verification.layout_cases import MODELS, generate
+from phalanx.verification.cases import MODELS, generate_layouts
 
 BASE = tiny_run(
     "optimizer.eps=1e-4",  # at 1e-8, Adam makes visible differences of gradients that differ in their last bits
@@ -42,7 +42,7 @@ def drawn() -> dict[str, list[Run]]:
     found: dict[str, list[Run]] = {kind: [] for kind in MODELS}
     for ranks, most in ((1, 1), (2, 2), (3, 1), (4, 2), (6, 1), (8, 2)):
         few: dict[str, int] = dict.fromkeys(MODELS, 0)
-        for run in generate(BASE, ranks, count=15, seed=1):
+        for run in generate_layouts(BASE, ranks, count=15, seed=1):
             kind = next(kind for kind, model in MODELS.items() if model == run.model)
             # One sequence in each micro-batch: how many are taken together decides what the balance of experts is measured on.
             run = replace(run, train=replace(run.train, micro_batch=1, steps=BEFORE + AFTER))

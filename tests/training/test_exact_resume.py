@@ -16,7 +16,7 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.spec.check import check
 from phalanx.spec.layout import Layout, Schedule
 from phalanx.spec.run import Run
-from phalanx.verification.layout_cases import MODELS
+from phalanx.verification.cases import MODELS
 
 Row = tuple[str, dict[str, Any], tuple[str, ...]]
 NVME = ("memory.offload=nvme", "memory.offload_buffer=1")

@@ -40,8 +40,15 @@ from phalanx.spec.check import check as check_run
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import loads
-from phalanx.verification import chaos_campaign, command
-from phalanx.verification.aftermath import Strike, Verdict, judge, of_strikes, same_layout, strikes
+from phalanx.verification import chaos_campaign
+from phalanx.verification.fault_outcomes import (
+    FaultOutcome,
+    Verdict,
+    fault_outcomes,
+    outcome_verdicts,
+    run_verdicts,
+    same_layout,
+)
 
 LAYOUT = {"data": 4}
 
@@ -98,7 +105,7 @@ def whole(steps: int = 5) -> list[Event]:
 
 
 def verdicts(ours: Sequence[Event], theirs: Sequence[Event] | None = None) -> dict[str, Verdict]:
-    return {verdict.name: verdict for verdict in judge(ours, theirs or whole(), 5, 1e-5)}
+    return {verdict.name: verdict for verdict in run_verdicts(ours, theirs or whole(), 5, 1e-5)}
 
 
 def test_a_step_that_was_taken_again_counts_as_it_was_taken_last() -> None:
@@ -114,9 +121,9 @@ def test_a_step_that_was_taken_again_counts_as_it_was_taken_last() -> None:
     ("change", "failing", "words"),
     [
         (lambda events: [event for event in events if getattr(event, "step", 0) != 3], "batches", "step 3 has no record in the disturbed"),
-        (lambda events: [*events, step(4, 4.0, digest="other")], "batches", "step 4 saw other tokens"),
+        (lambda events: [*events, step(4, 4.0, digest="other")], "batches", "step 4 read other tokens"),
         (lambda events: [*events, step(4, 4.0, loss=3.6 * (1 + 2e-5))], "loss", "2.0e-05 apart at most, in step 4; accepted 1e-05"),
-        (lambda events: events[:-1], "disturbed run", "did not reach its last step"),
+        (lambda events: events[:-1], "disturbed run", "did not reach the last step"),
         (lambda events: [*events, WorkerFailed(rank=1, reason="out of luck")], "disturbed run", "out of luck"),
         (lambda events: [started(), Finished(step=5)], "loss", "no step to compare"),
     ],
@@ -130,7 +137,7 @@ def test_every_difference_is_told(change: Any, failing: str, words: str) -> None
 def test_a_step_left_out_by_one_run_alone_is_a_difference() -> None:
     skipped = StepSkipped(step=3, samples=24, loss=float("nan"), grad_norm=float("nan"), in_a_row=1)
     ours = [*whole(), skipped]
-    assert "step 3 was left out in the disturbed run alone" in verdicts(ours)["batches"].said
+    assert "step 3 was skipped in the disturbed run only" in verdicts(ours)["batches"].said
     assert all(verdict.passed for verdict in verdicts(ours, [*whole(), skipped]).values())
 
 
@@ -163,17 +170,15 @@ def test_each_fault_finds_what_was_noticed_of_it() -> None:
         SaveFailed(time=71.0, step=10, path="x", reason="No space left on device"),
         injected(faults[7], 80.0),
     ]  # fmt: skip
-    found = strikes(faults, events)
+    found = fault_outcomes(faults, events)
     noticed = [None if strike.noticed is None else round(strike.noticed, 3) for strike in found]
     assert noticed == [0.1, 6.0, 0.2, 0.2, 2.5, 3.0, 1.0, None, None]
     after = [None if strike.recovered is None else round(strike.recovered, 3) for strike in found]
     assert after == [0.7, 6.5, 1.0, 0.9, 4.0, None, None, None, None]
     assert [strike.steps_lost for strike in found][:2] == [1, 0] and found[1].said == "rank 1 is inside the data loader"
     assert all(strike.passed for strike in found) and found[8].step is None
-    told = {verdict.name: verdict for verdict in of_strikes(found)}
-    assert (
-        told["faults struck"].said == "8 of 9; whom they were for was not there: kill rank=9 step=10" and told["noticed"].passed
-    )
+    told = {verdict.name: verdict for verdict in outcome_verdicts(found)}
+    assert told["faults struck"].said == "8 of 9; their target was missing: kill rank=9 step=10" and told["noticed"].passed
     assert not same_layout([started(), *events]) and same_layout([started(), recovered(1, 1.0)])
 
 
@@ -187,30 +192,30 @@ def test_each_fault_finds_what_was_noticed_of_it() -> None:
 )
 def test_a_fault_that_nobody_noticed_or_that_was_blamed_on_another_does_not_pass(noticed: list[Event]) -> None:
     (fault,) = parse("kill rank=3 step=2")
-    (strike,) = strikes([fault], [injected(fault, 10.0), *noticed])
+    (strike,) = fault_outcomes([fault], [injected(fault, 10.0), *noticed])
     assert not strike.passed and strike.step == 2
-    assert not next(verdict for verdict in of_strikes([strike]) if verdict.name == "noticed").passed
+    assert not next(verdict for verdict in outcome_verdicts([strike]) if verdict.name == "noticed").passed
 
 
-def test_a_fault_whose_record_was_lost_is_known_by_the_file_that_it_left(tmp_path: Path) -> None:
+def test_a_fault_whose_record_was_lost_is_known_by_the_file_that_it_leftovers(tmp_path: Path) -> None:
     faults = parse("raise rank=0 step=1; kill rank=3 step=2")
     struck, before = FaultClaims(tmp_path), time.time()
     assert struck.claim(1) and not struck.claim(1)
     died = FailureNoticed(time=time.time() + 0.5, number=1, cause="died", message="rank 3 died", rank=3)
-    never, lost = strikes(faults, [died], struck.times())
+    never, lost = fault_outcomes(faults, [died], struck.times())
     assert never.step is None and lost.step == 2 and lost.noticed is not None and 0.4 < lost.noticed < 0.6
     assert before <= struck.times()[1] <= died.time
 
 
 def test_what_ends_by_itself_may_pass_unseen() -> None:
     faults = parse("hang rank=0 step=1 for=1s; slow rank=0 x2 from=2; drop-link 0-1; fill-disk; freeze rank=1 step=3 for=20s")
-    found = strikes(faults, [injected(fault, float(number)) for number, fault in enumerate(faults)])
+    found = fault_outcomes(faults, [injected(fault, float(number)) for number, fault in enumerate(faults)])
     assert [strike.passed for strike in found] == [True, True, True, True, False]
 
 
 def test_a_strike_into_a_recovery_is_that_ones() -> None:
     (fault,) = parse("kill rank=3 step=2")
-    (strike,) = strikes([fault], [injected(fault, 10.0), recovered(1, 10.3)])
+    (strike,) = fault_outcomes([fault], [injected(fault, 10.0), recovered(1, 10.3)])
     assert strike.passed and strike.recovered == pytest.approx(0.3) and "recovered from failure 1" in strike.said
 
 
@@ -234,7 +239,7 @@ def test_random_campaigns_and_layouts_without_replicas() -> None:
     assert found.faults == chaos_campaign.campaign(tiny_run(), faults=100, seed=4).faults
     alone = chaos_campaign.campaign(tiny_run("layout.tensor=2", "layout.pipeline=2"), faults=30)
     assert alone.run.layout.ranks == 4 and "corrupt" not in {fault.kind for fault in alone.faults}
-    assert any("corruption" in sentence for sentence in alone.said)
+    assert any("corruption" in sentence for sentence in alone.notes)
     for options, words in (
         ({"steps": 20}, "needs 80"),
         ({"steps": 20, "faults": 20}, "does not fit"),
@@ -249,13 +254,15 @@ def test_random_campaigns_and_layouts_without_replicas() -> None:
 def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Runs a program in place of the command."""
 
-    def start(program: str, limit: float = 30.0) -> command.Side:
-        popen = command.subprocess.Popen
-        monkeypatch.setattr(command.subprocess, "Popen", lambda _, **options: popen([sys.executable, "-c", program], **options))
+    def start(program: str, limit: float = 30.0) -> chaos_campaign.TrainedRun:
+        popen = chaos_campaign.subprocess.Popen
+        monkeypatch.setattr(
+            chaos_campaign.subprocess, "Popen", lambda _, **options: popen([sys.executable, "-c", program], **options)
+        )
         try:
-            return command.train(tmp_path / "run.toml", tmp_path / "side", (), limit)
+            return chaos_campaign.train_command(tmp_path / "run.toml", tmp_path / "side", (), limit)
         finally:
-            monkeypatch.setattr(command.subprocess, "Popen", popen)
+            monkeypatch.setattr(chaos_campaign.subprocess, "Popen", popen)
 
     adopt_orphans()
     yield start
@@ -263,37 +270,37 @@ def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_what_outlives_a_run_is_found_named_and_ended(pretend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_GONE", 0.3)
+    monkeypatch.setattr(chaos_campaign, "_EXIT_GRACE", 0.3)
     (tmp_path / "side" / "checkpoints").mkdir(parents=True)
     (tmp_path / "side" / "checkpoints" / "step-1.partial").touch()
     orphan = "import subprocess; subprocess.Popen(['sh', '-c', 'sleep 61 & sleep 62'], start_new_session=True)"
     side = pretend(orphan)
-    assert side.code == 0 and len(side.left) == 2
-    assert "sleep 62" in side.left[0] and side.left[1] == "checkpoints/step-1.partial, half-written"
-    assert not command._children() & {int(side.left[0].split()[1])}
-    verdict = chaos_campaign._left(side)
-    assert not verdict.passed and "half-written" in verdict.said
+    assert side.code == 0 and len(side.leftovers) == 2
+    assert "sleep 62" in side.leftovers[0] and side.leftovers[1] == "checkpoints/step-1.partial, incomplete"
+    assert not chaos_campaign._children() & {int(side.leftovers[0].split()[1])}
+    verdict = chaos_campaign._leftovers(side)
+    assert not verdict.passed and "incomplete" in verdict.said
 
 
 def test_a_run_that_does_not_end_is_ended(pretend: Any) -> None:
     began = time.monotonic()
     side = pretend("print('begun', flush=True); import time; time.sleep(60)", limit=0.5)
-    assert side.code is None and time.monotonic() - began < 10 and not side.left
+    assert side.code is None and time.monotonic() - began < 10 and not side.leftovers
 
 
 def test_processes_that_are_just_ending_are_waited_for(pretend: Any) -> None:
     side = pretend("import subprocess; subprocess.Popen(['sleep', '0.4'], start_new_session=True)")
-    assert side.code == 0 and not side.left and os.getpid() not in command._children()
+    assert side.code == 0 and not side.leftovers and os.getpid() not in chaos_campaign._children()
 
 
 def test_the_report_shows_every_fault_and_check(capsys: pytest.CaptureFixture[str]) -> None:
     planned = replace(chaos_campaign.campaign(tiny_run()), faults=parse("kill rank=3 step=2; kill rank=1 step=3"))
-    report = chaos_campaign.Report(
+    report = chaos_campaign.CampaignReport(
         campaign=planned,
         verdicts=(Verdict(name="batches", passed=True, said="the same tokens"),),
-        strikes=(
-            Strike(fault="kill rank=3 step=2", kind="kill", step=2, noticed=0.1, recovered=0.7, said="rank 3 died"),
-            Strike(fault="kill rank=1 step=3", kind="kill"),
+        outcomes=(
+            FaultOutcome(fault="kill rank=3 step=2", kind="kill", step=2, noticed=0.1, recovered=0.7, said="rank 3 died"),
+            FaultOutcome(fault="kill rank=1 step=3", kind="kill"),
         ),
         recoveries=1,
         steps_lost=1,
@@ -311,7 +318,7 @@ def test_the_report_shows_every_fault_and_check(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--faults", "3"], "give --chaos too"),
+        (["--faults", "3"], "add --chaos"),
         (["--chaos", "--layouts", "all"], "do not apply"),
         (["--chaos", "--steps", "9"], "80"),
     ],

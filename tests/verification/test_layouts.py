@@ -10,21 +10,21 @@ from ranks import tiny_run
 
 from phalanx.spec.check import check
 from phalanx.spec.layout import Schedule
-from phalanx.verification.layout_cases import MODELS, generate
+from phalanx.verification.cases import MODELS, generate_layouts
 from phalanx.verification.parity import Report, sweep
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 6, 8])
 def test_they_are_legal_different_and_for_exactly_these_ranks(ranks: int) -> None:
-    runs = generate(tiny_run(), ranks, count=30)
+    runs = generate_layouts(tiny_run(), ranks, count=30)
     assert len(runs) == 30
     assert len({(run.model, run.layout) for run in runs}) == 30
     assert {run.layout.ranks for run in runs} == {ranks}
-    assert generate(tiny_run(), ranks, count=30) == runs != generate(tiny_run(), ranks, count=30, seed=1)
+    assert generate_layouts(tiny_run(), ranks, count=30) == runs != generate_layouts(tiny_run(), ranks, count=30, seed=1)
 
 
 def test_forty_on_eight_ranks_leave_nothing_out() -> None:
-    runs = generate(tiny_run(), 8, count=40)
+    runs = generate_layouts(tiny_run(), 8, count=40)
     layouts = [run.layout for run in runs]
     assert Counter(run.model for run in runs).keys() == set(MODELS.values())
     assert {layout.schedule for layout in layouts if layout.pipeline > 1} == set(get_args(Schedule))
@@ -40,7 +40,7 @@ def test_forty_on_eight_ranks_leave_nothing_out() -> None:
 def test_the_models_are_odd_and_right() -> None:
     for model in MODELS.values():
         assert (model.layers, model.heads, model.vocab) == (5, 6, 257)
-        assert check(generate(tiny_run(), 2, count=5)[0]) == []
+        assert check(generate_layouts(tiny_run(), 2, count=5)[0]) == []
     assert MODELS["dense"].kv == 2
 
 

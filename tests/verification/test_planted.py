@@ -23,9 +23,9 @@ from phalanx.spec.layout import Layout
 from phalanx.training import micro_batch
 from phalanx.training.step_totals import StepTotals
 from phalanx.training.trainer import Trainer
-from phalanx.verification.layout_cases import MODELS
+from phalanx.verification.cases import MODELS
 from phalanx.verification.parity import verify
-from phalanx.verification.tolerance import Check, earliest
+from phalanx.verification.tolerance import Check, first_failure
 
 Around = Callable[..., Any]
 
@@ -69,7 +69,7 @@ def checks(model: str = "dense", **layout: Any) -> dict[str, Check]:
 
 def first(found: dict[str, Check]) -> tuple[str, str, int | None]:
     """What a reader is told to look at: which check, the tensor it names, and the step."""
-    check = earliest(found.values())
+    check = first_failure(found.values())
     assert check is not None
     return check.name, check.tensor, check.step
 

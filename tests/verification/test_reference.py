@@ -17,7 +17,7 @@ from phalanx.models import hf_mapping, hf_names
 from phalanx.optim.optimizer import learning_rate
 from phalanx.spec import hf_config
 from phalanx.spec.model import ModelSpec
-from phalanx.verification.recorder import moments
+from phalanx.verification.recorder import record_steps
 
 STEPS = 6
 
@@ -66,7 +66,7 @@ def test_one_process_trains_as_transformers_and_torch_do(family: str, tmp_path: 
         for name, tensor in ours_from(theirs.state_dict(), spec).items():
             trainer.model.get_parameter(name).copy_(tensor)
     expected = their_steps(theirs, trainer, spec)
-    taken = list(moments(trainer, STEPS))[1:]
+    taken = list(record_steps(trainer, STEPS))[1:]
     for moment, (loss, gradients, parameters) in zip(taken, expected, strict=True):
         assert moment.loss == pytest.approx(loss, rel=1e-5)
         assert moment.gradients.keys() == gradients.keys() == parameters.keys()

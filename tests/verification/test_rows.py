@@ -11,9 +11,9 @@ from ranks import tiny_run
 
 from phalanx.spec.layout import Layout, Schedule
 from phalanx.spec.run import Run
-from phalanx.verification.layout_cases import MODELS
+from phalanx.verification.cases import MODELS
 from phalanx.verification.parity import Report, verify
-from phalanx.verification.rank_pool import Pool
+from phalanx.verification.rank_pool import RankPool
 
 SCHEDULES = get_args(Schedule)
 QUICK: dict[str, tuple[str, dict[str, Any]]] = {
@@ -59,14 +59,14 @@ EIGHT: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(4) as made:
+def pool() -> Iterator[RankPool]:
+    with RankPool(4) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def large() -> Iterator[Pool]:
-    with Pool(8, timeout=300) as made:
+def large() -> Iterator[RankPool]:
+    with RankPool(8, timeout=300) as made:
         yield made
 
 
@@ -75,31 +75,31 @@ def run_of(model: str, layout: dict[str, Any], *overrides: str) -> Run:
     return replace(run, layout=Layout(**{"data": 1} | layout))
 
 
-def prove(row: tuple[str, dict[str, Any]], pool: Pool, *overrides: str, steps: int = 8) -> Report:
+def prove(row: tuple[str, dict[str, Any]], pool: RankPool, *overrides: str, steps: int = 8) -> Report:
     report = verify(run_of(*row, *overrides), steps=steps, pool=pool)
     assert report.passed, report.failure or report.first
     return report
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_some_combinations_at_once(name: str, pool: Pool) -> None:
+def test_some_combinations_at_once(name: str, pool: RankPool) -> None:
     prove(QUICK[name], pool, steps=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TWO)
-def test_alone_on_two_ranks(name: str, pool: Pool) -> None:
+def test_alone_on_two_ranks(name: str, pool: RankPool) -> None:
     prove(TWO[name], pool)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FOUR)
-def test_alone_on_four_ranks(name: str, pool: Pool) -> None:
+def test_alone_on_four_ranks(name: str, pool: RankPool) -> None:
     prove(FOUR[name], pool)
 
 
 @pytest.mark.slow
-def test_tensor_ranks_beyond_the_key_heads(pool: Pool) -> None:
+def test_tensor_ranks_beyond_the_key_heads(pool: RankPool) -> None:
     model = replace(MODELS["dense"], heads=4, dim=32)  # 4 query heads, 2 key heads, 4 ranks
     run = replace(run_of("dense", {"tensor": 4}), model=model)
     report = verify(run, steps=8, pool=pool)
@@ -108,7 +108,7 @@ def test_tensor_ranks_beyond_the_key_heads(pool: Pool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EIGHT)
-def test_together_on_eight_ranks(name: str, large: Pool) -> None:
+def test_together_on_eight_ranks(name: str, large: RankPool) -> None:
     prove(EIGHT[name], large)
 
 
@@ -133,19 +133,19 @@ def test_together_on_eight_ranks(name: str, large: Pool) -> None:
     ids=" ".join,
 )
 @pytest.mark.parametrize("layout", [{"shard": 2, "tensor": 2}, {"data": 2, "pipeline": 2}], ids=["sharded", "pipelined"])
-def test_what_is_traded_for_memory_or_speed(overrides: tuple[str, ...], layout: dict[str, Any], pool: Pool) -> None:
+def test_what_is_traded_for_memory_or_speed(overrides: tuple[str, ...], layout: dict[str, Any], pool: RankPool) -> None:
     prove(("dense", layout), pool, *overrides)
 
 
 @pytest.mark.parametrize("layout", [{"data": 2, "shard": 2}, {"data": 2}], ids=["sharded", "alone"])
-def test_replicas_that_meet_now_and_then(layout: dict[str, Any], pool: Pool) -> None:
+def test_replicas_that_meet_now_and_then(layout: dict[str, Any], pool: RankPool) -> None:
     run = run_of("moe", layout)
     run = replace(run, optimizer=replace(run.optimizer, sync_every=2))
     report = verify(run, steps=5, pool=pool)
     assert report.passed, report.failure or report.first
 
 
-def state_bytes(zero: int, ranks: int, compute: str, pool: Pool) -> None:
+def state_bytes(zero: int, ranks: int, compute: str, pool: RankPool) -> None:
     model = replace(MODELS["dense"], dim=96, head_dim=16, ffn=192)
     # A few tokens: cores without bf16 take long for each, and the state hangs on none of them.
     overrides = (f"precision.compute={compute}", "train.sequence_length=16")
@@ -164,7 +164,7 @@ def state_bytes(zero: int, ranks: int, compute: str, pool: Pool) -> None:
         assert sent == pytest.approx(report.theory.sent["shard"], rel=0.1)
 
 
-def test_sharded_state_is_what_theory_says(pool: Pool) -> None:
+def test_sharded_state_is_what_theory_says(pool: RankPool) -> None:
     state_bytes(3, 4, "bf16", pool)
 
 
@@ -172,7 +172,7 @@ def test_sharded_state_is_what_theory_says(pool: Pool) -> None:
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_sharded_state_falls_with_the_ranks(zero: int, ranks: int, compute: str, large: Pool) -> None:
+def test_sharded_state_falls_with_the_ranks(zero: int, ranks: int, compute: str, large: RankPool) -> None:
     state_bytes(zero, ranks, compute, large)
 
 
@@ -188,7 +188,7 @@ def test_sharded_state_falls_with_the_ranks(zero: int, ranks: int, compute: str,
     ],
     ids=["tensor", "ring", "gather", "ulysses", "pipeline", "expert"],
 )
-def test_messages_are_what_theory_says(model: str, layout: dict[str, Any], use: str, pool: Pool) -> None:
+def test_messages_are_what_theory_says(model: str, layout: dict[str, Any], use: str, pool: RankPool) -> None:
     report = verify(run_of(model, layout), steps=1, account=True, pool=pool)
     assert report.theory is not None and report.accounts
     sent = [sum(account.sent[use].values()) for account in report.accounts]

@@ -13,8 +13,7 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
 from phalanx.spec.model import PRESETS, Moe
 from phalanx.spec.run import Run, Train
-from phalanx.verification.case import make
-from phalanx.verification.small import TINY, fit, shrink
+from phalanx.verification.cases import TINY, fit_layout, make_case, shrink
 
 BIG = [name for name, spec in PRESETS.items() if spec.vocab is not None]
 LAYOUTS = {
@@ -73,7 +72,7 @@ def test_wide_attention_stays_wide() -> None:
     ],
 )
 def test_layouts_shrink_to_the_ranks_and_say_so(given: Layout, most: int, degrees: dict[str, int], words: str) -> None:
-    fitted, said = fit(given, most)
+    fitted, said = fit_layout(given, most)
     assert fitted.ranks <= most
     assert {name: getattr(fitted, name) for name in degrees} == degrees
     assert fitted.ranks // fitted.pipeline % (fitted.expert * fitted.expert_tensor) == 0
@@ -82,33 +81,33 @@ def test_layouts_shrink_to_the_ranks_and_say_so(given: Layout, most: int, degree
 
 def test_what_belongs_to_a_degree_goes_with_it() -> None:
     given = Layout(pipeline=2, data=2, shard=2, context=2, tensor=2, zero=1, sequence=True, schedule="zbv")
-    assert fit(given, 4)[0] == Layout(pipeline=2, data=1, tensor=2, sequence=True, schedule="zbv")
-    assert fit(given, 2)[0] == Layout(pipeline=2, data=1, schedule="zbv")
+    assert fit_layout(given, 4)[0] == Layout(pipeline=2, data=1, tensor=2, sequence=True, schedule="zbv")
+    assert fit_layout(given, 2)[0] == Layout(pipeline=2, data=1, schedule="zbv")
 
 
 def test_a_tiny_run_is_taken_as_it_is_but_for_the_optimizer() -> None:
     run = tiny_run("layout.data=2")
-    case = make(run, steps=3)
+    case = make_case(run, steps=3)
     assert run.model.parameters() < TINY
     assert case.run.model == run.model
     assert (case.run.batch, case.run.train.sequence_length) == (8, 24)
     assert case.run.data.documents == run.data.documents and case.run.data.document_mask
-    assert case.run.optimizer.eps == 1e-4 and any("optimizer.eps" in sentence for sentence in case.said)
+    assert case.run.optimizer.eps == 1e-4 and any("optimizer.eps" in sentence for sentence in case.notes)
     assert case.run.steps == 3
-    assert case.alone.layout.ranks == 1 and case.alone_plan.accumulation == 2 * case.plan.accumulation
+    assert case.reference.layout.ranks == 1 and case.reference_plan.accumulation == 2 * case.plan.accumulation
 
 
 @pytest.mark.parametrize(("batch", "times"), [(2, 1), (6, 3), (10, 5)])
 def test_a_small_batch_is_proven_as_it_is_whatever_its_micro_batches(batch: int, times: int) -> None:
-    case = make(tiny_run("layout.data=2", "train.micro_batch=1", f"train.batch={batch}", "train.sequence_length=21"))
+    case = make_case(tiny_run("layout.data=2", "train.micro_batch=1", f"train.batch={batch}", "train.sequence_length=21"))
     assert (case.run.batch, case.run.train.sequence_length, case.plan.accumulation) == (batch, 21, times)
-    assert not any("Batches" in sentence for sentence in case.said)
+    assert not any("Batches" in sentence for sentence in case.notes)
 
 
 @pytest.mark.parametrize("override", ["precision.compute=bf16", "precision.reduce=bf16", "precision.optimizer=bf16"])
 def test_coarse_numbers_get_a_coarser_eps(override: str) -> None:
-    case = make(tiny_run("layout.data=2", override))
-    assert case.run.optimizer.eps == 1e-2 and any("0.01 in place of" in sentence for sentence in case.said)
+    case = make_case(tiny_run("layout.data=2", override))
+    assert case.run.optimizer.eps == 1e-2 and any("0.01 instead of" in sentence for sentence in case.notes)
 
 
 @pytest.mark.parametrize(
@@ -125,28 +124,28 @@ def test_coarse_numbers_get_a_coarser_eps(override: str) -> None:
 def test_coarse_numbers_may_send_tokens_to_other_experts(overrides: tuple[str, ...], experts: bool, coarsest: str) -> None:
     run = tiny_run("layout.data=2", *overrides)
     run = replace(run, model=replace(run.model, moe=Moe(experts=4, active=2, ffn=8))) if experts else run
-    assert make(run).coarsest == coarsest
+    assert make_case(run).coarsest == coarsest
 
 
 def test_a_large_run_becomes_small_and_says_so() -> None:
     run = loads(
         'model = "llama3-70b"\nlayout = {data = 16, tensor = 8}\ntrain = {batch = 512, steps = 9, sequence_length = 4096}'
     )
-    case = make(run)
-    words = " ".join(case.said)
+    case = make_case(run)
+    words = " ".join(case.notes)
     assert case.layout.ranks == 8 and case.layout.tensor == 4 and case.layout.data == 2
     assert case.run.model.parameters() < 200_000
-    assert "stands for the 70,553,706,496" in words and "tensor 8 → 4" in words
-    assert case.alone.memory == type(run.memory)()
+    assert "replaces the 70,553,706,496" in words and "tensor 8 → 4" in words
+    assert case.reference.memory == type(run.memory)()
 
 
 def test_a_layout_without_replicas_given_gets_some() -> None:
-    assert make(tiny_run()).layout.data == 2
-    assert make(tiny_run(), ranks=4).layout.data == 4
-    assert make(tiny_run("layout.tensor=2")).layout.data == 1
+    assert make_case(tiny_run()).layout.data == 2
+    assert make_case(tiny_run(), ranks=4).layout.data == 4
+    assert make_case(tiny_run("layout.tensor=2")).layout.data == 1
 
 
 def test_text_that_is_not_at_hand_is_replaced() -> None:
-    case = make(tiny_run('data.source="hf"', 'data.paths=["name/of-a-dataset"]', "data.documents=[]"))
+    case = make_case(tiny_run('data.source="hf"', 'data.paths=["name/of-a-dataset"]', "data.documents=[]"))
     assert case.run.data.source == "memory" and len(case.run.data.documents) > 100
-    assert any("random documents" in sentence for sentence in case.said)
+    assert any("random documents" in sentence for sentence in case.notes)

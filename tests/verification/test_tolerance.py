@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 
-from phalanx.verification.tolerance import RANGES, Check, Row, difference, judge, number_difference
+from phalanx.verification.tolerance import TOLERANCES, Check, Comparison, difference, judge, number_difference
 
 ORDER = ["embed", "a", "b", "c", "head"]
-FP32 = RANGES["fp32"]
+FP32 = TOLERANCES["fp32"]
 
 
-def checks(*rows: Row) -> dict[str, Check]:
+def checks(*rows: Comparison) -> dict[str, Check]:
     return {check.name: check for check in judge(rows, FP32, ORDER)}
 
 
@@ -37,7 +37,9 @@ def test_what_is_not_a_number_is_never_close() -> None:
 
 
 def test_what_passes_is_told_by_its_largest() -> None:
-    found = checks(Row("gradients", 1, "a", 0, 1e-6), Row("gradients", 2, "b", 1, 3e-5), Row("loss", 1, "", 0, 1e-6))
+    found = checks(
+        Comparison("gradients", 1, "a", 0, 1e-6), Comparison("gradients", 2, "b", 1, 3e-5), Comparison("loss", 1, "", 0, 1e-6)
+    )
     assert found["gradients"] == Check("gradients", 3e-5, 1e-4, "b", 2, None)
     assert all(check.passed for check in found.values())
     assert found["parameters"].step is None  # nothing was compared
@@ -45,10 +47,10 @@ def test_what_passes_is_told_by_its_largest() -> None:
 
 def test_the_first_bad_step_counts() -> None:
     found = checks(
-        Row("parameters", 0, "a", 0, 0.0),
-        Row("parameters", 3, "c", 1, 0.5),
-        Row("parameters", 2, "b", 1, 2e-4),
-        Row("parameters", 2, "a", 0, 5e-5),
+        Comparison("parameters", 0, "a", 0, 0.0),
+        Comparison("parameters", 3, "c", 1, 0.5),
+        Comparison("parameters", 2, "b", 1, 2e-4),
+        Comparison("parameters", 2, "a", 0, 5e-5),
     )["parameters"]
     assert not found.passed
     assert (found.tensor, found.step, found.rank, found.largest) == ("b", 2, 1, 0.5)
@@ -56,22 +58,22 @@ def test_the_first_bad_step_counts() -> None:
 
 def test_of_a_wrong_backward_the_last_layer_that_differs_is_named() -> None:
     rows = [
-        Row("gradients", 1, name, 0, size)
+        Comparison("gradients", 1, name, 0, size)
         for name, size in (("embed", 0.9), ("a", 0.7), ("b", 0.01), ("c", 1e-7), ("head", 0.0))
     ]
-    assert checks(*rows, Row("loss", 1, "", 0, 1e-7))["gradients"].tensor == "b"
+    assert checks(*rows, Comparison("loss", 1, "", 0, 1e-7))["gradients"].tensor == "b"
     # Where the loss differs too everything behind the mistake does, and what differs most is nearest to it.
-    assert checks(*rows, Row("loss", 1, "", 0, 1e-3))["gradients"].tensor == "embed"
+    assert checks(*rows, Comparison("loss", 1, "", 0, 1e-3))["gradients"].tensor == "embed"
 
 
 def test_the_loss_is_named_as_such() -> None:
-    found = checks(Row("loss", 1, "", 0, 1e-7), Row("loss", 2, "", 0, math.inf))["loss"]
+    found = checks(Comparison("loss", 1, "", 0, 1e-7), Comparison("loss", 2, "", 0, math.inf))["loss"]
     assert (found.passed, found.step, found.tensor) == (False, 2, "")
 
 
 def test_coarser_numbers_may_differ_more_and_say_why() -> None:
-    ranges = [RANGES[name] for name in ("fp32", "fp16", "bf16", "fp8")]
+    ranges = [TOLERANCES[name] for name in ("fp32", "fp16", "bf16", "fp8")]
     for kind in ("loss", "gradients", "parameters"):
         assert [one.of(kind) for one in ranges] == sorted(one.of(kind) for one in ranges)
-    assert all(one.because for one in RANGES.values())
+    assert all(one.because for one in TOLERANCES.values())
     assert FP32.of("loss") == 1e-5 and FP32.of("gradients") == 1e-4

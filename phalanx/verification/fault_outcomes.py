@@ -1,5 +1,5 @@
-"""What became of planted faults, and whether a disturbed run went where an undisturbed one did: computed from their events alone.
-`verification/chaos_campaign` runs the two and asks here."""
+"""The outcome of each injected fault, and whether a disturbed run equals an undisturbed one, computed from their events alone.
+`verification/chaos_campaign` trains the two runs and calls it."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ from phalanx.faults.grammar import Fault
 from phalanx.verification.tolerance import number_difference
 
 LONG = 15.0
-"""Seconds from which on a rank that hangs or is frozen must have been noticed."""
-Noticing = FailureNoticed | Corrupted | NotFinite | Straggling | SaveFailed
+"""Seconds from which on a hang or a freeze must be detected."""
+Detection = FailureNoticed | Corrupted | NotFinite | Straggling | SaveFailed
 
 
-_TOGETHER = 1.0  # seconds: what one fault takes with it, another may have struck just before
-_UNSEEN = 6.0  # seconds that a hang stays unseen: until then another failure may end it
+_TOGETHER = 1.0  # seconds before a detected failure in which another fault may have hit the same ranks
+_UNDETECTED = 6.0  # seconds that a hang stays undetected; another failure may end it before
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Strike:
-    """One fault and what became of it. Seconds count from the moment at which it struck."""
+class FaultOutcome:
+    """One fault and its outcome. Seconds count from the injection."""
 
     fault: str
     kind: str
     step: int | None = None
-    """In which it struck; None: it did not."""
+    """Step of the injection; None: it was not injected."""
     noticed: float | None = None
-    """Seconds until somebody said so; None: nobody did."""
+    """Seconds until it was detected; None: it was not."""
     recovered: float | None = None
-    """Seconds until the first step after it was done; None: nothing had to be recovered."""
+    """Seconds until the end of the next step; None: no recovery was needed."""
     steps_lost: int = 0
     said: str = ""
-    """In the words of whoever noticed it."""
+    """Message of the detection."""
     passed: bool = True
-    """It was noticed where it must be, and the right one was named."""
+    """Whether it was detected if it must be, with the right rank or node."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -69,38 +69,38 @@ class Verdict:
         return asdict(self)
 
 
-def strikes(faults: Sequence[Fault], events: Sequence[Event], moments: Mapping[int, float] | None = None) -> list[Strike]:
-    """Each fault with what was noticed of it. One noticing belongs to one fault: the last that it can be about. `times`: when
-    each struck, by number, where that is known besides."""
-    struck: dict[str, list[FaultInjected]] = {}
+def fault_outcomes(
+    faults: Sequence[Fault], events: Sequence[Event], moments: Mapping[int, float] | None = None
+) -> list[FaultOutcome]:
+    """The outcome of each fault. A detection belongs to one fault: the last that fits. `moments`: times of injection by fault number,
+    from the claims of the run directory."""
+    injected: dict[str, list[FaultInjected]] = {}
     for event in events:
         if isinstance(event, FaultInjected):
-            struck.setdefault(event.fault, []).append(event)
-    left: list[Noticing] = [event for event in events if isinstance(event, Noticing)]
+            injected.setdefault(event.fault, []).append(event)
+    detections: list[Detection] = [event for event in events if isinstance(event, Detection)]
     pairs: list[tuple[int, Fault, FaultInjected]] = []
     for number, fault in enumerate(faults):
-        if told := struck.get(str(fault)):
-            pairs.append((number, fault, told.pop(0)))
+        if records := injected.get(str(fault)):
+            pairs.append((number, fault, records.pop(0)))
         elif moments and number in moments:
             pairs.append((number, fault, replace(fault_record(fault, fault.step), time=moments[number])))
-    found: dict[int, Strike] = {}
-    about: dict[int, Noticing] = {}
-    for event in left:
-        # The last to strike before it: an earlier one that passed unseen, as a short hang may, must not take another's word.
+    detected: dict[int, Detection] = {}
+    for event in detections:
+        # The last fault before it: an earlier one may have stayed undetected, as a short hang does.
         fitting = [
             (when.time, number)
             for number, fault, when in pairs
-            if number not in about and when.time <= event.time and _about(fault, when, event)
+            if number not in detected and when.time <= event.time and _matches(fault, when, event)
         ]
         if fitting:
-            about[max(fitting)[1]] = event
-    for number, fault, when in pairs:
-        found[number] = _strike(fault, when, about.get(number), events)
-    return [found.get(number) or Strike(fault=str(fault), kind=fault.kind) for number, fault in enumerate(faults)]
+            detected[max(fitting)[1]] = event
+    outcomes = {number: _outcome(fault, when, detected.get(number), events) for number, fault, when in pairs}
+    return [outcomes.get(number) or FaultOutcome(fault=str(fault), kind=fault.kind) for number, fault in enumerate(faults)]
 
 
-def _about(fault: Fault, struck: FaultInjected, event: Noticing) -> bool:
-    """Whether this noticing can be of this fault, and names the right one."""
+def _matches(fault: Fault, injected: FaultInjected, event: Detection) -> bool:
+    """Whether this detection fits this fault and names the right rank or node."""
     if isinstance(event, FailureNoticed):
         if fault.node is not None:
             return event.node == fault.node and event.cause in ("node lost", "connection lost")
@@ -109,51 +109,51 @@ def _about(fault: Fault, struck: FaultInjected, event: Noticing) -> bool:
         causes = {"kill": "died", "raise": "failed", "hang": "hung", "freeze": "hung", "corrupt": "corrupt"}
         return event.rank == fault.rank and event.cause in (causes.get(fault.kind), "died" if fault.kind == "raise" else None)
     if isinstance(event, Corrupted):
-        named = event.rank in (fault.rank, None)  # of two that differ, nobody can tell which is wrong
-        return fault.kind == "corrupt" and named and event.step >= (struck.step or 0)
+        named = event.rank in (fault.rank, None)  # of two replicas that differ, either may be wrong
+        return fault.kind == "corrupt" and named and event.step >= (injected.step or 0)
     if isinstance(event, NotFinite):
         right = fault.layer is None or event.layer.startswith(fault.layer)
-        return fault.kind == "nan" and event.rank == fault.rank and event.step == struck.step and right
+        return fault.kind == "nan" and event.rank == fault.rank and event.step == injected.step and right
     if isinstance(event, Straggling):
         return fault.kind == "slow" and event.rank == fault.rank
-    return fault.kind == "fill-disk" and event.time <= struck.time + (fault.seconds or 0) + 1
+    return fault.kind == "fill-disk" and event.time <= injected.time + (fault.seconds or 0) + 1
 
 
-def _strike(fault: Fault, struck: FaultInjected, noticed: Noticing | None, events: Sequence[Event]) -> Strike:
-    strike = Strike(fault=str(fault), kind=fault.kind, step=struck.step)
+def _outcome(fault: Fault, injected: FaultInjected, noticed: Detection | None, events: Sequence[Event]) -> FaultOutcome:
+    outcome = FaultOutcome(fault=str(fault), kind=fault.kind, step=injected.step)
     if noticed is None:
-        meanwhile = _recovering(struck.time, events, _UNSEEN if fault.kind in ("hang", "freeze") else _TOGETHER)
+        meanwhile = _recovery_at(injected.time, events, _UNDETECTED if fault.kind in ("hang", "freeze") else _TOGETHER)
         if meanwhile is None:
-            return replace(strike, passed=not _must_be_noticed(fault))
-        said = f"struck while the run recovered from failure {_numbers(meanwhile.failures)}"
-        return replace(strike, recovered=meanwhile.first_step - struck.time, said=said)
+            return replace(outcome, passed=not _must_be_detected(fault))
+        said = f"injected while the run recovered from failure {_numbers(meanwhile.failures)}"
+        return replace(outcome, recovered=meanwhile.first_step - injected.time, said=said)
     number = noticed.number if isinstance(noticed, FailureNoticed) else _failure_after(noticed, events)
     recovery = next((event for event in events if isinstance(event, Recovered) and number in event.failures), None)
     after = recovery.first_step if recovery else _next_step(noticed, events)
     return replace(
-        strike,
-        noticed=noticed.time - struck.time,
-        recovered=None if after is None else after - struck.time,
+        outcome,
+        noticed=noticed.time - injected.time,
+        recovered=None if after is None else after - injected.time,
         steps_lost=recovery.steps_lost if recovery else 0,
         said=noticed.reason if isinstance(noticed, SaveFailed) else noticed.message,
     )
 
 
-def _must_be_noticed(fault: Fault) -> bool:
-    """A hang that ends soon, a slow spell or a link that is gone for a moment may pass unseen; the rest may not."""
+def _must_be_detected(fault: Fault) -> bool:
+    """A short hang, a slow period or a short loss of a link may stay undetected; other faults may not."""
     if fault.kind in ("hang", "freeze"):
         return fault.seconds is None or fault.seconds >= LONG
     return fault.kind in ("kill", "raise", "corrupt", "nan")
 
 
-def _recovering(moment: float, events: Iterable[Event], before: float) -> Recovered | None:
-    """The recovery that was under way then, or from what struck at the same time."""
+def _recovery_at(moment: float, events: Iterable[Event], before: float) -> Recovered | None:
+    """The recovery in progress at that time, or from a fault of the same time."""
     every = (event for event in events if isinstance(event, Recovered))
     return next((event for event in every if event.noticed - before <= moment <= event.first_step), None)
 
 
 def _failure_after(noticed: Event, events: Iterable[Event]) -> int | None:
-    """What was found corrupt is a failure too, which is told right after."""
+    """The number of the failure that follows a detected corruption."""
     if not isinstance(noticed, Corrupted):
         return None
     every = (event for event in events if isinstance(event, FailureNoticed) and event.cause == "corrupt")
@@ -161,7 +161,7 @@ def _failure_after(noticed: Event, events: Iterable[Event]) -> int | None:
 
 
 def _next_step(noticed: Event, events: Iterable[Event]) -> float | None:
-    """When the run had gone on after a NaN, which stops nothing but a step."""
+    """Time of the next step after a NaN, which skips only one step."""
     if not isinstance(noticed, NotFinite | Corrupted):
         return None
     return next((event.time for event in events if isinstance(event, Step) and event.time > noticed.time), None)
@@ -172,18 +172,18 @@ def _numbers(failures: Sequence[int]) -> str:
 
 
 def steps_of(events: Iterable[Event]) -> dict[int, Step | StepSkipped]:
-    """What counts of each step: its last record, since a step may be taken again."""
+    """The last record of each step, because a step may be repeated."""
     return {event.step: event for event in events if isinstance(event, Step | StepSkipped)}
 
 
 def same_layout(events: Iterable[Event]) -> bool:
-    """Whether every step was taken on the layout that the run began with."""
+    """Whether the layout never changed."""
     layouts = [event.layout for event in events if isinstance(event, RunStarted | Recovered)]
     return all(layout == layouts[0] for layout in layouts)
 
 
-def judge(ours: Sequence[Event], theirs: Sequence[Event], steps: int, accepted: float) -> Iterator[Verdict]:
-    """The disturbed run against the undisturbed one; `accepted` is the largest relative difference of a step's loss."""
+def run_verdicts(ours: Sequence[Event], theirs: Sequence[Event], steps: int, accepted: float) -> Iterator[Verdict]:
+    """Compares the disturbed run with the undisturbed one; `accepted` is the maximum relative difference of a step's loss."""
     for name, events in (("undisturbed", theirs), ("disturbed", ours)):
         last = next((event for event in reversed(events) if isinstance(event, Finished | WorkerFailed)), None)
         done = isinstance(last, Finished) and last.step == steps
@@ -192,7 +192,7 @@ def judge(ours: Sequence[Event], theirs: Sequence[Event], steps: int, accepted: 
             if done
             else last.reason
             if isinstance(last, WorkerFailed)
-            else "it did not reach its last step"
+            else "it did not reach the last step"
         )
         yield Verdict(name=f"{name} run", passed=done, said=said)
     ours_, theirs_ = steps_of(ours), steps_of(theirs)
@@ -207,11 +207,13 @@ def _batches(ours: dict[int, Step | StepSkipped], theirs: dict[int, Step | StepS
             whose = "either run" if one is other else "the disturbed run" if one is None else "the undisturbed run"
             return Verdict(name="batches", passed=False, said=f"step {step} has no record in {whose}")
         if type(one) is not type(other):
-            words = "left out" if isinstance(one, StepSkipped) else "taken"
-            return Verdict(name="batches", passed=False, said=f"step {step} was {words} in the disturbed run alone")
-        seen = [(record.samples, getattr(record, "batch_digest", ""), getattr(record, "tokens", 0)) for record in (one, other)]
-        if seen[0] != seen[1]:
-            return Verdict(name="batches", passed=False, said=f"step {step} saw other tokens")
+            action = "skipped" if isinstance(one, StepSkipped) else "taken"
+            return Verdict(name="batches", passed=False, said=f"step {step} was {action} in the disturbed run only")
+        batches = [
+            (record.samples, getattr(record, "batch_digest", ""), getattr(record, "tokens", 0)) for record in (one, other)
+        ]
+        if batches[0] != batches[1]:
+            return Verdict(name="batches", passed=False, said=f"step {step} read other tokens")
     return Verdict(name="batches", passed=True, said=f"the same tokens in each of {steps} steps")
 
 
@@ -229,14 +231,16 @@ def _losses(ours: dict[int, Step | StepSkipped], theirs: dict[int, Step | StepSk
     return Verdict(name="loss", passed=apart[worst] <= accepted, said=said)
 
 
-def of_strikes(found: Sequence[Strike]) -> Iterator[Verdict]:
-    """Whether faults happened, and were noticed."""
-    struck = [strike for strike in found if strike.step is not None]
-    missing = "; ".join(strike.fault for strike in found if strike.step is None)
-    said = f"{len(struck)} of {len(found)}" + (f"; whom they were for was not there: {missing}" if missing else "")
-    yield Verdict(name="faults struck", passed=bool(struck) or not found, said=said)
-    unseen = [strike.fault for strike in struck if not strike.passed]
+def outcome_verdicts(outcomes: Sequence[FaultOutcome]) -> Iterator[Verdict]:
+    """Whether the faults were injected and detected."""
+    injected = [outcome for outcome in outcomes if outcome.step is not None]
+    missing = "; ".join(outcome.fault for outcome in outcomes if outcome.step is None)
+    said = f"{len(injected)} of {len(outcomes)}" + (f"; their target was missing: {missing}" if missing else "")
+    yield Verdict(name="faults struck", passed=bool(injected) or not outcomes, said=said)
+    undetected = [outcome.fault for outcome in injected if not outcome.passed]
     said = (
-        f"not noticed, or another one was named: {'; '.join(unseen)}" if unseen else "every one that must be, and rightly named"
+        f"not detected, or with a wrong rank: {'; '.join(undetected)}"
+        if undetected
+        else "all that must be detected, with the right rank"
     )
-    yield Verdict(name="noticed", passed=not unseen, said=said)
+    yield Verdict(name="noticed", passed=not undetected, said=said)

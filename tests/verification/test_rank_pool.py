@@ -14,7 +14,7 @@ from ranks import tiny_run, tiny_trainer
 
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
-from phalanx.verification.rank_pool import Pool, RankFailed
+from phalanx.verification.rank_pool import RankFailed, RankPool
 
 TWO = Layout(data=2)
 
@@ -53,12 +53,12 @@ def stuck_here(mesh: Mesh) -> None:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(4) as made:
+def pool() -> Iterator[RankPool]:
+    with RankPool(4) as made:
         yield made
 
 
-def test_ranks_stay_from_case_to_case_and_meet_anew(pool: Pool) -> None:
+def test_ranks_stay_from_case_to_case_and_meet_anew(pool: RankPool) -> None:
     first = pool.run(summed, TWO, 1)
     second = pool.run(summed, Layout(data=2, tensor=2), 10)
     assert [rank for _, rank, _ in second] == [0, 1, 2, 3]
@@ -76,7 +76,7 @@ def sharded_loss(mesh: Mesh) -> float:
     return taken.loss
 
 
-def test_fully_sharded_models_of_two_cases_have_meshes_of_their_own(pool: Pool) -> None:
+def test_fully_sharded_models_of_two_cases_have_meshes_of_their_own(pool: RankPool) -> None:
     """torch keeps device meshes by their names: of the same name, the second case's tensors would lie on the first one's groups."""
     first = pool.run(sharded_loss, Layout(shard=4, zero=3))
     second = pool.run(sharded_loss, Layout(shard=2, zero=3))
@@ -85,7 +85,7 @@ def test_fully_sharded_models_of_two_cases_have_meshes_of_their_own(pool: Pool) 
     assert second[0] == pytest.approx(first[0], abs=1e-5)
 
 
-def test_a_rank_that_raises_is_named_and_the_next_case_gets_new_ranks(pool: Pool) -> None:
+def test_a_rank_that_raises_is_named_and_the_next_case_gets_new_ranks(pool: RankPool) -> None:
     before = pool.alone(pid)[0]
     started = time.monotonic()
     with pytest.raises(RankFailed) as failed:
@@ -98,20 +98,20 @@ def test_a_rank_that_raises_is_named_and_the_next_case_gets_new_ranks(pool: Pool
     assert {total for _, _, total in pool.run(summed, TWO, 1)} == {3.0}
 
 
-def test_a_rank_that_dies_is_told_by_its_signal(pool: Pool) -> None:
+def test_a_rank_that_dies_is_told_by_its_signal(pool: RankPool) -> None:
     with pytest.raises(RankFailed) as failed:
         pool.run(dying, TWO)
     assert failed.value.rank == 1
-    assert failed.value.error == "was ended by SIGABRT"
+    assert failed.value.error == "was killed by SIGABRT"
 
 
-def test_a_rank_that_dies_is_to_blame_also_when_another_complains_first(pool: Pool) -> None:
+def test_a_rank_that_dies_is_to_blame_also_when_another_complains_first(pool: RankPool) -> None:
     with pytest.raises(RankFailed) as failed:
         pool.run(raising_before_another_dies, TWO)
-    assert str(failed.value) == "rank 1: was ended by SIGABRT"
+    assert str(failed.value) == "rank 1: was killed by SIGABRT"
 
 
-def test_what_goes_wrong_in_one_process_is_nobody_elses(pool: Pool) -> None:
+def test_what_goes_wrong_in_one_process_is_nobody_elses(pool: RankPool) -> None:
     with pytest.raises(RankFailed) as failed:
         pool.alone(raising, 0)
     assert failed.value.rank is None
@@ -119,7 +119,7 @@ def test_what_goes_wrong_in_one_process_is_nobody_elses(pool: Pool) -> None:
 
 
 def test_ranks_that_hang_are_told_with_the_place_they_stand_at() -> None:
-    with Pool(2, timeout=3.0) as pool:
+    with RankPool(2, timeout=3.0) as pool:
         with pytest.raises(RankFailed) as failed:
             pool.run(stuck_here, TWO)
         assert failed.value.rank == 0
@@ -129,7 +129,7 @@ def test_ranks_that_hang_are_told_with_the_place_they_stand_at() -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    with Pool(2) as pool:
+    with RankPool(2) as pool:
         processes = [process for process, _, _ in pool.run(summed, TWO, 0)]
         folder = pool.folder
         assert folder.is_dir()

@@ -1,0 +1,355 @@
+"""The cases that are verified: a run made small enough for CPU ranks, and the same run for one process. `verification/parity` and
+`verification/chaos_campaign` make them; `generate_layouts` draws layouts for `phalanx verify --layouts all`.
+
+A small model keeps the parts of its family: grouped queries, normalized queries and keys, latent attention, experts and their
+router, tied embeddings, biases, positions. Its sizes are as odd as the layout allows, because odd sizes reveal sharding errors.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+from phalanx.data.dataset import open_dataset
+from phalanx.launch.model_check import measure
+from phalanx.planning.planner import choose
+from phalanx.spec.check import check
+from phalanx.spec.errors import RunError
+from phalanx.spec.layout import Layout, Schedule
+from phalanx.spec.model import Mla, ModelSpec, Moe
+from phalanx.spec.plan import Machine, Plan
+from phalanx.spec.run import Checkpoint, Cluster, Data, Memory, Optimizer, Run, Source, Train
+from phalanx.spec.sources import kind
+
+TINY = 2_000_000
+"""Number of parameters up to which a model is verified unchanged."""
+_VOCABULARY = 257
+_LAYERS = 5
+_FFN = 43
+_INIT_STD = 0.1  # larger weights than usual make attention and routing depend on their inputs, so that errors in them show
+
+
+def shrink(spec: ModelSpec, layout: Layout, length: int) -> ModelSpec:
+    """A small model of the family of `spec`, for a layout and a sequence length."""
+    heads, kv = _heads(spec, layout)
+    head = 8 if heads <= 8 else 4
+    stages = layout.pipeline * layout.stages_per_rank if layout.pipeline > 1 else 1
+    small = replace(
+        spec,
+        preset=None,
+        from_=None,
+        layers=_layers(stages),
+        heads=heads,
+        kv_heads=None if spec.kv_heads is None else kv,
+        dim=heads * head,
+        ffn=_FFN,
+        vocab=_VOCABULARY,
+        context=length,
+        mtp_depth=min(spec.mtp_depth, 2),
+        init_std=max(spec.init_std, _INIT_STD),
+    )
+    if spec.head_dim is not None:  # keeps attention wider or narrower than the residual stream
+        wider = spec.heads * spec.head > spec.dim
+        small = replace(small, head_dim=head, dim=head * (max(1, heads - 2) if wider else heads))
+    if spec.rope_scaling is not None:  # so short that only some frequencies of these heads are scaled
+        small = replace(small, rope_scaling=replace(spec.rope_scaling, original_context=16))
+    if spec.mla is not None:
+        ranks = Mla(kv_rank=16, q_rank=None if spec.mla.q_rank is None else 12, nope_dim=8, rope_dim=4, value_dim=6)
+        small = replace(small, mla=ranks)
+    return replace(small, moe=None if spec.moe is None else _experts(spec.moe, layout))
+
+
+def _layers(stages: int) -> int:
+    """Enough layers for every stage, and different numbers per stage."""
+    layers = max(_LAYERS, stages + 1)
+    return layers + 1 if stages > 1 and layers % stages == 0 else layers
+
+
+def _heads(spec: ModelSpec, layout: Layout) -> tuple[int, int]:
+    """Query and key heads: the ratio of the family, in the fewest heads that the layout divides."""
+    unit = layout.tensor * (layout.context if layout.context_method == "ulysses" else 1)
+    if spec.mla is not None or spec.kv == spec.heads:
+        heads = 3 * unit
+        return (heads, heads)
+    ratio = min(8, max(2, spec.heads // spec.kv))
+    kv = min(spec.kv, 2)
+    return math.lcm(kv * ratio, unit), kv
+
+
+def _experts(moe: Moe, layout: Layout) -> Moe:
+    groups = min(moe.groups, 4)
+    each = math.lcm(groups, layout.expert)
+    experts = each * max(2, -(-6 // each))
+    active_groups = min(moe.active_groups, groups)
+    return replace(
+        moe,
+        experts=experts,
+        groups=groups,
+        active_groups=active_groups,
+        active=min(moe.active, 3, experts // groups * active_groups),
+        ffn=12 * layout.expert_tensor,
+        shared=min(moe.shared, 1),
+        dense_layers=min(moe.dense_layers, 1),
+    )
+
+
+def fit_layout(layout: Layout, most: int) -> tuple[Layout, list[str]]:
+    """The layout reduced to at most `most` ranks, and notes on the reduced degrees. Degrees stay above 1 as long as possible."""
+    degrees: dict[str, Any] = {name: getattr(layout, name) or 1 for name in ("data", "shard", "context", "tensor", "pipeline")}
+    given = dict(degrees)
+    for least in (2, 1):
+        for name in degrees:
+            while math.prod(degrees.values()) > most and degrees[name] > least:
+                degrees[name] = max(least, degrees[name] // _smallest_factor(degrees[name]))
+    fitted = replace(layout, **degrees)
+    if fitted.shard == 1:
+        fitted = replace(fitted, zero=3)
+    if fitted.tensor == 1:
+        fitted = replace(fitted, sequence=False)
+    if fitted.pipeline == 1:
+        fitted = replace(fitted, schedule="1f1b", schedule_file=None, stages=None)
+    fitted = _fit_experts(fitted)
+    given |= {"expert": layout.expert, "expert_tensor": layout.expert_tensor}
+    shrunk = [
+        f"layout.{name} {before} → {getattr(fitted, name)}" for name, before in given.items() if getattr(fitted, name) != before
+    ]
+    if not shrunk:
+        return fitted, []
+    return fitted, [f"The layout has {layout.ranks} ranks and this case {fitted.ranks}, at most {most}: {', '.join(shrunk)}."]
+
+
+def _fit_experts(layout: Layout) -> Layout:
+    """Reduces the expert degrees until they divide the ranks of a stage."""
+    expert, tensor = layout.expert, layout.expert_tensor
+    while layout.ranks // layout.pipeline % (expert * tensor):
+        if expert > 1 and (expert >= tensor or tensor == 1):
+            expert //= _smallest_factor(expert)
+        else:
+            tensor //= _smallest_factor(tensor)
+    return replace(layout, expert=expert, expert_tensor=tensor)
+
+
+def _smallest_factor(number: int) -> int:
+    return next((factor for factor in range(2, math.isqrt(number) + 1) if number % factor == 0), max(number, 1))
+
+
+MAX_RANKS = 8
+"""Default maximum of ranks, which a laptop can run."""
+EPS = 1e-4
+"""Adam's eps. With the usual 1e-8, a gradient close to zero becomes a full step in a direction that rounding chose: gradients
+that agree to 6e-7 then give parameters 4.5e-4 apart after 3 steps. With 1e-4 they stay 2e-6 apart."""
+COARSE_EPS = 1e-2
+"""Adam's eps for 16 bits and fewer, where gradients agree to 1e-2 at best: biases start at zero and would differ by a full step
+after the first."""
+_LEARNING_RATE = 1e-3
+"""Learning rate of all cases: a step moves parameters by far more than the tolerance, so that a wrong step shows, and by so little
+that the next step does not amplify rounding."""
+_TOKENS = 4096  # tokens of a batch up to which it is kept
+_LENGTH = 24
+_MACHINE = Machine(host="proof", cpu="any", cores=64, memory=1 << 50)  # any layout fits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A run to verify, and its reference."""
+
+    run: Run
+    plan: Plan
+    reference: Run
+    """The same run for one process, without memory-saving techniques."""
+    reference_plan: Plan
+    steps: int
+    folder: str = "."
+    """Folder for files of offloading."""
+    notes: tuple[str, ...] = ()
+    """Differences from the given run, a sentence each."""
+
+    @property
+    def layout(self) -> Layout:
+        return self.plan.layout
+
+    @property
+    def coarsest(self) -> str:
+        """The coarsest number format, which determines the tolerance: a key of `tolerance.TOLERANCES`."""
+        precision, numbers = self.run.precision, str(self.plan.compute)
+        if numbers == "fp32" and "bf16" in (precision.reduce, precision.optimizer):
+            numbers = "bf16"
+        if numbers == "fp32" and self.run.optimizer.name == "muon":
+            numbers = "muon"
+        return "experts" if self.run.model.moe is not None and numbers != "fp32" else numbers
+
+
+def make_case(run: Run, *, ranks: int | None = None, steps: int = 8) -> Case:
+    """The case of a run with at most `ranks` ranks and `steps` optimizer steps. Raises RunError if the run is invalid."""
+    notes: list[str] = []
+    layout = _layout(run, ranks, notes)
+    run = replace(run, layout=layout, cluster=Cluster(device="cpu", threads=1), checkpoint=Checkpoint())
+    run = _data(_sizes(run, notes), notes)
+    run = replace(run, optimizer=_optimizer(run, notes), train=replace(run.train, steps=steps, tokens=None, eval_every=None))
+    if problems := check(run):
+        raise RunError(problems)
+    open_dataset(run.data, run.train.sequence_length, run.train.seed)  # reports problems with the text before ranks start
+    reference = replace(run, layout=Layout(data=1), memory=Memory())
+    return Case(run=run, plan=_plan(run), reference=reference, reference_plan=_plan(reference), steps=steps, notes=tuple(notes))
+
+
+def _plan(run: Run) -> Plan:
+    return choose(run, _MACHINE, run.layout.ranks, measure(run))
+
+
+def _layout(run: Run, ranks: int | None, notes: list[str]) -> Layout:
+    layout, most = run.layout, ranks or MAX_RANKS
+    if layout.data is None:
+        wanted = max(1, most // layout.ranks) if ranks else (2 if layout.ranks == 1 else 1)
+        layout = replace(layout, data=wanted)
+        notes.append(f"layout.data is not set; the case uses {wanted}.")
+    fitted, reduced = fit_layout(layout, most)
+    notes += reduced
+    return fitted
+
+
+def _sizes(run: Run, notes: list[str]) -> Run:
+    """Replaces model and batch by small ones that the layout divides, unless they are small already."""
+    layout, model = run.layout, run.model
+    tiny = model.module is not None or model.parameters() <= TINY
+    unit = 2 * layout.context * layout.tensor  # two pieces per context rank, each split over the tensor ranks
+    stages = layout.pipeline * layout.stages_per_rank if layout.pipeline > 1 else 2
+    micro = run.train.micro_batch or (1 if run.batch % (2 * stages * layout.replicas) else 2)
+    given = replace(run, model=replace(model, from_=None), train=replace(run.train, micro_batch=micro))
+    if tiny and run.batch_tokens <= _TOKENS and not check(given):
+        return given
+    micro = min(micro, 2)
+    smallest = layout.replicas * micro * stages
+    length = -(-min(_LENGTH, run.train.sequence_length) // unit) * unit
+    if not tiny:
+        small = shrink(model, layout, length)
+        notes.append(
+            f"A model of the same family with {small.parameters():,} parameters replaces the {model.parameters():,} of the run."
+        )
+        model = small
+    notes.append(f"Batches have {smallest} sequences of {length} tokens.")
+    train = replace(run.train, sequence_length=length, batch=smallest, batch_tokens=None, micro_batch=micro)
+    return replace(run, model=replace(model, from_=None), train=train)
+
+
+def _data(run: Run, notes: list[str]) -> Run:
+    data = replace(run.data, eval_fraction=0.0)
+    is_local = kind(data) in ("stdlib", "memory", "text") and not any("://" in path for path in data.paths)
+    if data.tokenizer == "byte" and is_local and not data.mix:
+        return replace(run, data=data)
+    notes.append("Its text is not local or has another tokenizer: random documents replace it.")
+    plain = {name: getattr(Source(), name) for name in ("paths", "split", "config", "streaming", "template", "epochs", "field")}
+    data = replace(
+        data, source="memory", documents=random_documents(run.train.seed), tokenizer="byte", end_token=None, mix=(), **plain
+    )
+    return replace(run, data=data)
+
+
+def random_documents(seed: int, count: int = 300) -> tuple[str, ...]:
+    """Random texts of uneven lengths. Most windows hold several, so that masks and ignored targets are exercised."""
+    dice = random.Random(seed)
+    return tuple("".join(chr(dice.randrange(32, 127)) for _ in range(dice.choice([2, 5, 9, 17, 60]))) for _ in range(count))
+
+
+def _optimizer(run: Run, notes: list[str]) -> Optimizer:
+    given, precision = run.optimizer, run.precision
+    coarse = precision.compute not in (None, "fp32") or "bf16" in (precision.reduce, precision.optimizer)
+    eps = max(COARSE_EPS if coarse else EPS, given.eps)
+    notes.append(
+        f"The learning rate is {_LEARNING_RATE:g} from the first step on. optimizer.eps is {eps:g} instead of {given.eps:g}: "
+        "with less, Adam turns rounding errors of tiny gradients into steps."
+    )
+    changed = replace(given, eps=eps, learning_rate=_LEARNING_RATE, warmup_steps=0)
+    return replace(changed, schedule="constant", decay_steps=None)
+
+
+_DENSE = ModelSpec(dim=48, layers=5, heads=6, kv_heads=2, ffn=43, vocab=257, context=96, init_std=0.1)
+_EXPERTS = Moe(experts=8, active=2, ffn=12, shared=1, dense_layers=1, bias_rate=0.01, balance_loss=0.01)
+_GROUPED = Moe(
+    experts=8, active=3, ffn=12, router="sigmoid", scale=2.5, groups=4, active_groups=2, bias_rate=0.01, balance_loss=0.001
+)
+MODELS = {
+    "dense": _DENSE,
+    "gpt": replace(_DENSE, kv_heads=None, norm="layer", activation="gelu", positions="learned", bias=True, tied=True),
+    "moe": replace(_DENSE, qk_norm=True, moe=_EXPERTS),
+    "mla": replace(
+        _DENSE,
+        kv_heads=None,
+        mla=Mla(kv_rank=16, q_rank=12, nope_dim=8, rope_dim=4, value_dim=6),
+        moe=replace(_GROUPED, dense_layers=1),
+    ),
+    "mla-dense": replace(_DENSE, kv_heads=None, tied=True, mla=Mla(kv_rank=16, nope_dim=8, rope_dim=4, value_dim=6)),
+}
+"""Models of odd sizes: 5 layers, 6 query heads and 2 key heads, a vocabulary of 257."""
+_TRIES = 200  # per requested layout
+
+
+def generate_layouts(run: Run, ranks: int, *, count: int = 40, seed: int = 0) -> list[Run]:
+    """Draws `count` different valid runs for exactly `ranks` ranks, or fewer if there are not as many. They keep the precision and
+    the optimizer of `run`."""
+    dice = random.Random(seed)
+    base = replace(
+        run,
+        data=Data(source="memory", documents=random_documents(seed), eval_fraction=0.0),
+        train=Train(batch=8, sequence_length=48, steps=8, seed=seed, clip=run.train.clip),
+        memory=Memory(),
+    )
+    runs: dict[tuple[str, Layout], Run] = {}
+    kinds = list(MODELS)
+    for _ in range(_TRIES * count):
+        if len(runs) == count:
+            break
+        kind = kinds[len(runs) % len(kinds)]  # equal shares, however few layouts of a kind are valid
+        drawn = _draw(base, kind, ranks, dice, sum(layout.pipeline > 1 for _, layout in runs))
+        if (kind, drawn.layout) not in runs and _is_valid(drawn, ranks):
+            runs[kind, drawn.layout] = drawn
+    return list(runs.values())
+
+
+def _is_valid(run: Run, ranks: int) -> bool:
+    try:
+        return make_case(run, ranks=ranks).layout.ranks == ranks
+    except RunError:
+        return False
+
+
+def _draw(base: Run, kind: str, ranks: int, dice: random.Random, pipelines: int) -> Run:
+    """`pipelines`: number of pipeline layouts so far. Schedules take turns, because few layouts allow some of them."""
+    degrees: dict[str, Any] = dict(
+        zip(("pipeline", "data", "shard", "context", "tensor"), dice.choice(list(_factored(ranks, 5))), strict=True)
+    )
+    model = MODELS[kind]
+    layout = Layout(
+        **degrees,
+        zero=dice.choice([1, 2, 3]) if degrees["shard"] > 1 else 3,
+        sequence=degrees["tensor"] > 1 and dice.random() < 0.5,
+        context_method=dice.choice(["ring", "gather", "ulysses"]) if degrees["context"] > 1 else "ring",
+        schedule=get_args(Schedule)[pipelines % len(get_args(Schedule))] if degrees["pipeline"] > 1 else "1f1b",
+        **(_expert_degrees(ranks // degrees["pipeline"], dice) if model.moe else {}),
+    )
+    memory = Memory(
+        recompute=dice.choice(["none", "none", "full", "selective"]),
+        loss_chunk=dice.choice([None, None, 7, 64]),
+    )
+    if memory.recompute != "none":
+        memory = replace(memory, recompute_every=dice.choice([1, 2]))
+    micro_batch = dice.choice([1, 2])
+    return replace(base, model=model, layout=layout, memory=memory, train=replace(base.train, micro_batch=micro_batch))
+
+
+def _expert_degrees(ranks: int, dice: random.Random) -> dict[str, Any]:
+    expert, tensor, _ = dice.choice(list(_factored(ranks, 3)))
+    return {"expert": expert, "expert_tensor": tensor}
+
+
+def _factored(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write a number as a product of `parts` factors."""
+    if parts == 1:
+        yield (number,)
+        return
+    for factor in range(1, number + 1):
+        if number % factor == 0:
+            yield from ((factor, *rest) for rest in _factored(number // factor, parts - 1))
