@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.planning.cost.job_table import RECOMPUTE, Work
+from phalanx.planning.cost.job_table import RECOMPUTE, JobTable
 from phalanx.spec.errors import RunError
 from planner import step_layout as layouts
 from planner.step_machine import kind_of, machine, precision_of
@@ -48,7 +48,7 @@ COLUMNS = (
 class Table:
     """Rows that can be judged."""
 
-    work: Work
+    work: JobTable
     seconds: np.ndarray
     """Measured, of a step."""
     ids: tuple[str, ...]
@@ -127,14 +127,14 @@ def table(rows: list[Row]) -> Table:
         raise RunError(
             [f"None of {len(rows)} rows can be used, the first because {excluded[0][1] if excluded else 'there is none'}."]
         )
-    names = {field.name for field in fields(Work) if field.init}
+    names = {field.name for field in fields(JobTable) if field.init}
     columns = {name: np.array([found[name] for _, found in good], dtype=float) for name in names if good and name in good[0][1]}
 
     def column(name: str) -> np.ndarray:
         return np.array([found[name] for _, found in good])
 
     return Table(
-        work=Work(**columns),
+        work=JobTable(**columns),
         seconds=column("seconds"),
         ids=tuple(row["id"] for row, _ in good),
         sources=np.array([row["source"] for row, _ in good]),

@@ -10,7 +10,7 @@ import pytest
 from planning_cases import SMALL, SPARSE, cluster, run_of
 
 from phalanx.planning.cost.footprint import COMPONENTS, footprint
-from phalanx.planning.cost.job_table import SCHEDULES, Work
+from phalanx.planning.cost.job_table import SCHEDULES, JobTable
 from phalanx.planning.cost.state_memory import shares
 from phalanx.planning.search.space import Space, all_columns, exactly, pick
 from phalanx.schedules.makers import make
@@ -20,7 +20,7 @@ from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import Memory, Run
 
 
-def jobs(run: Run, layout: Layout) -> tuple[Space, Work]:
+def jobs(run: Run, layout: Layout) -> tuple[Space, JobTable]:
     """The given layout, with what is the first of everything that is open."""
     found = exactly(replace(run, layout=layout), cluster(layout.ranks))
     return found, found.work(pick(all_columns(found), slice(0, 1)))

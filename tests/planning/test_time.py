@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from phalanx.planning.cost.block_time import block, head
-from phalanx.planning.cost.job_table import SCHEDULES, Work, model_columns
+from phalanx.planning.cost.job_table import SCHEDULES, JobTable, model_columns
 from phalanx.planning.cost.step_time import PARTS, bubble, step_times
 from phalanx.planning.machines.rates import Rates
 from phalanx.schedules.makers import make
@@ -32,10 +32,10 @@ IDEAL = Rates(
 """A device that reaches its peak and computes for nothing else."""
 
 
-def work(model: str = "llama3-8b", **layout: Any) -> Work:
+def work(model: str = "llama3-8b", **layout: Any) -> JobTable:
     columns: dict[str, Any] = {"sequence": 8192, "batch": 64, "micro_batch": 1, "ranks": 8, "data": 8}
     spec = replace(PRESETS[model], vocab=PRESETS[model].vocab or 32000)
-    return Work(**(model_columns(spec) | H100 | columns | layout))
+    return JobTable(**(model_columns(spec) | H100 | columns | layout))
 
 
 @pytest.mark.parametrize("model", ["llama3-8b", "gpt3-175b", "mixtral-8x7b", "deepseek-v3"])
@@ -140,7 +140,7 @@ def test_no_jobs_at_all_are_judged_too() -> None:
 
 
 def test_intervals_widen_with_what_is_hard_to_foresee() -> None:
-    def width(job: Work, rates: Rates) -> float:
+    def width(job: JobTable, rates: Rates) -> float:
         times = step_times(job, rates)
         return float(np.log(times.high / times.low))
 

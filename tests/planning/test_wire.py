@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 
 from phalanx.planning.cost.communication import exchange, gather, group, hop, reduce
-from phalanx.planning.cost.job_table import Work
+from phalanx.planning.cost.job_table import JobTable
 from phalanx.planning.machines.rates import Rates
 
 RATES = Rates(island=1.0, network=1.0, latency=0.0, far_latency=0.0)
 
 
-def work(**values: Any) -> Work:
+def work(**values: Any) -> JobTable:
     model = dict.fromkeys(
         ("layers", "dim", "attention_weights", "score_width", "value_width", "kv_width", "heads", "kv_heads", "ffn", "gated"), 1
     )
     machine = {"peak": 1.0, "peak16": 1.0, "bandwidth": 1.0, "memory": 1.0, "island": 8, "node": 8}
     links = {"island_bandwidth": 400e9, "network": 50e9}
     rest = {"vocab": 1, "tied": 0, "sequence": 1, "batch": 1, "micro_batch": 1, "ranks": 64}
-    return Work(**(model | machine | links | rest | values))
+    return JobTable(**(model | machine | links | rest | values))
 
 
 def ring(parts: int, size: float, bandwidth: float) -> float:

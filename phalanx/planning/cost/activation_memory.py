@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from phalanx.planning.cost.job_table import METHODS, RECOMPUTE, Work
+from phalanx.planning.cost.job_table import METHODS, RECOMPUTE, JobTable
 from phalanx.planning.machines.rates import Column
 
 
@@ -42,7 +42,7 @@ class Widths(NamedTuple):
     sparse_products: Column
 
 
-def kept(work: Work) -> Kept:
+def kept(work: JobTable) -> Kept:
     """Of one block, by how much of it is repeated."""
     of = _widths(work)
     dense, sparse = of.entering + of.attention + of.dense, of.entering + of.attention + of.sparse
@@ -64,7 +64,7 @@ def kept(work: Work) -> Kept:
     return Kept(mixed(dense, of.products), mixed(sparse, of.sparse_products), live, _passing(work), owed)
 
 
-def repeated(work: Work) -> Column:
+def repeated(work: JobTable) -> Column:
     """Part of the blocks that is computed again, on the rank that has the smallest: every so manieth of the whole model, of which
     stages of few blocks have more or fewer."""
     every, pipelined = np.asarray(work.recompute_every), np.asarray(work.pipeline) > 1
@@ -73,18 +73,18 @@ def repeated(work: Work) -> Column:
     return np.where(np.asarray(work.recompute) > 0, count / most, 0.0)
 
 
-def stream(work: Work) -> Column:
+def stream(work: JobTable) -> Column:
     """Tokens of the stream of residuals on one rank."""
     return work.tokens / np.where(np.asarray(work.sequence_parallel) > 0, work.tensor, 1)
 
 
-def kv_cut(work: Work) -> Column:
+def kv_cut(work: JobTable) -> Column:
     """By how much keys and values are cut: heads that cannot be dealt evenly are whole on every rank."""
     each = work.kv_heads / np.asarray(work.tensor)
     return np.where(each == np.floor(each), work.tensor, 1)
 
 
-def _widths(work: Work) -> Widths:
+def _widths(work: JobTable) -> Widths:
     tokens, tensor, size = work.tokens, np.asarray(work.tensor), np.asarray(work.compute_bytes)
     low = size < 4
     cut = tensor > 1
@@ -107,7 +107,7 @@ def _widths(work: Work) -> Widths:
     return Widths(entering, attention, dense, sparse, products + dense_products, products + routed)
 
 
-def _attention(work: Work, read: object) -> tuple[Column, Column]:
+def _attention(work: JobTable, read: object) -> tuple[Column, Column]:
     """All that it keeps, and those of it that are results of products."""
     assert callable(read)
     tokens, tensor, size = work.tokens, np.asarray(work.tensor), np.asarray(work.compute_bytes)
@@ -133,7 +133,7 @@ def _attention(work: Work, read: object) -> tuple[Column, Column]:
     return found, products
 
 
-def _table(work: Work) -> Column:
+def _table(work: JobTable) -> Column:
     """A token's part of what attention keeps beside its inputs and result. Context parallelism makes its masks when it needs them."""
     kind, size = np.asarray(work.scores), np.asarray(work.compute_bytes)
     if not np.any(kind):
@@ -144,7 +144,7 @@ def _table(work: Work) -> Column:
     )
 
 
-def _experts(work: Work, read: object) -> tuple[Column, Column]:
+def _experts(work: JobTable, read: object) -> tuple[Column, Column]:
     """Router, shared and routed experts. Tensor ranks route a slice of the sequence each."""
     assert callable(read)
     tokens, tensor, size = work.tokens, np.asarray(work.tensor), np.asarray(work.compute_bytes)
@@ -162,7 +162,7 @@ def _experts(work: Work, read: object) -> tuple[Column, Column]:
     return router + indices + inner + there + back + shared, products + shared_products
 
 
-def _passing(work: Work) -> Column:
+def _passing(work: JobTable) -> Column:
     """Gradients that are on their way through a block: of the stream, of a region's input and of its inner tensors."""
     tokens, tensor, size = work.tokens, np.asarray(work.tensor), np.asarray(work.compute_bytes)
     dense = tokens * (size * work.dim + 2 * size * work.ffn / tensor)
@@ -174,7 +174,7 @@ def _passing(work: Work) -> Column:
     return 8.0 * work.dim * stream(work) + np.maximum(dense, gathered)
 
 
-def _carried(work: Work) -> Column:
+def _carried(work: JobTable) -> Column:
     """Keys and values of other ranks: of the whole sequence where they are gathered, of two ranks where they go round."""
     ranks = np.where(np.asarray(work.method) == METHODS.index("gather"), work.context, 2)
     return work.tokens * ranks * work.kv_width / kv_cut(work) * (2 * np.asarray(work.compute_bytes) + 4)
@@ -191,7 +191,7 @@ class Head(NamedTuple):
     """Of logits and loss, at the worst moment."""
 
 
-def logits(work: Work) -> Head:
+def logits(work: JobTable) -> Head:
     """The head and the loss over the vocabulary, once more for each token predicted ahead."""
     tokens, tensor, size = work.tokens, np.asarray(work.tensor), np.asarray(work.compute_bytes)
     low, chunk, depths = size < 4, np.asarray(work.loss_chunk), 1 + np.asarray(work.ahead)

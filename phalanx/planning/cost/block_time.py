@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from phalanx.planning.cost.job_table import METHODS, Work
+from phalanx.planning.cost.job_table import METHODS, JobTable
 from phalanx.planning.machines.rates import Column, Rates
 
 
@@ -36,17 +36,17 @@ class Part(NamedTuple):
         return 3 * self.matrices + self.attention + self.attention_backward + 3 * self.moved
 
 
-def sparse_part(work: Work) -> Column:
+def sparse_part(work: JobTable) -> Column:
     """Of the blocks, those with experts."""
     return work.sparse_layers / work.layers
 
 
-def expert_tokens(work: Work) -> Column:
+def expert_tokens(work: JobTable) -> Column:
     """Tokens of a micro-batch that a rank routes: tensor ranks share them."""
     return work.tokens / work.tensor
 
 
-def block(work: Work, rates: Rates) -> Part:
+def block(work: JobTable, rates: Rates) -> Part:
     """One block, on one rank of the tensor and expert groups."""
     tokens, tensor, sparse = work.tokens, work.tensor, sparse_part(work)
     mean_ffn = (1 - sparse) * work.ffn + sparse * work.shared_ffn
@@ -84,7 +84,7 @@ def _aligned(size: Column, parts: Column) -> Column:
     return np.where(inner % 8 > 0, 6.5, np.where(inner % 64 > 0, 1.15, 1.0))
 
 
-def _moved(work: Work, rates: Rates, mean_ffn: Column) -> Column:
+def _moved(work: JobTable, rates: Rates, mean_ffn: Column) -> Column:
     """Norms and residuals (ten widths a token), rotary positions and the activation: bytes over bandwidth."""
     fused = np.where(np.asarray(work.compiled) > 0, rates.fused, 1.0)
     scale = fused * (rates.traffic * work.compute_bytes / (work.bandwidth * rates.memory))
@@ -97,7 +97,7 @@ def _moved(work: Work, rates: Rates, mean_ffn: Column) -> Column:
     return moved + _rounded(work, rates, mean_ffn) if np.any(fp8 > 1) else moved
 
 
-def _rounded(work: Work, rates: Rates, mean_ffn: Column) -> Column:
+def _rounded(work: JobTable, rates: Rates, mean_ffn: Column) -> Column:
     """Passes over all that goes into the linear layers and, as gradients, comes out of them, and over their weights."""
     gated = 1 + np.asarray(work.gated)
     each = (5 + gated) * work.dim + 2 * work.score_width + work.kv_width + (1 + gated) * mean_ffn
@@ -106,7 +106,7 @@ def _rounded(work: Work, rates: Rates, mean_ffn: Column) -> Column:
     return left * (work.tokens * each + weights) / work.tensor * (rates.rounding / (work.bandwidth * rates.memory))
 
 
-def _experts(work: Work, rates: Rates, sparse: Column) -> tuple[Column, Column]:
+def _experts(work: JobTable, rates: Rates, sparse: Column) -> tuple[Column, Column]:
     """Routed experts' products and the copies around them, in an average block."""
     tokens = expert_tokens(work)
     routed = tokens * work.active
@@ -126,7 +126,7 @@ def _experts(work: Work, rates: Rates, sparse: Column) -> tuple[Column, Column]:
     return sparse * products, sparse * moved
 
 
-def head(work: Work, rates: Rates) -> Part:
+def head(work: JobTable, rates: Rates) -> Part:
     """The output matrix and the loss over the vocabulary, once more for each token predicted ahead."""
     tokens = work.tokens * (1 + work.ahead) / work.tensor
     rows = 1 + rates.knee * (1 / work.dim + 1 / work.tokens)

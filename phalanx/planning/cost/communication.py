@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from phalanx.planning.cost.job_table import Work
+from phalanx.planning.cost.job_table import JobTable
 from phalanx.planning.machines.rates import Column, Rates
 
 BUS = 64e9
@@ -29,7 +29,7 @@ class Group(NamedTuple):
     """Islands that the group spans."""
 
 
-def group(work: Work, rates: Rates, size: Column, stride: Column = 1) -> Group:
+def group(work: JobTable, rates: Rates, size: Column, stride: Column = 1) -> Group:
     """`size` ranks, `stride` apart. Out of an island each of its members drives a network card of its own: rings use them all."""
     if not np.any(np.asarray(size) > 1):
         return Group(0.0, 0.0, 1.0)
@@ -41,7 +41,7 @@ def group(work: Work, rates: Rates, size: Column, stride: Column = 1) -> Group:
     return Group((size - 1) / (size * bandwidth), latency, nodes)
 
 
-def _near(work: Work, rates: Rates) -> Column:
+def _near(work: JobTable, rates: Rates) -> Column:
     """Bytes/s of a rank inside its island."""
     shared = np.where(np.asarray(work.island_bandwidth) < BUS, rates.bus, 1.0)
     return work.island_bandwidth * rates.island * shared
@@ -57,7 +57,7 @@ def reduce(wires: Group, size: Column) -> Column:
     return 2 * gather(wires, size)
 
 
-def exchange(work: Work, rates: Rates, size: Column, copies: Column, stride: Column = 1) -> Column:
+def exchange(work: JobTable, rates: Rates, size: Column, copies: Column, stride: Column = 1) -> Column:
     """Seconds of an all-to-all over `size` ranks in which each rank sends `copies` bytes, evenly to all of them.
 
     Inside the island its links carry them; what leaves goes through the rank's own card. A token goes to an island once, however
@@ -74,7 +74,7 @@ def exchange(work: Work, rates: Rates, size: Column, copies: Column, stride: Col
     return np.maximum(near, far) + latency
 
 
-def hop(work: Work, rates: Rates, size: Column, stride: Column) -> Column:
+def hop(work: JobTable, rates: Rates, size: Column, stride: Column) -> Column:
     """Seconds of a message of `size` bytes to the rank `stride` further."""
     near = stride < work.island
     bandwidth = np.where(near, _near(work, rates), work.network * rates.network)

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from phalanx.planning.cost.activation_memory import Head, Kept, kept, logits, repeated, stream
-from phalanx.planning.cost.job_table import SCHEDULES, Work
+from phalanx.planning.cost.job_table import JobTable
+from phalanx.planning.cost.schedule_cost import CODE, FORWARDS_FIRST, SPLITS_BACKWARD
 from phalanx.planning.cost.state_memory import Bytes, Share, Sizes, Values, bytes_of, held, shares, sizes, values
 from phalanx.planning.machines.rates import Column
 
@@ -26,8 +27,6 @@ LOOSE = 0.03
 CHUNK = 1 << 14
 """Jobs judged at a time: their columns stay in the processor's cache."""
 _BUCKET = 32 * 2**20
-_ALL_FIRST = np.array([name in ("gpipe", "looped-bfs") for name in SCHEDULES])
-_SPLITS = np.array([name in ("interleaved-zero-bubble", "zbv", "dualpipev") for name in SCHEDULES])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +58,7 @@ class Footprint:
         return {name: float(column[row] if np.ndim(column) else column) for name, column in found.items()}
 
 
-def footprint(work: Work) -> Footprint:
+def footprint(work: JobTable) -> Footprint:
     """Of the fullest rank of each job."""
     size = work.size()
     if size <= 2 * CHUNK:
@@ -77,7 +76,7 @@ def footprint(work: Work) -> Footprint:
     )
 
 
-def _judge(work: Work) -> Footprint:
+def _judge(work: JobTable) -> Footprint:
     of_model = _Model(kept(work), logits(work), of := sizes(work), bytes_of(work, of))
     return reduce(_fuller, (_of(work, share, of_model) for share in shares(work)))
 
@@ -97,7 +96,7 @@ def _fuller(one: Footprint, other: Footprint) -> Footprint:
     return Footprint(**{name: np.where(more, theirs, mine) for name, (mine, theirs) in values.items()})
 
 
-def _of(work: Work, share: Share, model: _Model) -> Footprint:
+def _of(work: JobTable, share: Share, model: _Model) -> Footprint:
     """One rank's memory at the worst moment of a step: at the loss, in a block's backward, or when the embedding gets its gradient."""
     of_block, of_head, of, each = model
     found = values(work, of, share)
@@ -109,7 +108,7 @@ def _of(work: Work, share: Share, model: _Model) -> Footprint:
     at_end = _at_end(work, share)
     kept_casts, cast = _casts(work, found, of, share, at_end)
     activations = _owed(work, share, of_block, unit, _on_device(work, share, of_block, unit)) + kept_casts
-    all_first = _ALL_FIRST[np.asarray(work.schedule)] & pipelined
+    all_first = FORWARDS_FIRST[np.asarray(work.schedule)] & pipelined
     activations = activations + share.ends * (of_head.states * at_end + np.where(all_first, of_head.kept * (at_end - 1), 0.0))
     gathered, in_block = _gathered(work, found, of, unit)
     travelling = _travelling(work, found, of, share)
@@ -143,7 +142,7 @@ def _of(work: Work, share: Share, model: _Model) -> Footprint:
     )
 
 
-def _on_device(work: Work, share: Share, of_block: Kept, unit: Column) -> Column:
+def _on_device(work: JobTable, share: Share, of_block: Kept, unit: Column) -> Column:
     """Activations of all forwards under way; where they wait in the host's memory, of two blocks, and what blocks hand each other."""
     activations = unit * share.flying
     away = np.asarray(work.activations_on_host) > 0
@@ -153,7 +152,7 @@ def _on_device(work: Work, share: Share, of_block: Kept, unit: Column) -> Column
     return np.where(away, np.minimum(few, activations), activations)
 
 
-def _owed(work: Work, share: Share, of_block: Kept, unit: Column, flying: Column) -> Column:
+def _owed(work: JobTable, share: Share, of_block: Kept, unit: Column, flying: Column) -> Column:
     """Activations of forwards under way together with weight halves that are put off, which hold gradients besides; what a repeated
     forward gave them is made once more. Selective recomputation puts nothing off. In a V they pile up at the end, when little else
     is left."""
@@ -161,13 +160,13 @@ def _owed(work: Work, share: Share, of_block: Kept, unit: Column, flying: Column
         return flying
     gradients = of_block.owed * share.blocks / np.asarray(work.stages)
     logits = share.ends * np.asarray(work.compute_bytes) * work.vocab / np.asarray(work.tensor) * work.tokens
-    looped = np.asarray(work.schedule) == SCHEDULES.index("interleaved-zero-bubble")
+    looped = np.asarray(work.schedule) == CODE["interleaved-zero-bubble"]
     count = np.where(np.asarray(work.recompute) == 1, 0, share.owing - looped)
     beside = flying + count * gradients + np.minimum(count, 1) * logits
     return np.where(looped, beside, np.maximum(flying, count * (unit + gradients)))
 
 
-def _travelling(work: Work, found: Values, of: Sizes, share: Share) -> Column:
+def _travelling(work: JobTable, found: Values, of: Sizes, share: Share) -> Column:
     """Gradients on their way while activations are still there: of the head at first, then of blocks' matrices, three buckets at a time.
     A pipeline's travel when all is done; of whole replicas, one matrix is cast before it goes to its bucket."""
     shard, pipelined = np.asarray(work.shard), np.asarray(work.pipeline) > 1
@@ -179,7 +178,7 @@ def _travelling(work: Work, found: Values, of: Sizes, share: Share) -> Column:
     return np.where(shard == 1, alone, np.where(pipelined | (np.asarray(work.zero) == 3), 0.0, buckets))
 
 
-def _left_flying(work: Work, found: Values, of: Sizes, share: Share) -> tuple[Column, Column]:
+def _left_flying(work: JobTable, found: Values, of: Sizes, share: Share) -> tuple[Column, Column]:
     """ZeRO-2 sends after every backward: (the last two buckets, still on their way in the next forward; a pipeline stage's gradients,
     which are whole until its backward is done)."""
     shard, second = np.asarray(work.shard), (np.asarray(work.zero) == 2) & (np.asarray(work.shard) > 1)
@@ -191,15 +190,15 @@ def _left_flying(work: Work, found: Values, of: Sizes, share: Share) -> tuple[Co
     return np.where(second & several, last, 0.0), np.where(second & pipelined, whole, 0.0)
 
 
-def _at_end(work: Work, share: Share) -> Column:
+def _at_end(work: JobTable, share: Share) -> Column:
     """Forwards of the last stage that wait for their backward: one, or all of them where forwards come first, or where weight halves
     are put off."""
     kind, pipelined = np.asarray(work.schedule), np.asarray(work.pipeline) > 1
-    some = np.where(kind == SCHEDULES.index("interleaved-zero-bubble"), share.flying / np.asarray(work.stages), 1.0)
-    return np.where(pipelined, np.where(_ALL_FIRST[kind], work.accumulation, some), 1.0)
+    some = np.where(kind == CODE["interleaved-zero-bubble"], share.flying / np.asarray(work.stages), 1.0)
+    return np.where(pipelined, np.where(FORWARDS_FIRST[kind], work.accumulation, some), 1.0)
 
 
-def _casts(work: Work, found: Values, of: Sizes, share: Share, at_end: Column) -> tuple[Column, Column]:
+def _casts(work: JobTable, found: Values, of: Sizes, share: Share, at_end: Column) -> tuple[Column, Column]:
     """Copies of fp32 weights that autocast makes: (kept by every forward under way, while one runs)."""
     plain = (np.asarray(work.shard) == 1) & (np.asarray(work.compute_bytes) < 4)
     blocks = 2.0 * (found.dense + found.experts - found.ends) / np.asarray(work.stages)
@@ -209,14 +208,14 @@ def _casts(work: Work, found: Values, of: Sizes, share: Share, at_end: Column) -
     return np.where(plain, held, 0.0), np.where(plain & some, again * blocks + head, 0.0)
 
 
-def _gathered(work: Work, found: Values, of: Sizes, unit: Column) -> tuple[Column, Column]:
+def _gathered(work: JobTable, found: Values, of: Sizes, unit: Column) -> tuple[Column, Column]:
     """ZeRO-3: (parameters of others that lie here all the time, what a block's backward has beside its activations)."""
     shard, stages = np.asarray(work.shard), np.asarray(work.stages)
     third, size = (np.asarray(work.zero) == 3) & (shard > 1), np.asarray(work.compute_bytes)
     if not np.any(third):
         return 0.0, 0.0
     kind, pipelined = np.asarray(work.schedule), np.asarray(work.pipeline) > 1
-    splits = _SPLITS[kind] & pipelined
+    splits = SPLITS_BACKWARD[kind] & pipelined
     experts = np.where(of.unspread > 0, 0.0, found.experts)
     everything, block = found.dense + experts, of.block - of.unspread
     part = size * everything / stages
@@ -228,7 +227,7 @@ def _gathered(work: Work, found: Values, of: Sizes, unit: Column) -> tuple[Colum
     return np.where(third, gathered, 0.0), np.where(third, in_block, 0.0)
 
 
-def _groups(work: Work) -> Column:
+def _groups(work: JobTable) -> Column:
     """Groups of ranks that a rank talks in."""
     degrees = (work.pipeline, work.data, work.shard, work.context, work.tensor, work.expert, work.expert_tensor)
     return 1 + sum((np.asarray(degree) > 1) * 1 for degree in degrees)

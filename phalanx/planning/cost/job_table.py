@@ -14,9 +14,10 @@ import numpy as np
 
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.rates import Column
+from phalanx.schedules.makers import NAMES
 from phalanx.spec.model import ModelSpec
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev")
+SCHEDULES = NAMES
 RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = ("none", "cpu", "nvme")
 METHODS = ("ring", "gather", "ulysses")
@@ -24,7 +25,7 @@ METHODS = ("ring", "gather", "ulysses")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class JobTable:
     """Who computes what on which machine. Widths are of the whole model, before anything is divided."""
 
     # The model
@@ -148,10 +149,10 @@ class Work:
         """How many jobs it holds."""
         return int(np.broadcast(*(getattr(self, one.name) for one in fields(self))).size)
 
-    def take(self, index: Any) -> Work:
+    def take(self, index: Any) -> JobTable:
         """Some of the jobs: what is an array is indexed, what all have in common stays."""
         picked = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
-        return Work(**{name: value[index] if np.ndim(value) else value for name, value in picked.items()})
+        return JobTable(**{name: value[index] if np.ndim(value) else value for name, value in picked.items()})
 
 
 def model_columns(model: ModelSpec) -> dict[str, float]:

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.planning.cost.activation_memory import kv_cut
-from phalanx.planning.cost.job_table import SCHEDULES, Work
+from phalanx.planning.cost.job_table import JobTable
+from phalanx.planning.cost.schedule_cost import V_SHAPED, deferred, in_flight
 from phalanx.planning.machines.rates import Column
 
 
@@ -65,7 +66,7 @@ class Bytes:
     expert_state: Column
 
 
-def sizes(work: Work) -> Sizes:
+def sizes(work: JobTable) -> Sizes:
     tensor, dim = np.asarray(work.tensor), work.dim
     latent = np.asarray(work.latent)
     keys = dim * work.kv_width * (latent == 0)
@@ -90,7 +91,7 @@ def sizes(work: Work) -> Sizes:
     )
 
 
-def values(work: Work, of: Sizes, share: Share) -> Values:
+def values(work: JobTable, of: Sizes, share: Share) -> Values:
     dim, ahead = work.dim, np.asarray(work.ahead) * share.ends
     sparse = share.sparse + np.where(np.asarray(work.sparse_layers) > 0, ahead, 0)
     all_ = share.blocks + ahead
@@ -104,7 +105,7 @@ def values(work: Work, of: Sizes, share: Share) -> Values:
     )
 
 
-def bytes_of(work: Work, of: Sizes) -> Bytes:
+def bytes_of(work: JobTable, of: Sizes) -> Bytes:
     """In low precision ZeRO-1 and 2 keep a whole copy in two bytes, and share the fp32 master."""
     shard, zero = np.asarray(work.shard), np.asarray(work.zero)
     low, pipelined = np.asarray(work.compute_bytes) < 4, np.asarray(work.pipeline) > 1
@@ -139,14 +140,11 @@ def held(found: Values, each: Bytes) -> tuple[Column, Column, Column]:
     )
 
 
-def _experts_shard(work: Work) -> Column:
+def _experts_shard(work: JobTable) -> Column:
     if not np.any(np.asarray(work.sparse_layers) > 0):
         return work.shard
     alike = np.floor(work.ranks / (np.asarray(work.pipeline) * np.asarray(work.expert) * np.asarray(work.expert_tensor)))
     return np.gcd(np.asarray(work.shard).astype(np.int64), np.maximum(alike, 1).astype(np.int64))
-
-
-_CODE = {name: place for place, name in enumerate(SCHEDULES)}
 
 
 class Share(NamedTuple):
@@ -168,7 +166,7 @@ class Share(NamedTuple):
     """… the head."""
 
 
-def shares(work: Work) -> tuple[Share, ...]:
+def shares(work: JobTable) -> tuple[Share, ...]:
     """The ranks one of which is the fullest: the first, the first that has a block more than it, the last."""
     ranks = np.asarray(work.pipeline)
     if not np.any(ranks > 1):
@@ -181,12 +179,12 @@ def shares(work: Work) -> tuple[Share, ...]:
     return tuple(_share(work, rank, (small, last, fewer)) for rank in (0 * ranks, middle, ranks - 1))
 
 
-def _share(work: Work, rank: Column, cut: tuple[Column, Column, Column]) -> Share:
+def _share(work: JobTable, rank: Column, cut: tuple[Column, Column, Column]) -> Share:
     small, last, fewer = cut
     ranks, stages = np.asarray(work.pipeline), np.asarray(work.stages)
     kind = np.asarray(work.schedule)
     total = ranks * stages
-    v_shaped = (kind == _CODE["zbv"]) | (kind == _CODE["dualpipev"])
+    v_shaped = V_SHAPED[kind]
     # Stages in a loop: rank, rank + ranks, …; in a V: rank, and its mirror image.
     passed = np.minimum(np.maximum(np.ceil((fewer - rank) / ranks), 0), stages)  # of its stages, those that have `small` blocks
     looped = stages * small + (stages - passed)
@@ -205,47 +203,14 @@ def _share(work: Work, rank: Column, cut: tuple[Column, Column, Column]) -> Shar
         blocks,
         blocks - dense,
         np.minimum(widest, blocks),
-        _flying(work, rank),
-        _owing(work, rank),
+        in_flight(work, rank),
+        deferred(work, rank),
         (rank == 0) * 1,
         ends * 1,
     )
 
 
-def _flying(work: Work, rank: Column) -> Column:
-    """As the schedules of `schedules/makers` have them: a test counts them there."""
-    kind, ranks, stages = np.asarray(work.schedule), np.asarray(work.pipeline), np.asarray(work.stages)
-    count = np.floor(np.asarray(work.accumulation) + 0.5)
-    # By division: numpy takes far longer for the floor of one of floats.
-    rounds = np.maximum(1, np.floor(count / ranks))
-    size = np.ceil(count / rounds)  # micro-batches of a round
-    loops = (stages - 1) * size
-    found = np.minimum(ranks - rank, count)
-    found = np.where(kind == _CODE["gpipe"], count, found)
-    found = np.where(kind == _CODE["looped-bfs"], count * stages, found)
-    found = np.where(kind == _CODE["interleaved-1f1b"], np.minimum(loops + 2 * (ranks - 1 - rank) + 1, count * stages), found)
-    # Weight halves that are put off keep what they need: rank r puts off r of them.
-    found = np.where(kind == _CODE["interleaved-zero-bubble"], np.minimum(loops + ranks, count * stages), found)
-    down = 2 * ranks - rank - 1  # forwards on the way down before the first backward; up, rank + 1
-    turned = np.minimum(down, count) + np.minimum(rank + 1, count)
-    found = np.where(kind == _CODE["zbv"], turned, found)
-    found = np.where(kind == _CODE["dualpipev"], turned + (count > down), found)
-    return np.where(ranks == 1, 1, found)
-
-
-def _owing(work: Work, rank: Column) -> Column:
-    """Rank by rank one more, in ZB-V two; with few micro-batches a V puts nothing off."""
-    kind, ranks = np.asarray(work.schedule), np.asarray(work.pipeline)
-    many = np.asarray(work.accumulation) > 2 * ranks - 1.5
-    found = np.where(
-        kind == _CODE["interleaved-zero-bubble"], np.minimum(rank + 1, work.accumulation * np.asarray(work.stages)), 0
-    )
-    found = np.where(kind == _CODE["zbv"], np.where(many, 2 * rank + 1, 1), found)
-    found = np.where(kind == _CODE["dualpipev"], np.where(many, rank + 1, 1), found)
-    return np.where(ranks == 1, 0, found)
-
-
-def _cuts(work: Work) -> tuple[npt.NDArray[np.int64], ...]:
+def _cuts(work: JobTable) -> tuple[npt.NDArray[np.int64], ...]:
     """For each number of stages: blocks of a small stage, of the last one, and how many small ones come before larger ones, as
     `schedules/stage_split` deals equal blocks out."""
     layers = int(np.max(work.layers))
@@ -267,7 +232,7 @@ def _cuts(work: Work) -> tuple[npt.NDArray[np.int64], ...]:
     return small, lasts, stages - 1 - larger
 
 
-def _head_in_blocks(work: Work) -> Column:
+def _head_in_blocks(work: JobTable) -> Column:
     """FLOPs of the head over those of a block."""
     sparse = np.asarray(work.sparse_layers) > 0
     dense = (2 + np.asarray(work.gated)) * work.dim * work.ffn

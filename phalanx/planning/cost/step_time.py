@@ -13,14 +13,15 @@ import numpy as np
 
 from phalanx.planning.cost.block_time import Part, block, expert_tokens, head, sparse_part
 from phalanx.planning.cost.communication import exchange, gather, group, hop
-from phalanx.planning.cost.job_table import METHODS, RECOMPUTE, SCHEDULES, Work
+from phalanx.planning.cost.job_table import METHODS, RECOMPUTE, JobTable
+from phalanx.planning.cost.schedule_cost import CODE, bubble
 from phalanx.planning.machines.rates import Column, Rates
 
 CHUNK = 1 << 15
 """Jobs judged at a time: their columns stay in the processor's cache."""
 
 
-def step_times(work: Work, rates: Rates) -> Times:
+def step_times(work: JobTable, rates: Rates) -> Times:
     """Seconds of a step and what they are made of, for each job."""
     size = work.size()
     if size <= 2 * CHUNK:
@@ -64,7 +65,7 @@ class Shown(NamedTuple):
         return self.tensor_backward + self.context_backward + self.expert
 
 
-def _judge(work: Work, rates: Rates) -> Times:
+def _judge(work: JobTable, rates: Rates) -> Times:
     here, last = block(work, rates), head(work, rates)
     shown = _shown(work, rates, here)
     layers = np.ceil(work.layers / work.pipeline)
@@ -125,14 +126,14 @@ def _judge(work: Work, rates: Rates) -> Times:
     )
 
 
-def _hop(work: Work, rates: Rates) -> Column:
+def _hop(work: JobTable, rates: Rates) -> Column:
     """Seconds of a message between neighbouring stages."""
     shared = (np.asarray(work.sequence_parallel) > 0) | (np.asarray(rates.split) > 0)
     message = work.tokens * work.dim * work.compute_bytes / np.where(shared, work.tensor, 1)
     return np.where(np.asarray(work.pipeline) > 1, hop(work, rates, message, work.ranks / work.pipeline), 0.0)
 
 
-def _late(work: Work, host: Column, device: Column) -> Column:
+def _late(work: JobTable, host: Column, device: Column) -> Column:
     """How much longer than the device's work the host makes it: a smooth maximum, for neither is ever quite steady. Cores are their
     own host, and do the one after the other."""
     if np.all(work.on_cpu):
@@ -142,19 +143,19 @@ def _late(work: Work, host: Column, device: Column) -> Column:
     return device * (np.sqrt(np.sqrt(1 + ratio * ratio)) - 1)
 
 
-def _repeats(work: Work, rates: Rates) -> Column:
+def _repeats(work: JobTable, rates: Rates) -> Column:
     """How much of a block's forward pass is done twice, its communication too."""
     return (np.asarray(work.recompute) == RECOMPUTE.index("full")) * (rates.repeated / work.recompute_every)
 
 
-def _again(work: Work, rates: Rates, here: Part, shown: Shown) -> Column:
+def _again(work: JobTable, rates: Rates, here: Part, shown: Shown) -> Column:
     """Recomputed in the backward pass of a block: all of it, or what memory bounds (and attention, where that is meant)."""
     selective = np.asarray(work.recompute) == RECOMPUTE.index("selective")
     some = (rates.reread * here.moved + rates.selective * here.attention) / work.recompute_every
     return _repeats(work, rates) * (here.forward + shown.forward) + selective * some
 
 
-def _host(work: Work, rates: Rates) -> tuple[Column, Column]:
+def _host(work: JobTable, rates: Rates) -> tuple[Column, Column]:
     """Seconds that launching a block's kernels takes, going forward and back."""
     fused = np.where(np.asarray(work.compiled) > 0, 0.6, 1.0)
     each = rates.launch * np.where(np.asarray(work.pipeline) > 1, rates.staged, 1.0)
@@ -165,7 +166,7 @@ def _host(work: Work, rates: Rates) -> tuple[Column, Column]:
     return forward + waits, (2 + repeats) * forward + waits
 
 
-def _shown(work: Work, rates: Rates, here: Part) -> Shown:
+def _shown(work: JobTable, rates: Rates, here: Part) -> Shown:
     """What of a block's communication computing does not cover."""
     size = work.tokens * work.dim * work.compute_bytes
     wires = group(work, rates, work.tensor)
@@ -176,12 +177,12 @@ def _shown(work: Work, rates: Rates, here: Part) -> Shown:
     if np.any(np.asarray(work.context) > 1):
         context, back = _contexts(work, rates, here)
     if np.any(np.asarray(work.sparse_layers) > 0):
-        paired = np.where(np.asarray(work.schedule) == SCHEDULES.index("dualpipev"), rates.paired, 0.0)
+        paired = np.where(np.asarray(work.schedule) == CODE["dualpipev"], rates.paired, 0.0)
         expert = _routed(work, rates) * sparse_part(work) * ((1 - rates.expert_hidden) * (1 - paired))
     return Shown(tensor, context, back, expert, tensor_back)
 
 
-def _contexts(work: Work, rates: Rates, here: Part) -> tuple[Column, Column]:
+def _contexts(work: JobTable, rates: Rates, here: Part) -> tuple[Column, Column]:
     """Of ranks that share a sequence, forward and back: keys and values behind attention, or gathered before it, or traded for heads."""
     wires = group(work, rates, work.context, work.tensor)
     each = work.tokens * work.compute_bytes / work.tensor
@@ -196,7 +197,7 @@ def _contexts(work: Work, rates: Rates, here: Part) -> tuple[Column, Column]:
     return many * forward, many * back
 
 
-def _routed(work: Work, rates: Rates) -> Column:
+def _routed(work: JobTable, rates: Rates) -> Column:
     """Seconds of sending tokens to their experts and back, in one direction of a block."""
     copies = expert_tokens(work) * work.active * work.dim * work.compute_bytes
     sent = 2 * exchange(work, rates, work.expert, copies, work.expert_tensor)
@@ -249,26 +250,6 @@ PARTS = ("compute", "launch", "tensor", "context", "expert", "data", "pipeline",
 """Those that sum up to the step."""
 
 
-def bubble(work: Work, count: Column, forward: Column, back: Column, weight: Column) -> tuple[Column, Column]:
-    """Seconds in which a rank waits for its pipeline, and messages on the way that is longest. Equal to a simulation of equal stages."""
-    ranks, kind = np.asarray(work.pipeline), np.asarray(work.schedule)
-    if not np.any(ranks > 1):
-        return 0.0, 0.0
-    code = {name: place for place, name in enumerate(SCHEDULES)}
-    whole = forward + back + weight
-    v_shaped = np.maximum(np.maximum(back / 2, back - weight), forward - back / 2)
-    zero = forward + back - weight
-    short = np.maximum(0.0, 1 - count / (2 * ranks))  # V-shaped schedules want two micro-batches a rank
-    each = np.where(kind < code["interleaved-1f1b"], whole, whole / work.stages)
-    each = np.where(kind == code["interleaved-zero-bubble"], np.maximum(zero, back) / work.stages, each)
-    each = np.where(kind == code["zbv"], v_shaped + short * back, each)
-    each = np.where(kind == code["dualpipev"], zero / 2 + short * whole, each)
-    later = np.where(kind == code["dualpipev"], np.maximum(0.0, (ranks - 1) * (back - forward) - forward) / 2, 0.0)
-    hops = 2 * (ranks * work.stages - 1)
-    hops = np.where(kind == code["1f1b"], 2 * (1 - 1 / ranks) * count + 2 * np.maximum(ranks - 2, 0), hops)
-    return np.where(ranks > 1, (ranks - 1) * each + later, 0.0), np.where(ranks > 1, hops, 0.0)
-
-
 _COMPUTE = 0.07
 _PARTS = {"data": 0.4, "launch": 0.2, "expert": 0.2, "tensor": 0.25, "bubble": 0.1}
 """Deviation of what is predicted for each part, as a part of it: products are alike everywhere, networks and hosts are not."""
@@ -294,7 +275,7 @@ class Held(NamedTuple):
     experts: Column
 
 
-def held_by(work: Work, layers: Column) -> Held:
+def held_by(work: JobTable, layers: Column) -> Held:
     """Of the fullest rank: its layers, and the embedding or the head (both, where there is no pipeline and they are not tied)."""
     sparse, matrices = sparse_part(work), 2 + np.asarray(work.gated)
     ffn = (1 - sparse) * work.ffn + sparse * work.shared_ffn
@@ -308,13 +289,13 @@ def held_by(work: Work, layers: Column) -> Held:
     return Held(dense, experts)
 
 
-def adding_seconds(work: Work, rates: Rates, held: Held) -> Column:
+def adding_seconds(work: JobTable, rates: Rates, held: Held) -> Column:
     """Adding a micro-batch's gradients to those kept in 32 bits, in part behind the products. Sharded ones are few."""
     kept = np.where(np.asarray(work.zero) == 3, work.shard, 1)
     return rates.adding * (held.dense + held.experts) / kept / (work.bandwidth * rates.memory)
 
 
-def data_seconds(work: Work, rates: Rates, held: Held, count: Column, busy: Column) -> Column:
+def data_seconds(work: JobTable, rates: Rates, held: Held, count: Column, busy: Column) -> Column:
     """Exposed: gradients summed over replicas, parameters gathered. Sharded parameters (`zero` 3) travel with every micro-batch."""
     third = (np.asarray(work.zero) == 3) & (np.asarray(work.shard) > 1)
     shards = work.shard * work.context
@@ -337,7 +318,7 @@ def data_seconds(work: Work, rates: Rates, held: Held, count: Column, busy: Colu
     return np.maximum(0.0, sent - cover) + np.where(third, rates.gathering, rates.contention) * np.minimum(sent, cover)
 
 
-def optimizer_seconds(work: Work, rates: Rates, held: Held) -> Column:
+def optimizer_seconds(work: JobTable, rates: Rates, held: Held) -> Column:
     apart = work.expert * work.expert_tensor
     same = np.clip(work.ranks / work.pipeline / np.maximum(apart, 1), 1, None)
     mine = held.dense / (work.shard * work.context) + held.experts / np.minimum(work.shard * work.context, same)
@@ -346,7 +327,7 @@ def optimizer_seconds(work: Work, rates: Rates, held: Held) -> Column:
     return size * mine / (work.bandwidth * rates.memory)
 
 
-def offload_seconds(work: Work, held: Held, count: Column, layers: Column, busy: Column) -> Column:
+def offload_seconds(work: JobTable, held: Held, count: Column, layers: Column, busy: Column) -> Column:
     """States that cross to the host and back every step, and activations that do so every micro-batch behind computing."""
     mine = (held.dense + held.experts) / (work.shard * work.context)
     states = np.where(np.asarray(work.offload) > 0, 16.0 * mine / work.host_bandwidth, 0.0)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.planning.cost.communication import BUS
-from phalanx.planning.cost.job_table import METHODS, OFFLOAD, RECOMPUTE, SCHEDULES, Work
+from phalanx.planning.cost.job_table import METHODS, OFFLOAD, RECOMPUTE, SCHEDULES, JobTable
 from phalanx.planning.cost.step_time import Times, step_times
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.rates import Rates, rates_for
@@ -72,7 +72,7 @@ class Measured:
     """What it was made of, by the names of TOLD_BY; none: it was not looked at."""
 
 
-def work_of(run: Run, plan: Plan, hardware: Hardware) -> Work:
+def work_of(run: Run, plan: Plan, hardware: Hardware) -> JobTable:
     """The one job that a plan describes."""
     given = replace(run, layout=plan.layout, train=replace(run.train, micro_batch=plan.micro_batch))
     layout = plan.layout

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from phalanx.planning.cost.footprint import footprint
 from phalanx.planning.cost.job_table import OFFLOAD, RECOMPUTE, SCHEDULES
+from phalanx.planning.cost.schedule_cost import SPLITS_BACKWARD
 from phalanx.planning.cost.step_time import Times, step_times
 from phalanx.planning.machines.rates import Rates
 from phalanx.planning.search.space import Columns, Space, pick, stack
@@ -32,7 +33,6 @@ _SLACK = 0.9
 """Of the memory bound of a base: it stands for layouts whose stages are cut a little otherwise."""
 _ALMOST = 0.97
 """The same where stages are known: what spreads a state best differs by little from what is taken for it."""
-_SPLITS = [SCHEDULES.index(name) for name in ("interleaved-zero-bubble", "zbv", "dualpipev")]
 _NEAREST = 32
 """Of the smallest layouts of plain schedules: those of which all schedules are looked at."""
 _DEGREES = ("pipeline", "replicas", "context", "tensor", "expert", "expert_tensor")
@@ -273,7 +273,7 @@ def _save(space: Space, rates: Rates, capacity: float, rows: Columns, first: Flo
     """
     loose, lowest = unordered(space), rows["level"]
     rows = {name: column for name, column in rows.items() if name != "level"}
-    splits = np.isin(rows["schedule"], _SPLITS)
+    splits = SPLITS_BACKWARD[rows["schedule"]]
     reached = np.full(len(lowest), len(space.levels))  # the least recomputation that fits, with less offloaded
     places = sorted(set(space.savings["offload"].tolist()))
     for offload in places:

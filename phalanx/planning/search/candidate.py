@@ -11,12 +11,12 @@ from typing import Any, Literal, NamedTuple, cast
 import numpy as np
 
 from phalanx.planning.cost.footprint import Footprint, footprint
-from phalanx.planning.cost.job_table import OFFLOAD, RECOMPUTE, Work
+from phalanx.planning.cost.job_table import OFFLOAD, RECOMPUTE, JobTable
 from phalanx.planning.cost.run_cost import cost, upkeep
 from phalanx.planning.cost.step_time import PARTS, Times, step_times
 from phalanx.planning.machines.rates import Rates
 from phalanx.planning.search.space import Columns, Space, layout_of, pick
-from phalanx.spec.layout import Layout
+from phalanx.spec.layout import FIXED_STAGES, Layout
 from phalanx.spec.run import Memory
 
 _SCHEDULE_SUFFIXES = {"1f1b": "", "interleaved-1f1b": "", "looped-bfs": "-bfs", "interleaved-zero-bubble": "-zb"}
@@ -153,7 +153,7 @@ def layout_name(layout: Layout) -> str:
     expert = f"EP{layout.expert}" + (f"×{layout.expert_tensor}" if layout.expert_tensor > 1 else "")
     order = _SCHEDULE_SUFFIXES.get(layout.schedule, f"-{layout.schedule}")
     # V-shaped schedules always have two stages per rank.
-    stages = f"v{layout.stages_per_rank}" if layout.stages_per_rank > 1 and layout.schedule not in ("zbv", "dualpipev") else ""
+    stages = f"v{layout.stages_per_rank}" if layout.stages_per_rank > 1 and layout.schedule not in FIXED_STAGES else ""
     method = "" if layout.context_method == "ring" else f"-{layout.context_method}"
     parts = [
         f"PP{layout.pipeline}{stages}{order}" if layout.pipeline > 1 else "",
@@ -173,7 +173,7 @@ _PIECES = ("forward", "input", "weight", "head", "hop", "tail")
 class _Judged(NamedTuple):
     """All rows, judged together."""
 
-    work: Work
+    work: JobTable
     held: Footprint
     times: Times
 

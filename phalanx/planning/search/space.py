@@ -15,15 +15,14 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.planning.cost.job_table import METHODS, OFFLOAD, RECOMPUTE, SCHEDULES, Work, machine_columns, model_columns
+from phalanx.planning.cost.job_table import METHODS, OFFLOAD, RECOMPUTE, SCHEDULES, JobTable, machine_columns, model_columns
 from phalanx.planning.machines.cluster import Hardware
-from phalanx.spec.layout import Layout, Schedule
+from phalanx.spec.layout import FIXED_STAGES, Layout, Schedule, default_stages
 from phalanx.spec.run import Memory, Run
 
 _DEFAULT, _MEMORY = Layout(), Memory()
 _HOPPER = ("h", "b", "gb")
 """How the catalogue's names of GPUs of that generation and later begin."""
-_SINGLE, _V_SHAPED = ("gpipe", "1f1b"), ("zbv", "dualpipev")
 _NONE, _SELECTIVE, _FULL = (RECOMPUTE.index(mode) for mode in ("none", "selective", "full"))
 _LEVELS = ((_NONE, 1), (_SELECTIVE, 1), (_FULL, 4), (_FULL, 3), (_FULL, 2), (_FULL, 1))
 """What of the blocks may be computed again, and in every so manieth of them: what costs least time first."""
@@ -96,7 +95,7 @@ class Space:
         spreads = lengths(columns["replicas"], lambda r: len(self._table("spreads", r, self._spreads)["data"]))
         return int((experts * orders * spreads).sum()) * len(self.savings["recompute"])
 
-    def work(self, columns: Columns, **more: Any) -> Work:
+    def work(self, columns: Columns, **more: Any) -> JobTable:
         """The columns as jobs; what is not in them is taken from the run, the machine and `more`. "level", among them, is a place in
         `levels`, for recompute and recompute_every."""
         run, memory = self.run, self.run.memory
@@ -118,7 +117,7 @@ class Space:
             mine |= self.of_level(mine.pop("level"))
         for name in _DIVIDED & mine.keys():
             mine[name] = np.asarray(mine[name], np.float64)
-        return Work(**(known | mine))
+        return JobTable(**(known | mine))
 
     @property
     def levels(self) -> list[tuple[int, int]]:
@@ -185,7 +184,7 @@ class Space:
         rows = [
             (SCHEDULES.index(kind), stages)
             for kind in kinds
-            for stages in ((1,) if kind in _SINGLE else (2,) if kind in _V_SHAPED else range(1, most + 1))
+            for stages in ((FIXED_STAGES[kind],) if kind in FIXED_STAGES else range(1, most + 1))
             if stages <= most and self._stages_may(kind, stages)
         ]
         return columns_of(("schedule", "stages"), rows)
@@ -250,8 +249,7 @@ class Space:
 
     def _stages_may(self, kind: str, stages: int) -> bool:
         given = self.run.layout.stages
-        usual = 1 if kind in _SINGLE else 2
-        return stages == (given or usual) if self.exact else given in (None, stages)
+        return stages == (given or default_stages(kind)) if self.exact else given in (None, stages)
 
     def _join(self, columns: Columns, keys: npt.NDArray[np.int64], name: str, make: Callable[[int], Columns]) -> Columns:
         return join(columns, keys, lambda key: self._table(name, key, make))
@@ -278,7 +276,7 @@ def exactly(run: Run, hardware: Hardware) -> Space:
     return Space(replace(run, layout=layout), hardware, layout.ranks, exact=True)
 
 
-def candidates(run: Run, hardware: Hardware, gpus: int | None = None) -> Work:
+def candidates(run: Run, hardware: Hardware, gpus: int | None = None) -> JobTable:
     """All of them at once: for small clusters, and for holding the search to them."""
     found = space(run, hardware, gpus)
     return found.work(all_columns(found))
@@ -294,7 +292,7 @@ def compute_of(run: Run, hardware: Hardware) -> str:
     return run.precision.compute or ("fp32" if hardware.device == "cpu" else "bf16")
 
 
-def layout_of(run: Run, work: Work, row: int) -> Layout:
+def layout_of(run: Run, work: JobTable, row: int) -> Layout:
     """One job's layout as the run file would write it: what is at its default is left there."""
 
     def at(name: str) -> int:
@@ -302,7 +300,6 @@ def layout_of(run: Run, work: Work, row: int) -> Layout:
         return int(value[row]) if np.ndim(value) else int(value)
 
     schedule = cast(Schedule, SCHEDULES[at("schedule")])
-    usual = 1 if schedule in _SINGLE else 2
     pipelined = at("pipeline") > 1 and run.layout.schedule_file is None
     return Layout(
         pipeline=at("pipeline"),
@@ -315,7 +312,7 @@ def layout_of(run: Run, work: Work, row: int) -> Layout:
         context_method=cast(Literal["ring", "gather", "ulysses"], METHODS[at("method")]),
         schedule=schedule if pipelined else _DEFAULT.schedule,
         schedule_file=run.layout.schedule_file,
-        stages=at("stages") if pipelined and at("stages") != usual else None,
+        stages=at("stages") if pipelined and at("stages") != default_stages(schedule) else None,
         stage_split=run.layout.stage_split,
         expert=at("expert"),
         expert_tensor=at("expert_tensor"),
