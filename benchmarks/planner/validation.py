@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from phalanx.planning.cost.job_table import RECOMPUTE
-from phalanx.planning.cost.step_time import step_times, unfamiliar
+from phalanx.planning.cost.step_time import family_uncertainty, step_times
 from planner.fit import Solved, predict
 from planner.parameters import Fit, rates_of
 from planner.steps import Table
@@ -43,7 +43,7 @@ def known_by(families: np.ndarray, known: Table, left: np.ndarray | None = None)
     not counted."""
     rows = known.core if left is None else known.core & ~left
     counts = {family: len(set(known.publications[rows & (known.family == family)])) for family in np.unique(families)}
-    return np.array([float(unfamiliar(counts[family])) for family in families])
+    return np.array([float(family_uncertainty(counts[family])) for family in families])
 
 
 def factors(misses: np.ndarray, publications: np.ndarray) -> tuple[float, float]:

@@ -1,8 +1,8 @@
-"""Where ranks lie: who shares a node, an island of fast links, a rail, a pipeline. Written into the plan, shown, and obeyed by the
-launchers, which start ranks node by node in this order.
+"""Placement of ranks on nodes: which groups share a node, an island of fast links, or a rail. It is written into the plan
+and shown; launchers start ranks node by node in this order.
 
-Ranks are numbered by the layout's degrees, `tensor` running fastest and `pipeline` slowest, so a group is a first rank, a size and a
-stride. Node of a rank: rank // node; rail, the network card and switch that equal places of nodes share: rank % node.
+Ranks are numbered by the layout's degrees, `tensor` fastest and `pipeline` slowest, so a group is a first rank, a size and
+a stride. A rank is on node rank // node. Its rail, the network card and switch of its position in the node, is rank % node.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ Reach = Literal["node", "island", "network"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
-    """The groups of one dimension; all are alike."""
+    """The groups of one dimension; all have the same shape."""
 
     name: str
     size: int
     stride: int
-    """From a rank to the next of its group."""
+    """Distance from a rank to the next of its group."""
     reach: Reach
-    """The farthest that its messages go."""
+    """The farthest link that its messages use."""
     nodes: int
-    """That a group spans."""
+    """Nodes that a group spans."""
     one_rail: bool
-    """Its ranks have the same place in their nodes, so that messages between nodes stay on one rail."""
+    """Its ranks have the same position in their nodes, so that messages between nodes stay on one rail."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Of all ranks of a plan."""
+    """The placement of all ranks of a plan."""
 
     ranks: int
     node: int
-    """Ranks of a node."""
+    """Ranks per node."""
     island: int
     """Ranks that share the fast links."""
     rails: bool
     """The cluster's switches are wired by rails."""
     order: tuple[str, ...]
-    """Dimensions in the order of ranks, the one of neighbouring ranks first."""
+    """Dimensions in the order of ranks, that of neighboring ranks first."""
     groups: tuple[Ranks, ...]
     advice: str | None
-    """What another order would do better; None: nothing."""
+    """What a better layout would be; None: no advice."""
 
     def node_of(self, rank: int) -> int:
         return rank // self.node
@@ -57,13 +57,13 @@ class Placement:
 
     def pipeline_of(self, rank: int) -> tuple[int, ...]:
         """The ranks of the pipeline that a rank belongs to, first stage first."""
-        group = next((one for one in self.groups if one.name == "pipeline"), None)
+        group = next((other for other in self.groups if other.name == "pipeline"), None)
         if group is None:
             return (rank,)
         return tuple(range(rank % group.stride, self.ranks, group.stride))
 
     def table(self) -> dict[str, Any]:
-        """In numbers, words, lists and dicts alone."""
+        """The placement as numbers, strings, lists and dicts."""
         return asdict(self)
 
 
@@ -71,7 +71,7 @@ ORDER = ("tensor", "context", "shard", "data", "pipeline")
 
 
 def placement(layout: Layout, hardware: Hardware) -> Placement:
-    """Of a layout on a cluster, as launchers start its ranks."""
+    """The placement of a layout on a cluster."""
     groups, stride = [], 1
     for name in ORDER:
         size = getattr(layout, name) or 1
@@ -99,7 +99,7 @@ def _ranks(name: str, size: int, stride: int, hardware: Hardware) -> Ranks:
     span = (size - 1) * stride + 1
 
     def inside(room: int) -> bool:
-        """Whether no group crosses from one of these to the next: groups begin at multiples of what they span."""
+        """Whether no group crosses from one of these to the next: groups begin at multiples of their span."""
         return span <= room and room % (size * stride) == 0
 
     reach: Reach = "node" if inside(hardware.node) else "island" if inside(hardware.island) else "network"
@@ -108,7 +108,7 @@ def _ranks(name: str, size: int, stride: int, hardware: Hardware) -> Ranks:
 
 
 def _advice(layout: Layout, hardware: Hardware, groups: list[Ranks]) -> str | None:
-    """Tensor groups talk most and pipelines least; the order gives way to that wherever sizes allow."""
+    """Tensor groups communicate most and pipelines least, so the order of ranks should keep tensor groups together."""
     by_name = {group.name: group for group in groups}
     tensor, expert = by_name.get("tensor"), by_name.get("expert")
     if tensor is not None and tensor.reach == "network":

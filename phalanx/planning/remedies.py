@@ -1,5 +1,6 @@
-"""What would make a run fit that fits nowhere: what is missing in one sentence, and the nearest changes that help, each of them
-tried. `planning/search/search` refuses with them."""
+"""What would make a run fit that fits nowhere: one sentence on what is missing, and the smallest changes that help, each of
+them tried. `planning/planner` raises them. `scaled` makes larger and smaller models of one family; `planning/solve` uses it
+too."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from phalanx.planning.machines.catalogue import GpuEntry
 from phalanx.planning.machines.catalogue import gpus as catalogue
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.hardware import hardware as cluster_of
+from phalanx.planning.report import MEMORY_LABELS
 from phalanx.planning.search.bounds import smallest
-from phalanx.planning.search.candidate import one
+from phalanx.planning.search.candidate import candidate_at
 from phalanx.planning.search.search import capacity_of, possible, rates_of
 from phalanx.planning.search.space import space
 from phalanx.spec.layout import Layout
@@ -23,10 +25,6 @@ from phalanx.spec.run import Cluster, Memory, Run
 
 _MOST = 3
 _DOUBLINGS = 16
-_WORDS = {
-    "parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer states", "activations": "activations",
-    "logits": "logits", "gathered": "gathered parameters", "buffers": "buffers", "fixed": "driver and communicators",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,11 +33,11 @@ class Remedies:
 
     sentence: str
     changes: tuple[str, ...]
-    """Each makes the run fit by itself, the nearest first."""
+    """Each makes the run fit by itself, the smallest change first."""
 
     @property
     def sentences(self) -> list[str]:
-        """For a RunError."""
+        """All sentences, for a RunError."""
         return [self.sentence, *self.changes]
 
 
@@ -47,7 +45,7 @@ _Fits = Callable[[Run, Hardware], bool]
 
 
 def remedies(run: Run, hardware: Hardware, fits_in: float | None = None) -> Remedies:
-    """For a run of which no layout fits, or none is legal, on this cluster."""
+    """Remedies for a run of which no layout fits, or none is legal, on this cluster."""
 
     def fits(other: Run, on: Hardware) -> bool:
         return possible(other, on, fits_in)
@@ -57,8 +55,8 @@ def remedies(run: Run, hardware: Hardware, fits_in: float | None = None) -> Reme
 
 
 def _missing(run: Run, hardware: Hardware, fits_in: float | None) -> str:
-    here, limit = space(run, hardware), capacity_of(hardware, fits_in)
-    need, row = smallest(here)
+    layouts, limit = space(run, hardware), capacity_of(hardware, fits_in)
+    need, row = smallest(layouts)
     if not row and run.layout != Layout():
         return f"The run file's [layout] cannot be laid on {hardware.gpus:,} devices with a batch of {run.batch:,} sequences."
     if not row:
@@ -66,12 +64,12 @@ def _missing(run: Run, hardware: Hardware, fits_in: float | None) -> str:
             f"No layout divides this run among {hardware.gpus:,} devices: a batch of {run.batch:,} sequences, {run.model.heads} heads and "
             f"{run.model.layers} layers have no common division with them."
         )
-    found = one(here, rates_of(run, hardware), row, 0).memory
-    largest = max(COMPONENTS, key=lambda name: found[name])
+    memory = candidate_at(layouts, rates_of(run, hardware), row, 0).memory
+    largest = max(COMPONENTS, key=lambda name: memory[name])
     devices = f"{hardware.gpus:,} × {hardware.gpu.name or hardware.gpu.key}"
     return (
         f"Nothing fits on {devices}: the fullest rank of the smallest layout needs {_gib(need)} of {_gib(limit)}, of which "
-        f"{_gib(found[largest])} are {_WORDS[largest]}."
+        f"{_gib(memory[largest])} are {MEMORY_LABELS[largest]}."
     )
 
 
@@ -87,7 +85,7 @@ def _changes(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
 
 
 def _settings(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
-    """What a run file can say otherwise without becoming another run."""
+    """Changes to the run file that keep the run what it is."""
     memory, plain = run.memory, Memory()
     free = replace(memory, recompute=plain.recompute, recompute_every=plain.recompute_every, offload=plain.offload)
     muon = run.optimizer.name == "muon"
@@ -109,13 +107,14 @@ def _settings(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
 
 
 def _more_devices(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
-    found = fewest(run, hardware, fits, hardware.gpus + 1)
-    if found is not None:
-        yield f"Take {found:,} devices of this kind instead of {hardware.gpus:,}."
+    count = fewest(run, hardware, fits, hardware.gpus + 1)
+    if count is not None:
+        yield f"Take {count:,} devices of this kind instead of {hardware.gpus:,}."
 
 
 def fewest(run: Run, hardware: Hardware, fits: _Fits, least: int = 1) -> int | None:
-    """The smallest number of these devices, from `least` on, that a run fits on: whole nodes once it is more than one."""
+    """The smallest number of these devices, at least `least`, that the run fits on; whole nodes once there is more than
+    one."""
 
     def on(number: int) -> bool:
         return number >= least and fits(run, hardware.sized(number))
@@ -134,40 +133,40 @@ def fewest(run: Run, hardware: Hardware, fits: _Fits, least: int = 1) -> int | N
 
 def _larger_device(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
     for gpu in _larger(hardware):
-        if fits(run, _of(run, gpu, hardware.gpus)):
-            yield f"Take devices with more memory: {hardware.gpus:,} × {_named(gpu)}."
+        if fits(run, _cluster_with(run, gpu, hardware.gpus)):
+            yield f"Take devices with more memory: {hardware.gpus:,} × {_device_name(gpu)}."
             return
 
 
 def _larger_and_more(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
-    """The largest device that there is, and as many as it takes."""
+    """The largest device of the catalogue, and as many as the run needs."""
     for gpu in _larger(hardware)[-1:]:
-        found = fewest(run, _of(run, gpu, hardware.gpus), fits, hardware.gpus + 1)
-        if found is not None:
-            yield f"Take {found:,} × {_named(gpu)} instead."
+        count = fewest(run, _cluster_with(run, gpu, hardware.gpus), fits, hardware.gpus + 1)
+        if count is not None:
+            yield f"Take {count:,} × {_device_name(gpu)} instead."
 
 
 def _larger(hardware: Hardware) -> list[GpuEntry]:
     """Devices with noticeably more memory, the smallest of them first."""
-    found = [gpu for gpu in catalogue() if gpu.memory > hardware.gpu.memory * 1.05 and gpu.device == hardware.device]
-    return sorted(found, key=lambda gpu: gpu.memory)
+    larger = [gpu for gpu in catalogue() if gpu.memory > hardware.gpu.memory * 1.05 and gpu.device == hardware.device]
+    return sorted(larger, key=lambda gpu: gpu.memory)
 
 
-def _of(run: Run, gpu: GpuEntry, gpus: int) -> Hardware:
-    """So many of another device, in the nodes that it usually sits in: as whoever follows the advice would get them."""
+def _cluster_with(run: Run, gpu: GpuEntry, gpus: int) -> Hardware:
+    """This many of another device, in the nodes it usually comes in."""
     plain = Cluster(device=run.cluster.device, gpu=gpu.key, gpus=gpus)
     return cluster_of(replace(run, cluster=plain), None)
 
 
-def _named(gpu: GpuEntry) -> str:
+def _device_name(gpu: GpuEntry) -> str:
     return f'{gpu.name or gpu.key} ({_gib(gpu.memory)}), cluster.gpu = "{gpu.key}"'
 
 
 def _shorter_and_more(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
     length = run.train.sequence_length // 4
-    found = fewest(with_sequence(run, length), hardware, fits, hardware.gpus + 1) if length >= 64 else None
-    if found is not None:
-        yield f"Take {found:,} devices and set train.sequence_length = {length}."
+    count = fewest(with_sequence(run, length), hardware, fits, hardware.gpus + 1) if length >= 64 else None
+    if count is not None:
+        yield f"Take {count:,} devices and set train.sequence_length = {length}."
 
 
 def _shorter(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
@@ -180,13 +179,13 @@ def _shorter(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
 
 
 def with_sequence(run: Run, length: int) -> Run:
-    """The same number of sequences, each so long."""
+    """The same number of sequences with another length."""
     tokens = None if run.train.batch_tokens is None else run.batch * length
     return replace(run, train=replace(run.train, sequence_length=length, batch_tokens=tokens))
 
 
 def _smaller_model(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
-    """With fewer layers; where next to none would be left, narrower as well."""
+    """A model with fewer layers; where almost none would be left, also narrower."""
     if run.model.module is not None:
         return
     low, high = max(1, run.model.layers // 4, run.model.dense_layers + 1 if run.model.moe else 1), run.model.layers
@@ -200,15 +199,15 @@ def _smaller_model(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
             else:
                 high = middle
     else:
-        found = _narrower(run, hardware, fits)
-        if found is None:
+        narrower = _narrower(run, hardware, fits)
+        if narrower is None:
             return
-        smaller = found
+        smaller = narrower
     yield f"Take a smaller model: {changed_keys(run.model, smaller)}, {smaller.parameters() / 1e9:,.2f} B parameters instead of {run.model.parameters() / 1e9:,.2f}."
 
 
 def _narrower(run: Run, hardware: Hardware, fits: _Fits) -> ModelSpec | None:
-    """The largest of the family that fits, to within a tenth."""
+    """The largest model of the family that fits, to within a tenth."""
     low, high, best = 1.0, 1.0, None
     for _ in range(_DOUBLINGS):
         low = low / 4 if best is None else low
@@ -232,19 +231,19 @@ def _other_batch(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
 
 
 def _allowed(run: Run, hardware: Hardware, fits_in: float | None) -> Iterator[str]:
-    """A limit that somebody gave is nearer than anything that has to be bought or changed."""
-    if (found := _allowance(run, hardware, fits_in)) is not None:
-        yield f"Allow --fits-in {found:.1f}GiB, which the device has."
+    """Raising the user's own limit is a smaller change than any other."""
+    if (needed := _allowance(run, hardware, fits_in)) is not None:
+        yield f"Allow --fits-in {needed:.1f}GiB, which the device has."
 
 
 def _allowed_and_more(run: Run, hardware: Hardware, fits_in: float | None) -> Iterator[str]:
-    """Where no number of devices comes down to the limit: less of both."""
+    """Where no number of devices is enough for the limit: a smaller change of both."""
     more = 2 * hardware.gpus
-    if (found := _allowance(run, hardware.sized(more), fits_in)) is not None:
-        yield f"Allow --fits-in {found:.1f}GiB and take {more:,} devices of this kind."
+    if (needed := _allowance(run, hardware.sized(more), fits_in)) is not None:
+        yield f"Allow --fits-in {needed:.1f}GiB and take {more:,} devices of this kind."
     length = run.train.sequence_length // 2
-    if (found := _allowance(with_sequence(run, length), hardware, fits_in) if length >= 64 else None) is not None:
-        yield f"Allow --fits-in {found:.1f}GiB and set train.sequence_length = {length}."
+    if (needed := _allowance(with_sequence(run, length), hardware, fits_in) if length >= 64 else None) is not None:
+        yield f"Allow --fits-in {needed:.1f}GiB and set train.sequence_length = {length}."
 
 
 def _allowance(run: Run, hardware: Hardware, fits_in: float | None) -> float | None:
@@ -263,8 +262,8 @@ _KEYS = ("dim", "layers", "heads", "kv_heads", "head_dim", "ffn")
 
 
 def scaled(model: ModelSpec, factor: float) -> ModelSpec:
-    """A model of the same family with about so many times its parameters: deeper and wider alike, heads of the same width, as the
-    published families have it. Sizes stay multiples of 128, and heads of whatever they were a multiple of."""
+    """A model of the same family with about `factor` times its parameters: deeper and wider alike with heads of the same
+    width, as in published families. Widths stay multiples of 128, and heads multiples of what they were."""
     side = factor ** (1 / 3)
     head = model.head
     per = model.heads // model.kv if model.mla is None else 8
@@ -282,12 +281,12 @@ def scaled(model: ModelSpec, factor: float) -> ModelSpec:
     matrices = replace(
         model, dim=dim, heads=heads, kv_heads=kv, head_dim=head, ffn=max(64, round(model.hidden * side / 64) * 64), moe=moe
     )
-    # Depth makes up for what rounding the widths has changed.
+    # Depth compensates for the rounding of the widths.
     wanted = factor * model.parameters()
-    block = replace(matrices, layers=2, preset=None, moe=_all_sparse(matrices)).parameters()
-    one = replace(matrices, layers=1, preset=None, moe=_all_sparse(matrices)).parameters()
+    double = replace(matrices, layers=2, preset=None, moe=_all_sparse(matrices)).parameters()
+    single = replace(matrices, layers=1, preset=None, moe=_all_sparse(matrices)).parameters()
     least = 1 if moe is None else moe.dense_layers + 1
-    layers = max(least, round((wanted - (2 * one - block)) / (block - one)))
+    layers = max(least, round((wanted - (2 * single - double)) / (double - single)))
     return replace(matrices, layers=layers, preset=None)
 
 
@@ -296,9 +295,9 @@ def _all_sparse(model: ModelSpec) -> Moe | None:
 
 
 def changed_keys(model: ModelSpec, other: ModelSpec) -> str:
-    """What a run file has to say for the other model where it has this one: "model.dim = 512, model.layers = 8"."""
+    """The keys that turn a run file's model into the other: "model.dim = 512, model.layers = 8"."""
     keys = [key for key in _KEYS if key != "head_dim" or other.mla is None]  # latent attention has widths of its own
-    found = [f"model.{key} = {getattr(other, key)}" for key in keys if getattr(other, key) != getattr(model, key)]
+    changes = [f"model.{key} = {getattr(other, key)}" for key in keys if getattr(other, key) != getattr(model, key)]
     if other.moe is not None and model.moe is not None and other.moe.ffn != model.moe.ffn:
-        found.append(f"model.moe.ffn = {other.moe.ffn}")
-    return ", ".join(found)
+        changes.append(f"model.moe.ffn = {other.moe.ffn}")
+    return ", ".join(changes)

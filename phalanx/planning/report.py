@@ -17,13 +17,13 @@ from phalanx.spec.layout import Layout
 
 PART_LABELS = {
     "compute": "computing", "launch": "kernel launches", "tensor": "tensor exchange", "context": "context exchange",
-    "expert": "expert exchange", "data": "gradients and shards", "pipeline": "between stages", "bubble": "pipeline bubble",
+    "expert": "expert exchange", "data": "gradients and shards", "pipeline": "messages between stages", "bubble": "pipeline bubble",
     "optimizer": "optimizer", "offload": "offload", "other": "everything else",
 }  # fmt: skip
 """Names of the parts of a step."""
 MEMORY_LABELS = {
-    "parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer", "activations": "activations", "logits": "logits",
-    "gathered": "gathered layers", "buffers": "message buffers", "fixed": "runtime and fragments",
+    "parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer states", "activations": "activations", "logits": "logits",
+    "gathered": "gathered parameters", "buffers": "message buffers", "fixed": "driver and fragmentation",
 }  # fmt: skip
 """Names of the components of memory."""
 

@@ -10,7 +10,7 @@ import pytest
 from planning_cases import SMALL, SPARSE, cluster, run_of
 
 from phalanx.planning.cost.job_table import OFFLOAD, RECOMPUTE
-from phalanx.planning.search.space import all_columns, candidates, exactly, layout_of, space
+from phalanx.planning.search.space import all_candidates, all_columns, given_space, layout_of, space
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.layout import Layout, Schedule
 from phalanx.spec.model import ModelSpec
@@ -29,7 +29,7 @@ def legal(run: Run, gpus: int, micro_batch: int) -> bool:
 
 def listed(run: Run, gpus: int) -> set[tuple[Layout, int, str, str]]:
     found = space(run, cluster(gpus))
-    work = found.work(all_columns(found))
+    work = found.jobs(all_columns(found))
     assert isinstance(work.pipeline, type(work.recompute))
     return {
         (layout_of(run, work, row), int(work.micro_batch[row]), RECOMPUTE[work.recompute[row]], OFFLOAD[work.offload[row]])
@@ -109,7 +109,7 @@ def test_the_count_is_that_of_all_candidates() -> None:
         assert (
             found.count_all(bases)
             == len(all_columns(found)["pipeline"])
-            == candidates(run_of(model, 16, 64), cluster(8)).size()
+            == all_candidates(run_of(model, 16, 64), cluster(8)).size()
         )
 
 
@@ -141,6 +141,6 @@ def test_a_given_micro_batch_and_given_savings_are_kept() -> None:
 
 def test_exactly_the_given_layout_with_replicas_filled_in() -> None:
     run = run_of(SMALL, 24, 64, layout=Layout(tensor=2))
-    found = exactly(run, cluster(16))
+    found = given_space(run, cluster(16))
     assert found.run.layout == Layout(tensor=2, data=8)
-    assert {layout_of(run, found.work(all_columns(found)), row) for row in range(5)} == {Layout(tensor=2, data=8)}
+    assert {layout_of(run, found.jobs(all_columns(found)), row) for row in range(5)} == {Layout(tensor=2, data=8)}

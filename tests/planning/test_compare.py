@@ -93,7 +93,7 @@ def directory(
 @pytest.mark.parametrize("slower", [0.6, 1.9])
 def test_a_correction_predicts_the_run_as_it_was(tmp_path: Path, machine: Machine, slower: float) -> None:
     found = compare(directory(tmp_path, machine, slower), machine)
-    assert found.now.seconds * slower == pytest.approx(found.seconds), "the first two steps do not count"
+    assert found.predicted.seconds * slower == pytest.approx(found.seconds), "the first two steps do not count"
     constants = correction(found, machine)
     device = "cuda" if machine.gpus else "cpu"
     assert all(name.startswith(f"{device}.") for name in constants)
@@ -153,11 +153,11 @@ def test_a_correction_moves_what_was_wrong(tmp_path: Path, machine: Machine, lay
 
 def test_the_parts_of_a_step_are_shown(tmp_path: Path) -> None:
     found = compare(directory(tmp_path, LAPTOP, FACTORS, steps=5), LAPTOP)
-    told = found.to_json(found.now)
+    told = found.to_json(found.predicted)
     json.dumps(told, allow_nan=False)
     parts = {row["name"].strip(): row for row in told["rows"] if row["name"].startswith("  ")}
     assert sum(row["measured"] for row in parts.values()) == pytest.approx(found.seconds)
-    assert sum(row["predicted"] for row in parts.values()) == pytest.approx(found.now.seconds)
+    assert sum(row["predicted"] for row in parts.values()) == pytest.approx(found.predicted.seconds)
     assert parts["computing, launching"]["error"] == pytest.approx(1 / 1.6 - 1)
     assert parts["gradients and shards"]["error"] == pytest.approx(1 / 2.5 - 1)
     assert all(row["refitted"] == row["predicted"] for row in told["rows"])

@@ -11,8 +11,8 @@ from planning_cases import SMALL, SPARSE, cluster, run_of
 
 from phalanx.planning.cost.footprint import COMPONENTS, footprint
 from phalanx.planning.cost.job_table import SCHEDULES, JobTable
-from phalanx.planning.cost.state_memory import shares
-from phalanx.planning.search.space import Space, all_columns, exactly, pick
+from phalanx.planning.cost.state_memory import pipeline_shares
+from phalanx.planning.search.space import Space, all_columns, given_space, pick
 from phalanx.schedules.makers import make
 from phalanx.schedules.stage_split import cut, flop_costs
 from phalanx.spec.layout import Layout
@@ -22,8 +22,8 @@ from phalanx.spec.run import Memory, Run
 
 def jobs(run: Run, layout: Layout) -> tuple[Space, JobTable]:
     """The given layout, with what is the first of everything that is open."""
-    found = exactly(replace(run, layout=layout), cluster(layout.ranks))
-    return found, found.work(pick(all_columns(found), slice(0, 1)))
+    found = given_space(replace(run, layout=layout), cluster(layout.ranks))
+    return found, found.jobs(pick(all_columns(found), slice(0, 1)))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -33,7 +33,7 @@ def test_forwards_under_way_are_those_of_the_schedule(schedule: str, ranks: int,
     run = replace(run, train=replace(run.train, micro_batch=1))
     _, work = jobs(run, Layout(pipeline=ranks, data=1, schedule=schedule))  # type: ignore[arg-type]
     order = make(schedule, ranks, count)
-    for share in shares(work):
+    for share in pipeline_shares(work):
         alive, most, owing, owed = 0, 0, 0, 0
         rank = int(np.max(share.rank))
         splits = {(a.stage, a.micro_batch) for a in order.actions[rank] if a.kind == "W"}
@@ -56,7 +56,7 @@ def test_blocks_of_a_rank_are_those_that_stages_are_cut_into(ranks: int, stages:
     _, work = jobs(run_of(model, 8, 64), layout)
     costs = flop_costs(model, 64)
     ranges = cut(costs.blocks, costs.first, costs.last, ranks * stages)
-    for share in shares(work):
+    for share in pipeline_shares(work):
         rank = int(np.max(share.rank))
         real = sum(stop - first for stage, (first, stop) in enumerate(ranges) if stage % ranks == rank)
         assert int(np.max(share.blocks)) == pytest.approx(real, abs=1)
@@ -112,10 +112,10 @@ def test_what_is_traded_for_memory_takes_less() -> None:
     def total(layout: Layout, **memory: object) -> float:
         run = run_of("llama3-8b", 16, 4096, memory=replace(Memory(), **memory))  # type: ignore[arg-type]
         run = replace(run, train=replace(run.train, micro_batch=1))
-        found = exactly(replace(run, layout=layout), cluster(layout.ranks))
+        found = given_space(replace(run, layout=layout), cluster(layout.ranks))
         rows = all_columns(found)
         wanted = np.flatnonzero((rows["offload"] == rows["offload"].min()) & (rows["recompute"] == rows["recompute"].min()))
-        return float(np.max(np.broadcast_to(footprint(found.work(pick(rows, wanted))).total, 1)))
+        return float(np.max(np.broadcast_to(footprint(found.jobs(pick(rows, wanted))).total, 1)))
 
     plain = Layout(data=1, shard=8, zero=3)
     assert total(plain, recompute="full") < total(plain, recompute="selective") < total(plain)
@@ -130,6 +130,6 @@ def test_documents_and_grouped_heads_cost_a_table_of_scores_on_older_gpus() -> N
     run = run_of("llama3-8b", 8, 4096, layout=Layout(data=8))
     sizes = {}
     for gpu in ("h100-sxm", "a100-sxm-80gb"):
-        found = exactly(run, cluster(8, gpu))
-        sizes[gpu] = footprint(found.work(pick(all_columns(found), slice(0, 1)))).at(0)["activations"]
+        found = given_space(run, cluster(8, gpu))
+        sizes[gpu] = footprint(found.jobs(pick(all_columns(found), slice(0, 1)))).at(0)["activations"]
     assert sizes["a100-sxm-80gb"] > 1.5 * sizes["h100-sxm"]

@@ -10,7 +10,7 @@ import pytest
 from planning_cases import cluster
 
 from phalanx.planning.cost.footprint import footprint
-from phalanx.planning.search.space import all_columns, exactly, pick
+from phalanx.planning.search.space import all_columns, given_space, pick
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import PRESETS, ModelSpec
 from phalanx.spec.plan import Plan
@@ -60,8 +60,8 @@ LONG = [
 
 def foretold(run: Run) -> float:
     """Bytes that tensors take."""
-    found = exactly(run, cluster(run.layout.ranks))
-    held = footprint(found.work(pick(all_columns(found), slice(0, 1)))).at(0)
+    found = given_space(run, cluster(run.layout.ranks))
+    held = footprint(found.jobs(pick(all_columns(found), slice(0, 1)))).at(0)
     return sum(size for name, size in held.items() if name != "fixed")
 
 

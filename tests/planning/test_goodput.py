@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from phalanx.planning.cost.run_cost import assumptions, best_interval, goodput, upkeep
+from phalanx.planning.cost.run_cost import best_interval, failure_assumptions, goodput, upkeep
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.hardware import hardware
 from phalanx.spec.load import loads
@@ -91,5 +91,5 @@ def test_nothing_fails_where_nothing_is_known_to() -> None:
     sturdy = replace(cluster("h100-8"), failures=None)
     kept = upkeep(sturdy, state=1e9, ranks=8, step=1.0)
     assert kept.goodput == 1.0 and kept.save_every is None
-    assert assumptions(sturdy) == ["Nothing fails: no rates are known for these machines."]
-    assert "once in 2,112 days" in assumptions(cluster("h100-16384"))[0]
+    assert failure_assumptions(sturdy) == ["Nothing fails: no rates are known for these machines."]
+    assert "once in 2,112 days" in failure_assumptions(cluster("h100-16384"))[0]

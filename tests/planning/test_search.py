@@ -31,7 +31,7 @@ def brute(run: Run, hardware: Hardware) -> tuple[float, int]:
     """Seconds of the quickest layout that fits, of all of them, and how many there are."""
     found = space(run, hardware)
     columns = all_columns(found)
-    work = found.work(columns)
+    work = found.jobs(columns)
     seconds = np.broadcast_to(step_times(work, rates_of(run, hardware)).step, len(columns["pipeline"]))
     fits = np.broadcast_to(footprint(work).total <= capacity_of(hardware), len(seconds))
     return float(np.min(np.where(fits, seconds, np.inf))), len(seconds)
@@ -82,7 +82,7 @@ def test_what_looks_best_at_first_is_not_lost() -> None:
     rates = replace(rates_of(run, here.hardware), adding=50.0)
     explorer = Explorer(here, rates)
     found, first = explorer.best(1e12), explorer.glimpse(1e12)
-    work = here.work(all_columns(here))
+    work = here.jobs(all_columns(here))
     every = np.broadcast_to(step_times(work, rates).step, explorer.count)
     assert found.seconds[0] == pytest.approx(float(every.min()), rel=1e-12) and found.seconds[0] <= first.seconds[0]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phalanx.planning.cost.block_time import block, head
+from phalanx.planning.cost.block_time import block_time, head_time
 from phalanx.planning.cost.job_table import SCHEDULES, JobTable, model_columns
 from phalanx.planning.cost.step_time import PARTS, bubble, step_times
 from phalanx.planning.machines.rates import Rates
@@ -107,7 +107,7 @@ def test_many_jobs_are_judged_as_one_is() -> None:
 def test_recomputing_repeats_the_forward_pass() -> None:
     rates = replace(IDEAL, overhead=0.0)
     plain, again = (step_times(work(recompute=code), rates) for code in (0, 2))
-    part = block(work(), rates)
+    part = block_time(work(), rates)
     assert float(again.compute - plain.compute) == pytest.approx(8 * 32 * part.forward)
     half = step_times(work(recompute=2, recompute_every=2), rates)
     assert float(half.compute - plain.compute) == pytest.approx(4 * 32 * part.forward)
@@ -119,7 +119,7 @@ def test_the_head_is_hidden_where_the_last_stage_has_fewer_layers() -> None:
     even = step_times(work("llama3-405b", pipeline=16, **deep), Rates())
     assert float(even.head) == 0.0
     alone = step_times(work("llama3-405b", pipeline=1, ranks=8, tensor=8, data=1, sequence_parallel=1), Rates())
-    assert float(alone.head) == pytest.approx(float(head(work("llama3-405b", tensor=8, data=1), Rates()).whole))
+    assert float(alone.head) == pytest.approx(float(head_time(work("llama3-405b", tensor=8, data=1), Rates()).whole))
 
 
 def test_what_costs_more_takes_longer() -> None:

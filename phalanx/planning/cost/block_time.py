@@ -1,4 +1,5 @@
-"""What one block and the head take on one device: matrix products, attention, and what memory bounds. `planning/cost/step_time` calls it."""
+"""Time of one block and of the head on one device: matrix products, attention, and memory-bound work. `cost/step_time`
+calls it."""
 
 from __future__ import annotations
 
@@ -10,17 +11,17 @@ from phalanx.planning.cost.job_table import METHODS, JobTable
 from phalanx.planning.machines.rates import Column, Rates
 
 
-class Part(NamedTuple):
-    """Seconds of one micro-batch in a block, averaged over dense ones and those with experts, or in the head."""
+class BlockTime(NamedTuple):
+    """Seconds of one micro-batch in a block (averaged over dense and expert blocks) or in the head."""
 
     matrices: Column
-    """Of the products going forward; each of the two halves of the backward pass takes the same."""
+    """Matrix products of the forward; the input and the weight backward take as long each."""
     attention: Column
-    """Going forward …"""
+    """Attention in the forward."""
     attention_backward: Column
-    """… and back."""
+    """Attention in the backward."""
     moved: Column
-    """Memory-bound work going forward; backward twice that."""
+    """Memory-bound work of the forward; the backward takes twice as long."""
 
     @property
     def forward(self) -> Column:
@@ -32,104 +33,106 @@ class Part(NamedTuple):
 
     @property
     def whole(self) -> Column:
-        """Forward and both halves of the backward pass."""
+        """Forward and both halves of the backward."""
         return 3 * self.matrices + self.attention + self.attention_backward + 3 * self.moved
 
 
-def sparse_part(work: JobTable) -> Column:
-    """Of the blocks, those with experts."""
-    return work.sparse_layers / work.layers
+def sparse_fraction(jobs: JobTable) -> Column:
+    """Fraction of the blocks that have experts."""
+    return jobs.sparse_layers / jobs.layers
 
 
-def expert_tokens(work: JobTable) -> Column:
+def expert_tokens(jobs: JobTable) -> Column:
     """Tokens of a micro-batch that a rank routes: tensor ranks share them."""
-    return work.tokens / work.tensor
+    return jobs.tokens / jobs.tensor
 
 
-def block(work: JobTable, rates: Rates) -> Part:
+def block_time(jobs: JobTable, rates: Rates) -> BlockTime:
     """One block, on one rank of the tensor and expert groups."""
-    tokens, tensor, sparse = work.tokens, work.tensor, sparse_part(work)
-    mean_ffn = (1 - sparse) * work.ffn + sparse * work.shared_ffn
-    matrices_of_ffn = 2 + np.asarray(work.gated)
-    rate = work.peak * rates.gemm
-    # A product's inner and outer sizes are the model's, cut by the tensor group; its rows are the tokens.
-    attention = work.attention_weights * (1 + rates.knee / work.dim)
-    dense = matrices_of_ffn * work.dim * mean_ffn * (1 + rates.knee / work.dim)
+    tokens, tensor, sparse = jobs.tokens, jobs.tensor, sparse_fraction(jobs)
+    mean_ffn = (1 - sparse) * jobs.ffn + sparse * jobs.shared_ffn
+    matrices_of_ffn = 2 + np.asarray(jobs.gated)
+    rate = jobs.peak * rates.gemm
+    # The inner and outer sizes of a product are the model's, divided by the tensor group; its rows are the tokens.
+    attention = jobs.attention_weights * (1 + rates.knee / jobs.dim)
+    dense = matrices_of_ffn * jobs.dim * mean_ffn * (1 + rates.knee / jobs.dim)
     cut = rates.knee * tensor
-    narrow = attention / work.score_width + dense / np.maximum(mean_ffn, 1)
+    narrow = attention / jobs.score_width + dense / np.maximum(mean_ffn, 1)
     rows = 1 + rates.knee / tokens
     products = ((attention + dense) * rows + cut * narrow) / tensor
-    matrices = 2 * tokens * products / rate * _aligned(work.dim, 1) * _aligned(work.ffn, tensor)
-    moved = _moved(work, rates, mean_ffn)
-    if np.any(np.asarray(work.sparse_layers) > 0):
-        more, traffic = _experts(work, rates, sparse)
+    matrices = 2 * tokens * products / rate * _aligned(jobs.dim, 1) * _aligned(jobs.ffn, tensor)
+    moved = _moved(jobs, rates, mean_ffn)
+    if np.any(np.asarray(jobs.sparse_layers) > 0):
+        more, traffic = _experts(jobs, rates, sparse)
         matrices = matrices + more
         moved = moved + traffic
-    reached = rates.attention * np.minimum(work.score_width / work.heads / 128, 1.0) ** rates.narrow
-    forward = tokens / tensor * (work.sequence * (work.score_width + work.value_width) / (work.peak16 * reached))
-    unfused = rates.scores * (np.asarray(work.scores) > 1) * work.heads * work.sequence / (work.bandwidth * rates.memory)
-    # Round a ring, each further part of a shared sequence adds its values to what was attended so far, in 32 bits.
-    ring = np.asarray(work.method) == METHODS.index("ring")
-    merged = 12.0 * work.value_width * ring * (np.asarray(work.context) - 1) / (work.bandwidth * rates.memory)
-    drained = rates.kernels * rates.drain * np.where(np.asarray(work.compiled) > 0, rates.fused, 1.0)
+    reached = rates.attention * np.minimum(jobs.score_width / jobs.heads / 128, 1.0) ** rates.narrow
+    forward = tokens / tensor * (jobs.sequence * (jobs.score_width + jobs.value_width) / (jobs.peak16 * reached))
+    unfused = rates.scores * (np.asarray(jobs.scores) > 1) * jobs.heads * jobs.sequence / (jobs.bandwidth * rates.memory)
+    # In ring attention each further part of the sequence adds its values to the running result, in fp32.
+    ring = np.asarray(jobs.method) == METHODS.index("ring")
+    merged = 12.0 * jobs.value_width * ring * (np.asarray(jobs.context) - 1) / (jobs.bandwidth * rates.memory)
+    drained = rates.kernels * rates.drain * np.where(np.asarray(jobs.compiled) > 0, rates.fused, 1.0)
     moved = moved + tokens / tensor * (unfused + merged) + drained
-    return Part(matrices, forward, forward * (2.5 / rates.attention_backward), moved)
+    return BlockTime(matrices, forward, forward * (2.5 / rates.attention_backward), moved)
 
 
 def _aligned(size: Column, parts: Column) -> Column:
-    """How much longer products take whose inner size, cut in parts, tensor cores cannot cut evenly: as measured on an H200."""
+    """Slowdown of products whose inner size, divided among ranks, does not fill tensor cores evenly, as measured on an
+    H200."""
     if np.all(np.asarray(size) % (64 * np.max(parts, initial=1)) == 0):
         return 1.0
     inner = size / parts
     return np.where(inner % 8 > 0, 6.5, np.where(inner % 64 > 0, 1.15, 1.0))
 
 
-def _moved(work: JobTable, rates: Rates, mean_ffn: Column) -> Column:
-    """Norms and residuals (ten widths a token), rotary positions and the activation: bytes over bandwidth."""
-    fused = np.where(np.asarray(work.compiled) > 0, rates.fused, 1.0)
-    scale = fused * (rates.traffic * work.compute_bytes / (work.bandwidth * rates.memory))
-    whole = 10 * work.dim
-    inside = 2 * work.score_width + work.kv_width + (2 + np.asarray(work.gated)) * mean_ffn
-    fp8 = np.asarray(work.fp8)
-    casts = (fp8 > 0) * 2 * (2 * work.dim + work.score_width + mean_ffn)  # read in 16 bits, written twice in 8
-    apart = np.where(np.asarray(work.sequence_parallel) > 0, work.tensor, 1)
-    moved = work.tokens * scale * (whole / apart + (inside + casts) / work.tensor)
-    return moved + _rounded(work, rates, mean_ffn) if np.any(fp8 > 1) else moved
+def _moved(jobs: JobTable, rates: Rates, mean_ffn: Column) -> Column:
+    """Norms and residuals (ten widths per token), rotary positions and the activation: bytes over bandwidth."""
+    fused = np.where(np.asarray(jobs.compiled) > 0, rates.fused, 1.0)
+    scale = fused * (rates.traffic * jobs.compute_bytes / (jobs.bandwidth * rates.memory))
+    whole = 10 * jobs.dim
+    inside = 2 * jobs.score_width + jobs.kv_width + (2 + np.asarray(jobs.gated)) * mean_ffn
+    fp8 = np.asarray(jobs.fp8)
+    casts = (fp8 > 0) * 2 * (2 * jobs.dim + jobs.score_width + mean_ffn)  # read in 16 bits, written twice in 8
+    apart = np.where(np.asarray(jobs.sequence_parallel) > 0, jobs.tensor, 1)
+    moved = jobs.tokens * scale * (whole / apart + (inside + casts) / jobs.tensor)
+    return moved + _rounded(jobs, rates, mean_ffn) if np.any(fp8 > 1) else moved
 
 
-def _rounded(work: JobTable, rates: Rates, mean_ffn: Column) -> Column:
-    """Passes over all that goes into the linear layers and, as gradients, comes out of them, and over their weights."""
-    gated = 1 + np.asarray(work.gated)
-    each = (5 + gated) * work.dim + 2 * work.score_width + work.kv_width + (1 + gated) * mean_ffn
-    weights = work.attention_weights + (1 + gated) * work.dim * mean_ffn
-    left = np.where(np.asarray(work.fp8) > 2, rates.fused_rounding, 1.0) * (np.asarray(work.fp8) > 1)
-    return left * (work.tokens * each + weights) / work.tensor * (rates.rounding / (work.bandwidth * rates.memory))
+def _rounded(jobs: JobTable, rates: Rates, mean_ffn: Column) -> Column:
+    """Rounding to fp8 in separate passes: over the inputs of the linear layers, the gradients of their outputs, and their
+    weights."""
+    gated = 1 + np.asarray(jobs.gated)
+    each = (5 + gated) * jobs.dim + 2 * jobs.score_width + jobs.kv_width + (1 + gated) * mean_ffn
+    weights = jobs.attention_weights + (1 + gated) * jobs.dim * mean_ffn
+    left = np.where(np.asarray(jobs.fp8) > 2, rates.fused_rounding, 1.0) * (np.asarray(jobs.fp8) > 1)
+    return left * (jobs.tokens * each + weights) / jobs.tensor * (rates.rounding / (jobs.bandwidth * rates.memory))
 
 
-def _experts(work: JobTable, rates: Rates, sparse: Column) -> tuple[Column, Column]:
-    """Routed experts' products and the copies around them, in an average block."""
-    tokens = expert_tokens(work)
-    routed = tokens * work.active
-    experts = np.maximum(work.experts, 1)
-    width = np.maximum(work.expert_ffn, 1)
-    rows = routed * work.expert * work.expert_tensor / experts
-    # Two of an expert's three matrices are one product, twice as wide.
-    slow = 1 + rates.knee * (1 / work.dim + 1 / np.maximum(rows, 1) + 2 / 3 * work.expert_tensor / width)
-    flops = 6 * work.dim * width
-    router = 2 * tokens * work.dim * work.experts / (work.peak16 * rates.gemm)
-    peak = np.where(np.asarray(rates.eight) > 0, work.peak, work.peak16)
+def _experts(jobs: JobTable, rates: Rates, sparse: Column) -> tuple[Column, Column]:
+    """Products of the routed experts and the copies around them, in an average block."""
+    tokens = expert_tokens(jobs)
+    routed = tokens * jobs.active
+    experts = np.maximum(jobs.experts, 1)
+    width = np.maximum(jobs.expert_ffn, 1)
+    rows = routed * jobs.expert * jobs.expert_tensor / experts
+    # Two of an expert's three matrices are one product of twice the width.
+    slow = 1 + rates.knee * (1 / jobs.dim + 1 / np.maximum(rows, 1) + 2 / 3 * jobs.expert_tensor / width)
+    flops = 6 * jobs.dim * width
+    router = 2 * tokens * jobs.dim * jobs.experts / (jobs.peak16 * rates.gemm)
+    peak = np.where(np.asarray(rates.eight) > 0, jobs.peak, jobs.peak16)
     products = routed * flops * slow / (peak * rates.gemm) + router
-    # Sorted by expert and back (read and written each), and the activation.
+    # Tokens are sorted by expert and back, each with a read and a write; the activation is read and written too.
     moved = (
-        routed * (rates.copies * work.dim + 3 * width) * rates.traffic * work.compute_bytes / (work.bandwidth * rates.memory)
+        routed * (rates.copies * jobs.dim + 3 * width) * rates.traffic * jobs.compute_bytes / (jobs.bandwidth * rates.memory)
     )
     return sparse * products, sparse * moved
 
 
-def head(work: JobTable, rates: Rates) -> Part:
-    """The output matrix and the loss over the vocabulary, once more for each token predicted ahead."""
-    tokens = work.tokens * (1 + work.ahead) / work.tensor
-    rows = 1 + rates.knee * (1 / work.dim + 1 / work.tokens)
-    matrices = tokens * rows * (2 * work.dim * work.vocab / (work.peak16 * rates.gemm))
-    moved = tokens * (6.0 * work.vocab / (work.bandwidth * rates.memory))
-    return Part(matrices, 0.0, 0.0, moved)
+def head_time(jobs: JobTable, rates: Rates) -> BlockTime:
+    """The output matrix and the loss, once more for each MTP depth."""
+    tokens = jobs.tokens * (1 + jobs.ahead) / jobs.tensor
+    rows = 1 + rates.knee * (1 / jobs.dim + 1 / jobs.tokens)
+    matrices = tokens * rows * (2 * jobs.dim * jobs.vocab / (jobs.peak16 * rates.gemm))
+    moved = tokens * (6.0 * jobs.vocab / (jobs.bandwidth * rates.memory))
+    return BlockTime(matrices, 0.0, 0.0, moved)

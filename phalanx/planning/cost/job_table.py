@@ -1,8 +1,9 @@
-"""A step's work in columns: every field is a number or an array, and all of them broadcast. One set of equations so judges one
-layout, hundreds of thousands of them, or a table of measured runs of different models on different machines.
+"""The cost model's input: a table of jobs (a model, a batch, a machine, a layout), one column per field. Every field is a
+number or an array, and all of them broadcast, so one set of equations judges one layout, hundreds of thousands of layouts,
+or measured runs of different models.
 
-`planning/search/space` makes one of a run and its legal layouts, `benchmarks/planner/steps` one of measured rows; `planning/cost/step_time` and
-`planning/cost/footprint` read it.
+`search/space` makes a table of a run and its legal layouts, `benchmarks/planner/steps` one of published steps;
+`cost/step_time` and `cost/footprint` read it.
 """
 
 from __future__ import annotations
@@ -21,25 +22,27 @@ SCHEDULES = NAMES
 RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = ("none", "cpu", "nvme")
 METHODS = ("ring", "gather", "ulysses")
-"""Codes are places in these."""
+"""A code is an index into these."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobTable:
-    """Who computes what on which machine. Widths are of the whole model, before anything is divided."""
+    """Jobs whose step is timed or whose memory is counted. Widths are of the whole model, before any parallelism divides
+    them."""
 
     # The model
     layers: Column
-    """All blocks, those with experts too; predicting ahead adds blocks like the last."""
+    """All blocks, including those with experts. MTP adds blocks like the last."""
     dim: Column
     attention_weights: Column
-    """Values of a block's attention matrices."""
+    """Parameters of a block's attention matrices."""
     score_width: Column
-    """Query heads times the width of a query-key product: 2 * score_width * sequence FLOPs a token for the scores, uncut by causality."""
+    """Query heads times the width of a query-key product. The scores of a token take 2 * score_width * sequence FLOPs
+    without causal masking."""
     value_width: Column
     """Query heads times the width of a value."""
     kv_width: Column
-    """Keys and values of a token, together, as attention reads them."""
+    """Width of the keys and values of a token together, as attention reads them."""
     heads: Column
     kv_heads: Column
     ffn: Column
@@ -49,50 +52,51 @@ class JobTable:
     vocab: Column
     tied: Column
     learned_positions: Column = 0
-    """Rows of the table of positions; 0: rotary."""
+    """Rows of the position embedding; 0: rotary positions."""
     layer_norm: Column = 0
     """1: norms have a bias."""
     sparse_layers: Column = 0
-    """Blocks with experts, the last ones."""
+    """Blocks with experts; they come last."""
     experts: Column = 0
     active: Column = 0
-    """Routed experts that a token goes through."""
+    """Routed experts per token."""
     expert_ffn: Column = 0
     shared_ffn: Column = 0
     """Width of all shared experts together."""
     active_groups: Column = 0
-    """Most groups of experts (nodes, where they are dealt so) that a token is sent to; 0: any."""
+    """Most groups of experts (nodes, where groups are placed so) that a token is sent to; 0: no limit."""
     ahead: Column = 0
     latent: Column = 0
-    """Width of the narrow vectors that latent attention expands queries, keys and values from, together; 0: it has none."""
+    """Width of the latent vectors that MLA expands queries, keys and values from, together; 0: no MLA."""
     rotated: Column = 0
-    """Width of a head's part that rotary positions turn."""
+    """Width of the part of a head that rotary positions rotate."""
     qk_norm: Column = 0
-    """1: queries and keys are normalised."""
+    """1: queries and keys are normalized."""
 
     # The batch
     sequence: Column
     batch: Column
-    """Sequences of a step, all ranks together."""
+    """Sequences of a step, on all ranks together."""
     micro_batch: Column
 
     # The machine
     peak: Column
-    """Dense FLOP/s of a device in the format of the blocks' matrices."""
+    """Dense FLOP/s of a device in the number format of the blocks' matrices."""
     peak16: Column
-    """The same in bf16 or fp16, for what is not in fp8: attention, the head. On devices without, as `peak`."""
+    """The same in bf16 or fp16, for what does not run in fp8: attention and the head. Equal to `peak` on devices without
+    fp8."""
     bandwidth: Column
     """Bytes/s of device memory."""
     memory: Column
-    """Bytes of it."""
+    """Bytes of device memory."""
     island: Column
-    """Devices that share the fast links: of a node, or of a rack."""
+    """Devices that share the fast links: a node, or a rack."""
     node: Column
     """Devices of one host."""
     island_bandwidth: Column
     """Bytes/s of a device in one direction inside the island."""
     network: Column
-    """Bytes/s of a device in one direction out of it."""
+    """Bytes/s of a device in one direction out of the island."""
     host_bandwidth: Column = 25e9
     """Bytes/s between a device and its host's memory."""
 
@@ -104,59 +108,60 @@ class JobTable:
     context: Column = 1
     tensor: Column = 1
     zero: Column = 3
-    """What `shard` spreads: 1, 2 or 3."""
+    """What `shard` shards: ZeRO stage 1, 2 or 3."""
     sequence_parallel: Column = 0
     method: Column = 0
     schedule: Column = 1
     stages: Column = 1
-    """Of each pipeline rank."""
+    """Stages per pipeline rank."""
     expert: Column = 1
     expert_tensor: Column = 1
     recompute: Column = 0
     offload: Column = 0
     activations_on_host: Column = 0
     loss_chunk: Column = 0
-    """Tokens whose logits exist at the same time; 0: all of a micro-batch."""
+    """Tokens whose logits exist at the same time; 0: all tokens of a micro-batch."""
     compute_bytes: Column = 2
-    """Bytes of an activation: 2, or 4 in fp32."""
+    """Bytes of an activation value: 2, or 4 in fp32."""
     fp8: Column = 0
-    """1: what is multiplied is rounded by kernels that do something else too; 2: in passes of their own; 3: in passes that are compiled."""
+    """1: fused kernels round the operands to fp8; 2: separate passes do; 3: compiled separate passes do."""
     compiled: Column = 0
     recompute_every: Column = 1
-    """Every so manieth block is recomputed."""
+    """Only every N-th block is recomputed."""
     moments: Column = 8
-    """Bytes of the optimizer's states of a value."""
+    """Bytes of the optimizer states of a parameter."""
     wire: Column = 4
-    """Bytes of a gradient's value between ranks."""
+    """Bytes of a gradient value between ranks."""
     gathered: Column = 0
-    """Bytes of a sharded parameter's value between ranks; 0: as many as of an activation."""
+    """Bytes of a sharded parameter value between ranks; 0: as many as of an activation value."""
     scores: Column = 0
-    """What attention keeps of its table of scores: 0 nothing, 1 a mask between documents, 2 the table itself, without a fused kernel."""
+    """What attention keeps of the scores: 0 nothing, 1 a mask between documents, 2 the whole table, where no kernel is
+    fused."""
     on_cpu: Column = 0
-    """1: devices are cores, whose kernels keep more."""
+    """1: devices are CPU cores, whose kernels keep more."""
 
-    # What follows, computed once: all equations ask for it
+    # Derived columns, computed once because all equations use them.
     accumulation: Column = field(init=False)
-    """Micro-batches of a replica in a step."""
+    """Micro-batches of a replica per step."""
     tokens: Column = field(init=False)
-    """Of a micro-batch, on one rank: its part of each sequence."""
+    """Tokens of a micro-batch on one rank: its part of each sequence."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "accumulation", self.batch / (self.data * self.shard * self.micro_batch))
         object.__setattr__(self, "tokens", self.micro_batch * self.sequence / self.context)
 
     def size(self) -> int:
-        """How many jobs it holds."""
-        return int(np.broadcast(*(getattr(self, one.name) for one in fields(self))).size)
+        """Number of jobs."""
+        return int(np.broadcast(*(getattr(self, column.name) for column in fields(self))).size)
 
     def take(self, index: Any) -> JobTable:
-        """Some of the jobs: what is an array is indexed, what all have in common stays."""
-        picked = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
+        """Some of the jobs: arrays are indexed, scalars stay."""
+        picked = {column.name: getattr(self, column.name) for column in fields(self) if column.init}
         return JobTable(**{name: value[index] if np.ndim(value) else value for name, value in picked.items()})
 
 
 def model_columns(model: ModelSpec) -> dict[str, float]:
-    """The fields of Work that say what the model is."""
+    """The fields of JobTable that describe the model."""
     mla, moe = model.mla, model.moe
     if mla is None:
         score = value = model.heads * model.head
@@ -194,7 +199,7 @@ def model_columns(model: ModelSpec) -> dict[str, float]:
 
 
 def machine_columns(hardware: Hardware, compute: str) -> dict[str, float]:
-    """The fields of Work that say what the machine is; a format that the device lacks runs as the best it has."""
+    """The fields of JobTable that describe the machine. A number format that the device lacks runs in the best one it has."""
     gpu = hardware.gpu
     half = gpu.peak("bf16") or gpu.peak("fp16") or gpu.peak("fp32") or 0.0
     peaks = {"fp32": gpu.peak("fp32"), "bf16": half, "fp16": gpu.peak("fp16"), "fp8": gpu.peak("fp8")}

@@ -1,8 +1,6 @@
-"""How much of the time counts when devices fail and saving takes time: the closed form, the interval that is best, and what saving and
-recovering cost in this very runtime. Numbers or columns, like `planning/cost/job_table`.
-
-`planning/search/search` puts it into each option; simulations are held against it.
-"""
+"""Goodput, price and energy of a whole run: what failures and saving cost by a closed form, and the checkpoint interval
+that is best. Numbers or columns, like `cost/job_table`. `search/candidate` adds it to each candidate; tests hold
+simulations against it."""
 
 from __future__ import annotations
 
@@ -15,27 +13,29 @@ from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.rates import Column
 
 DETECT = 10.0
-"""Seconds until a failure is noticed: 2.5 without a heartbeat where a node is lost, longer where connections break and ranks only wait."""
+"""Seconds until a failure is detected: 2.5 by the missing heartbeat of a lost node, longer where connections break and
+ranks only wait."""
 START = 20.0
-"""Seconds of starting processes anew, importing and building the model; a spare stands by with its processes started."""
+"""Seconds to start processes, import and build the model. A spare node has its processes started."""
 CONNECT = 2e-3
-"""Seconds for each rank of building process groups anew: 33 for 16,384, as careful set-ups report; careless ones take many minutes."""
+"""Seconds per rank to build the process groups: 33 for 16,384 ranks, as careful setups report; careless ones take many
+minutes."""
 PAUSE = 0.05
 """Seconds that ranks wait for each other around a save, whatever its size."""
 _LEAST = 1e-9
-"""Goodput of a cluster that fails faster than it starts: nothing, but days and dollars stay numbers."""
+"""Goodput of a cluster that fails faster than it starts: almost zero, so that days and dollars stay finite."""
 _COPIES = 2
-"""Of a rank's state in host memory: its own, and one for a neighbouring node."""
+"""Copies of a rank's state in host memory: its own, and one of a neighboring node."""
 _HOST_SHARE = 0.5
-"""Of a host's memory that copies may fill; data, buffers and the system need the rest."""
+"""Fraction of a host's memory that copies may fill; data, buffers and the system need the rest."""
 
 
 def goodput(interval: Column, mtbf: Column, save: Column, restart: Column) -> Column:
-    """Part of the time that becomes progress, when failures come at random with a mean of `mtbf` seconds between them.
+    """Fraction of the time that becomes progress, with random failures and a mean of `mtbf` seconds between them.
 
-    `interval`: seconds of training between two saves; `save`: seconds that training stands still for one; `restart`: seconds from a
-    failure to training again. Failures strike during saves and restarts too, and what was trained since the last save is trained again.
-    Where a save is written behind training and counts only then, the seconds of writing belong to `restart`: that much more is lost.
+    `interval`: seconds of training between two saves; `save`: seconds that training stalls for one; `restart`: seconds from
+    a failure to training again. Failures also hit saves and restarts, and everything since the last save is trained again.
+    Where a save is written in the background and counts only when written, add the seconds of writing to `restart`.
     """
     with np.errstate(over="ignore"):  # failures that leave nothing: the time they take is infinite
         spent = mtbf * np.expm1((interval + save) / mtbf) * np.exp(restart / mtbf)
@@ -43,7 +43,8 @@ def goodput(interval: Column, mtbf: Column, save: Column, restart: Column) -> Co
 
 
 def best_interval(mtbf: Column, save: Column) -> Column:
-    """The interval with the best goodput, after Daly's expansion; saves that take longer than failures let them leave only the mtbf."""
+    """The interval with the best goodput, by Daly's expansion; where saves take longer than the time between failures, the
+    mtbf."""
     ratio = save / (2 * mtbf)
     good = np.sqrt(2 * save * mtbf) * (1 + np.sqrt(ratio) / 3 + ratio / 9) - save
     return np.where(ratio < 1, good, mtbf) if np.ndim(ratio) else float(good if ratio < 1 else mtbf)
@@ -51,23 +52,23 @@ def best_interval(mtbf: Column, save: Column) -> Column:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Upkeep:
-    """What failing and saving cost a run. Seconds, numbers or columns."""
+    """What failures and saving cost a run, in seconds; numbers or columns."""
 
     mtbf: Column
     """Between two interruptions of the whole job; infinite where nothing fails."""
     stall: Column
-    """That training stands still for one copy of the state."""
+    """Training stalls this long for one copy of the state."""
     restart: Column
     """From a failure to training again."""
     save_every: Column | None
     """Between two copies; None: nothing fails."""
     goodput: Column
     in_memory: Column
-    """Whether copies are kept in the hosts' memory, on two nodes each; else they go to storage."""
+    """Whether copies are in host memory, on two nodes each; else they go to storage."""
 
 
 def upkeep(hardware: Hardware, *, state: Column, ranks: Column, step: Column) -> Upkeep:
-    """Of a job whose ranks hold `state` bytes each that have to be saved, with steps of `step` seconds."""
+    """Upkeep of a job whose ranks each have `state` bytes to save, with steps of `step` seconds."""
     room = _HOST_SHARE * hardware.host_memory / hardware.node
     in_memory = (_COPIES * state <= room) & (hardware.node < ranks)  # a single node has no neighbour to keep a copy
     stall = PAUSE + state / hardware.host_bandwidth
@@ -77,7 +78,7 @@ def upkeep(hardware: Hardware, *, state: Column, ranks: Column, step: Column) ->
     if hardware.failures is None or hardware.failures.rate == 0:
         return Upkeep(mtbf=np.inf, stall=stall, restart=restart, save_every=None, goodput=1.0, in_memory=in_memory)
     mtbf = 3600.0 / (hardware.failures.rate * ranks)
-    # Not oftener than every step, and to storage not before the last save is written, as training goes on behind it.
+    # Not more often than every step, and to storage not before the last save is written in the background.
     behind = _choose(in_memory, 0.0, written)
     every = np.maximum(best_interval(mtbf, stall), np.maximum(step, behind))
     return Upkeep(
@@ -90,8 +91,8 @@ def upkeep(hardware: Hardware, *, state: Column, ranks: Column, step: Column) ->
     )
 
 
-def assumptions(hardware: Hardware) -> list[str]:
-    """What `upkeep` takes for granted, in sentences."""
+def failure_assumptions(hardware: Hardware) -> list[str]:
+    """Sentences on what `upkeep` assumes."""
     if hardware.failures is None:
         return ["Nothing fails: no rates are known for these machines."]
     days = 1 / hardware.failures.rate / 24
@@ -112,7 +113,7 @@ _JOULES_PER_KWH = 3.6e6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """Of a whole run, what failures and saving waste included."""
+    """Cost of a whole run, including what failures and saving waste."""
 
     days: Column
     gpu_hours: Column
@@ -127,7 +128,8 @@ class Cost:
 
 
 def cost(hardware: Hardware, *, step: Column, steps: Column, goodput: Column = 1.0, devices: Column | None = None) -> Cost:
-    """Of `steps` steps of `step` seconds on `devices` of the cluster, left out: on all. `goodput`: part of the time that counts."""
+    """Cost of `steps` steps of `step` seconds on `devices` of the cluster (default: all). `goodput`: fraction of the time
+    that becomes progress."""
     rented = hardware.gpus if devices is None else devices
     seconds = step * steps / goodput
     hours = rented * seconds / 3600

@@ -1,6 +1,5 @@
-"""Trained values of a rank, and bytes that each of them takes: what parameters, gradients and optimizer states come to by the formulas
-of ZeRO. `planning/cost/footprint` calls it; what all ranks of a job have in common is worked out once.
-"""
+"""Memory of parameters, gradients and optimizer states: how many parameters a rank holds, and how many bytes each takes
+under ZeRO. Here is also what part of the model a pipeline rank has. `cost/footprint` calls it."""
 
 from __future__ import annotations
 
@@ -10,53 +9,53 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.planning.cost.activation_memory import kv_cut
+from phalanx.planning.cost.activation_memory import kv_division
 from phalanx.planning.cost.job_table import JobTable
 from phalanx.planning.cost.schedule_cost import V_SHAPED, deferred, in_flight
 from phalanx.planning.machines.rates import Column
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """Values of the parts of a model on one rank, before shards divide them."""
+class PartSizes:
+    """Parameters of the parts of a model on one rank, before sharding."""
 
     attention: Column
-    """Of a block."""
+    """Of one block."""
     ffn: Column
     shared: Column
-    """Experts that all tokens go to."""
+    """Shared experts."""
     router: Column
     routed: Column
-    """Experts of a block."""
+    """Routed experts of one block."""
     norm: Column
     block: Column
-    """Matrices of the largest block, its experts too."""
+    """Matrices of the largest block, with its experts."""
     table: Column
     """Embedding or head."""
     matrix: Column
-    """The largest of a block, all its experts together."""
-    shares: Column
+    """The largest matrix of a block; all experts count as one."""
+    expert_shard: Column
     """Ranks that share the state of the same experts."""
-    unspread: Column
-    """Of the largest block, those that ZeRO-3 leaves whole: experts that nobody shares."""
+    unsharded: Column
+    """Parameters of the largest block that ZeRO-3 leaves whole: experts that no other rank has."""
 
 
 @dataclass(frozen=True, slots=True)
-class Values:
-    """Trained values of a rank, before shards divide them."""
+class RankSizes:
+    """Parameters of a rank, before sharding."""
 
     dense: Column
-    """Matrices but those of routed experts."""
-    exact: Column
+    """All matrices except those of routed experts."""
+    fp32: Column
     """Norms and routers, which stay in fp32."""
     experts: Column
-    ends: Column
+    tables: Column
     """Embedding and head."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bytes:
-    """Of each value: of dense matrices, and of experts'."""
+class ParameterBytes:
+    """Bytes per parameter: of dense matrices, and of experts."""
 
     parameter: Column
     gradient: Column
@@ -66,126 +65,132 @@ class Bytes:
     expert_state: Column
 
 
-def sizes(work: JobTable) -> Sizes:
-    tensor, dim = np.asarray(work.tensor), work.dim
-    latent = np.asarray(work.latent)
-    keys = dim * work.kv_width * (latent == 0)
-    narrow = dim * latent + dim * np.asarray(work.rotated) * (latent > 0)
-    attention = (work.attention_weights - keys - narrow) / tensor + keys / kv_cut(work) + narrow
-    ffn = (2 + np.asarray(work.gated)) * dim * work.ffn / tensor
-    shared = 3 * dim * np.asarray(work.shared_ffn) / tensor
-    routed = 3.0 * dim * np.asarray(work.expert_ffn) * work.experts / (np.asarray(work.expert) * work.expert_tensor)
-    has, shares = np.asarray(work.sparse_layers) > 0, _experts_shard(work)
-    return Sizes(
+def part_sizes(jobs: JobTable) -> PartSizes:
+    tensor, dim = np.asarray(jobs.tensor), jobs.dim
+    latent = np.asarray(jobs.latent)
+    keys = dim * jobs.kv_width * (latent == 0)
+    narrow = dim * latent + dim * np.asarray(jobs.rotated) * (latent > 0)
+    attention = (jobs.attention_weights - keys - narrow) / tensor + keys / kv_division(jobs) + narrow
+    ffn = (2 + np.asarray(jobs.gated)) * dim * jobs.ffn / tensor
+    shared = 3 * dim * np.asarray(jobs.shared_ffn) / tensor
+    routed = 3.0 * dim * np.asarray(jobs.expert_ffn) * jobs.experts / (np.asarray(jobs.expert) * jobs.expert_tensor)
+    has, expert_shard = np.asarray(jobs.sparse_layers) > 0, _experts_shard(jobs)
+    return PartSizes(
         attention=attention,
         ffn=ffn,
         shared=shared,
-        router=dim * np.asarray(work.experts),
+        router=dim * np.asarray(jobs.experts),
         routed=routed,
-        norm=dim * (1 + np.asarray(work.layer_norm)),
+        norm=dim * (1 + np.asarray(jobs.layer_norm)),
         block=attention + np.where(has, shared + routed, ffn),
-        table=work.vocab * dim / tensor,
-        matrix=np.where(has, routed / 3, dim * work.ffn / tensor),
-        shares=shares,
-        unspread=np.where(shares == 1, routed, 0.0),
+        table=jobs.vocab * dim / tensor,
+        matrix=np.where(has, routed / 3, dim * jobs.ffn / tensor),
+        expert_shard=expert_shard,
+        unsharded=np.where(expert_shard == 1, routed, 0.0),
     )
 
 
-def values(work: JobTable, of: Sizes, share: Share) -> Values:
-    dim, ahead = work.dim, np.asarray(work.ahead) * share.ends
-    sparse = share.sparse + np.where(np.asarray(work.sparse_layers) > 0, ahead, 0)
+def rank_sizes(jobs: JobTable, sizes: PartSizes, share: PipelineShare) -> RankSizes:
+    dim, ahead = jobs.dim, np.asarray(jobs.ahead) * share.has_head
+    sparse = share.sparse + np.where(np.asarray(jobs.sparse_layers) > 0, ahead, 0)
     all_ = share.blocks + ahead
-    tables = np.where(np.asarray(work.tied) > 0, np.maximum(share.begins, share.ends), share.begins + np.asarray(share.ends))
-    ends = of.table * tables + share.begins * np.asarray(work.learned_positions) * dim + ahead * 2 * dim * dim
-    return Values(
-        dense=all_ * of.attention + (all_ - sparse) * of.ffn + sparse * of.shared + ends,
-        exact=(2 * all_ + share.ends) * of.norm + sparse * of.router,
-        experts=sparse * of.routed,
-        ends=ends,
+    count = np.where(
+        np.asarray(jobs.tied) > 0,
+        np.maximum(share.has_embedding, share.has_head),
+        share.has_embedding + np.asarray(share.has_head),
+    )
+    tables = sizes.table * count + share.has_embedding * np.asarray(jobs.learned_positions) * dim + ahead * 2 * dim * dim
+    return RankSizes(
+        dense=all_ * sizes.attention + (all_ - sparse) * sizes.ffn + sparse * sizes.shared + tables,
+        fp32=(2 * all_ + share.has_head) * sizes.norm + sparse * sizes.router,
+        experts=sparse * sizes.routed,
+        tables=tables,
     )
 
 
-def bytes_of(work: JobTable, of: Sizes) -> Bytes:
-    """In low precision ZeRO-1 and 2 keep a whole copy in two bytes, and share the fp32 master."""
-    shard, zero = np.asarray(work.shard), np.asarray(work.zero)
-    low, pipelined = np.asarray(work.compute_bytes) < 4, np.asarray(work.pipeline) > 1
+def parameter_bytes(jobs: JobTable, sizes: PartSizes) -> ParameterBytes:
+    """Bytes per parameter. In 16 bits, ZeRO-1 and 2 keep a whole 16-bit copy and shard the fp32 master weights."""
+    shard, zero = np.asarray(jobs.shard), np.asarray(jobs.zero)
+    low, pipelined = np.asarray(jobs.compute_bytes) < 4, np.asarray(jobs.pipeline) > 1
     third, spread = (zero == 3) & (shard > 1), shard > 1
     value, master = np.where(low, 2.0, 4.0), np.where(low, 4.0, 0.0)
-    # A pipeline's backwards add up on each rank before anything travels.
-    adding = np.where(low, np.asarray(work.wire), 4.0)
+    # A pipeline accumulates gradients on each rank before it reduces them.
+    adding = np.where(low, np.asarray(jobs.wire), 4.0)
 
-    def each(shares: Column, whole: Column) -> tuple[Column, Column]:
-        """Of parameter and gradient; `whole`: they stay whole though ZeRO-3 spreads the rest."""
+    def each(shard_size: Column, whole: Column) -> tuple[Column, Column]:
+        """Bytes of parameter and gradient; `whole`: they stay whole although ZeRO-3 shards the rest."""
         apart = third & ~np.asarray(whole)
-        part = 4.0 / shares
-        parameter = np.where(spread, np.where(apart, part, value + master / shares), 4.0)
-        kept = np.where((zero == 2) & (np.asarray(shares) > 1), value / shares, value)
+        part = 4.0 / shard_size
+        parameter = np.where(spread, np.where(apart, part, value + master / shard_size), 4.0)
+        kept = np.where((zero == 2) & (np.asarray(shard_size) > 1), value / shard_size, value)
         gradient = np.where(spread, np.where(apart, np.where(pipelined, adding, part), kept), 4.0)
         return parameter, gradient
 
-    states = np.where(np.asarray(work.offload) > 0, 0, work.moments)
+    states = np.where(np.asarray(jobs.offload) > 0, 0, jobs.moments)
     dense = each(shard, False)
-    if not np.any(np.asarray(work.sparse_layers) > 0):
-        return Bytes(*dense, states / shard, *dense, states / shard)
-    return Bytes(*dense, states / shard, *each(of.shares, of.shares == 1), states / of.shares)
-
-
-def held(found: Values, each: Bytes) -> tuple[Column, Column, Column]:
-    """Bytes of parameters, gradients and the optimizer's states."""
-    exact = found.exact * 4.0
-    return (
-        found.dense * each.parameter + found.experts * each.expert_parameter + exact,
-        found.dense * each.gradient + found.experts * each.expert_gradient + exact,
-        (found.dense + found.exact) * each.state + found.experts * each.expert_state,
+    if not np.any(np.asarray(jobs.sparse_layers) > 0):
+        return ParameterBytes(*dense, states / shard, *dense, states / shard)
+    return ParameterBytes(
+        *dense, states / shard, *each(sizes.expert_shard, sizes.expert_shard == 1), states / sizes.expert_shard
     )
 
 
-def _experts_shard(work: JobTable) -> Column:
-    if not np.any(np.asarray(work.sparse_layers) > 0):
-        return work.shard
-    alike = np.floor(work.ranks / (np.asarray(work.pipeline) * np.asarray(work.expert) * np.asarray(work.expert_tensor)))
-    return np.gcd(np.asarray(work.shard).astype(np.int64), np.maximum(alike, 1).astype(np.int64))
+def state_bytes(sizes: RankSizes, each: ParameterBytes) -> tuple[Column, Column, Column]:
+    """Bytes of parameters, gradients and optimizer states."""
+    exact = sizes.fp32 * 4.0
+    return (
+        sizes.dense * each.parameter + sizes.experts * each.expert_parameter + exact,
+        sizes.dense * each.gradient + sizes.experts * each.expert_gradient + exact,
+        (sizes.dense + sizes.fp32) * each.state + sizes.experts * each.expert_state,
+    )
 
 
-class Share(NamedTuple):
+def _experts_shard(jobs: JobTable) -> Column:
+    if not np.any(np.asarray(jobs.sparse_layers) > 0):
+        return jobs.shard
+    alike = np.floor(jobs.ranks / (np.asarray(jobs.pipeline) * np.asarray(jobs.expert) * np.asarray(jobs.expert_tensor)))
+    return np.gcd(np.asarray(jobs.shard).astype(np.int64), np.maximum(alike, 1).astype(np.int64))
+
+
+class PipelineShare(NamedTuple):
     """One rank's part of the pipeline."""
 
     rank: Column
     blocks: Column
     sparse: Column
-    """Of them, with experts."""
+    """Blocks of the rank that have experts."""
     widest: Column
     """Blocks of its largest stage."""
-    flying: Column
-    """Forwards of a stage that wait for their backward, at most."""
-    owing: Column
-    """Backwards whose weight half is put off, at most."""
-    begins: Column
-    """1: it holds the embedding …"""
-    ends: Column
-    """… the head."""
+    in_flight: Column
+    """Forwards that wait for their backward, at most."""
+    deferred: Column
+    """Backwards whose weight half is deferred, at most."""
+    has_embedding: Column
+    """1: the rank holds the embedding."""
+    has_head: Column
+    """1: the rank holds the head."""
 
 
-def shares(work: JobTable) -> tuple[Share, ...]:
-    """The ranks one of which is the fullest: the first, the first that has a block more than it, the last."""
-    ranks = np.asarray(work.pipeline)
+def pipeline_shares(jobs: JobTable) -> tuple[PipelineShare, ...]:
+    """The ranks that can be the fullest: the first, the first that has one block more than it, and the last."""
+    ranks = np.asarray(jobs.pipeline)
     if not np.any(ranks > 1):
         one = np.ones_like(ranks)
-        return (Share(0 * one, work.layers, work.sparse_layers, work.layers, one, 0 * one, one, one),)
-    table = _cuts(work)
-    stages = (ranks * np.asarray(work.stages)).astype(np.int64)
+        return (PipelineShare(0 * one, jobs.layers, jobs.sparse_layers, jobs.layers, one, 0 * one, one, one),)
+    table = _stage_splits(jobs)
+    stages = (ranks * np.asarray(jobs.stages)).astype(np.int64)
     small, last, fewer = (column[stages] for column in table)
     middle = np.minimum(fewer - ranks * np.floor(fewer / ranks), np.maximum(ranks - 2, 0))
-    return tuple(_share(work, rank, (small, last, fewer)) for rank in (0 * ranks, middle, ranks - 1))
+    return tuple(_share(jobs, rank, (small, last, fewer)) for rank in (0 * ranks, middle, ranks - 1))
 
 
-def _share(work: JobTable, rank: Column, cut: tuple[Column, Column, Column]) -> Share:
+def _share(jobs: JobTable, rank: Column, cut: tuple[Column, Column, Column]) -> PipelineShare:
     small, last, fewer = cut
-    ranks, stages = np.asarray(work.pipeline), np.asarray(work.stages)
-    kind = np.asarray(work.schedule)
+    ranks, stages = np.asarray(jobs.pipeline), np.asarray(jobs.stages)
+    kind = np.asarray(jobs.schedule)
     total = ranks * stages
     v_shaped = V_SHAPED[kind]
-    # Stages in a loop: rank, rank + ranks, …; in a V: rank, and its mirror image.
+    # Stages of a rank: in a loop rank, rank + ranks, …; in a V rank and its mirror image.
     passed = np.minimum(np.maximum(np.ceil((fewer - rank) / ranks), 0), stages)  # of its stages, those that have `small` blocks
     looped = stages * small + (stages - passed)
     mirror = total - 1 - rank
@@ -194,27 +199,27 @@ def _share(work: JobTable, rank: Column, cut: tuple[Column, Column, Column]) -> 
     ends = np.where(v_shaped, rank == 0, rank == ranks - 1) | (ranks == 1)
     in_last = small + (total - 1 >= fewer)  # what the last stage was counted with
     blocks = np.where(ends, blocks - in_last + last, blocks)
-    blocks = np.where(ranks == 1, work.layers, blocks)
-    plain = work.layers - np.asarray(work.sparse_layers)  # the first ones, on the first rank
-    dense = np.where((np.asarray(work.sparse_layers) == 0) | (rank == 0), np.minimum(plain, blocks), 0)
-    widest = np.where(ranks == 1, work.layers, np.maximum(small + 1, 1))
-    return Share(
+    blocks = np.where(ranks == 1, jobs.layers, blocks)
+    plain = jobs.layers - np.asarray(jobs.sparse_layers)  # the first ones, on the first rank
+    dense = np.where((np.asarray(jobs.sparse_layers) == 0) | (rank == 0), np.minimum(plain, blocks), 0)
+    widest = np.where(ranks == 1, jobs.layers, np.maximum(small + 1, 1))
+    return PipelineShare(
         rank,
         blocks,
         blocks - dense,
         np.minimum(widest, blocks),
-        in_flight(work, rank),
-        deferred(work, rank),
+        in_flight(jobs, rank),
+        deferred(jobs, rank),
         (rank == 0) * 1,
         ends * 1,
     )
 
 
-def _cuts(work: JobTable) -> tuple[npt.NDArray[np.int64], ...]:
-    """For each number of stages: blocks of a small stage, of the last one, and how many small ones come before larger ones, as
-    `schedules/stage_split` deals equal blocks out."""
-    layers = int(np.max(work.layers))
-    head = float(np.max(_head_in_blocks(work)))
+def _stage_splits(jobs: JobTable) -> tuple[npt.NDArray[np.int64], ...]:
+    """For each number of stages: blocks of a small stage, blocks of the last stage, and how many small stages come before
+    larger ones, as `schedules/stage_split` divides equal blocks."""
+    layers = int(np.max(jobs.layers))
+    head = float(np.max(_head_in_blocks(jobs)))
     stages = np.arange(layers + 1)
     others = np.maximum(stages - 1, 1)
     best = np.full((2, layers + 1), np.inf)
@@ -232,10 +237,10 @@ def _cuts(work: JobTable) -> tuple[npt.NDArray[np.int64], ...]:
     return small, lasts, stages - 1 - larger
 
 
-def _head_in_blocks(work: JobTable) -> Column:
-    """FLOPs of the head over those of a block."""
-    sparse = np.asarray(work.sparse_layers) > 0
-    dense = (2 + np.asarray(work.gated)) * work.dim * work.ffn
-    experts = 3 * work.dim * (work.active * np.asarray(work.expert_ffn) + work.shared_ffn) + work.dim * np.asarray(work.experts)
-    matrices = work.attention_weights + np.where(sparse, experts, dense)
-    return work.vocab * work.dim / (matrices + (work.score_width + work.value_width) * work.sequence)
+def _head_in_blocks(jobs: JobTable) -> Column:
+    """FLOPs of the head relative to those of a block."""
+    sparse = np.asarray(jobs.sparse_layers) > 0
+    dense = (2 + np.asarray(jobs.gated)) * jobs.dim * jobs.ffn
+    experts = 3 * jobs.dim * (jobs.active * np.asarray(jobs.expert_ffn) + jobs.shared_ffn) + jobs.dim * np.asarray(jobs.experts)
+    matrices = jobs.attention_weights + np.where(sparse, experts, dense)
+    return jobs.vocab * jobs.dim / (matrices + (jobs.score_width + jobs.value_width) * jobs.sequence)

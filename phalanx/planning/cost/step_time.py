@@ -1,6 +1,8 @@
-"""How long a step takes: the block's work, what travels and how much of that shows, the pipeline's bubble, the optimizer.
+"""The time model: seconds of a step from the time of a block, exposed communication, the pipeline's bubble, gradients,
+optimizer and offload.
 
-`step_times` judges every job of a Work at once; searches, comparisons and the fit to published steps call it.
+`step_times` judges every job of a table at once. The search, the comparison with runs and the fit to published steps call
+it.
 """
 
 from __future__ import annotations
@@ -11,23 +13,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from phalanx.planning.cost.block_time import Part, block, expert_tokens, head, sparse_part
+from phalanx.planning.cost.block_time import BlockTime, block_time, expert_tokens, head_time, sparse_fraction
 from phalanx.planning.cost.communication import exchange, gather, group, hop
 from phalanx.planning.cost.job_table import METHODS, RECOMPUTE, JobTable
 from phalanx.planning.cost.schedule_cost import CODE, bubble
 from phalanx.planning.machines.rates import Column, Rates
 
 CHUNK = 1 << 15
-"""Jobs judged at a time: their columns stay in the processor's cache."""
+"""Jobs judged at a time, so that their columns stay in the CPU's cache."""
 
 
-def step_times(work: JobTable, rates: Rates) -> Times:
-    """Seconds of a step and what they are made of, for each job."""
-    size = work.size()
+def step_times(jobs: JobTable, rates: Rates) -> Times:
+    """Seconds of a step and of its parts, for each job."""
+    size = jobs.size()
     if size <= 2 * CHUNK:
-        return _judge(work, rates)
+        return _judge(jobs, rates)
     parts = [slice(begin, begin + CHUNK) for begin in range(0, size, CHUNK)]
-    judged = [_judge(work.take(part), _part(rates, part)) for part in parts]
+    judged = [_judge(jobs.take(part), _part(rates, part)) for part in parts]
     names = [field.name for field in fields(Times)]
     return Times(**{name: _joined([getattr(times, name) for times in judged], parts, size) for name in names})
 
@@ -46,8 +48,8 @@ def _joined(columns: list[Column], parts: list[slice], size: int) -> Column:
     return whole
 
 
-class Shown(NamedTuple):
-    """Exposed communication of one micro-batch in one block, in each direction."""
+class Exposed(NamedTuple):
+    """Exposed communication of one micro-batch in one block, by direction."""
 
     tensor: Column
     context: Column
@@ -65,53 +67,53 @@ class Shown(NamedTuple):
         return self.tensor_backward + self.context_backward + self.expert
 
 
-def _judge(work: JobTable, rates: Rates) -> Times:
-    here, last = block(work, rates), head(work, rates)
-    shown = _shown(work, rates, here)
-    layers = np.ceil(work.layers / work.pipeline)
-    held = held_by(work, layers)
-    slack = (layers * work.pipeline - work.layers) * rates.slack
-    again = _again(work, rates, here, shown)
-    host_forward, host_backward = _host(work, rates)
-    gpu_forward = layers * (here.forward + shown.forward)
-    gpu_backward = layers * (here.whole - here.forward + shown.backward + again)
-    waits = layers * sparse_part(work) * rates.expert_wait if np.any(np.asarray(work.sparse_layers) > 0) else 0.0
-    late_forward = _late(work, layers * host_forward, gpu_forward) + waits
-    late_backward = _late(work, layers * host_backward, gpu_backward) + waits
+def _judge(jobs: JobTable, rates: Rates) -> Times:
+    block, head = block_time(jobs, rates), head_time(jobs, rates)
+    exposed = _exposed(jobs, rates, block)
+    layers = np.ceil(jobs.layers / jobs.pipeline)
+    parameters = rank_parameters(jobs, layers)
+    slack = (layers * jobs.pipeline - jobs.layers) * rates.slack
+    recomputed = _recompute(jobs, rates, block, exposed)
+    host_forward, host_backward = _host(jobs, rates)
+    gpu_forward = layers * (block.forward + exposed.forward)
+    gpu_backward = layers * (block.whole - block.forward + exposed.backward + recomputed)
+    waits = layers * sparse_fraction(jobs) * rates.expert_wait if np.any(np.asarray(jobs.sparse_layers) > 0) else 0.0
+    late_forward = _launch_wait(jobs, layers * host_forward, gpu_forward) + waits
+    late_backward = _launch_wait(jobs, layers * host_backward, gpu_backward) + waits
     forward = gpu_forward + late_forward
-    count = work.accumulation
-    added = adding_seconds(work, rates, held) * (1 - 1 / count)
-    weight = layers * here.matrices + added
+    count = jobs.accumulation
+    added = accumulation_seconds(jobs, rates, parameters) * (1 - 1 / count)
+    weight = layers * block.matrices + added
     backward = gpu_backward + late_backward + added
-    # The last stage has the head; where layers do not divide evenly, it has fewer of them.
-    of_block = here.whole + again + shown.forward + shown.backward
-    of_head = last.whole + work.ahead * of_block
-    uneven = np.where(np.asarray(rates.balanced) > 0, of_head / work.pipeline, np.maximum(0.0, of_head - slack * of_block))
-    extra = np.where(np.asarray(work.pipeline) > 1, uneven, of_head)
+    # The last stage has the head; where layers do not divide evenly, it has fewer layers.
+    of_block = block.whole + recomputed + exposed.forward + exposed.backward
+    of_head = head.whole + jobs.ahead * of_block
+    uneven = np.where(np.asarray(rates.balanced) > 0, of_head / jobs.pipeline, np.maximum(0.0, of_head - slack * of_block))
+    extra = np.where(np.asarray(jobs.pipeline) > 1, uneven, of_head)
 
-    one_hop = _hop(work, rates)
-    waited, hops = bubble(work, count, forward, backward - weight, weight)
-    again_forward = _repeats(work, rates)
-    both = count * layers
+    one_hop = _hop(jobs, rates)
+    waited, hops = bubble(jobs, count, forward, backward - weight, weight)
+    repeated = _repeated(jobs, rates)
+    blocks = count * layers
     parts = {
-        "compute": count * (layers * (here.whole + again - again_forward * shown.forward) + extra + added),
+        "compute": count * (layers * (block.whole + recomputed - repeated * exposed.forward) + extra + added),
         "launch": count * (late_forward + late_backward),
-        "tensor": both * (shown.tensor + shown.tensor_backward + again_forward * shown.tensor),
-        "context": both * (shown.context + shown.context_backward + again_forward * shown.context),
-        "expert": both * (2 * shown.expert + again_forward * shown.expert),
-        "data": data_seconds(work, rates, held, count, forward + backward),
+        "tensor": blocks * (exposed.tensor + exposed.tensor_backward + repeated * exposed.tensor),
+        "context": blocks * (exposed.context + exposed.context_backward + repeated * exposed.context),
+        "expert": blocks * (2 * exposed.expert + repeated * exposed.expert),
+        "data": data_seconds(jobs, rates, parameters, count, forward + backward),
         "pipeline": hops * one_hop,
         "bubble": waited,
-        "optimizer": optimizer_seconds(work, rates, held),
-        "offload": offload_seconds(work, held, count, layers, forward + backward),
+        "optimizer": optimizer_seconds(jobs, rates, parameters),
+        "offload": offload_seconds(jobs, parameters, count, layers, forward + backward),
     }
     parts = {name: value * rates.software for name, value in parts.items()}
     named = sum(parts.values())
-    parts["other"] = named * (rates.spread * np.log2(np.maximum(work.ranks / 8, 1))) + rates.overhead
+    parts["other"] = named * (rates.spread * np.log2(np.maximum(jobs.ranks / 8, 1))) + rates.overhead
     step = named + parts["other"]
     scale = rates.software
-    # What was measured on cores is all of a step.
-    far = 1.0 if np.all(work.on_cpu) else rates.doubt * unsure(parts, step)
+    # On CPUs the constants were measured on whole steps, so every part is equally certain.
+    far = 1.0 if np.all(jobs.on_cpu) else rates.doubt * uncertainty(parts, step)
     return Times(
         **parts,
         step=step,
@@ -126,213 +128,221 @@ def _judge(work: JobTable, rates: Rates) -> Times:
     )
 
 
-def _hop(work: JobTable, rates: Rates) -> Column:
-    """Seconds of a message between neighbouring stages."""
-    shared = (np.asarray(work.sequence_parallel) > 0) | (np.asarray(rates.split) > 0)
-    message = work.tokens * work.dim * work.compute_bytes / np.where(shared, work.tensor, 1)
-    return np.where(np.asarray(work.pipeline) > 1, hop(work, rates, message, work.ranks / work.pipeline), 0.0)
+def _hop(jobs: JobTable, rates: Rates) -> Column:
+    """Seconds of a message between neighboring stages."""
+    shared = (np.asarray(jobs.sequence_parallel) > 0) | (np.asarray(rates.split) > 0)
+    message = jobs.tokens * jobs.dim * jobs.compute_bytes / np.where(shared, jobs.tensor, 1)
+    return np.where(np.asarray(jobs.pipeline) > 1, hop(jobs, rates, message, jobs.ranks / jobs.pipeline), 0.0)
 
 
-def _late(work: JobTable, host: Column, device: Column) -> Column:
-    """How much longer than the device's work the host makes it: a smooth maximum, for neither is ever quite steady. Cores are their
-    own host, and do the one after the other."""
-    if np.all(work.on_cpu):
+def _launch_wait(jobs: JobTable, host: Column, device: Column) -> Column:
+    """How much longer than the device's work a step takes because the host launches kernels: a smooth maximum, as neither
+    rate is steady. A CPU is its own host and does one after the other."""
+    if np.all(jobs.on_cpu):
         return host + 0 * device
     ratio = host / device
     ratio = ratio * ratio
     return device * (np.sqrt(np.sqrt(1 + ratio * ratio)) - 1)
 
 
-def _repeats(work: JobTable, rates: Rates) -> Column:
-    """How much of a block's forward pass is done twice, its communication too."""
-    return (np.asarray(work.recompute) == RECOMPUTE.index("full")) * (rates.repeated / work.recompute_every)
+def _repeated(jobs: JobTable, rates: Rates) -> Column:
+    """Fraction of a block's forward that full recomputation repeats, including its communication."""
+    return (np.asarray(jobs.recompute) == RECOMPUTE.index("full")) * (rates.repeated / jobs.recompute_every)
 
 
-def _again(work: JobTable, rates: Rates, here: Part, shown: Shown) -> Column:
-    """Recomputed in the backward pass of a block: all of it, or what memory bounds (and attention, where that is meant)."""
-    selective = np.asarray(work.recompute) == RECOMPUTE.index("selective")
-    some = (rates.reread * here.moved + rates.selective * here.attention) / work.recompute_every
-    return _repeats(work, rates) * (here.forward + shown.forward) + selective * some
+def _recompute(jobs: JobTable, rates: Rates, block: BlockTime, exposed: Exposed) -> Column:
+    """Seconds of recomputation in the backward of a block: all of it, or the memory-bound part (and attention, where
+    constants say so)."""
+    selective = np.asarray(jobs.recompute) == RECOMPUTE.index("selective")
+    some = (rates.reread * block.moved + rates.selective * block.attention) / jobs.recompute_every
+    return _repeated(jobs, rates) * (block.forward + exposed.forward) + selective * some
 
 
-def _host(work: JobTable, rates: Rates) -> tuple[Column, Column]:
-    """Seconds that launching a block's kernels takes, going forward and back."""
-    fused = np.where(np.asarray(work.compiled) > 0, 0.6, 1.0)
-    each = rates.launch * np.where(np.asarray(work.pipeline) > 1, rates.staged, 1.0)
-    forward = each * (rates.kernels * fused + sparse_part(work) * rates.expert_kernels)
-    gathered = (np.asarray(work.zero) == 3) & (np.asarray(work.shard) > 1)
+def _host(jobs: JobTable, rates: Rates) -> tuple[Column, Column]:
+    """Seconds to launch a block's kernels, forward and backward."""
+    fused = np.where(np.asarray(jobs.compiled) > 0, 0.6, 1.0)
+    each = rates.launch * np.where(np.asarray(jobs.pipeline) > 1, rates.staged, 1.0)
+    forward = each * (rates.kernels * fused + sparse_fraction(jobs) * rates.expert_kernels)
+    gathered = (np.asarray(jobs.zero) == 3) & (np.asarray(jobs.shard) > 1)
     waits = gathered * rates.gather_host
-    repeats = (np.asarray(work.recompute) > 0) / np.asarray(work.recompute_every)
+    repeats = (np.asarray(jobs.recompute) > 0) / np.asarray(jobs.recompute_every)
     return forward + waits, (2 + repeats) * forward + waits
 
 
-def _shown(work: JobTable, rates: Rates, here: Part) -> Shown:
-    """What of a block's communication computing does not cover."""
-    size = work.tokens * work.dim * work.compute_bytes
-    wires = group(work, rates, work.tensor)
+def _exposed(jobs: JobTable, rates: Rates, block: BlockTime) -> Exposed:
+    """Communication of a block that computation does not hide."""
+    size = jobs.tokens * jobs.dim * jobs.compute_bytes
+    wires = group(jobs, rates, jobs.tensor)
     tensor = 4 * gather(wires, size) * (1 - rates.tensor_hidden)
-    # Sequence-parallel inputs are gathered once more for the weights' gradients.
-    tensor_back = tensor * np.where(np.asarray(work.sequence_parallel) > 0, 1.5, 1.0)
+    # With sequence parallelism the inputs are gathered once more for the weights' gradients.
+    tensor_back = tensor * np.where(np.asarray(jobs.sequence_parallel) > 0, 1.5, 1.0)
     context = back = expert = 0.0
-    if np.any(np.asarray(work.context) > 1):
-        context, back = _contexts(work, rates, here)
-    if np.any(np.asarray(work.sparse_layers) > 0):
-        paired = np.where(np.asarray(work.schedule) == CODE["dualpipev"], rates.paired, 0.0)
-        expert = _routed(work, rates) * sparse_part(work) * ((1 - rates.expert_hidden) * (1 - paired))
-    return Shown(tensor, context, back, expert, tensor_back)
+    if np.any(np.asarray(jobs.context) > 1):
+        context, back = _contexts(jobs, rates, block)
+    if np.any(np.asarray(jobs.sparse_layers) > 0):
+        paired = np.where(np.asarray(jobs.schedule) == CODE["dualpipev"], rates.paired, 0.0)
+        expert = _expert_exchange(jobs, rates) * sparse_fraction(jobs) * ((1 - rates.expert_hidden) * (1 - paired))
+    return Exposed(tensor, context, back, expert, tensor_back)
 
 
-def _contexts(work: JobTable, rates: Rates, here: Part) -> tuple[Column, Column]:
-    """Of ranks that share a sequence, forward and back: keys and values behind attention, or gathered before it, or traded for heads."""
-    wires = group(work, rates, work.context, work.tensor)
-    each = work.tokens * work.compute_bytes / work.tensor
-    sent = gather(wires, each * work.kv_width * work.context)
-    traded = gather(wires, each * (work.score_width + work.value_width + work.kv_width)) + 3 * wires.latency
-    way = np.asarray(work.method)
+def _contexts(jobs: JobTable, rates: Rates, block: BlockTime) -> tuple[Column, Column]:
+    """Exposed context-parallel communication, forward and backward: keys and values behind attention (ring), before it
+    (gather), or exchanged for heads (Ulysses)."""
+    wires = group(jobs, rates, jobs.context, jobs.tensor)
+    each = jobs.tokens * jobs.compute_bytes / jobs.tensor
+    sent = gather(wires, each * jobs.kv_width * jobs.context)
+    traded = gather(wires, each * (jobs.score_width + jobs.value_width + jobs.kv_width)) + 3 * wires.latency
+    way = np.asarray(jobs.method)
     behind = np.where(way == METHODS.index("ring"), rates.context_hidden, 0.0)
     traded_here = way == METHODS.index("ulysses")
-    forward = np.where(traded_here, traded, np.maximum(0.0, sent - behind * here.attention))
-    back = np.where(traded_here, traded, np.maximum(0.0, 2 * sent - behind * here.attention_backward))
-    many = np.asarray(work.context) > 1
+    forward = np.where(traded_here, traded, np.maximum(0.0, sent - behind * block.attention))
+    back = np.where(traded_here, traded, np.maximum(0.0, 2 * sent - behind * block.attention_backward))
+    many = np.asarray(jobs.context) > 1
     return many * forward, many * back
 
 
-def _routed(work: JobTable, rates: Rates) -> Column:
-    """Seconds of sending tokens to their experts and back, in one direction of a block."""
-    copies = expert_tokens(work) * work.active * work.dim * work.compute_bytes
-    sent = 2 * exchange(work, rates, work.expert, copies, work.expert_tensor)
-    cut = group(work, rates, work.expert_tensor)
-    return sent + 2 * gather(cut, copies * work.expert_tensor)
+def _expert_exchange(jobs: JobTable, rates: Rates) -> Column:
+    """Seconds to send tokens to their experts and back, in one direction of a block."""
+    copies = expert_tokens(jobs) * jobs.active * jobs.dim * jobs.compute_bytes
+    sent = 2 * exchange(jobs, rates, jobs.expert, copies, jobs.expert_tensor)
+    cut = group(jobs, rates, jobs.expert_tensor)
+    return sent + 2 * gather(cut, copies * jobs.expert_tensor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Times:
-    """Seconds. The first group sums up to `step`, as a critical rank sees it: what is hidden behind computing is not in it."""
+    """Seconds of a step. The parts up to `other` sum up to `step` as the critical rank sees it: hidden communication is not
+    in them."""
 
     compute: Column
-    """Matrices, attention and everything memory-bound, of all micro-batches, recomputation too."""
+    """Matrices, attention and memory-bound work of all micro-batches, with recomputation."""
     launch: Column
-    """Waiting for the host to launch kernels, beyond what computing covers."""
+    """Waiting for the host to launch kernels, beyond what computing hides."""
     tensor: Column
-    """Exposed communication of each dimension …"""
+    """Exposed communication of tensor parallelism; the next fields are those of the other dimensions."""
     context: Column
     expert: Column
     data: Column
-    """… of replicas and shards: gradients, gathered parameters."""
+    """Exposed communication of replicas and shards: gradients and gathered parameters."""
     pipeline: Column
-    """Between stages."""
+    """Messages between stages."""
     bubble: Column
     optimizer: Column
     offload: Column
     other: Column
-    """Stragglers, data, what no equation names."""
+    """Stragglers, data loading and everything that no equation names."""
     step: Column
     low: Column
-    """P10 of the step …"""
+    """P10 of the step."""
     high: Column
-    """… and P90."""
+    """P90 of the step."""
 
-    # Of one micro-batch in the busiest stage, exposed communication inside: what a simulation of the schedule starts from.
+    # Seconds of one micro-batch in the busiest stage, with exposed communication: what a simulation of the schedule starts
+    # from.
     forward: Column
     input: Column
     """Backward to the input."""
     weight: Column
     """Backward to the weights."""
     head: Column
-    """Forward and backward that the last stage has beyond the others."""
+    """Forward and backward that the last stage has in addition to the others."""
     hop: Column
-    """A message between neighbouring stages."""
+    """A message between neighboring stages."""
     tail: Column
-    """After the last micro-batch: exposed gradients, optimizer, gathering."""
+    """Work after the last micro-batch: exposed gradients, optimizer, offload."""
 
 
 PARTS = ("compute", "launch", "tensor", "context", "expert", "data", "pipeline", "bubble", "optimizer", "offload", "other")
-"""Those that sum up to the step."""
+"""The parts that sum up to the step."""
 
 
 _COMPUTE = 0.07
 _PARTS = {"data": 0.4, "launch": 0.2, "expert": 0.2, "tensor": 0.25, "bubble": 0.1}
-"""Deviation of what is predicted for each part, as a part of it: products are alike everywhere, networks and hosts are not."""
+"""Relative standard deviation of each part's prediction: matrix products are alike everywhere, networks and hosts are not."""
 _FAMILY = 1.0
-"""Variance between publications about one family of devices, over that of rows within one."""
+"""Variance between publications on one family of devices, relative to the variance within one publication."""
 
 
-def unsure(parts: Mapping[str, Column], step: Column) -> Column:
-    """How many times as far off as a step that only computes."""
+def uncertainty(parts: Mapping[str, Column], step: Column) -> Column:
+    """Uncertainty of a step relative to a step that only computes."""
     squares = sum((doubt / _COMPUTE * parts[name]) ** 2 for name, doubt in _PARTS.items())
     return np.sqrt(1 + squares / (step * step))
 
 
-def unfamiliar(publications: Column) -> Column:
-    """How many times as far off, by the number of publications that the constants of a family rest on."""
+def family_uncertainty(publications: Column) -> Column:
+    """Uncertainty relative to a well-known family, by the number of publications that a family's constants rest on."""
     return np.sqrt(1 + _FAMILY / np.maximum(publications, 0.5))
 
 
-class Held(NamedTuple):
-    """Values of the fullest pipeline rank, before shards divide them."""
+class RankParameters(NamedTuple):
+    """Parameters of the fullest pipeline rank, before sharding."""
 
     dense: Column
     experts: Column
 
 
-def held_by(work: JobTable, layers: Column) -> Held:
-    """Of the fullest rank: its layers, and the embedding or the head (both, where there is no pipeline and they are not tied)."""
-    sparse, matrices = sparse_part(work), 2 + np.asarray(work.gated)
-    ffn = (1 - sparse) * work.ffn + sparse * work.shared_ffn
-    block_values = work.attention_weights + matrices * work.dim * ffn + sparse * work.experts * work.dim
-    ends = np.where((np.asarray(work.pipeline) > 1) | (np.asarray(work.tied) > 0), 1, 2) * work.vocab * work.dim
-    # Where layers do not divide evenly, the ends have fewer of them beside their tables.
-    spared = layers * work.pipeline - work.layers
+def rank_parameters(jobs: JobTable, layers: Column) -> RankParameters:
+    """Parameters of the fullest rank: its layers, and the embedding or the head (both without a pipeline, unless they are
+    tied)."""
+    sparse, matrices = sparse_fraction(jobs), 2 + np.asarray(jobs.gated)
+    ffn = (1 - sparse) * jobs.ffn + sparse * jobs.shared_ffn
+    block_values = jobs.attention_weights + matrices * jobs.dim * ffn + sparse * jobs.experts * jobs.dim
+    ends = np.where((np.asarray(jobs.pipeline) > 1) | (np.asarray(jobs.tied) > 0), 1, 2) * jobs.vocab * jobs.dim
+    # Where layers do not divide evenly, the first and last ranks have fewer layers next to embedding and head.
+    spared = layers * jobs.pipeline - jobs.layers
     ends = np.where(spared > 0, np.maximum(0.0, ends - block_values), ends)
-    dense = (layers * block_values + ends) / work.tensor
-    experts = layers * sparse * 3 * work.dim * work.expert_ffn * work.experts / (work.expert * work.expert_tensor)
-    return Held(dense, experts)
+    dense = (layers * block_values + ends) / jobs.tensor
+    experts = layers * sparse * 3 * jobs.dim * jobs.expert_ffn * jobs.experts / (jobs.expert * jobs.expert_tensor)
+    return RankParameters(dense, experts)
 
 
-def adding_seconds(work: JobTable, rates: Rates, held: Held) -> Column:
-    """Adding a micro-batch's gradients to those kept in 32 bits, in part behind the products. Sharded ones are few."""
-    kept = np.where(np.asarray(work.zero) == 3, work.shard, 1)
-    return rates.adding * (held.dense + held.experts) / kept / (work.bandwidth * rates.memory)
+def accumulation_seconds(jobs: JobTable, rates: Rates, parameters: RankParameters) -> Column:
+    """Seconds to add a micro-batch's gradients to the fp32 sum, partly hidden by matrix products. Sharded gradients are
+    few."""
+    kept = np.where(np.asarray(jobs.zero) == 3, jobs.shard, 1)
+    return rates.adding * (parameters.dense + parameters.experts) / kept / (jobs.bandwidth * rates.memory)
 
 
-def data_seconds(work: JobTable, rates: Rates, held: Held, count: Column, busy: Column) -> Column:
-    """Exposed: gradients summed over replicas, parameters gathered. Sharded parameters (`zero` 3) travel with every micro-batch."""
-    third = (np.asarray(work.zero) == 3) & (np.asarray(work.shard) > 1)
-    shards = work.shard * work.context
-    inner = group(work, rates, shards, work.tensor)
-    outer = group(work, rates, work.data, work.tensor * shards)
-    every = group(work, rates, work.data * shards, work.tensor)
-    gradient, value = work.wire, work.compute_bytes
-    gathered = np.where(np.asarray(work.gathered) > 0, work.gathered, value)
-    each = (2 * gathered + gradient) * held.dense * inner.per_byte + 3 * inner.latency * work.layers / work.pipeline
-    replicated = 2 * gradient * held.dense / np.maximum(shards, 1) * outer.per_byte + 2 * outer.latency
-    plain = (gradient + value) * held.dense * every.per_byte + 2 * every.latency * work.layers / work.pipeline
+def data_seconds(jobs: JobTable, rates: Rates, parameters: RankParameters, count: Column, busy: Column) -> Column:
+    """Exposed seconds of reducing gradients and gathering parameters. With ZeRO-3, parameters are gathered for every
+    micro-batch."""
+    third = (np.asarray(jobs.zero) == 3) & (np.asarray(jobs.shard) > 1)
+    shards = jobs.shard * jobs.context
+    inner = group(jobs, rates, shards, jobs.tensor)
+    outer = group(jobs, rates, jobs.data, jobs.tensor * shards)
+    every = group(jobs, rates, jobs.data * shards, jobs.tensor)
+    gradient, value = jobs.wire, jobs.compute_bytes
+    gathered = np.where(np.asarray(jobs.gathered) > 0, jobs.gathered, value)
+    each = (2 * gathered + gradient) * parameters.dense * inner.per_byte + 3 * inner.latency * jobs.layers / jobs.pipeline
+    replicated = 2 * gradient * parameters.dense / np.maximum(shards, 1) * outer.per_byte + 2 * outer.latency
+    plain = (gradient + value) * parameters.dense * every.per_byte + 2 * every.latency * jobs.layers / jobs.pipeline
     sent = np.where(third, count * each + replicated, plain)
-    if np.any(np.asarray(work.sparse_layers) > 0):
-        apart = work.expert * work.expert_tensor
-        same = np.maximum(work.ranks / work.pipeline / apart, 1)
-        wires = group(work, rates, same, apart)
-        rest = held.experts * wires.per_byte
+    if np.any(np.asarray(jobs.sparse_layers) > 0):
+        apart = jobs.expert * jobs.expert_tensor
+        same = np.maximum(jobs.ranks / jobs.pipeline / apart, 1)
+        wires = group(jobs, rates, same, apart)
+        rest = parameters.experts * wires.per_byte
         sent = sent + np.where(third, count * (2 * gathered + gradient) * rest, (gradient + value) * rest)
     cover = rates.data_hidden * np.where(third, count, 1) * busy
     return np.maximum(0.0, sent - cover) + np.where(third, rates.gathering, rates.contention) * np.minimum(sent, cover)
 
 
-def optimizer_seconds(work: JobTable, rates: Rates, held: Held) -> Column:
-    apart = work.expert * work.expert_tensor
-    same = np.clip(work.ranks / work.pipeline / np.maximum(apart, 1), 1, None)
-    mine = held.dense / (work.shard * work.context) + held.experts / np.minimum(work.shard * work.context, same)
-    # Moments of 4 bytes each are 16 of some 28 bytes that are read and written.
-    size = rates.optimizer_bytes * (12 + 2 * np.asarray(work.moments)) / 28
-    return size * mine / (work.bandwidth * rates.memory)
+def optimizer_seconds(jobs: JobTable, rates: Rates, parameters: RankParameters) -> Column:
+    apart = jobs.expert * jobs.expert_tensor
+    same = np.clip(jobs.ranks / jobs.pipeline / np.maximum(apart, 1), 1, None)
+    mine = parameters.dense / (jobs.shard * jobs.context) + parameters.experts / np.minimum(jobs.shard * jobs.context, same)
+    # Two moments of 4 bytes make 16 of the 28 bytes that are read and written.
+    size = rates.optimizer_bytes * (12 + 2 * np.asarray(jobs.moments)) / 28
+    return size * mine / (jobs.bandwidth * rates.memory)
 
 
-def offload_seconds(work: JobTable, held: Held, count: Column, layers: Column, busy: Column) -> Column:
-    """States that cross to the host and back every step, and activations that do so every micro-batch behind computing."""
-    mine = (held.dense + held.experts) / (work.shard * work.context)
-    states = np.where(np.asarray(work.offload) > 0, 16.0 * mine / work.host_bandwidth, 0.0)
-    states = np.where(np.asarray(work.offload) > 1, 8 * states, states)
-    if not np.any(np.asarray(work.activations_on_host) > 0):
+def offload_seconds(jobs: JobTable, parameters: RankParameters, count: Column, layers: Column, busy: Column) -> Column:
+    """Seconds of offload: optimizer states cross to the host and back every step; activations do so every micro-batch,
+    behind computing."""
+    mine = (parameters.dense + parameters.experts) / (jobs.shard * jobs.context)
+    states = np.where(np.asarray(jobs.offload) > 0, 16.0 * mine / jobs.host_bandwidth, 0.0)
+    states = np.where(np.asarray(jobs.offload) > 1, 8 * states, states)
+    if not np.any(np.asarray(jobs.activations_on_host) > 0):
         return states
-    crossing = 2 * work.tokens * layers * 2 * work.dim * work.compute_bytes / work.host_bandwidth
-    return states + np.where(np.asarray(work.activations_on_host) > 0, count * np.maximum(0.0, crossing - busy), 0.0)
+    crossing = 2 * jobs.tokens * layers * 2 * jobs.dim * jobs.compute_bytes / jobs.host_bandwidth
+    return states + np.where(np.asarray(jobs.activations_on_host) > 0, count * np.maximum(0.0, crossing - busy), 0.0)

@@ -1,6 +1,7 @@
-"""What a run's plan promised beside what the run measured, and constants corrected by it. `phalanx plan --compare RUNDIR` calls it.
+"""Compares what a run's plan promised with what the run measured, and corrects the constants. `phalanx plan --compare
+RUNDIR` calls it.
 
-The prediction is made anew with the constants of now, so that a second comparison shows what a correction has brought.
+The prediction is made anew with the present constants, so that a second comparison shows the effect of a correction.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from phalanx.events.log import read_events
 from phalanx.events.records import Event, RunStarted, Step, StepAccounted, StepTimed
 from phalanx.events.rundir import RunDir
-from phalanx.planning.feedback.refit import TOLD_BY, Measured, corrected, refitted
+from phalanx.planning.feedback.refit import COVERED_PARTS, Measured, corrected, refitted
 from phalanx.planning.machine_fit import promised
 from phalanx.planning.machines.cluster import measured_constants
 from phalanx.planning.machines.cpu import FIXED, of_cores, unnamed
@@ -28,22 +29,22 @@ from phalanx.spec.run import Run
 _KINDS = {"parameters": ("parameters",), "gradients": ("gradients",), "optimizer": ("optimizer",)}
 _MOVING = ("activations", "logits", "gathered", "buffers")
 _WIDTHS = {"gemm": 0.3, "traffic": 0.5, "launch": 0.5, "latency": 0.5, "attention": 0.3, "overhead": 0.5}
-"""How far a run may move each constant where it tells of their sum only …"""
+"""How far a run may move each constant where it measured only whole steps."""
 _APART = {
     "gemm": 0.3, "attention": 0.3, "traffic": 0.5, "launch": 0.5, "latency": 1.0, "island": 0.7, "network": 0.7,
     "optimizer_bytes": 1.0, "overhead": 1.5,
 }  # fmt: skip
-"""… and where it tells what computing, messages, the update and the rest took …"""
+"""The same where it measured computing, messages, update and the rest separately."""
 _TOGETHER = 1.5
-"""… and those of computing all together."""
+"""How far the constants of computing may move together."""
 _SURE = 0.005
-_NOTHING = 1e-5
-"""Logarithm of a factor to a constant of which the run tells nothing, such as that of messages where none are sent."""
+_UNINFORMED = 1e-5
+"""Logarithm of a factor below which the run says nothing about a constant, such as the network's where nothing is sent."""
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """One number of the plan and of the run; None: there is none."""
+class ComparedValue:
+    """One number of the plan and of the run; None: not known."""
 
     name: str
     predicted: float | None
@@ -53,7 +54,7 @@ class Beside:
 
     @property
     def error(self) -> float | None:
-        """How much the prediction is too large, as a part of what was measured."""
+        """Relative error of the prediction; positive if it is too large."""
         if not self.predicted or not self.measured:
             return None
         return self.predicted / self.measured - 1
@@ -61,32 +62,32 @@ class Beside:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """A run directory's last launch against its plan."""
+    """The last launch of a run directory, compared with its plan."""
 
     run: Run
     plan: Plan
-    now: Promise
-    """Predicted with the constants of now."""
-    taken: tuple[Step, ...]
+    predicted: Promise
+    """Predicted with the present constants."""
+    step_events: tuple[Step, ...]
     """Every step of the launch."""
     accounted: tuple[StepAccounted, ...]
     timed: Timed | None
-    """What a step was made of; None where that could not be told."""
+    """What a step was made of; None where that was not measured."""
 
     @property
     def steps(self) -> int:
-        """That were measured: the first warms up, the second is counted operation by operation."""
-        return len(self.taken) - 2
+        """Number of measured steps: the first warms up, the second is counted operation by operation."""
+        return len(self.step_events) - 2
 
     @property
     def seconds(self) -> float:
-        """Measured, of a step."""
-        return median(step.seconds for step in (self.taken[2:] if len(self.taken) > 3 else self.taken[-1:]))
+        """Measured time of a step."""
+        return median(step.seconds for step in (self.step_events[2:] if len(self.step_events) > 3 else self.step_events[-1:]))
 
     @property
     def memory(self) -> float:
-        """Measured, of the fullest rank."""
-        return float(max(step.memory for step in self.taken))
+        """Measured bytes of the fullest rank."""
+        return float(max(step.memory for step in self.step_events))
 
     @property
     def sent(self) -> dict[str, dict[str, int]]:
@@ -94,30 +95,32 @@ class Comparison:
         return next((event.sent for event in self.accounted if event.rank == 0), {})
 
     @property
-    def rows(self) -> tuple[Beside, ...]:
-        return self.against(self.now)
+    def rows(self) -> tuple[ComparedValue, ...]:
+        return self.against(self.predicted)
 
-    def against(self, promise: Promise) -> tuple[Beside, ...]:
-        """What was measured beside one promise."""
+    def against(self, promise: Promise) -> tuple[ComparedValue, ...]:
+        """The measurements next to one promise."""
         return (*self._times(promise), *self._memories(promise))
 
-    def _times(self, promise: Promise) -> Iterator[Beside]:
-        speed = median(step.tokens_per_second for step in self.taken[2:] or self.taken)
-        yield Beside("step", promise.seconds, self.seconds, "s")
-        yield Beside("speed", promise.tokens_per_second, speed, "tokens/s")
-        for name, predicted, measured in beside(promise.split, self.timed, self.seconds):
-            yield Beside(f"  {name}", predicted, measured, "s")
+    def _times(self, promise: Promise) -> Iterator[ComparedValue]:
+        speed = median(step.tokens_per_second for step in self.step_events[2:] or self.step_events)
+        yield ComparedValue("step", promise.seconds, self.seconds, "s")
+        yield ComparedValue("speed", promise.tokens_per_second, speed, "tokens/s")
+        for name, predicted, measured in part_rows(promise.split, self.timed, self.seconds):
+            yield ComparedValue(f"  {name}", predicted, measured, "s")
         if self.accounted:
             work = sum(event.flops.get("all", 0) for event in self.accounted)
-            yield Beside("operations", self.plan.flops_per_token * self.taken[-1].tokens, float(work) or None, "FLOP")
+            yield ComparedValue(
+                "operations", self.plan.flops_per_token * self.step_events[-1].tokens, float(work) or None, "FLOP"
+            )
 
-    def _memories(self, promise: Promise) -> Iterator[Beside]:
+    def _memories(self, promise: Promise) -> Iterator[ComparedValue]:
         fullest = max(self.accounted, key=lambda event: sum(event.memory.values()), default=None)
         for name, parts in (*_KINDS.items(), ("activations", _MOVING)):
             predicted = math.fsum(promise.memory.get(part, 0.0) for part in parts)
-            yield Beside(name, predicted, float(fullest.memory[name]) if fullest else None, "B")
-        yield Beside("fixed", promise.memory.get("fixed", 0.0), None, "B")
-        yield Beside("memory", promise.total_memory, self.memory, "B")
+            yield ComparedValue(name, predicted, float(fullest.memory[name]) if fullest else None, "B")
+        yield ComparedValue("fixed", promise.memory.get("fixed", 0.0), None, "B")
+        yield ComparedValue("memory", promise.total_memory, self.memory, "B")
 
     def to_json(self, again: Promise | None = None) -> dict[str, Any]:
         """`again`: the same run's promise with corrected constants, as a further column."""
@@ -126,11 +129,12 @@ class Comparison:
             later = {row.name: row.predicted for row in self.against(again)}
             rows = [row | {"refitted": later.get(row["name"])} for row in rows]
         when = None if self.timed is None else self.timed.to_json()
-        return {"steps": self.steps, "rows": rows, "timed": when, "split": self.now.split, "sent": self.sent}
+        return {"steps": self.steps, "rows": rows, "timed": when, "split": self.predicted.split, "sent": self.sent}
 
 
 def compare(directory: Path, machine: Machine) -> Comparison:
-    """Of the run in `directory`, which was trained on this machine. RunError where there is nothing to compare."""
+    """The comparison of the run in `directory`, which was trained on this machine. RunError where there is nothing to
+    compare."""
     rundir = RunDir(directory)
     try:
         plan = Plan.from_json(rundir.plan_file.read_text())
@@ -151,38 +155,38 @@ def compare(directory: Path, machine: Machine) -> Comparison:
     return Comparison(
         run=run,
         plan=plan,
-        now=now,
-        taken=tuple(steps),
+        predicted=now,
+        step_events=tuple(steps),
         accounted=tuple(event for event in launch if isinstance(event, StepAccounted)),
         timed=timed([event for event in launch if isinstance(event, StepTimed)]),
     )
 
 
-def correction(found: Comparison, machine: Machine) -> dict[str, float]:
-    """Constants with which the same run would have been predicted as it was measured, by the names of the machine's entry: each by the
-    part of the step that it makes, where the run has measured its parts."""
-    run, plan, device = found.run, found.plan, found.plan.device
+def correction(comparison: Comparison, machine: Machine) -> dict[str, float]:
+    """Constants with which the run would have been predicted as it was measured, by the names of the machine's profile:
+    each from the part of the step that it determines, where the run measured its parts."""
+    run, plan, device = comparison.run, comparison.plan, comparison.plan.device
     hardware = devices_of(run, machine, plan.ranks, plan.threads, device)
-    parts = {} if found.timed is None else found.timed.told(found.seconds)
-    steps = [(Measured(run=run, plan=plan, seconds=found.seconds, parts=parts), hardware)]
+    parts = {} if comparison.timed is None else comparison.timed.by_covered_parts(comparison.seconds)
+    steps = [(Measured(run=run, plan=plan, seconds=comparison.seconds, parts=parts), hardware)]
     how = (_APART, _SURE, _TOGETHER) if parts else (_WIDTHS, _SURE)
     scale = refitted(steps, plan.compute, *how)
     own = dict(measured_constants(machine, device))
     base = of_cores(machine) if device == "cpu" else {}
-    told = {name: factor for name, factor in scale.items() if abs(math.log(factor)) > _NOTHING}
-    constants = corrected(told, hardware, plan.compute, base, moe=run.model.moe is not None)
+    informed = {name: factor for name, factor in scale.items() if abs(math.log(factor)) > _UNINFORMED}
+    constants = corrected(informed, hardware, plan.compute, base, moe=run.model.moe is not None)
     if device == "cpu":
         latency = scale["latency"] * base["latency"]
         constants["cpu.overhead"] = unnamed(base, latency, scale["overhead"], plan.ranks)
-        more = found.memory - found.now.total_memory
+        more = comparison.memory - comparison.predicted.total_memory
         constants["cpu.fixed_memory"] = max(own.get("fixed_memory", FIXED) + more, 2.0**26)
     return constants
 
 
-def after(found: Comparison, machine: Machine, constants: dict[str, float]) -> Promise:
+def after(comparison: Comparison, machine: Machine, constants: dict[str, float]) -> Promise:
     """The same run's promise with corrected constants."""
-    told = replace(machine, measured=tuple((dict(machine.measured) | constants).items()))
-    again = promised(found.run, told, found.plan)
+    refitted_machine = replace(machine, measured=tuple((dict(machine.measured) | constants).items()))
+    again = promised(comparison.run, refitted_machine, comparison.plan)
     assert again is not None, "it was promised something before"
     return again
 
@@ -203,43 +207,43 @@ NAMES = {
     "loading": "waiting for data",
     "other": "everything else",
 }
-"""Parts of a step as they are measured, in words."""
+"""Labels of the parts of a step as a run measures them."""
 _OWN = ("compute", "optimizer", "loading")
-"""Parts in which a rank waits for no other."""
+"""Parts in which a rank does not wait for others."""
 _NEGLIGIBLE = 1e-4
-"""Part of a step below which it is not worth a line."""
+"""Fraction of a step below which a part gets no row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timed:
-    """One step of a run on the rank that waited least for others, as the plan's equations see a step."""
+    """One step of a run on the rank that waited least for others, in the parts of the time model."""
 
     step: int
     rank: int
     ranks: int
-    """That were timed."""
+    """Ranks that were timed."""
     seconds: float
     parts: dict[str, float]
-    """Seconds that add up to it, by the names of NAMES."""
+    """Seconds that add up to the step, by the keys of NAMES."""
     mean: dict[str, float]
-    """The same over all ranks."""
+    """The same, averaged over all ranks."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     def of(self, seconds: float) -> dict[str, float]:
-        """The parts of a step that takes so long."""
+        """The parts of a step that takes this long."""
         return {part: spent * seconds / self.seconds for part, spent in self.parts.items()}
 
-    def told(self, seconds: float) -> dict[str, float]:
-        """The same by the names of refit.TOLD_BY: no equation knows the batch that is waited for."""
-        found = self.of(seconds)
-        found["other"] = found.get("other", 0.0) + found.pop("loading", 0.0)
-        return {part: found.get(part, 0.0) for part in TOLD_BY}
+    def by_covered_parts(self, seconds: float) -> dict[str, float]:
+        """The same by the keys of refit.TOLD_BY; no equation covers waiting for data."""
+        parts = self.of(seconds)
+        parts["other"] = parts.get("other", 0.0) + parts.pop("loading", 0.0)
+        return {part: parts.get(part, 0.0) for part in COVERED_PARTS}
 
 
 def timed(events: Sequence[StepTimed]) -> Timed | None:
-    """Of the steps that were timed, the one of median length; None where there is none."""
+    """Of the timed steps, the one of median length; None where there is none."""
     by_step: dict[int, dict[int, StepTimed]] = {}
     for event in events:
         by_step.setdefault(event.step, {})[event.rank] = event
@@ -263,11 +267,13 @@ def timed(events: Sequence[StepTimed]) -> Timed | None:
     )
 
 
-def beside(split: Mapping[str, float], found: Timed | None, seconds: float) -> Iterator[tuple[str, float | None, float | None]]:
-    """Of each part that is worth a line: its name, what was promised of it, and what it is of a step that was measured to take so long."""
-    measured = None if found is None else found.of(seconds)
+def part_rows(
+    split: Mapping[str, float], timed_step: Timed | None, seconds: float
+) -> Iterator[tuple[str, float | None, float | None]]:
+    """For each part worth a row: its label, the promised seconds, and the seconds of a measured step of this length."""
+    measured = None if timed_step is None else timed_step.of(seconds)
     for part, name in NAMES.items():
-        promised = sum(split.get(one, 0.0) for one in TOLD_BY[part]) if part in TOLD_BY else None
+        promised = sum(split.get(name_, 0.0) for name_ in COVERED_PARTS[part]) if part in COVERED_PARTS else None
         spent = None if measured is None else measured.get(part, 0.0)
         if (promised or 0.0) > _NEGLIGIBLE * sum(split.values()) or (spent or 0.0) > _NEGLIGIBLE * seconds:
             yield name, promised, spent

@@ -1,6 +1,5 @@
-"""Draws constants towards what was measured on a machine: a few steps, and priors for what these do not tell. `phalanx bench` calls it
-with steps of small models, a comparison with the steps of a run and what they were made of.
-"""
+"""Fits constants to steps that were measured on a machine: a few steps, with priors for what they do not determine.
+`phalanx bench` calls it with steps of small models, `feedback/compare_run` with the steps and parts of a run."""
 
 from __future__ import annotations
 
@@ -20,14 +19,14 @@ from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 
 _SURE = 0.05
-"""Scatter of a measured step, as a part of it."""
+"""Relative scatter of a measured step."""
 
 _PART_SURE = 0.1
-"""The same of one part of a step …"""
+"""Relative scatter of one part of a step."""
 _SMALL = 0.01
-"""… unless it is less than about this part of the step, where nobody measures well and little depends on it."""
+"""Fraction of the step below which a part is measured badly and matters little."""
 
-TOLD_BY = {
+COVERED_PARTS = {
     "compute": ("compute", "launch"),
     "tensor": ("tensor",),
     "context": ("context",),
@@ -37,7 +36,8 @@ TOLD_BY = {
     "optimizer": ("optimizer", "offload"),
     "other": ("other",),
 }
-"""Parts of a step that a run measures, and those of `planning/cost/step_time` that are one with it: within a rank they cannot be told apart."""
+"""Parts of a step that a run measures, and the parts of `cost/step_time` that each covers: within a rank these cannot be
+separated."""
 
 WIDTHS = {
     "gemm": 0.2,
@@ -48,31 +48,31 @@ WIDTHS = {
     "optimizer_bytes": 0.4,
     "overhead": 1.0,
 }
-"""How far each may move: the deviation of its logarithm."""
+"""How far each constant may move: the standard deviation of its logarithm."""
 
 
 EIGHT_BITS = {"gemm": 0.2, "rounding": 0.4}
-"""The same for steps in fp8, when those in bf16 have told the rest."""
+"""The same for steps in fp8, after those in bf16 have determined the rest."""
 
 _ALIKE = {"gemm": -1.0, "attention": -1.0, "traffic": 1.0}
-"""Constants that are all worse on a slow device, and in which direction; on cores launching is too."""
+"""Constants that are all worse on a slow device, and in which direction; on CPUs launching is too."""
 
 OF_FORMAT = ("gemm", "attention")
-"""Constants that hold for one number format; the others hold for all."""
+"""Constants of one number format; the others hold for all formats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A step that was timed."""
+    """A measured step."""
 
     run: Run
     plan: Plan
     seconds: float
     parts: Mapping[str, float] = field(default_factory=dict)
-    """What it was made of, by the names of TOLD_BY; none: it was not looked at."""
+    """What the step was made of, by the keys of TOLD_BY; empty: not measured."""
 
 
-def work_of(run: Run, plan: Plan, hardware: Hardware) -> JobTable:
+def jobs_of(run: Run, plan: Plan, hardware: Hardware) -> JobTable:
     """The one job that a plan describes."""
     given = replace(run, layout=plan.layout, train=replace(run.train, micro_batch=plan.micro_batch))
     layout = plan.layout
@@ -94,7 +94,7 @@ def work_of(run: Run, plan: Plan, hardware: Hardware) -> JobTable:
         "offload": OFFLOAD.index(memory.offload) if memory.offload != "auto" else 0,
         "micro_batch": plan.micro_batch,
     }
-    return space(given, hardware, plan.ranks).work({name: np.array([value]) for name, value in columns.items()})
+    return space(given, hardware, plan.ranks).jobs({name: np.array([value]) for name, value in columns.items()})
 
 
 def refitted(
@@ -104,9 +104,10 @@ def refitted(
     sure: float = _SURE,
     common: float = 0.0,
 ) -> dict[str, float]:
-    """Factors to the constants that explain the steps best, not far from one: Gauss-Newton on logarithms. `sure`: scatter of a step.
-    `common`: how far those of computing may move together, where steps tell of their sum; it takes less than moving one of them."""
-    works = [work_of(step.run, step.plan, hardware) for step, hardware in steps]
+    """Factors on the constants that explain the steps best and stay near one: Gauss-Newton on logarithms. `sure`: scatter
+    of a step. `common`: how far the constants of computing may move together, where steps determine only their sum; that
+    costs less than moving one of them."""
+    tables = [jobs_of(step.run, step.plan, hardware) for step, hardware in steps]
     firsts = [rates_for(hardware, compute, moe=step.run.model.moe is not None) for step, hardware in steps]
     names, spread = list(widths), np.array(list(widths.values()))
     alike = _ALIKE | ({"launch": 1.0} if all(hardware.device == "cpu" for _, hardware in steps) else {})
@@ -115,11 +116,11 @@ def refitted(
 
     def misses(logs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         scale = dict(zip(names, np.exp(logs), strict=True))
-        found = [
-            _missed(step_times(work, _scaled(rates, scale)), step, sure)
-            for (step, _), work, rates in zip(steps, works, firsts, strict=True)
+        errors = [
+            _errors(step_times(jobs, _scaled(rates, scale)), step, sure)
+            for (step, _), jobs, rates in zip(steps, tables, firsts, strict=True)
         ]
-        return np.concatenate(found)
+        return np.concatenate(errors)
 
     logs = np.zeros(len(names))
     for _ in range(12):
@@ -137,19 +138,19 @@ def refitted(
 def corrected(
     scale: Mapping[str, float], hardware: Hardware, compute: str, base: Mapping[str, float], *, moe: bool = False
 ) -> dict[str, float]:
-    """Constants with their factors applied, by the names under which a machine's entry keeps them. `base`: those of them that are not
-    what `rates_for` says, such as a core's before ranks take turns on it. `moe`: the steps were of a model with experts."""
+    """The corrected constants, by the names of the machine's profile. `base`: the constants that differ from those of
+    `rates_for`, such as a core's before ranks share it. `moe`: the steps were of a model with experts."""
     rates = rates_for(hardware, compute, moe=moe)
-    found = {}
+    constants = {}
     for name, factor in scale.items():
-        of = f"{hardware.device}.{compute}" if hardware.device == "cuda" and name in OF_FORMAT else hardware.device
-        found[f"{of}.{name}"] = float(base.get(name, getattr(rates, name))) * factor
+        prefix = f"{hardware.device}.{compute}" if hardware.device == "cuda" and name in OF_FORMAT else hardware.device
+        constants[f"{prefix}.{name}"] = float(base.get(name, getattr(rates, name))) * factor
     if "island" in scale and hardware.device == "cuda" and hardware.island_bandwidth < BUS:
-        found["cuda.island"] *= float(rates.bus)  # what is measured is taken for that of the bus
+        constants["cuda.island"] *= float(rates.bus)  # what is measured is taken for that of the bus
     if "launch" in scale and hardware.device == "cuda" and not moe:
-        # The steps were of dense models: what launching costs there says nothing of experts, whose cost stays what it was.
-        found[f"{hardware.device}.expert_kernels"] = float(rates.expert_kernels) / scale["launch"]
-    return found
+        # The steps were of dense models, whose launches say nothing about experts: the cost of experts stays what it was.
+        constants[f"{hardware.device}.expert_kernels"] = float(rates.expert_kernels) / scale["launch"]
+    return constants
 
 
 def _scaled(rates: Rates, scale: Mapping[str, float]) -> Rates:
@@ -157,11 +158,11 @@ def _scaled(rates: Rates, scale: Mapping[str, float]) -> Rates:
     return replace(rates, **{name: getattr(rates, name) * value for name, value in scale.items() if name in names})
 
 
-def _missed(times: Times, step: Measured, sure: float) -> npt.NDArray[np.float64]:
-    """How far a step, and each of its parts that was measured, is from what was measured, in units of their scatter."""
-    found = [np.log(float(np.ravel(times.step)[0]) / step.seconds) / sure]
+def _errors(times: Times, step: Measured, sure: float) -> npt.NDArray[np.float64]:
+    """How far a step and its measured parts are from the prediction, in units of their scatter."""
+    errors = [np.log(float(np.ravel(times.step)[0]) / step.seconds) / sure]
     small = _SMALL * step.seconds
     for part, seconds in step.parts.items():
-        predicted = sum(float(np.ravel(getattr(times, name))[0]) for name in TOLD_BY[part])
-        found.append(np.log((predicted + small) / (seconds + small)) / _PART_SURE)
-    return np.array(found)
+        predicted = sum(float(np.ravel(getattr(times, name))[0]) for name in COVERED_PARTS[part])
+        errors.append(np.log((predicted + small) / (seconds + small)) / _PART_SURE)
+    return np.array(errors)

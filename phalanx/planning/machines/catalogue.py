@@ -1,6 +1,8 @@
-"""The catalogue's files: one TOML file per thing, in a folder per kind; a thing is called as its file. Adding one is adding a file.
+"""The catalogue of GPUs, TPUs, nodes, links, clusters and failure tables: one TOML file per entry, in a folder per kind,
+named by the file. Adding an entry is adding a file.
 
-`planning/machines/catalogue` and `planning/machines/hardware` read things through it, `phalanx clusters` lists them.
+`machines/hardware` builds clusters from it, `phalanx clusters` lists it, the health check shows its peaks next to what the
+machine has.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ KINDS = {
     "clusters": "a cluster",
     "failures": "a table of failures",
 }
-"""Folders of the catalogue, and what each holds one of."""
+"""Folders of the catalogue, and what an entry of each is."""
 _LIST = "`phalanx clusters`"
 
 
 @cache
 def entries(kind: str) -> Mapping[str, Mapping[str, Any]]:
-    """Everything of a kind by name, in alphabetical order."""
+    """All entries of a kind by name, in alphabetical order."""
     folder = files("phalanx.planning") / "catalogue" / kind
     names = sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
     read = {name: tomllib.loads((folder / f"{name}.toml").read_text(encoding="utf-8")) for name in names}
@@ -38,7 +40,7 @@ def entries(kind: str) -> Mapping[str, Mapping[str, Any]]:
 
 
 def entry(kind: str, name: str, asked_by: str) -> Mapping[str, Any]:
-    """One thing of the catalogue; RunError in the words of `asked_by`, such as "cluster.gpu", where there is none of that name."""
+    """One entry. RunError that names `asked_by`, such as "cluster.gpu", where the catalogue has none of that name."""
     known = entries(kind)
     if name not in known:
         raise RunError([f"{asked_by} = {quote(name)} is not {KINDS[kind]} of the catalogue: {_remedy(name, known)}"])
@@ -46,7 +48,7 @@ def entry(kind: str, name: str, asked_by: str) -> Mapping[str, Any]:
 
 
 def own_file(path: str, asked_by: str) -> dict[str, Any]:
-    """A TOML file of somebody's own, as the catalogue's are."""
+    """A user's own TOML file, in the format of the catalogue."""
     try:
         return tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
@@ -63,41 +65,41 @@ def _remedy(name: str, known: Mapping[str, Any]) -> str:
 
 
 FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
-"""Number formats whose peaks are kept."""
+"""Number formats with a peak."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuEntry:
-    """A GPU as its vendor describes it, in FLOP/s, bytes and bytes per second."""
+    """A device as its vendor describes it, in FLOP/s, bytes and bytes per second."""
 
     key: str
     match: str
-    """Regular expression searched in the driver's name; no name is matched by two entries."""
+    """Regular expression searched in the driver's name; no name matches two entries."""
     peaks: dict[str, float]
-    """Dense FLOP/s by number format: fp32, tf32, bf16, fp16, fp8, fp4. A format the GPU lacks is absent."""
+    """Dense FLOP/s by number format: fp32, tf32, bf16, fp16, fp8, fp4. A format that the device lacks is absent."""
     memory: float
     """Bytes, as the driver counts them."""
     bandwidth: float
     source: str
     """The vendor's document."""
     name: str = ""
-    """As people call it."""
+    """The common name."""
     device: Literal["cpu", "cuda", "tpu"] = "cuda"
-    """What programs it."""
+    """The kind of device that programs address."""
     family: str = ""
-    """Key of the fitted constants: chips of one family reach the same part of their peaks."""
+    """Key of the fitted constants: devices of one family reach the same fraction of their peaks."""
     power: float | None = None
-    """Watts that the vendor allows it."""
+    """Watts, by the vendor's limit."""
     node: str = ""
-    """Catalogue name of the node it usually sits in."""
+    """Catalogue name of the node that it usually is in."""
     price: float | None = None
-    """US dollars of an hour, host and network included."""
+    """US dollars per hour, with host and network."""
     price_source: str = ""
-    """Whose price, when."""
+    """Whose price, and when."""
     failures: str = ""
-    """Catalogue name of the table that tells how often such a device interrupts a run."""
+    """Catalogue name of the table of failure rates."""
     note: str = ""
-    """What was derived rather than read."""
+    """What was derived instead of read."""
 
     def peak(self, compute: str) -> float | None:
         """Dense FLOP/s in a number format; fp32 means fp32, never tf32."""
@@ -105,7 +107,7 @@ class GpuEntry:
 
 
 def find_gpu(name: str) -> GpuEntry | None:
-    """The entry of a GPU called `name` by nvidia-smi, or None."""
+    """The entry of a GPU that nvidia-smi calls `name`, or None."""
     if " MIG " in name:
         return None  # a slice of a GPU has a fraction of its peak, and the name does not tell which
     return next((entry for entry in gpus() if re.search(entry.match, name)), None)
@@ -113,17 +115,17 @@ def find_gpu(name: str) -> GpuEntry | None:
 
 @cache
 def gpus() -> tuple[GpuEntry, ...]:
-    """All entries, by their keys."""
+    """All devices, by key."""
     return tuple(gpu_entry(key, values) for key, values in entries("gpus").items())
 
 
 def named_gpu(key: str, asked_by: str) -> GpuEntry:
-    """The entry that the catalogue calls `key`; RunError in the words of `asked_by` where it has none."""
+    """The entry of this key. RunError that names `asked_by` where there is none."""
     return gpu_entry(key, entry("gpus", key, asked_by))
 
 
 def gpu_entry(key: str, values: Mapping[str, Any]) -> GpuEntry:
-    """What a file of the catalogue says, in plain units."""
+    """An entry of the catalogue in plain units."""
     return GpuEntry(
         key=key,
         match=values["match"],

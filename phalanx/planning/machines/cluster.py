@@ -1,4 +1,4 @@
-"""The machines a run is planned for, as a value. `planning/machines/hardware` makes it of [cluster] or of this very machine, and hands it on;
+"""The machines that a run is planned for, as a value. `machines/hardware` makes it from [cluster] or from this machine;
 everything that predicts reads it."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from phalanx.spec.plan import Machine
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failures:
-    """How often a device's share of the cluster interrupts a run, in interruptions per device-hour, by component."""
+    """How often one device interrupts a run, in interruptions per device-hour, by component."""
 
     rates: tuple[tuple[str, float], ...]
     """(component, rate): gpu, memory, nic, switch, host, software, …"""
@@ -20,7 +20,7 @@ class Failures:
 
     @property
     def rate(self) -> float:
-        """Of all components together; one over the mean time between interruptions of one device."""
+        """All components together: one over the mean time between interruptions of one device."""
         return sum(rate for _, rate in self.rates)
 
 
@@ -36,41 +36,41 @@ class Hardware:
     node: int
     """Devices of one host."""
     island: int
-    """Devices that share the fast links: of a node (NVLink, PCIe), or of a rack or pod (NVL72, TPU)."""
+    """Devices that share the fast links: a node (NVLink, PCIe), or a rack or pod (NVL72, TPU)."""
     island_bandwidth: float
     """Bytes/s of a device in one direction inside the island."""
     network: float
-    """Bytes/s of a device in one direction out of it; an island's worth of NICs divided by its devices."""
+    """Bytes/s of a device in one direction out of the island: the bandwidth of an island's NICs divided by its devices."""
     rails: bool
-    """NIC i of each node is on switch i, so that equal places of nodes reach each other in one hop."""
+    """NIC i of each node is on switch i, so that devices at the same position of their nodes reach each other in one hop."""
     host_memory: float
     """Bytes of one host."""
     host_bandwidth: float
     """Bytes/s between a device and its host's memory, one direction."""
     storage: float
-    """Bytes/s that one host writes checkpoints with."""
+    """Bytes/s at which one host writes checkpoints."""
     power: float | None
     """Watts of a device with its share of the host, at most."""
     price: float | None
-    """US dollars of a device-hour."""
+    """US dollars per device-hour."""
     failures: Failures | None
     family: str
     """Key of the fitted constants, such as "h100"."""
     measured: tuple[tuple[str, float], ...] = ()
-    """Constants that `phalanx bench` or a comparison with a run measured on this very machine; they win over fitted ones."""
+    """Constants that `phalanx bench` or a comparison with a run measured on this machine; they override the fitted ones."""
     sources: tuple[str, ...] = ()
     full_node: int | None = None
-    """Devices of a host that is full, where these are fewer; None: `node` of them."""
+    """Devices of a full host, where these hosts have fewer; None: `node`."""
     full_island: int | None = None
     assumed: tuple[str, ...] = ()
-    """What neither the catalogue nor the machine says, in sentences."""
+    """Sentences on what neither the catalogue nor the machine says."""
 
     @property
     def nodes(self) -> int:
         return -(-self.gpus // self.node)
 
     def sized(self, gpus: int) -> Hardware:
-        """The same machines with so many devices in all: hosts and islands that were not full are filled up first."""
+        """The same machines with this many devices in total; hosts and islands that are not full are filled first."""
         here = min(self.full_node or self.node, gpus)
         return replace(
             self,
@@ -84,12 +84,14 @@ class Hardware:
 
 
 def measured_constants(machine: Machine, device: str) -> tuple[tuple[str, float], ...]:
-    """Those of one kind of device, without its name."""
+    """Constants measured on a machine for one kind of device, without its prefix. A full name is "cpu.launch",
+    "cuda.bf16.gemm" or "cuda.host_bandwidth": the device, the number format where it matters, and a constant of
+    `machines/rates` or a field of Hardware."""
     return tuple((name.partition(".")[2], value) for name, value in machine.measured if name.partition(".")[0] == device)
 
 
 def with_measured(hardware: Hardware, machine: Machine) -> Hardware:
-    """This machine's devices, with what was measured on it in place of what the catalogue says."""
+    """This machine's devices with measured values in place of the catalogue's."""
     own = measured_constants(machine, hardware.device)
     if not own:
         return hardware

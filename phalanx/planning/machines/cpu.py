@@ -1,9 +1,9 @@
-"""This machine's cores as the devices of a cluster: a rank is a device that has its share of cores and memory. `planning/machines/hardware` and
-`planning/machine_fit` call it.
+"""This machine's cores as a cluster: a rank is a device with its share of cores and memory. `machines/hardware`,
+`planning/request` and `planning/machine_fit` call it.
 
-Unlike a GPU, a core is its own host: what an operation costs to start comes on top of what it computes, and messages are copied by the
-very cores that would compute. The constants below hold for PyTorch's eager operations and gloo on one machine; `phalanx bench`
-replaces them by this machine's.
+Unlike a GPU, a core is its own host: the time to start an operation adds to the time to compute it, and the cores that
+compute also copy messages. The constants below hold for PyTorch's eager operations and gloo on one machine; `phalanx bench`
+replaces them with measured ones.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from phalanx.spec.plan import Machine, Plan
 from phalanx.spec.run import Run
 
 _CORE_FLOPS = 48e9
-"""A core whose clock or vector width cannot be read: AVX2 with two multiply-add units at 1.5 GHz."""
+"""FLOP/s of a core whose clock or vector width cannot be read: AVX2 with two multiply-add units at 1.5 GHz."""
 _SCALAR = 1 / 350
-"""Of that, a core that multiplies number by number: 0.126e9 instead of 32e9 to 52e9 in fp32, measured on Neoverse N1."""
+"""Fraction of that for a number format without vector instructions: 0.126e9 instead of 32e9 to 52e9 in fp32, measured on
+Neoverse N1."""
 _CORE_BANDWIDTH = 10e9
 _COPY = 1.2e9
-"""Bytes/s that a process sends to another of the same machine through sockets …"""
+"""Bytes/s that one process sends to another on the same machine through sockets."""
 _BUS = 10e9
-"""… and all of them together."""
+"""Bytes/s that all processes send together."""
 _STORAGE = 0.5e9
 FIXED = 285 * 2**20
-"""Bytes of an interpreter with torch in it, before there is a model."""
+"""Bytes of an interpreter with torch imported, before there is a model."""
 _MODEST = 0.2
-"""Part of the memory that copies which nobody asked for may take."""
+"""Fraction of memory that in-memory checkpoints may take where nobody asked for them."""
 _LOOSE = 0.35
-"""Part of what comes and goes in a step that malloc keeps besides, in pieces too small for the next, and of what was made when the
-state was, up to …"""
+"""Fraction of a step's temporary memory that malloc keeps in addition, in pieces too small to reuse, and of the memory from
+building the state, up to _MOST_LOOSE."""
 _MOST_LOOSE = 2.0**28
 _AGREED = 12
-"""Short messages of a step that ranks agree by: on the loss, the norm, whether to go on."""
+"""Short messages of a step in which ranks agree on the loss, the norm and whether to continue."""
 _THREADED = 0.75
-"""Power of the number of threads that an operation gains by: they have to be woken and waited for, and two are 1.7 times as quick."""
+"""Exponent of the speedup by threads: they have to be woken and waited for, and two are 1.7 times as fast."""
 
 CONSTANTS: dict[str, float] = {
     "gemm": 1.05,
@@ -66,7 +67,7 @@ CONSTANTS: dict[str, float] = {
     "low": 0.8,
     "high": 1.3,
 }
-"""By the names of `planning/machines/rates`. Nothing is hidden: the cores that would compute are those that copy."""
+"""By the names of `machines/rates`. Nothing is hidden: the cores that compute also copy."""
 
 _OLD_ARM: dict[str, float] = {
     "gemm": 0.65,
@@ -79,23 +80,24 @@ _OLD_ARM: dict[str, float] = {
     "optimizer_bytes": 22.0,
     "overhead": 8e-3,
 }
-"""Of ARM cores without bf16, as `phalanx bench` measured them on two of Neoverse N1: operations take three times as long to start."""
+"""ARM cores without bf16, as `phalanx bench` measured them on two cores of Neoverse N1: operations take three times as long
+to start."""
 
 
 def of_cores(machine: Machine) -> dict[str, float]:
-    """What plans take of this machine's cores: what was measured on it, else on others like it."""
+    """Constants of this machine's cores: measured here, else on similar machines."""
     return CONSTANTS | (_OLD_ARM if machine.scalar else {}) | dict(measured_constants(machine, "cpu"))
 
 
 def cpu_hardware(machine: Machine, ranks: int | None = None, threads: int | None = None) -> Hardware:
-    """So many ranks of so many threads each; left out: one per core."""
+    """A cluster of `ranks` ranks with `threads` threads each; by default one rank per core."""
     cores = machine.cores
     ranks = ranks or cores
     threads = threads or max(1, cores // ranks)
     share = min(float(threads), cores / ranks)  # cores of a rank; less than one where several ranks take turns
     own = of_cores(machine)
     core = own.get("core_flops") or machine.core_flops or _CORE_FLOPS
-    # Where threads share a rank's work, each operation waits for the slowest of them.
+    # Where threads share a rank's work, each operation waits for the slowest thread.
     worth = share if share < 1 else share**_THREADED
     peak = core * worth
     bandwidth = own.get("bandwidth", _CORE_BANDWIDTH) * worth
@@ -134,7 +136,7 @@ def cpu_hardware(machine: Machine, ranks: int | None = None, threads: int | None
 
 
 def _turns(usual: dict[str, float], share: float, ranks: int, threads: int) -> dict[str, float]:
-    """What starting operations and messages costs where ranks take turns on a core, or threads have to be woken."""
+    """Costs of starting operations and messages where ranks share a core, or threads have to be woken."""
     waiting = 1 / min(1.0, share)
     woken = max(min(threads, share), 1.0) ** (1 - _THREADED)
     return {
@@ -145,8 +147,8 @@ def _turns(usual: dict[str, float], share: float, ranks: int, threads: int) -> d
 
 
 def unnamed(before: Mapping[str, float], latency: float, factor: float, ranks: int) -> float:
-    """The constant "overhead" where a step has `factor` times as much that no equation names. The messages that ranks agree by are a part
-    of that, and a latency of theirs is new."""
+    """The constant "overhead" where a step has `factor` times as much time that no equation names. The agreement messages
+    are part of it, and their latency is new."""
     messages = _AGREED if ranks > 1 else 0
     return max(factor * (before["overhead"] + messages * before["latency"]) - messages * latency, 1e-5)
 
@@ -164,8 +166,8 @@ def _assumed(machine: Machine) -> list[str]:
 
 
 def resident(run: Run, plan: Plan, memory: dict[str, float], machine: Machine) -> dict[str, float]:
-    """A rank's resident bytes by component, from those of its tensors: with the interpreter, what malloc keeps, and the copies of the
-    state that the launcher asks for where no other rank has it."""
+    """Resident bytes of a rank by component, from those of its tensors: with the interpreter, what malloc keeps, and the
+    in-memory checkpoints that the launcher makes where no other rank has the state."""
     own = dict(measured_constants(machine, "cpu"))
     moving = sum(memory.get(name, 0.0) for name in ("activations", "logits", "gathered", "buffers"))
     copies = 2 * 12 * plan.parameters * _held(plan) if _copied(run, plan, machine) else 0.0
@@ -175,7 +177,7 @@ def resident(run: Run, plan: Plan, memory: dict[str, float], machine: Machine) -
 
 
 def _held(plan: Plan) -> float:
-    """Part of the model that one rank saves."""
+    """Fraction of the model that one rank saves."""
     return 1 / (plan.layout.pipeline * plan.layout.shard * plan.layout.tensor)
 
 

@@ -1,6 +1,5 @@
-"""From [cluster] to the machines a run is planned for: a cluster of the catalogue, one put together of its parts, one of somebody's
-own file, or this very machine. Everything that predicts calls `hardware`; whoever starts a run asks `mismatch` first.
-"""
+"""From [cluster] to the machines that a run is planned for: a cluster of the catalogue, one built from its parts, one from
+a user's file, or this machine. Everything that predicts calls `hardware`; what starts a run calls `mismatch` first."""
 
 from __future__ import annotations
 
@@ -18,14 +17,14 @@ from phalanx.spec.plan import Machine
 from phalanx.spec.run import Run
 
 _HOST_PART = 0.8
-"""Of a host link's nominal bandwidth that copies reach: 12.6 of 15.75 GB/s on PCIe 3, 25 of 31.5 on PCIe 4."""
+"""Fraction of a host link's nominal bandwidth that copies reach: 12.6 of 15.75 GB/s on PCIe 3, 25 of 31.5 on PCIe 4."""
 _UNKNOWN = {"fp32": 15e12, "bf16": 100e12, "fp16": 100e12}
 """Peaks of a GPU that the catalogue does not have."""
 _UNKNOWN_BANDWIDTH = 8e11
 
 
 def planned(run: Run) -> bool:
-    """Whether [cluster] names machines to plan for; if not, this machine is meant."""
+    """Whether [cluster] names machines to plan for; if not, the plan is for this machine."""
     cluster = run.cluster
     return any(key is not None for key in (cluster.name, cluster.gpu, cluster.gpus, cluster.node, cluster.network))
 
@@ -54,7 +53,7 @@ def hardware(run: Run, machine: Machine | None) -> Hardware:
 
 
 def mismatch(run: Run, machine: Machine) -> list[str]:
-    """Why a run planned for other machines cannot be trained on this one, in sentences; empty where it can."""
+    """Sentences on why a run planned for other machines cannot be trained on this one; empty where it can."""
     if not planned(run):
         return []
     wanted = hardware(run, None)
@@ -75,18 +74,18 @@ def mismatch(run: Run, machine: Machine) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What a cluster is made of, by names of the catalogue, and who asked for each."""
+    """The parts of a cluster by catalogue name, and where each name comes from."""
 
     base: Mapping[str, Any]
     run: Run
 
     def pick(self, key: str, usual: Any) -> Any:
-        """The run file's own key, else the named cluster's, else the usual."""
+        """The run file's key, else the named cluster's, else the default."""
         own = getattr(self.run.cluster, key)
         return own if own is not None else self.base.get(key, usual)
 
     def blame(self, key: str) -> str:
-        """The key that somebody has to change."""
+        """The key that the user has to change."""
         return f"cluster.{key}" if getattr(self.run.cluster, key) is not None else key
 
 
@@ -107,7 +106,7 @@ def _named(run: Run) -> Hardware:
         )
     if run.precision.compute == "fp8" and gpu.device != "cpu" and gpu.peak("fp8") is None:
         raise RunError([f'precision.compute = "fp8" but {gpu.name} does not multiply in it: set precision.compute = "bf16".'])
-    # Another GPU than the named cluster's brings its own usual node.
+    # Another GPU than the named cluster's comes in its own usual node.
     usual = gpu.node if run.cluster.gpu is not None and run.cluster.gpu != base.get("gpu") else base.get("node", gpu.node)
     node = entry("nodes", run.cluster.node or usual, parts.blame("node"))
     gpus = parts.pick("gpus", node["gpus"])
@@ -162,7 +161,7 @@ def _build(gpu: GpuEntry, gpus: int, node: Mapping[str, Any], network: str, aske
 
 
 def _this_machine(machine: Machine) -> Hardware:
-    """As many GPUs as the driver lists, with the memory that it reports; links as usual around such a GPU."""
+    """The GPUs that the driver lists, with the memory that it reports and the usual links of such a GPU."""
     first = machine.gpus[0].name
     gpu = find_gpu(first) or _unknown(first)
     node = entry("nodes", gpu.node, "node")
@@ -198,7 +197,7 @@ def _unknown(name: str) -> GpuEntry:
 
 
 def failure_rates(name: str) -> Failures:
-    """A table of the catalogue's, as rates per device-hour."""
+    """A failure table of the catalogue, as rates per device-hour."""
     table = entry("failures", name, "failures")
     hours = table["observed"]["gpus"] * table["observed"]["days"] * 24
     return Failures(
@@ -238,7 +237,9 @@ _DEVICES = ("cpu", "cuda", "tpu")
 
 
 def own_cluster(path: str) -> dict[str, Any]:
-    """What the file says, checked; its [gpu], where it has one, as an entry."""
+    """The checked contents of a user's cluster file, such as `cluster.name = "our-cluster.toml"` or what `phalanx bench`
+    wrote: keys name, gpu (of the catalogue, or a table [gpu] like the catalogue's), gpus, node (default: the GPU's usual
+    one), network, rails, storage (GB/s of all hosts together), price, failures, measured."""
     values = own_file(path, "cluster.name")
     problems = _problems(path, values, _KEYS, _NEEDED)
     gpu = values.get("gpu")

@@ -1,5 +1,5 @@
-"""Why not another layout: the winner's neighbours in every dimension and the layouts that people expect, each with the reason that
-its numbers give. `planning/search/search` adds them to what it found."""
+"""Why not another layout: the best candidate's neighbors in every dimension, the layouts that people expect, and other
+number formats, each with the reason that its numbers give. `planning/planner` adds them to the search's result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from phalanx.planning.cost.job_table import METHODS, OFFLOAD, RECOMPUTE, SCHEDUL
 from phalanx.planning.cost.step_time import step_times
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.rates import Rates
-from phalanx.planning.search.candidate import Alternative, Candidate, options
+from phalanx.planning.report import PART_LABELS
+from phalanx.planning.search.candidate import Alternative, Candidate, candidates_of
 from phalanx.planning.search.search import SAFE, judge
 from phalanx.planning.search.space import Columns, Space, compute_of
 from phalanx.spec.check_layout import layout_findings
@@ -24,11 +25,6 @@ from phalanx.spec.layout import Layout, Schedule
 from phalanx.spec.run import Run
 
 _COMMUNICATION = ("tensor", "context", "expert", "data", "pipeline")
-_WORDS = {
-    "tensor": "tensor exchange", "context": "context exchange", "expert": "expert exchange", "data": "gradients and shards",
-    "pipeline": "messages between stages", "launch": "kernel launches", "optimizer": "the optimizer", "offload": "offloading",
-    "compute": "computing", "bubble": "the pipeline's bubble", "other": "waiting",
-}  # fmt: skip
 _SHORT = {"tensor": "TP", "pipeline": "PP", "context": "CP", "expert": "EP", "expert_tensor": "ETP"}
 _MODES = {"none": "no recomputation", "selective": "selective recomputation", "full": "full recomputation"}
 _SAVINGS = ("recompute", "recompute_every", "offload")
@@ -37,32 +33,33 @@ _EQUAL = 0.01
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """A layout to compare the winner with."""
+    """A layout to compare with the best."""
 
     name: str
     layout: Layout
     micro_batch: int
     recompute: str | None = None
-    """None: whichever is the quickest that fits."""
+    """None: the fastest that fits."""
     every: int | None = None
-    """Of the recomputation; None: whichever."""
+    """recompute_every; None: any."""
     offload: str | None = None
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal where variants are."""
+        """Equal for equal variants."""
         return self.layout, self.micro_batch, self.recompute, self.every, self.offload
 
     def asks(self, recompute: str, every: int, offload: str) -> bool:
-        """Whether it is about these savings."""
+        """Whether the variant allows these savings."""
         return self.recompute in (None, recompute) and self.every in (None, every) and self.offload in (None, offload)
 
 
 def neighbours(
-    space: Space, rates: Rates, best: Candidate, seen: Callable[[Candidate], Candidate] = lambda one: one
+    space: Space, rates: Rates, best: Candidate, as_process: Callable[[Candidate], Candidate] = lambda candidate: candidate
 ) -> tuple[Alternative, ...]:
-    """Neighbours of the winner, each once: those that are quicker but were not open to the search, the slower ones, those that do not
-    fit, those that cannot be. `seen`: an option as the winner is told, where that has more to it than the equations."""
+    """Neighbors of the best candidate, each once: faster ones that the search was not free to take, slower ones, those that
+    do not fit, those that are not legal. `as_process`: adds to a candidate's memory what a CPU process holds in addition,
+    as in the best."""
     illegal: list[Alternative] = []
     legal: list[_Variant] = []
     for variant in _variants(space, best):
@@ -70,56 +67,56 @@ def neighbours(
             illegal.append(Alternative(candidate=None, name=variant.name, reason=f"not legal: {problem}"))
         else:
             legal.append(variant)
-    # As the search does it: not quite all of the device is filled.
+    # The same limit as in the search, which does not fill the whole device.
     limit = max(min(best.capacity, SAFE * space.hardware.gpu.memory), best.bytes)
     quicker: list[Alternative] = []
     slower: list[Alternative] = []
     large: list[Alternative] = []
     for variant, (judged, tight) in zip(legal, _judge(space, rates, legal, best, limit), strict=True):
-        option = seen(judged)
-        fits = option.bytes <= limit
-        reason = _reason(space, variant, option, best, tight) if fits else _lack(option, limit)
-        kind = large if not fits else quicker if option.seconds < (1 - _EQUAL) * best.seconds else slower
-        kind.append(Alternative(candidate=option, name=variant.name, reason=reason))
+        candidate = as_process(judged)
+        fits = candidate.bytes <= limit
+        reason = _reason(space, variant, candidate, best, tight) if fits else _too_large(candidate, limit)
+        kind = large if not fits else quicker if candidate.seconds < (1 - _EQUAL) * best.seconds else slower
+        kind.append(Alternative(candidate=candidate, name=variant.name, reason=reason))
     return (*quicker, *slower, *large, *illegal)
 
 
 def _variants(space: Space, best: Candidate) -> list[_Variant]:
-    """Twice and half of each degree, other stages of ZeRO, other schedules, other savings, and the plain layouts."""
+    """Twice and half of each degree, other ZeRO stages, schedules and savings, and the plain layouts."""
     layout, micro = best.layout, best.micro_batch
-    found: list[_Variant] = []
+    variants: list[_Variant] = []
     sparse = space.run.model.moe is not None
     for key in ("tensor", "pipeline", "context", *(("expert", "expert_tensor") if sparse else ())):
         degree = getattr(layout, key)
         for other in (2 * degree, degree // 2):
             if other >= 1 and (degree > 1 or key in ("tensor", "pipeline", "expert") or other > 1):
-                found += _resized(space, layout, key, other, micro)
-    found += _spreads(layout, micro)
+                variants += _resized(space, layout, key, other, micro)
+    variants += _shardings(layout, micro)
     if layout.pipeline > 1:
         for schedule in SCHEDULES:
             if schedule != layout.schedule:
-                found.append(_Variant(schedule, replace(layout, schedule=cast(Schedule, schedule), stages=None), micro))
+                variants.append(_Variant(schedule, replace(layout, schedule=cast(Schedule, schedule), stages=None), micro))
     offered = {(RECOMPUTE[mode], every, OFFLOAD[place]) for mode, every, place in _savings(space)}
     for mode, every in sorted({(mode, every) for mode, every, _ in offered if every in (1, 2)}):
         if (mode, every) != (best.recompute, best.recompute_every) and (mode, every, best.offload) in offered:
             name = _MODES[mode] + ("" if every == 1 else f" 1/{every}")
-            found.append(_Variant(name, layout, micro, recompute=mode, every=every, offload=best.offload))
+            variants.append(_Variant(name, layout, micro, recompute=mode, every=every, offload=best.offload))
     if best.offload != "none" and any(place == "none" for *_, place in offered):
-        found.append(_Variant("nothing offloaded", layout, micro, offload="none"))
+        variants.append(_Variant("nothing offloaded", layout, micro, offload="none"))
     share = space.run.batch // layout.replicas
     for other in (2 * micro, micro // 2):
         if other >= 1 and share % other == 0:
-            found.append(_Variant(f"micro-batch {other}", layout, other))
+            variants.append(_Variant(f"micro-batch {other}", layout, other))
     if layout.tensor > 1:
         toggled = replace(layout, sequence=not layout.sequence)
-        found.append(_Variant("no sequence parallelism" if layout.sequence else "sequence parallelism", toggled, micro))
-    found += _expected(space, layout, micro)
-    unique = {one.key: one for one in reversed(found)}
-    return [one for one in found if unique.get(one.key) is one][:24]
+        variants.append(_Variant("no sequence parallelism" if layout.sequence else "sequence parallelism", toggled, micro))
+    variants += _expected(space, layout, micro)
+    unique = {variant.key: variant for variant in reversed(variants)}
+    return [variant for variant in variants if unique.get(variant.key) is variant][:24]
 
 
 def _resized(space: Space, layout: Layout, key: str, degree: int, micro: int) -> list[_Variant]:
-    """Another degree; the replicas make up for it."""
+    """The layout with another degree, compensated by the replicas."""
     name = f"{_SHORT[key]}{degree}" if degree > 1 else f"no {_SHORT[key]}"
     if key in ("expert", "expert_tensor"):
         return [_Variant(name, replace(layout, **{key: degree}), micro)]  # type: ignore[arg-type]
@@ -144,31 +141,33 @@ def _resized(space: Space, layout: Layout, key: str, degree: int, micro: int) ->
     return [_Variant(name, replace(layout, **changed), micro if share % micro == 0 else 1)]
 
 
-def _spreads(layout: Layout, micro: int) -> list[_Variant]:
-    found = []
+def _shardings(layout: Layout, micro: int) -> list[_Variant]:
+    variants = []
     if layout.shard > 1:
-        found = [_Variant(f"ZeRO-{stage}", replace(layout, zero=stage), micro) for stage in (1, 2, 3) if stage != layout.zero]
+        variants = [
+            _Variant(f"ZeRO-{stage}", replace(layout, zero=stage), micro) for stage in (1, 2, 3) if stage != layout.zero
+        ]
         whole = replace(layout, data=layout.replicas, shard=1, zero=3)
-        found.append(_Variant("every replica whole", whole, micro))
+        variants.append(_Variant("every replica whole", whole, micro))
     elif layout.replicas > 1:
-        found = [
+        variants = [
             _Variant(f"ZeRO-{stage}", replace(layout, data=1, shard=layout.replicas, zero=stage), micro) for stage in (1, 3)
         ]
-    return found
+    return variants
 
 
 def _expected(space: Space, layout: Layout, micro: int) -> list[_Variant]:
-    """What people try first: everything sharded and nothing else, and tensor groups that fill a node."""
+    """What people try first: FSDP alone, and tensor groups that fill a node."""
     plain = Layout(data=1, shard=space.gpus, stage_split=layout.stage_split)
-    found = [_Variant("FSDP alone", plain, 1)] if space.gpus > 1 else []
+    variants = [_Variant("FSDP alone", plain, 1)] if space.gpus > 1 else []
     node = space.hardware.node
     if node > 1 and layout.tensor != node and layout.pipeline > 1:
-        found += _resized(space, layout, "tensor", node, micro)
-    return found
+        variants += _resized(space, layout, "tensor", node, micro)
+    return variants
 
 
 def _problem(space: Space, variant: _Variant) -> str | None:
-    """Why a layout cannot be, in a few words."""
+    """Why a layout is not legal, in a few words."""
     run, layout = space.run, variant.layout
     findings = list(layout_findings(replace(run, layout=layout)))
     if findings:
@@ -181,7 +180,8 @@ def _problem(space: Space, variant: _Variant) -> str | None:
 
 
 def _judge(space: Space, rates: Rates, variants: list[_Variant], best: Candidate, limit: float) -> list[tuple[Candidate, bool]]:
-    """The quickest of each that fits, or what it would take with the winner's savings; and whether those would not do for it."""
+    """The fastest of each variant that fits, or the variant with the best candidate's savings; and whether it would not fit
+    with those."""
     if not variants:
         return []
     wanted = (RECOMPUTE.index(best.recompute), best.recompute_every, OFFLOAD.index(best.offload))
@@ -192,9 +192,9 @@ def _judge(space: Space, rates: Rates, variants: list[_Variant], best: Candidate
             if asked or saving == wanted:
                 rows.append((place, asked, *saving))
     columns = _columns([variants[place] for place, *_ in rows], rows)
-    work = space.work(columns)
-    total = np.broadcast_to(footprint(work).total, len(rows))
-    seconds = np.broadcast_to(step_times(work, rates).step, len(rows))
+    jobs = space.jobs(columns)
+    total = np.broadcast_to(footprint(jobs).total, len(rows))
+    seconds = np.broadcast_to(step_times(jobs, rates).step, len(rows))
     chosen, tight = [], []
     for place, variant in enumerate(variants):
         mine = [i for i, row in enumerate(rows) if row[0] == place and row[1]]
@@ -203,7 +203,7 @@ def _judge(space: Space, rates: Rates, variants: list[_Variant], best: Candidate
         fallback = [i for i in mine if rows[i][2:] == wanted] or mine
         chosen.append(min(fitting, key=lambda i: seconds[i]) if fitting else fallback[0])
         assert variant.layout.ranks == space.gpus
-    made = options(space, rates, {name: column[chosen] for name, column in columns.items()}, best.capacity)
+    made = candidates_of(space, rates, {name: column[chosen] for name, column in columns.items()}, best.capacity)
     return list(zip(made, tight, strict=True))
 
 
@@ -215,58 +215,58 @@ def _columns(variants: list[_Variant], rows: list[tuple[int, bool, int, int, int
     def column(values: list[int]) -> Any:
         return np.array(values, dtype=np.int64)
 
-    layouts = [one.layout for one in variants]
+    layouts = [variant.layout for variant in variants]
     degrees = ("pipeline", "data", "shard", "context", "tensor", "zero", "expert", "expert_tensor")
-    found = {name: column([getattr(layout, name) for layout in layouts]) for name in degrees}
-    return found | {
+    columns = {name: column([getattr(layout, name) for layout in layouts]) for name in degrees}
+    return columns | {
         "sequence_parallel": column([int(layout.sequence) for layout in layouts]),
         "method": column([METHODS.index(layout.context_method) for layout in layouts]),
         "schedule": column([SCHEDULES.index(layout.schedule) for layout in layouts]),
         "stages": column([layout.stages_per_rank if layout.pipeline > 1 else 1 for layout in layouts]),
-        "micro_batch": column([one.micro_batch for one in variants]),
+        "micro_batch": column([variant.micro_batch for variant in variants]),
         **{name: column([row[place] for row in rows]) for place, name in enumerate(_SAVINGS, start=2)},
     }
 
 
-def _lack(option: Candidate, limit: float) -> str:
-    needs = f"needs {_sizes(option.bytes, 'of', option.capacity)}"
-    return f"{needs}, of which plans fill at most {_size(limit)}" if option.fits else needs
+def _too_large(candidate: Candidate, limit: float) -> str:
+    needs = f"needs {_sizes(candidate.bytes, 'of', candidate.capacity)}"
+    return f"{needs}, of which plans fill at most {_size(limit)}" if candidate.fits else needs
 
 
-def _reason(space: Space, variant: _Variant, option: Candidate, best: Candidate, tight: bool) -> str:
-    """In numbers. `tight`: with the winner's savings it would not fit."""
-    slower = option.seconds / best.seconds - 1
+def _reason(space: Space, variant: _Variant, candidate: Candidate, best: Candidate, tight: bool) -> str:
+    """The reason in numbers. `tight`: with the best candidate's savings it would not fit."""
+    slower = candidate.seconds / best.seconds - 1
     if abs(slower) <= _EQUAL:
-        return f"as quick ({slower:+.1%}){_memory(option, best)}"
-    said = ["quicker"] if slower < 0 else []
-    if option.layout.tensor > space.hardware.island and best.layout.tensor <= space.hardware.island:
-        said.append("leaves the island of fast links")
-    if (saved := _saved(option, best)) and variant.recompute is None:
-        said.append(f"{'fits ' if tight else ''}with {saved}")
-    said.append(_shrunk(option, best) if slower < 0 else _grown(option, best))
-    return f"{', '.join(said)}; step {slower:+.0%}{_forbidden(space, option) if slower < 0 else ''}"
+        return f"as quick ({slower:+.1%}){_memory(candidate, best)}"
+    phrases = ["quicker"] if slower < 0 else []
+    if candidate.layout.tensor > space.hardware.island and best.layout.tensor <= space.hardware.island:
+        phrases.append("leaves the island of fast links")
+    if (saved := _extra_savings(candidate, best)) and variant.recompute is None:
+        phrases.append(f"{'fits ' if tight else ''}with {saved}")
+    phrases.append(_largest_saving(candidate, best) if slower < 0 else _largest_growth(candidate, best))
+    return f"{', '.join(phrases)}; step {slower:+.0%}{_fixed_keys(space, candidate) if slower < 0 else ''}"
 
 
-def _forbidden(space: Space, option: Candidate) -> str:
-    """The keys of the run file that kept the search from it, as the end of a sentence."""
-    usual, given, other = asdict(Layout()), asdict(space.run.layout), asdict(option.layout)
+def _fixed_keys(space: Space, candidate: Candidate) -> str:
+    """The keys of the run file that kept the search from this candidate, as the end of a sentence."""
+    usual, given, other = asdict(Layout()), asdict(space.run.layout), asdict(candidate.layout)
     keys = [f"layout.{key} = {toml(value)}" for key, value in given.items() if value not in (usual[key], other[key])]
-    if (micro := space.run.train.micro_batch) not in (None, option.micro_batch):
+    if (micro := space.run.train.micro_batch) not in (None, candidate.micro_batch):
         keys.append(f"train.micro_batch = {micro}")
     return f", but the run file has {', '.join(keys)}" if keys else ""
 
 
-def _memory(option: Candidate, best: Candidate) -> str:
+def _memory(candidate: Candidate, best: Candidate) -> str:
     """How its memory compares, as the end of a sentence."""
-    more, both = option.bytes - best.bytes, _sizes(option.bytes, "instead of", best.bytes)
+    more, both = candidate.bytes - best.bytes, _sizes(candidate.bytes, "instead of", best.bytes)
     if abs(more) < 0.01 * best.bytes:
         return " and about as large"
     return f", but takes {both}" if more > 0 else f" and takes {both}"
 
 
-def _sizes(one: float, word: str, other: float) -> str:
-    """69.6 GiB instead of 73.3: with the unit once, where both have the same."""
-    first, second = _size(one), _size(other)
+def _sizes(size: float, word: str, reference: float) -> str:
+    """ "69.6 GiB instead of 73.3": the unit appears once where both have the same."""
+    first, second = _size(size), _size(reference)
     number, _, unit = second.partition(" ")
     return f"{first} {word} {number if first.endswith(unit) else second}"
 
@@ -275,48 +275,52 @@ def _size(value: float) -> str:
     return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
 
 
-def _saved(option: Candidate, best: Candidate) -> str:
-    """What it does to save memory that the winner does not."""
-    found = []
-    if option.recompute != "none" and (option.recompute, option.recompute_every) != (best.recompute, best.recompute_every):
-        part = "" if option.recompute_every == 1 else f" of 1/{option.recompute_every} of the blocks"
-        found.append(_MODES[option.recompute] + part)
-    if option.offload not in ("none", best.offload):
-        found.append("optimizer states off the device")
-    return " and ".join(found)
+def _extra_savings(candidate: Candidate, best: Candidate) -> str:
+    """The memory savings that the best candidate does not use."""
+    savings = []
+    if candidate.recompute != "none" and (candidate.recompute, candidate.recompute_every) != (
+        best.recompute,
+        best.recompute_every,
+    ):
+        part = "" if candidate.recompute_every == 1 else f" of 1/{candidate.recompute_every} of the blocks"
+        savings.append(_MODES[candidate.recompute] + part)
+    if candidate.offload not in ("none", best.offload):
+        savings.append("optimizer states off the device")
+    return " and ".join(savings)
 
 
-def _shrunk(option: Candidate, best: Candidate) -> str:
-    """What of the step it saves most of: of a neighbour that is quicker, which the run file's own keys have ruled out."""
-    less = {part: best.split[part] - option.split[part] for part in option.split}
+def _largest_saving(candidate: Candidate, best: Candidate) -> str:
+    """The part of the step that a faster candidate saves most."""
+    less = {part: best.split[part] - candidate.split[part] for part in candidate.split}
     part = max(less, key=lambda name: less[name])
-    return f"-{less[part] / best.seconds:.0%} for {_WORDS[part]}"
+    return f"-{less[part] / best.seconds:.0%} for {PART_LABELS[part]}"
 
 
-def _grown(option: Candidate, best: Candidate) -> str:
-    """What of the step has grown most."""
-    more = {part: option.split[part] - best.split[part] for part in option.split}
-    sent = sum(option.split[part] for part in _COMMUNICATION), sum(best.split[part] for part in _COMMUNICATION)
+def _largest_growth(candidate: Candidate, best: Candidate) -> str:
+    """The part of the step that has grown most."""
+    more = {part: candidate.split[part] - best.split[part] for part in candidate.split}
+    sent = sum(candidate.split[part] for part in _COMMUNICATION), sum(best.split[part] for part in _COMMUNICATION)
     part = max(more, key=lambda name: more[name])
     if part == "bubble":
-        return f"bubble {option.split[part] / option.seconds:.0%} instead of {best.split[part] / best.seconds:.0%}"
+        return f"bubble {candidate.split[part] / candidate.seconds:.0%} instead of {best.split[part] / best.seconds:.0%}"
     if part in _COMMUNICATION and sent[0] > sent[1] > 0.01 * best.seconds and sent[0] < 3 * sent[1]:
-        return f"+{sent[0] / sent[1] - 1:.0%} exposed communication ({_WORDS[part]})"
+        return f"+{sent[0] / sent[1] - 1:.0%} exposed communication ({PART_LABELS[part]})"
     if part in _COMMUNICATION and sent[0] > sent[1]:
-        shares = sent[0] / option.seconds, sent[1] / best.seconds
-        return f"exposed communication {shares[0]:.0%} of the step instead of {shares[1]:.0%} ({_WORDS[part]})"
-    return f"+{more[part] / best.seconds:.0%} for {_WORDS[part]}"
+        shares = sent[0] / candidate.seconds, sent[1] / best.seconds
+        return f"exposed communication {shares[0]:.0%} of the step instead of {shares[1]:.0%} ({PART_LABELS[part]})"
+    return f"+{more[part] / best.seconds:.0%} for {PART_LABELS[part]}"
 
 
 _FORMATS: tuple[Literal["bf16", "fp8"], ...] = ("bf16", "fp8")
 
 
 def other_formats(run: Run, hardware: Hardware, best: Candidate) -> tuple[Alternative, ...]:
-    """On GPUs, for runs in bf16 or fp8: the same layout and micro-batch in the others, the quickest first."""
+    """On GPUs, for runs in bf16 or fp8: the same layout and micro-batch in other number formats and with compiled blocks,
+    fastest first. A search keeps the run file's own, as both change the arithmetic."""
     mine = compute_of(run, hardware), run.memory.compile
     if hardware.device != "cuda" or mine[0] not in _FORMATS or run.model.module is not None:
         return ()
-    found: list[tuple[float, Alternative]] = []
+    ranked: list[tuple[float, Alternative]] = []
     for compute, compiled in product(_FORMATS, (False, True)):
         if (compute, compiled) == mine or hardware.gpu.peak(compute) is None:
             continue
@@ -330,26 +334,26 @@ def other_formats(run: Run, hardware: Hardware, best: Candidate) -> tuple[Altern
         if any(True for _ in layout_findings(other)):
             continue
         try:
-            option = judge(other, hardware, best.capacity)
+            candidate = judge(other, hardware, best.capacity)
         except RunError:
             continue
         name = f"{compute}, compiled blocks" if compiled else f"{compute}, blocks not compiled"
-        found.append((option.seconds, Alternative(candidate=option, name=name, reason=_format_reason(option, best))))
-    return tuple(why for _, why in sorted(found, key=lambda one: one[0]))
+        ranked.append((candidate.seconds, Alternative(candidate=candidate, name=name, reason=_format_reason(candidate, best))))
+    return tuple(alternative for _, alternative in sorted(ranked, key=lambda pair: pair[0]))
 
 
-def _format_reason(option: Candidate, best: Candidate) -> str:
-    longer = option.seconds / best.seconds - 1
-    saved = "" if option.recompute == best.recompute else f", with {option.recompute} recomputation"
-    if not option.fits:
-        return f"needs {option.bytes / 2**30:.1f} GiB of {option.capacity / 2**30:.1f}"
+def _format_reason(candidate: Candidate, best: Candidate) -> str:
+    longer = candidate.seconds / best.seconds - 1
+    saved = "" if candidate.recompute == best.recompute else f", with {candidate.recompute} recomputation"
+    if not candidate.fits:
+        return f"needs {candidate.bytes / 2**30:.1f} GiB of {candidate.capacity / 2**30:.1f}"
     if abs(longer) <= _EQUAL:
         return f"as quick ({longer:+.1%}){saved}"
-    said = "quicker" if longer < 0 else "slower"
-    if longer < 0 and option.compute != best.compute:
-        said += ", but in coarser numbers" if option.compute == "fp8" else ", and in finer numbers"
+    phrase = "quicker" if longer < 0 else "slower"
+    if longer < 0 and candidate.compute != best.compute:
+        phrase += ", but in coarser numbers" if candidate.compute == "fp8" else ", and in finer numbers"
     elif longer < 0:
-        said += ", but a search compiles nothing by itself" if option.compiled else ""
-    elif option.compute == "fp8" and not option.compiled:
-        said += ", as what is multiplied is rounded in passes of its own"
-    return f"{said}; step {longer:+.0%}{saved}"
+        phrase += ", but a search compiles nothing by itself" if candidate.compiled else ""
+    elif candidate.compute == "fp8" and not candidate.compiled:
+        phrase += ", as what is multiplied is rounded in passes of its own"
+    return f"{phrase}; step {longer:+.0%}{saved}"

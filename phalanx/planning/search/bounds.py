@@ -1,9 +1,10 @@
-"""The quickest layouts of a space that fit into memory, all of it considered. `planning/search/search` makes options of them.
+"""Branch and bound: the fastest layouts of a space that fit into memory, with every layout considered. `search/search`
+makes candidates of them.
 
-A space has millions to billions of layouts, so it is opened level by level: degrees, micro-batches and experts; then schedules;
-then shards; then what is traded for memory. At each level a job is judged as if all that is still open cost nothing, which
-no layout below it can beat, and what is slower so than the best that have been found is not opened. The winner is that of judging
-every layout: a test does.
+A space has millions to billions of layouts, so it is opened level by level: degrees, micro-batches and experts; then
+schedules; then shards; then recomputation and offload. At each level a row is judged as if everything still open cost
+nothing. No layout below it is faster, so a row that is slower than the best layouts so far is not opened. A test compares
+the result with judging every layout.
 """
 
 from __future__ import annotations
@@ -24,23 +25,24 @@ from phalanx.planning.search.space import Columns, Space, pick, stack
 Floats = npt.NDArray[np.float64]
 
 NEAR = 1.01
-"""Layouts within this of the quickest are as good as it, and the simplest of them is taken."""
+"""Layouts within this factor of the fastest count as equal, and the simplest of them is taken."""
 _BEAMS, _BEAMS_SPARSE = (60, 600), (200, 2000)
-"""How many of each level are opened at first, in order to know what is good; experts have more ways to be dealt."""
+"""Rows of each level that are opened first, to get a good limit early; experts have more combinations."""
 _FIRST, _LARGEST = 16, 2048
-"""Bases that are opened at a time: few at first, as what they come to spares opening others."""
+"""Rows that are opened at a time: few at first, as their results rule out others."""
 _SLACK = 0.9
-"""Of the memory bound of a base: it stands for layouts whose stages are cut a little otherwise."""
+"""Factor on the memory bound of a row whose stages are still open: stages can be split slightly better than the bound
+assumes."""
 _ALMOST = 0.97
-"""The same where stages are known: what spreads a state best differs by little from what is taken for it."""
+"""The same where stages are known: the best sharding differs little from the one that the bound assumes."""
 _NEAREST = 32
-"""Of the smallest layouts of plain schedules: those of which all schedules are looked at."""
+"""Of the smallest layouts with plain schedules, this many are tried with all schedules."""
 _DEGREES = ("pipeline", "replicas", "context", "tensor", "expert", "expert_tensor")
 
 
 @dataclass(slots=True)
 class Front:
-    """The best so far."""
+    """The best layouts so far."""
 
     most: int
     columns: Columns = field(default_factory=dict)
@@ -49,9 +51,9 @@ class Front:
     timed: int = 0
     """Layouts that were timed one by one."""
     fitting: int = 0
-    """Layouts that were found to fit."""
+    """Layouts that were judged one by one and fit."""
     limit: float = np.inf
-    """Seconds that a layout must stay under in order to matter."""
+    """A slower layout does not matter."""
 
     def _limit(self) -> float:
         kinds = np.stack([self.columns[name] for name in _DEGREES])
@@ -61,7 +63,7 @@ class Front:
         return float(max(last, NEAR * self.seconds[0]))
 
     def add(self, columns: Columns, seconds: Floats, bytes_: Floats) -> None:
-        """More layouts that fit; those that no longer matter are forgotten."""
+        """Adds layouts that fit, and drops those that no longer matter."""
         if not len(seconds):
             return
         if self.columns:
@@ -75,23 +77,23 @@ class Front:
 
 
 class Explorer:
-    """A space that can be asked more than once, with other limits of memory."""
+    """A space that can be searched several times with different memory limits."""
 
     def __init__(self, space: Space, rates: Rates):
         self.space, self._rates = space, rates
         self._bases = space.with_micro_batches(space.degrees())
         self.count = space.count_all(self._bases)
-        """Legal layouts."""
+        """Number of legal layouts."""
         self._least: dict[int, Floats] = {}
         if self.count:  # what not even the most recomputation brings onto the device is never looked at again
             levels = list(range(len(space.levels)))
-            hardest = least(space, self._bases, levels[-1:])[levels[-1]]
+            hardest = least_bytes(space, self._bases, levels[-1:])[levels[-1]]
             small = hardest * _SLACK <= space.hardware.gpu.memory
             self._bases = pick(self._bases, small)
-            self._least = {levels[-1]: hardest[small]} | least(space, self._bases, levels[:-1])
+            self._least = {levels[-1]: hardest[small]} | least_bytes(space, self._bases, levels[:-1])
 
     def best(self, capacity: float, most: int = 10) -> Front:
-        """The quickest layouts that fit into so many bytes, with all that are nearly as quick."""
+        """The fastest layouts that fit into `capacity` bytes, with all that are nearly as fast."""
         front = Front(most)
         bases, bound = self._ordered(capacity)
         beams = _BEAMS if self.space.run.model.moe is None else _BEAMS_SPARSE
@@ -113,12 +115,12 @@ class Explorer:
         return front
 
     def _last(self, capacity: float, front: Front) -> None:
-        """The smallest layout, if that fits: stages that are cut better than bounds know must not be what makes "nothing fits"."""
+        """Adds the smallest layout, if it fits: a bound that is slightly too high must not make a run unplannable."""
         need, row = smallest(self.space) if self.count else (np.inf, {})
         if need > capacity:
             return
         place = int(row["offload"][0])
-        if on_host(self.space, row, place) > self.space.hardware.host_memory:
+        if host_bytes(self.space, row, place) > self.space.hardware.host_memory:
             place = OFFLOAD.index("nvme")
         if place in self.space.savings["offload"]:
             row = row | {"offload": np.array([place])}
@@ -126,7 +128,7 @@ class Explorer:
             front.add(row, _seconds(self.space, self._rates, row, {}), np.array([need]))
 
     def glimpse(self, capacity: float) -> Front:
-        """A good layout that fits into so many bytes, in a moment: the best of those that look best."""
+        """A good layout that fits into `capacity` bytes, quickly: the best of the rows with the lowest bounds."""
         front = Front(1)
         bases, bound = self._ordered(capacity)
         if not len(bound):
@@ -135,10 +137,10 @@ class Explorer:
         return front
 
     def _ordered(self, capacity: float) -> tuple[Columns, Floats]:
-        """Bases that could fit, those with the lowest bound first."""
+        """Rows that could fit, lowest bound first."""
         if not len(self._bases["pipeline"]):
             return self._bases, np.zeros(0)
-        level = fitting(self.space, self._bases, self._least, capacity / _SLACK)
+        level = first_fitting_level(self.space, self._bases, self._least, capacity / _SLACK)
         bases = pick(self._bases | {"level": level}, level >= 0)
         bound = _base_bound(self.space, self._rates, bases)
         order = np.argsort(bound, kind="stable")
@@ -146,7 +148,7 @@ class Explorer:
 
 
 def smallest(space: Space) -> tuple[float, Columns]:
-    """The smallest layout there is, fitting or not: its bytes, and its columns."""
+    """The smallest layout, whether it fits or not: its bytes and its columns."""
     bases = space.with_micro_batches(space.degrees())
     if not len(bases["pipeline"]):
         return np.inf, {}
@@ -160,7 +162,7 @@ def smallest(space: Space) -> tuple[float, Columns]:
     rows, total = _spread(space, pick(rows, lean) if lean.any() else rows, hard)
     if not len(total):
         return np.inf, {}
-    # With more stages the head's rank can be given fewer layers, which decides between the smallest.
+    # With more stages the rank of the head can have fewer layers, which decides between the smallest.
     near = np.argsort(total, kind="stable")[:_NEAREST]
     rows, total = _spread(space, space.with_orders({name: rows[name][near] for name in bases}), hard)
     best = int(np.argmin(total))
@@ -169,24 +171,24 @@ def smallest(space: Space) -> tuple[float, Columns]:
 
 
 def _spread(space: Space, rows: Columns, hard: dict[str, int]) -> tuple[Columns, Floats]:
-    """Each with every split of its replicas, and its bytes."""
+    """Each row with every split of its replicas, and its bytes."""
     rows = space.with_spreads(rows)
     rows = pick(rows, rows["shard"] * 4 >= rows["replicas"]) if len(rows["pipeline"]) > 1 << 16 else rows
     if not len(rows["pipeline"]):
         return rows, np.zeros(0)
-    return rows, np.broadcast_to(footprint(space.work(rows, **hard)).total, len(rows["pipeline"]))
+    return rows, np.broadcast_to(footprint(space.jobs(rows, **hard)).total, len(rows["pipeline"]))
 
 
 def _codes(space: Space, level: int, offload: int, count: int) -> Columns:
-    """Columns of what is traded for memory, the same in so many rows."""
+    """Columns of recomputation and offload, the same in `count` rows."""
     codes = space.of_level(level) | {"offload": offload}
     return {name: np.full(count, code) for name, code in codes.items()}
 
 
 def _base_bound(space: Space, rates: Rates, bases: Columns) -> Floats:
-    """Seconds of computing and of what blocks send each other, spread over the pipeline as evenly as it could ever be.
+    """A lower bound in seconds: computing and communication inside blocks, spread evenly over the pipeline.
 
-    Where experts are not yet dealt, they compute as well as they ever could, and nothing travels to them.
+    Where experts are not joined yet, they compute at their best and nothing is sent to them.
     """
     if not len(bases["pipeline"]):
         return np.zeros(0)
@@ -194,36 +196,38 @@ def _base_bound(space: Space, rates: Rates, bases: Columns) -> Floats:
     undealt = space.run.model.moe is not None and "expert" not in bases
     if undealt:
         easy["expert"] = 1 << 40
-    work = space.work(bases, data=bases["replicas"], **easy)
-    times = step_times(work, _unadded(rates))
-    layers = np.ceil(work.layers / work.pipeline)
-    even = work.layers / (work.pipeline * layers)
-    each = (times.forward + times.input + times.weight) * work.accumulation
+    jobs = space.jobs(bases, data=bases["replicas"], **easy)
+    times = step_times(jobs, _unadded(rates))
+    layers = np.ceil(jobs.layers / jobs.pipeline)
+    even = jobs.layers / (jobs.pipeline * layers)
+    each = (times.forward + times.input + times.weight) * jobs.accumulation
     if undealt:
         each = np.maximum(each - times.expert, 0.0)
-    each = each * even + np.where(work.pipeline == 1, times.head * work.accumulation, 0.0)
+    each = each * even + np.where(jobs.pipeline == 1, times.head * jobs.accumulation, 0.0)
     spread = rates.spread * np.log2(max(space.gpus / 8, 1.0))
     return np.broadcast_to(each * (1 + spread), len(bases["pipeline"]))
 
 
 def _unadded(rates: Rates) -> Rates:
-    """For bounds: shards of gradients are added up in no time, while whole replicas, as which the jobs are judged, take some."""
+    """Constants for bounds: adding gradients takes no time. Rows are judged as whole replicas, which add more than shards
+    do."""
     return replace(rates, adding=0.0)
 
 
 def _stretch(times: Times) -> Any:
-    """What waiting for stragglers multiplies a step by."""
+    """Factor by which stragglers prolong a step."""
     return 1 + times.other / (times.step - times.other)
 
 
 def _open(space: Space, rates: Rates, capacity: float, bases: Columns, front: Front, beam: int | None = None) -> None:
-    """Every layout of these bases that could matter; or, of each level, the `beam` that look best."""
+    """Judges every layout of these rows that could matter; with `beam`, only that many rows of each level, lowest bound
+    first."""
     rows = space.with_experts(bases)
     if space.run.model.moe is not None:
         rows, _ = _promising(rows, _base_bound(space, rates, rows), front, beam)
     rows = space.with_orders(rows)
     rows, bound = _promising(rows, _order_bound(space, rates, rows, front), front, beam)
-    before, fits = rows["level"], fitted(space, rows, capacity / _ALMOST)
+    before, fits = rows["level"], find_fitting_level(space, rows, capacity / _ALMOST)
     rows, bound, more = pick(rows | {"level": fits}, fits >= 0), bound[fits >= 0], (fits != before)[fits >= 0]
     bound[more] = _order_bound(space, rates, pick(rows, more), front)
     rows, _ = _promising(rows, bound, front, beam)
@@ -231,7 +235,7 @@ def _open(space: Space, rates: Rates, capacity: float, bases: Columns, front: Fr
     if not len(rows["pipeline"]):
         return
     easy = int(space.savings["offload"].min())
-    seconds = np.broadcast_to(step_times(space.work(rows, offload=easy), rates).step, len(rows["pipeline"]))
+    seconds = np.broadcast_to(step_times(space.jobs(rows, offload=easy), rates).step, len(rows["pipeline"]))
     front.timed += len(seconds)
     rows, seconds = _promising(rows, seconds, front, None)
     if len(rows["pipeline"]):
@@ -239,7 +243,7 @@ def _open(space: Space, rates: Rates, capacity: float, bases: Columns, front: Fr
 
 
 def _promising(rows: Columns, bound: Floats, front: Front, beam: int | None) -> tuple[Columns, Floats]:
-    """Those that could still be among the best, with their bounds; at most `beam`, the best of them."""
+    """Rows that could still be among the best, with their bounds; with `beam`, at most that many."""
     if beam is not None and len(bound) > beam:
         kept = np.argpartition(bound, beam)[:beam]
         rows, bound = pick(rows, kept), bound[kept]
@@ -248,11 +252,11 @@ def _promising(rows: Columns, bound: Floats, front: Front, beam: int | None) -> 
 
 
 def _order_bound(space: Space, rates: Rates, rows: Columns, front: Front) -> Floats:
-    """Seconds of a step in which replicas need not meet."""
+    """A lower bound in seconds: a step in which replicas exchange nothing."""
     if not len(rows["pipeline"]):
         return np.zeros(0)
-    work = space.work(rows, data=rows["replicas"], offload=int(space.savings["offload"].min()))
-    times = step_times(work, _unadded(rates))
+    jobs = space.jobs(rows, data=rows["replicas"], offload=int(space.savings["offload"].min()))
+    times = step_times(jobs, _unadded(rates))
     front.timed += len(rows["pipeline"])
     bound = (times.step - times.other - times.data - times.optimizer - times.offload) * _stretch(times)
     return np.broadcast_to(bound, len(rows["pipeline"]))
@@ -261,17 +265,17 @@ def _order_bound(space: Space, rates: Rates, rows: Columns, front: Front) -> Flo
 def _seconds(space: Space, rates: Rates, rows: Columns, savings: dict[str, int]) -> Floats:
     if not len(rows["pipeline"]):
         return np.zeros(0)
-    return np.broadcast_to(step_times(space.work(rows, **savings), rates).step, len(rows["pipeline"]))
+    return np.broadcast_to(step_times(space.jobs(rows, **savings), rates).step, len(rows["pipeline"]))
 
 
 def _save(space: Space, rates: Rates, capacity: float, rows: Columns, first: Floats, front: Front) -> None:
-    """What is traded for memory, the cheapest first: where less fits, more of it only costs time. `first`: seconds with the level that
-    each has to begin with, and least offloaded.
+    """Tries recomputation and offload, the cheapest first: once a layout fits, more of it only costs time. `first`: seconds
+    of each row with its least recomputation and offload.
 
-    Selective recomputation undoes halved backwards, so schedules that live of them are tried with full recomputation too, as is
-    recomputing only some of the blocks.
+    Selective recomputation undoes split backwards, so schedules with split backwards are also tried with full
+    recomputation, as is recomputing only some of the blocks.
     """
-    loose, lowest = unordered(space), rows["level"]
+    loose, lowest = selective_level(space), rows["level"]
     rows = {name: column for name, column in rows.items() if name != "level"}
     splits = SPLITS_BACKWARD[rows["schedule"]]
     reached = np.full(len(lowest), len(space.levels))  # the least recomputation that fits, with less offloaded
@@ -290,8 +294,8 @@ def _save(space: Space, rates: Rates, capacity: float, rows: Columns, first: Flo
             if not len(trying):
                 continue
             some = pick(rows, trying)
-            total = np.broadcast_to(footprint(space.work(some, **taken)).total, len(trying))
-            fits = (total <= capacity) & (on_host(space, some, offload) <= space.hardware.host_memory)
+            total = np.broadcast_to(footprint(space.jobs(some, **taken)).total, len(trying))
+            fits = (total <= capacity) & (host_bytes(space, some, offload) <= space.hardware.host_memory)
             done = trying[fits]
             codes = _codes(space, level, offload, len(done))
             front.fitting += len(done)
@@ -301,8 +305,9 @@ def _save(space: Space, rates: Rates, capacity: float, rows: Columns, first: Flo
             reached[final] = level
 
 
-def on_host(space: Space, rows: Columns, offload: Any) -> Any:
-    """Bytes of one host's memory that offloaded states take: a master and the moments of every value that its ranks own."""
+def host_bytes(space: Space, rows: Columns, offload: Any) -> Any:
+    """Bytes of one host's memory that offloaded states take: master weights and moments of every parameter that its ranks
+    own."""
     moments = 4 if space.run.precision.optimizer == "bf16" else 8
     everywhere = space.run.model.parameters() * (4 + moments) * rows["data"] * rows["context"]
     return np.where(offload == OFFLOAD.index("cpu"), everywhere / space.gpus * min(space.hardware.node, space.gpus), 0.0)
@@ -311,48 +316,49 @@ def on_host(space: Space, rows: Columns, offload: Any) -> Any:
 Ints = npt.NDArray[np.int64]
 SELECTIVE = RECOMPUTE.index("selective")
 _FEW = 512
-"""Rows up to which asking everything at once takes less time than asking only what is still open."""
+"""Rows up to which judging all levels at once is faster than judging only what is still open."""
 
 
-def least(space: Space, rows: Columns, levels: list[int]) -> dict[int, Floats]:
-    """Bytes by the level of recomputation."""
+def least_bytes(space: Space, rows: Columns, levels: list[int]) -> dict[int, Floats]:
+    """Lower bound on the bytes of each row, by level of recomputation: everything sharded and offloaded."""
     ways, count = _ways(space, rows), len(rows["pipeline"])
-    found = _bytes(space, rows, [(level, way) for level in levels for way in ways]).reshape(len(levels), len(ways), count)
-    return dict(zip(levels, found.min(axis=1), strict=True))
+    need = _bytes(space, rows, [(level, way) for level in levels for way in ways]).reshape(len(levels), len(ways), count)
+    return dict(zip(levels, need.min(axis=1), strict=True))
 
 
-def fitting(space: Space, rows: Columns, known: dict[int, Floats], capacity: float) -> Ints:
-    """The level from which on each fits; -1: none. `known`: what `least` said of them."""
+def first_fitting_level(space: Space, rows: Columns, known: dict[int, Floats], capacity: float) -> Ints:
+    """The first level at which each row fits; -1: none. `known`: the bytes by level, from `least_bytes`."""
     level = np.full(len(rows["pipeline"]), -1)
-    for one in sorted(known, reverse=True):
-        level = np.where(known[one] <= capacity, one, level)
-    return np.where(level == unordered(space), 0, level)
+    for tried in sorted(known, reverse=True):
+        level = np.where(known[tried] <= capacity, tried, level)
+    return np.where(level == selective_level(space), 0, level)
 
 
-def fitted(space: Space, rows: Columns, capacity: float) -> Ints:
-    """The same where nothing is known yet: what the hardest level does not bring onto the device is not asked further."""
+def find_fitting_level(space: Space, rows: Columns, capacity: float) -> Ints:
+    """The same, computing the bytes on the way: rows that do not fit at the last level are not judged further."""
     levels, count = len(space.levels), len(rows["pipeline"])
     if count <= _FEW:
-        return fitting(space, rows, least(space, rows, list(range(levels))), capacity)
+        return first_fitting_level(space, rows, least_bytes(space, rows, list(range(levels))), capacity)
     level, ways = np.full(count, -1), _ways(space, rows)
-    for one in (levels - 1, *range(levels - 1)):
-        open_ = np.flatnonzero(level == (-1 if one == levels - 1 else levels - 1))
+    for tried in (levels - 1, *range(levels - 1)):
+        open_ = np.flatnonzero(level == (-1 if tried == levels - 1 else levels - 1))
         for way in ways:
-            (need,) = _bytes(space, pick(rows, open_), [(one, {name: column[open_] for name, column in way.items()})])
-            level[open_[need <= capacity]] = one
+            (need,) = _bytes(space, pick(rows, open_), [(tried, {name: column[open_] for name, column in way.items()})])
+            level[open_[need <= capacity]] = tried
             open_ = open_[need > capacity]
-    return np.where(level == unordered(space), 0, level)
+    return np.where(level == selective_level(space), 0, level)
 
 
-def unordered(space: Space) -> int | None:
-    """The level of selective recomputation, where some of the blocks may be recomputed instead, which can be quicker and smaller."""
+def selective_level(space: Space) -> int | None:
+    """The level of selective recomputation where recomputing only some of the blocks is possible too, which can be faster
+    and smaller."""
     some = any(every > 1 for _, every in space.levels) and len(space.levels) > 1
     return space.levels.index((SELECTIVE, 1)) if some and (SELECTIVE, 1) in space.levels else None
 
 
 def _ways(space: Space, rows: Columns) -> list[Columns]:
-    """To spread a state, of stages as even and as small as they can be where they are still open. Whether spreading parameters spares
-    anything over spreading gradients depends on the stages: both are looked at."""
+    """Ways to shard the state that the bound has to consider, with stages as even and small as possible where they are
+    still open. Whether sharding parameters saves anything over sharding gradients depends on the stages, so both are tried."""
     pipelined = rows["pipeline"] > 1
     ways = [{"zero": np.where(pipelined, 2, 3)}]
     if np.any(pipelined & (rows["replicas"] > 1)):
@@ -365,7 +371,7 @@ def _ways(space: Space, rows: Columns) -> list[Columns]:
 
 
 def _bytes(space: Space, rows: Columns, asked: list[tuple[int, Columns]]) -> Floats:
-    """Of each row with each level and way."""
+    """Bytes of each row with each level and way."""
     count = len(rows["pipeline"])
     if not count or not asked:
         return np.zeros((len(asked), count))
@@ -376,8 +382,8 @@ def _bytes(space: Space, rows: Columns, asked: list[tuple[int, Columns]]) -> Flo
         rows["expert"] = np.gcd(moe.experts, space.gpus // rows["pipeline"])
 
     def need(some: Columns, way: Columns, level: Any) -> Floats:
-        work = space.work(some, **spread, **way, shard=some["replicas"], level=level)
-        return np.broadcast_to(footprint(work).total, len(some["pipeline"]))
+        jobs = space.jobs(some, **spread, **way, shard=some["replicas"], level=level)
+        return np.broadcast_to(footprint(jobs).total, len(some["pipeline"]))
 
     if count > _FEW:
         return np.stack([need(rows, way, level) for level, way in asked])

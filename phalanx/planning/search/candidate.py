@@ -1,7 +1,5 @@
-"""One layout of a run with everything that the cost model predicts of it, and the result of a search.
-
-`planning/search/search` and `planning/search/candidate` make candidates; what shows, compares, simulates or trains a plan reads them.
-"""
+"""One layout of a run with everything that the cost model predicts of it, and the result of a search. `search/search` makes
+candidates; what shows, compares, simulates or trains a plan reads them."""
 
 from __future__ import annotations
 
@@ -171,44 +169,44 @@ _PIECES = ("forward", "input", "weight", "head", "hop", "tail")
 
 
 class _Judged(NamedTuple):
-    """All rows, judged together."""
+    """The cost of all rows."""
 
-    work: JobTable
+    jobs: JobTable
     held: Footprint
     times: Times
 
 
-def options(space: Space, rates: Rates, columns: Columns, capacity: float | None = None) -> list[Candidate]:
-    """One of each row. `capacity`: bytes that it may take, where those are fewer than the device has."""
+def candidates_of(space: Space, rates: Rates, columns: Columns, capacity: float | None = None) -> list[Candidate]:
+    """One candidate per row. `capacity`: bytes that may be used, where that is less than the device has."""
     if not len(columns["pipeline"]):
         return []
-    work = space.work(columns)
-    judged = _Judged(work, footprint(work), step_times(work, rates))
+    jobs = space.jobs(columns)
+    judged = _Judged(jobs, footprint(jobs), step_times(jobs, rates))
     return [_option(space, judged, row, capacity) for row in range(len(columns["pipeline"]))]
 
 
 def _option(space: Space, judged: _Judged, row: int, capacity: float | None) -> Candidate:
-    work, held, times = judged
+    jobs, held, times = judged
     seconds = _real(times.step, row)
     run, hardware = space.run, space.hardware
-    layout = layout_of(run, work, row)
+    layout = layout_of(run, jobs, row)
     tokens = run.batch_tokens / seconds
     own = 12.0 * run.model.parameters() / (layout.pipeline * layout.tensor * layout.shard)
     kept = upkeep(hardware, state=own, ranks=space.gpus, step=seconds)
     counts = float(kept.goodput)
     spent = cost(hardware, step=seconds, steps=run.steps, goodput=counts, devices=space.gpus)
-    peak = float(work.peak) * space.gpus
+    peak = float(jobs.peak) * space.gpus
     return Candidate(
         layout=layout,
-        micro_batch=_at(work.micro_batch, row),
-        accumulation=run.batch // layout.replicas // _at(work.micro_batch, row),
+        micro_batch=_at(jobs.micro_batch, row),
+        accumulation=run.batch // layout.replicas // _at(jobs.micro_batch, row),
         compute=cast(Literal["fp32", "bf16", "fp16", "fp8"], space.compute),
-        recompute=cast(Literal["none", "selective", "full"], RECOMPUTE[_at(work.recompute, row)]),
-        recompute_every=_at(work.recompute_every, row) if _at(work.recompute, row) else 1,
-        offload=cast(Literal["none", "cpu", "nvme"], OFFLOAD[_at(work.offload, row)]),
+        recompute=cast(Literal["none", "selective", "full"], RECOMPUTE[_at(jobs.recompute, row)]),
+        recompute_every=_at(jobs.recompute_every, row) if _at(jobs.recompute, row) else 1,
+        offload=cast(Literal["none", "cpu", "nvme"], OFFLOAD[_at(jobs.offload, row)]),
         memory=held.at(row),
         fullest=_at(held.fullest, row),
-        capacity=float(work.memory) if capacity is None else min(capacity, float(work.memory)),
+        capacity=float(jobs.memory) if capacity is None else min(capacity, float(jobs.memory)),
         seconds=seconds,
         low=_real(times.low, row),
         high=_real(times.high, row),
@@ -225,9 +223,9 @@ def _option(space: Space, judged: _Judged, row: int, capacity: float | None) -> 
     )
 
 
-def one(space: Space, rates: Rates, columns: Columns, row: int, capacity: float | None = None) -> Candidate:
-    """Of one row."""
-    return options(space, rates, pick(columns, slice(row, row + 1)), capacity)[0]
+def candidate_at(space: Space, rates: Rates, columns: Columns, row: int, capacity: float | None = None) -> Candidate:
+    """The candidate of one row."""
+    return candidates_of(space, rates, pick(columns, slice(row, row + 1)), capacity)[0]
 
 
 def _at(column: Any, row: int) -> int:

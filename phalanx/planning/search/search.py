@@ -1,5 +1,5 @@
-"""The quickest layout of a run on a cluster, or what a given layout comes to. `planning/search/search` puts limits and reasons around it;
-`remedies` and `solve` ask it for other runs and clusters."""
+"""The search: the fastest layout of a run on a cluster, within limits, and what a given layout costs. `planning/planner`
+adds the alternatives and the report; `planning/remedies` and `planning/solve` search other runs and clusters."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy.typing as npt
 
 from phalanx.planning.cost.footprint import footprint
 from phalanx.planning.cost.job_table import OFFLOAD, SCHEDULES
-from phalanx.planning.cost.run_cost import assumptions
+from phalanx.planning.cost.run_cost import failure_assumptions
 from phalanx.planning.cost.step_time import step_times
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.rates import Rates, rates_for
-from phalanx.planning.search.bounds import NEAR, Explorer, Front, on_host, smallest
-from phalanx.planning.search.candidate import Candidate, SearchResult, one, options
-from phalanx.planning.search.space import Columns, Space, all_columns, compute_of, exactly, pick, scores_kept, space
+from phalanx.planning.search.bounds import NEAR, Explorer, Front, host_bytes, smallest
+from phalanx.planning.search.candidate import Candidate, SearchResult, candidate_at, candidates_of
+from phalanx.planning.search.space import Columns, Space, all_columns, compute_of, given_space, kept_scores, pick, space
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Run
@@ -30,13 +30,13 @@ _ATTENTION = (
     "No fused kernel of this GPU takes these heads and masks, so every block keeps whole tables of scores; data.document_mask = false or "
     "as many key/value heads as queries may spare that.",
 )
-"""By what `scores_kept` says."""
+"""By the code that `kept_scores` returns."""
 SAFE = 0.95
-"""Part of a device's memory that plans fill."""
+"""Fraction of a device's memory that plans fill."""
 _CURVE = (0.8, 0.6, 0.45, 0.3, 0.2)
-"""Parts of the memory at which the trade-off of memory against time is looked at."""
+"""Fractions of the memory at which the trade-off of memory against time is computed."""
 _TRIES = 400
-"""Smaller numbers of devices that are tried where the whole cluster cannot be divided."""
+"""Most smaller numbers of devices that are tried where the run cannot be divided among all."""
 
 
 Aim = Literal["time", "price"]
@@ -44,12 +44,12 @@ Aim = Literal["time", "price"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What an answer has to stay within; None: no limit."""
+    """Limits of an answer; None: no limit."""
 
     fits_in: float | None = None
     """Bytes of a device that may be used."""
     deadline: float | None = None
-    """Days for the whole run, failures included."""
+    """Days for the whole run, with failures."""
     budget: float | None = None
     """US dollars for the whole run."""
 
@@ -60,8 +60,8 @@ NO_LIMITS = Limits()
 def find(
     run: Run, hardware: Hardware, fits_in: float | None = None, most: int = 10, *, gpus: int | None = None
 ) -> SearchResult | None:
-    """The quickest on all devices, or on `gpus` of them; None where nothing fits. Without reasons, and, where no more than one is
-    wanted, without a curve."""
+    """The fastest layout on all devices, or on `gpus` of them; None where nothing fits. Without alternatives and, for
+    `most` = 1, without the memory curve."""
     began = time.process_time()
     rates, capacity = rates_of(run, hardware), capacity_of(hardware, fits_in)
     best: tuple[Explorer, Front] | None = None
@@ -76,7 +76,7 @@ def find(
         return None
     explorer, front = best
     chosen, others = _ranked(front, most)
-    picked = options(explorer.space, rates, pick(front.columns, np.array([chosen, *others])), fits_in)
+    picked = candidates_of(explorer.space, rates, pick(front.columns, np.array([chosen, *others])), fits_in)
     return SearchResult(
         best=picked[0],
         runners_up=tuple(picked[1:]),
@@ -91,26 +91,26 @@ def find(
 
 
 def judge(run: Run, hardware: Hardware, fits_in: float | None = None) -> Candidate:
-    """What the layout that the run file gives would come to, with `data` filled in; the micro-batch, recomputation and offload that
-    it leaves open are the quickest that fit. Whether it fits is for the caller to see. RunError where it is not legal."""
-    here, rates = exactly(run, hardware), rates_of(run, hardware)
+    """What the run file's layout costs, with `data` filled in; what it leaves open of micro-batch, recomputation and
+    offload is the fastest that fits. The result may not fit. RunError where the layout is not legal."""
+    here, rates = given_space(run, hardware), rates_of(run, hardware)
     columns = all_columns(here)
     if not len(columns["pipeline"]):
         raise RunError(_illegal(here))
-    # So few that all of them are judged at once.
-    work, size = here.work(columns), len(columns["pipeline"])
-    total = np.broadcast_to(footprint(work).total, size)
-    hosted = np.broadcast_to(on_host(here, columns, columns["offload"]), size) <= hardware.host_memory
+    # Few enough to judge all of them at once.
+    jobs, size = here.jobs(columns), len(columns["pipeline"])
+    total = np.broadcast_to(footprint(jobs).total, size)
+    hosted = np.broadcast_to(host_bytes(here, columns, columns["offload"]), size) <= hardware.host_memory
     fits = hosted & (total <= capacity_of(hardware, fits_in))
     if not fits.any():
-        return one(here, rates, columns, int(np.argmin(np.where(hosted | ~hosted.any(), total, np.inf))), fits_in)
+        return candidate_at(here, rates, columns, int(np.argmin(np.where(hosted | ~hosted.any(), total, np.inf))), fits_in)
     front = Front(1)
-    front.add(pick(columns, fits), np.broadcast_to(step_times(work, rates).step, size)[fits], total[fits])
-    return one(here, rates, front.columns, _simplest(front), fits_in)
+    front.add(pick(columns, fits), np.broadcast_to(step_times(jobs, rates).step, size)[fits], total[fits])
+    return candidate_at(here, rates, front.columns, _simplest(front), fits_in)
 
 
 def possible(run: Run, hardware: Hardware, fits_in: float | None = None) -> bool:
-    """Whether any layout fits; most of the time without looking at all of them."""
+    """Whether any layout fits, in most cases without a full search."""
     capacity = capacity_of(hardware, fits_in)
     for here in _spaces(run, hardware, None):
         if smallest(here)[0] <= capacity:
@@ -126,7 +126,7 @@ def rates_of(run: Run, hardware: Hardware) -> Rates:
 
 
 def assumptions_of(run: Run, hardware: Hardware) -> tuple[str, ...]:
-    """What neither the run file nor the catalogue says, in sentences."""
+    """Sentences on what neither the run file nor the catalogue says."""
     said = []
     if run.precision.compute is None:
         said.append(f"The run computes in {compute_of(run, hardware)}.")
@@ -139,39 +139,40 @@ def assumptions_of(run: Run, hardware: Hardware) -> tuple[str, ...]:
             'as fp32: set precision.compute = "fp32".'
         )
     if hardware.device != "cpu" and run.model.module is None:
-        said.append(_ATTENTION[scores_kept(run, hardware)])
+        said.append(_ATTENTION[kept_scores(run, hardware)])
     if run.model.moe is not None:
         said.append("Every expert gets the same number of tokens.")
-    return (*said, *assumptions(hardware))
+    return (*said, *failure_assumptions(hardware))
 
 
 def capacity_of(hardware: Hardware, fits_in: float | None = None) -> float:
-    """Bytes of a device that a plan may fill: not quite all, as it is an estimate, and no more than somebody allows."""
+    """Bytes of a device that a plan may fill: less than all, as it is an estimate, and no more than `fits_in`."""
     return SAFE * hardware.gpu.memory if fits_in is None else min(fits_in, SAFE * hardware.gpu.memory)
 
 
 def _spaces(run: Run, hardware: Hardware, gpus: int | None) -> list[Space]:
-    """All devices if the run can be divided among them; else the next smaller numbers that it can, and the next power of two."""
+    """The space of all devices if they divide the run; else those of the next smaller numbers that do, and of the next
+    power of two."""
     asked = hardware.gpus if gpus is None else gpus
     whole = space(run, hardware, asked)
     if len(whole.degrees()["pipeline"]) or gpus is not None:
         return [whole]
     step = hardware.node if asked > hardware.node else 1
-    found: list[Space] = []
+    spaces: list[Space] = []
     for number in range((asked - 1) // step * step, 0, -step)[:_TRIES]:
         smaller = space(run, hardware, number)
         if len(smaller.degrees()["pipeline"]):
-            found.append(smaller)
-        if len(found) == 2:
+            spaces.append(smaller)
+        if len(spaces) == 2:
             break
     power = space(run, hardware, 1 << (asked.bit_length() - 1))
-    if len(power.degrees()["pipeline"]) and power.gpus not in [one.gpus for one in found]:
-        found.append(power)
-    return found or [whole]
+    if len(power.degrees()["pipeline"]) and power.gpus not in [smaller.gpus for smaller in spaces]:
+        spaces.append(power)
+    return spaces or [whole]
 
 
 def _ranked(front: Front, most: int) -> tuple[int, list[int]]:
-    """Rows of the winner and of the runners-up, which differ from it and from each other in their degrees."""
+    """Rows of the best and of the runners-up, which differ from it and from each other in their degrees."""
     chosen = _simplest(front)
     table = np.stack([front.columns[name] for name in _DEGREES], axis=1)
     seen, others = {tuple(table[chosen])}, []
@@ -185,7 +186,7 @@ def _ranked(front: Front, most: int) -> tuple[int, list[int]]:
 
 
 def _simplest(front: Front) -> int:
-    """Of those as quick as the quickest, the one with the fewest techniques, then the one with the lowest degrees; of that, the
+    """Of the rows as fast as the fastest, the one with the fewest techniques, then with the lowest degrees; of that, the
     smallest micro-batch, as a larger one would only take memory."""
     near = front.seconds <= NEAR * front.seconds[0]
     columns = {name: column[near] for name, column in front.columns.items()}
@@ -196,7 +197,8 @@ def _simplest(front: Front) -> int:
 
 
 def _techniques(columns: Columns) -> npt.NDArray[np.float64]:
-    """How many there are. Plain replicas are none; ZeRO-2 is one more than the others, as it sends most often."""
+    """Number of parallel techniques of each row. Replicas count as none; ZeRO-2 counts as one more than ZeRO-1 and 3, as it
+    sends most often."""
     many = sum((columns[name] > 1) * 1 for name in ("pipeline", "context", "tensor", "expert", "expert_tensor", "shard"))
     order = columns["schedule"] != SCHEDULES.index("1f1b")
     mixed = (columns["data"] > 1) & (columns["shard"] > 1)
@@ -213,19 +215,19 @@ def _size(columns: Columns) -> npt.NDArray[np.float64]:
 
 
 def _curve(explorer: Explorer, rates: Rates, limits: tuple[float, float | None], best: Candidate) -> tuple[Candidate, ...]:
-    """The quickest at a few sizes of memory, as far as a glimpse shows; least memory first."""
+    """The fastest candidate at a few memory sizes, by quick searches; least memory first."""
     found = []
     for part in _CURVE:
         front = explorer.glimpse(part * limits[0])
         if len(front.seconds):
-            found.append(one(explorer.space, rates, front.columns, 0, limits[1]))
+            found.append(candidate_at(explorer.space, rates, front.columns, 0, limits[1]))
     slower = sorted(found, key=lambda option: option.bytes)
     kept = [option for place, option in enumerate(slower) if all(option.seconds < before.seconds for before in slower[:place])]
     return (*(option for option in kept if option.bytes < best.bytes and option.seconds > best.seconds), best)
 
 
 def _illegal(here: Space) -> list[str]:
-    """Why the given layout cannot be."""
+    """Why the given layout is not legal."""
     run, layout = here.run, here.run.layout
     found = [finding.sentence for finding in layout_findings(run)]
     if run.batch % layout.replicas:
@@ -241,7 +243,7 @@ def _illegal(here: Space) -> list[str]:
 
 
 def cheaper(run: Run, hardware: Hardware, found: SearchResult, aim: Aim, limits: Limits, most: int) -> SearchResult:
-    """Halves of the cluster, if fewer devices are cheaper or the only way to stay within a budget."""
+    """The best on halves of the cluster, if fewer devices are cheaper or the only way to stay within the budget."""
     tried, gpus = [found], found.best.layout.ranks
     while gpus % 2 == 0 and gpus > 1:
         gpus //= 2
@@ -249,21 +251,21 @@ def cheaper(run: Run, hardware: Hardware, found: SearchResult, aim: Aim, limits:
         if smaller is None:
             break
         tried.append(smaller)
-    allowed = [one for one in tried if within(one.best, limits)]
+    allowed = [result for result in tried if within(result.best, limits)]
     if not allowed:
         return found
     if aim == "time":
-        return min(allowed, key=lambda one: one.best.expected_days)
-    return min(allowed, key=lambda one: one.best.expected_days * one.best.layout.ranks)
+        return min(allowed, key=lambda result: result.best.expected_days)
+    return min(allowed, key=lambda result: result.best.expected_days * result.best.layout.ranks)
 
 
 def within(best: Candidate, limits: Limits) -> bool:
-    """Whether an option stays within the limits."""
+    """Whether a candidate stays within the limits."""
     return not beyond(best, limits)
 
 
 def beyond(best: Candidate, limits: Limits) -> list[str]:
-    """Limits that the best layout is over, in sentences."""
+    """Sentences on the limits that a candidate exceeds."""
     said = []
     if limits.deadline is not None and best.expected_days > limits.deadline:
         said.append(

@@ -1,8 +1,8 @@
-"""Every legal layout of a run on a cluster, as columns of `planning/cost/job_table`. `planning/search/search` takes the space level by level, as most
-of it can be told to be slower or too large before it is spelled out; `candidates` spells all of it out.
+"""The search space: every legal layout of a run on a cluster, as columns of `cost/job_table`. `search/bounds` opens it
+level by level, because bounds rule out most of it before it is enumerated; `all_candidates` enumerates all of it.
 
-What the run file gives is kept, the rest is enumerated. Legal is what `spec/check_layout` and `planning/planner` let pass, no more
-and no less: a test compares them.
+Keys that the run file gives are fixed, the others are enumerated. A layout is legal if `spec/check_layout` and
+`planning/planner` accept it: a test compares them.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from phalanx.spec.run import Memory, Run
 
 _DEFAULT, _MEMORY = Layout(), Memory()
 _HOPPER = ("h", "b", "gb")
-"""How the catalogue's names of GPUs of that generation and later begin."""
+"""Prefixes of the catalogue's names of Hopper GPUs and later ones."""
 _NONE, _SELECTIVE, _FULL = (RECOMPUTE.index(mode) for mode in ("none", "selective", "full"))
 _LEVELS = ((_NONE, 1), (_SELECTIVE, 1), (_FULL, 4), (_FULL, 3), (_FULL, 2), (_FULL, 1))
-"""What of the blocks may be computed again, and in every so manieth of them: what costs least time first."""
+"""(recompute, recompute_every) that a search tries, the one that costs least time first."""
 _DIVIDED = {"pipeline", "data", "shard", "context", "tensor", "expert", "expert_tensor", "micro_batch"}
-"""Columns that the equations divide by, over and over: as floats from the beginning that takes half the time."""
+"""Columns that the equations divide by many times. As floats from the beginning, that takes half the time."""
 _FEW = 64
-"""Devices up to which some of the blocks may be recomputed. Beyond, stages have too few blocks for that to be even, and layouts are so
-many that looking at it would take most of a search's time."""
+"""Most devices for which recomputing only some of the blocks is tried. With more, stages have too few blocks for it to be
+even, and the layouts are so many that it would take most of a search's time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """All layouts of a run on so many devices."""
+    """All layouts of a run on this many devices."""
 
     run: Run
     hardware: Hardware
     gpus: int
     exact: bool = False
-    """The layout is what the run file says, its defaults too; only micro-batches and what is traded for memory are open."""
+    """The layout is the run file's, with its defaults; only micro-batch, recomputation and offload are open."""
     _tables: dict[Any, Columns] = field(default_factory=dict, repr=False)
 
     @property
@@ -49,7 +49,8 @@ class Space:
         return compute_of(self.run, self.hardware)
 
     def degrees(self) -> Columns:
-        """pipeline, replicas (data × shard), context, tensor, method, sequence_parallel: what does not divide anything is not there."""
+        """Columns pipeline, replicas (data × shard), context, tensor, method and sequence_parallel of the combinations that
+        divide the run."""
         rows = []
         for tensor in filter(self._tensor_legal, self._free("tensor", divisors(self.gpus))):
             for context in self._free("context", divisors(self.gpus // tensor)):
@@ -63,41 +64,41 @@ class Space:
         return columns_of(("pipeline", "replicas", "context", "tensor", "method", "sequence_parallel"), rows)
 
     def with_micro_batches(self, columns: Columns) -> Columns:
-        """Each joined with every size of a micro-batch that divides a replica's share of the batch."""
+        """Each row joined with every micro-batch that divides a replica's share of the batch."""
         return self._join(columns, columns["replicas"], "micro", self._micro_batches)
 
     def with_experts(self, columns: Columns) -> Columns:
-        """… with every way of sharing experts among the ranks of a stage: expert, expert_tensor."""
+        """Each row joined with every way to divide experts among the ranks of a stage: expert, expert_tensor."""
         return self._join(columns, self.gpus // columns["pipeline"], "experts", self._experts)
 
     def with_orders(self, columns: Columns) -> Columns:
-        """… with every schedule and number of stages: schedule, stages."""
+        """Each row joined with every schedule and number of stages: schedule, stages."""
         return self._join(columns, columns["pipeline"], "orders", self._orders)
 
     def with_spreads(self, columns: Columns) -> Columns:
-        """… with every split of the replicas into copies and shards: data, shard, zero."""
+        """Each row joined with every split of the replicas into copies and shards: data, shard, zero."""
         return self._join(columns, columns["replicas"], "spreads", self._spreads)
 
     def with_savings(self, columns: Columns) -> Columns:
-        """… with what may be traded for memory: recompute, recompute_every, offload."""
+        """Each row joined with every way to save memory: recompute, recompute_every, offload."""
         return self._join(columns, np.zeros_like(columns["pipeline"]), "savings", lambda _: self.savings)
 
     def count(self, columns: Columns) -> int:
-        """Candidates that these bases (with micro-batches and experts) stand for."""
+        """Number of candidates that these rows (with micro-batches and experts) stand for."""
         orders = lengths(columns["pipeline"], lambda p: len(self._table("orders", p, self._orders)["schedule"]))
         spreads = lengths(columns["replicas"], lambda r: len(self._table("spreads", r, self._spreads)["data"]))
         return int((orders * spreads).sum()) * len(self.savings["recompute"])
 
     def count_all(self, columns: Columns) -> int:
-        """The same of bases that experts have not been joined with."""
+        """The same for rows that experts have not been joined with."""
         experts = lengths(self.gpus // columns["pipeline"], lambda r: len(self._table("experts", r, self._experts)["expert"]))
         orders = lengths(columns["pipeline"], lambda p: len(self._table("orders", p, self._orders)["schedule"]))
         spreads = lengths(columns["replicas"], lambda r: len(self._table("spreads", r, self._spreads)["data"]))
         return int((experts * orders * spreads).sum()) * len(self.savings["recompute"])
 
-    def work(self, columns: Columns, **more: Any) -> JobTable:
-        """The columns as jobs; what is not in them is taken from the run, the machine and `more`. "level", among them, is a place in
-        `levels`, for recompute and recompute_every."""
+    def jobs(self, columns: Columns, **more: Any) -> JobTable:
+        """The columns as a job table. Fields that are not in them come from the run, the machine and `more`. A column
+        "level" is an index into `levels` and sets recompute and recompute_every."""
         run, memory = self.run, self.run.memory
         known: dict[str, Any] = {
             **model_columns(run.model),
@@ -121,7 +122,7 @@ class Space:
 
     @property
     def levels(self) -> list[tuple[int, int]]:
-        """Codes of recompute with recompute_every, as they may be had: what costs least time first."""
+        """Codes of recompute with recompute_every that the run allows, the one that costs least time first."""
         memory = self.run.memory
         if memory.recompute != _MEMORY.recompute:
             return [(RECOMPUTE.index(memory.recompute), memory.recompute_every)]
@@ -133,13 +134,13 @@ class Space:
         return [level for level in modes if level[1] <= most]
 
     def of_level(self, level: Any) -> dict[str, Any]:
-        """recompute and recompute_every of places in `levels`."""
+        """recompute and recompute_every of indices into `levels`."""
         table = np.array(self.levels, dtype=np.int64)
         return {"recompute": table[level, 0], "recompute_every": table[level, 1]}
 
     @property
     def savings(self) -> Columns:
-        """Whatever of recompute, recompute_every and offload may be had together, as codes."""
+        """Combinations of recompute, recompute_every and offload that the run allows, as codes."""
         return self._table("savings", 0, self._savings)
 
     def _savings(self, _: int) -> Columns:
@@ -210,7 +211,7 @@ class Space:
         return self.gpus % tensor == 0 and model.heads % tensor == 0 and not empty
 
     def _methods(self, tensor: int, context: int) -> list[int]:
-        """Ways of attending that this many ranks of a sequence can have; with one rank there is nothing to choose."""
+        """Context-parallel methods that this many ranks of a sequence allow; with one rank there is nothing to choose."""
         model, length = self.run.model, self.run.train.sequence_length
         if context == 1:
             return [METHODS.index(self.run.layout.context_method)]
@@ -238,12 +239,12 @@ class Space:
         return pipeline <= model.layers and not model.mtp_depth and model.module is None
 
     def _free(self, name: str, values: Iterable[int]) -> list[int]:
-        """The given value of a key of the layout, or all of these."""
+        """The given value of a layout key, or all of these values."""
         given = getattr(self.run.layout, name)
         return [given] if self.exact or given != getattr(_DEFAULT, name) else list(values)
 
     def _may(self, name: str, value: object) -> bool:
-        """Whether a key of the layout is open, or given so."""
+        """Whether a layout key is open, or given with this value."""
         given = getattr(self.run.layout, name)
         return given == value or (not self.exact and given == getattr(_DEFAULT, name))
 
@@ -261,12 +262,12 @@ class Space:
 
 
 def space(run: Run, hardware: Hardware, gpus: int | None = None) -> Space:
-    """Of the whole cluster, or of so many of its devices."""
+    """The space of the whole cluster, or of this many of its devices."""
     return Space(run, hardware, hardware.gpus if gpus is None else gpus)
 
 
-def exactly(run: Run, hardware: Hardware) -> Space:
-    """Of the run file's own layout, with as many replicas as the cluster has room for where it does not say."""
+def given_space(run: Run, hardware: Hardware) -> Space:
+    """The space of the run file's own layout, with as many replicas as fit on the cluster where `data` is not given."""
     layout = run.layout
     if layout.data is None:
         others = replace(layout, data=1).ranks
@@ -276,10 +277,10 @@ def exactly(run: Run, hardware: Hardware) -> Space:
     return Space(replace(run, layout=layout), hardware, layout.ranks, exact=True)
 
 
-def candidates(run: Run, hardware: Hardware, gpus: int | None = None) -> JobTable:
-    """All of them at once: for small clusters, and for holding the search to them."""
+def all_candidates(run: Run, hardware: Hardware, gpus: int | None = None) -> JobTable:
+    """All candidates at once: for small clusters, and for tests of the search."""
     found = space(run, hardware, gpus)
-    return found.work(all_columns(found))
+    return found.jobs(all_columns(found))
 
 
 def all_columns(found: Space) -> Columns:
@@ -288,15 +289,15 @@ def all_columns(found: Space) -> Columns:
 
 
 def compute_of(run: Run, hardware: Hardware) -> str:
-    """The run's number format, as `planning/planner` fills it in."""
+    """The run's number format, with the default filled in."""
     return run.precision.compute or ("fp32" if hardware.device == "cpu" else "bf16")
 
 
-def layout_of(run: Run, work: JobTable, row: int) -> Layout:
-    """One job's layout as the run file would write it: what is at its default is left there."""
+def layout_of(run: Run, jobs: JobTable, row: int) -> Layout:
+    """The layout of one job as the run file would write it: defaults are left out."""
 
     def at(name: str) -> int:
-        value = getattr(work, name)
+        value = getattr(jobs, name)
         return int(value[row]) if np.ndim(value) else int(value)
 
     schedule = cast(Schedule, SCHEDULES[at("schedule")])
@@ -320,7 +321,7 @@ def layout_of(run: Run, work: JobTable, row: int) -> Layout:
 
 
 def _kept_columns(run: Run, hardware: Hardware) -> dict[str, int]:
-    """The fields of Work that only the memory of a step depends on."""
+    """The fields of JobTable that only memory depends on."""
     model, states = run.model, 4 if run.precision.optimizer == "bf16" else 8
     return {
         "latent": model.mla.kv_rank + (model.mla.q_rank or 0) if model.mla else 0,
@@ -329,14 +330,14 @@ def _kept_columns(run: Run, hardware: Hardware) -> dict[str, int]:
         "recompute_every": run.memory.recompute_every,
         "moments": states if run.optimizer.name == "adamw" else states // 2,  # Muon has one moment, of the matrices at least
         "wire": 2 if run.precision.reduce == "bf16" else 4,
-        "scores": scores_kept(run, hardware),
+        "scores": kept_scores(run, hardware),
         "on_cpu": int(hardware.device == "cpu"),
     }
 
 
-def scores_kept(run: Run, hardware: Hardware) -> int:
-    """What attention keeps of its table of scores, by the kernel that torch takes: Hopper and later have one for masks and grouped
-    heads alike, older GPUs one for either, and nothing fused for both at once, or for grouped heads in fp32."""
+def kept_scores(run: Run, hardware: Hardware) -> int:
+    """What attention keeps of the scores, by the kernel that torch selects. Hopper and later have a fused kernel for masks
+    and grouped heads alike; older GPUs have one for either, and none for both at once or for grouped heads in fp32."""
     model, masked = run.model, run.data.document_mask
     if hardware.device != "cuda":
         return int(masked)
@@ -349,7 +350,7 @@ def scores_kept(run: Run, hardware: Hardware) -> int:
 
 
 def _leaves_none(size: int, parts: int) -> bool:
-    """Whether equal parts, the last ones shorter, leave somebody without any; as in `spec/check_layout`."""
+    """Whether equal parts, the last ones shorter, leave some part empty; as in `spec/check_layout`."""
     return parts > 1 and -(-size // parts) * (parts - 1) >= size
 
 
@@ -357,7 +358,7 @@ Columns = dict[str, npt.NDArray[np.int64]]
 
 
 def join(columns: Columns, keys: npt.NDArray[np.int64], table: Callable[[int], Columns]) -> Columns:
-    """Each row beside every row of the table of its key."""
+    """Each row joined with every row of the table of its key."""
     kinds, kind = np.unique(keys, return_inverse=True)
     if len(kinds) == 0:
         kinds, kind = np.ones(1, np.int64), np.zeros(0, np.int64)
@@ -378,24 +379,24 @@ def pick(columns: Columns, index: Any) -> Columns:
 
 
 def stack(parts: Sequence[Columns]) -> Columns:
-    """All rows of all of them."""
+    """The rows of all parts."""
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def columns_of(names: Sequence[str], rows: Sequence[tuple[int, ...]]) -> Columns:
-    """Out of rows."""
+    """Columns from rows."""
     table = np.array(rows, dtype=np.int64).reshape(len(rows), len(names))
     return {name: np.ascontiguousarray(table[:, place]) for place, name in enumerate(names)}
 
 
 def lengths(keys: npt.NDArray[np.int64], count: Callable[[int], int]) -> npt.NDArray[np.int64]:
-    """For each key, what is counted for it."""
+    """For each key, the count of its table."""
     kinds, kind = np.unique(keys, return_inverse=True)
     return np.array([count(int(key)) for key in kinds], dtype=np.int64)[kind] if len(kinds) else np.zeros(0, np.int64)
 
 
 @cache
 def divisors(number: int) -> list[int]:
-    """In rising order."""
+    """All divisors, ascending."""
     small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
     return sorted({*small, *(number // size for size in small)})
