@@ -137,7 +137,7 @@ def test_page_uses_units_that_suit_the_size_and_shows_recomputed_fraction(report
     assert "memory of the fullest rank, MiB" in page(small) and "a step, ms;" in page(small)
     (candidate,) = page_data(small)["candidates"]
     assert "full 1/2" in [cell["text"] for cell in candidate["cells"]] and "recompute_every = 2" in candidate["toml"]
-    assert [part["label"] for part in candidate["memory"]["parts"]] == ["runtime and fragments"]
+    assert [part["label"] for part in candidate["memory"]["parts"]] == ["driver and fragmentation"]
 
 
 def test_page_escapes_names(report: PlanReport) -> None:

@@ -41,7 +41,7 @@ def test_plan_shows_winner_intervals_memory_step_and_reasons() -> None:
     assert row("device-hours", "23.6M") and row("price", "$47.2M", "$37.8M – $56.6M") and row("energy", "30.6 GWh")
     assert row("activations", "36.0 GiB", "█") and row("free", "18.6 GiB") and row("pipeline bubble", "500 ms", "10.0%")
     assert row("PP8 DP2 FSDP128 TP8+SP", "full", "5.60 s", "+12.0%", "45.0 GiB", "$52.9M", "computing +600 ms")
-    assert row("runtime and fragments", "4.0 GiB") and row("layout.shard=64 layout.tensor=16")
+    assert row("driver and fragmentation", "4.0 GiB") and row("layout.shard=64 layout.tensor=16")
     assert row("TP16", "leaves the NVLink island, +38 % exposed communication")
     assert row("Inside a node: tensor groups of 8.") and row("Nothing is known of the switches")
     assert "pipeline rank 0, the fullest" in text

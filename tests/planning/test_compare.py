@@ -163,7 +163,7 @@ def test_the_parts_of_a_step_are_shown(tmp_path: Path) -> None:
     assert all(row["refitted"] == row["predicted"] for row in told["rows"])
     assert sum(told["timed"]["mean"].values()) == pytest.approx(told["timed"]["seconds"])
     console = Console(width=120, record=True)
-    show_comparison(console, found, found.now)
+    show_comparison(console, found, found.predicted)
     text = console.export_text()
     assert "in the proportions of step 3" in text and "on rank 2, which waited least of 4" in text and "refitted" in text
 

@@ -43,9 +43,9 @@ def test_forwards_under_way_are_those_of_the_schedule(schedule: str, ranks: int,
             most = max(most, alive)
             owing += (action.kind == "I") - (action.kind == "W")
             owed = max(owed, owing)
-        assert float(np.max(share.flying)) == pytest.approx(most, abs=1), (schedule, rank)
-        assert float(np.max(share.flying)) >= most
-        assert float(np.max(share.owing)) == pytest.approx(owed, abs=1), (schedule, rank)
+        assert float(np.max(share.in_flight)) == pytest.approx(most, abs=1), (schedule, rank)
+        assert float(np.max(share.in_flight)) >= most
+        assert float(np.max(share.deferred)) == pytest.approx(owed, abs=1), (schedule, rank)
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (3, 1), (4, 2), (5, 3), (8, 1), (8, 4)])
