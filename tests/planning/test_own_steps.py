@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.calibration.step_bench import Compute, plan_of, small_run
 from phalanx.planning.cost.step_time import step_times
-from phalanx.planning.feedback.refit import work_of
+from phalanx.planning.feedback.refit import jobs_of
 from phalanx.planning.machines.hardware import hardware
 from phalanx.planning.machines.rates import rates_for
 from phalanx.spec.model import Moe
@@ -36,7 +36,7 @@ def predicted(run: Run, compute: Compute) -> float:
     devices = hardware(replace(run, layout=None, cluster=Cluster(name="h200")), None)
     plan = plan_of(run, "cuda", compute, 1)
     rates = rates_for(devices, compute, moe=run.model.moe is not None)
-    return 1e3 * float(np.sum(step_times(work_of(run, plan, devices), rates).step))
+    return 1e3 * float(np.sum(step_times(jobs_of(run, plan, devices), rates).step))
 
 
 @pytest.mark.parametrize(("shape", "accumulation", "compute", "real"), STEPS)
