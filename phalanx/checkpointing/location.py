@@ -202,7 +202,7 @@ class _LocalSink:
         return True
 
     def write(self, data: memoryview | bytes) -> None:
-        DISK.ask()
+        DISK.check()
         left = memoryview(data)
         while left:
             pages = len(left) // _PAGE * _PAGE

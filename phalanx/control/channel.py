@@ -1,8 +1,8 @@
-"""Connections among the agents of a run, and from its ranks to them: whoever does not know the run's token is sent away before
-anything they say is looked at. Used by `control/agent`; `events/frames` says what travels, and holds the blocking half.
+"""Connections between the agents of a run, and from its ranks to them, for asyncio. `events/frames` has the handshake, the format of messages
+and the blocking half. Used by `control/agent`.
 
-Strangers can neither stop nor slow it: at most so many who have not proved themselves are kept, each for seconds, each with 64 bytes
-read from it; where more come, whoever has been here longest without a proof is sent away.
+A peer without the run's token is refused before anything else is read from it. Strangers can neither stop nor slow the listener: it keeps a
+limited number of unauthenticated connections, each for seconds and with 64 bytes read; beyond that the oldest is dropped.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from typing import Any
 from phalanx.events import frames
 from phalanx.events.frames import Address, Refused
 
-MAX_UNPROVEN = 64
-"""Connections without a proof that are kept at a time."""
-_UNREAD = 32 << 20  # bytes waiting for a reader, after which it is taken for dead
-_FAREWELL = 2.0  # seconds in which what was sent before a connection was closed can still leave
+MAX_UNAUTHENTICATED = 64
+"""Connections in the handshake at a time."""
+_MAX_UNREAD = 32 << 20  # bytes that a peer may leave unread before it counts as dead
+_LINGER = 2.0  # seconds in which queued messages can still be sent after close
 
 OnRefused = Callable[[str, str], None]
 
 
 class Channel:
-    """To somebody who has proved to know the run's token."""
+    """A connection to an authenticated peer."""
 
-    def __init__(self, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], seals: frames.MessageSealer, address: str):
+    def __init__(self, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], sealer: frames.MessageSealer, address: str):
         self.address = address
-        """host:port of the other side, for messages."""
-        self.on_nonsense: OnRefused | None = None
-        """Told address and reason where the other side says what nobody who knows the token would say."""
-        (self._reader, self._writer), self._seals = streams, seals
-        self._head: bytes | None = None
+        """host:port of the peer, for messages."""
+        self.on_invalid: OnRefused | None = None
+        """Called with address and reason if the peer sends something that no peer with the token sends."""
+        (self._reader, self._writer), self._sealer = streams, sealer
+        self._header: bytes | None = None
         self._ended: str | None = None
 
     async def send(self, message: dict[str, Any]) -> None:
-        """Returns when the system has taken most of what was sent before; ConnectionError where the connection has ended."""
+        """Send a message, waiting while too much is queued. Raises ConnectionError if the connection has ended."""
         self._write(message)
         try:
             await self._writer.drain()
@@ -47,7 +47,7 @@ class Channel:
             raise self._end(f"the connection ended ({error})") from None
 
     def post(self, message: dict[str, Any]) -> None:
-        """Queue it and never wait. Whether the connection still lives is for who receives to find out."""
+        """Queue a message without waiting. A lost connection is noticed by `receive`."""
         with suppress(ConnectionError):
             self._write(message)
 
@@ -56,23 +56,23 @@ class Channel:
             raise ConnectionError(f"{self.address}: {self._ended}")
         if self._writer.transport.is_closing():
             raise self._end("the connection ended")
-        self._writer.write(self._seals.pack(message))
-        if self._writer.transport.get_write_buffer_size() > _UNREAD:
+        self._writer.write(self._sealer.pack(message))
+        if self._writer.transport.get_write_buffer_size() > _MAX_UNREAD:
             self._writer.transport.abort()
-            raise self._end(f"it has left {_UNREAD >> 20} MiB unread")
+            raise self._end(f"it has left {_MAX_UNREAD >> 20} MiB unread")
 
     async def receive(self) -> dict[str, Any]:
-        """The next message; ConnectionError where the connection ended or its bytes make no sense. May be cancelled and called again."""
+        """The next message. Raises ConnectionError if the connection ended, Refused if its bytes are invalid. May be cancelled and repeated."""
         if self._ended is not None:
             raise ConnectionError(f"{self.address}: {self._ended}")
         try:
-            if self._head is None:
-                self._head = await self._reader.readexactly(frames.HEADER)
-            body = await self._reader.readexactly(self._seals.size(self._head))
-            message = self._seals.open(self._head, body)
+            if self._header is None:
+                self._header = await self._reader.readexactly(frames.HEADER)
+            body = await self._reader.readexactly(self._sealer.size(self._header))
+            message = self._sealer.open(self._header, body)
         except Refused as error:
-            if self.on_nonsense is not None:
-                self.on_nonsense(self.address, str(error))
+            if self.on_invalid is not None:
+                self.on_invalid(self.address, str(error))
             self._writer.transport.abort()
             self._end(str(error))
             raise Refused(f"{self.address}: {error}") from None
@@ -80,7 +80,7 @@ class Channel:
             self._writer.transport.abort()
             reason = "" if isinstance(error, asyncio.IncompleteReadError) else f" ({error})"
             raise self._end(f"the connection ended{reason}") from None
-        self._head = None
+        self._header = None
         return message
 
     def _end(self, reason: str) -> ConnectionError:
@@ -89,28 +89,28 @@ class Channel:
         return ConnectionError(f"{self.address}: {self._ended}")
 
     def close(self) -> None:
-        """What was sent before still leaves, where the other side takes it soon."""
+        """Close; queued messages are still sent if the peer reads them soon."""
         self._end("the connection was closed here")
         transport = self._writer.transport
         if not transport.is_closing():
             transport.close()
             if transport.get_write_buffer_size():
-                asyncio.get_running_loop().call_later(_FAREWELL, transport.abort)
+                asyncio.get_running_loop().call_later(_LINGER, transport.abort)
 
 
 async def connect(address: Address, token: str, timeout: float = frames.HANDSHAKE_SECONDS) -> Channel:
-    """To a listener; Refused where either does not know the token of the other. One that is crowded by strangers is asked again."""
+    """Connect to a listener. Raises Refused if either side does not know the token. Retries if the listener is overloaded."""
     async with asyncio.timeout(timeout):
         while True:
             try:
-                return await _greeted(address, token)
+                return await _handshake(address, token)
             except Refused:
                 raise
             except ConnectionResetError:
                 await asyncio.sleep(frames.retry_delay())
 
 
-async def _greeted(address: Address, token: str) -> Channel:
+async def _handshake(address: Address, token: str) -> Channel:
     loop = asyncio.get_running_loop()
     family, kind, protocol, _, where = (await loop.getaddrinfo(*address, type=socket.SOCK_STREAM))[0]
     sock = socket.socket(family, kind, protocol)
@@ -122,7 +122,7 @@ async def _greeted(address: Address, token: str) -> Channel:
         await loop.sock_sendall(sock, answer)
         frames.check_server(await _exactly(sock, frames.PROOF), expected, frames.format_address(address))
         return Channel(
-            await asyncio.open_connection(sock=sock), frames.MessageSealer(key, asking=True), frames.format_address(address)
+            await asyncio.open_connection(sock=sock), frames.MessageSealer(key, client=True), frames.format_address(address)
         )
     except BrokenPipeError as error:
         sock.close()
@@ -133,22 +133,24 @@ async def _greeted(address: Address, token: str) -> Channel:
 
 
 async def _exactly(sock: socket.socket, size: int) -> bytes:
-    found = b""
-    while len(found) < size:
-        part = await asyncio.get_running_loop().sock_recv(sock, size - len(found))
+    received = b""
+    while len(received) < size:
+        part = await asyncio.get_running_loop().sock_recv(sock, size - len(received))
         if not part:
             raise ConnectionResetError("the connection ended")
-        found += part
-    return found
+        received += part
+    return received
 
 
 class Listener:
-    """Admits whoever proves to know the token, each into a task of its own."""
+    """Accepts authenticated connections, each in a task of its own."""
 
-    def __init__(self, sock: socket.socket, token: str, on_link: Callable[[Channel], Awaitable[None]], on_refused: OnRefused):
+    def __init__(
+        self, sock: socket.socket, token: str, on_channel: Callable[[Channel], Awaitable[None]], on_refused: OnRefused
+    ):
         self.address: Address = sock.getsockname()[:2]
-        self._socket, self._token, self._on_link, self._on_refused = sock, token, on_link, on_refused
-        self._greeting: dict[asyncio.Task[None], str] = {}  # addresses, the oldest first
+        self._socket, self._token, self._on_channel, self._on_refused = sock, token, on_channel, on_refused
+        self._handshakes: dict[asyncio.Task[None], str] = {}  # task to address, oldest first
         self._admitted: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.create_task(self._accept())
 
@@ -157,61 +159,61 @@ class Listener:
         while True:
             try:
                 sock, peer = await loop.sock_accept(self._socket)
-            except OSError:  # it gave up before it was accepted, or there are no descriptors left just now
+            except OSError:  # the client gave up, or there are no free descriptors
                 await asyncio.sleep(0.05)
                 continue
             sock.setblocking(False)
-            if len(self._greeting) >= MAX_UNPROVEN:
-                oldest = next(iter(self._greeting))
-                self._on_refused(self._greeting.pop(oldest), "it did not prove itself before many others came")
+            if len(self._handshakes) >= MAX_UNAUTHENTICATED:
+                oldest = next(iter(self._handshakes))
+                self._on_refused(self._handshakes.pop(oldest), "it did not prove itself before many others came")
                 oldest.cancel()
             address = frames.format_address(peer[:2])
-            task = asyncio.create_task(self._greet(sock, address))
-            self._greeting[task] = address
-            task.add_done_callback(partial(self._gone, sock))
-            await asyncio.sleep(0)  # else a flood, whose next connection is always there already, would keep all others waiting
+            task = asyncio.create_task(self._serve(sock, address))
+            self._handshakes[task] = address
+            task.add_done_callback(partial(self._on_done, sock))
+            await asyncio.sleep(0)  # otherwise a flood of connections would keep all other tasks waiting
 
-    def _gone(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
-        self._greeting.pop(task, None)
-        if task in self._admitted:  # and its link has closed it
+    def _on_done(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
+        self._handshakes.pop(task, None)
+        if task in self._admitted:  # its channel has closed the socket
             self._admitted.remove(task)
         else:
             sock.close()
         if not task.cancelled() and (error := task.exception()) is not None:
             asyncio.get_running_loop().call_exception_handler(
-                {"message": "a link's task failed", "exception": error, "task": task}
+                {"message": "a channel's task failed", "exception": error, "task": task}
             )
 
-    async def _greet(self, sock: socket.socket, address: str) -> None:
+    async def _serve(self, sock: socket.socket, address: str) -> None:
         try:
             async with asyncio.timeout(frames.HANDSHAKE_SECONDS):
-                key = await self._admit(sock)
+                key = await self._authenticate(sock)
         except Refused as error:
             self._on_refused(address, str(error))
             return
-        except OSError as error:  # TimeoutError too
+        except OSError as error:  # includes TimeoutError
             self._on_refused(address, f"it did not answer the greeting ({str(error) or 'timed out'})")
             return
         task = asyncio.current_task()
         assert task is not None
-        self._greeting.pop(task, None)
+        self._handshakes.pop(task, None)
         self._admitted.add(task)
-        link = Channel(await asyncio.open_connection(sock=sock), frames.MessageSealer(key, asking=False), address)
-        link.on_nonsense = self._on_refused
+        channel = Channel(await asyncio.open_connection(sock=sock), frames.MessageSealer(key, client=False), address)
+        channel.on_invalid = self._on_refused
         try:
-            await self._on_link(link)
-        except ConnectionError:  # its own end; whoever must know was told by `receive`
+            await self._on_channel(channel)
+        except ConnectionError:  # the connection ended; `receive` has reported invalid messages
             pass
         finally:
-            link.close()
+            channel.close()
 
-    async def _admit(self, sock: socket.socket) -> bytes:
+    async def _authenticate(self, sock: socket.socket) -> bytes:
         frames.set_socket_options(sock)
-        loop, ours = asyncio.get_running_loop(), secrets.token_bytes(frames.NONCE)
-        await loop.sock_sendall(sock, ours)
-        said = await _exactly(sock, frames.NONCE + frames.PROOF)
+        loop, nonce = asyncio.get_running_loop(), secrets.token_bytes(frames.NONCE)
+        await loop.sock_sendall(sock, nonce)
+        answer = await _exactly(sock, frames.NONCE + frames.PROOF)
         try:
-            proof, key = frames.check_client(self._token, frames.CONTROL, ours, said)
+            proof, key = frames.check_client(self._token, frames.CONTROL, nonce, answer)
         except Refused:
             await loop.sock_sendall(sock, frames.REFUSAL)
             raise
@@ -219,8 +221,8 @@ class Listener:
         return key
 
     async def close(self) -> None:
-        """Nobody is admitted any more, and all links from here end."""
-        tasks = [self._accepting, *self._greeting, *self._admitted]
+        """Stop accepting and close all channels."""
+        tasks = [self._accepting, *self._handshakes, *self._admitted]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -228,10 +230,10 @@ class Listener:
 
 
 async def listen(
-    bind: str, token: str, on_link: Callable[[Channel], Awaitable[None]], on_refused: OnRefused, port: int = 0
+    bind: str, token: str, on_channel: Callable[[Channel], Awaitable[None]], on_refused: OnRefused, port: int = 0
 ) -> Listener:
-    """On one interface. A link lives until `on_link` returns, which runs once for each at the same time; strangers and nonsense
-    are told to `on_refused` by address and reason."""
+    """Listen on one interface. `on_channel` runs once for each connection, which is closed when it returns. `on_refused` is called with
+    address and reason for refused peers and invalid messages."""
     loop = asyncio.get_running_loop()
     assert bind, "an empty name would be every interface"
     family, kind, protocol, _, where = (await loop.getaddrinfo(bind, port, type=socket.SOCK_STREAM))[0]
@@ -244,4 +246,4 @@ async def listen(
     except BaseException:
         sock.close()
         raise
-    return Listener(sock, token, on_link, on_refused)
+    return Listener(sock, token, on_channel, on_refused)

@@ -1,8 +1,8 @@
-"""Where the ranks of one generation meet: a small table that the controller's agent keeps, and that a rank asks through
-`parallel/store`. When the generation is over, everybody who waits in it is told at once, and why. Pure asyncio; used by `control/agent`.
+"""The key-value store where the ranks of one generation rendezvous, like torch's TCPStore. The agent of the controller serves it; ranks use it
+through `parallel/store`. When the generation is over, every waiting rank gets an error at once, with the reason.
 
-A question is {"op": …, "key" or "keys", "value", "timeout"}; values are bytes written as latin-1 text. The answer has "value", or
-"error" with "over" or "late" beside it where the generation has ended or the time has passed. Operations do what torch's own store does.
+A request is {"op": …, "key" or "keys", "value", "timeout"}; values are bytes as latin-1 text. The response has "value", or "error" together
+with "over" (the generation has ended) or "late" (timeout). Operations behave like those of torch's own store.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ Message = dict[str, Any]
 
 
 class KeyValueStore:
-    """One generation's meeting place. For one event loop."""
+    """The store of one generation, for one event loop."""
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
         self._over: str | None = None
-        self._at_once: dict[str, Callable[[Message], Any]] = {
+        self._operations: dict[str, Callable[[Message], Any]] = {
             "set": self._set,
             "add": self._add,
             "append": self._append,
@@ -34,12 +34,12 @@ class KeyValueStore:
         }
 
     async def ask(self, message: Message) -> Message:
-        """The answer to one question. Never raises for what the question says."""
+        """Answer one request, waiting for keys if needed. An invalid request gets an error as the answer."""
         answer = self.now(message)
         if answer is not None:
             return answer
         keys, seconds = _keys(message), _seconds(message)
-        missing = await self._come(keys, seconds)
+        missing = await self._wait_for(keys, seconds)
         if missing is not None:
             return {"error": f"waited {seconds:g} s for {missing!r}, which nobody has set", "late": True}
         answer = self.now(message)
@@ -47,7 +47,7 @@ class KeyValueStore:
         return answer
 
     def now(self, message: Message) -> Message | None:
-        """The answer where nothing must be waited for, else None."""
+        """Answer a request at once; None if it must wait for keys."""
         if self._over is not None:
             return {"error": self._over, "over": True}
         try:
@@ -58,25 +58,25 @@ class KeyValueStore:
                 if not all(key in self._values for key in keys):
                     return None
                 return {"value": [self._values[key] for key in keys] if op == "get" else True}
-            if not isinstance(op, str) or op not in self._at_once:
+            if not isinstance(op, str) or op not in self._operations:
                 return {"error": f"no such operation: {op!r}"}
-            return {"value": self._at_once[op](message)}
+            return {"value": self._operations[op](message)}
         except ValueError as error:
             return {"error": str(error)}
 
     def end(self, reason: str) -> None:
-        """Everybody who waits, and whoever asks from now on, is told so. The first reason stays."""
+        """End the store: all waiting and future requests get this error. The first reason counts."""
         if self._over is None:
             self._over = reason
         self._values.clear()
         for key in list(self._waiting):
             self._wake(key)
 
-    async def _come(self, keys: list[str], seconds: float) -> str | None:
-        """Wait until all keys are there: None, or the first that never came. Returns early where the generation ends."""
+    async def _wait_for(self, keys: list[str], seconds: float) -> str | None:
+        """Wait until all keys are set; returns None, or the first missing key after the timeout. Returns early if the store ends."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
-        # From the first again after each wait: what was there may have been deleted meanwhile.
+        # Start with the first key after each wait: a key may have been deleted meanwhile.
         while self._over is None and (missing := next((key for key in keys if key not in self._values), None)) is not None:
             left = until - loop.time()
             if left <= 0:
@@ -132,7 +132,7 @@ class KeyValueStore:
         return True
 
     def _compare_set(self, message: Message) -> str:
-        """What is there afterwards. Where nothing was: as torch's store does it, an empty expectation is met by nothing."""
+        """Returns the value afterwards. As in torch's store, an empty expectation matches a missing key."""
         key, expected, desired = _text(message, "key"), _text(message, "expected"), _text(message, "value")
         now = self._values.get(key)
         if now is None and expected:
@@ -164,31 +164,31 @@ def _seconds(message: Message) -> float:
     return float(seconds)
 
 
-async def serve(link: Channel, stores: Mapping[int, KeyValueStore], first: Message | None = None) -> None:
-    """Answer one connection's questions, one after the other, until it ends. Its first message, {"store": generation}, says which
-    store; `first` is that message where the caller has read it already."""
-    first = first or await link.receive()
+async def serve(channel: Channel, stores: Mapping[int, KeyValueStore], first: Message | None = None) -> None:
+    """Answer the requests of one connection in order until it ends. The first message, {"store": generation}, selects the store; `first` is
+    that message if the caller has read it already."""
+    first = first or await channel.receive()
     generation = first.get("store")
     store = stores.get(generation) if isinstance(generation, int) else None
     if store is None:
         store = KeyValueStore()
         store.end(f"generation {generation} is not, or no longer, met here")
     while True:
-        question = await link.receive()
-        answer = store.now(question) or await _patiently(link, store.ask(question))
-        await link.send(answer)
+        request = await channel.receive()
+        answer = store.now(request) or await _await_answer(channel, store.ask(request))
+        await channel.send(answer)
 
 
-async def _patiently(link: Channel, answer: Coroutine[Any, Any, Message]) -> Message:
-    """An answer that may take long, unless whoever asked goes away meanwhile."""
-    answering, leaving = asyncio.create_task(answer), asyncio.create_task(link.receive())
+async def _await_answer(channel: Channel, answer: Coroutine[Any, Any, Message]) -> Message:
+    """Wait for an answer, unless the client disconnects meanwhile."""
+    answering, disconnect = asyncio.create_task(answer), asyncio.create_task(channel.receive())
     try:
-        await asyncio.wait([answering, leaving], return_when=asyncio.FIRST_COMPLETED)
-        if leaving.done():
-            leaving.result()
-            raise ConnectionError(f"{link.address} asked again before it was answered")
+        await asyncio.wait([answering, disconnect], return_when=asyncio.FIRST_COMPLETED)
+        if disconnect.done():
+            disconnect.result()
+            raise ConnectionError(f"{channel.address} asked again before it was answered")
         return answering.result()
     finally:
         answering.cancel()
-        leaving.cancel()
-        await asyncio.gather(answering, leaving, return_exceptions=True)
+        disconnect.cancel()
+        await asyncio.gather(answering, disconnect, return_exceptions=True)

@@ -1,11 +1,10 @@
-"""How the processes of one run speak to each other: both prove the run's secret before anything else is read, and neither sends it;
-then come JSON messages, each sealed with a key of that one connection. Used by `control/channel` (asyncio), `parallel/store` (blocking)
-and `checkpointing/replicas/replica_protocol` (the proof alone). Never loads torch.
+"""Authenticated connections between the processes of a run: a handshake that proves the run's token without sending it, then JSON messages
+that are each sealed (HMAC) with a key of the connection. Used by `control/channel` (asyncio), `parallel/store` (blocking) and
+`checkpointing/replicas/replica_protocol` (handshake only).
 
-The one who listens sends 32 random bytes; the one who asks answers with 32 of its own and its proof, and gets a proof back. Until then
-only these fixed sizes are read. A seal covers direction and number of a message, so bytes that were changed, repeated, left out or
-taken from another connection are refused. Nothing is encrypted: it is for the network inside a cluster, where training's own messages
-travel too.
+The server sends a 32-byte nonce; the client answers with its own nonce and its proof, and receives the server's proof. Before that only
+these fixed sizes are read. A seal covers the direction and number of a message, so changed, repeated, dropped or foreign messages are
+refused. Nothing is encrypted: this is for the network inside a cluster, which carries training traffic in the clear as well.
 """
 
 from __future__ import annotations
@@ -21,31 +20,31 @@ from typing import Any
 Address = tuple[str, int]
 
 CONTROL, REPLICAS = b"control", b"copies"
-"""What a proof is for: one for a holder of copies is worth nothing to an agent, and the other way round."""
+"""Purpose of a connection. A proof for a replica server is worthless to an agent, and the other way round."""
 NONCE = PROOF = 32
 HANDSHAKE_SECONDS = 5.0
-"""Seconds to prove oneself in, all together."""
+"""Seconds for the whole handshake."""
 MAX_MESSAGE = 16 << 20
-"""Bytes of a message."""
+"""Largest message in bytes."""
 REFUSAL = bytes(PROOF)
-"""Sent in place of a proof to somebody who has none, so that they know it from a connection that broke."""
+"""Sent instead of a proof to a client with a wrong token, so that it can tell refusal from a broken connection."""
 
 _LENGTH = struct.Struct("!I")
 _NUMBER = struct.Struct("!Q")
 HEADER = _LENGTH.size + PROOF
-"""Bytes before each message: its length and its seal."""
+"""Bytes before each message: length and seal."""
 
 
 class Refused(ConnectionError):
-    """The other side does not know the secret, or said what nobody who knows it would say."""
+    """The peer does not know the token, or sent something that no peer with the token sends."""
 
 
 class MessageSealer:
-    """One connection's two directions: packs what goes out, opens what comes in. Each message has a number that nobody needs to send."""
+    """Seals outgoing messages and opens incoming ones. Messages are numbered in each direction; the numbers are not sent."""
 
-    def __init__(self, key: bytes, asking: bool):
-        self._key, (self._out, self._in) = key, (b"asks", b"tells") if asking else (b"tells", b"asks")
-        self._sent = self._taken = 0
+    def __init__(self, key: bytes, client: bool):
+        self._key, (self._out, self._in) = key, (b"asks", b"tells") if client else (b"tells", b"asks")
+        self._sent = self._received = 0
 
     def pack(self, message: dict[str, Any]) -> bytes:
         body = json.dumps(message).encode()
@@ -56,16 +55,16 @@ class MessageSealer:
         return _LENGTH.pack(len(body)) + seal + body
 
     def size(self, head: bytes) -> int:
-        """Bytes of the message that follows this head."""
+        """Bytes of the message that follows this header."""
         (size,) = _LENGTH.unpack_from(head)
         if size > MAX_MESSAGE:
             raise Refused(f"it announced a message of {size} bytes")
         return int(size)
 
     def open(self, head: bytes, body: bytes) -> dict[str, Any]:
-        if not hmac.compare_digest(head[_LENGTH.size :], self._seal(self._in, self._taken, body)):
+        if not hmac.compare_digest(head[_LENGTH.size :], self._seal(self._in, self._received, body)):
             raise Refused("it sent a message whose seal is not this connection's")
-        self._taken += 1
+        self._received += 1
         try:
             message = json.loads(body)
         except (ValueError, RecursionError):
@@ -79,7 +78,7 @@ class MessageSealer:
 
 
 class BlockingChannel:
-    """A connection on which this thread waits, to somebody who has proved to know the secret. For one thread at a time."""
+    """A blocking connection to an authenticated peer, for one thread at a time."""
 
     def __init__(self, sock: socket.socket, seals: MessageSealer):
         self._socket, self._seals = sock, seals
@@ -88,7 +87,7 @@ class BlockingChannel:
         self._socket.sendall(self._seals.pack(message))
 
     def receive(self, timeout: float | None) -> dict[str, Any]:
-        """The next message, in at most so many seconds."""
+        """The next message; TimeoutError after `timeout` seconds."""
         until = None if timeout is None else time.monotonic() + timeout
         head = receive_exactly(self._socket, HEADER, until)
         return self._seals.open(head, receive_exactly(self._socket, self._seals.size(head), until))
@@ -98,13 +97,13 @@ class BlockingChannel:
 
 
 def open_channel(address: Address, token: str, use: bytes, timeout: float = HANDSHAKE_SECONDS) -> BlockingChannel:
-    """To a `control/channel` listener; Refused where either does not know the token of the other."""
+    """Connect to a `control/channel` listener. Raises Refused if either side does not know the token."""
     sock, key = connect(address, token, use, timeout)
-    return BlockingChannel(sock, MessageSealer(key, asking=True))
+    return BlockingChannel(sock, MessageSealer(key, client=True))
 
 
 def connect(address: Address, token: str, use: bytes, timeout: float = HANDSHAKE_SECONDS) -> tuple[socket.socket, bytes]:
-    """Connect and prove oneself: the socket, and the key for `MessageSealer`. A listener that is crowded by strangers is asked again."""
+    """Connect and authenticate; returns the socket and the key for `MessageSealer`. Retries if the listener is overloaded."""
     until = time.monotonic() + timeout
     while True:
         sock = socket.create_connection(address, timeout=max(until - time.monotonic(), 0.01))
@@ -129,17 +128,17 @@ def connect(address: Address, token: str, use: bytes, timeout: float = HANDSHAKE
 
 
 def accept_client(sock: socket.socket, token: str, use: bytes) -> bytes:
-    """Let somebody prove themselves who has connected; the key for `MessageSealer`. Refused, in time, where they cannot."""
-    until, ours = time.monotonic() + HANDSHAKE_SECONDS, secrets.token_bytes(NONCE)
+    """Authenticate a client that has connected; returns the key for `MessageSealer`. Raises Refused, also on timeout."""
+    until, nonce = time.monotonic() + HANDSHAKE_SECONDS, secrets.token_bytes(NONCE)
     set_socket_options(sock)
     sock.settimeout(HANDSHAKE_SECONDS)
     try:
-        sock.sendall(ours)
-        said = receive_exactly(sock, NONCE + PROOF, until)
+        sock.sendall(nonce)
+        answer = receive_exactly(sock, NONCE + PROOF, until)
     except OSError as error:
         raise Refused(f"it did not answer the greeting ({error})") from None
     try:
-        proof, key = check_client(token, use, ours, said)
+        proof, key = check_client(token, use, nonce, answer)
     except Refused:
         sock.send(REFUSAL)
         raise
@@ -148,24 +147,24 @@ def accept_client(sock: socket.socket, token: str, use: bytes) -> bytes:
     return key
 
 
-def client_response(token: str, use: bytes, theirs: bytes) -> tuple[bytes, bytes, bytes]:
-    """What the one who asks says to the listener's random bytes, the proof it expects in return, and the key then."""
-    ours = secrets.token_bytes(NONCE)
-    asks, tells, key = (_proof(token, use, word, theirs + ours) for word in (b"asks", b"tells", b"key"))
-    return ours + asks, tells, key
+def client_response(token: str, use: bytes, server_nonce: bytes) -> tuple[bytes, bytes, bytes]:
+    """The client's answer to the server's nonce, the proof it expects in return, and the connection key."""
+    nonce = secrets.token_bytes(NONCE)
+    client, server, key = (_proof(token, use, word, server_nonce + nonce) for word in (b"asks", b"tells", b"key"))
+    return nonce + client, server, key
 
 
-def check_client(token: str, use: bytes, ours: bytes, said: bytes) -> tuple[bytes, bytes]:
-    """The listener's proof and the key, for somebody whose own proof is right; else Refused."""
-    theirs, proof = said[:NONCE], said[NONCE:]
-    asks, tells, key = (_proof(token, use, word, ours + theirs) for word in (b"asks", b"tells", b"key"))
-    if not hmac.compare_digest(proof, asks):
+def check_client(token: str, use: bytes, nonce: bytes, answer: bytes) -> tuple[bytes, bytes]:
+    """Check the client's answer; returns the server's proof and the connection key. Raises Refused."""
+    client_nonce, proof = answer[:NONCE], answer[NONCE:]
+    client, server, key = (_proof(token, use, word, nonce + client_nonce) for word in (b"asks", b"tells", b"key"))
+    if not hmac.compare_digest(proof, client):
         raise Refused("it does not know the token of this run")
-    return tells, key
+    return server, key
 
 
 def check_server(proof: bytes, expected: bytes, who: str) -> None:
-    """Refused where the listener's proof is not what `client_response` expected."""
+    """Raise Refused unless the server's proof is the one that `client_response` expects."""
     if hmac.compare_digest(proof, REFUSAL):
         raise Refused(f"{who} belongs to another run: it refused this one's token")
     if not hmac.compare_digest(proof, expected):
@@ -173,25 +172,25 @@ def check_server(proof: bytes, expected: bytes, who: str) -> None:
 
 
 def receive_exactly(sock: socket.socket, size: int, until: float | None) -> bytes:
-    """So many bytes, before a point in time however slowly they come, else TimeoutError."""
-    found = bytearray()
+    """Receive exactly `size` bytes before a deadline; TimeoutError after it."""
+    received = bytearray()
     if until is None:
         sock.settimeout(None)
-    while len(found) < size:
+    while len(received) < size:
         if until is not None:
             left = until - time.monotonic()
             if left <= 0:
                 raise TimeoutError("timed out")
             sock.settimeout(left)
-        part = sock.recv(min(size - len(found), 1 << 20))
+        part = sock.recv(min(size - len(received), 1 << 20))
         if not part:
             raise ConnectionError("the connection ended")
-        found += part
-    return bytes(found)
+        received += part
+    return bytes(received)
 
 
 def set_socket_options(sock: socket.socket) -> None:
-    """Small messages leave at once, and a machine that has vanished is noticed even where nobody speaks."""
+    """Send small messages at once, and detect a vanished machine on an idle connection."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
@@ -200,7 +199,7 @@ def set_socket_options(sock: socket.socket) -> None:
 
 
 def retry_delay() -> float:
-    """Seconds before one asks again; never the same for all who were sent away together."""
+    """Seconds before a retry, random so that refused clients do not return together."""
     return 0.02 + secrets.randbelow(60) / 1000
 
 

@@ -1,4 +1,4 @@
-"""Appends records to events.jsonl and follows it. Every process of a run writes to the one file: a line is one append."""
+"""Writes and reads events.jsonl. All processes of a run append to the same file, one write per record."""
 
 from __future__ import annotations
 
@@ -13,71 +13,72 @@ from pathlib import Path
 from phalanx.events.fault_log import DISK
 from phalanx.events.records import Event, Step, StepSkipped, decode, encode
 
-_WAITING = 10_000  # records kept in memory while the disk is full; then the oldest go
-_TAIL = 1 << 18  # bytes of a log that hold its newest records
+_MAX_QUEUED = 10_000  # records kept in memory while the disk is full; then the oldest are dropped
+_TAIL_BYTES = 1 << 18  # enough for the newest records
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class EventLog:
-    """The writing end. Lines of several processes never mix: each is one write to a file opened for appending.
+    """Appends records. Lines of several processes never mix: each is one write to a file opened for appending.
 
-    A full disk ends no run: records wait in memory until there is room again.
+    A full disk does not end the run: records wait in memory until there is space.
     """
 
     def __init__(self, path: Path):
-        self._waiting: deque[bytes] = deque(maxlen=_WAITING)
-        self._torn = False
+        self._queue: deque[bytes] = deque(maxlen=_MAX_QUEUED)
+        self._partial_line = False
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         size = os.fstat(self._fd).st_size
         if size and os.pread(self._fd, 1, size - 1) != b"\n":
-            os.write(self._fd, b"\n")  # a crash tore the last line; ours must not be lost with it
+            os.write(self._fd, b"\n")  # a crash cut the last line short; do not append to it
 
     def emit(self, event: Event) -> Event:
-        """Write a record with the present time; returns it as written."""
+        """Write a record with the current time; returns it as written."""
         stamped = replace(event, time=time.time())
-        self._waiting.append((encode(stamped) + "\n").encode())
-        while self._waiting and self._append(self._waiting[0]):
-            self._waiting.popleft()
+        self._queue.append((encode(stamped) + "\n").encode())
+        while self._queue and self._append(self._queue[0]):
+            self._queue.popleft()
         return stamped
 
     def _append(self, line: bytes) -> bool:
-        """Whether there was room for it."""
-        whole = b"\n" * self._torn + line
+        """Returns False if the disk is full."""
+        whole = b"\n" * self._partial_line + line
         try:
-            DISK.ask()
+            DISK.check()
             written = os.write(self._fd, whole)
         except OSError as error:
             if error.errno in _FULL:
                 return False
             raise
-        self._torn = written < len(whole)  # what is there of it is no record; all of it comes again
-        return not self._torn
+        self._partial_line = written < len(whole)  # readers skip the part; the whole line is written again
+        return not self._partial_line
 
     def close(self) -> None:
         os.close(self._fd)
 
 
 class EventReader:
-    """The reading end: each call gives the records that have been completed since the last."""
+    """Reads records as they are written."""
 
     def __init__(self, path: Path, *, offset: int = 0):
         self._path = path
         self._offset = offset
 
     def new(self) -> Iterator[Event]:
+        """Records completed since the last call."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
                 block = file.read()
         except FileNotFoundError:
             return
-        end = block.rfind(b"\n") + 1  # what follows the last newline is still being written
+        end = block.rfind(b"\n") + 1  # the rest is still being written
         self._offset += end
         for line in block[:end].splitlines():
             try:
                 event = decode(line.decode())
             except (ValueError, TypeError, AttributeError):
-                continue  # a line torn by a crash is not a record
+                continue  # a line cut short by a crash
             if event is not None:
                 yield event
 
@@ -88,8 +89,8 @@ def read_events(path: Path) -> list[Event]:
 
 
 def recorded_steps(path: Path) -> set[int]:
-    """Steps that the newest records tell of."""
+    """Steps among the newest records."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        reader = EventReader(path, offset=max(0, size - _TAIL))
+        reader = EventReader(path, offset=max(0, size - _TAIL_BYTES))
     return {event.step for event in reader.new() if isinstance(event, Step | StepSkipped)}

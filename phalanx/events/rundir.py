@@ -1,4 +1,4 @@
-"""The directory of one run: what lies where, and who holds it. docs/run-directory.md is the contract for readers."""
+"""The directory of a run: paths and the lock. docs/run-directory.md is the contract for readers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RunDir:
 
     @property
     def exists(self) -> bool:
-        """A run was started here before."""
+        """Whether a run was started here before."""
         return self.run_file.is_file()
 
     def create(self) -> None:
@@ -32,7 +32,7 @@ class RunDir:
             directory.mkdir(parents=True, exist_ok=True)
 
     def acquire(self) -> bool:
-        """Hold this directory until the process ends, however it ends; False if another process holds it."""
+        """Lock this directory until the process ends, however it ends; False if another process has the lock."""
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -48,9 +48,9 @@ class RunDir:
             self._lock = None
 
     def rank_log(self, rank: int) -> Path:
-        """What a rank prints."""
+        """Output of a rank."""
         return self.logs / f"rank-{rank}.log"
 
     def rank_error_file(self, rank: int) -> Path:
-        """Why a rank failed, written by the rank itself."""
+        """Failure report that the rank writes itself."""
         return self.logs / f"rank-{rank}.error.json"

@@ -1,7 +1,7 @@
-"""The faults that `--chaos` asks for, as values: read from text, written back, checked against a run. docs/chaos.md has the grammar.
+"""The faults of `--chaos` as values: parsed from text, formatted, and checked against a run. docs/chaos.md has the grammar.
 
-The command line reads them, `faults/draw` draws random ones, `training/hooks/rank_faults` strikes inside a rank, and a node's supervisor
-strikes those that no rank can (`is_node_fault`).
+The command line parses them, `faults/draw` draws random ones, `training/hooks/rank_faults` injects them inside a rank, and
+`control/node_faults` injects those that no rank can (`is_node_fault`).
 """
 
 from __future__ import annotations
@@ -31,56 +31,56 @@ RANDOM_KINDS = (
     "freeze",
     "freeze-node",
 )
-"""What `random` can be told to draw from."""
+"""Kinds that `random` can draw."""
 
-_SHORT = 10.0  # seconds that a disk is full or a link gone where nothing else is said: a run is to survive it
+_DEFAULT_SECONDS = 10.0  # default seconds of a full disk or broken link, short enough to survive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """One fault. A field that its kind does not know stays as it is here."""
+    """One fault. Fields that its kind does not use keep their defaults."""
 
     kind: Kind
     rank: int | None = None
-    """Whom it strikes: a rank as ranks are numbered when it strikes,"""
+    """The rank it hits, as ranks are numbered at that time; or"""
     node: int | None = None
-    """or all of a node,"""
+    """the node; or"""
     link: tuple[int, int] | None = None
-    """or what two nodes say to each other."""
+    """the link between two nodes."""
     step: int = 1
-    """The step that is being taken then; the first one for a fault that lasts."""
+    """The step during which it happens; the first step of a lasting fault."""
     to: int | None = None
-    """The last step for one that lasts; None: all that follow."""
+    """Last step of a lasting fault; None: it lasts to the end."""
     seconds: float | None = None
-    """How long it lasts; None: for good, or until somebody ends it."""
+    """Duration; None: until something ends it."""
     point: str = "compute"
-    """Where in the step it strikes."""
+    """Point of the step at which it happens."""
     factor: float | None = None
-    """How many times as long a slow rank takes."""
+    """How many times longer a slow rank takes."""
     what: str = "weights"
     """What is corrupted."""
     layer: str | None = None
-    """The module whose output gets a NaN; None: the rank's first block."""
+    """Module whose output gets a NaN; None: the first block of the rank."""
     rate: float | None = None
-    """random: how probable a fault is in each step."""
+    """random: probability of a fault in each step."""
     seed: int = 0
     kinds: tuple[str, ...] = ()
-    """random: what is drawn from; empty: everything that the run has room for."""
+    """random: kinds to draw; empty: all that are possible."""
 
     def __str__(self) -> str:
-        """As a person writes it."""
-        return " ".join([self.kind, *(said for word in _KINDS[self.kind].words if (said := _said(self, word)))])
+        """The fault as written on the command line."""
+        return " ".join([self.kind, *(text for word in _KINDS[self.kind].words if (text := _format_word(self, word)))])
 
 
 @dataclass(frozen=True, slots=True)
 class _Word:
-    """How one word of a fault is read."""
+    """How one word of a fault is parsed."""
 
     field: str
     read: Callable[[str], Any]
-    """ValueError where it cannot be."""
+    """Raises ValueError for an invalid value."""
     allowed: str
-    """What may stand there, in words."""
+    """Description of valid values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +90,10 @@ class _Kind:
     example: str
     words: tuple[str, ...]
     needs: tuple[tuple[str, ...], ...] = ()
-    """Of each of these, exactly one must be given."""
+    """One word of each of these groups must be given."""
 
 
-def _whole(least: int) -> Callable[[str], int]:
+def _integer(least: int) -> Callable[[str], int]:
     def read(text: str) -> int:
         if not re.fullmatch(r"[0-9]{1,12}", text) or int(text) < least:
             raise ValueError
@@ -106,8 +106,8 @@ _NUMBER = r"[0-9]*\.?[0-9]+(?:e-?[0-9]+)?"
 
 
 def _duration(text: str) -> float:
-    found = re.fullmatch(f"({_NUMBER})(ms|s|m|h)", text)
-    seconds = float(found[1]) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600}[found[2]] if found else 0.0
+    match = re.fullmatch(f"({_NUMBER})(ms|s|m|h)", text)
+    seconds = float(match[1]) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600}[match[2]] if match else 0.0
     if not 0 < seconds <= 1e6:
         raise ValueError
     return seconds
@@ -120,10 +120,10 @@ def _factor(text: str) -> float:
 
 
 def _link(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})", text)
-    if not found or found[1] == found[2]:
+    match = re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})", text)
+    if not match or match[1] == match[2]:
         raise ValueError
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def _rate(text: str) -> float:
@@ -156,18 +156,18 @@ def _several_of(text: str) -> tuple[str, ...]:
 
 _X, _A_B = "x", "A-B"  # the two words that are not written as NAME=
 _WORDS = {
-    "rank": _Word("rank", _whole(0), "a rank, counted from 0"),
-    "node": _Word("node", _whole(0), "a node, counted from 0"),
-    "step": _Word("step", _whole(1), "a step, counted from 1"),
-    "from": _Word("step", _whole(1), "a step, counted from 1"),
-    "to": _Word("to", _whole(1), "a step, counted from 1"),
+    "rank": _Word("rank", _integer(0), "a rank, counted from 0"),
+    "node": _Word("node", _integer(0), "a node, counted from 0"),
+    "step": _Word("step", _integer(1), "a step, counted from 1"),
+    "from": _Word("step", _integer(1), "a step, counted from 1"),
+    "to": _Word("to", _integer(1), "a step, counted from 1"),
     "for": _Word("seconds", _duration, "a duration such as 20s, 1.5s or 2m"),
     "in": _Word("point", _one_of(POINTS), either(POINTS)),
     "during": _Word("point", _one_of(POINTS), either(POINTS)),
     "what": _Word("what", _one_of(TARGETS), either(TARGETS)),
     "layer": _Word("layer", _layer, "the name of a module, such as blocks.3.attention"),
     "rate": _Word("rate", _rate, "a probability above 0 and at most 1"),
-    "seed": _Word("seed", _whole(0), "a whole number"),
+    "seed": _Word("seed", _integer(0), "a whole number"),
     "kinds": _Word("kinds", _several_of, f"names separated by commas, out of {', '.join(RANDOM_KINDS)}"),
     _X: _Word("factor", _factor, "a factor above 1 such as x3"),
     _A_B: _Word("link", _link, "two different nodes such as 0-1"),
@@ -188,8 +188,7 @@ _KINDS = {
 
 
 def parse(text: str) -> tuple[Fault, ...]:
-    """The faults of a text such as "kill rank=3 step=10; fill-disk"; none of an empty one. Everything that is wrong with it is told
-    at once, as RunError."""
+    """Parse a text such as "kill rank=3 step=10; fill-disk". All problems are raised together, as RunError."""
     faults, problems = [], []
     for part in filter(None, (part.strip() for part in text.split(";"))):
         try:
@@ -202,17 +201,17 @@ def parse(text: str) -> tuple[Fault, ...]:
 
 
 def format_faults(faults: Iterable[Fault]) -> str:
-    """What `parse` reads the same faults from."""
+    """Text from which `parse` gets the same faults."""
     return "; ".join(map(str, faults))
 
 
 def is_node_fault(fault: Fault) -> bool:
-    """Whether it strikes from outside the ranks: what takes a node, a link or a disk, and what stops a process and wakes it again."""
+    """Whether an agent injects it: faults of nodes, links and disks, and those that stop a process and wake it again."""
     return fault.node is not None or fault.kind in ("freeze", "fill-disk", "drop-link")
 
 
 def check(faults: Iterable[Fault], ranks: int, nodes: int, steps: int) -> list[str]:
-    """What this run has not, a sentence each."""
+    """Sentences about ranks, nodes and steps that the run does not have."""
     problems = []
     for fault in faults:
         links = fault.link or ()
@@ -227,14 +226,14 @@ def check(faults: Iterable[Fault], ranks: int, nodes: int, steps: int) -> list[s
                 )
         if fault.step > steps:
             problems.append(f'--chaos: "{fault}": there is no step {fault.step}, the run has steps 1 to {steps}.')
-        several = [kind for kind in fault.kinds if kind == "drop-link" or kind.endswith("-node")]
-        if several and nodes == 1:
-            problems.append(f'--chaos: "{fault}": {either(several)} needs several nodes, but cluster.nodes = 1.')
+        needs_nodes = [kind for kind in fault.kinds if kind == "drop-link" or kind.endswith("-node")]
+        if needs_nodes and nodes == 1:
+            problems.append(f'--chaos: "{fault}": {either(needs_nodes)} needs several nodes, but cluster.nodes = 1.')
     return problems
 
 
 def _fault(part: str) -> Fault:
-    """One fault; ValueError with the sentence about what is wrong."""
+    """Parse one fault. Raises ValueError with a sentence."""
     name, *words = part.split()
     kind = _KINDS.get(name)
     if kind is None:
@@ -259,15 +258,15 @@ def _fault(part: str) -> Fault:
         raise ValueError(f"{wrong} {_usage(name)}")
     values = {_WORDS[word].field: value for word, value in given.items()}
     if name in ("fill-disk", "drop-link"):
-        values.setdefault("seconds", _SHORT)
+        values.setdefault("seconds", _DEFAULT_SECONDS)
     return Fault(kind=name, **values)  # type: ignore[arg-type]  # a key of _KINDS
 
 
 def _contradiction(name: str, given: dict[str, Any]) -> str | None:
-    """Words that do not go together, each right by itself."""
-    for one, other in (("rank", "node"), ("from", "step")):
-        if one in given and other in given:
-            return f"{one} and {other} do not go together."
+    """A sentence about valid words that contradict each other."""
+    for first, second in (("rank", "node"), ("from", "step")):
+        if first in given and second in given:
+            return f"{first} and {second} do not go together."
     if name == "kill" and "rank" in given and "for" in given:
         return "for= is for nodes: a rank is started again as soon as its death is noticed."
     if name == "kill" and "node" in given and "during" in given:
@@ -278,7 +277,7 @@ def _contradiction(name: str, given: dict[str, Any]) -> str | None:
 
 
 def _split(written: str) -> tuple[str, str]:
-    """The word and its value: "step=10", "x3" or "0-1"."""
+    """Split "step=10", "x3" or "0-1" into word and value."""
     word, equals, value = written.partition("=")
     if equals:
         return word, value
@@ -302,7 +301,7 @@ def _meant(name: str, known: Iterable[str]) -> str:
 
 
 def _meant_value(word: str, value: str) -> str:
-    """The nearest choice, where a word has a few."""
+    """A suggestion, for words with a few choices."""
     choices = {"in": POINTS, "during": POINTS, "what": TARGETS, "kinds": RANDOM_KINDS}.get(word, ())
     for name in value.split(","):
         if name not in choices and (guesses := near(name, choices)):
@@ -310,21 +309,21 @@ def _meant_value(word: str, value: str) -> str:
     return "."
 
 
-def _said(fault: Fault, word: str) -> str:
-    """A word of a fault with its value; empty where it goes without saying."""
+def _format_word(fault: Fault, word: str) -> str:
+    """Format one word of a fault; empty if it has its default value."""
     field = _WORDS[word].field
     value = getattr(fault, field)
     needed = (word,) in _KINDS[fault.kind].needs
     if value is None or (value == _DEFAULTS[field] and not needed):
         return ""
     if word == "step" and "from" in _KINDS[fault.kind].words:
-        return ""  # the same, said already
+        return ""  # `from` is the same
     if word == _A_B:
         return f"{value[0]}-{value[1]}"
     if isinstance(value, tuple):
         value = ",".join(value)
     elif isinstance(value, float):
-        value = repr(value).removesuffix(".0")  # all its digits: it is read back as the same number
+        value = repr(value).removesuffix(".0")  # all digits, so that it parses to the same number
     if word == _X:
         return f"x{value}"
     return f"{word}={value}{'s' if field == 'seconds' else ''}"

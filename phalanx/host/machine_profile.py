@@ -1,9 +1,9 @@
-"""The catalogue entry of this very machine: what `phalanx bench` and comparisons with runs measured on it, in a file of the person's
-configuration folder. `host/probe` reads it into the Machine, so that every plan for this machine uses it.
+"""The profile of this machine: constants measured by `phalanx bench` and by comparison with runs, in a file of the user's configuration
+folder. `host/probe` reads it into the Machine, so that every plan for this machine uses it.
 
-    processor = "…", cores = 8, gpus = ["…"]   the machine that it is of; on another it is not used
-    [cpu] and [cuda]                          constants of planning by name; [cuda.bf16] those of one number format
-    [[measured]]                              what was measured, as `phalanx bench` shows it
+    processor = "…", cores = 8, gpus = ["…"]   the machine that the profile belongs to; ignored on others
+    [cpu] and [cuda]                          planning constants by name; [cuda.bf16] those of one number format
+    [[measured]]                              the measurements, as `phalanx bench` shows them
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _DEVICES = ("cpu", "cuda")
 
 
 def profile_file() -> Path:
-    """Where it is kept unless somebody says otherwise."""
+    """Default path of the profile."""
     return config_folder() / "machine.toml"
 
 
 def read_profile(machine: Machine, path: Path | None = None) -> Pairs:
-    """Its constants, such as ("cuda.bf16.gemm", 0.74); none where there is no entry, or one of another machine."""
+    """Constants of the profile, such as ("cuda.bf16.gemm", 0.74); empty without a profile of this machine."""
     table = _table(path or profile_file())
     if not _matches(table, machine):
         return ()
@@ -39,12 +39,12 @@ def read_profile(machine: Machine, path: Path | None = None) -> Pairs:
 def write_profile(
     machine: Machine, constants: Mapping[str, float], rows: Sequence[Mapping[str, Any]] = (), path: Path | None = None
 ) -> Path:
-    """Keep constants for plans to come, beside those that are there already and were not measured anew. Whole or not at all."""
+    """Write constants atomically, keeping earlier ones that were not measured again."""
     path = path or profile_file()
     table = _table(path)
     same = _matches(table, machine)
     before = dict(read_profile(machine, path)) if same else {}
-    kept = rows or (table.get("measured", []) if same else [])
+    measured = rows or (table.get("measured", []) if same else [])
     lines = [
         "# What was measured on this machine, by `phalanx bench` and `phalanx plan --compare RUNDIR --refit`. Plans use it in place of",
         "# the catalogue's constants; without this file they use those again.",
@@ -53,7 +53,7 @@ def write_profile(
         f"gpus = {toml([gpu.name for gpu in machine.gpus])}",
     ]
     lines += _tables(before | dict(constants))
-    for row in kept:
+    for row in measured:
         lines += ["", "[[measured]]", *(f"{name} = {toml(value)}" for name, value in row.items() if value is not None)]
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
@@ -63,7 +63,7 @@ def write_profile(
 
 
 def _tables(constants: Mapping[str, float]) -> Iterator[str]:
-    """Constants under the headers that their names begin with."""
+    """Constants as TOML tables, grouped by the prefix of their names."""
     header = None
     for name in sorted(constants, key=lambda name: (name.rpartition(".")[0], name)):
         of, _, own = name.rpartition(".")
@@ -77,7 +77,7 @@ def _table(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}  # there is none; one that cannot be read is as good as none, and is written anew
+        return {}  # missing or unreadable: the same as none
 
 
 def _matches(table: Mapping[str, Any], machine: Machine) -> bool:

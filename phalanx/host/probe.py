@@ -1,6 +1,6 @@
-"""Reads off what this computer has, without importing torch: cores, memory, vector width, GPUs, and what was measured on it before.
+"""Detects the hardware of this computer without importing torch: cores, memory, vector width, GPUs, and its measured profile.
 
-The CLI and the launcher call it before planning, the doctor to explain what it found.
+The CLI and the launcher call it before planning, `phalanx doctor` to report it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SMI_TIMEOUT = 10.0  # seconds; without persistence mode the driver wakes every 
 
 
 def probe(visible: str | None = None, *, root: Path = Path("/")) -> Machine:
-    """This computer as a value.
+    """Describe this computer.
 
     `visible` is the text of CUDA_VISIBLE_DEVICES, None where it is not set; `root` is where /proc and /sys are.
     """
@@ -40,7 +40,7 @@ def probe(visible: str | None = None, *, root: Path = Path("/")) -> Machine:
 
 
 def driver_problem(*, root: Path = Path("/")) -> str | None:
-    """What is wrong with the NVIDIA driver, as a sentence; None where there is none, or a healthy one."""
+    """A sentence on what is wrong with the NVIDIA driver; None without a driver, or with a healthy one."""
     if shutil.which("nvidia-smi") is None:
         if not (root / "proc/driver/nvidia").exists():
             return None
@@ -55,13 +55,13 @@ def driver_problem(*, root: Path = Path("/")) -> str | None:
 
 
 def gpu_links() -> str | None:
-    """The matrix of links between GPUs as `nvidia-smi topo -m` prints it; None where it cannot be had."""
+    """The matrix of links between GPUs as `nvidia-smi topo -m` prints it; None if it fails."""
     text, _ = _smi("topo", "-m")
     return text
 
 
 def _fields(path: Path) -> dict[str, str]:
-    """The `name : value` lines of the first processor; the others of a machine repeat it."""
+    """The `name : value` lines of the first processor; the others repeat them."""
     try:
         first = path.read_text(errors="replace").partition("\n\n")[0]
     except OSError:
@@ -71,7 +71,7 @@ def _fields(path: Path) -> dict[str, str]:
 
 
 def _cgroups(root: Path) -> Iterator[Path]:
-    """The cgroup v2 folders this process is in, innermost first: each of them may limit it."""
+    """The cgroup v2 folders of this process, innermost first. Each may set a limit."""
     top = root / "sys/fs/cgroup"
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -90,14 +90,14 @@ def _cgroup_values(root: Path, name: str) -> Iterator[list[str]]:
         try:
             words = (folder / name).read_text().split()
         except OSError:
-            continue  # the outermost folder has no limits, a container may hide the others
+            continue  # the root folder has no limits, and a container may hide the others
         if words and words[0] != "max":
             yield words
 
 
 def _cores(root: Path) -> int:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # A quota is CPU time per period. Half a core is still one that ranks can run on, so it rounds up.
+    # A quota is CPU time per period. Half a core can still run a rank, so round up.
     quotas = [-(-int(quota) // int(period)) for quota, period in _cgroup_values(root, "cpu.max")]
     return max(1, min([allowed, *quotas]))
 
@@ -111,13 +111,13 @@ def _core_flops(cpuinfo: dict[str, str], root: Path) -> float | None:
     clock, per_cycle = _clock(cpuinfo, root), _flops_per_cycle(cpuinfo)
     if clock is None or per_cycle is None:
         return None
-    # The kernel counts hardware threads as processors, and so does Machine.cores; those of one core share its units.
+    # The kernel and Machine.cores count hardware threads; those of one core share its vector units.
     siblings, physical = int(cpuinfo.get("siblings", 1)), int(cpuinfo.get("cpu cores", 1))
     return clock * per_cycle / max(1, siblings // max(1, physical))
 
 
 def _clock(cpuinfo: dict[str, str], root: Path) -> float | None:
-    """Highest clock in Hz, from the most to the least trustworthy place."""
+    """Highest clock in Hz, from the most reliable source available."""
     try:
         return float((root / "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq").read_text()) * 1e3
     except (OSError, ValueError):
@@ -129,7 +129,7 @@ def _clock(cpuinfo: dict[str, str], root: Path) -> float | None:
 
 
 def _flops_per_cycle(cpuinfo: dict[str, str]) -> int | None:
-    """fp32 operations of one core per cycle, taking two vector units with fused multiply-add as the usual case."""
+    """fp32 operations per core and cycle, assuming two vector units with fused multiply-add."""
     flags = _flags(cpuinfo)
     if "avx512f" in flags:
         zen4 = cpuinfo.get("vendor_id") == "AuthenticAMD" and cpuinfo.get("cpu family") == "25"
@@ -144,7 +144,7 @@ def _flops_per_cycle(cpuinfo: dict[str, str]) -> int | None:
 
 
 def _scalar(cpuinfo: dict[str, str]) -> tuple[str, ...]:
-    """ARM cores up to Neoverse N1 have no bf16; what PyTorch does on old x86 cores nobody has measured here."""
+    """Number formats computed without vector instructions: bf16 on ARM cores up to Neoverse N1. Old x86 cores are not measured."""
     flags = _flags(cpuinfo)
     return ("bf16",) if "asimd" in flags and not flags & {"bf16", "svebf16"} else ()
 
@@ -154,7 +154,7 @@ def _flags(cpuinfo: dict[str, str]) -> set[str]:
 
 
 def _smi(*arguments: str) -> tuple[str | None, str | None]:
-    """Output of nvidia-smi, or why there is none."""
+    """Output of nvidia-smi, or the reason why it fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None, "it is not installed"
@@ -165,8 +165,8 @@ def _smi(*arguments: str) -> tuple[str | None, str | None]:
     except OSError as error:
         return None, str(error)
     if done.returncode != 0:
-        said = (done.stdout + done.stderr).strip().splitlines()
-        return None, said[0].strip() if said else f"exit status {done.returncode}"
+        output = (done.stdout + done.stderr).strip().splitlines()
+        return None, output[0].strip() if output else f"exit status {done.returncode}"
     return done.stdout, None
 
 
@@ -175,12 +175,12 @@ def _gpus(visible: str | None, host_memory: int) -> tuple[Gpu, ...]:
     rows = [[cell.strip() for cell in line.split(",")] for line in (text or "").splitlines()]
     rows = [row for row in rows if len(row) >= 2]  # "No devices were found" is one cell
     shown = rows if visible is None else _visible(rows, visible.split(","))
-    # A GPU without memory of its own prints "[N/A]": it works in the host's.
+    # A GPU that shares the host's memory prints "[N/A]".
     return tuple(Gpu(name=row[0], memory=int(row[1]) * 2**20 if row[1].isdigit() else host_memory) for row in shown)
 
 
 def _visible(rows: list[list[str]], wanted: Iterable[str]) -> list[list[str]]:
-    """The rows CUDA would show: indexes or the beginning of UUIDs, in that order, up to the first that names nothing."""
+    """The rows that CUDA would show: selected by index or UUID prefix, in that order, up to the first invalid entry."""
     shown: list[list[str]] = []
     for word in (w.strip() for w in wanted):
         if word.isdigit():

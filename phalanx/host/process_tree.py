@@ -1,5 +1,5 @@
-"""Processes that die with their parent, and parents that adopt. Used by the supervisor and by what it starts, before anything heavy
-is loaded."""
+"""Ties the lives of processes together, and blocks stop signals while they start. Used by agents and the processes they start, before
+anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import sys
 from collections.abc import Iterator
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Who sends one of these wants the run to save and end."""
+"""Signals that ask the run to save and end."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent, of process id `parent`, dies; now, if it is dead already."""
+    """Have the kernel kill this process when its parent dies; exit now if the parent is no longer `parent`."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -25,15 +25,15 @@ def die_with(parent: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Processes whose parent ends become children of this one, if it is among their ancestors."""
+    """Become the parent of descendants whose own parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 @contextlib.contextmanager
 def stop_signals_blocked() -> Iterator[None]:
-    """What is started inside does not hear `STOP_SIGNALS` until it says that it is ready to: who tells all processes of a job to stop must
-    not end one that has just begun to load, and one that only looks after others hears of it in another way."""
+    """Start child processes with `STOP_SIGNALS` blocked until they call `unblock_stop_signals`: a signal to all processes of a job must not
+    kill one that is still loading, and helper processes are asked to stop in another way."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -42,5 +42,5 @@ def stop_signals_blocked() -> Iterator[None]:
 
 
 def unblock_stop_signals() -> None:
-    """From now on this process hears `STOP_SIGNALS`, also what has come before."""
+    """Receive `STOP_SIGNALS` from now on, including pending ones."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

@@ -1,4 +1,5 @@
-"""Where a run's checkpoints lie, seen before anything starts: whether checkpoint.url can be written, and whose run it holds."""
+"""Checks the storage of a run's checkpoints before anything starts: whether checkpoint.url can be written, and which run it holds. Called by
+`launch/prepare`."""
 
 from __future__ import annotations
 
@@ -21,27 +22,27 @@ _EXTRAS = {"s3": "s3", "s3a": "s3"}
 _COMMON = "s3://, gs:// or az://"
 
 
-def places(run: Run, rundir: RunDir) -> list[Location]:
-    """Everywhere a checkpoint of the run may be; of two of the same step, the first is taken."""
-    url, near = run.checkpoint.url, open_location(rundir.checkpoints)
+def locations(run: Run, rundir: RunDir) -> list[Location]:
+    """All locations where the run's checkpoints may be; of two checkpoints of the same step, the first location counts."""
+    url, local = run.checkpoint.url, open_location(rundir.checkpoints)
     if url is None:
-        return [near]
-    return [near, open_location(url)] if run.checkpoint.local_first else [open_location(url)]
+        return [local]
+    return [local, open_location(url)] if run.checkpoint.local_first else [open_location(url)]
 
 
 def storage_problems(run: Run) -> list[str]:
-    """Why checkpoint.url cannot take checkpoints; nothing where it can, which has been tried."""
+    """Why checkpoint.url cannot take checkpoints. The location is tried."""
     url = run.checkpoint.url
     if url is None:
         return []
     key = f"checkpoint.url = {toml(url)}"
     protocol = url.partition("://")[0] if "://" in url else "file"
-    if problem := _missing(protocol):
+    if problem := _unusable(protocol):
         return [f"{key} {problem}"]
     try:
         place = open_location(url)
         if isinstance(place, Local):
-            _attempt(place.path)
+            _try_writing(place.path)
         else:
             place.attempt()  # type: ignore[attr-defined]  # of Remote, the only other that `open_location` makes
     except OSError as error:
@@ -53,8 +54,8 @@ def storage_problems(run: Run) -> list[str]:
     return []
 
 
-def _missing(protocol: str) -> str | None:
-    """What is wrong with a kind of storage, whatever lies there."""
+def _unusable(protocol: str) -> str | None:
+    """Why a kind of storage cannot be used at all."""
     import fsspec
     from fsspec.registry import known_implementations, registry
 
@@ -71,7 +72,7 @@ def _missing(protocol: str) -> str | None:
     return None
 
 
-def _attempt(folder: Path) -> None:
+def _try_writing(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     os.listdir(folder)
     probe = folder / ".writable"
@@ -80,7 +81,7 @@ def _attempt(folder: Path) -> None:
 
 
 def check_owner(path: Location, saved: dict[str, Any], run: Run, *, new: bool, fresh: bool) -> None:
-    """A checkpoint at checkpoint.url is of this very run, or nothing must go on from it. `new`: the run directory is."""
+    """Raise RunError unless the checkpoint at checkpoint.url belongs to this run. `new`: the run directory is new."""
     key, other = f"checkpoint.url = {toml(run.checkpoint.url or '')}", "name another URL"
     if fresh:
         raise RunError([f"{key} already holds a run ({path.name}) and --fresh was given: {other}."])
@@ -94,9 +95,9 @@ def check_owner(path: Location, saved: dict[str, Any], run: Run, *, new: bool, f
         raise RunError([f"{key} holds a run that has taken all its {run.steps} steps: {other}, or raise train.steps to go on."])
 
 
-def newest_first(found: list[Location]) -> list[tuple[Location, dict[str, Any]]]:
-    """The newest checkpoint whose marker is good, with what it says; nothing where there is none."""
-    paths = [path for place in found for path in directory.list_checkpoints(place)]
+def newest_first(locations: list[Location]) -> list[tuple[Location, dict[str, Any]]]:
+    """The newest checkpoint with a valid marker, as a list of (location, marker) with at most one item."""
+    paths = [path for place in locations for path in directory.list_checkpoints(place)]
     for path in sorted(paths, key=lambda path: -(directory.step_of(path) or 0)):
         try:
             return [(path, directory.read_marker(path))]
@@ -105,15 +106,15 @@ def newest_first(found: list[Location]) -> list[tuple[Location, dict[str, Any]]]
     return []
 
 
-def check_lost(found: list[Location], rundir: RunDir) -> None:
-    """A run that has saved does not begin again by itself because its checkpoints are not where they are looked for now."""
+def check_lost(locations: list[Location], rundir: RunDir) -> None:
+    """Raise RunError if the run has saved but its checkpoints are gone: it must not silently begin again."""
     saved = [event for event in read_events(rundir.events_file) if isinstance(event, Saved)]
     if not saved:
         return
-    for place in found:
+    for place in locations:
         directory.restore_replaced(place)  # a save may have been killed between its two renames
-    if directory.newest(found) == (None, []):  # where all are damaged, the workers say what is wrong with each
-        where = " or ".join(map(str, found))
+    if directory.newest(locations) == (None, []):  # if all are damaged, the workers report what is wrong with each
+        where = " or ".join(map(str, locations))
         raise RunError(
             [
                 f"The run in {rundir.path} has saved step {saved[-1].step} as {saved[-1].path}, but there is no checkpoint in {where}: "

@@ -1,7 +1,4 @@
-"""Examines a machine before a run does: what it has, what would stop a run, what would slow one down.
-
-`phalanx doctor` calls it and prints the report, or its JSON.
-"""
+"""The health check of `phalanx doctor`: what the machine has, what would stop a run, and what would slow one down."""
 
 from __future__ import annotations
 
@@ -33,19 +30,19 @@ from phalanx.host.probe import driver_problem, gpu_links
 from phalanx.planning.machines.catalogue import find_gpu
 from phalanx.spec.plan import Machine
 
-_NEEDED = ("torch", "numpy", "rich", "typer", "matplotlib", "tokenizers", "safetensors", "fsspec", "jinja2")
+_REQUIRED = ("torch", "numpy", "rich", "typer", "matplotlib", "tokenizers", "safetensors", "fsspec", "jinja2")
 _EXTRAS = ("tensorboard", "wandb", "pyarrow", "zstandard", "datasets", "transformers", "lm_eval", "ray")
 _GIB = 2**30
 _TEST_BYTES = 64 * 2**20
-_FILES = 1024
+_MIN_OPEN_FILES = 1024
 _TORCH_TIMEOUT = 120.0
 
-# In a process of its own: importing torch takes seconds, may fail in native code, and this one must not need it.
+# In another process: importing torch takes seconds and may crash in native code.
 _ASK_TORCH = """
 import json, torch, torch.distributed as dist
 print(json.dumps({
     "version": torch.__version__, "cuda": torch.version.cuda,
-    "cuda_available": torch.cuda.is_available(), "devices": torch.cuda.device_count(),
+    "cuda_available": torch.accelerator.is_available(), "devices": torch.accelerator.device_count(),
     "gloo": dist.is_available() and dist.is_gloo_available(),
     "nccl": dist.is_available() and dist.is_nccl_available(),
 }))
@@ -54,34 +51,34 @@ print(json.dumps({
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HealthReport:
-    """What was found."""
+    """The result."""
 
     machine: Machine
     python: str
     packages: dict[str, str | None]
-    """Versions of what phalanx needs; None: not installed."""
+    """Versions of required packages; None: not installed."""
     extras: dict[str, str | None]
-    """The same for what it can use."""
+    """Versions of optional packages; None: not installed."""
     torch: dict[str, Any]
-    """What torch says of itself, or {"error": why it does not}."""
+    """Version and backends of torch, or {"error": reason}."""
     gpu_peaks: list[dict[str, float] | None]
-    """Catalogue peaks of each GPU; None: not in the catalogue."""
+    """Peak FLOPS of each GPU by number format; None: not in the catalogue."""
     links: dict[str, int]
-    """Pairs of GPUs by the kind of link between them, in the words of `nvidia-smi topo`."""
+    """Number of GPU pairs by kind of link, as `nvidia-smi topo` names it."""
     memory_available: int
     directory: str
     disk_free: int
     write_speed: float | None
-    """Bytes per second to disk, with fsync; None: could not be written."""
+    """Bytes per second to disk, with fsync; None: not writable."""
     shared_memory: int | None
-    """Bytes of /dev/shm."""
+    """Size of /dev/shm in bytes."""
     open_files: int
-    """Negative: no limit."""
+    """Limit of open files; negative: unlimited."""
     loopback: bool
     problems: list[str] = field(default_factory=list)
-    """What would stop a run, with its remedy."""
+    """What would stop a run, with remedies."""
     warnings: list[str] = field(default_factory=list)
-    """What would not, but is worth knowing."""
+    """What would not stop a run but is worth knowing."""
 
     def to_json(self) -> dict[str, Any]:
         return {"phalanx": __version__} | asdict(self)
@@ -135,14 +132,14 @@ class HealthReport:
 
 
 def examine(directory: Path, machine: Machine) -> HealthReport:
-    """Look at everything a run in `directory` would need. Takes as long as torch takes to import, and a 64 MiB write."""
+    """Check everything that a run in `directory` needs. Takes as long as importing torch and writing 64 MiB."""
     place = _existing(directory)
     free = shutil.disk_usage(place).free
     write_speed, write_error = _write_speed(place, free)
     report = HealthReport(
         machine=machine,
         python=platform.python_version(),
-        packages={name: _version(name) for name in _NEEDED},
+        packages={name: _version(name) for name in _REQUIRED},
         extras={name: _version(name) for name in _EXTRAS},
         torch=_ask_torch(),
         gpu_peaks=[entry.peaks if (entry := find_gpu(gpu.name)) else None for gpu in machine.gpus],
@@ -189,8 +186,8 @@ def _problems(report: HealthReport, write_error: str | None) -> Iterator[str]:
         )
     if not report.loopback:
         yield "A socket cannot be bound to 127.0.0.1, where ranks meet; bring the loopback interface up (`ip link set lo up`)."
-    if 0 <= report.open_files < _FILES:
-        yield f"A process may open {report.open_files} files, under {_FILES}; run `ulimit -n 4096` first."
+    if 0 <= report.open_files < _MIN_OPEN_FILES:
+        yield f"A process may open {report.open_files} files, under {_MIN_OPEN_FILES}; run `ulimit -n 4096` first."
 
 
 def _warnings(report: HealthReport) -> Iterator[str]:
@@ -229,13 +226,13 @@ def _ask_torch() -> dict[str, Any]:
     try:
         answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])  # plugins may print before it
     except (ValueError, IndexError):
-        said = (done.stderr or done.stdout).strip().splitlines()
-        return {"error": said[-1].strip() if said else f"exit status {done.returncode}"}
+        output = (done.stderr or done.stdout).strip().splitlines()
+        return {"error": output[-1].strip() if output else f"exit status {done.returncode}"}
     return answer
 
 
 def _links(matrix: str) -> dict[str, int]:
-    """Pairs of GPUs by link, most frequent first: the part of the matrix above its diagonal."""
+    """Number of GPU pairs by link, most frequent first, from the matrix above its diagonal."""
     rows = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", matrix).splitlines()]
     rows = [row[1:] for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in row]
     pairs = Counter(row[other] for place, row in enumerate(rows) for other in range(place + 1, len(rows)) if other < len(row))
@@ -243,15 +240,15 @@ def _links(matrix: str) -> dict[str, int]:
 
 
 def _existing(directory: Path) -> Path:
-    """The directory, or the nearest above it that is there: runs create what is missing."""
+    """The directory, or its nearest existing parent: runs create what is missing."""
     return next(place for place in (directory.resolve(), *directory.resolve().parents) if place.exists())
 
 
 def _write_speed(place: Path, free: int) -> tuple[float | None, str | None]:
-    """Bytes per second, or why not. The file is gone afterwards, whatever happens."""
+    """Measure bytes per second; returns (speed, None) or (None, reason)."""
     if free < 2 * _TEST_BYTES:
-        return None, None  # said as too little free disk
-    block = os.urandom(2**20)  # a file system that compresses must not look fast
+        return None, None  # reported as too little disk space
+    block = os.urandom(2**20)  # random: a compressing file system must not look fast
     try:
         with tempfile.NamedTemporaryFile(dir=place, prefix=".phalanx-doctor-") as file:
             begin = time.perf_counter()

@@ -20,7 +20,7 @@ from phalanx.events.records import Finished
 from phalanx.events.rundir import RunDir
 from phalanx.host.env import visible_gpus
 from phalanx.host.probe import probe
-from phalanx.launch.checkpoint_storage import check_lost, check_owner, newest_first, places, storage_problems
+from phalanx.launch.checkpoint_storage import check_lost, check_owner, locations, newest_first, storage_problems
 from phalanx.launch.model_check import check_weights, measure, memory_problems
 from phalanx.launch.run_checks import (
     address_problems,
@@ -235,8 +235,8 @@ def _check_resumption(rundir: RunDir, run: Run, plan: Plan, data: Dataset, reque
 
     A run whose text has changed is not resumed unless the user asks: its position in the data means something else now.
     """
-    found = places(run, rundir)
-    for path, saved in newest_first(found):
+    searched = locations(run, rundir)
+    for path, saved in newest_first(searched):
         if path.parent != open_location(rundir.checkpoints):
             check_owner(path, saved, run, new=not rundir.exists, fresh=request.fresh)
         replicas = saved.get("replicas", plan.layout.data)
@@ -259,7 +259,7 @@ def _check_resumption(rundir: RunDir, run: Run, plan: Plan, data: Dataset, reque
                 "--accept-changed-data, or start afresh with --fresh or another --run-dir."
             ]
         )
-    check_lost(found, rundir)
+    check_lost(searched, rundir)
     return False, []
 
 

@@ -1,10 +1,10 @@
-"""The nursery of a node: loads torch once, then forks ranks whenever the node's supervisor asks for one. Not for people.
+"""The fork server of a node: imports torch once and forks ranks on request of the node's agent. Started by `control/processes`.
 
-    python -m phalanx.worker.fork_server RUN_DIR CONTROL_FD SUPERVISOR_PID
+    python -m phalanx.worker.fork_server RUN_DIR CONTROL_FD AGENT_PID
 
-Forking after the imports makes N ranks start as fast as one and share its memory, and makes this process the warm spare of every
-rank: a lost one is replaced in milliseconds. It never opens a process group or a GPU, so whatever it forks starts clean. Ranks
-become children of the supervisor, not of this process: they outlive it, and the supervisor sees their end itself.
+Forking after the imports makes N ranks start as fast as one and share memory, and makes this process a warm spare for every rank: a lost
+rank is replaced in milliseconds. It never opens a process group or a GPU, so that ranks start clean. Ranks become children of the agent,
+not of this process: they outlive it, and the agent sees their exit itself.
 """
 
 from __future__ import annotations
@@ -21,40 +21,39 @@ from typing import NoReturn
 
 from phalanx.host.process_tree import STOP_SIGNALS, die_with, unblock_stop_signals
 
-_MOST = 65536  # bytes of a message
+_MAX_PACKET = 65536  # bytes
 
 
 def main() -> None:
-    directory, control, supervisor = sys.argv[1], socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3])
-    die_with(supervisor)
-    # This process was started deaf, and stays so: told to stop while it loads, it does not die of it; and Python forgets a signal that
-    # arrives while it forks.
+    directory, control, agent = sys.argv[1], socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3])
+    die_with(agent)
+    # Stop signals stay blocked here: they must not end this process while it loads, and Python loses a signal that arrives during a fork.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    import torch._dynamo  # noqa: F401  # the first optimizer would import it, in every rank
+    import torch._dynamo  # noqa: F401  # otherwise the first optimizer imports it, in every rank
 
     from phalanx.events.rundir import RunDir
     from phalanx.worker import rank
 
     rundir = RunDir(Path(directory))
-    signals = rank.StopSignals()  # inherited by the ranks: one that is told to stop at once still hears it
-    gc.freeze()  # what is loaded now stays shared: no collection ever touches its pages
+    signals = rank.StopSignals()  # inherited by the ranks, so that an early stop signal is not lost
+    gc.freeze()  # keeps the pages of everything loaded now shared: the garbage collector never touches them
     control.send(b"{}")  # ready
     while True:
-        message, handed, _, _ = socket.recv_fds(control, _MOST, 1)
-        if not message:
-            _leave(0)
-        asked = json.loads(message)
-        pid = _fork_twice(control, supervisor)
+        packet, fds, _, _ = socket.recv_fds(control, _MAX_PACKET, 1)
+        if not packet:
+            _exit(0)
+        request = json.loads(packet)
+        pid = _fork_for_agent(control, agent)
         if pid == 0:
             unblock_stop_signals()
-            _leave(rank.serve_rank(socket.socket(fileno=handed[0]), rundir, signals))
-        for fd in handed:
+            _exit(rank.serve_rank(socket.socket(fileno=fds[0]), rundir, signals))
+        for fd in fds:
             os.close(fd)
-        control.send(json.dumps({"worker": asked["worker"], "pid": pid}).encode())
+        control.send(json.dumps({"worker": request["worker"], "pid": pid}).encode())
 
 
-def _fork_twice(control: socket.socket, supervisor: int) -> int:
-    """A process that is no child of this one: its parent ends at once, and the supervisor adopts it. Returns its id; 0 inside."""
+def _fork_for_agent(control: socket.socket, agent: int) -> int:
+    """Fork twice: the middle process ends at once, so that the agent adopts the new one. Returns its process id; 0 inside it."""
     reading, writing = os.pipe()
     middle = os.fork()
     if middle == 0:
@@ -63,11 +62,11 @@ def _fork_twice(control: socket.socket, supervisor: int) -> int:
             os.close(reading)
             os.close(writing)
             control.close()
-            while os.getppid() != supervisor:  # until the one between has ended
+            while os.getppid() != agent:  # until the middle process has ended
                 if os.getppid() == 1:
                     os._exit(1)
                 time.sleep(0.0005)
-            die_with(supervisor)
+            die_with(agent)
             return 0
         os.write(writing, str(inner).encode())
         os._exit(0)
@@ -77,8 +76,8 @@ def _fork_twice(control: socket.socket, supervisor: int) -> int:
         return int(file.read())
 
 
-def _leave(code: int) -> NoReturn:
-    """End without running what the parent registered: a forked process must not tear down what it did not build."""
+def _exit(code: int) -> NoReturn:
+    """Exit without the parent's exit handlers: a forked process must not tear down what it did not build."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,8 +1,8 @@
-"""The command that `launch/model_check` starts: builds a run's model without memory, tries it, and says what it comes to. Not for people.
+"""Counts the parameters of a run's model and tries its forward pass. Started by `launch/model_check`, because only torch can build a model.
 
     python -m phalanx.worker.measure_process < RUN.toml
 
-The last line it prints is a JSON object: parameters, active, flops_per_token; or problems, each a sentence.
+It prints a JSON object on the last line: parameters, active, flops_per_token; or problems, a list of sentences.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from phalanx import accelerator
 from phalanx.checkpointing.hf_folder import WeightsFolder
 from phalanx.models import hf_names
 from phalanx.models.init import build, reset_buffers
@@ -27,19 +28,19 @@ from phalanx.spec.origin import origin_folder
 from phalanx.spec.run import Run
 from phalanx.transforms.precision import computing
 
-_TRIED = 1 << 30  # parameters up to which a forward is tried: 4 GiB of memory for a moment
+_MAX_TRIED = 1 << 30  # parameters up to which the forward is tried: 4 GiB of memory for a moment
 
 
 def main() -> None:
     try:
-        answer = measured(loads(sys.stdin.read()))
+        answer = measure(loads(sys.stdin.read()))
     except RunError as error:
         answer = {"problems": [problem.rstrip(".") + _place(error.__cause__) for problem in error.problems]}
     print("\n" + json.dumps(answer), flush=True)
 
 
-def measured(run: Run) -> dict[str, Any]:
-    """Counts of the run's model, after all that could be tried of it has been."""
+def measure(run: Run) -> dict[str, Any]:
+    """Check the run's model and count its parameters."""
     model = build(run.model)
     if run.model.module is not None:
         try_forward(run, model)
@@ -49,23 +50,23 @@ def measured(run: Run) -> dict[str, Any]:
     looked_up = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     multiplied = sum(p.numel() for p in model.parameters() if p.ndim >= 2 and id(p) not in looked_up)
     if not any(isinstance(m, nn.Linear) and m.out_features == run.model.rows for m in model.modules()):
-        # No layer of its own gives the logits: the embedding of the tokens does, and that is a product too.
+        # Tied embeddings: the token embedding also computes the logits.
         multiplied += sum(w.numel() for w in looked_up.values() if w.shape[0] == run.model.rows)
     return {"parameters": parameters, "active": parameters, "flops_per_token": 6.0 * multiplied}
 
 
 def match_folder(folder: Path) -> None:
-    """Every tensor that the model of a Hugging Face folder has, found there in its shape; from the headers alone."""
+    """Check that a Hugging Face folder has every tensor of its model in the right shape. Reads only the headers."""
     hf_names.match(WeightsFolder(folder), hf_config.model_spec(folder), hf_config.interleaved(hf_config.read_config(folder)))
 
 
 def try_forward(run: Run, model: nn.Module) -> None:
-    """One forward as training will call it, on the device it will train on: what fails there is told before anything starts."""
-    if sum(p.numel() for p in model.parameters()) > _TRIED:
+    """Run one forward pass as training will call it, on the device it will train on, so that errors appear before the run starts."""
+    if sum(p.numel() for p in model.parameters()) > _MAX_TRIED:
         return
-    device = torch.device("cuda" if run.cluster.device != "cpu" and torch.cuda.is_available() else "cpu")
+    device = accelerator.default().device() if run.cluster.device != "cpu" else torch.device("cpu")
     tokens_BS, places_BS, documents_BS = _example(run, device)
-    compute = run.precision.compute or ("bf16" if device.type == "cuda" else "fp32")
+    compute = run.precision.compute or accelerator.of(device).compute
     named = f"model.module = {run.model.module!r}: its forward"
     try:
         model.to_empty(device=device)
@@ -76,8 +77,8 @@ def try_forward(run: Run, model: nn.Module) -> None:
         with computing(compute, device):
             logits = model(tokens_BS, places_BS, documents_BS)
     except torch.OutOfMemoryError:
-        return  # with two sequences; training may take one
-    except Exception as error:  # whatever a stranger's forward raises is the user's to read
+        return  # two sequences do not fit; training may use one
+    except Exception as error:  # a custom forward may raise anything
         raise RunError(
             [f"{named} failed on tokens of shape {list(tokens_BS.shape)}: {type(error).__name__}: {error}."]
         ) from error
@@ -91,13 +92,13 @@ def try_forward(run: Run, model: nn.Module) -> None:
 
 
 def _example(run: Run, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Tokens, positions and documents of the shapes that training gives."""
+    """Tokens, positions and documents in the shapes of training."""
     places_BS = torch.arange(run.train.sequence_length, device=device).repeat(min(2, run.batch), 1)
     return places_BS % run.model.rows, places_BS, torch.zeros_like(places_BS) if run.data.document_mask else None
 
 
 def _place(error: BaseException | None) -> str:
-    """The file and line of the user's own code that an error came out of: what a traceback is read for."""
+    """The file and line of the user's code that raised an error."""
     libraries = (str(Path(file).parent) for module in (torch, importlib) if (file := module.__file__))
     passed = (str(Path(__file__).parents[1]), *libraries)
     frames = [

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from phalanx.control import channel as link_module
-from phalanx.control.channel import MAX_UNPROVEN, Channel, Listener, connect, listen
+from phalanx.control.channel import MAX_UNAUTHENTICATED, Channel, Listener, connect, listen
 from phalanx.events import frames
 from phalanx.events.frames import Refused
 
@@ -70,8 +70,8 @@ def test_messages_go_both_ways_in_order() -> None:
 def test_a_receive_that_was_cancelled_in_the_middle_of_a_message_loses_nothing() -> None:
     async def main() -> None:
         client, server = socket.socketpair()
-        seals = frames.MessageSealer(b"k" * 32, asking=True)
-        link = Channel(await asyncio.open_connection(sock=client), frames.MessageSealer(b"k" * 32, asking=False), "there")
+        seals = frames.MessageSealer(b"k" * 32, client=True)
+        link = Channel(await asyncio.open_connection(sock=client), frames.MessageSealer(b"k" * 32, client=False), "there")
         message, sent = seals.pack({"a": 1}), 0
         for cut in (3, frames.HEADER, frames.HEADER + 4):  # in the head, after it, in the body
             server.sendall(message[sent:cut])
@@ -153,7 +153,7 @@ def _tampered(change: Callable[[list[bytes]], list[bytes]]) -> tuple[list[dict[s
         async with listening(hear) as (listener, refused):
             sock, key = await asyncio.to_thread(frames.connect, listener.address, TOKEN, frames.CONTROL)
             other = await connect(listener.address, TOKEN)
-            seals = frames.MessageSealer(key, asking=True)
+            seals = frames.MessageSealer(key, client=True)
             with sock:
                 for part in change([seals.pack({"n": number}) for number in range(3)]):
                     sock.sendall(part)
@@ -181,7 +181,7 @@ SEAL = "it sent a message whose seal is not this connection's"
         (lambda three: [three[0], three[2]], 1, SEAL),  # left out
         (lambda three: [three[0], three[1][:-1] + b"!"], 1, SEAL),
         (lambda three: [three[0], bytes([255]) + three[1][1:]], 1, "it announced a message of 4278190088 bytes"),
-        (lambda three: [frames.MessageSealer(b"k" * 32, asking=True).pack({"n": 9}), *three], 0, SEAL),  # of another connection
+        (lambda three: [frames.MessageSealer(b"k" * 32, client=True).pack({"n": 9}), *three], 0, SEAL),  # of another connection
         (lambda three: [three[0], three[1][:-2]], 1, None),  # ended in the middle: nobody's fault
     ],
 )
@@ -195,7 +195,7 @@ def test_changed_bytes_end_that_connection_alone(
 
 def test_what_is_sealed_and_still_makes_no_sense_is_refused() -> None:
     for body, reason in ((b"[1]", "that is no table"), (b"{", "not JSON"), (b"[" * 100_000, "not JSON")):
-        ours, theirs = frames.MessageSealer(b"k" * 32, asking=True), frames.MessageSealer(b"k" * 32, asking=False)
+        ours, theirs = frames.MessageSealer(b"k" * 32, client=True), frames.MessageSealer(b"k" * 32, client=False)
         seal = ours._seal(b"asks", 0, body)
         head = len(body).to_bytes(4, "big") + seal
         with pytest.raises(Refused, match=reason):
@@ -203,14 +203,14 @@ def test_what_is_sealed_and_still_makes_no_sense_is_refused() -> None:
 
 
 def test_what_goes_one_way_is_refused_on_the_way_back() -> None:
-    seals = frames.MessageSealer(b"k" * 32, asking=True)
+    seals = frames.MessageSealer(b"k" * 32, client=True)
     message = seals.pack({"n": 0})
     with pytest.raises(Refused, match="seal"):
         seals.open(message[: frames.HEADER], message[frames.HEADER :])
 
 
 def test_one_who_never_reads_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "_UNREAD", 1 << 20)
+    monkeypatch.setattr(link_module, "_MAX_UNREAD", 1 << 20)
     links: list[Channel] = []
 
     async def keep(link: Channel) -> None:
@@ -238,11 +238,11 @@ def test_a_crowd_of_silent_strangers_holds_nobody_up() -> None:
             before = len(os.listdir("/proc/self/fd"))
             strangers = []
             try:
-                for _ in range(5 * MAX_UNPROVEN):
+                for _ in range(5 * MAX_UNAUTHENTICATED):
                     strangers.append(socket.create_connection(listener.address))
                     await asyncio.sleep(0)
-                await soon(lambda: len(refused) >= 4 * MAX_UNPROVEN)
-                assert len(os.listdir("/proc/self/fd")) - before - len(strangers) <= MAX_UNPROVEN + 4
+                await soon(lambda: len(refused) >= 4 * MAX_UNAUTHENTICATED)
+                assert len(os.listdir("/proc/self/fd")) - before - len(strangers) <= MAX_UNAUTHENTICATED + 4
                 started = time.monotonic()
                 links = [await connect(listener.address, TOKEN) for _ in range(10)]
                 for link in links:
@@ -253,7 +253,7 @@ def test_a_crowd_of_silent_strangers_holds_nobody_up() -> None:
             finally:
                 for stranger in strangers:
                     stranger.close()
-            await soon(lambda: len(refused) == 5 * MAX_UNPROVEN)
+            await soon(lambda: len(refused) == 5 * MAX_UNAUTHENTICATED)
             assert {reason.split(" (")[0] for reason in refused} == {
                 "it did not prove itself before many others came",
                 "it did not answer the greeting",

@@ -83,7 +83,7 @@ def recorded(address: Address) -> tuple[list[bytes], list[bytes]]:
     with socket.create_connection(address) as sock:
         said, heard = [], [frames.receive_exactly(sock, frames.NONCE, time.monotonic() + 5)]
         answer, _, key = frames.client_response(meeting.TOKEN, frames.CONTROL, heard[0])
-        seals = frames.MessageSealer(key, asking=True)
+        seals = frames.MessageSealer(key, client=True)
         questions = [{"store": 1}] + [{"op": "set", "key": f"recorded {number}", "value": "x" * 50} for number in range(4)]
         for part in (answer, *map(seals.pack, questions)):
             sock.sendall(part)
@@ -122,7 +122,7 @@ def on_the_way(address: Address, draw: random.Random) -> None:
     """Somebody on the way changes what passes after an honest proof."""
     sock, key = frames.connect(address, meeting.TOKEN, frames.CONTROL)
     with sock:
-        seals = frames.MessageSealer(key, asking=True)
+        seals = frames.MessageSealer(key, client=True)
         parts = [seals.pack({"store": 1}), *(seals.pack({"op": "set", "key": "way", "value": "good"}) for _ in range(3))]
         change = draw.randrange(5)
         if change == 0:
@@ -135,7 +135,7 @@ def on_the_way(address: Address, draw: random.Random) -> None:
         elif change == 2:
             parts[1], parts[2] = parts[2], parts[1].replace(b"good", b"evil")
         elif change == 3:
-            parts[2] = frames.MessageSealer(draw.randbytes(32), asking=True).pack({"op": "set", "key": "way", "value": "evil"})
+            parts[2] = frames.MessageSealer(draw.randbytes(32), client=True).pack({"op": "set", "key": "way", "value": "evil"})
         else:
             parts[1] = struct.pack("!I", draw.randrange(frames.MAX_MESSAGE + 1, 1 << 32)) + parts[1][4:]
         with suppress(ConnectionError):
