@@ -13,7 +13,7 @@ from phalanx.checkpointing.storage import open_location
 from phalanx.events.log import EventLog
 from phalanx.events.records import Saved
 from phalanx.events.rundir import RunDir
-from phalanx.launch.checkpoint_storage import check_lost, check_owner, places, storage_problems
+from phalanx.launch.checkpoint_storage import check_lost, check_owner, locations, storage_problems
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Run
@@ -72,9 +72,9 @@ def test_checkpoints_of_another_run_are_left_alone(tmp_path: Path) -> None:
 def test_where_checkpoints_are_looked_for(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path)
     near, far = str(rundir.checkpoints), "s3://bucket/run"
-    assert [str(place) for place in places(tiny_run(), rundir)] == [near]
-    assert [str(place) for place in places(run_at(far), rundir)] == [far]
-    assert [str(place) for place in places(run_at(far, "checkpoint.local_first=true"), rundir)] == [near, far]
+    assert [str(place) for place in locations(tiny_run(), rundir)] == [near]
+    assert [str(place) for place in locations(run_at(far), rundir)] == [far]
+    assert [str(place) for place in locations(run_at(far, "checkpoint.local_first=true"), rundir)] == [near, far]
     with pytest.raises(RunError, match=r"checkpoint.local_first = true uploads to checkpoint.url, which is not given"):
         tiny_run("checkpoint.local_first=true")
 
