@@ -1,22 +1,40 @@
-"""Checkpoints as folders: a name per step, a commit marker written last, the newest valid one found. Knows no tensors.
+"""Folders of checkpoints: a name per step, commit by a marker that is written last, the newest valid one, retention. Does not import torch.
 
-In a file system a checkpoint is written into `step-N.partial` and renamed when its marker, with the size and checksum of every
-file and of itself, is on disk. An object store has no such instant: there the marker alone makes a folder a checkpoint. Either
-way a folder that has none is not one, and one that was damaged afterwards is told by its marker.
+In a file system a checkpoint is written into `step-N.partial` and renamed when its marker is on disk. An object store has no atomic
+rename: there the marker alone makes a folder a checkpoint. In both, a folder without a marker is not a checkpoint, and damage that happens
+later is detected by the sizes and checksums in the marker.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
-from phalanx.checkpointing import format
+from phalanx.checkpointing.format import (
+    CheckedFile,
+    DamagedFile,
+    FileRecord,
+    Marker,
+    RunMetadata,
+    SavedBox,
+    Sidecar,
+    WrongFormat,
+    checksum_of,
+    decode_header,
+    file_checksum,
+    rank_file_name,
+    read_checksum,
+    read_header,
+    sidecar_name,
+    write_file,
+)
 from phalanx.checkpointing.location import Location
 from phalanx.checkpointing.storage import Unreachable, open_location
 from phalanx.spec.errors import PhalanxError
@@ -24,143 +42,216 @@ from phalanx.spec.errors import PhalanxError
 MARKER = "commit.json"
 PARTIAL = ".partial"
 _REPLACED = ".replaced" + PARTIAL
-FORMAT = 2
 _NAME = re.compile(r"step-(\d+)")
-_READERS = 16  # small files read at once when a checkpoint is completed
+_READERS = 16  # sidecars read at a time: in a store, a small file has a long latency
+_OPEN_FILES = 8  # rank files open for reading, each with a few blocks in memory
 
 
 class DamagedCheckpoint(PhalanxError):
     """A checkpoint that must not be loaded."""
 
-    def __init__(self, path: Any, reason: str):
+    def __init__(self, path: object, reason: str):
         self.path, self.reason = str(path), reason
         super().__init__(f"{path} is damaged: {reason}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.path, self.reason)  # one rank tells the others; by itself, only the message would travel
+        return type(self), (self.path, self.reason)  # ranks send it to each other; by default only the message would be sent
 
 
 def step_dir(checkpoints: Location | Path, step: int) -> Location:
+    """The folder of the checkpoint of a step."""
     return open_location(checkpoints) / f"step-{step:08d}"
 
 
+def partial_dir(checkpoints: Location | Path, step: int) -> Location:
+    """The folder that the checkpoint of a step is written into."""
+    final = step_dir(checkpoints, step)
+    return final.parent / f"{final.name}{PARTIAL}" if final.can_rename else final
+
+
 def step_of(path: Location) -> int | None:
-    """The step that a folder is named after."""
-    found = _NAME.fullmatch(path.name)
-    return int(found[1]) if found else None
+    """The step in a folder's name; None if it is not named like a checkpoint."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+# Writing.
 
 
 def begin(checkpoints: Location | Path, step: int) -> Location:
-    """An empty folder to write a checkpoint into; what an interrupted save left there is gone."""
-    final = step_dir(checkpoints, step)
-    if not final.renames:
-        if MARKER in final.entries():
-            (final / MARKER).remove()  # first, so that it is no checkpoint from here on
-        final.remove()
-        return final
-    partial = final.parent / f"{final.name}{PARTIAL}"
+    """An empty folder to write a checkpoint into. Removes what an interrupted save left there."""
+    partial = partial_dir(checkpoints, step)
+    if not partial.can_rename and MARKER in partial.entries():
+        (partial / MARKER).remove()  # first, so that the folder is no longer a checkpoint
     partial.remove()
-    partial.make()
+    if partial.can_rename:
+        partial.make()
     return partial
 
 
-def commit(partial: Location | Path, contents: dict[str, Any], ranks: int = 1) -> Location:
-    """Make a written folder a checkpoint: see that all is there, write the marker, give it its name. Returns where it is."""
+def commit(partial: Location | Path, step: int, metadata: RunMetadata, ranks: int = 1) -> Location:
+    """Make a checkpoint of a folder in which all ranks have written; returns where it is."""
     partial = open_location(partial)
-    names = [format.file_name(rank, ranks) for rank in range(ranks)]
+    names = [rank_file_name(rank, ranks) for rank in range(ranks)]
     with ThreadPoolExecutor(_READERS) as pool:
-        read = list(pool.map(lambda name: (partial / format.beside(name)).read(), names))
-    return complete(partial, marker(partial, contents | {"time": time.time()}, dict(zip(names, read, strict=True))))
+        sidecars = list(pool.map(lambda name: (partial / sidecar_name(name)).read(), names))
+    marker = make_marker(partial, step, metadata, dict(zip(names, sidecars, strict=True)), time.time())
+    return publish(partial, marker.to_json())
 
 
-def complete(partial: Location, text: bytes) -> Location:
-    """Give a folder in which all else lies its marker, and its name."""
-    format.write(partial / MARKER, [text])
+def publish(partial: Location, marker: bytes) -> Location:
+    """Write the marker into a folder that has everything else, and rename it; returns where it is."""
+    write_file(partial / MARKER, [marker])
     partial.sync()
-    if not partial.renames:
+    if not partial.can_rename:
         return partial
     final = partial.parent / partial.name.removesuffix(PARTIAL)
-    if final.is_folder() or final.size() is not None:  # damaged, no folder, or a step taken again: the new one replaces it
+    if final.is_folder() or final.size() is not None:  # a damaged checkpoint, or a step that was trained again
         replaced = final.parent / f"{final.name}{_REPLACED}"
-        replaced.remove()  # from a replacement that was killed before it was tidied up
+        replaced.remove()
         final.rename(replaced)
     partial.rename(final)
     final.parent.sync()
     return final
 
 
-def marker(path: Location, contents: dict[str, Any], beside: dict[str, bytes]) -> bytes:
-    """What makes a checkpoint of files of boxes, given by name with what is told about each: the text of its marker."""
-    told = [json.loads(text) for text in beside.values()]
+def make_marker(path: Location, step: int, metadata: RunMetadata, sidecars: Mapping[str, bytes], when: float | None) -> Marker:
+    """The marker of a checkpoint of these rank files, given by name with the contents of their sidecars."""
+    parsed = {name: Sidecar.from_json(text) for name, text in sidecars.items()}
     files = {}
-    for (name, text), about in zip(beside.items(), told, strict=True):
-        files[name] = {"bytes": about["bytes"], "checksum": format.whole(about["crc32"]), "stage": about["stage"]}
-        files[format.beside(name)] = {"bytes": len(text), "checksum": format.whole_of(text)}
-    whole = contents | {"format": FORMAT, "names": _names(path, told), "files": files}
-    return _text(whole | {"sha256": _seal(whole)})
+    for name, sidecar in parsed.items():
+        files[name] = FileRecord(sidecar.bytes, file_checksum(sidecar.crc32), sidecar.stage)
+        files[sidecar_name(name)] = FileRecord(len(sidecars[name]), checksum_of(sidecars[name]))
+    return Marker(step=step, time=when, names=_stage_names(path, list(parsed.values())), files=files, run=metadata)
 
 
-def _names(partial: Location, told: list[dict[str, Any]]) -> list[list[str]]:
-    """The tensors of each stage. What the files hold of them adds up to them, or the checkpoint would lack something."""
-    stages = {about["stage"]: about["names"] for about in told if "names" in about}
-    missing = {about["stage"] for about in told} - stages.keys()
-    assert not missing, f"no rank told what stages {missing} hold"
-    sizes: dict[str, int] = {name: size for names in stages.values() for name, size in names.items()}
-    written = sum(about["tensors"] for about in told)
+def _stage_names(partial: Location, sidecars: list[Sidecar]) -> list[list[str]]:
+    """The tensors of each stage. Checks that the files contain exactly as many bytes as these tensors have."""
+    stages = {sidecar.stage: sidecar.names for sidecar in sidecars if sidecar.names is not None}
+    missing = {sidecar.stage for sidecar in sidecars} - stages.keys()
+    assert not missing, f"no rank wrote the tensor names of stages {missing}"
+    sizes = {name: size for names in stages.values() for name, size in names.items()}
+    written = sum(sidecar.tensors for sidecar in sidecars)
     if written != sum(sizes.values()):
         raise PhalanxError(
-            f"{partial} holds {written} bytes of tensors that have {sum(sizes.values())}: ranks disagree about who writes what, "
-            "and the checkpoint is not kept."
+            f"{partial} has {written} bytes of tensors that have {sum(sizes.values())} bytes: ranks disagree about who writes what, "
+            "and the checkpoint is discarded."
         )
     return [sorted(stages[stage]) for stage in sorted(stages)]
 
 
-def read_marker(path: Location | Path) -> dict[str, Any]:
-    """What was saved besides tensors; raises DamagedCheckpoint if the folder is not a whole checkpoint."""
+# Reading.
+
+
+def read_marker(path: Location | Path) -> Marker:
+    """The marker of a checkpoint. Raises DamagedCheckpoint if a file is missing or has another size."""
     path = open_location(path)
-    marker, sizes = sealed(path), path.sizes()
-    for name, expected in marker["files"].items():
+    marker, sizes = parse_marker(path), path.sizes()
+    for name, record in marker.files.items():
         if name not in sizes:
             raise DamagedCheckpoint(path, f"its file {name} is missing")
-        if sizes[name] != expected["bytes"]:
-            raise DamagedCheckpoint(path, f"its file {name} has {sizes[name]} bytes instead of {expected['bytes']}")
+        if sizes[name] != record.bytes:
+            raise DamagedCheckpoint(path, f"its file {name} has {sizes[name]} bytes instead of {record.bytes}")
     return marker
 
 
-def sealed(path: Location) -> dict[str, Any]:
-    """What the marker says, whatever has become of the other files."""
+def parse_marker(path: Location) -> Marker:
+    """The marker alone, whatever the state of the other files."""
     try:
-        text = (path / MARKER).read()
-        marker: dict[str, Any] = json.loads(text)
+        marker = Marker.from_json((path / MARKER).read())
     except FileNotFoundError:
-        raise DamagedCheckpoint(path, f"it has no {MARKER}, so its writing was never finished") from None
+        raise DamagedCheckpoint(path, f"it has no {MARKER}, so its save was never completed") from None
     except Unreachable:
-        raise  # which says nothing of what lies there
+        raise  # which says nothing about the contents
+    except WrongFormat as error:
+        raise DamagedCheckpoint(path, str(error)) from None
+    except DamagedFile as error:
+        raise DamagedCheckpoint(path, f"its {MARKER} {error}") from None
     except (OSError, ValueError) as error:
         raise DamagedCheckpoint(path, f"its {MARKER} cannot be read ({error})") from None
-    same = text == _text(marker)  # to the letter: 1e-5 and 1E-5 are the same number
-    seal = marker.pop("sha256", None) if isinstance(marker, dict) else None
-    if not same or seal != _seal(marker):
-        raise DamagedCheckpoint(path, f"its {MARKER} does not have the contents that were saved")
-    if marker.get("format") != FORMAT:
-        raise DamagedCheckpoint(path, f"it was written in format {marker.get('format', 1)}, this version reads format {FORMAT}")
-    if step_of(path) not in (None, marker.get("step")):  # else an old state under a later name is the newest at every launch
-        raise DamagedCheckpoint(path, f"its {MARKER} is that of step {marker.get('step')}: it was copied or renamed")
+    if step_of(path) not in (None, marker.step):  # else an old state under a later name would be the newest at every launch
+        raise DamagedCheckpoint(path, f"its {MARKER} is that of step {marker.step}: it was copied or renamed")
     return marker
 
 
 def verify(path: Location | Path) -> None:
-    """Compare every file with the checksum in the marker."""
+    """Compare every file with its checksum in the marker. Raises DamagedCheckpoint."""
     path = open_location(path)
-    for name, expected in read_marker(path)["files"].items():
+    for name, record in read_marker(path).files.items():
         try:
-            found = format.digest(path / name)
+            checksum = read_checksum(path / name)
         except Unreachable:
             raise
         except OSError as error:
             raise DamagedCheckpoint(path, f"its file {name} cannot be read ({error})") from error
-        if found != expected["checksum"]:
+        if checksum != record.checksum:
             raise DamagedCheckpoint(path, f"its file {name} does not have the contents that were saved")
+
+
+class CheckpointFiles:
+    """The rank files of a checkpoint, opened as they are needed; everything read is checked. Raises DamagedCheckpoint."""
+
+    def __init__(self, path: Location, marker: Marker):
+        self.path, self.marker = path, marker
+        self._open: OrderedDict[str, CheckedFile] = OrderedDict()
+
+    def sidecar(self, file: str) -> Sidecar:
+        name = sidecar_name(file)
+        with self._damage():
+            text = (self.path / name).read()
+            if checksum_of(text) != self.marker.files[name].checksum:
+                raise DamagedFile(f"its file {name} does not have the contents that were saved")
+            return Sidecar.from_json(text)
+
+    def sidecars(self, files: Sequence[str]) -> Iterator[tuple[str, Sidecar]]:
+        with ThreadPoolExecutor(_READERS) as pool:
+            yield from zip(files, pool.map(self.sidecar, files), strict=True)
+
+    def boxes(self, file: str) -> list[SavedBox]:
+        """The boxes of a rank file, from its header."""
+        sidecar, size = self.sidecar(file), self.marker.files[file].bytes
+        with self._damage():
+            try:
+                if sidecar.header is None:
+                    return read_header(self.open(file), size)
+                header = (self.path / file).read(0, size - sidecar.tensors)
+                if crc32(header) != sidecar.header:
+                    raise DamagedFile(f"its file {file} does not have the contents that were saved (its header)")
+                return decode_header(header)
+            except (ValueError, KeyError, TypeError) as error:
+                raise DamagedFile(f"its file {file} has a header that cannot be read ({error})") from None
+
+    def read(self, file: str, begin: int, into: memoryview) -> None:
+        with self._damage():
+            self.open(file).read(begin, into)
+
+    def open(self, file: str) -> CheckedFile:
+        if file in self._open:
+            self._open.move_to_end(file)
+            return self._open[file]
+        self._open[file] = CheckedFile(self.path / file, self.marker.files[file].bytes, self.sidecar(file).crc32)
+        if len(self._open) > _OPEN_FILES:
+            self._open.popitem(last=False)[1].close()
+        return self._open[file]
+
+    @contextmanager
+    def _damage(self) -> Iterator[None]:
+        try:
+            yield
+        except DamagedFile as error:
+            raise DamagedCheckpoint(self.path, str(error)) from None
+        except Unreachable:
+            raise  # which says nothing about the contents
+        except OSError as error:
+            raise DamagedCheckpoint(self.path, f"it cannot be read ({error})") from error
+
+    def close(self) -> None:
+        for file in self._open.values():
+            file.close()
+        self._open.clear()
+
+
+# The folder of checkpoints.
 
 
 def list_checkpoints(checkpoints: Location | Path) -> list[Location]:
@@ -170,8 +261,20 @@ def list_checkpoints(checkpoints: Location | Path) -> list[Location]:
     return [place / name for _, name in sorted(named, reverse=True)]
 
 
+def leftovers(checkpoints: Location) -> list[str]:
+    """Names of what interrupted saves left. In a store these are named like checkpoints but have no marker."""
+    names = checkpoints.entries()
+    found = [name for name in names if name.startswith("step-") and name.endswith(PARTIAL)]
+    # A checkpoint that was set aside for a replacement that never came is no leftover: the next launch restores it.
+    replaced = {f"{name}.replaced{PARTIAL}" for name in names}
+    found = [name for name in found if ".replaced" not in name or name in replaced]
+    if not checkpoints.can_rename:
+        found += [path.name for path in list_checkpoints(checkpoints) if (path / MARKER).size() is None]
+    return found
+
+
 def restore_replaced(checkpoints: Location | Path) -> None:
-    """Put back what was set aside for a checkpoint of the same step that, as its save was killed, never came."""
+    """Rename back a checkpoint that was set aside for a replacement, if the save was killed before the replacement was in place."""
     place = open_location(checkpoints)
     names = set(place.entries())
     for name in names:
@@ -181,31 +284,31 @@ def restore_replaced(checkpoints: Location | Path) -> None:
 
 
 def newest(
-    checkpoints: Location | Path | Sequence[Location], passed: set[str] | None = None
+    checkpoints: Location | Path | Sequence[Location], skip: Collection[str] = ()
 ) -> tuple[Location | None, list[DamagedCheckpoint]]:
-    """The newest checkpoint with a good marker and files of the right sizes, and the newer ones that had to be passed over.
+    """The newest checkpoint with a valid marker and files of the right sizes, and the damaged ones that are newer.
 
-    Contents are compared when they are read. `passed`: those that turned out to be damaged then. Of several places, the first that
-    has one of the newest step.
+    Contents are checked when they are read; `skip` has the paths of checkpoints whose contents turned out to be damaged. Of several
+    locations, the first that has the newest step wins.
     """
     damaged = []
     places = checkpoints if isinstance(checkpoints, Sequence) else [checkpoints]
-    found = [path for place in places for path in list_checkpoints(place)]
-    for path in sorted(found, key=lambda path: -(step_of(path) or 0)):
-        if str(path) in (passed or ()):
+    paths = [path for place in places for path in list_checkpoints(place)]
+    for path in sorted(paths, key=lambda path: -(step_of(path) or 0)):
+        if str(path) in skip:
             continue
         try:
             read_marker(path)
         except DamagedCheckpoint as error:
-            if path.renames or (path / MARKER).size() is not None:
+            if path.can_rename or (path / MARKER).size() is not None:
                 damaged.append(error)
-            continue  # in a store, a folder without a marker is only what a killed save left
+            continue  # in a store, a folder without a marker is only the rest of an interrupted save
         return path, damaged
     return None, damaged
 
 
 def newest_verified(checkpoints: Location | Path) -> tuple[Location | None, list[DamagedCheckpoint]]:
-    """The newest whole checkpoint, all its contents compared, and the newer ones that had to be passed over."""
+    """The newest checkpoint whose contents are all intact, and the damaged ones that are newer."""
     damaged: list[DamagedCheckpoint] = []
     while True:
         path, more = newest(checkpoints, {bad.path for bad in damaged})
@@ -221,29 +324,24 @@ def newest_verified(checkpoints: Location | Path) -> tuple[Location | None, list
 
 
 def prune(
-    checkpoints: Location | Path,
-    keep_last: int,
-    saved: Location,
-    keep_every: int | None = None,
-    held: Collection[str] = (),
+    checkpoints: Location | Path, keep_last: int, saved: Location, keep_every: int | None = None, in_use: Collection[str] = ()
 ) -> list[str]:
-    """Remove all but the newest `keep_last` whole checkpoints and those of every `keep_every`-th step, and what interrupted saves
-    left behind; returns the names of what was removed.
+    """Remove all but the newest `keep_last` valid checkpoints and those of every `keep_every`-th step, and what interrupted saves left;
+    returns the names of the removed checkpoints.
 
-    They are counted from `saved` on, which is new: where there are later ones, the run has gone back behind them because their
-    contents are damaged, which only reading them through would show. `held`: names of those that somebody still reads; they are
-    left for the next time.
+    Counts from `saved`, the newest one, on: the run has gone back behind later ones because their contents are damaged. `in_use`: names
+    of checkpoints that are still being read; they are left for the next time.
     """
     place = open_location(checkpoints)
-    removed = [name for name in prunable(place, keep_last, saved, keep_every) if name not in held]
+    removed = [name for name in prunable(place, keep_last, saved, keep_every) if name not in in_use]
     _remove(place, removed)
-    if not place.renames:
-        _sweep(place, saved)
+    if not place.can_rename:
+        _remove_unmarked(place, saved)
     return removed
 
 
 def remove_after(checkpoints: Location | Path, step: int) -> list[str]:
-    """Remove all of later steps, which the run has gone back behind; returns their names."""
+    """Remove the checkpoints of later steps, which the run has gone back behind; returns their names."""
     place = open_location(checkpoints)
     removed = [path.name for path in list_checkpoints(place) if (step_of(path) or 0) > step]
     _remove(place, removed)
@@ -251,9 +349,9 @@ def remove_after(checkpoints: Location | Path, step: int) -> list[str]:
 
 
 def _remove(place: Location, names: Sequence[str]) -> None:
-    """And what interrupted saves and removals left behind."""
+    """Remove checkpoints, and what interrupted saves and removals left."""
     for path in (place / name for name in names):
-        if path.renames:  # so that a removal cut short is finished by the next
+        if path.can_rename:  # so that the next removal completes this one if it is interrupted
             path.rename(path.parent / f"{path.name}.removed{PARTIAL}")
         else:
             (path / MARKER).remove()
@@ -263,8 +361,8 @@ def _remove(place: Location, names: Sequence[str]) -> None:
             (place / name).remove()
 
 
-def _sweep(place: Location, saved: Location) -> None:
-    """Of interrupted saves, where folders have their names from the beginning: those of earlier steps that never got a marker."""
+def _remove_unmarked(place: Location, saved: Location) -> None:
+    """In a store: remove folders of earlier steps that never got a marker, and uploads that were never completed."""
     begun = {*(path.name for path in list_checkpoints(place)), *filter(_NAME.fullmatch, place.unfinished())}
     for path in (place / name for name in begun):
         if (step_of(path) or 0) < (step_of(saved) or 0) and MARKER not in path.entries():
@@ -272,25 +370,16 @@ def _sweep(place: Location, saved: Location) -> None:
 
 
 def prunable(checkpoints: Location, keep_last: int, saved: Location, keep_every: int | None = None) -> list[str]:
-    """Names of the whole checkpoints that `prune` would remove."""
-    whole = list(_whole(checkpoints))
-    counted = whole[[path.name for path in whole].index(saved.name) :]
+    """Names of the valid checkpoints that `prune` would remove."""
+    names = [path.name for path in _valid(checkpoints)]
+    counted = [checkpoints / name for name in names[names.index(saved.name) :]]
     return [path.name for path in counted[keep_last:] if keep_every is None or (step_of(path) or 0) % keep_every]
 
 
-def _whole(checkpoints: Location) -> Iterator[Location]:
+def _valid(checkpoints: Location) -> Iterator[Location]:
     for path in list_checkpoints(checkpoints):
         try:
             read_marker(path)
         except DamagedCheckpoint:
-            continue  # left for a person to look at
+            continue  # left for a person to examine
         yield path
-
-
-def _text(marker: Any) -> bytes:
-    return json.dumps(marker, indent=2).encode() + b"\n"
-
-
-def _seal(marker: Any) -> str:
-    """Checksum of what a marker says."""
-    return hashlib.sha256(json.dumps(marker, sort_keys=True).encode()).hexdigest()

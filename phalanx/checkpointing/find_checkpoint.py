@@ -1,12 +1,12 @@
-"""From what a person names to a checkpoint and the run it belongs to: a run directory, a folder of checkpoints or a checkpoint,
-in a file system or at a URL. Whatever opens a trained model calls `find`; `phalanx checkpoint` the rest. Knows no tensors."""
+"""Finds the checkpoint, and the run it belongs to, that a person names: a run directory, a folder of checkpoints or a checkpoint, as a path
+or URL. `find` is called by everything that opens a trained model, the rest by `phalanx checkpoint`. Does not import torch."""
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.location import Local, Location
@@ -18,15 +18,15 @@ _RUN_FILE = "run.toml"
 
 
 class FoundCheckpoint(NamedTuple):
-    """A checkpoint and the run that it is of."""
+    """A checkpoint and the run it belongs to."""
 
     checkpoint: Location
     run: str
-    """The text of the run file: of the run directory around the checkpoint, or the one that the checkpoint itself carries."""
+    """Text of the run file: that of the run directory around the checkpoint, or else the one in the checkpoint's marker."""
     source: str
-    """Where that stands, for messages."""
+    """Where the run file is, for messages."""
     tokenizer: Path | None
-    """The folder of tokenizer files that a run directory keeps."""
+    """The run directory's folder of tokenizer files."""
 
 
 def is_url(path: Path | str) -> bool:
@@ -34,17 +34,29 @@ def is_url(path: Path | str) -> bool:
 
 
 def path_or_url(place: Location) -> Path | str:
-    """A location as others write it: a path, or a URL."""
+    """A location as a person writes it."""
     return place.path if isinstance(place, Local) else str(place)
 
 
 def find(path: Path | str) -> FoundCheckpoint:
-    """The checkpoint that a path names, its contents compared; a run directory stands for its newest valid one."""
+    """The checkpoint that a path names, with all contents verified. Of a run directory, the newest that is valid."""
     place = existing_location(path)
     if is_checkpoint(place):
         directory.verify(place)
         return _with_run(place)
     return _with_run(_newest(path, directory.verify), place)
+
+
+def find_unverified(path: Path | str) -> FoundCheckpoint:
+    """Like `find`, but checks only sizes: for callers that check what they read."""
+    place = existing_location(path)
+    return _with_run(locate(path), None if is_checkpoint(place) else place)
+
+
+def locate(path: Path | str) -> Location:
+    """The checkpoint that a path names, or the newest; checks only sizes."""
+    place = existing_location(path)
+    return place if is_checkpoint(place) else _newest(path, directory.read_marker)
 
 
 def no_checkpoint_message(path: Path | str, places: list[Location], damaged: list[directory.DamagedCheckpoint]) -> str:
@@ -53,82 +65,70 @@ def no_checkpoint_message(path: Path | str, places: list[Location], damaged: lis
     return f"{path} has no checkpoint to load ({why}): train first, or name another directory."
 
 
-def locate(path: Path | str) -> Location:
-    """The checkpoint that a path names, or the newest; of contents only the sizes are looked at, for those who check what they read."""
-    place = existing_location(path)
-    return place if is_checkpoint(place) else _newest(path, directory.read_marker)
-
-
 def _newest(path: Path | str, check: Callable[[Location], object]) -> Location:
-    """The newest that passes, wherever it lies."""
+    """The newest checkpoint that passes a check."""
     places, damaged = checkpoint_locations(open_location(path)), []
-    for found in all_checkpoints(places):
+    for checkpoint in all_checkpoints(places):
         try:
-            check(found)
+            check(checkpoint)
         except directory.DamagedCheckpoint as bad:
             damaged.append(bad)
             continue
-        return found
+        return checkpoint
     raise RunError([no_checkpoint_message(path, places, damaged)])
 
 
 def all_checkpoints(places: list[Location]) -> list[Location]:
-    """All that is named like a checkpoint, newest first; of two of one step that in the first place."""
-    found = [path for place in places for path in directory.list_checkpoints(place)]
-    return sorted(found, key=lambda path: directory.step_of(path) or 0, reverse=True)
-
-
-def find_unverified(path: Path | str) -> FoundCheckpoint:
-    """The same, with the run that it is of."""
-    place = existing_location(path)
-    return _with_run(locate(path), None if is_checkpoint(place) else place)
+    """All folders named like checkpoints, newest first; of the same step, in the order of `places`."""
+    paths = [path for place in places for path in directory.list_checkpoints(place)]
+    return sorted(paths, key=lambda path: directory.step_of(path) or 0, reverse=True)
 
 
 def existing_location(path: Path | str) -> Location:
-    """The folder that a person named, or RunError where there is none."""
+    """The folder that a person named. RunError if it does not exist."""
     try:
         place = open_location(path)
-        found = place.is_folder()
-    except (OSError, ValueError, ImportError) as error:  # as fsspec says that it does not know a store, or cannot reach it
+        exists = place.is_folder()
+    except (OSError, ValueError, ImportError) as error:  # fsspec does not know the store, or cannot reach it
         raise RunError([f"{path} cannot be looked at ({error}): see that it is right and can be reached from here."]) from None
-    if not found:
+    if not exists:
         what = "is a URL that there is nothing at" if is_url(path) else "is not a directory"
         raise RunError([f"{path} {what}: name a checkpoint such as {_EXAMPLE}, or a run directory."])
     return place
 
 
 def is_checkpoint(place: Location) -> bool:
-    """Whether a folder is a checkpoint, or was to become one."""
+    """Whether a folder is a checkpoint, complete or not."""
     return directory.step_of(place) is not None or (place / directory.MARKER).size() is not None
 
 
 def checkpoint_locations(place: Location) -> list[Location]:
-    """Where the checkpoints of a run directory lie: inside it, where its run file says, or both. A folder of checkpoints is its own,
-    and so is the folder around a checkpoint."""
+    """Where the checkpoints of a run directory are: inside it, at the URL in its run file, or both. Also takes a folder of checkpoints,
+    or a checkpoint inside one."""
     if is_checkpoint(place):
         return [place.parent]
-    keys, inside = checkpoint_settings(place), place / "checkpoints"
-    url = keys.get("url")
+    settings, inside = checkpoint_settings(place), place / "checkpoints"
+    url = settings.get("url")
     if isinstance(url, str):
-        return [inside, open_location(url)] if keys.get("local_first") is True else [open_location(url)]
+        return [inside, open_location(url)] if settings.get("local_first") is True else [open_location(url)]
     if inside.is_folder() or not any(name.startswith("step-") for name in place.entries()):
         return [inside]
     return [place]
 
 
-def checkpoint_settings(place: Location) -> dict[str, Any]:
-    """The table [checkpoint] of a run directory's file, as far as it can be read; nothing where there is none."""
+def checkpoint_settings(place: Location) -> Mapping[str, object]:
+    """The table [checkpoint] of a run directory's run file; empty if it cannot be read."""
     try:
-        found = tomllib.loads((place / _RUN_FILE).read().decode()).get("checkpoint", {})
+        table = tomllib.loads((place / _RUN_FILE).read().decode()).get("checkpoint", {})
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return table if isinstance(table, dict) else {}
 
 
 def _with_run(checkpoint: Location, run_dir: Location | None = None) -> FoundCheckpoint:
-    """The run file around a checkpoint goes before the one in it: somebody may have moved what it names, and said so there."""
-    around = [*([run_dir] if run_dir is not None else []), checkpoint.parent.parent]
-    for folder in around:
+    """The run file of the directory takes precedence over the one in the marker: a person may have moved data and edited it."""
+    folders = [*([run_dir] if run_dir is not None else []), checkpoint.parent.parent]
+    for folder in folders:
         file = folder / _RUN_FILE
         if file.size() is None:
             continue
@@ -136,15 +136,14 @@ def _with_run(checkpoint: Location, run_dir: Location | None = None) -> FoundChe
             text = file.read().decode()
         except (OSError, ValueError) as error:
             raise RunError([f"{file} cannot be read ({getattr(error, 'strerror', None) or error})."]) from None
-        kept = Path(str(folder)) / "tokenizer"
-        return FoundCheckpoint(checkpoint, text, str(file), kept if kept.is_dir() else None)
-    marker = checkpoint / directory.MARKER
-    said = directory.read_marker(checkpoint).get("run")
-    if isinstance(said, str):
-        return FoundCheckpoint(checkpoint, said, str(marker), None)
+        tokenizer = Path(str(folder)) / "tokenizer"
+        return FoundCheckpoint(checkpoint, text, str(file), tokenizer if tokenizer.is_dir() else None)
+    run = directory.read_marker(checkpoint).run.run
+    if run is not None:
+        return FoundCheckpoint(checkpoint, run, str(checkpoint / directory.MARKER), None)
     raise RunError(
         [
-            f"{checkpoint} has no run file at {around[-1] / _RUN_FILE}, and its {directory.MARKER} carries none: name it where it lies in "
-            "its run directory."
+            f"{checkpoint} has no run file at {folders[-1] / _RUN_FILE}, and its {directory.MARKER} has none: use it where it is in its "
+            "run directory."
         ]
     )

@@ -1,216 +1,154 @@
-"""A rank's file of a checkpoint: a safetensors file whose tensors are boxes, with their places in its header as torch's
-distributed checkpoint writes them for such files (its HuggingFaceStorageReader reads them). Knows no tensors.
+"""The format of a checkpoint on disk: plain safetensors files of boxes of tensors, with checksums. Does not import torch.
 
-    state-00003-of-00008.safetensors    this rank's boxes
-    state-00003-of-00008.json           checksums of the file's blocks; the names that the rank's stage holds, where it speaks for it
+    step-00000040/
+        state-00003-of-00008.safetensors    rank 3's boxes
+        state-00003-of-00008.json           its sidecar: checksums of the file's blocks, and a short index of the boxes
+        …
+        commit.json                         the marker, written last; without it the folder is not a checkpoint
+
+**Rank file.** A safetensors file. Each of its tensors is one box of a tensor of the training state. The header's metadata has, under
+DCP_SHARDING_INFO, a JSON table from key to `saved_offsets` (where the box begins in the whole tensor) and `whole` (the whole shape), as
+torch's distributed checkpoint writes it, so that torch's HuggingFaceStorageReader reads these files. The key is the tensor's name. If a
+rank writes several boxes of one tensor (of a fused [q|k|v] matrix, say), the second has the key NAME#1, the third NAME#2, …, and their
+entries also have `tensor`, the name. The header is padded to whole pages; boxes follow in the header's order without gaps.
+
+**Sidecar.** JSON; see `Sidecar`. Blocks of 16 MiB have a CRC-32 each, and the checksum of a file is the SHA-256 over those. They detect
+damage, not forgery.
+
+**Marker.** JSON; see `Marker`. It has the size and checksum of every other file, the tensor names of every pipeline stage, what the run
+says about itself, and a checksum of its own.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from phalanx.checkpointing.location import Local, Location
+from phalanx.checkpointing.location import Location
+from phalanx.checkpointing.storage import retry
 from phalanx.spec.safetensors_index import SIZES
-
-SUFFIX = ".safetensors"
-_PLACES = "DCP_SHARDING_INFO"
-_ALIGNED = 4096  # a page: where it stands, and where the values behind it begin, a disk can take them directly
-
-
-def file_name(rank: int, ranks: int) -> str:
-    return f"state-{rank:05d}-of-{ranks:05d}{SUFFIX}"
-
-
-def beside(file: str) -> str:
-    """The name of what tells about a file of boxes."""
-    return file.removesuffix(SUFFIX) + ".json"
-
-
-def about(file: str, size: int, tensors: int, sums: list[int], boxes: Sequence[Box] | None = None) -> dict[str, Any]:
-    """What is told about a file of boxes: its bytes, those of them that are values, its blocks' checksums and, in short, its boxes."""
-    found = {"file": file, "bytes": size, "tensors": tensors, "block": BLOCK, "crc32": sums}
-    if boxes is None:
-        return found
-    found["header"] = zlib.crc32(header(boxes))  # so that whoever looks for boxes need not read a block to trust its first page
-    # As one string: whoever reads thousands of these for their checksums has no need to take it apart.
-    return found | {"boxes": ";".join(" ".join(map(str, (mark(box.name), *box.offset, *box.shape))) for box in boxes)}
-
-
-def mark(name: str) -> int:
-    """A short sign for a tensor. Two may have the same: then a file is looked into in vain."""
-    return zlib.crc32(name.encode())
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A box of a tensor in a file."""
-
-    name: str
-    dtype: str
-    """As safetensors writes it."""
-    whole: tuple[int, ...]
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    begin: int = 0
-    """Its first byte in the file."""
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * SIZES[self.dtype]
-
-
-def header(boxes: Sequence[Box]) -> bytes:
-    """What stands before the boxes, which follow in this order without a gap. One box of a tensor, at most."""
-    table: dict[str, object] = {}
-    places, begin = {}, 0
-    for box in boxes:
-        assert box.name not in table, f"two boxes of {box.name} in one file"
-        table[box.name] = {"dtype": box.dtype, "shape": box.shape, "data_offsets": [begin, begin + box.bytes]}
-        places[box.name] = {"saved_offsets": box.offset, "whole": box.whole}
-        begin += box.bytes
-    table["__metadata__"] = {_PLACES: json.dumps(places), "format": "pt"}
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNED)
-    return len(text).to_bytes(8, "little") + text
-
-
-def boxes(file: Checked, size: int) -> list[Box]:
-    """The boxes of a file, in order; ValueError where its header is not one of these."""
-    start = bytearray(8)
-    file.read(0, memoryview(start), ahead=False)
-    length = int.from_bytes(start, "little")
-    if length > size - 8:
-        raise ValueError(f"a header of {length} bytes does not fit into {size}")
-    text = bytearray(8 + length)
-    file.read(0, memoryview(text), ahead=False)  # perhaps nothing else of this file is needed
-    return parsed(text)
-
-
-def parsed(head: bytes | bytearray) -> list[Box]:
-    """The boxes that a header tells of, in order; ValueError, KeyError or TypeError where it is not one of these."""
-    length = len(head) - 8
-    if int.from_bytes(head[:8], "little") != length:
-        raise ValueError(f"it announces another length than {length} bytes")
-    table = json.loads(head[8:])
-    places = json.loads(table.pop("__metadata__")[_PLACES])
-    found = []
-    for name, entry in table.items():
-        place = places[name]
-        whole, offset, shape = tuple(place["whole"]), tuple(place["saved_offsets"]), tuple(entry["shape"])
-        found.append(Box(name, entry["dtype"], whole, offset, shape, 8 + length + entry["data_offsets"][0]))
-    return sorted(found, key=lambda box: box.begin)
-
+from phalanx.spec.tensor_slice import Box
 
 BLOCK = 16 << 20
-_KEPT = 4  # blocks of a file that is being read: neighbours share them
+"""Bytes that have one checksum."""
+FORMAT = 2
+"""Version of the format."""
+SUFFIX = ".safetensors"
+
+_PLACES = "DCP_SHARDING_INFO"
+_PAGE = 4096  # header and values begin at whole pages, so that they can be written with direct I/O
+_CACHED_BLOCKS = 4  # per open file: adjacent rows share a block
+
+Chunks = Iterable[memoryview | bytes]
 
 
-def whole(sums: Sequence[int]) -> str:
-    """A file's checksum from its blocks'."""
-    return hashlib.sha256(b"".join(crc.to_bytes(4, "little") for crc in sums)).hexdigest()
+# Checksums.
 
 
-def whole_of(contents: bytes) -> str:
-    """The checksum that a file of these contents has."""
-    sums = Sums()
+def file_checksum(block_sums: Sequence[int]) -> str:
+    """A file's checksum from those of its blocks."""
+    return hashlib.sha256(b"".join(crc.to_bytes(4, "little") for crc in block_sums)).hexdigest()
+
+
+def checksum_of(contents: bytes) -> str:
+    """The checksum of a file with these contents."""
+    sums = _BlockSums()
     sums.add(contents)
-    return whole(sums.all())
+    return file_checksum(sums.result())
 
 
-def digest(file: Location) -> str:
-    """A file's checksum, its blocks read one after the other."""
+def read_checksum(file: Location) -> str:
+    """Read a file and compute its checksum."""
     size = file.size() or 0
-    return whole([zlib.crc32(file.read(begin, min(BLOCK, size - begin))) for begin in range(0, max(size, 1), BLOCK)])
+    return file_checksum([zlib.crc32(file.read(begin, min(BLOCK, size - begin))) for begin in range(0, max(size, 1), BLOCK)])
 
 
-class Sums:
-    """The blocks' checksums of a file that comes in pieces of any length."""
+class _BlockSums:
+    """Checksums of the blocks of a file that arrives in chunks of any length."""
 
     def __init__(self) -> None:
-        self._found: list[int] = []
-        self._open, self._filled = 0, 0
+        self._sums: list[int] = []
+        self._current, self._filled = 0, 0
 
     def add(self, chunk: memoryview | bytes) -> None:
-        left = memoryview(chunk).cast("B")
-        while left:
-            part = left[: BLOCK - self._filled]
-            self._open = zlib.crc32(part, self._open)
-            left, self._filled = left[len(part) :], self._filled + len(part)
+        rest = memoryview(chunk).cast("B")
+        while rest:
+            part = rest[: BLOCK - self._filled]
+            self._current = zlib.crc32(part, self._current)
+            rest, self._filled = rest[len(part) :], self._filled + len(part)
             if self._filled == BLOCK:
-                self._found.append(self._open)
-                self._open, self._filled = 0, 0
+                self._sums.append(self._current)
+                self._current, self._filled = 0, 0
 
-    def all(self) -> list[int]:
-        return [*self._found, self._open] if self._filled or not self._found else self._found
+    def add_all(self, chunks: Chunks) -> None:
+        for chunk in chunks:
+            self.add(chunk)
+
+    def result(self) -> list[int]:
+        return [*self._sums, self._current] if self._filled or not self._sums else self._sums
 
 
-def write(file: Location, chunks: Iterable[memoryview | bytes]) -> list[int]:
-    """Write a file from pieces of any length; returns its blocks' checksums.
+def write_file(file: Location, chunks: Chunks) -> list[int]:
+    """Write a file from chunks of any length; returns the checksums of its blocks.
 
-    Of a list, which stays as it is, they are taken by a thread of its own from beginning to end; of anything else, whose chunks
-    may change as soon as the next is asked for, beside the writing of each.
+    Checksums are computed in a thread: of a list, whose chunks do not change, independently of the writing; of an iterator, which may
+    reuse a chunk's memory for the next, chunk by chunk.
     """
-    sums, sink = Sums(), file.sink()
+    sums, sink = _BlockSums(), file.sink()
     try:
-        with ThreadPoolExecutor(1, thread_name_prefix="checksums") as beside:
-            summed = beside.submit(_sum, sums, chunks) if isinstance(chunks, list) else None
-            for part in _parts(chunks):
-                waiting = None if summed else beside.submit(sums.add, part)
+        with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
+            summed = pool.submit(sums.add_all, chunks) if isinstance(chunks, list) else None
+            for part in _split(chunks):
+                part_summed = None if summed else pool.submit(sums.add, part)
                 sink.write(part)
-                if waiting is not None:
-                    waiting.result()
+                if part_summed is not None:
+                    part_summed.result()
             sink.close()
     except BaseException:
-        sink.abandon()
+        sink.abort()
         raise
-    return sums.all()
+    return sums.result()
 
 
-def _parts(chunks: Iterable[memoryview | bytes]) -> Iterator[memoryview]:
+def _split(chunks: Chunks) -> Iterator[memoryview]:
     for chunk in chunks:
         view = memoryview(chunk).cast("B")
         yield from (view[begin : begin + BLOCK] for begin in range(0, len(view), BLOCK))
 
 
-def _sum(sums: Sums, chunks: Iterable[memoryview | bytes]) -> None:
-    for chunk in chunks:
-        sums.add(chunk)
-
-
-class Damaged(Exception):
+class DamagedFile(Exception):
     """A file does not have the contents that were saved."""
 
 
-class Checked:
-    """A file of which any bytes can be read, each block compared with its checksum. Not for several threads at once."""
+class CheckedFile:
+    """Reads any bytes of a file and compares every block it reads with its checksum. Not thread-safe."""
 
-    def __init__(self, file: Location, size: int, sums: Sequence[int]):
-        self._file, self._size, self._sums = file, size, sums
-        if len(sums) != max(1, math.ceil(size / BLOCK)):
-            raise Damaged(f"its file {file.name} has checksums of {len(sums)} blocks for {size} bytes")
+    def __init__(self, file: Location, size: int, block_sums: Sequence[int]):
+        self._file, self._size, self._sums = file, size, block_sums
+        if len(block_sums) != max(1, math.ceil(size / BLOCK)):
+            raise DamagedFile(f"its file {file.name} has checksums of {len(block_sums)} blocks for {size} bytes")
         self._blocks: OrderedDict[int, Future[bytes | memoryview]] = OrderedDict()
-        self._ahead = ThreadPoolExecutor(2)
+        self._pool = ThreadPoolExecutor(2)
 
-    def read(self, begin: int, into: memoryview, *, ahead: bool = True) -> None:
-        """Bytes that lie in the file, as many as `into` takes. `ahead`: those that follow are likely to be asked for next."""
+    def read(self, begin: int, into: memoryview, *, prefetch: bool = True) -> None:
+        """Fill `into` with the bytes from `begin` on. `prefetch`: also start reading the block after them."""
         end = begin + len(into)
         if begin < 0 or end > self._size:
-            raise Damaged(f"its file {self._file.name} has {self._size} bytes, of which {begin} to {end} were asked for")
+            raise DamagedFile(f"its file {self._file.name} has {self._size} bytes, of which {begin} to {end} were requested")
         first, last = begin // BLOCK, (max(end - 1, begin)) // BLOCK
         for number in range(first, last + 1):
-            waiting = self._fetch(number)
-            if number < last or (ahead and number + 1 < len(self._sums)):
+            pending = self._fetch(number)
+            if number < last or (prefetch and number + 1 < len(self._sums)):
                 self._fetch(number + 1)
-            block = waiting.result()
-            part = memoryview(block)[max(0, begin - number * BLOCK) : end - number * BLOCK]
+            part = memoryview(pending.result())[max(0, begin - number * BLOCK) : end - number * BLOCK]
             into[: len(part)] = part
             into = into[len(part) :]
 
@@ -218,20 +156,313 @@ class Checked:
         if number in self._blocks:
             self._blocks.move_to_end(number)
         else:
-            self._blocks[number] = self._ahead.submit(self._block, number)
-            while len(self._blocks) > _KEPT:
+            self._blocks[number] = self._pool.submit(self._read_block, number)
+            while len(self._blocks) > _CACHED_BLOCKS:
                 self._blocks.popitem(last=False)
         return self._blocks[number]
 
-    def _block(self, number: int) -> bytes | memoryview:
+    def _read_block(self, number: int) -> bytes | memoryview:
         begin = number * BLOCK
-        wanted = min(BLOCK, self._size - begin)
-        block = self._file.block(begin, wanted) if isinstance(self._file, Local) else self._file.read(begin, wanted)
-        if len(block) != wanted or zlib.crc32(block) != self._sums[number]:
-            raise Damaged(
-                f"its file {self._file.name} does not have the contents that were saved (bytes {begin} to {begin + wanted})"
+        size = min(BLOCK, self._size - begin)
+        block = self._file.read_block(begin, size)
+        if len(block) != size or zlib.crc32(block) != self._sums[number]:
+            raise DamagedFile(
+                f"its file {self._file.name} does not have the contents that were saved (bytes {begin} to {begin + size})"
             )
         return block
 
     def close(self) -> None:
-        self._ahead.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+# Rank files and their sidecars.
+
+
+def rank_file_name(rank: int, ranks: int) -> str:
+    return f"state-{rank:05d}-of-{ranks:05d}{SUFFIX}"
+
+
+def sidecar_name(file: str) -> str:
+    return file.removesuffix(SUFFIX) + ".json"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedBox:
+    """A box of a tensor in a rank file."""
+
+    name: str
+    dtype: str
+    """By its safetensors name."""
+    whole: tuple[int, ...]
+    """Shape of the whole tensor."""
+    box: Box
+    begin: int = 0
+    """Its first byte in the file."""
+
+    @property
+    def bytes(self) -> int:
+        return self.box.numel * SIZES[self.dtype]
+
+
+@dataclass(slots=True)
+class SavedTensor:
+    """A tensor of a checkpoint, and where its values are."""
+
+    name: str
+    dtype: str
+    """By its safetensors name."""
+    shape: tuple[int, ...]
+    boxes: list[tuple[str, SavedBox]] = field(default_factory=list)
+    """Files, and the boxes of the tensor in them."""
+
+    @property
+    def bytes(self) -> int:
+        """Of all its boxes."""
+        return sum(box.bytes for _, box in self.boxes)
+
+    @property
+    def numel(self) -> int:
+        """Values in all its boxes."""
+        return self.bytes // SIZES[self.dtype]
+
+
+def encode_header(boxes: Sequence[SavedBox]) -> bytes:
+    """The safetensors header of a rank file with these boxes, which follow it in this order."""
+    table: dict[str, object] = {}
+    places: dict[str, dict[str, object]] = {}
+    count: dict[str, int] = {}
+    begin = 0
+    for saved in boxes:
+        number = count[saved.name] = count.get(saved.name, -1) + 1
+        key = f"{saved.name}#{number}" if number else saved.name
+        assert key not in table, f"two boxes have the key {key}"
+        table[key] = {"dtype": saved.dtype, "shape": saved.box.shape, "data_offsets": [begin, begin + saved.bytes]}
+        places[key] = {"saved_offsets": saved.box.offset, "whole": saved.whole} | ({"tensor": saved.name} if number else {})
+        begin += saved.bytes
+    table["__metadata__"] = {_PLACES: json.dumps(places), "format": "pt"}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _PAGE)
+    return len(text).to_bytes(8, "little") + text
+
+
+def decode_header(header: bytes | bytearray) -> list[SavedBox]:
+    """The boxes of a rank file in file order. Raises ValueError, KeyError or TypeError if this is not such a header."""
+    length = len(header) - 8
+    if int.from_bytes(header[:8], "little") != length:
+        raise ValueError(f"it announces another length than {length} bytes")
+    table = json.loads(header[8:])
+    places = json.loads(table.pop("__metadata__")[_PLACES])
+    boxes = []
+    for key, entry in table.items():
+        place = places[key]
+        box = Box(tuple(place["saved_offsets"]), tuple(entry["shape"]))
+        begin = 8 + length + entry["data_offsets"][0]
+        boxes.append(SavedBox(place.get("tensor", key), entry["dtype"], tuple(place["whole"]), box, begin))
+    return sorted(boxes, key=lambda saved: saved.begin)
+
+
+def read_header(file: CheckedFile, size: int) -> list[SavedBox]:
+    """Like `decode_header`, of a file of `size` bytes."""
+    start = bytearray(8)
+    file.read(0, memoryview(start), prefetch=False)
+    length = int.from_bytes(start, "little")
+    if length > size - 8:
+        raise ValueError(f"a header of {length} bytes does not fit into {size}")
+    header = bytearray(8 + length)
+    file.read(0, memoryview(header), prefetch=False)  # perhaps nothing else of this file is needed
+    return decode_header(header)
+
+
+def name_hash(name: str) -> int:
+    """Stands for a tensor's name in a sidecar. Two names may share one: then a header is read in vain."""
+    return zlib.crc32(name.encode())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sidecar:
+    """What stands next to a rank file."""
+
+    file: str
+    bytes: int
+    tensors: int
+    """Bytes of the file that are values of tensors."""
+    crc32: Sequence[int]
+    """Checksums of the file's blocks."""
+    header: int | None = None
+    """Checksum of the header, so that it can be trusted without reading a whole block. None in early files."""
+    boxes: str | None = None
+    """Hash of the name, offset and shape of every box. One string: of thousands of sidecars most are read for their checksums only."""
+    stage: int
+    """Pipeline stage of the rank. Ranks of one stage hold parts of the same tensors."""
+    names: Mapping[str, int] | None = None
+    """Names and total bytes of all tensors of the stage; written by one rank of each stage."""
+
+    @classmethod
+    def of(
+        cls, file: str, boxes: Sequence[SavedBox], crc32: Sequence[int], stage: int, names: Mapping[str, int] | None
+    ) -> Sidecar:
+        """The sidecar of a rank file with these boxes and block checksums."""
+        header, values = encode_header(boxes), sum(saved.bytes for saved in boxes)
+        index = ";".join(" ".join(map(str, (name_hash(saved.name), *saved.box.offset, *saved.box.shape))) for saved in boxes)
+        return cls(
+            file=file, bytes=len(header) + values, tensors=values, crc32=crc32, header=zlib.crc32(header), boxes=index, stage=stage,
+            names=names,
+        )  # fmt: skip
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> Sidecar:
+        """Raises ValueError, KeyError or TypeError if this is not a sidecar."""
+        table = json.loads(text)
+        table.pop("block")
+        return cls(**table)
+
+    def to_json(self) -> bytes:
+        table: dict[str, object] = {"file": self.file, "bytes": self.bytes, "tensors": self.tensors, "block": BLOCK}
+        optional = {"header": self.header, "boxes": self.boxes, "stage": self.stage, "names": self.names}
+        table |= {"crc32": list(self.crc32)} | {key: value for key, value in optional.items() if value is not None}
+        return json.dumps(table).encode() + b"\n"
+
+    def boxes_of(self, name_hashes: Mapping[int, Any]) -> Iterator[tuple[int, Box]]:
+        """(name hash, box) of the boxes whose hash is among the given ones."""
+        for entry in filter(None, (self.boxes or "").split(";")):
+            hashed, *place = map(int, entry.split())
+            if hashed in name_hashes:
+                half = len(place) // 2
+                yield hashed, Box(tuple(place[:half]), tuple(place[half:]))
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """One rank's file of a checkpoint: which one it is, and what it contains."""
+
+    rank: int
+    ranks: int
+    boxes: Sequence[SavedBox]
+    stage: int = 0
+    names: Mapping[str, int] | None = None
+    """As in `Sidecar`."""
+
+    @property
+    def name(self) -> str:
+        return rank_file_name(self.rank, self.ranks)
+
+    def sidecar(self, block_sums: Sequence[int] = ()) -> Sidecar:
+        return Sidecar.of(self.name, self.boxes, block_sums, self.stage, self.names)
+
+
+def write_rank_file(folder: Location, rank_file: RankFile, values: Callable[[], Chunks]) -> int:
+    """Write a rank file and its sidecar; returns the bytes of the file. `values`: the bytes of the boxes, in order; called again if a
+    store loses the connection and the file has to be sent again."""
+    header, file = encode_header(rank_file.boxes), folder / rank_file.name
+
+    def write() -> list[int]:
+        chunks = values()
+        return write_file(file, [header, *chunks] if isinstance(chunks, list) else itertools.chain([header], chunks))
+
+    try:
+        sums = write()
+    except ConnectionError:
+        sums = retry(f"{file} cannot be written", write)
+    sidecar = rank_file.sidecar(sums)
+    write_file(folder / sidecar_name(rank_file.name), [sidecar.to_json()])
+    return sidecar.bytes
+
+
+# The marker.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunMetadata:
+    """What a checkpoint says about its run besides the tensors. Written and read by training; keys of other versions are kept in `extra`."""
+
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    """Steps, samples seen, and the other counters of a trainer."""
+    seed: int | None = None
+    data: str | None = None
+    """Fingerprint of the training text; None for imported weights."""
+    version: str | None = None
+    """Of Phalanx."""
+    torch: str | None = None
+    layout: Mapping[str, Any] | None = None
+    run: str | None = None
+    """The resolved run file."""
+    plan: str | None = None
+    """The plan as JSON text."""
+    replicas: int | None = None
+    """Number of replicas with states of their own; None if all replicas are equal."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        known = {key: getattr(self, key) for key in _METADATA_KEYS}
+        return {key: value for key, value in known.items() if value is not None or key == "data"} | dict(self.extra)
+
+    @classmethod
+    def from_json(cls, table: Mapping[str, Any]) -> RunMetadata:
+        known = {key: value for key, value in table.items() if key in _METADATA_KEYS}
+        return cls(**known, extra={key: value for key, value in table.items() if key not in _METADATA_KEYS})
+
+
+_METADATA_KEYS = tuple(item.name for item in fields(RunMetadata) if item.name != "extra")
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """What the marker says about a file."""
+
+    bytes: int
+    checksum: str
+    stage: int | None = None
+    """Of a rank file."""
+
+    def to_json(self) -> dict[str, int | str]:
+        table: dict[str, int | str] = {"bytes": self.bytes, "checksum": self.checksum}
+        return table if self.stage is None else table | {"stage": self.stage}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marker:
+    """What makes a folder a checkpoint: commit.json, written last."""
+
+    step: int
+    time: float | None = None
+    """Seconds since 1970 when the checkpoint was complete."""
+    names: Sequence[Sequence[str]] = ()
+    """The tensors of each pipeline stage."""
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    """Every other file."""
+    run: RunMetadata = field(default_factory=RunMetadata)
+
+    @property
+    def rank_files(self) -> dict[str, FileRecord]:
+        return {name: record for name, record in self.files.items() if name.endswith(SUFFIX)}
+
+    def to_json(self) -> bytes:
+        table = self.run.to_json() | {"step": self.step, "time": self.time, "format": FORMAT, "names": self.names}
+        table |= {"files": {name: record.to_json() for name, record in self.files.items()}}
+        return _marker_text(table | {"sha256": _marker_checksum(table)})
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Marker:
+        """Raises DamagedFile, with the reason, if the text is not exactly a marker that was written; ValueError if it is not JSON."""
+        table = json.loads(text)
+        if not isinstance(table, dict) or text != _marker_text(table):  # exactly: 1e-5 and 1E-5 are the same number
+            raise DamagedFile("does not have the contents that were saved")
+        if table.pop("sha256", None) != _marker_checksum(table):
+            raise DamagedFile("does not have the contents that were saved")
+        if (version := table.pop("format", 1)) != FORMAT:
+            raise WrongFormat(f"it was written in format {version}, this version reads format {FORMAT}")
+        files = {name: FileRecord(**record) for name, record in table.pop("files").items()}
+        own = {key: table.pop(key, None) for key in ("step", "time", "names")}
+        return cls(**own, files=files, run=RunMetadata.from_json(table))
+
+
+class WrongFormat(Exception):
+    """A marker of another version of the format."""
+
+
+def _marker_text(table: Any) -> bytes:
+    return json.dumps(table, indent=2).encode() + b"\n"
+
+
+def _marker_checksum(table: Any) -> str:
+    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()

@@ -1,7 +1,8 @@
-"""Folders of safetensors, read and written a few rows at a time, whatever their size. Knows no model: a table of names does.
+"""Folders of plain safetensors weights, as Hugging Face uses them: read and written a few rows at a time. And `ReferenceLogits`, what a model
+answered when it was saved, to which an export of it is compared. Called by import, export and wherever a model starts from a folder.
 
-Everything is checked from the headers before a weight is read. Reading goes through explicit offsets rather than maps, whose
-pages would count as this process's memory. Called by `phalanx import`, `export`, and wherever a model is filled from a folder.
+Names and shapes are checked against all headers before a value is read. Reads use explicit offsets, not memory maps, whose pages would
+count as memory of this process. A table of names, not this file, knows the model.
 """
 
 from __future__ import annotations
@@ -18,18 +19,21 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from phalanx.checkpointing.shard_io import WORDS
+from phalanx.checkpointing.state_tensor import DTYPE_NAMES
 from phalanx.spec import safetensors_index
 from phalanx.spec.errors import RunError, RunFailed
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Formats of weights, as safetensors writes them."""
-_MOST_PROBLEMS = 10
-_AGAIN = "config.json and the weights must describe one model: save or download the folder again."
+"""Number formats of weights, by their safetensors names."""
+_MAX_PROBLEMS = 10
+_REMEDY = "config.json and the weights must describe one model: save or download the folder again."
+
+TensorTypes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and number format of tensors by name."""
 
 
 class WeightsFolder:
-    """The tensors of a folder by name. RunError, naming file and tensor, where its headers or sizes are not right."""
+    """The tensors of a folder by name. RunError, naming file and tensor, if its headers or sizes are wrong."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -40,17 +44,15 @@ class WeightsFolder:
         return self.tensors.keys()
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """None: there is no such tensor."""
+        """None if there is no such tensor."""
         return self.tensors[name].shape if name in self.tensors else None
 
     def dtype(self, name: str) -> torch.dtype:
         return DTYPES[self.tensors[name].dtype]
 
-    def check(self, wanted: dict[str, tuple[int, ...]], ignored: Collection[str], together: list[list[str]]) -> None:
-        """Every wanted tensor is there in its shape and in a format for weights, and none that is neither wanted nor ignored.
-
-        `together`: tensors that become one, and so must have one format.
-        """
+    def check(self, wanted: dict[str, tuple[int, ...]], ignored: Collection[str], same_format: list[list[str]]) -> None:
+        """RunError unless every wanted tensor is there in its shape and a number format for weights, and no tensor is neither wanted nor
+        ignored. `same_format`: groups of tensors that become one tensor."""
         problems = [
             f"{self.path} lacks the tensor {name}, of shape {list(wanted[name])}."
             for name in wanted
@@ -59,7 +61,7 @@ class WeightsFolder:
         known = {*wanted, *ignored}
         for name, tensor in self.tensors.items():
             if name not in known:
-                problems.append(f"{tensor.file} holds the tensor {name}, of which this kind of model knows nothing.")
+                problems.append(f"{tensor.file} has the tensor {name}, which this kind of model does not have.")
             elif name in wanted and tensor.shape != wanted[name]:
                 problems.append(
                     f"{tensor.file}: the tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(wanted[name])}."
@@ -68,18 +70,18 @@ class WeightsFolder:
                 problems.append(
                     f"{tensor.file}: the tensor {name} is in {tensor.dtype}; weights are read in {', '.join(DTYPES)}."
                 )
-        for group in together:
+        for group in same_format:
             formats = {self.tensors[name].dtype: name for name in group if name in self.tensors}
             if len(formats) > 1:
-                found = ", ".join(f"{name} in {dtype}" for dtype, name in formats.items())
-                problems.append(f"{self.path}: tensors that belong together differ in format: {found}.")
+                listed = ", ".join(f"{name} in {dtype}" for dtype, name in formats.items())
+                problems.append(f"{self.path}: tensors that belong together differ in number format: {listed}.")
         if problems:
-            more = len(problems) - _MOST_PROBLEMS
+            more = len(problems) - _MAX_PROBLEMS
             rest = [f"… and {more} more like these."] if more > 0 else []
-            raise RunError([*problems[:_MOST_PROBLEMS], *rest, _AGAIN])
+            raise RunError([*problems[:_MAX_PROBLEMS], *rest, _REMEDY])
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
-        """Rows of a tensor seen as a matrix: all dimensions but the last are rows, and of a vector each value."""
+        """Rows of a tensor seen as a matrix: all dimensions but the last are rows; of a vector, each value is a row."""
         tensor = self.tensors[name]
         width = tensor.shape[-1] if len(tensor.shape) > 1 else 1
         size = width * safetensors_index.SIZES[tensor.dtype]
@@ -93,11 +95,11 @@ def _read(file: Path, offset: int, into: memoryview) -> None:
     try:
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            while filled < len(into):  # one call may give less than it was asked for
-                got = os.preadv(fd, [into[filled:]], offset + filled)
-                if got == 0:
+            while filled < len(into):  # a call may return fewer bytes than requested
+                count = os.preadv(fd, [into[filled:]], offset + filled)
+                if count == 0:
                     raise RunFailed(f"{file} has shrunk since it was opened.")
-                filled += got
+                filled += count
         finally:
             os.close(fd)
     except OSError as error:
@@ -106,7 +108,7 @@ def _read(file: Path, offset: int, into: memoryview) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor goes."""
+    """Where a tensor is written."""
 
     file: Path
     begin: int
@@ -115,9 +117,9 @@ class _Place:
 
 
 class WeightsWriter:
-    """A folder of safetensors whose tensors may be written in any order and in parts: headers and sizes are laid out first."""
+    """Writes a folder of safetensors. Headers and files of full size are written first; then tensors in any order and in parts."""
 
-    def __init__(self, path: Path, tensors: dict[str, tuple[tuple[int, ...], torch.dtype]], shard_size: int):
+    def __init__(self, path: Path, tensors: TensorTypes, shard_size: int):
         self.path = path
         self.bytes = sum(_size(*tensor) for tensor in tensors.values())
         shards = _shards(tensors, shard_size)
@@ -125,7 +127,7 @@ class WeightsWriter:
         files: dict[str, str] = {}
         for number, names in enumerate(shards, start=1):
             file = safetensors_index.SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            self._lay_out(path / file, {name: tensors[name] for name in names})
+            self._write_header(path / file, {name: tensors[name] for name in names})
             files |= dict.fromkeys(names, file)
         self.files = len(shards)
         if len(shards) > 1:
@@ -133,33 +135,33 @@ class WeightsWriter:
             (path / safetensors_index.INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def write(self, name: str, part: Tensor, first: int = 0, column: int | None = None) -> None:
-        """Rows of a tensor from `first` on; of each row what begins at `column`, or all of it."""
+        """Write rows of a tensor from `first` on: whole rows, or the values of each row from `column` on."""
         place = self.places[name]
         width = place.shape[-1] if len(place.shape) > 1 else 1
-        raw = part.to(place.dtype).contiguous().view(part.shape[0], -1)
+        matrix = part.to(place.dtype).contiguous().view(part.shape[0], -1)
         size = place.dtype.itemsize
-        data = raw.view(torch.uint8).numpy()
+        data = matrix.view(torch.uint8).numpy()
         fd = os.open(place.file, os.O_WRONLY | os.O_CLOEXEC)
         try:
             if column is None:
-                _write(fd, data.reshape(-1).data, place.begin + first * width * size)
+                write_at(fd, data.reshape(-1).data, place.begin + first * width * size)
             else:
                 for row in range(len(data)):
-                    _write(fd, data[row].data, place.begin + ((first + row) * width + column) * size)
+                    write_at(fd, data[row].data, place.begin + ((first + row) * width + column) * size)
         finally:
             os.close(fd)
 
-    def _lay_out(self, file: Path, tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers looks for it
+    def _write_header(self, file: Path, tensors: TensorTypes) -> None:
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers requires it
         offset = 0
         begins = {}
         for name, (shape, dtype) in tensors.items():
             begins[name] = offset
             end = offset + _size(shape, dtype)
-            header[name] = {"dtype": WORDS[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+            header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
             offset = end
         text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)  # weights begin at a multiple of 8, as the format wants
+        text += b" " * (-len(text) % 8)  # the format wants weights to begin at a multiple of 8
         with file.open("wb") as stream:
             stream.write(len(text).to_bytes(8, "little") + text)
             stream.truncate(8 + len(text) + offset)
@@ -167,23 +169,24 @@ class WeightsWriter:
             self.places[name] = _Place(file, 8 + len(text) + begins[name], shape, dtype)
 
 
-def _write(fd: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(fd, data[done:], offset + done)
+def write_at(fd: int, data: memoryview, offset: int) -> None:
+    """Write all of `data` at an offset of an open file."""
+    while data:
+        count = os.pwrite(fd, data, offset)
+        data, offset = data[count:], offset + count
 
 
 def _size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _shards(tensors: dict[str, tuple[tuple[int, ...], torch.dtype]], most: int) -> list[list[str]]:
-    """The tensors in order, cut where a file would become larger than `most`; a tensor is never cut."""
+def _shards(tensors: TensorTypes, max_size: int) -> list[list[str]]:
+    """The tensors in order, in files of at most `max_size` bytes; a tensor is never split."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, tensor in tensors.items():
         size = _size(*tensor)
-        if shards[-1] and filled + size > most:
+        if shards[-1] and filled + size > max_size:
             shards.append([])
             filled = 0
         shards[-1].append(name)
@@ -193,20 +196,21 @@ def _shards(tensors: dict[str, tuple[tuple[int, ...], torch.dtype]], most: int) 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReferenceLogits:
-    """A prompt and the logits at some of its places."""
+    """A prompt and the logits that a model in training had at some of its positions when it was saved. Training writes it,
+    `phalanx export --check` reads it."""
 
     tokens_S: Tensor
-    places_K: Tensor
-    """Where in the prompt: some places are enough, as a vocabulary is large."""
+    positions_K: Tensor
+    """Some positions are enough, as a vocabulary is large."""
     logits_KV: Tensor
     """In fp32, whatever they were computed in."""
     compute: str
-    """The number format of matrix products that they were computed in: fp32, bf16, fp16 or fp8."""
+    """The number format of the matrix products that computed them: fp32, bf16, fp16 or fp8."""
     scaling: str = "tensor"
     """fp8: what one scale is for."""
 
     def write(self, file: Path) -> None:
-        tensors = {"tokens": self.tokens_S, "places": self.places_K, "logits": self.logits_KV}
+        tensors = {"tokens": self.tokens_S, "places": self.positions_K, "logits": self.logits_KV}
         save_file(
             {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
             file,
@@ -215,11 +219,11 @@ class ReferenceLogits:
 
 
 def read_reference(file: Path) -> ReferenceLogits:
-    """RunError where it is no such file."""
+    """RunError if it is no such file."""
     try:
-        with safe_open(file, "pt") as inside:
-            tokens, places, logits = (inside.get_tensor(name) for name in ("tokens", "places", "logits"))
-            told = inside.metadata()
-        return ReferenceLogits(tokens, places, logits, told["compute"], told["scaling"])
+        with safe_open(file, "pt") as opened:
+            tokens, positions, logits = (opened.get_tensor(name) for name in ("tokens", "places", "logits"))
+            metadata = opened.metadata()
+        return ReferenceLogits(tokens, positions, logits, metadata["compute"], metadata["scaling"])
     except (OSError, SafetensorError, KeyError, TypeError) as error:
         raise RunError([f"{file} is no file of logits to compare with ({error}): name one that a run has written."]) from None

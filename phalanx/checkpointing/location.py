@@ -1,7 +1,7 @@
-"""Where checkpoints lie: a folder of a file system, or a prefix of an object store. One small set of operations for both.
+"""Where checkpoints are stored, as one small set of operations: `Location`. Its implementations are `Local` here, `Remote` in
+`storage` (object stores) and `MemoryLocation` in `replicas/replica_index`. The rest of this room never asks which one it has.
 
-`at` makes one from what a person writes. Everything else in this package works on these, and never asks which kind it has.
-Knows no tensors.
+Also `atomic_directory`, for programs that write a directory of a person's choice. Does not import torch.
 """
 
 from __future__ import annotations
@@ -25,63 +25,68 @@ _PAGE = 4096
 
 
 class Sink(Protocol):
-    """A file that is being written from its beginning to its end."""
+    """A file that is written from its first byte to its last."""
 
     def write(self, data: memoryview | bytes, /) -> None:
-        """All of it."""
+        """Write all of `data`."""
 
     def close(self) -> None:
-        """When this returns, the contents survive a crash of the machine."""
+        """Finish the file. When this returns, the contents survive a crash of the machine."""
 
-    def abandon(self) -> None:
-        """Let go of it; what was written may be gone or remain."""
+    def abort(self) -> None:
+        """Give the file up. What was written may be gone or remain."""
 
 
 class Location(Protocol):
-    """A file or folder, there or not."""
+    """A file or folder, which may or may not exist."""
 
     @property
     def name(self) -> str: ...
     @property
     def parent(self) -> Location: ...
     @property
-    def renames(self) -> bool:
-        """Whether a folder can change its name in one instant. Where it cannot, only what is written last tells that all is there."""
+    def can_rename(self) -> bool:
+        """Whether a folder can be renamed atomically. Where it cannot, only the file that is written last shows that all are there."""
 
     def __truediv__(self, name: str, /) -> Location: ...
     def __str__(self) -> str: ...
     def is_folder(self) -> bool: ...
     def entries(self) -> list[str]:
-        """Names of what is directly inside; none where there is no such folder."""
+        """Sorted names of what is directly inside; empty if the folder does not exist."""
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of the files directly inside, by name."""
+        """Bytes of each file directly inside, by name."""
 
     def size(self) -> int | None:
-        """Bytes of a file; None where there is no such file."""
+        """Bytes of the file; None if it does not exist."""
 
     def read(self, begin: int = 0, length: int | None = None) -> bytes:
-        """Bytes of a file, all of it or as many as there are from `begin` on. FileNotFoundError, or OSError."""
+        """Bytes of the file: all of it, or at most `length` from `begin` on. Raises FileNotFoundError or OSError."""
+
+    def read_block(self, begin: int, length: int) -> bytes | memoryview:
+        """Like `read`, for many bytes."""
 
     def unfinished(self) -> list[str]:
-        """Names of what is directly inside and takes up room without being seen, as its writing was never finished."""
+        """Names of entries that take up space but are not listed, because their upload was never completed."""
 
     def make(self) -> None:
-        """This folder, and those around it."""
+        """Create this folder and its parents."""
 
-    def sink(self) -> Sink: ...
+    def sink(self) -> Sink:
+        """Open the file for writing."""
+
     def sync(self) -> None:
-        """Names inside this folder survive a crash of the machine."""
+        """Make the names inside this folder survive a crash of the machine."""
 
     def rename(self, to: Location, /) -> None: ...
     def remove(self) -> None:
-        """The file, or the folder with everything inside; without a word where there is none."""
+        """Remove the file, or the folder with everything inside. Does nothing if it does not exist."""
 
 
 class Local:
-    """In a file system, of this machine or shared by all."""
+    """A path of a file system, of this machine or shared by all."""
 
-    renames = True
+    can_rename = True
 
     def __init__(self, path: Path):
         self.path = path
@@ -120,8 +125,8 @@ class Local:
 
     def sizes(self) -> dict[str, int]:
         try:
-            with os.scandir(self.path) as inside:
-                return {entry.name: entry.stat().st_size for entry in inside if entry.is_file()}
+            with os.scandir(self.path) as entries:
+                return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
         except (FileNotFoundError, NotADirectoryError):
             return {}
 
@@ -132,31 +137,25 @@ class Local:
             return None
 
     def read(self, begin: int = 0, length: int | None = None) -> bytes:
-        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            wanted = os.fstat(fd).st_size - begin if length is None else length
+        with _opened(self.path) as fd:
+            remaining = os.fstat(fd).st_size - begin if length is None else length
             parts = []
-            while wanted > 0 and (part := os.pread(fd, wanted, begin)):  # one call may give less than it was asked for
+            while remaining > 0 and (part := os.pread(fd, remaining, begin)):  # a call may return fewer bytes than requested
                 parts.append(part)
-                begin, wanted = begin + len(part), wanted - len(part)
+                begin, remaining = begin + len(part), remaining - len(part)
             return b"".join(parts)
-        finally:
-            os.close(fd)
+
+    def read_block(self, begin: int, length: int) -> memoryview:
+        # In mapped memory, which goes back to the system as soon as nobody uses it. The allocator would keep it.
+        block = memoryview(mmap.mmap(-1, max(length, 1)))[:length]
+        filled = 0
+        with _opened(self.path) as fd:
+            while filled < length and (count := os.preadv(fd, [block[filled:]], begin + filled)):
+                filled += count
+        return block[:filled]
 
     def unfinished(self) -> list[str]:
-        return []  # all can be seen
-
-    def block(self, begin: int, length: int) -> memoryview:
-        """The same for many bytes, in memory that goes back to the system with the last who holds it: the allocator would keep it."""
-        area = memoryview(mmap.mmap(-1, max(length, 1)))[:length]
-        filled = 0
-        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            while filled < length and (got := os.preadv(fd, [area[filled:]], begin + filled)):
-                filled += got
-        finally:
-            os.close(fd)
-        return area[:filled]
+        return []  # a file system lists everything
 
     def make(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -165,11 +164,8 @@ class Local:
         return _LocalSink(self.path)
 
     def sync(self) -> None:
-        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with _opened(self.path) as fd:
             os.fsync(fd)
-        finally:
-            os.close(fd)
 
     def rename(self, to: Location) -> None:
         assert isinstance(to, Local)
@@ -182,51 +178,64 @@ class Local:
             self.path.unlink(missing_ok=True)
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 class _LocalSink:
-    """Whole pages of memory go to the disk directly, where the file system knows how: that costs no copy, and displaces nothing that
-    the system keeps in memory for others."""
+    """Writes whole pages with direct I/O where the file system supports it: that saves a copy and leaves the page cache to others."""
 
     def __init__(self, path: Path):
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         self._flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         self._direct = False
-        self._able = self._switch(True)
+        self._supports_direct = self._set_direct(True)
 
-    def _switch(self, direct: bool) -> bool:
+    def _set_direct(self, direct: bool) -> bool:
         if direct != self._direct:
             try:
                 fcntl.fcntl(self._fd, fcntl.F_SETFL, self._flags | (os.O_DIRECT if direct else 0))
-            except OSError:  # such as a file system in memory
+            except OSError:  # a file system in memory, for example
                 return False
             self._direct = direct
         return True
 
     def write(self, data: memoryview | bytes) -> None:
         DISK.check()
-        left = memoryview(data)
-        while left:
-            pages = len(left) // _PAGE * _PAGE
-            if self._able and pages and _address(left) % _PAGE == 0 and os.lseek(self._fd, 0, os.SEEK_CUR) % _PAGE == 0:
-                self._switch(True)
+        rest = memoryview(data)
+        while rest:
+            pages = len(rest) // _PAGE * _PAGE
+            if (
+                self._supports_direct
+                and pages
+                and _address(rest) % _PAGE == 0
+                and os.lseek(self._fd, 0, os.SEEK_CUR) % _PAGE == 0
+            ):
+                self._set_direct(True)
                 try:
-                    left = left[os.write(self._fd, left[:pages]) :]
+                    rest = rest[os.write(self._fd, rest[:pages]) :]
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
-                    self._able = False  # it took the wish for it, but cannot
+                    self._supports_direct = False  # it accepted the flag, but not the write
             else:
-                self._switch(False)
-                left = left[os.write(self._fd, left) :]
-                # The disk begins with it now, instead of when all is there; and what it has written makes room for others.
+                self._set_direct(False)
+                rest = rest[os.write(self._fd, rest) :]
+                # Start writing to disk now instead of at the end, and free cached pages that are written.
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         try:
             os.fsync(self._fd)
         finally:
-            self.abandon()
+            self.abort()
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -237,30 +246,25 @@ def _address(data: memoryview) -> int:
 
 
 def refuse_existing(out: Path) -> None:
-    """RunError where a name is taken by something other than an empty directory."""
+    """RunError if `out` exists and is not an empty directory."""
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
-        raise RunError([f"{out} is already there: name a new directory, or an empty one."])
+        raise RunError([f"{out} already exists: name a new directory, or an empty one."])
 
 
 @contextmanager
 def atomic_directory(out: Path) -> Iterator[Path]:
-    """A directory to write into that takes the name `out` when all went well, and else leaves nothing."""
+    """Yields a directory to write into. It is renamed to `out` on success and removed on failure."""
     refuse_existing(out)
-    unfinished = out.with_name(f"{out.name}.partial")
+    partial = out.with_name(f"{out.name}.partial")
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)  # from an attempt that was killed
-        unfinished.mkdir(parents=True)
-        yield unfinished
+        shutil.rmtree(partial, ignore_errors=True)  # of an earlier attempt that was killed
+        partial.mkdir(parents=True)
+        yield partial
         if out.exists():
             out.rmdir()
-        unfinished.rename(out)
+        partial.rename(out)
     except OSError as error:
-        raise RunFailed(f"{out} could not be written: {_reason(error)}.") from error
+        where = f" ({error.filename})" if error.strerror and error.filename else ""
+        raise RunFailed(f"{out} could not be written: {error.strerror or error}{where}.") from error
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _reason(error: OSError) -> str:
-    if not error.strerror:
-        return str(error)
-    return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,119 +1,201 @@
-"""State from storage, into tensors that already lie where they belong. Called by the trainer, by sampling and by import."""
+"""Reads tensors of a checkpoint of any layout. `load` fills the live state of a trainer; `CheckpointReader` is for tools that read a
+tensor, or a few rows of one, at a time.
+
+A rank reads for itself: the sidecars and headers tell which saved boxes overlap its slices, and only the blocks of these are read, each
+compared with its checksum.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import mmap
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from phalanx.checkpointing.format import BLOCK, Box
+from phalanx.checkpointing.directory import CheckpointFiles, read_marker
+from phalanx.checkpointing.format import BLOCK, Marker, SavedBox, SavedTensor, name_hash
 from phalanx.checkpointing.location import Location
-from phalanx.checkpointing.quiet import quiet
-from phalanx.checkpointing.shard_io import Reader
-from phalanx.checkpointing.state_tensor import LoadPieces, StateTensor, as_state_tensors
+from phalanx.checkpointing.staging import raw_bytes
+from phalanx.checkpointing.state_tensor import DTYPES, StateTensor, as_state_tensors
 from phalanx.checkpointing.storage import open_location
-from phalanx.spec.errors import PhalanxError
+from phalanx.spec.errors import RunFailed
+from phalanx.spec.fields import current_tensor, has_own_module, original_tensor
+from phalanx.spec.tensor_slice import Box, TensorSlice
 
 
-def load(path: Location | Path, tensors: Mapping[str, Tensor | StateTensor]) -> dict[str, Any]:
-    """Fill `tensors` in place from a checkpoint of any layout; returns the plain values saved beside them.
+def load(path: Location | Path, tensors: Mapping[str, Tensor | StateTensor]) -> Marker:
+    """Fill `tensors` in place from a checkpoint of any layout; returns its marker.
 
-    Each rank reads for itself, and only the rows it needs; what it reads is compared with the checksums. DamagedCheckpoint where
-    something is wrong, and then the tensors may hold some of the new values and some of the old.
+    Raises DamagedCheckpoint if something read is not what was saved; then some tensors may have new values and others old ones.
     """
-    wanted = as_state_tensors(tensors)
-    reader = Reader(open_location(path), wanted)
+    needed = as_state_tensors(tensors)
+    reader = CheckpointReader(path, needed)
     try:
-        reader.read_metadata()  # here, as torch would tell of a failure in words of its own
-        with quiet():
-            dcp.load({}, storage_reader=reader, planner=LoadPieces(wanted), no_dist=True)
-    except CheckpointException as error:
-        raise cause(error) from error
+        reader.fill(needed)
     finally:
         reader.close()
     return reader.marker
 
 
-def cause(error: BaseException) -> BaseException:
-    """What went wrong, out of the wrapping that torch gives it."""
-    while isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    return error
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Values to read: a region of a saved box, which becomes a region of a local tensor."""
 
-
-def failure_text(error: BaseException) -> str:
-    """In words."""
-    found = cause(error)
-    if isinstance(found, OSError) and found.strerror:
-        return f"{found.strerror} ({found.filename})" if found.filename else found.strerror
-    return str(found) if isinstance(found, PhalanxError) else f"{type(found).__name__}: {found}"
+    file: str
+    saved: SavedBox
+    source: Box
+    target: Box
 
 
 class CheckpointReader:
-    """A checkpoint's tensors by name, read one at a time, and each a few rows at a time."""
+    """The tensors of a checkpoint by name. Raises DamagedCheckpoint if a byte that is read is not what was saved."""
 
-    def __init__(self, path: Location | Path):
+    def __init__(self, path: Location | Path, needed: Mapping[str, StateTensor] | None = None):
+        """`needed`: look only for boxes that overlap these slices; None: for all. Of a tensor of which nothing is needed, one box is
+        looked up, as it tells the whole shape."""
         self.path = open_location(path)
-        self._reader = Reader(self.path)
-        self.contents = self._reader.marker
-        metadata = self._reader.read_metadata()
-        self._tensors = {
-            name: found for name, found in metadata.state_dict_metadata.items() if isinstance(found, TensorStorageMetadata)
-        }
+        self.marker = read_marker(self.path)
+        self._files = CheckpointFiles(self.path, self.marker)
+        self._needed = needed
+        self._renames = not has_own_module(self.marker.run.run or "")  # modules of the built-in decoder had other names once
+        self._tensors: dict[str, SavedTensor] = {}
+        for file in self._candidate_files():
+            for saved in self._files.boxes(file):
+                self._add(file, replace(saved, name=current_tensor(saved.name)) if self._renames else saved)
+
+    def _add(self, file: str, saved: SavedBox) -> None:
+        if self._needed is not None and saved.name not in self._needed:
+            return
+        tensor = self._tensors.get(saved.name)
+        if tensor is None:
+            tensor = self._tensors[saved.name] = SavedTensor(saved.name, saved.dtype, saved.whole)
+        elif self._needed is not None and not _overlaps(saved.box, self._needed[saved.name].slice):
+            return
+        tensor.boxes.append((file, saved))
+
+    def _candidate_files(self) -> Iterator[str]:
+        """The rank files that may have needed boxes. Of thousands of files a rank needs a few; the sidecars tell which."""
+        files = [name for name, record in self.marker.rank_files.items() if self._needs_stage(record.stage or 0)]
+        if self._needed is None:
+            yield from files
+            return
+        hashes: dict[int, list[str]] = {}
+        for name in self._needed:
+            for saved_name in {name, original_tensor(name)}:
+                hashes.setdefault(name_hash(saved_name), []).append(name)
+        for file, sidecar in self._files.sidecars(files):
+            if sidecar.boxes is None or any(self._may_need(hashes[key], box) for key, box in sidecar.boxes_of(hashes)):
+                yield file
+
+    def _may_need(self, names: Iterable[str], box: Box) -> bool:
+        assert self._needed is not None
+        return any(name not in self._tensors or _overlaps(box, self._needed[name].slice) for name in names)
+
+    def _needs_stage(self, stage: int) -> bool:
+        names = self.marker.names[stage]
+        return self._needed is None or any((current_tensor(name) if self._renames else name) in self._needed for name in names)
+
+    # Loading.
+
+    def fill(self, tensors: Mapping[str, StateTensor]) -> None:
+        """Read the values of these state tensors. RunFailed if the checkpoint does not have them."""
+        reads = {name: self._reads(name, state.slice) for name, state in tensors.items()}
+        in_memory = [
+            (read, state.tensor.detach()[read.target.index])
+            for name, state in tensors.items()
+            if isinstance(state.tensor, Tensor)
+            for read in reads[name]
+        ]
+        for read, target in sorted(in_memory, key=lambda pair: (pair[0].file, pair[0].saved.begin)):
+            self._read(read, target)  # file by file, each from beginning to end
+        for name, state in tensors.items():
+            if not isinstance(state.tensor, Tensor) and reads[name]:  # one at a time, as they do not fit into memory
+                values = state.tensor.read()
+                for read in reads[name]:
+                    self._read(read, values[read.target.index])
+                state.tensor.write(values)
+
+    def _reads(self, name: str, wanted: TensorSlice) -> list[_Read]:
+        if 0 in wanted.whole:
+            return []  # it has no values, and is in no file
+        if name not in self._tensors:
+            raise RunFailed(f"The checkpoint has no tensor {name}: it was saved by a run with other settings.")
+        saved = self._tensors[name]
+        if saved.shape != wanted.whole:
+            raise RunFailed(
+                f"The checkpoint has {name} of shape {list(saved.shape)}, but this run has {list(wanted.whole)}: it was saved by a "
+                "run with other settings."
+            )
+        reads = [
+            _Read(file, box, source, target)
+            for file, box in saved.boxes
+            for target, source in wanted.overlaps(TensorSlice(saved.shape, (box.box,)))
+        ]
+        if sum(read.source.numel for read in reads) != wanted.numel:
+            raise RunFailed(f"The checkpoint does not have all of {name}: values of this rank's part are in none of its files.")
+        return reads
+
+    def _read(self, read: _Read, target: Tensor) -> None:
+        """Read values into a tensor of the source's shape, and convert them to its number format."""
+        saved, source = read.saved, read.source
+        shape, offset, lengths = saved.box.shape or (1,), source.offset or (0,), source.shape or (1,)
+        rows = target if saved.box.shape else target.view(1)
+        dtype = DTYPES[saved.dtype]
+        row = math.prod(shape[1:]) * dtype.itemsize
+        step = max(1, BLOCK // row)
+        for first in range(0, lengths[0], step):
+            count = min(step, lengths[0] - first)
+            buffer = torch.frombuffer(mmap.mmap(-1, count * row), dtype=torch.uint8)  # the allocator would keep the memory
+            self._files.read(read.file, saved.begin + (offset[0] + first) * row, raw_bytes(buffer))
+            values = buffer.view(dtype).view(count, *shape[1:])
+            for dim in range(1, len(shape)):
+                values = values.narrow(dim, offset[dim], lengths[dim])
+            rows.narrow(0, first, count).copy_(values)
+
+    # Reading a tensor, or some rows of one, at a time.
 
     @property
     def names(self) -> list[str]:
         return sorted(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """None: there is no such tensor."""
-        return tuple(self._tensors[name].size) if name in self._tensors else None
+        """The whole shape; None if there is no such tensor."""
+        return self._tensors[name].shape if name in self._tensors else None
 
     def dtype(self, name: str) -> torch.dtype:
-        dtype = self._tensors[name].properties.dtype
-        assert dtype is not None
-        return dtype
+        return DTYPES[self._tensors[name].dtype]
 
-    def boxes(self, name: str) -> list[tuple[str, Box]]:
-        """Where it lies: boxes and the files they are in."""
-        return [self._reader.boxes[MetadataIndex(name, chunk.offsets)] for chunk in self._tensors[name].chunks]
-
-    def parts(self, name: str, together: int = 1) -> list[tuple[int, int]]:
-        """Ranges of the first dimension that fill a block each, or the fewest rows; so many rows at a time are kept together."""
-        shape = self._tensors[name].size or (1,)
+    def row_ranges(self, name: str, multiple: int = 1) -> list[tuple[int, int]]:
+        """Ranges (first, last) of the first dimension that are about a block each, in multiples of `multiple` rows."""
+        shape = self._tensors[name].shape or (1,)
         row = math.prod(shape[1:]) * self.dtype(name).itemsize
-        step = max(1, BLOCK // max(1, row * together)) * together
+        step = max(1, BLOCK // max(1, row * multiple)) * multiple
         return [(first, min(first + step, shape[0])) for first in range(0, shape[0], step)]
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
-        """first … last of the first dimension, in the format they are stored in; of a single number, the number."""
-        found = self._tensors[name]
-        if not found.size:
-            return self._read(name, (), ())
-        sizes = ((found.size[0] if last is None else last) - first, *found.size[1:])
-        return self._read(name, (first, *[0] * (len(sizes) - 1)), sizes)
+        """Rows first … last, in the number format they are saved in; of a single number, the number."""
+        whole = self._tensors[name].shape
+        if not whole:
+            return self.read_box(name, Box((), ()))
+        end = whole[0] if last is None else last
+        return self.read_box(name, Box((first, *[0] * (len(whole) - 1)), (end - first, *whole[1:])))
 
-    def read_box(self, name: str, offset: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-        """Any box of it."""
-        return self._read(name, offset, sizes)
-
-    def _read(self, name: str, offset: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-        box = ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(sizes))
-        target = torch.empty(sizes, dtype=self.dtype(name))
-        for item in create_read_items_for_chunk_list(name, self._tensors[name], [box]):
-            region = target
-            for dimension, (begin, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
-                region = region.narrow(dimension, begin, length)
-            self._reader.read(item, region)
-        return target
+    def read_box(self, name: str, box: Box) -> Tensor:
+        """A box of a tensor, in the number format it is saved in."""
+        values = torch.empty(box.shape, dtype=self.dtype(name))
+        for read in self._reads(name, TensorSlice(self._tensors[name].shape, (box,))) if box.numel else ():
+            self._read(read, values[read.target.index])
+        return values
 
     def close(self) -> None:
-        self._reader.close()
+        self._files.close()
+
+
+def _overlaps(box: Box, wanted: TensorSlice) -> bool:
+    if len(box.offset) != len(wanted.whole):
+        return True  # of another tensor of this name; `fill` reports it
+    return any(box.overlap(own) is not None for own in wanted.boxes)

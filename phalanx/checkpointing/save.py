@@ -1,7 +1,7 @@
-"""State to storage, all ranks together and behind training. Driven by the trainer between steps.
+"""Saves the state of all ranks to a checkpoint while training continues. Called by the trainer between steps.
 
-A save stops a step only for a copy in memory; a thread of each rank then writes its own file, with nobody's plan but its own, and
-rank 0's makes the whole a checkpoint when every rank has told that its part is there. At most one save is under way.
+A step waits only for a copy of the state in host memory. A thread of each rank then writes the rank's own file, and rank 0's thread
+commits the checkpoint when all ranks have written. At most one save is in progress.
 """
 
 from __future__ import annotations
@@ -10,25 +10,24 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from phalanx.checkpointing import directory, format
+from phalanx.checkpointing import directory
+from phalanx.checkpointing.format import Chunks, RankFile, RunMetadata, write_rank_file
 from phalanx.checkpointing.location import Location
-from phalanx.checkpointing.restore import failure_text
-from phalanx.checkpointing.shard_io import Holding, Writer, laid_out, live
-from phalanx.checkpointing.staging import Staging
-from phalanx.checkpointing.state_tensor import SavePieces, StateTensor, as_state_tensors, written
+from phalanx.checkpointing.staging import Staging, live_bytes
+from phalanx.checkpointing.state_tensor import StateTensor, WrittenBox, as_state_tensors, written_boxes
+from phalanx.spec.errors import PhalanxError
 
-_LOOK = 0.02  # seconds between two looks at whether all ranks have written
-_PATIENCE = 10.0  # seconds for which a run that ends by a failure still waits for the others
+_POLL = 0.02  # seconds between two checks whether all ranks have written
+_PATIENCE = 10.0  # seconds that a run which ends by a failure still waits for the other ranks
 
 
 class Ranks(Protocol):
-    """The ranks that save together."""
+    """The ranks that save together; `parallel.mesh.Mesh` is one."""
 
     @property
     def rank(self) -> int: ...
@@ -36,25 +35,63 @@ class Ranks(Protocol):
     def ranks(self) -> int: ...
     @property
     def stage(self) -> int:
-        """Ranks with the same number hold parts of the same tensors."""
+        """Pipeline stage. Ranks of one stage hold parts of the same tensors."""
 
     @property
-    def is_stage_leader(self) -> bool: ...
+    def is_stage_leader(self) -> bool:
+        """Whether this rank writes the names of its stage's tensors."""
+
     @property
     def device(self) -> torch.device: ...
     def broadcast_object(self, value: Any, /) -> Any:
-        """Rank 0's value; all ranks call it at once."""
+        """Rank 0's value; all ranks call it together."""
 
     def store_add(self, key: str, amount: int, /) -> int:
-        """Add to a number that all ranks see, at any time and from any thread; returns the new one."""
+        """Add to a number that all ranks share, at any time and from any thread; returns the new value."""
 
     def store_set(self, key: str, text: str, /) -> None: ...
     def store_get(self, key: str, /) -> str: ...
 
 
+class Ballot:
+    """Counts in the ranks' shared store for one operation: who is done, who failed and why, and how many bytes that was. For any thread."""
+
+    def __init__(self, ranks: Ranks, key: str):
+        self._ranks, self.key = ranks, key
+
+    def fail(self, reason: str) -> None:
+        number = self._ranks.store_add(f"{self.key}-failed", 1)
+        self._ranks.store_set(f"{self.key}-why-{number}", f"rank {self._ranks.rank}: {reason}")
+
+    def done(self, size: int = 0) -> None:
+        self._ranks.store_add(f"{self.key}-bytes", size)
+        self._ranks.store_add(f"{self.key}-done", 1)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all ranks are done."""
+        return self._ranks.store_add(f"{self.key}-done", 0) >= self._ranks.ranks
+
+    @property
+    def bytes(self) -> int:
+        return self._ranks.store_add(f"{self.key}-bytes", 0)
+
+    def failures(self) -> str | None:
+        """Why ranks failed; None if none did."""
+        count = self._ranks.store_add(f"{self.key}-failed", 0)
+        return "; ".join(self._ranks.store_get(f"{self.key}-why-{number + 1}") for number in range(count)) or None
+
+
+def failure_text(error: BaseException) -> str:
+    """An error in one sentence, for reports."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+    return str(error) if isinstance(error, PhalanxError) else f"{type(error).__name__}: {error}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOutcome:
-    """How a save went."""
+    """The result of a save."""
 
     step: int
     path: str
@@ -63,140 +100,142 @@ class SaveOutcome:
     """Why there is none."""
     bytes: int = 0
     seconds: float = 0.0
-    """From the moment it holds until it was a checkpoint."""
+    """From the call of `save` until the checkpoint was complete."""
     stall: float = 0.0
-    """Seconds of those that training stood still for it, on rank 0: this process, or its device."""
+    """Seconds of these in which training stood still, on rank 0: the process, or its device."""
     write: float = 0.0
-    """Seconds of those from the first byte that rank 0 wrote until it was a checkpoint."""
+    """Seconds of these from rank 0's first written byte on."""
     note: str | None = None
-    """What a person should know of it all the same."""
+    """A warning for the user, although the save succeeded."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """A save in progress, on this rank."""
+
+    step: int
+    partial: Location
+    file: RankFile
+    values: Callable[[], Chunks]
+    metadata: RunMetadata
+    ballot: Ballot
+    started: float
+    waited: bool
+    """Training waits until it is written."""
+    no_copy: str | None
+    """Why there is no memory for a copy of the state."""
 
 
 class Saver:
-    """Saves of one run, on one rank."""
+    """The saves of one run, on one rank."""
 
     def __init__(self, checkpoints: Location, ranks: Ranks, retain: Callable[[Location], None] | None = None):
-        """`retain`: called by rank 0 with each new checkpoint, behind training: what is to go may go."""
+        """`retain`: called by rank 0, in the background, with each new checkpoint, to remove older ones."""
         self._checkpoints, self._ranks, self._retain = checkpoints, ranks, retain
         self._staging = Staging(ranks.device)
         self._thread: threading.Thread | None = None
-        self._found: SaveOutcome | None = None
+        self._outcome: SaveOutcome | None = None
         self.last: SaveOutcome | None = None
-        """The save that ended last, as all ranks know it after `save` and `settle`."""
-        self._key = ""  # under which ranks tell each other of the save under way
-        self._left: float | None = None
+        """The save that ended last; the same on all ranks after `save` and `settle`."""
+        self._closed_at: float | None = None
         self._stall = 0.0
 
     def prepare(self, tensors: Mapping[str, Tensor | StateTensor]) -> None:
-        """A save behind training will come: get the memory for it ready."""
-        self._staging.prepare(written(as_state_tensors(tensors)))
+        """Allocate, in the background, the memory for asynchronous saves of this state."""
+        self._staging.prepare(written_boxes(as_state_tensors(tensors)))
 
     def save(
-        self, step: int, tensors: Mapping[str, Tensor | StateTensor], contents: dict[str, Any], *, wait: bool
+        self, step: int, tensors: Mapping[str, Tensor | StateTensor], metadata: RunMetadata | None = None, *, wait: bool
     ) -> list[SaveOutcome]:
-        """Begin a save of this moment, by all ranks together; with `wait`, also see it through, without a copy of the state. Else
-        call `release` before the state changes.
+        """Start a save of the current state; all ranks call it together. With `wait`, also complete it, without a copy of the state.
+        Otherwise call `release` before the state changes.
 
-        Returns what has ended by now: the save before this one and, if it could not begin or was waited for, this one.
+        Returns the saves that have ended by now: the previous one and, if it could not start or was waited for, this one.
         """
         started = time.perf_counter()
         ended = self.settle()
-        folder = self._begin(step)
-        if isinstance(folder, SaveOutcome):
-            self.last = folder
-            return [*ended, folder]
-        held = as_state_tensors(tensors)
-        parts = laid_out(written(held))
-        holding = Holding(
-            self._ranks.stage, {n: p.whole_bytes for n, p in held.items()} if self._ranks.is_stage_leader else None
-        )
-        no_copy = None if wait else self._staging.begin(parts)
+        begun = self._begin(step)
+        if isinstance(begun, SaveOutcome):
+            self.last = begun
+            return [*ended, begun]
+        partial, ballot = begun
+        state = as_state_tensors(tensors)
+        boxes = written_boxes(state)
+        no_copy = None if wait else self._staging.begin(boxes)
         direct = wait or no_copy is not None
-        file = format.file_name(self._ranks.rank, self._ranks.ranks)
-        writer = Writer(folder, file, parts, partial(live, parts) if direct else self._staging.chunks, holding)
+        values: Callable[[], Chunks] = (lambda: live_bytes(boxes)) if direct else self._staging.chunks
+        file = rank_file(self._ranks, state, boxes)
+        save = _Save(step, partial, file, values, metadata or RunMetadata(), ballot, started, direct, no_copy)
         self._stall = time.perf_counter() - started
-        self._thread = threading.Thread(
-            target=self._write,
-            args=(folder, writer, SavePieces(parts), contents | {"step": step}, (started, direct, no_copy)),
-            name=f"save of step {step}",
-            daemon=True,
-        )
+        self._thread = threading.Thread(target=self._write, args=(save,), name=f"save of step {step}", daemon=True)
         self._thread.start()
         if no_copy is not None:
-            self._thread.join()  # this rank alone: the others' copies may have found room
+            self._thread.join()  # on this rank alone: others may have had memory for a copy
         return [*ended, *self.settle()] if wait else ended
 
-    def _begin(self, step: int) -> Location | SaveOutcome:
-        """Rank 0 makes room for all."""
+    def _begin(self, step: int) -> tuple[Location, Ballot] | SaveOutcome:
+        """Rank 0 creates the folder."""
         failure, number = None, 0
-        folder = directory.step_dir(self._checkpoints, step)
         if self._ranks.rank == 0:
             number = self._ranks.store_add(
                 "saves", 1
-            )  # not counted here: these ranks may have saved through another Saver before
+            )  # in the store, as these ranks may have saved through another Saver before
             try:
                 directory.begin(self._checkpoints, step)
             except OSError as error:
                 failure = failure_text(error)
         failure, number = self._ranks.broadcast_object((failure, number))
         if failure is not None:
-            return SaveOutcome(step=step, path=str(folder), failure=failure)
-        self._key = f"save-{number}"
-        return folder.parent / f"{folder.name}{directory.PARTIAL}" if folder.renames else folder
+            return SaveOutcome(step=step, path=str(directory.step_dir(self._checkpoints, step)), failure=failure)
+        return directory.partial_dir(self._checkpoints, step), Ballot(self._ranks, f"save-{number}")
 
-    def _write(
-        self,
-        folder: Location,
-        writer: Writer,
-        planner: SavePieces,
-        contents: dict[str, Any],
-        how: tuple[float, bool, str | None],
-    ) -> None:
-        """In a thread of its own: this rank's file; on rank 0 also the commit."""
-        (started, waited, no_copy), step = how, contents["step"]
-        key, failure, note = self._key, None, None
-        if no_copy is not None:
-            note = f"There is no memory for a copy of the state on rank 0 ({no_copy}): training waited until step {step} was written."
+    def _write(self, save: _Save) -> None:
+        """In a thread: write this rank's file; on rank 0 also commit the checkpoint."""
+        failure, note, size = None, None, 0
+        if save.no_copy is not None:
+            note = (
+                f"There is no memory for a copy of the state on rank 0 ({save.no_copy}): training waited until step {save.step} was "
+                "written."
+            )
+        first_byte = time.perf_counter()
         try:
-            # What torch's `save` does for one process; in a thread it would also change the warnings of all others.
-            writer.write_data(planner.create_local_plan(), planner).wait()
+            chunks = save.values()  # waits for the copy
+            first_byte = time.perf_counter()
+            size = write_rank_file(save.partial, save.file, _first(chunks, save.values))
         except BaseException as error:
             failure = failure_text(error)
-            self._ranks.store_set(
-                f"{key}-why-{self._ranks.store_add(f'{key}-failed', 1)}", f"rank {self._ranks.rank}: {failure}"
-            )
-        size = self._ranks.store_add(f"{key}-bytes", writer.bytes)
-        self._ranks.store_add(f"{key}-done", 1)
-        path = directory.step_dir(self._checkpoints, step)
+            save.ballot.fail(failure)
+        save.ballot.done(size)
+        path = directory.step_dir(self._checkpoints, save.step)
         if self._ranks.rank == 0:
-            try:
-                self._wait_for_all(f"{key}-done")
-                size = self._ranks.store_add(f"{key}-bytes", 0)
-                if failed := self._ranks.store_add(f"{key}-failed", 0):
-                    failure = "; ".join(self._ranks.store_get(f"{key}-why-{number + 1}") for number in range(failed))
-                else:
-                    directory.commit(folder, contents, self._ranks.ranks)
-            except BaseException as error:
-                failure = f"rank 0: {failure_text(error)}"
-            note = self._tidy(folder, path, failure) or note
-        write = time.perf_counter() - writer.begun
-        whole = time.perf_counter() - started
-        stall = whole if waited else self._stall + self._staging.waited()
-        self._found = SaveOutcome(
-            step=step, path=str(path), failure=failure, bytes=size, seconds=whole, stall=stall, write=write, note=note
-        )
+            failure, size = self._commit(save), save.ballot.bytes
+            note = self._clean_up(save.partial, path, failure) or note
+        seconds = time.perf_counter() - save.started
+        stall = seconds if save.waited else self._stall + self._staging.device_wait()
+        self._outcome = SaveOutcome(
+            step=save.step, path=str(path), failure=failure, bytes=size, seconds=seconds, stall=stall,
+            write=time.perf_counter() - first_byte, note=note,
+        )  # fmt: skip
 
-    def _wait_for_all(self, done: str) -> None:
-        while self._ranks.store_add(done, 0) < self._ranks.ranks:
-            if self._left is not None and time.monotonic() > self._left + _PATIENCE:
-                raise TimeoutError("not all ranks have written their parts")
-            time.sleep(_LOOK)
+    def _commit(self, save: _Save) -> str | None:
+        """On rank 0, when all ranks have written; returns why there is no checkpoint."""
+        try:
+            while not save.ballot.complete:
+                if self._closed_at is not None and time.monotonic() > self._closed_at + _PATIENCE:
+                    raise TimeoutError("not all ranks have written their parts")
+                time.sleep(_POLL)
+            if (failures := save.ballot.failures()) is not None:
+                return failures
+            directory.commit(save.partial, save.step, save.metadata, self._ranks.ranks)
+        except BaseException as error:
+            return f"rank 0: {failure_text(error)}"
+        return None
 
-    def _tidy(self, folder: Location, path: Location, failure: str | None) -> str | None:
-        """After a save: what is to go, goes. Of one that failed, everything, as where the disk is full the next needs the room."""
+    def _clean_up(self, partial: Location, path: Location, failure: str | None) -> str | None:
+        """Remove what a failed save wrote, as the next one needs the space; or what the new checkpoint replaces. Returns a warning."""
         try:
             if failure is not None:
-                folder.remove()
+                partial.remove()
             elif self._retain is not None:
                 self._retain(path)
         except Exception as error:
@@ -204,37 +243,49 @@ class Saver:
         return None
 
     def release(self) -> None:
-        """Wait until the state may change. The copy of it has been made beside what this process did since the save began."""
+        """Wait until the state may change. The copy has been running since the save began."""
         started = time.perf_counter()
         self._staging.release()
         self._stall += time.perf_counter() - started
 
     def ended(self) -> list[SaveOutcome]:
-        """What has ended by now, without waiting. To be asked on rank 0, which knows of all."""
+        """The saves that have ended, without waiting. Call it on rank 0, which knows the outcome for all ranks."""
         if self._thread is None or self._thread.is_alive():
             return []
         self._thread.join()
         self._thread = None
-        return self._take()
+        return self._take_outcome()
 
     def settle(self) -> list[SaveOutcome]:
-        """Wait for the save under way, all ranks together: afterwards each knows whether it is there."""
+        """Wait for the save in progress, all ranks together; afterwards every rank knows its outcome."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        found, self.last = self._ranks.broadcast_object((self._take(), self.last))
-        return list(found)
+        ended, self.last = self._ranks.broadcast_object((self._take_outcome(), self.last))
+        return list(ended)
 
-    def _take(self) -> list[SaveOutcome]:
-        found, self._found = self._found, None
-        if found is None:
+    def _take_outcome(self) -> list[SaveOutcome]:
+        outcome, self._outcome = self._outcome, None
+        if outcome is None:
             return []
-        self.last = found
-        return [found]
+        self.last = outcome
+        return [outcome]
 
     def close(self) -> None:
-        """Wait for what this rank writes. Where a run fails in the middle of a save, the others may be gone: not for them."""
-        self._left = time.monotonic()
+        """Wait for this rank's file, but not long for other ranks: when a run fails during a save, they may be gone."""
+        self._closed_at = time.monotonic()
         if self._thread is not None:
             self._thread.join()
         self._staging.close()
+
+
+def rank_file(ranks: Ranks, state: Mapping[str, StateTensor], boxes: list[WrittenBox]) -> RankFile:
+    """This rank's file of a checkpoint of `state`, of which it writes `boxes`."""
+    names = {name: tensor.whole_bytes for name, tensor in state.items()} if ranks.is_stage_leader else None
+    return RankFile(ranks.rank, ranks.ranks, [box.saved for box in boxes], ranks.stage, names)
+
+
+def _first(chunks: Chunks, again: Callable[[], Chunks]) -> Callable[[], Chunks]:
+    """Returns `chunks` on the first call, and new ones on later calls."""
+    given = [chunks]
+    return lambda: given.pop() if given else again()

@@ -1,163 +1,195 @@
-"""Host memory that a save is copied into, so that training goes on while it is written: one copy of what this rank writes, made
-ready ahead and used again by every save. On GPUs it is pinned, and copies into it run at the speed of the link.
+"""Bytes of the state on their way to a file: copied into host memory first, or read from the live tensors. Called by `save` and
+`replicas/memory_checkpoint`.
 
-Nothing that is saved changes between two updates of the optimizer, so the copy is made beside the next forward and backward, and
-only the update after them waits for its end."""
+`Staging` keeps one host copy of what this rank writes, allocated in advance and reused by every save, pinned on GPUs. Nothing that is
+saved changes between two optimizer steps, so the copy runs while the next forward and backward compute, and only the optimizer step after
+them waits for it.
+"""
 
 from __future__ import annotations
 
 import mmap
 import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from phalanx import accelerator
 from phalanx.checkpointing.format import BLOCK
 from phalanx.checkpointing.replicas.shm_slots import free_memory
-from phalanx.checkpointing.shard_io import raw
-from phalanx.checkpointing.state_tensor import Part
+from phalanx.checkpointing.state_tensor import WrittenBox
+
+
+def raw_bytes(values: Tensor) -> memoryview:
+    """The bytes of a tensor in host memory; a copy if it is not contiguous."""
+    return values.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def live_bytes(boxes: list[WrittenBox]) -> Iterator[memoryview]:
+    """The bytes of boxes as they are now, in full blocks of the same memory: use each before requesting the next. Blocks are whole
+    pages, so that they can be written with direct I/O."""
+    devices = [box.state.tensor.device for box in boxes if isinstance(box.state.tensor, Tensor)]
+    device = next((device for device in devices if accelerator.of(device).asynchronous), torch.device("cpu"))
+    if accelerator.of(device).asynchronous:
+        block = accelerator.of(device).pin(torch.empty(BLOCK, dtype=torch.uint8))
+    else:
+        block = torch.frombuffer(mmap.mmap(-1, BLOCK), dtype=torch.uint8)
+    filled = 0
+    for box in boxes:
+        rest = box.values().contiguous().view(-1).view(torch.uint8)
+        while len(rest):
+            count = min(len(rest), BLOCK - filled)
+            block[filled : filled + count].copy_(rest[:count])
+            rest, filled = rest[count:], filled + count
+            if filled == BLOCK:
+                yield raw_bytes(block)
+                filled = 0
+    if filled:
+        yield raw_bytes(block[:filled])
 
 
 class Staging:
-    """The copy of one rank's parts."""
+    """The host copy of one rank's boxes."""
 
     def __init__(self, device: torch.device, *, pin: bool = True):
-        self._device, self._pin = device, pin and device.type == "cuda"
+        self._device, self._accelerator = device, accelerator.of(device)
+        self._pin = pin and self._accelerator.asynchronous
         self._memory: Tensor | None = None
-        self._ready: threading.Thread | None = None
+        self._unpin: Callable[[], object] | None = None
+        self._allocating: threading.Thread | None = None
         self._copying: threading.Thread | None = None
         self._released = False
-        self._stream: torch.cuda.Stream | None = None
-        self._problem: BaseException | None = None
-        self._waits: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._stream: Any = None
+        self._error: BaseException | None = None
+        self._wait_events: tuple[Any, Any] | None = None
 
     @property
     def bytes(self) -> int:
         return 0 if self._memory is None else self._memory.numel()
 
-    def prepare(self, parts: list[Part]) -> None:
-        """Get the memory in the background: touching every page of it, and pinning it, takes seconds that no step should wait for."""
-        size = sum(part.bytes for part in parts)
-        self._ready = threading.Thread(target=self._allocate, args=(size,), name="staging", daemon=True)
-        self._ready.start()
+    def prepare(self, boxes: list[WrittenBox]) -> None:
+        """Allocate the memory in the background: touching every page, and pinning, takes seconds."""
+        size = sum(box.bytes for box in boxes)
+        self._allocating = threading.Thread(target=self._allocate, args=(size,), name="staging", daemon=True)
+        self._allocating.start()
 
     def _allocate(self, size: int) -> str | None:
-        """Why it cannot be had; None where it is there."""
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+        """Returns why the memory is not available, or None."""
+        self._accelerator.set_device(self._device)
         try:
-            memory = self._obtain(size)
+            memory = self._map_memory(size)
         except (OSError, MemoryError) as error:
             return str(error)
         if self._pin and size:
-            problem = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)
-            if int(problem) != 0:
-                return f"{size / 1e9:.2f} GB cannot be pinned ({problem})"
+            unpin = self._accelerator.register_host_memory(memory.data_ptr(), size)
+            if isinstance(unpin, str):
+                return f"{size / 1e9:.2f} GB cannot be pinned ({unpin})"
+            self._unpin = unpin
         self._memory = memory
         return None
 
-    def _obtain(self, size: int) -> Tensor:
+    def _map_memory(self, size: int) -> Tensor:
         if size > (free := free_memory()):
             raise MemoryError(f"{size / 1e9:.2f} GB are needed for it, and {free / 1e9:.2f} GB are free")
-        # From the system rather than from torch, which would round up to a power of two where it pins; in large pages, and each
-        # touched once now, so that no copy into it waits for the system.
+        # From the system and not from torch, which rounds pinned sizes up to powers of two. In huge pages, each touched once now, so
+        # that no copy into them waits for the system.
         area = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         area.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(area, dtype=torch.uint8, count=size).zero_() if size else torch.empty(0, dtype=torch.uint8)
 
-    def begin(self, parts: list[Part]) -> str | None:
-        """Copy the parts as they are now, beside whatever this process does next: until `release`, nothing but what is not steady
-        may change. Returns why there can be no copy, if so."""
-        size = sum(part.bytes for part in parts)
-        if self._ready is not None:
-            self._ready.join()
-            self._ready = None
+    def begin(self, boxes: list[WrittenBox]) -> str | None:
+        """Start copying the boxes as they are now. Until `release` returns, only buffers may change. Returns why no copy is possible,
+        or None."""
+        size = sum(box.bytes for box in boxes)
+        if self._allocating is not None:
+            self._allocating.join()
+            self._allocating = None
         if self._memory is None or self._memory.numel() != size:
-            self._release()
+            self._free()
             if (problem := self._allocate(size)) is not None:
                 return problem
         assert self._memory is not None
-        self._problem, self._released = None, False
+        self._error, self._released = None, False
         later, begin = [], 0
-        for part in parts:
-            region = self._memory[begin : begin + part.bytes].view(part.piece.tensor.dtype).view(part.shape)
-            begin += part.bytes
-            if part.piece.is_buffer:
-                _copy(part, region)
+        for box in boxes:
+            region = self._memory[begin : begin + box.bytes].view(box.dtype).view(box.box.shape)
+            begin += box.bytes
+            if box.state.is_buffer:
+                _copy(box, region)
             else:
-                later.append((part, region))
-        self._copying = threading.Thread(target=self._copy_all, args=(later, self._now()), name="copying", daemon=True)
+                later.append((box, region))
+        stream = self._accelerator.current_stream(self._device)
+        computed = None if stream is None else stream.record_event()
+        self._copying = threading.Thread(target=self._copy_all, args=(later, computed), name="copying", daemon=True)
         self._copying.start()
         return None
 
-    def _now(self) -> torch.cuda.Event | None:
-        """What the device has been told so far."""
-        return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
-
-    def _copy_all(self, parts: list[tuple[Part, Tensor]], now: torch.cuda.Event | None) -> None:
+    def _copy_all(self, copies: list[tuple[WrittenBox, Tensor]], computed: Any) -> None:
+        """In a thread. `computed`: event after which the device has computed the state; None on the CPU."""
         try:
-            if now is None:
-                for part, region in parts:
-                    _copy(part, region)
+            if computed is None:
+                for box, region in copies:
+                    _copy(box, region)
                 return
-            # On a stream of its own, beside the next forward and backward. What the device holds is under way first.
-            self._stream = self._stream or torch.cuda.Stream(self._device)
-            with torch.cuda.stream(self._stream):
-                self._stream.wait_event(now)
-                for part, region in sorted(parts, key=lambda pair: _on_host(pair[0])):
-                    _copy(part, region)
-        except BaseException as error:  # told to whoever waits
-            self._problem = error
+            self._stream = self._stream or self._accelerator.stream(self._device)
+            with self._accelerator.use(self._stream):
+                self._stream.wait_event(computed)
+                for box, region in sorted(copies, key=lambda pair: _on_host(pair[0])):  # start the device's copies first
+                    _copy(box, region)
+        except BaseException as error:  # raised by `chunks`
+            self._error = error
 
     def release(self) -> None:
-        """Wait until the parts may be changed: by this process, or by what it tells the device from now on."""
+        """Wait until the state may change: by this process, or by what it launches on the device from now on."""
         if self._copying is None or self._released:
-            return  # before every update: it is the first after a save that waits, and whose wait is told
+            return  # called before every optimizer step; only the first one after a save waits
         self._released = True
         self._copying.join()
         if self._stream is not None:
-            mine = torch.cuda.current_stream(self._device)
-            before = mine.record_event(torch.cuda.Event(enable_timing=True))
-            mine.wait_stream(self._stream)
-            self._waits = (before, mine.record_event(torch.cuda.Event(enable_timing=True)))
+            current = self._accelerator.current_stream(self._device)
+            before = current.record_event(self._accelerator.event(timing=True))
+            current.wait_stream(self._stream)
+            self._wait_events = (before, current.record_event(self._accelerator.event(timing=True)))
 
-    def waited(self) -> float:
-        """Seconds that the device waited for the copy before it went on, known when it did."""
-        if self._waits is None:
+    def device_wait(self) -> float:
+        """Seconds that the device waited for the copy; waits until that is known."""
+        if self._wait_events is None:
             return 0.0
-        before, after = self._waits
-        self._waits = None
+        before, after = self._wait_events
+        self._wait_events = None
         after.synchronize()
-        return before.elapsed_time(after) / 1000
+        return float(before.elapsed_time(after)) / 1000
 
     def chunks(self) -> list[memoryview]:
-        """What was copied, in order, when it is all there."""
+        """The copied bytes in order; waits until the copy is complete."""
         assert self._memory is not None and self._copying is not None
         self._copying.join()
-        if self._problem is not None:
-            raise self._problem
+        if self._error is not None:
+            raise self._error
         if self._stream is not None:
             self._stream.synchronize()
-        return [raw(block) for block in self._memory.split(BLOCK)] if self._memory.numel() else []
+        return [raw_bytes(block) for block in self._memory.split(BLOCK)] if self._memory.numel() else []
 
-    def _release(self) -> None:
-        if self._memory is not None and self._pin and self._memory.numel():
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+    def _free(self) -> None:
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
         self._memory = None
 
     def close(self) -> None:
-        for thread in (self._ready, self._copying):
+        for thread in (self._allocating, self._copying):
             if thread is not None:
                 thread.join()
         if self._stream is not None:
             self._stream.synchronize()
-        self._release()
+        self._free()
 
 
-def _on_host(part: Part) -> bool:
-    return isinstance(part.piece.tensor, Tensor) and part.piece.tensor.is_cpu
+def _on_host(box: WrittenBox) -> bool:
+    return isinstance(box.state.tensor, Tensor) and box.state.tensor.is_cpu
 
 
-def _copy(part: Part, region: Tensor) -> None:
-    found = part.piece.tensor
-    region.copy_(part.of(found.detach() if isinstance(found, Tensor) else found.read()), non_blocking=True)
+def _copy(box: WrittenBox, region: Tensor) -> None:
+    region.copy_(box.values(), non_blocking=True)

@@ -1,5 +1,11 @@
-"""Parts of tensors, by name and place: what a rank saves and restores, whatever the layout. `checkpointing/save` and `load` hand
-these planners to torch's distributed checkpoint, which then moves exactly the bytes that each rank writes or needs."""
+"""The training state as tensors by name: which slice of each a rank holds, which ranks hold the same, and which part of it each writes.
+
+Training and `optim` make `StateTensor`s; `save` and `restore` move them.
+
+Saving needs no planning among ranks: every rank evaluates the same rule, `partition`, for itself. Ranks that hold the same slices lay them
+end to end in one line of bytes and cut it into equal lengths, one for each. So a rank writes at most one range of rows of each slice, and
+all ranks write the same amount to within a row.
+"""
 
 from __future__ import annotations
 
@@ -9,67 +15,52 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from phalanx.checkpointing.format import SavedBox
 from phalanx.spec.errors import RunFailed
-from phalanx.spec.tensor_slice import TensorSlice
+from phalanx.spec.tensor_slice import Box, TensorSlice
 
-_LEAST = 512  # bytes that a rank writes of what others hold too
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+"""By their safetensors names."""
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-
-@dataclass(frozen=True, slots=True)
-class ReplicaGroup:
-    """The ranks that hold the same piece."""
-
-    key: tuple[str, ...] = ()
-    """Names them: pieces with the same key on a rank are held by the same ranks."""
-    index: int = 0
-    """This rank among them."""
-    count: int = 1
-    """0: others write it, as this rank's copy only mirrors theirs."""
-
-
-NO_REPLICAS = ReplicaGroup()
-
-
-def portions(rows: Sequence[tuple[int, int]], copies: ReplicaGroup) -> list[tuple[int, int]]:
-    """Of pieces held by the same ranks, given as (number of rows, bytes of a row): the rows (first, last) that this rank writes."""
-    if not copies.count:
-        return [(0, 0)] * len(rows)
-    total = sum(count * size for count, size in rows)
-    # What is not worth sharing is not strewn over the files of thousands of ranks, for each rank that loads would look into them all.
-    writers = min(copies.count, -(-total // _LEAST) or 1)
-    low, high = (total * min(place, writers) // writers for place in (copies.index, copies.index + 1))
-    found, begin = [], 0
-    for count, size in rows:
-        found.append((_row(low - begin, count, size), _row(high - begin, count, size)))
-        begin += count * size
-    return found
-
-
-def _row(byte: int, count: int, size: int) -> int:
-    """The first row that begins at a byte or after it; the same for the rank that ends there and for the one that begins."""
-    return min(max(-(-byte // size), 0), count) if size else 0
+_MIN_BYTES = 512  # that a rank writes of what others hold too
 
 
 class OffloadedTensor(Protocol):
-    """A tensor that is not in memory: in a file, to be read and written as a whole."""
+    """A tensor in a file, which is read and written as a whole."""
 
     dtype: torch.dtype
 
     def read(self, into: Tensor | None = None) -> Tensor:
-        """Its values, in memory of its own or in that of `into`, of the same shape and in one piece."""
+        """Its values, in new memory or in `into`, which is contiguous and has its shape."""
 
     def write(self, values: Tensor, /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaGroup:
+    """The ranks that hold the same slice."""
+
+    key: tuple[str, ...] = ()
+    """Identifies the group: slices with equal keys on a rank are held by the same ranks."""
+    index: int = 0
+    """This rank's index in the group."""
+    count: int = 1
+    """Ranks in the group. 0: other ranks write the tensor, and this rank's copy only mirrors theirs."""
+
+
+NO_REPLICAS = ReplicaGroup()
+
+
+@dataclass(frozen=True, slots=True)
 class StateTensor:
-    """A tensor of the training state on this rank: its live values, the slice of the whole that they are, and which ranks hold the same."""
+    """A tensor of the training state on this rank: its live values, which slice of the whole they are, and which ranks hold the same."""
 
     tensor: Tensor | OffloadedTensor
     slice: TensorSlice
@@ -83,29 +74,13 @@ class StateTensor:
         return StateTensor(tensor, TensorSlice.full(tuple(tensor.shape)), replicas)
 
     @property
-    def whole(self) -> tuple[int, ...]:
-        return self.slice.whole
-
-    @property
-    def offset(self) -> tuple[int, ...]:
-        return self.slice.offset
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.slice.shape
-
-    @property
-    def empty(self) -> bool:
-        return self.slice.empty
-
-    @property
-    def box(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(offsets=torch.Size(self.offset), sizes=torch.Size(self.shape))
-
-    @property
     def whole_bytes(self) -> int:
         """Bytes of the whole tensor, over all ranks."""
-        return math.prod(self.whole) * self.tensor.dtype.itemsize
+        return math.prod(self.slice.whole) * self.tensor.dtype.itemsize
+
+    def values(self) -> Tensor:
+        """The live values, or those read from the file."""
+        return self.tensor.detach() if isinstance(self.tensor, Tensor) else self.tensor.read()
 
 
 def as_state_tensors(tensors: Mapping[str, Tensor | StateTensor]) -> dict[str, StateTensor]:
@@ -114,126 +89,80 @@ def as_state_tensors(tensors: Mapping[str, Tensor | StateTensor]) -> dict[str, S
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Rows of a piece that this rank writes."""
+class WrittenBox:
+    """A box of a state tensor that this rank writes to its file."""
 
     name: str
-    piece: StateTensor
-    first: int
-    last: int
+    state: StateTensor
+    local: Box
+    """In the rank's local tensor."""
+    box: Box
+    """In the whole tensor."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.last - self.first, *self.piece.shape[1:]) if self.piece.shape else ()
-
-    @property
-    def offset(self) -> tuple[int, ...]:
-        return (self.piece.offset[0] + self.first, *self.piece.offset[1:]) if self.piece.shape else ()
+    def dtype(self) -> torch.dtype:
+        return self.state.tensor.dtype
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * self.piece.tensor.dtype.itemsize
+        return self.box.numel * self.dtype.itemsize
 
-    def of(self, values: Tensor) -> Tensor:
-        """These rows of the piece's values."""
-        return values[self.first : self.last] if self.piece.shape else values
+    @property
+    def saved(self) -> SavedBox:
+        if self.dtype not in DTYPE_NAMES:
+            raise RunFailed(
+                f"{self.name} has the number format {self.dtype}, which a checkpoint cannot store: use one of {', '.join(DTYPES)}."
+            )
+        return SavedBox(self.name, DTYPE_NAMES[self.dtype], self.state.slice.whole, self.box)
+
+    def values(self) -> Tensor:
+        """The values of the box, read from its file if the tensor is offloaded."""
+        return self.state.values()[self.local.index]
 
 
-def written(tensors: Mapping[str, StateTensor]) -> list[Part]:
-    """What this rank writes of what it holds, in the order of names."""
+def written_boxes(tensors: Mapping[str, StateTensor]) -> list[WrittenBox]:
+    """What this rank writes of what it holds, in file order: wide number formats first, so that every box is aligned to its format."""
     groups: dict[ReplicaGroup, list[str]] = {}
     for name in sorted(tensors):
-        if not tensors[name].empty:
+        if not tensors[name].slice.empty:
             groups.setdefault(tensors[name].replicas, []).append(name)
-    found = []
-    for copies, names in groups.items():
-        shapes = [(tensors[name].shape or (1,), tensors[name].tensor.dtype.itemsize) for name in names]
+    boxes: list[WrittenBox] = []
+    for replicas, names in groups.items():
+        shapes = [(tensors[name].slice.shape or (1,), tensors[name].tensor.dtype.itemsize) for name in names]
         rows = [(shape[0], math.prod(shape[1:]) * size) for shape, size in shapes]
-        found += [
-            Part(name, tensors[name], first, last)
-            for name, (first, last) in zip(names, portions(rows, copies), strict=True)
-            if last > first
-        ]
-    return sorted(found, key=lambda part: part.name)
+        for name, (first, last) in zip(names, partition(rows, replicas), strict=True):
+            if last > first:
+                boxes += _boxes_of_rows(name, tensors[name], first, last)
+    return sorted(boxes, key=lambda box: (-box.dtype.itemsize, box.name))
 
 
-class SavePieces(dcp.DefaultSavePlanner):
-    """Writes this rank's parts. The plan needs nobody else: `checkpointing/state_tensor` gave each part to one rank."""
-
-    def __init__(self, parts: list[Part]):
-        super().__init__()
-        self._parts = parts
-
-    def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([_write_item(part) for part in self._parts], planner_data={})
-        return self.plan
-
-
-def _write_item(part: Part) -> WriteItem:
-    data = TensorWriteData(
-        chunk=ChunkStorageMetadata(offsets=torch.Size(part.offset), sizes=torch.Size(part.shape)),
-        properties=TensorProperties(dtype=part.piece.tensor.dtype),
-        size=torch.Size(part.piece.whole),
-    )
-    return WriteItem(index=MetadataIndex(part.name, torch.Size(part.offset)), type=WriteItemType.SHARD, tensor_data=data)
+def _boxes_of_rows(name: str, state: StateTensor, first: int, last: int) -> list[WrittenBox]:
+    """Rows first … last of a rank's local tensor, as boxes of the whole."""
+    if not state.slice.whole:  # a single number
+        return [WrittenBox(name, state, Box((), ()), Box((), ()))]
+    boxes = []
+    for box, local in state.slice.narrow(0, first, last - first).regions():
+        if box.numel:
+            offset = (local.offset[0] + first, *local.offset[1:])
+            boxes.append(WrittenBox(name, state, Box(offset, local.shape), box))
+    return boxes
 
 
-class LoadPieces(dcp.DefaultLoadPlanner):
-    """Reads into pieces, from whatever boxes were saved: only the rows that a piece needs.
+def partition(rows: Sequence[tuple[int, int]], replicas: ReplicaGroup) -> list[tuple[int, int]]:
+    """Which rows (first, last) this rank writes of tensors that the same ranks hold, given as (number of rows, bytes of a row)."""
+    if not replicas.count:
+        return [(0, 0)] * len(rows)
+    total = sum(count * size for count, size in rows)
+    # Small states are not scattered over the files of thousands of ranks: each rank that loads would have to look into all of them.
+    writers = min(replicas.count, -(-total // _MIN_BYTES) or 1)
+    low, high = (total * min(index, writers) // writers for index in (replicas.index, replicas.index + 1))
+    ranges, begin = [], 0
+    for count, size in rows:
+        ranges.append((_row_at(low - begin, count, size), _row_at(high - begin, count, size)))
+        begin += count * size
+    return ranges
 
-    What is not in memory is borrowed while its parts arrive, and written back with the last of them.
-    """
 
-    def __init__(self, tensors: Mapping[str, StateTensor]):
-        super().__init__()
-        self._pieces = tensors
-        self._borrowed: dict[str, Tensor] = {}
-        self._missing: dict[str, int] = {}
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        items: list[ReadItem] = []
-        for name, piece in self._pieces.items():
-            if 0 in piece.whole:
-                continue  # it has no values, and no file has a word about it
-            found = self.metadata.state_dict_metadata.get(name)
-            if not isinstance(found, TensorStorageMetadata):
-                raise RunFailed(f"The checkpoint has no tensor {name}: it was saved by a run of other settings.")
-            if tuple(found.size) != piece.whole:
-                raise RunFailed(
-                    f"The checkpoint has {name} of shape {list(found.size)}, but this run has {list(piece.whole)}: it was saved by a "
-                    "run of other settings."
-                )
-            if not piece.empty:
-                wanted = create_read_items_for_chunk_list(name, found, [piece.box])
-                if sum(math.prod(item.lengths) for item in wanted) != math.prod(piece.shape):
-                    raise RunFailed(
-                        f"The checkpoint does not hold all of {name}: values of this rank's part are in none of its files."
-                    )
-                self._missing[name] = len(wanted)
-                items += wanted
-        return LoadPlan(items)
-
-    def elsewhere(self, item: ReadItem) -> bool:
-        """Whether what is read goes where only whole tensors go."""
-        return not isinstance(self._pieces[item.dest_index.fqn].tensor, Tensor)
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        name = read_item.dest_index.fqn
-        found = self._pieces[name].tensor
-        if isinstance(found, Tensor):
-            region = found.detach()
-        else:
-            if name not in self._borrowed:
-                self._borrowed[name] = found.read()
-            region = self._borrowed[name]
-        for dimension, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            region = region.narrow(dimension, offset, length)
-        return region
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        name = read_item.dest_index.fqn
-        found = self._pieces[name].tensor
-        self._missing[name] -= 1
-        if not isinstance(found, Tensor) and not self._missing[name]:
-            found.write(self._borrowed.pop(name))
+def _row_at(byte: int, count: int, size: int) -> int:
+    """The first row that begins at `byte` or later. The rank that ends there and the one that begins there compute the same."""
+    return min(max(-(-byte // size), 0), count) if size else 0

@@ -1,9 +1,11 @@
-"""Copies of the state in host memory, outside the worker processes, all ranks together and behind training. Driven by the trainer
-between steps; `checkpointing/replicas/replica_server` keeps them, `checkpointing/replicas/replica_index` finds them again.
+"""Copies the state of all ranks into host memory outside the worker processes, while training continues. Called by the trainer between
+steps; `replica_server` keeps the copies and `replica_index` finds them.
 
-Each rank copies what it would write into a checkpoint into memory that it shares with its node's holder, as the very file. The
-step waits for this copy alone, and that only before the state changes again; the holder then takes the checksums, makes it a copy,
-and sends it on to the peer node. A rank has two slots, and the one of the newest state that is whole on all ranks is not touched.
+Each rank copies what it would write into a checkpoint, as the same file, into memory that it shares with its node's replica server. A step
+waits only for this copy, and only before the state changes again; the server then computes checksums, seals the slot, and sends it to the
+peer node. A rank has two slots, and the one with the newest state that is complete on all ranks is never written.
+
+`write_handoff` does the same once, when a generation ends: each survivor writes a share of the live state.
 """
 
 from __future__ import annotations
@@ -22,283 +24,266 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.checkpointing import format
-from phalanx.checkpointing.format import Box
+from phalanx.checkpointing.format import RankFile, RunMetadata, encode_header
 from phalanx.checkpointing.replicas.replica_protocol import Caller
 from phalanx.checkpointing.replicas.shm_slots import ADDRESS, HANDOFF_SLOT, SLOTS, RankCopy, SlotDir
-from phalanx.checkpointing.restore import failure_text
-from phalanx.checkpointing.save import Ranks
-from phalanx.checkpointing.shard_io import box, laid_out
+from phalanx.checkpointing.save import Ballot, Ranks, failure_text, rank_file
 from phalanx.checkpointing.staging import Staging
-from phalanx.checkpointing.state_tensor import Part, StateTensor, as_state_tensors, written
+from phalanx.checkpointing.state_tensor import StateTensor, WrittenBox, as_state_tensors, written_boxes
 
-_SELDOM = 1000  # steps between two copies at most
-_LOOK = 0.02  # seconds between two looks at whether all ranks are there
-_TOUCHED = 2**28  # bytes whose pages are mapped in one go
-_LAG = 2.0  # seconds that a patient one waits at most: a holder that takes longer is frozen, and will be noticed
-_PATIENCE = 600.0  # seconds that a holder may take for the checksums and for sending a rank's part to its peer
+_MAX_INTERVAL = 1000  # steps between two copies
+_POLL = 0.02  # seconds between two checks whether all ranks are done
+_TOUCH_BYTES = 2**28  # whose pages are mapped at a time
+_LAG = 2.0  # seconds that a step waits at most for an earlier copy: a server that takes longer hangs, and will be detected
+_PATIENCE = 600.0  # seconds that a server may take for the checksums and for sending a copy to its peer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyOutcome:
-    """How a copy of all ranks went, as rank 0 knows it."""
+    """The result of a copy of all ranks, as rank 0 knows it."""
 
     step: int
     failure: str | None = None
-    """Why there is none; the one before it is untouched."""
+    """Why there is none. The previous copy is intact."""
     bytes: int = 0
     seconds: float = 0.0
-    """From the moment it holds until it was whole, on the peers too."""
+    """From the call of `take` until the copy was complete, on the peers too."""
     stall: float = 0.0
-    """Seconds of those that training stood still for it."""
+    """Seconds of these in which training stood still."""
     peer: bool = False
-    """Every rank's part is on a second node."""
+    """Every rank's copy is also on a second node."""
     problem: str | None = None
-    """Why it is not, where there is a peer."""
-    passed_over: int = 0
-    """Copies that were due before it and left out, as the one before them, or the memory, was not ready."""
+    """Why it is not, although there is a peer."""
+    skipped: int = 0
+    """Earlier copies that were due but skipped, because the previous one, or the memory, was not ready."""
 
 
 class SharedStaging(Staging):
-    """Memory that is shared with the holder: a header, then the copy of this rank's parts."""
+    """Staging memory that is shared with the replica server: the header of a rank file, then the copy of the rank's boxes."""
 
-    def __init__(self, device: torch.device, path: Path, head: bytes, *, pin: bool = True):
-        """`pin`: on GPUs; not worth its time for a single copy."""
+    def __init__(self, device: torch.device, path: Path, header: bytes, *, pin: bool = True):
+        """`pin`: not worth its time for a single copy."""
         super().__init__(device, pin=pin)
-        self._path, self._head = path, head
+        self._path, self._header = path, header
 
-    def _obtain(self, size: int) -> Tensor:
+    def _map_memory(self, size: int) -> Tensor:
         with self._path.open("r+b") as file:
-            area = mmap.mmap(file.fileno(), len(self._head) + size, flags=mmap.MAP_SHARED)
-        area[: len(self._head)] = self._head
+            area = mmap.mmap(file.fileno(), len(self._header) + size, flags=mmap.MAP_SHARED)
+        area[: len(self._header)] = self._header
         if not size:
             return torch.empty(0, dtype=torch.uint8)
-        memory = torch.frombuffer(area, dtype=torch.uint8, count=size, offset=len(self._head))
-        # Its pages are there already: mapped now, so that no copy waits for the system. Each is read once, for that the rest of the
-        # process goes on; MAP_POPULATE would hold up whoever asks for memory meanwhile, for half a second per GiB.
-        for some in memory.split(_TOUCHED):
-            some[:: mmap.PAGESIZE].amax()
+        memory = torch.frombuffer(area, dtype=torch.uint8, count=size, offset=len(self._header))
+        # The pages exist already. They are mapped now, by reading each once, so that no copy waits for the system. MAP_POPULATE would
+        # block other threads that allocate memory, for half a second per GiB.
+        for part in memory.split(_TOUCH_BYTES):
+            part[:: mmap.PAGESIZE].amax()
         return memory
 
     def map(self, size: int) -> None:
-        """Now, in whatever thread this is: it has to be known whether it can be had."""
+        """Map the memory now. MemoryError if that is impossible."""
         if (problem := self._allocate(size)) is not None:
             raise MemoryError(problem)
 
 
-def ask_server(shelf: SlotDir, message: dict[str, Any]) -> dict[str, Any]:
-    """The holder of this node."""
-    # Looked up each time: a holder that was started again listens elsewhere.
+def ask_server(slots: SlotDir, message: dict[str, Any]) -> dict[str, Any]:
+    """Send a request to the replica server of this node."""
+    # The address is read each time: a server that was restarted has another one.
     try:
-        holder = json.loads((shelf.folder / ADDRESS).read_text())
+        server = json.loads((slots.folder / ADDRESS).read_text())
     except FileNotFoundError:
-        raise OSError(f"there is no holder in {shelf.folder} any more") from None
-    caller = Caller(tuple(holder["address"]), holder["token"], _PATIENCE)
+        raise OSError(f"there is no replica server in {slots.folder} any more") from None
+    caller = Caller(tuple(server["address"]), server["token"], _PATIENCE)
     try:
         return caller.ask(message)
     finally:
         caller.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Rank 0's decision about a copy that is due."""
+
+    off: str | None
+    """Why no copies are taken any more."""
+    number: int
+    """Identifies the copy in the ranks' shared store."""
+    slot: str
+    discard_older: bool
+    """Whether older generations may be discarded."""
+    next_step: int
+    """Step from which on the next copy is due."""
+
+
 class MemoryCopies:
-    """Copies of one generation of a run, on one rank."""
+    """The copies of one generation of a run, on one rank."""
 
     def __init__(self, ranks: Ranks, folder: Path, generation: int = 0, *, patient: bool = False):
-        """`folder`: of this node's holder. `slow_broadcast`: wait for the copy before rather than leave one out, so that a failure never
+        """`folder`: of this node's replica server. `patient`: wait for the previous copy rather than skip one, so that a failure never
         costs more than a step."""
-        self._ranks, self._shelf, self._generation, self._patient = ranks, SlotDir(folder), generation, patient
-        self._parts: list[Part] = []
-        self._boxes: list[Box] = []
-        self._head = b""
+        self._ranks, self._slot_dir, self._generation, self._patient = ranks, SlotDir(folder), generation, patient
+        self._boxes: list[WrittenBox] = []
+        self._header = b""
         self._slots: dict[str, SharedStaging] = {}
-        self._ready: threading.Thread | None = None
+        self._reserving: threading.Thread | None = None
         self._thread: threading.Thread | None = None
-        self._key = ""
-        self._problem: str | None = None
-        self._found: list[CopyOutcome] = []
-        self._whole: str | None = None
-        """Rank 0: the slot of the newest state that is whole on all ranks."""
-        self._told = self._passed_over = 0
+        self._ballot: Ballot | None = None
+        self._ended: list[CopyOutcome] = []
+        self._newest_slot: str | None = None
+        """On rank 0: the slot with the newest state that is complete on all ranks."""
+        self._number = self._skipped = 0
         self._stall = 0.0
-        self._left = False
+        self._closed = False
         self.pace: float | None = None
-        """The part of training's time that copies may take, where they are to be as frequent as that allows; None: as they are asked for."""
-        self._next = 0
+        """Fraction of training time that copies may cost; copies are then as frequent as that allows. None: as frequent as `take` is called."""
+        self._next_step = 0
         self._cost: float | None = None
         self._last: tuple[int, float] | None = None
         self.off: str | None = None
-        """Why none are taken, as all ranks know it."""
+        """Why no copies are taken; the same on all ranks."""
 
     @property
     def _bytes(self) -> int:
-        return len(self._head) + sum(part.bytes for part in self._parts)
+        return len(self._header) + sum(box.bytes for box in self._boxes)
 
     def prepare(self, tensors: Mapping[str, Tensor | StateTensor]) -> None:
-        """Get the memory ready, in the background; all ranks call it together."""
-        self._parts = laid_out(written(as_state_tensors(tensors)))
-        self._boxes = [box(part) for part in self._parts]
-        self._head = format.header(self._boxes)
-        self._key = self._number()
-        self._ready = threading.Thread(target=self._reserve, name="memory for copies", daemon=True)
-        self._ready.start()
-
-    def _number(self) -> str:
-        """A name for what the ranks do next; not counted here, as they may have copied through another of these before."""
-        return f"copies-{self._ranks.broadcast_object(self._ranks.store_add('copies', 1) if self._ranks.rank == 0 else 0)}"
+        """Allocate the memory in the background; all ranks call it together."""
+        self._boxes = written_boxes(as_state_tensors(tensors))
+        self._header = encode_header([box.saved for box in self._boxes])
+        # Numbered in the store, as these ranks may have copied through another MemoryCopies before.
+        number = self._ranks.broadcast_object(self._ranks.store_add("copies", 1) if self._ranks.rank == 0 else 0)
+        self._ballot = Ballot(self._ranks, f"copies-{number}")
+        self._reserving = threading.Thread(target=self._reserve, name="memory for copies", daemon=True)
+        self._reserving.start()
 
     def _reserve(self) -> None:
-        """In a thread: memory for both slots, from the holder, which knows what is free; mapped, and pinned on GPUs."""
+        """In a thread: allocate both slots through the server, which knows how much is free; map them, and pin them on GPUs."""
+        assert self._ballot is not None
         failure: BaseException | None = None
         try:
             which = {"generation": self._generation, "rank": self._ranks.rank}
-            self._ask({"op": "reserve", "bytes": self._bytes} | which)
+            ask_server(self._slot_dir, {"op": "reserve", "bytes": self._bytes} | which)
             for slot in SLOTS:
-                path = self._shelf.image(self._generation, self._ranks.rank, slot)
-                self._slots[slot] = SharedStaging(self._ranks.device, path, self._head)
-                self._slots[slot].map(self._bytes - len(self._head))
+                path = self._slot_dir.slot(self._generation, self._ranks.rank, slot)
+                self._slots[slot] = SharedStaging(self._ranks.device, path, self._header)
+                self._slots[slot].map(self._bytes - len(self._header))
         except BaseException as error:
             failure = error
-        with contextlib.suppress(Exception):  # the store is gone, and with it the generation
+        with contextlib.suppress(Exception):  # the store is gone, and the generation with it
             if failure is not None:
-                self._fail(failure)
-            self._ranks.store_add(f"{self._key}-done", 1)
+                self._ballot.fail(_text(failure))
+            self._ballot.done()
 
-    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        return ask_server(self._shelf, message)
+    def take(self, step: int, tensors: Mapping[str, Tensor | StateTensor], metadata: RunMetadata) -> None:
+        """Start a copy of the current state; all ranks call it together. Call `release` before the state changes.
 
-    def _fail(self, error: BaseException) -> None:
-        number = self._ranks.store_add(f"{self._key}-failed", 1)
-        words = str(error) if isinstance(error, OSError) else failure_text(error)
-        self._ranks.store_set(f"{self._key}-why-{number}", f"rank {self._ranks.rank}: {words}")
-
-    def _failures(self) -> str | None:
-        failed = self._ranks.store_add(f"{self._key}-failed", 0)
-        return "; ".join(self._ranks.store_get(f"{self._key}-why-{number + 1}") for number in range(failed)) or None
-
-    def take(self, step: int, tensors: Mapping[str, Tensor | StateTensor], contents: dict[str, Any]) -> None:
-        """Begin a copy of this moment, by all ranks together; call `release` before the state changes. Left out where the one
-        before it is still under way on some rank: training never waits for a peer, unless it is `slow_broadcast`. Left out too as long as
-        the memory that was to be prepared is not there; that is waited for, but not for long."""
-        if self.off is not None or step < self._next:
+        Skipped while the previous copy is in progress on some rank, as training never waits for a peer unless it is `patient`; and while
+        the memory is not ready, for which it waits a short time.
+        """
+        if self.off is not None or step < self._next_step:
             return
         started = time.perf_counter()
         patience = _LAG if self.pace is None else 0.0
-        if self._ready is None:  # nobody has thought of it earlier
+        if self._reserving is None:
             patience = math.inf
             self.prepare(tensors)
-        plan = self._ranks.broadcast_object(self._decide(step, patience) if self._ranks.rank == 0 else None)
-        if plan is None:
-            self._passed_over += 1
+        turn = self._ranks.broadcast_object(self._decide(step, patience) if self._ranks.rank == 0 else None)
+        if turn is None:
+            self._skipped += 1
             return
-        self.off, number, slot, old, self._next = plan
+        self.off, self._next_step = turn.off, turn.next_step
         if self.off is not None:
-            self._found.append(CopyOutcome(step=step, failure=self.off))
+            self._ended.append(CopyOutcome(step=step, failure=self.off))
             return
         self._join()
-        before, self._parts = self._bytes, laid_out(written(as_state_tensors(tensors)))
+        state, before = as_state_tensors(tensors), self._bytes
+        self._boxes = written_boxes(state)
         assert self._bytes == before, "the state of a generation does not change its shape"
-        self._key = f"copies-{number}"
-        self._shelf.unseal(self._generation, self._ranks.rank, slot)
-        self._slots[slot].begin(self._parts)
+        self._ballot = Ballot(self._ranks, f"copies-{turn.number}")
+        self._slot_dir.unseal(self._generation, self._ranks.rank, turn.slot)
+        self._slots[turn.slot].begin(self._boxes)
         self._stall = time.perf_counter() - started
-        copy = self._copy(step, slot, tensors, contents)
-        self._thread = threading.Thread(target=self._seal, args=(copy, started, old), name=f"copy of step {step}", daemon=True)
+        file = rank_file(self._ranks, state, self._boxes)
+        copy = _rank_copy(file, self._generation, turn.slot, step, metadata)
+        arguments = (copy, self._ballot, started, turn.discard_older)
+        self._thread = threading.Thread(target=self._seal, args=arguments, name=f"copy of step {step}", daemon=True)
         self._thread.start()
 
-    def _decide(self, step: int, patience: float) -> tuple[str | None, int, str, bool, int] | None:
-        """On rank 0: why not, a number, where to, whether older generations may go, and when it is due again; None: not now.
-        `patience`: seconds that the memory is waited for."""
+    def _decide(self, step: int, patience: float) -> _Turn | None:
+        """On rank 0: what to do about the copy that is due; None: skip it. `patience`: seconds to wait for the memory."""
         if self._thread is not None and self._patient:
             self._thread.join(_LAG)
         if self._thread is not None and self._thread.is_alive():
             return None
         problem = None
-        if not self._told:  # the first time: is the memory there, on all ranks? For gigabytes that takes a while
-            if not self._wait_for_all(patience):
+        if not self._number:  # the first time: is the memory ready on all ranks? For gigabytes that takes a while
+            assert self._ballot is not None
+            if not self._wait_for_all(self._ballot, patience):
                 return None
-            problem = self._failures()
-        self._told = self._ranks.store_add("copies", 1)
-        slot = SLOTS[1] if self._whole == SLOTS[0] else SLOTS[0]
-        return problem, self._told, slot, self._whole is not None and self._generation > 0, step + self._interval(step)
+            problem = self._ballot.failures()
+        self._number = self._ranks.store_add("copies", 1)
+        slot = SLOTS[1] if self._newest_slot == SLOTS[0] else SLOTS[0]
+        discard_older = self._newest_slot is not None and self._generation > 0
+        return _Turn(problem, self._number, slot, discard_older, step + self._interval(step))
 
     def _interval(self, step: int) -> int:
-        """Steps until the next copy: so many that what the last one cost is the allowed part of their time."""
+        """Steps until the next copy: as many as make the cost of the last one the allowed fraction of their time."""
         now, last = time.perf_counter(), self._last
         self._last = step, now
         if self.pace is None or self._cost is None or last is None or step <= last[0]:
             return 1
-        each = (now - last[1]) / (step - last[0])
-        return max(1, min(_SELDOM, math.ceil(self._cost / (self.pace * each))))
+        step_seconds = (now - last[1]) / (step - last[0])
+        return max(1, min(_MAX_INTERVAL, math.ceil(self._cost / (self.pace * step_seconds))))
 
-    def _copy(self, step: int, slot: str, tensors: Mapping[str, Tensor | StateTensor], contents: dict[str, Any]) -> RankCopy:
-        rank, ranks = self._ranks.rank, self._ranks.ranks
-        values = sum(part.bytes for part in self._parts)
-        about = format.about(format.file_name(rank, ranks), self._bytes, values, [], self._boxes) | {"stage": self._ranks.stage}
-        if self._ranks.is_stage_leader:
-            about["names"] = {name: piece.whole_bytes for name, piece in as_state_tensors(tensors).items()}
-        return RankCopy(
-            node=0,  # the holder knows
-            generation=self._generation,
-            rank=rank,
-            ranks=ranks,
-            slot=slot,
-            step=step,
-            about=about,
-            contents=contents | {"time": time.time()} if rank == 0 else None,
-        )
-
-    def _seal(self, copy: RankCopy, started: float, old: bool) -> None:
-        """In a thread: when the copy is in memory, the holder does the rest; rank 0's waits for all."""
-        key, peer = self._key, False
+    def _seal(self, copy: RankCopy, ballot: Ballot, started: float, discard_older: bool) -> None:
+        """In a thread: when the copy is in memory, the server does the rest; rank 0 waits for all ranks."""
+        key, peer, problem = f"{ballot.key}-peer", False, None
         failure: BaseException | None = None
-        self._problem = None
         try:
-            if old:
-                self._ask({"op": "forget", "before": self._generation})
-            self._slots[copy.slot].chunks()  # waits for it
-            answer = self._ask({"op": "seal", "copy": copy.to_json()})
-            peer, self._problem = bool(answer["peer"]), answer["problem"]
+            if discard_older:
+                ask_server(self._slot_dir, {"op": "discard", "before": self._generation})
+            self._slots[copy.slot].chunks()  # waits for the copy
+            answer = ask_server(self._slot_dir, {"op": "seal", "copy": copy.to_json()})
+            peer, problem = bool(answer["peer"]), answer["problem"]
         except BaseException as error:
             failure = error
         try:
             if failure is not None:
-                self._fail(failure)
-            self._ranks.store_add(f"{key}-bytes", copy.size)
-            self._ranks.store_add(f"{key}-peer", int(peer))
-            if self._problem is not None:
-                self._ranks.store_set(f"{key}-problem", f"rank {copy.rank}: {self._problem}")
+                ballot.fail(_text(failure))
+            self._ranks.store_add(key, int(peer))
+            if problem is not None:
+                self._ranks.store_set(f"{key}-problem", f"rank {copy.rank}: {problem}")
                 self._ranks.store_add(f"{key}-problems", 1)
-            self._ranks.store_add(f"{key}-done", 1)
-            if copy.rank == 0 and self._wait_for_all():
-                self._found.append(self._outcome(copy, started))
-        except Exception as error:  # the store is gone, and with it the run
-            self._found.append(CopyOutcome(step=copy.step, failure=failure_text(error)))
+            ballot.done(copy.size)
+            if copy.rank == 0 and self._wait_for_all(ballot):
+                self._ended.append(self._outcome(copy, ballot, started))
+        except Exception as error:  # the store is gone, and the run with it
+            self._ended.append(CopyOutcome(step=copy.step, failure=failure_text(error)))
 
-    def _outcome(self, copy: RankCopy, started: float) -> CopyOutcome:
-        """On rank 0, when all are done."""
-        failure, key = self._failures(), self._key
+    def _outcome(self, copy: RankCopy, ballot: Ballot, started: float) -> CopyOutcome:
+        """On rank 0, when all ranks are done."""
+        failure, key = ballot.failures(), f"{ballot.key}-peer"
         if failure is None:
-            self._whole = copy.slot
-        passed_over, self._passed_over = self._passed_over, 0
-        seconds, stall = time.perf_counter() - started, self._stall + self._slots[copy.slot].waited()
+            self._newest_slot = copy.slot
+        skipped, self._skipped = self._skipped, 0
+        seconds, stall = time.perf_counter() - started, self._stall + self._slots[copy.slot].device_wait()
         self._cost = stall
         return CopyOutcome(
             step=copy.step,
             failure=failure,
-            bytes=self._ranks.store_add(f"{key}-bytes", 0),
+            bytes=ballot.bytes,
             seconds=seconds,
             stall=stall,
-            peer=self._ranks.store_add(f"{key}-peer", 0) == self._ranks.ranks,
+            peer=self._ranks.store_add(key, 0) == self._ranks.ranks,
             problem=self._ranks.store_get(f"{key}-problem") if self._ranks.store_add(f"{key}-problems", 0) else None,
-            passed_over=passed_over,
+            skipped=skipped,
         )
 
-    def _wait_for_all(self, seconds: float = math.inf) -> bool:
-        until = time.monotonic() + seconds
-        while self._ranks.store_add(f"{self._key}-done", 0) < self._ranks.ranks:
-            if self._left or time.monotonic() >= until:
+    def _wait_for_all(self, ballot: Ballot, seconds: float = math.inf) -> bool:
+        deadline = time.monotonic() + seconds
+        while not ballot.complete:
+            if self._closed or time.monotonic() >= deadline:
                 return False
-            time.sleep(_LOOK)
+            time.sleep(_POLL)
         return True
 
     def _join(self) -> None:
@@ -307,27 +292,27 @@ class MemoryCopies:
             self._thread = None
 
     def release(self) -> None:
-        """The state is about to change: wait for what still copies it."""
+        """Wait until the state may change."""
         started = time.perf_counter()
         for slot in self._slots.values():
             slot.release()
         self._stall += time.perf_counter() - started
 
     def ended(self) -> list[CopyOutcome]:
-        """What has ended since this was asked last, without waiting. To be asked on rank 0, which knows of all."""
-        found, self._found = self._found, []
-        return found
+        """The copies that have ended since the last call, without waiting. Call it on rank 0, which knows the outcome for all ranks."""
+        ended, self._ended = self._ended, []
+        return ended
 
     def settle(self) -> list[CopyOutcome]:
-        """Wait for the copy under way; all ranks call it together. Rank 0 tells."""
+        """Wait for the copy in progress, all ranks together; returns the outcomes on rank 0."""
         self._join()
         self._ranks.broadcast_object(None)
         return self.ended() if self._ranks.rank == 0 else []
 
     def close(self) -> None:
-        """Wait for this rank's own part. Where a run fails in the middle of a copy the others may be gone: not for them."""
-        self._left = True
-        for thread in (self._ready, self._thread):
+        """Wait for this rank's copy, but not for other ranks: when a run fails during a copy, they may be gone."""
+        self._closed = True
+        for thread in (self._reserving, self._thread):
             if thread is not None:
                 thread.join()
         for slot in self._slots.values():
@@ -337,50 +322,48 @@ class MemoryCopies:
 
 @dataclass(frozen=True, slots=True)
 class HandoffShare:
-    """Which of the files of the handed-over state is this rank's."""
+    """Which file of the handed-off state this rank writes."""
 
     generation: int
     index: int
     count: int
     stage: int
     names: bool
-    """It tells, for its stage, what there is."""
+    """Whether it writes the names of its stage's tensors."""
 
 
 def write_handoff(
-    folder: Path, share: HandoffShare, step: int, tensors: Mapping[str, StateTensor], contents: dict[str, Any]
+    folder: Path, share: HandoffShare, step: int, tensors: Mapping[str, StateTensor], metadata: RunMetadata
 ) -> int:
-    """Copy, and return when it is there; the bytes. `folder`: of this node's holder. OSError where there is no room."""
-    parts = laid_out(written(tensors))
-    boxes = [box(part) for part in parts]
-    head = format.header(boxes)
-    values = sum(part.bytes for part in parts)
-    shelf = SlotDir(folder)
+    """Copy this rank's share of its live state into memory as a copy that the next generation restores; returns the bytes when it is there.
+    `folder`: of this node's replica server. OSError if there is no memory."""
+    boxes = written_boxes(tensors)
+    names = {name: state.whole_bytes for name, state in tensors.items()} if share.names else None
+    file = RankFile(share.index, share.count, [box.saved for box in boxes], share.stage, names)
+    copy = _rank_copy(file, share.generation, HANDOFF_SLOT, step, metadata)
+    slots, header = SlotDir(folder), encode_header(file.boxes)
     which = {"generation": share.generation, "rank": share.index}
-    ask_server(shelf, {"op": "reserve", "bytes": len(head) + values, "slots": [HANDOFF_SLOT], "alone": True} | which)
-    device = next(
-        (part.piece.tensor.device for part in parts if isinstance(part.piece.tensor, torch.Tensor)), torch.device("cpu")
-    )
-    slot = SharedStaging(device, shelf.image(share.generation, share.index, HANDOFF_SLOT), head, pin=False)
-    slot.map(values)
-    if parts:
-        slot.begin(parts)
-        slot.chunks()  # waits for it
+    ask_server(slots, {"op": "reserve", "bytes": copy.size, "slots": [HANDOFF_SLOT], "alone": True} | which)
+    devices = (box.state.tensor.device for box in boxes if isinstance(box.state.tensor, Tensor))
+    path = slots.slot(share.generation, share.index, HANDOFF_SLOT)
+    slot = SharedStaging(next(devices, torch.device("cpu")), path, header, pin=False)
+    slot.map(copy.size - len(header))
+    if boxes:
+        slot.begin(boxes)
+        slot.chunks()  # waits for the copy
     slot.close()
-    about = format.about(format.file_name(share.index, share.count), len(head) + values, values, [], boxes) | {
-        "stage": share.stage
-    }
-    if share.names:
-        about["names"] = {name: piece.whole_bytes for name, piece in tensors.items()}
-    copy = RankCopy(
-        node=0,  # the holder knows
-        generation=share.generation,
-        rank=share.index,
-        ranks=share.count,
-        slot=HANDOFF_SLOT,
-        step=step,
-        about=about,
-        contents=contents | {"time": time.time()} if share.index == 0 else None,
-    )
-    ask_server(shelf, {"op": "seal", "copy": copy.to_json(), "alone": True})
+    ask_server(slots, {"op": "seal", "copy": copy.to_json(), "alone": True})
     return copy.size
+
+
+def _rank_copy(file: RankFile, generation: int, slot: str, step: int, metadata: RunMetadata) -> RankCopy:
+    """The description of a copy. The server fills in its node and the checksums."""
+    first = file.rank == 0
+    return RankCopy(
+        node=0, generation=generation, rank=file.rank, ranks=file.ranks, slot=slot, step=step, sidecar=file.sidecar(),
+        metadata=metadata if first else None, time=time.time() if first else None,
+    )  # fmt: skip
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, OSError) else failure_text(error)

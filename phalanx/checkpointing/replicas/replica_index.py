@@ -1,7 +1,7 @@
-"""A copy of the state in the memory of nodes, as a checkpoint: which step is whole given the nodes that live, who has what, and a
-place from which `checkpointing/restore` reads it like any other. For whoever recovers a run; never loads torch.
+"""Memory replicas of all nodes as a checkpoint: which steps are complete given the nodes that are alive, where each rank's file is, and a
+`Location` from which `restore` reads them like any checkpoint. Called by the control plane and by workers. Does not import torch.
 
-Each rank's file lies on its own node and on the next one. A step is whole where every rank's file is on some node that lives.
+Each rank's file is on its own node and on the next one. A step is complete if every rank's file is on some node that is alive.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpointing import directory, format
+from phalanx.checkpointing import directory
+from phalanx.checkpointing.format import sidecar_name
 from phalanx.checkpointing.location import Location, Sink
 from phalanx.checkpointing.replicas.replica_protocol import Address, Caller
-from phalanx.checkpointing.replicas.replica_server import machine
-from phalanx.checkpointing.replicas.shm_slots import RankCopy, SlotDir
+from phalanx.checkpointing.replicas.shm_slots import RankCopy, SlotDir, machine_id
 
-_PATIENCE = 5.0  # seconds in which a living holder says what it has
+_PATIENCE = 5.0  # seconds within which a live replica server answers
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A rank's copy, and who keeps it."""
+    """A rank's copy on one node."""
 
     copy: RankCopy
     node: int
-    """Of the holder: the rank's own, or its peer."""
+    """The node that has it: the rank's own, or its peer."""
     address: Address
     folder: str
     machine: str
@@ -39,78 +39,78 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """A state that can be restored."""
+    """A complete state in memory, which can be restored."""
 
     generation: int
     step: int
     ranks: int
-    kept: tuple[tuple[Replica, ...], ...]
-    """By rank: its copies, that of its own node first."""
+    replicas: tuple[tuple[Replica, ...], ...]
+    """By rank: its copies, the one on its own node first."""
 
     @property
     def nodes(self) -> dict[int, tuple[int, ...]]:
-        """By rank: the nodes that have its part."""
-        return {rank: tuple(one.node for one in found) for rank, found in enumerate(self.kept)}
+        """By rank: the nodes that have its copy."""
+        return {rank: tuple(replica.node for replica in replicas) for rank, replicas in enumerate(self.replicas)}
 
     @property
     def bytes(self) -> int:
-        return sum(found[0].copy.size for found in self.kept)
+        return sum(replicas[0].copy.size for replicas in self.replicas)
 
 
-def complete_states(holders: Iterable[Address], token: str) -> list[ReplicaState]:
-    """Every state that the living among these holders have all of, the newest first. One that does not answer is dead."""
+def complete_states(servers: Iterable[Address], token: str) -> list[ReplicaState]:
+    """Every state that is complete on those of these replica servers that answer, newest first."""
     found: dict[tuple[int, int, int], dict[int, list[Replica]]] = {}
-    for one in _listed(list(holders), token):
-        key = (one.copy.generation, one.copy.step, one.copy.ranks)
-        found.setdefault(key, {}).setdefault(one.copy.rank, []).append(one)
+    for replica in _list_replicas(list(servers), token):
+        key = (replica.copy.generation, replica.copy.step, replica.copy.ranks)
+        found.setdefault(key, {}).setdefault(replica.copy.rank, []).append(replica)
     states = []
-    for (generation, step, ranks), kept in sorted(found.items(), reverse=True):
-        if len(kept) == ranks:
-            ordered = (sorted(kept[rank], key=lambda one: one.node != one.copy.node) for rank in range(ranks))
+    for (generation, step, ranks), by_rank in sorted(found.items(), reverse=True):
+        if len(by_rank) == ranks:
+            ordered = (sorted(by_rank[rank], key=lambda replica: replica.node != replica.copy.node) for rank in range(ranks))
             states.append(ReplicaState(generation, step, ranks, tuple(map(tuple, ordered))))
     return states
 
 
-def newest_state(holders: Iterable[Address], token: str) -> ReplicaState | None:
-    """The newest state that the living among these holders have all of."""
-    return next(iter(complete_states(holders, token)), None)
+def newest_state(servers: Iterable[Address], token: str) -> ReplicaState | None:
+    """The newest state that is complete on those of these replica servers that answer."""
+    return next(iter(complete_states(servers, token)), None)
 
 
-def set_peers(holders: dict[int, Address], token: str) -> dict[int, int | None]:
-    """Tell all living holders, by node, of each other: each sends its copies to the next from now on. Returns who sends to whom;
-    without those that do not answer."""
-    addresses, peers = {str(node): list(address) for node, address in holders.items()}, {}
-    for node, address in holders.items():
+def set_peers(servers: dict[int, Address], token: str) -> dict[int, int | None]:
+    """Tell all replica servers, by node, about each other: each sends its copies to the next. Returns each node's peer, without nodes that
+    do not answer."""
+    addresses, peers = {str(node): list(address) for node, address in servers.items()}, {}
+    for node, address in servers.items():
         with contextlib.suppress(OSError):
-            peers[node] = _once(address, token, {"op": "peers", "addresses": addresses})["peer"]
+            peers[node] = _ask_once(address, token, {"op": "peers", "addresses": addresses})["peer"]
     return peers
 
 
-def discard(holders: Iterable[Address], token: str, before: int, but: int | None = None) -> None:
-    """Give back the memory of generations before this one, except of step `but`: before memory for the next is taken."""
-    for address in holders:
-        with contextlib.suppress(OSError):  # one that is lost has nothing to forget
-            _once(address, token, {"op": "forget", "before": before, "but": but})
+def discard(servers: Iterable[Address], token: str, before: int, keep_step: int | None = None) -> None:
+    """Free the memory of generations before this one, except copies of `keep_step`."""
+    for address in servers:
+        with contextlib.suppress(OSError):  # a lost node has nothing to free
+            _ask_once(address, token, {"op": "discard", "before": before, "keep_step": keep_step})
 
 
-def _listed(holders: Sequence[Address], token: str) -> list[Replica]:
+def _list_replicas(servers: Sequence[Address], token: str) -> list[Replica]:
     def ask(address: Address) -> dict[str, Any] | None:
         try:
-            return _once(address, token, {"op": "list"})
+            return _ask_once(address, token, {"op": "list"})
         except OSError:
             return None
 
-    found = []
-    with ThreadPoolExecutor(max(1, min(32, len(holders)))) as pool:
-        for address, answer in zip(holders, pool.map(ask, holders), strict=True):
+    replicas = []
+    with ThreadPoolExecutor(max(1, min(32, len(servers)))) as pool:
+        for address, answer in zip(servers, pool.map(ask, servers), strict=True):
             if answer is None:
                 continue
             where = (answer["node"], (address[0], address[1]), answer["folder"], answer["machine"])
-            found += [Replica(RankCopy.from_json(table), *where) for table in answer["copies"]]
-    return found
+            replicas += [Replica(RankCopy.from_json(table), *where) for table in answer["copies"]]
+    return replicas
 
 
-def _once(address: Address, token: str, message: dict[str, Any]) -> dict[str, Any]:
+def _ask_once(address: Address, token: str, message: dict[str, Any]) -> dict[str, Any]:
     caller = Caller(address, token, _PATIENCE)
     try:
         return caller.ask(message)
@@ -118,47 +118,44 @@ def _once(address: Address, token: str, message: dict[str, Any]) -> dict[str, An
         caller.close()
 
 
-def _name(step: int) -> str:
-    return directory.step_dir(Path(), step).name
-
-
 class MemoryLocation:
-    """A state in memory as a folder, or one of its files: a Location that can be read. It travels between ranks as it is."""
+    """A complete state in memory as a read-only folder, or a file in it. Ranks send it to each other."""
 
-    renames = False
+    can_rename = False
 
     def __init__(self, state: ReplicaState, token: str, *, local: bool = True):
-        """`local`: read what is in this machine's own memory without asking its holder."""
-        contents = state.kept[0][0].copy.contents
-        assert contents is not None, "rank 0 keeps what is not in tensors"
+        """`local`: read replicas in this machine's own memory without asking its replica server."""
+        first = state.replicas[0][0].copy
+        assert first.metadata is not None, "rank 0's copy has the run's metadata"
         self.state, self._token, self._local = state, token, local
         self._file: str | None = None
-        self._kept = {found[0].copy.file: found for found in state.kept}
-        beside = {name: found[0].copy.text for name, found in self._kept.items()}
-        self._texts = {format.beside(name): text for name, text in beside.items()}
-        self._texts[directory.MARKER] = directory.marker(self, contents | {"step": state.step}, beside)
+        self._replicas = {replicas[0].copy.file: replicas for replicas in state.replicas}
+        sidecars = {name: replicas[0].copy.sidecar.to_json() for name, replicas in self._replicas.items()}
+        self._texts = {sidecar_name(name): text for name, text in sidecars.items()}
+        self._texts[directory.MARKER] = directory.make_marker(self, state.step, first.metadata, sidecars, first.time).to_json()
         self._callers = _Callers(token)
 
     @property
     def name(self) -> str:
-        return self._file or _name(self.state.step)
+        return self._file or directory.step_dir(Path(), self.state.step).name
 
     @property
     def parent(self) -> MemoryLocation:
-        assert self._file is not None, "copies in memory have no folder around them"
+        assert self._file is not None, "memory replicas have no parent folder"
         return self._at(None)
 
     def __truediv__(self, name: str) -> MemoryLocation:
-        assert self._file is None, "a file has nothing inside"
+        assert self._file is None, "a file has no entries"
         return self._at(name)
 
     def _at(self, file: str | None) -> MemoryLocation:
-        one = object.__new__(MemoryLocation)
-        one.__dict__ = self.__dict__ | {"_file": file}
-        return one
+        other = object.__new__(MemoryLocation)
+        other.__dict__ = self.__dict__ | {"_file": file}
+        return other
 
     def __str__(self) -> str:
-        return f"memory, generation {self.state.generation}/{_name(self.state.step)}" + (f"/{self._file}" if self._file else "")
+        folder = f"memory, generation {self.state.generation}/{directory.step_dir(Path(), self.state.step).name}"
+        return f"{folder}/{self._file}" if self._file else folder
 
     def is_folder(self) -> bool:
         return self._file is None
@@ -169,7 +166,7 @@ class MemoryLocation:
     def sizes(self) -> dict[str, int]:
         if self._file is not None:
             return {}
-        sizes = {name: found[0].copy.size for name, found in self._kept.items()}
+        sizes = {name: replicas[0].copy.size for name, replicas in self._replicas.items()}
         return sizes | {name: len(text) for name, text in self._texts.items()}
 
     def size(self) -> int | None:
@@ -179,28 +176,30 @@ class MemoryLocation:
         if self._file in self._texts:
             text = self._texts[self._file]
             return text[begin:] if length is None else text[begin : begin + length]
-        if self._file not in self._kept:
+        if self._file not in self._replicas:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
-        kept = self._kept[self._file]
-        size = kept[0].copy.size - begin
+        replicas = self._replicas[self._file]
+        size = replicas[0].copy.size - begin
         problems = []
-        for one in sorted(kept, key=lambda one: not self._near(one)):
+        for replica in sorted(replicas, key=lambda replica: not self._is_local(replica)):
             try:
-                return self._read(one, begin, max(0, size if length is None else min(length, size)))
-            except OSError as error:  # this node is gone, or has gone on to another step: the other copy is as good
-                problems.append(f"node {one.node}: {error}")
+                return self._read(replica, begin, max(0, size if length is None else min(length, size)))
+            except OSError as error:  # the node is gone, or its slot has another step now: try the other copy
+                problems.append(f"node {replica.node}: {error}")
         raise OSError(f"no node has {self._file} any more ({'; '.join(problems)})")
 
-    def _near(self, one: Replica) -> bool:
-        return self._local and one.machine == machine() and Path(one.folder).is_dir()
+    read_block = read
 
-    def _read(self, one: Replica, begin: int, length: int) -> bytes:
-        copy = one.copy
-        if self._near(one):
-            shelf = SlotDir(Path(one.folder))
-            return shelf.read(shelf.image(copy.generation, copy.rank, copy.slot), copy.step, begin, length)
+    def _is_local(self, replica: Replica) -> bool:
+        return self._local and replica.machine == machine_id() and Path(replica.folder).is_dir()
+
+    def _read(self, replica: Replica, begin: int, length: int) -> bytes:
+        copy = replica.copy
+        if self._is_local(replica):
+            slots = SlotDir(Path(replica.folder))
+            return slots.read(slots.slot(copy.generation, copy.rank, copy.slot), copy.step, begin, length)
         which = {"generation": copy.generation, "rank": copy.rank, "slot": copy.slot, "step": copy.step}
-        return self._callers.at(one.address).fetch({"op": "read", "begin": begin, "length": length} | which)
+        return self._callers.at(replica.address).fetch({"op": "read", "begin": begin, "length": length} | which)
 
     def close(self) -> None:
         self._callers.close()
@@ -209,24 +208,24 @@ class MemoryLocation:
         return []
 
     def make(self) -> None:
-        raise self._fixed()
+        raise self._read_only()
 
     def sink(self) -> Sink:
-        raise self._fixed()
+        raise self._read_only()
 
     def sync(self) -> None: ...
     def rename(self, to: Location) -> None:
-        raise self._fixed()
+        raise self._read_only()
 
     def remove(self) -> None:
-        raise self._fixed()
+        raise self._read_only()
 
-    def _fixed(self) -> OSError:
-        return OSError(errno.EROFS, "copies in memory are written by their ranks alone", str(self))
+    def _read_only(self) -> OSError:
+        return OSError(errno.EROFS, "memory replicas are written by their ranks only", str(self))
 
 
 class _Callers:
-    """Connections to holders, made when they are needed, and not taken along to other processes."""
+    """Connections to replica servers, opened when needed. When pickled, it leaves them behind."""
 
     def __init__(self, token: str):
         self._token = token

@@ -1,12 +1,12 @@
-"""What one node keeps in its host memory: files in /dev/shm, two for each rank, of which one is always whole. The holder process
-owns the folder; the node's workers copy into it. Knows no tensors, and never loads torch.
+"""Memory replicas of one node: files in /dev/shm, two slots for each rank, of which one is always complete. The replica server owns the
+folder; the node's workers copy into it. Does not import torch.
 
-    /dev/shm/phalanx-1000/RUN-node0/     one node of one run; `lock` is held as long as somebody has a use for it
+    /dev/shm/phalanx-1000/RUN-node0/     one node of one run; `lock` is held as long as a process uses it
         00000-00003-a.safetensors        generation 0, rank 3, slot a: the rank's file of a checkpoint
-        00000-00003-a.json               says of which step, with its checksums: written last, removed first
+        00000-00003-a.json               its seal: which step it is, with checksums; written last, removed first
 
-A file without its .json holds nothing. The other slot is written to while this one is the newest, so that a process killed in the
-middle of a copy leaves the older one.
+A file without a seal contains nothing. While one slot is the newest, the other is written, so that a process that is killed during a copy
+leaves the older one.
 """
 
 from __future__ import annotations
@@ -15,24 +15,27 @@ import fcntl
 import json
 import os
 import shutil
+import socket
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpointing import format
+from phalanx.checkpointing.format import SUFFIX, RunMetadata, Sidecar, rank_file_name
 from phalanx.checkpointing.location import Local
 
 SLOTS = ("a", "b")
 HANDOFF_SLOT = "h"
-"""The slot of what a survivor hands over when a generation ends."""
+"""The slot that a survivor writes its state into when a generation ends."""
 LOCK = "lock"
-ADDRESS = "holder.json"
-_SEALED = ".json"
-_USED = 0.9  # of the free memory may be taken: the rest of the machine lives on
+ADDRESS = "server.json"
+"""Address and token of the node's replica server, for its workers."""
+_SEAL = ".json"
+_USABLE = 0.9  # of the free memory; the rest is for the other processes of the machine
+_CGROUP = Path("/sys/fs/cgroup")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,37 +43,36 @@ class RankCopy:
     """One rank's part of the state of one step, in memory."""
 
     node: int
-    """Where the rank is, or was."""
+    """Where the rank runs, or ran."""
     generation: int
     rank: int
     ranks: int
-    """Of that generation: so many copies of the step are the whole state."""
+    """Number of ranks of the generation: this many copies of a step are the complete state."""
     slot: str
     step: int
-    about: dict[str, Any]
-    """What a checkpoint tells about the rank's file: bytes, checksums, names."""
-    contents: dict[str, Any] | None = field(default=None)
-    """The plain part of the state, with rank 0."""
+    sidecar: Sidecar
+    metadata: RunMetadata | None = None
+    """Of the run; with rank 0's copy."""
+    time: float | None = None
+    """Seconds since 1970 of the copy; with rank 0's."""
 
     @property
     def size(self) -> int:
-        return int(self.about["bytes"])
+        return self.sidecar.bytes
 
     @property
     def file(self) -> str:
-        return format.file_name(self.rank, self.ranks)
-
-    @property
-    def text(self) -> bytes:
-        """What stands beside the file in a checkpoint."""
-        return json.dumps(self.about).encode() + b"\n"
+        return rank_file_name(self.rank, self.ranks)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        table = {key: getattr(self, key) for key in ("node", "generation", "rank", "ranks", "slot", "step", "time")}
+        metadata = None if self.metadata is None else self.metadata.to_json()
+        return table | {"sidecar": self.sidecar.to_json().decode(), "metadata": metadata}
 
     @staticmethod
     def from_json(table: dict[str, Any]) -> RankCopy:
-        return RankCopy(**table)
+        metadata = None if table["metadata"] is None else RunMetadata.from_json(table["metadata"])
+        return RankCopy(**table | {"sidecar": Sidecar.from_json(table["sidecar"]), "metadata": metadata})
 
 
 class SlotDir:
@@ -78,24 +80,23 @@ class SlotDir:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._known: dict[Path, tuple[tuple[int, int], int]] = {}
+        self._sealed_steps: dict[Path, tuple[tuple[int, int], int]] = {}
 
-    def image(self, generation: int, rank: int, slot: str) -> Path:
+    def slot(self, generation: int, rank: int, slot: str) -> Path:
+        """The file of a slot."""
         assert slot in (*SLOTS, HANDOFF_SLOT)
-        return self.folder / f"{generation:05d}-{rank:05d}-{slot}{format.SUFFIX}"
+        return self.folder / f"{generation:05d}-{rank:05d}-{slot}{SUFFIX}"
 
     def reserve(self, generation: int, rank: int, size: int, slots: tuple[str, ...] = SLOTS) -> None:
-        """Memory for a rank's slots, taken now: a worker that copies into a full file system would be killed.
-
-        OSError with the numbers where there is too little.
-        """
-        paths = [self.image(generation, rank, slot) for slot in slots]
+        """Allocate a rank's slots now: a worker that copies into a full file system would be killed. OSError, with the numbers, if there
+        is too little memory."""
+        paths = [self.slot(generation, rank, slot) for slot in slots]
         missing = [path for path in paths if not (path.exists() and path.stat().st_size == size)]
         need, free = len(missing) * size, free_bytes(self.folder)
-        if need > _USED * free:
+        if need > _USABLE * free:
             raise OSError(
-                f"copies in memory of rank {rank} need {need / 2**20:,.0f} MiB ({len(missing)} times {size / 2**20:,.0f}), but {self.folder} has "
-                f"{free / 2**20:,.0f} MiB free, of which {_USED:.0%} may be taken"
+                f"memory replicas of rank {rank} need {need / 2**20:,.0f} MiB ({len(missing)} times {size / 2**20:,.0f}), but "
+                f"{self.folder} has {free / 2**20:,.0f} MiB free, of which {_USABLE:.0%} may be used"
             )
         for path in missing:
             self._unseal(path)
@@ -106,56 +107,54 @@ class SlotDir:
                     os.posix_fallocate(fd, 0, size)
             except OSError as error:
                 path.unlink()
-                raise OSError(f"{size / 2**20:,.0f} MiB cannot be had in {self.folder} ({error.strerror})") from None
+                raise OSError(f"{size / 2**20:,.0f} MiB cannot be allocated in {self.folder} ({error.strerror})") from None
             finally:
                 os.close(fd)
 
     def unseal(self, generation: int, rank: int, slot: str) -> None:
-        """The slot will be written to: from here on it holds nothing."""
-        self._unseal(self.image(generation, rank, slot))
+        """The slot is about to be written: from now on it contains nothing."""
+        self._unseal(self.slot(generation, rank, slot))
 
     def _unseal(self, path: Path) -> None:
-        path.with_suffix(_SEALED).unlink(missing_ok=True)
+        path.with_suffix(_SEAL).unlink(missing_ok=True)
 
     def seal(self, copy: RankCopy) -> None:
-        """The slot is whole: from here on it is a copy, in one instant."""
-        path = self.image(copy.generation, copy.rank, copy.slot).with_suffix(_SEALED)
+        """The slot is complete: from now on it is a copy, atomically."""
+        path = self.slot(copy.generation, copy.rank, copy.slot).with_suffix(_SEAL)
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(copy.to_json()))
         os.replace(partial, path)
 
     def copies(self) -> list[RankCopy]:
-        """All that is whole."""
-        found = []
-        for path in sorted(self.folder.glob(f"*-*-?{_SEALED}")):
+        """All complete copies."""
+        copies = []
+        for path in sorted(self.folder.glob(f"*-*-?{_SEAL}")):
             try:
-                found.append(RankCopy.from_json(json.loads(path.read_text())))
+                copies.append(RankCopy.from_json(json.loads(path.read_text())))
             except FileNotFoundError:
                 continue  # unsealed at this moment
-        return found
+        return copies
 
     def read(self, path: Path, step: int, begin: int, length: int) -> bytes:
-        """Bytes of an image."""
-        self.see(path, step)
+        """Bytes of a slot that contains a step."""
+        self.check_step(path, step)
         return Local(path).read(begin, length)
 
-    def see(self, path: Path, step: int) -> None:
-        """That an image holds this step; FileNotFoundError where it does not, or not any more."""
-        if self._step(path.with_suffix(_SEALED)) != step:
-            raise FileNotFoundError(f"{path} does not hold step {step} any more")
+    def check_step(self, path: Path, step: int) -> None:
+        """FileNotFoundError unless the slot contains this step."""
+        seal = path.with_suffix(_SEAL)
+        status = seal.stat()
+        version = (status.st_ino, status.st_mtime_ns)
+        known = self._sealed_steps.get(seal)  # a large slot is read in many parts
+        if known is None or known[0] != version:
+            known = self._sealed_steps[seal] = (version, int(json.loads(seal.read_text())["step"]))
+        if known[1] != step:
+            raise FileNotFoundError(f"{path} no longer contains step {step}")
 
-    def _step(self, sealed: Path) -> int:
-        found = sealed.stat()
-        key = (found.st_ino, found.st_mtime_ns)
-        known = self._known.get(sealed)  # read again and again while a large image is read in parts
-        if known is None or known[0] != key:
-            known = self._known[sealed] = (key, int(json.loads(sealed.read_text())["step"]))
-        return known[1]
-
-    def forget(self, before: int, but: int | None = None) -> None:
-        """Give back the memory of generations before this one, except of copies of step `but`."""
-        kept = {(copy.generation, copy.rank, copy.slot) for copy in self.copies() if copy.step == but}
-        for path in self.folder.glob(f"*-*-?{format.SUFFIX}"):
+    def discard(self, before: int, keep_step: int | None = None) -> None:
+        """Free the memory of generations before this one, except copies of `keep_step`."""
+        kept = {(copy.generation, copy.rank, copy.slot) for copy in self.copies() if copy.step == keep_step}
+        for path in self.folder.glob(f"*-*-?{SUFFIX}"):
             generation, rank, slot = path.stem.split("-")
             if int(generation) < before and (int(generation), int(rank), slot) not in kept:
                 self._unseal(path)
@@ -166,24 +165,49 @@ class SlotDir:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that can be had there: of the file system, which a container often keeps small, and of the machine."""
-    found = os.statvfs(folder)
-    return min(found.f_bavail * found.f_frsize, free_memory())
+    """Bytes that can be allocated in a folder in memory: limited by its file system, often small in a container, and by the machine."""
+    status = os.statvfs(folder)
+    return min(status.f_bavail * status.f_frsize, free_memory())
+
+
+def free_memory() -> int:
+    """Bytes that this machine, or the container around this process, has available."""
+    with open("/proc/meminfo") as lines:
+        available = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        return max(0, min(next(available, sys.maxsize), _cgroup_available(_CGROUP)))
+
+
+def _cgroup_available(group: Path) -> int:
+    """Bytes that this container may still allocate. Cached files would make room."""
+    try:
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        usage = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # "max", or no such limits
+        return sys.maxsize
+    return limit - used + int(usage.get("inactive_file", 0)) + int(usage.get("active_file", 0))
+
+
+def machine_id() -> str:
+    """Identifies this machine until it reboots."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def default_root() -> Path:
-    """A folder in memory that is this person's alone."""
+    """A folder in memory that only this user can access."""
     shared = Path("/dev/shm")
     return (shared if shared.is_dir() else Path(tempfile.gettempdir())) / f"phalanx-{os.getuid()}"
 
 
 def claim(root: Path, name: str) -> tuple[Path, int]:
-    """The folder of one node of one run, and a lock that holds it as long as any process has it open. OSError where another run
-    has it. What dead runs left beside it is removed."""
+    """Create and lock the folder of one node of one run; removes folders of dead runs next to it. Returns the folder and the lock, which
+    is held as long as any process has it open. OSError if another run holds it."""
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = root.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise OSError(f"{root} is not a folder of this user's alone: remove it")
+    status = root.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise OSError(f"{root} is not a folder that only this user can access: remove it")
     remove_stale(root, name)
     folder = root / name
     while True:
@@ -191,27 +215,27 @@ def claim(root: Path, name: str) -> tuple[Path, int]:
         try:
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:
-            continue  # taken for stale between two of these lines
-        if not _locked(lock):
+            continue  # another process removed the folder as stale just now
+        if not _lock(lock):
             os.close(lock)
             raise OSError(f"{folder} is in use by another process")
-        if _is(lock, folder / LOCK):
+        if _is_same_file(lock, folder / LOCK):
             return folder, lock
         os.close(lock)
 
 
-def remove_stale(root: Path, but: str | None = None) -> list[str]:
-    """Remove what dead runs have left; returns the names."""
+def remove_stale(root: Path, keep: str | None = None) -> list[str]:
+    """Remove the folders of dead runs; returns their names."""
     removed = []
-    for folder in _folders(root):
-        if folder.name == but:
+    for folder in (path for path in sorted(root.iterdir()) if path.is_dir() and not path.is_symlink()):
+        if folder.name == keep:
             continue
         try:
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
-            continue  # being made, or being removed
+            continue  # being created, or being removed
         try:
-            if _locked(lock):
+            if _lock(lock):
                 shutil.rmtree(folder, ignore_errors=True)
                 removed.append(folder.name)
         finally:
@@ -219,41 +243,17 @@ def remove_stale(root: Path, but: str | None = None) -> list[str]:
     return removed
 
 
-def _folders(root: Path) -> Iterator[Path]:
-    yield from (path for path in sorted(root.iterdir()) if path.is_dir() and not path.is_symlink())
-
-
-def _locked(lock: int) -> bool:
+def _lock(fd: int) -> bool:
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
     return True
 
 
-def _is(fd: int, path: Path) -> bool:
-    """Whether the open file is still the one of this name."""
+def _is_same_file(fd: int, path: Path) -> bool:
+    """Whether the open file is still the one at this path."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:
         return False
-
-
-_CGROUP = Path("/sys/fs/cgroup")
-
-
-def free_memory() -> int:
-    """Bytes that can be had without anything being put out for them."""
-    with open("/proc/meminfo") as lines:
-        found = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-        return max(0, min(next(found, sys.maxsize), _allowed(_CGROUP)))
-
-
-def _allowed(group: Path) -> int:
-    """Bytes that this container may still take: files that are only cached would make room."""
-    try:
-        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # "max", or no such limits here
-        return sys.maxsize
-    return limit - used + int(cached.get("inactive_file", 0)) + int(cached.get("active_file", 0))

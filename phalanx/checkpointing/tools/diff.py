@@ -1,97 +1,97 @@
-"""Two checkpoints compared, tensor by tensor, whatever layouts they were saved on; a block of each is in memory at a time.
-
-Called by `phalanx checkpoint diff`.
-"""
+"""Compares two checkpoints tensor by tensor, whatever layouts they were saved on, with one block of each in memory. Called by
+`phalanx checkpoint diff`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from phalanx.checkpointing.format import Marker
 from phalanx.checkpointing.restore import CheckpointReader
-
-BESIDE = ("step", "progress", "seed", "data", "replicas")
-"""What is restored beside the tensors, and so belongs to the state. Who saved it and how it was laid out does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A tensor that is not the same in both."""
+    """A tensor that differs between the two."""
 
     name: str
     kind: str
     """only in A, only in B, shape, format or values."""
     a: str = ""
-    """What A has, where it is not the values that differ."""
+    """What A has, if the shape or number format differs."""
     b: str = ""
     unequal: int = 0
     """Values that differ in any bit."""
     values: int = 0
-    """Of the whole tensor."""
+    """Values of the whole tensor."""
     largest: float = 0.0
-    """Largest absolute difference; infinite where only one of two values is a number."""
+    """Largest absolute difference; infinite if only one of two values is a number."""
     relative: float = 0.0
-    """Largest difference in relation to the larger of the two values."""
+    """Largest difference relative to the larger of the two values."""
 
 
 def compare(a: CheckpointReader, b: CheckpointReader) -> Iterator[Difference | str]:
-    """For each name in either: its difference, or just the name where the tensor is the same to the bit."""
+    """For each name in either: its difference, or only the name if the tensor is bitwise equal."""
     for name in sorted({*a.names, *b.names}):
         yield _compare(name, a, b) or name
 
 
-def compare_metadata(a: CheckpointReader, b: CheckpointReader) -> dict[str, tuple[Any, Any]]:
-    """What differs of the state that is not in tensors."""
-    both = {key: (a.contents.get(key), b.contents.get(key)) for key in BESIDE}
-    return {key: pair for key, pair in both.items() if pair[0] != pair[1]}
+def compare_metadata(a: CheckpointReader, b: CheckpointReader) -> dict[str, tuple[object, object]]:
+    """What differs in the part of the state that is not in tensors. Version and layout of the run are not part of the state."""
+    first, second = _state(a.marker), _state(b.marker)
+    return {key: (first[key], second[key]) for key in first if first[key] != second[key]}
+
+
+def _state(marker: Marker) -> dict[str, object]:
+    run = marker.run
+    return {"step": marker.step, "progress": run.progress, "seed": run.seed, "data": run.data, "replicas": run.replicas}
 
 
 def _compare(name: str, a: CheckpointReader, b: CheckpointReader) -> Difference | None:
-    one, other = a.shape(name), b.shape(name)
-    if one is None or other is None:
-        return Difference(name=name, kind="only in B" if one is None else "only in A")
-    if one != other:
-        return Difference(name=name, kind="shape", a=str(list(one)), b=str(list(other)))
-    formats = [str(saved.dtype(name)).removeprefix("torch.") for saved in (a, b)]
+    shape_a, shape_b = a.shape(name), b.shape(name)
+    if shape_a is None or shape_b is None:
+        return Difference(name=name, kind="only in B" if shape_a is None else "only in A")
+    if shape_a != shape_b:
+        return Difference(name=name, kind="shape", a=str(list(shape_a)), b=str(list(shape_b)))
+    formats = [str(reader.dtype(name)).removeprefix("torch.") for reader in (a, b)]
     unequal, largest, relative, values = 0, 0.0, 0.0, 0
-    for first, last in a.parts(name):
+    for first, last in a.row_ranges(name):
         left, right = a.read(name, first, last), b.read(name, first, last)
         values += left.numel()
-        count, absolute, in_relation = _differ(left, right)
+        count, absolute, ratio = _differ(left, right)
         unequal += count
-        largest, relative = max(largest, absolute), max(relative, in_relation)
-    if not unequal and formats[0] == formats[1]:
+        largest, relative = max(largest, absolute), max(relative, ratio)
+    same_format = formats[0] == formats[1]
+    if not unequal and same_format:
         return None
-    kind = "values" if formats[0] == formats[1] else "format"
-    said = formats if kind == "format" else ["", ""]
+    kind, (format_a, format_b) = ("values", ("", "")) if same_format else ("format", formats)
     return Difference(
-        name=name, kind=kind, a=said[0], b=said[1], unequal=unequal, values=values, largest=largest, relative=relative
+        name=name, kind=kind, a=format_a, b=format_b, unequal=unequal, values=values, largest=largest, relative=relative
     )
 
 
 def _differ(a: Tensor, b: Tensor) -> tuple[int, float, float]:
-    """How many values differ, and by how much at most, as such and in relation to the larger one."""
+    """(number of values that differ, largest absolute difference, largest relative difference)."""
     if a.dtype == b.dtype:
         if torch.equal(_bits(a), _bits(b)):
             return 0, 0.0, 0.0
         differing = (_bits(a) != _bits(b)).view(a.numel(), -1).any(1)
     else:
         differing = a.double().view(-1) != b.double().view(-1)
-    one, other = a.double().view(-1)[differing], b.double().view(-1)[differing]
-    if not len(one):
+    left, right = a.double().view(-1)[differing], b.double().view(-1)[differing]
+    if not len(left):
         return 0, 0.0, 0.0
-    apart = (one - other).abs()
-    scale = torch.maximum(one.abs(), other.abs())
-    apart[apart.isnan()] = torch.inf  # one of them is no number, or both are in different ways
+    apart = (left - right).abs()
+    scale = torch.maximum(left.abs(), right.abs())
+    apart[apart.isnan()] = torch.inf  # one is NaN, or both are NaN or infinite with different bits
     ratio = torch.where(apart == 0, 0.0, apart / scale)
     ratio[ratio.isnan()] = torch.inf
-    return len(one), float(apart.max()), float(ratio.max())
+    return len(left), float(apart.max()), float(ratio.max())
 
 
 def _bits(values: Tensor) -> Tensor:
-    """A NaN is equal to itself as bits, and -0 is not 0."""
+    """As bits, a NaN equals itself, and -0 differs from 0."""
     return values.contiguous().view(-1).view(torch.uint8)

@@ -1,211 +1,186 @@
-"""A checkpoint as another layout would have saved it, written by one process, a block in memory at a time; and what a layout would
-have to read of a checkpoint. Called by `phalanx checkpoint reshard` and `inspect --layout`.
+"""Writes a whole checkpoint from one process, with one block in memory at a time: imported weights, or a saved checkpoint as another layout
+would have saved it. Called by `phalanx import` and `phalanx checkpoint reshard`; `read_needs` by `inspect --layout`.
 
-Neither is needed in order to train on: any layout loads any checkpoint. Whoever calls says what each rank of the layout holds.
+The result is a checkpoint like any other. Resharding is not needed to resume: any layout loads any checkpoint.
 """
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from phalanx.checkpointing import directory, format
-from phalanx.checkpointing.format import BLOCK, Box
+from phalanx.checkpointing import directory
+from phalanx.checkpointing.format import BLOCK, RankFile, RunMetadata, SavedBox, SavedTensor, write_rank_file
 from phalanx.checkpointing.location import Location
 from phalanx.checkpointing.restore import CheckpointReader
-from phalanx.checkpointing.shard_io import WORDS, Holding, box, laid_out, raw
-from phalanx.checkpointing.state_tensor import Part, StateTensor, written
-from phalanx.checkpointing.tools.checkpoint_info import SavedTensor
+from phalanx.checkpointing.staging import raw_bytes
+from phalanx.checkpointing.state_tensor import DTYPE_NAMES, StateTensor, WrittenBox, written_boxes
 from phalanx.spec.errors import RunError
 from phalanx.spec.safetensors_index import SIZES
+from phalanx.spec.tensor_slice import Box, TensorSlice
 
-Holds = Callable[[int], Mapping[str, StateTensor]]
-"""What a rank of a layout holds, by name; of the tensors only shapes and places are looked at."""
-
-
-def reshard(
-    saved: CheckpointReader, holds: Holds, shape: tuple[int, int], checkpoints: Location, contents: dict[str, Any]
-) -> Location:
-    """Write `saved` as the ranks of a layout would have; `shape`: how many ranks in how many stages. Returns where it is.
-
-    The bytes written add up to the tensors' or nothing is kept, as with every checkpoint.
-    """
-    ranks, stages = shape
-    partial = directory.begin(checkpoints, contents["step"])
-    seen: set[str] = set()
-    try:
-        for rank in range(ranks):
-            pieces = _stored(saved, holds(rank))
-            seen |= pieces.keys()
-            parts = laid_out(written(pieces))
-            stage, among = divmod(rank, ranks // stages)
-            names = None if among else {name: piece.whole_bytes for name, piece in pieces.items()}
-            values = (part for one in parts for part in _values(saved, one))
-            write_file(partial, (rank, ranks), [box(part) for part in parts], values, Holding(stage, names))
-        if missing := [name for name in saved.names if name not in seen]:
-            raise RunError(
-                [
-                    f"{saved.path} holds {missing[0]}{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}, which no rank of the "
-                    "layout would: it was saved by a run of other settings than its run file says."
-                ]
-            )
-        return directory.commit(partial, contents, ranks)
-    except BaseException:
-        partial.remove()
-        raise
-
-
-def _stored(saved: CheckpointReader, pieces: Mapping[str, StateTensor]) -> dict[str, StateTensor]:
-    """The pieces of what a checkpoint has, in the format it has them: imported weights have no optimizer states, for example."""
-    found = {}
-    for name, piece in pieces.items():
-        shape = saved.shape(name)
-        if shape is None:
-            continue
-        if shape != piece.whole:
-            raise RunError(
-                [
-                    f"{saved.path} has {name} of shape {list(shape)}, the model of its run file {list(piece.whole)}: undo what was changed there."
-                ]
-            )
-        found[name] = replace(piece, tensor=torch.empty(piece.shape, dtype=saved.dtype(name), device="meta"))
-    return found
-
-
-def _values(saved: CheckpointReader, part: Part) -> Iterator[memoryview]:
-    if not part.shape:
-        yield raw(saved.read_box(part.name, (), ()))
-        return
-    row = math.prod(part.shape[1:]) * part.piece.tensor.dtype.itemsize
-    step = max(1, BLOCK // max(1, row))
-    for first in range(0, part.shape[0], step):
-        offset = (part.offset[0] + first, *part.offset[1:])
-        yield raw(saved.read_box(part.name, offset, (min(step, part.shape[0] - first), *part.shape[1:])))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadNeed:
-    """What a rank would read."""
-
-    rank: int
-    bytes: int
-    files: int
-    """That these lie in."""
-    tensors: int
-
-
-Cuts = dict[str, set[tuple[tuple[int, ...], tuple[int, ...]]]]
-"""The boxes (offset, shape) that ranks hold of each tensor."""
-
-
-def read_needs(tensors: Mapping[str, SavedTensor], holds: Holds, ranks: Iterable[int], cuts: Cuts) -> Iterator[ReadNeed]:
-    """What ranks of a layout would read of a checkpoint; the boxes they hold are put into `cuts`."""
-    for rank in ranks:
-        size, files, count = 0, set[str](), 0
-        for name, piece in holds(rank).items():
-            held = tensors.get(name)
-            if held is None or piece.empty:
-                continue
-            cuts.setdefault(name, set()).add((piece.offset, piece.shape))
-            count += 1
-            for file, stored in held.boxes:
-                if shared := _shared(stored, piece):
-                    size += shared * SIZES[stored.dtype]
-                    files.add(file)
-        yield ReadNeed(rank=rank, bytes=size, files=len(files), tensors=count)
-
-
-def _shared(box: Box, piece: StateTensor) -> int:
-    """Values that lie in both."""
-    lengths = [
-        min(a + n, b + m) - max(a, b) for a, n, b, m in zip(box.offset, box.shape, piece.offset, piece.shape, strict=True)
-    ]
-    return math.prod(lengths) if all(length > 0 for length in lengths) else 0
+StateOfRank = Callable[[int], Mapping[str, StateTensor]]
+"""What a rank of a layout holds, by name; only shapes and slices of the tensors are used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamedBox:
     """A box of a tensor, and how to get its values."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    box: Box
     read: Callable[[], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamedTensor:
-    """A tensor that is not whole in memory, where its chunks follow each other as its values do."""
+    """A tensor that is read box by box. It needs the memory of one box if the boxes are contiguous and in order."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: Sequence[StreamedBox]
+    boxes: Sequence[StreamedBox]
 
     @property
     def in_order(self) -> bool:
-        starts = [_start(chunk.offsets, self.shape) for chunk in self.chunks]
-        sizes = [math.prod(chunk.sizes) for chunk in self.chunks]
-        following = all(second - first == size for (first, second), size in zip(pairwise(starts), sizes, strict=False))
-        return following and all(_in_one_piece(chunk.sizes, self.shape) for chunk in self.chunks)
+        boxes = [part.box for part in self.boxes]
+        starts = [_flat_index(box.offset, self.shape) for box in boxes]
+        consecutive = all(second - first == box.numel for (first, second), box in zip(pairwise(starts), boxes, strict=False))
+        return consecutive and all(_is_contiguous(box.shape, self.shape) for box in boxes)
 
     def values(self) -> Iterator[memoryview]:
         """All of its bytes, in order."""
         if self.in_order:
-            for chunk in self.chunks:
-                yield raw(chunk.read())
+            for part in self.boxes:
+                yield raw_bytes(part.read())
             return
         whole = torch.empty(self.shape, dtype=self.dtype)
-        for chunk in self.chunks:
-            whole[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))] = chunk.read()
-        yield raw(whole)
+        for part in self.boxes:
+            whole[part.box.index] = part.read()
+        yield raw_bytes(whole)
 
 
-def _start(offsets: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    place = 0
-    for offset, size in zip(offsets, shape, strict=True):
-        place = place * size + offset
-    return place
+def _flat_index(offset: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    index = 0
+    for begin, size in zip(offset, shape, strict=True):
+        index = index * size + begin
+    return index
 
 
-def _in_one_piece(sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether a box's values stand side by side in the whole: ones first, then a range, then all."""
-    cut = [dim for dim, (size, all_) in enumerate(zip(sizes, shape, strict=True)) if size != all_]
-    return not cut or all(size == 1 for size in sizes[: cut[-1]])
+def _is_contiguous(box: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether a box's values are contiguous in the whole: lengths of 1, then a range, then full dimensions."""
+    cut = [dim for dim, (size, full) in enumerate(zip(box, shape, strict=True)) if size != full]
+    return not cut or all(size == 1 for size in box[: cut[-1]])
 
 
 def write_checkpoint(
-    checkpoints: Location | Path, step: int, tensors: Sequence[StreamedTensor], contents: dict[str, Any]
+    checkpoints: Location | Path, step: int, tensors: Sequence[StreamedTensor], metadata: RunMetadata | None = None
 ) -> Location:
-    """Write a checkpoint of `tensors`, chunk by chunk, with `contents` beside them; returns where it is."""
+    """Write a checkpoint of one rank file; returns where it is."""
     partial = directory.begin(checkpoints, step)
     ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
-    whole = [Box(t.name, WORDS[t.dtype], t.shape, (0,) * len(t.shape), t.shape) for t in ordered]
-    holding = Holding(0, {box.name: box.bytes for box in whole})
-    write_file(partial, (0, 1), whole, (part for tensor in ordered for part in tensor.values()), holding)
-    return directory.commit(partial, contents | {"step": step})
+    boxes = [SavedBox(t.name, DTYPE_NAMES[t.dtype], t.shape, Box((0,) * len(t.shape), t.shape)) for t in ordered]
+    file = RankFile(0, 1, boxes, names={saved.name: saved.bytes for saved in boxes})
+    write_rank_file(partial, file, lambda: (chunk for tensor in ordered for chunk in tensor.values()))
+    return directory.commit(partial, step, metadata or RunMetadata())
 
 
-def write_file(
-    folder: Location, place: tuple[int, int], boxes: Sequence[Box], values: Iterator[memoryview], holding: Holding
-) -> None:
-    """One rank's file of a checkpoint, and what tells about it, where all ranks are written by one process; `place`: rank, ranks."""
-    name, head = format.file_name(*place), format.header(boxes)
+def reshard(
+    saved: CheckpointReader,
+    state_of: StateOfRank,
+    ranks_and_stages: tuple[int, int],
+    checkpoints: Location,
+    metadata: RunMetadata,
+) -> Location:
+    """Write a checkpoint as the ranks of another layout would have saved it, file by file the same; returns where it is."""
+    ranks, stages = ranks_and_stages
+    partial = directory.begin(checkpoints, saved.marker.step)
+    seen: set[str] = set()
+    try:
+        for rank in range(ranks):
+            state = _present(saved, state_of(rank))
+            seen |= state.keys()
+            boxes = written_boxes(state)
+            stage, index = divmod(rank, ranks // stages)
+            names = None if index else {name: tensor.whole_bytes for name, tensor in state.items()}
+            file = RankFile(rank, ranks, [box.saved for box in boxes], stage, names)
+            write_rank_file(partial, file, lambda boxes=boxes: (chunk for box in boxes for chunk in _values(saved, box)))
+        if missing := [name for name in saved.names if name not in seen]:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise RunError(
+                [
+                    f"{saved.path} has {missing[0]}{more}, which no rank of the layout would hold: it was saved by a run with other "
+                    "settings than its run file has."
+                ]
+            )
+        return directory.commit(partial, saved.marker.step, metadata, ranks)
+    except BaseException:
+        partial.remove()
+        raise
 
-    def chunks() -> Iterator[memoryview | bytes]:
-        yield head
-        yield from values
 
-    sums = format.write(folder / name, chunks())
-    size = sum(box.bytes for box in boxes)
-    about = format.about(name, len(head) + size, size, sums, boxes) | {"stage": holding.stage}
-    if holding.names is not None:
-        about["names"] = dict(holding.names)
-    format.write(folder / format.beside(name), [json.dumps(about).encode() + b"\n"])
+def _present(saved: CheckpointReader, state: Mapping[str, StateTensor]) -> dict[str, StateTensor]:
+    """The tensors that the checkpoint has, in its number formats: imported weights have no optimizer states, for example."""
+    present = {}
+    for name, tensor in state.items():
+        shape = saved.shape(name)
+        if shape is None:
+            continue
+        if shape != tensor.slice.whole:
+            raise RunError(
+                [
+                    f"{saved.path} has {name} of shape {list(shape)}, the model of its run file {list(tensor.slice.whole)}: undo what was "
+                    "changed there."
+                ]
+            )
+        present[name] = replace(tensor, tensor=torch.empty(tensor.slice.shape, dtype=saved.dtype(name), device="meta"))
+    return present
+
+
+def _values(saved: CheckpointReader, written: WrittenBox) -> Iterator[memoryview]:
+    if not written.box.shape:
+        yield raw_bytes(saved.read_box(written.name, written.box))
+        return
+    rows = written.box.shape[0]
+    step = max(1, BLOCK // max(1, written.bytes // max(1, rows)))
+    for first in range(0, rows, step):
+        yield raw_bytes(saved.read_box(written.name, written.box.narrow(0, first, min(step, rows - first))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadNeed:
+    """What a rank would read of a checkpoint."""
+
+    rank: int
+    bytes: int
+    files: int
+    """Number of rank files that these bytes are in."""
+    tensors: int
+
+
+Cuts = dict[str, set[TensorSlice]]
+"""The slices that ranks hold of each tensor."""
+
+
+def read_needs(
+    tensors: Mapping[str, SavedTensor], state_of: StateOfRank, ranks: Iterable[int], cuts: Cuts
+) -> Iterator[ReadNeed]:
+    """What ranks of a layout would read of a checkpoint. Adds the slices that they hold to `cuts`."""
+    for rank in ranks:
+        size, files, count = 0, set[str](), 0
+        for name, state in state_of(rank).items():
+            tensor = tensors.get(name)
+            if tensor is None or state.slice.empty:
+                continue
+            cuts.setdefault(name, set()).add(state.slice)
+            count += 1
+            for file, saved in tensor.boxes:
+                shared = sum(common.numel for own in state.slice.boxes if (common := saved.box.overlap(own)) is not None)
+                if shared:
+                    size += shared * SIZES[saved.dtype]
+                    files.add(file)
+        yield ReadNeed(rank=rank, bytes=size, files=len(files), tensors=count)
