@@ -10,7 +10,6 @@ is timed. For comparison, DCP's rank 0 plans for all ranks, on plans of the same
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pickle
 import random
@@ -26,14 +25,13 @@ from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from phalanx.checkpointing import directory, format
 from phalanx.checkpointing.format import BLOCK
-from phalanx.checkpointing.quiet import quiet
-from phalanx.checkpointing.shard_io import Holding, Reader, Writer, box, laid_out
-from phalanx.checkpointing.state_tensor import LoadPieces, Part, SavePieces, StateTensor, _write_item, written
-from phalanx.checkpointing.storage import open_location
+from phalanx.checkpointing.restore import CheckpointReader
+from phalanx.checkpointing.state_tensor import StateTensor, WrittenBox, written_boxes
 from phalanx.optim.protocol import replica_group, state_tensor
 from phalanx.parallel.buckets import own_shard
 from phalanx.parallel.mesh import Mesh
@@ -128,7 +126,9 @@ class Everyone:
             rank = next(one.rank for one in here if tuple(one.coordinate(axis) for axis in axes) == places)
             with foreseen(self.run, small, rank) as built:
                 spots = {one.name: one.shard for one in built.sharded.owned}
-                tensors = {n: (p.tensor.dtype, _parameter(n, spots) if p.shape else None) for n, p in built.tensors().items()}
+                tensors = {
+                    n: (p.tensor.dtype, _parameter(n, spots) if p.slice.shape else None) for n, p in built.tensors().items()
+                }
             self._states[places] = State(spots, tensors)
         return self._states[places]
 
@@ -138,24 +138,18 @@ def _parameter(name: str, spots: dict[str, ParamShard]) -> str:
     return bare if bare in spots else bare.rpartition("/")[0]
 
 
-class Planned(Writer):
-    """Does everything for a save except writing values."""
+@dataclass(frozen=True)
+class Planned:
+    """All that a rank computes for its save before it writes values."""
 
-    def write_data(self, plan: SavePlan, planner: Any) -> Any:
-        self.head = format.header([box(part) for part in self._parts])
-        self.bytes = len(self.head) + sum(part.bytes for part in self._parts)
-        done: torch.futures.Future[list[Any]] = torch.futures.Future()
-        done.set_result([])
-        return done
+    boxes: list[WrittenBox]
+    header: bytes
 
 
-def plan(pieces: dict[str, StateTensor], holding: Holding) -> Planned:
+def plan(state: dict[str, StateTensor]) -> Planned:
     """Plans a save, up to the first byte that is written."""
-    parts = laid_out(written(pieces))
-    writer = Planned(open_location("."), "", parts, list, holding)
-    with quiet():
-        dcp.save({}, storage_writer=writer, planner=SavePieces(parts), no_dist=True)
-    return writer
+    boxes = written_boxes(state)
+    return Planned(boxes, format.encode_header([box.saved for box in boxes]))
 
 
 @dataclass(frozen=True)
@@ -187,53 +181,59 @@ def sample(ranks: int) -> list[int]:
 
 
 def write_all(everyone: Everyone, folder: Path) -> None:
-    """Writes the file of every rank, with its header and without values, and the description of the file."""
+    """Write every rank's file with its header and without values, and its sidecar."""
     zeros, ranks = bytes(BLOCK), everyone.layout.ranks
 
-    def one(rank: int, head: bytes, size: int, about: dict[str, Any]) -> None:
-        file = folder / format.file_name(rank, ranks)
-        with file.open("wb") as sink:
-            sink.write(head)
+    def write(rank_file: format.RankFile, header: bytes, size: int) -> None:
+        with (folder / rank_file.name).open("wb") as sink:
+            sink.write(header)
             sink.truncate(size)
-        about["crc32"][0] = zlib.crc32(memoryview(zeros)[: min(BLOCK, size) - len(head)], zlib.crc32(head))
-        (folder / format.beside(file.name)).write_text(json.dumps(about) + "\n")
+        sums = [1 << 31] * max(1, -(-size // BLOCK))  # only the first is real: the others are not read
+        sums[0] = zlib.crc32(memoryview(zeros)[: min(BLOCK, size) - len(header)], zlib.crc32(header))
+        (folder / format.sidecar_name(rank_file.name)).write_bytes(rank_file.sidecar(sums).to_json())
 
     each = ranks // everyone.layout.pipeline
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for rank in range(ranks):
-            pieces = everyone.pieces(rank)
-            names = {name: one.whole_bytes for name, one in pieces.items()} if rank % each == 0 else None
-            parts = laid_out(written(pieces))
-            boxes = [box(part) for part in parts]
-            head, values = format.header(boxes), sum(part.bytes for part in parts)
-            size = len(head) + values
-            sums = [1 << 31] * max(1, -(-size // BLOCK))  # of the first alone the real one: others are not read
-            about = format.about(format.file_name(rank, ranks), size, values, sums, boxes) | {"stage": rank // each}
-            if names is not None:
-                about["names"] = names
-            pool.submit(one, rank, head, size, about)
+            state = everyone.pieces(rank)
+            names = {name: tensor.whole_bytes for name, tensor in state.items()} if rank % each == 0 else None
+            planned = plan(state)
+            rank_file = format.RankFile(rank, ranks, [box.saved for box in planned.boxes], rank // each, names)
+            size = len(planned.header) + sum(box.bytes for box in planned.boxes)
+            pool.submit(write, rank_file, planned.header, size)
 
 
-def find(folder: Path, pieces: dict[str, StateTensor]) -> int:
+def find(folder: Path, state: dict[str, StateTensor]) -> int:
     """Plans a load: finds which bytes of which files a rank needs. Returns the number of files."""
-    reader = Reader(open_location(folder), pieces)
-    planner = LoadPieces(pieces)
-    planner.set_up_planner({}, reader.read_metadata(), True)
-    items = planner.create_local_plan().items
+    reader = CheckpointReader(folder, state)
+    files = {
+        read.file for name, tensor in state.items() if not tensor.slice.empty for read in reader._reads(name, tensor.slice)
+    }
     reader.close()
-    return len({reader.boxes[item.storage_index][0] for item in items})
+    return len(files)
 
 
 def central(everyone: Everyone, ranks: int) -> tuple[Took[Any], int]:
     """Times DCP's coordinator planning for all ranks; also returns the bytes sent to it and back."""
     plans = []
     for rank in range(ranks):
-        parts = [Part(n, p, 0, (p.shape or (1,))[0]) for n, p in sorted(everyone.pieces(rank).items()) if not p.empty]
-        plans.append(SavePlan([_write_item(part) for part in parts], planner_data={}))
+        held_here = sorted(everyone.pieces(rank).items())
+        items = [_write_item(name, tensor) for name, tensor in held_here if not tensor.slice.empty]
+        plans.append(SavePlan(items, planner_data={}))
     size = sum(len(pickle.dumps(plans[rank])) for rank in sample(ranks)) * ranks // len(sample(ranks))
     planner = dcp.DefaultSavePlanner()
     planner.set_up_planner({}, None, True)
     return timed(planner.create_global_plan, plans), 2 * size
+
+
+def _write_item(name: str, state: StateTensor) -> WriteItem:
+    offset = torch.Size(state.slice.offset)
+    data = TensorWriteData(
+        chunk=ChunkStorageMetadata(offsets=offset, sizes=torch.Size(state.slice.shape)),
+        properties=TensorProperties(dtype=state.tensor.dtype),
+        size=torch.Size(state.slice.whole),
+    )
+    return WriteItem(index=MetadataIndex(name, offset), type=WriteItemType.SHARD, tensor_data=data)
 
 
 def measure(model: str, ranks: int, most_central: int, folder: Path) -> Iterator[tuple[str, Any]]:
@@ -244,16 +244,16 @@ def measure(model: str, ranks: int, most_central: int, folder: Path) -> Iterator
     yield "predicting the state of a rank, most", most(foresight)
     for rank, took in zip(chosen, foresight, strict=True):
         assert _boxes(took.result) == _boxes(everyone.pieces(rank)), f"rank {rank} of {layout} is not what was derived"
-    plan(foresight[0].result, Holding(0, None))
-    plans = [timed(plan, took.result, Holding(0, None)) for took in foresight]
-    yield "slices that a rank writes, most", max(len(took.result._parts) for took in plans)
+    plan(foresight[0].result)
+    plans = [timed(plan, took.result) for took in foresight]
+    yield "boxes that a rank writes, most", max(len(took.result.boxes) for took in plans)
     yield "plan of a rank, most", most(plans)
     yield "plan of a rank, median of CPU", f"{median(took.cpu for took in plans):.4g} s"
     partial = folder / "step-00000001.partial"
     partial.mkdir()
     write_all(everyone, partial)
-    yield "descriptions of files, MB", sum(file.stat().st_size for file in partial.glob("*.json")) / 1e6
-    committed = timed(directory.commit, partial, {"step": 1, "run": RUN, "progress": {}}, ranks)
+    yield "sidecars, MB", sum(file.stat().st_size for file in partial.glob("*.json")) / 1e6
+    committed = timed(directory.commit, partial, 1, format.RunMetadata(run=RUN), ranks)
     yield "commit on rank 0", committed
     final = Path(str(committed.result))
     yield "marker, MB", (final / directory.MARKER).stat().st_size / 1e6
@@ -271,7 +271,7 @@ def measure(model: str, ranks: int, most_central: int, folder: Path) -> Iterator
 
 
 def _boxes(pieces: dict[str, StateTensor]) -> dict[str, Any]:
-    return {name: (one.tensor.dtype, one.whole, one.offset, one.shape, one.replicas) for name, one in pieces.items()}
+    return {name: (one.tensor.dtype, one.slice, one.replicas) for name, one in pieces.items()}
 
 
 def main() -> None:

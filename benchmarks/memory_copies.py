@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from phalanx.checkpointing.format import RunMetadata
 from phalanx.checkpointing.replicas.memory_checkpoint import MemoryCopies
 from phalanx.checkpointing.replicas.replica_index import MemoryLocation, newest_state, set_peers
 from phalanx.checkpointing.replicas.shm_slots import default_root
@@ -50,7 +51,7 @@ def copy(mesh: Mesh, folders: list[str], rows: int, count: int) -> list[tuple[fl
     copies.prepare(state)
     time.sleep(2.0)  # in a run, the steps before the first copy give it this time
     for step in range(count):
-        copies.take(step, state, {"step": step})
+        copies.take(step, state, RunMetadata())
         copies.release()  # at once: no forward and backward pass hides the copy
         results += copies.settle()
     copies.close()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.checkpointing.format import RunMetadata
 from phalanx.checkpointing.location import Location
 from phalanx.checkpointing.restore import CheckpointReader
 from phalanx.checkpointing.save import Saver
@@ -20,7 +21,7 @@ from phalanx.parallel.mesh import Mesh
 def saved(folder: Path, step: int, tensors: Mapping[str, Tensor | StateTensor], contents: dict[str, Any], mesh: Mesh) -> Path:
     """A checkpoint of these tensors, by all ranks together; where it is."""
     saver = Saver(open_location(folder), mesh)
-    (ended,) = saver.save(step, tensors, contents, wait=True)
+    (ended,) = saver.save(step, tensors, RunMetadata.from_json(contents), wait=True)
     saver.close()
     assert ended.failure is None, ended.failure
     return Path(ended.path)

@@ -150,7 +150,7 @@ def equal(one: Path, other: Path) -> None:
     assert a.names == b.names
     for name in a.names:
         assert torch.equal(a.read(name), b.read(name)), f"{name} differs between {one} and {other}"
-    assert a.contents["progress"] == b.contents["progress"]
+    assert a.marker.run.progress == b.marker.run.progress
 
 
 def campaign(folder: Path, kills: int, seed: int, reference: Path) -> Counter[str]:

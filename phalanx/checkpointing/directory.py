@@ -120,7 +120,7 @@ def make_marker(path: Location, step: int, metadata: RunMetadata, sidecars: Mapp
     parsed = {name: Sidecar.from_json(text) for name, text in sidecars.items()}
     files = {}
     for name, sidecar in parsed.items():
-        files[name] = FileRecord(sidecar.bytes, file_checksum(sidecar.crc32), sidecar.stage)
+        files[name] = FileRecord(sidecar.size, file_checksum(sidecar.crc32), sidecar.stage)
         files[sidecar_name(name)] = FileRecord(len(sidecars[name]), checksum_of(sidecars[name]))
     return Marker(step=step, time=when, names=_stage_names(path, list(parsed.values())), files=files, run=metadata)
 

@@ -283,7 +283,8 @@ class Sidecar:
     """What stands next to a rank file."""
 
     file: str
-    bytes: int
+    size: int
+    """Bytes of the file."""
     tensors: int
     """Bytes of the file that are values of tensors."""
     crc32: Sequence[int]
@@ -305,19 +306,19 @@ class Sidecar:
         header, values = encode_header(boxes), sum(saved.bytes for saved in boxes)
         index = ";".join(" ".join(map(str, (name_hash(saved.name), *saved.box.offset, *saved.box.shape))) for saved in boxes)
         return cls(
-            file=file, bytes=len(header) + values, tensors=values, crc32=crc32, header=zlib.crc32(header), boxes=index, stage=stage,
+            file=file, size=len(header) + values, tensors=values, crc32=crc32, header=zlib.crc32(header), boxes=index, stage=stage,
             names=names,
         )  # fmt: skip
 
     @classmethod
-    def from_json(cls, text: bytes | str) -> Sidecar:
+    def from_json(cls, text: str | bytes) -> Sidecar:
         """Raises ValueError, KeyError or TypeError if this is not a sidecar."""
         table = json.loads(text)
         table.pop("block")
-        return cls(**table)
+        return cls(size=table.pop("bytes"), **table)
 
     def to_json(self) -> bytes:
-        table: dict[str, object] = {"file": self.file, "bytes": self.bytes, "tensors": self.tensors, "block": BLOCK}
+        table: dict[str, object] = {"file": self.file, "bytes": self.size, "tensors": self.tensors, "block": BLOCK}
         optional = {"header": self.header, "boxes": self.boxes, "stage": self.stage, "names": self.names}
         table |= {"crc32": list(self.crc32)} | {key: value for key, value in optional.items() if value is not None}
         return json.dumps(table).encode() + b"\n"
@@ -365,7 +366,7 @@ def write_rank_file(folder: Location, rank_file: RankFile, values: Callable[[], 
         sums = retry(f"{file} cannot be written", write)
     sidecar = rank_file.sidecar(sums)
     write_file(folder / sidecar_name(rank_file.name), [sidecar.to_json()])
-    return sidecar.bytes
+    return sidecar.size
 
 
 # The marker.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.progress import Progress
@@ -37,10 +37,11 @@ from phalanx.dashboard import checkpoint_tables as show
 from phalanx.dashboard.numbers import size as format_size
 from phalanx.events.rundir import RunDir
 from phalanx.spec.errors import RunError
+from phalanx.spec.tensor_slice import TensorSlice
 
 if TYPE_CHECKING:
+    from phalanx.checkpointing.format import SavedTensor
     from phalanx.checkpointing.location import Location
-    from phalanx.checkpointing.tools.checkpoint_info import SavedTensor
 
 app = typer.Typer(help="List, inspect, verify, compare, reshard, export, import and prune checkpoints.", no_args_is_help=True)
 app.command("import")(import_)
@@ -84,12 +85,14 @@ def inspect(
     chosen = list(checkpoint_info.matching(tensors, names))
     if names is not None and not chosen:
         raise RunError([f"--names {names}: {place} has no such tensor; its names are like {next(iter(tensors))}."])
-    about = asdict(checkpoint_info.describe(place)) | {key: marker.get(key) for key in ("progress", "seed", "data", "replicas")}
-    about |= {"kinds": checkpoint_info.bytes_by_kind(tensors), "files": marker["files"]}
+    run = marker.run
+    about = asdict(checkpoint_info.describe(place))
+    about |= {"progress": run.progress, "seed": run.seed, "data": run.data, "replicas": run.replicas}
+    about |= {"kinds": checkpoint_info.bytes_by_kind(tensors), "files": {n: file.to_json() for n, file in marker.files.items()}}
     change = None if layout is None else _change(path, tensors, layout)
     show.show_checkpoint(
         console,
-        about | {"degrees": checkpoint_info.layout_text(marker.get("layout"))},
+        about | {"degrees": checkpoint_info.layout_text(run.layout)},
         show.first_rows(chosen, names is not None),
     )
     if change is not None:
@@ -99,7 +102,9 @@ def inspect(
 
 
 def _table(held: SavedTensor) -> dict[str, Any]:
-    boxes = [{"file": file, "offset": box.offset, "shape": box.shape, "begin": box.begin} for file, box in held.boxes]
+    boxes = [
+        {"file": file, "offset": saved.box.offset, "shape": saved.box.shape, "begin": saved.begin} for file, saved in held.boxes
+    ]
     return {"dtype": held.dtype, "shape": held.shape, "bytes": held.bytes, "boxes": boxes}
 
 
@@ -120,7 +125,7 @@ def _change(path: str, tensors: dict[str, SavedTensor], asked: str) -> dict[str,
             advance(1)
         for _ in read_needs(tensors, then.holds, then.distinct, before) if then is not None else ():
             advance(1)
-    uncut = {name: {((0,) * len(held.shape), held.shape)} for name, held in tensors.items()}
+    uncut = {name: {TensorSlice.full(held.shape)} for name, held in tensors.items()}
     cut = [name for name in tensors if after.get(name) != (before if then is not None else uncut).get(name)]
     return {
         "layout": asdict(now.layout), "degrees": checkpoint_info.layout_text(asdict(now.layout)), "ranks": now.layout.ranks, "distinct": read,
@@ -208,7 +213,7 @@ def reshard(
     from phalanx.training.reshard_run import laid_out, write
 
     saved = CheckpointReader(found.checkpoint)
-    laid = laid_out(found, saved.contents, layout)
+    laid = laid_out(found, saved.marker, layout)
     written = write(saved, found, laid, out)
     saved.close()
     told = checkpoint_info.describe(written)
@@ -239,7 +244,7 @@ def prune(
         raise RunError(
             [f"{path} is not a run directory, because it has no run.toml: name one, so that a running job can be detected."]
         )
-    keys = checkpoint_settings(place)
+    keys = cast(dict[str, Any], checkpoint_settings(place))
     last, every_ = keep_last or keys.get("keep_last", 2), keep_every or keys.get("keep_every")
     removed, kept, damaged = list[str](), list[str](), list[str]()
     with _locked(RunDir(place.path), path):
@@ -249,7 +254,7 @@ def prune(
             newest, bad = directory.newest_verified(checkpoints)
             if newest is None:
                 raise RunError([f"{no_checkpoint_message(path, [checkpoints], bad)} Nothing was removed there."])
-            left = checkpoint_info.leftovers(checkpoints)
+            left = directory.leftovers(checkpoints)
             going = directory.prunable(checkpoints, last, newest, every_) + left
             kept += [str(found) for found in directory.list_checkpoints(checkpoints) if found.name not in going]
             removed += [str(checkpoints / name) for name in going]

@@ -221,8 +221,8 @@ class Recovery:
 
 def _recency(state: replica_index.ReplicaState) -> tuple[int, int]:
     """Order states by rollbacks, then by step: a rollback abandons the steps after it."""
-    contents = state.kept[0][0].copy.contents or {}
-    return len(contents.get("progress", {}).get("left_out", [])), state.step
+    metadata = state.replicas[0][0].copy.metadata
+    return len(metadata.progress.get("left_out", []) if metadata is not None else []), state.step
 
 
 async def discard_replicas(control: Control, before: int) -> None:

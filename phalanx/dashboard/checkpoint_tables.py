@@ -76,7 +76,7 @@ def _files(console: Console, files: Mapping[str, Mapping[str, Any]]) -> None:
 def _tensors(console: Console, tensors: Sequence[Any], more: int) -> None:
     table = _Table("tensor", "format", "shape", "stored in")
     for tensor in tensors:
-        boxes = [f"{file.removesuffix('.safetensors')}{_slice(box, tensor.shape)}" for file, box in tensor.boxes[:4]]
+        boxes = [f"{file.removesuffix('.safetensors')}{_slice(saved.box, tensor.shape)}" for file, saved in tensor.boxes[:4]]
         rest = f" … and {len(tensor.boxes) - 4} more" if len(tensor.boxes) > 4 else ""
         table.add_row(tensor.name, tensor.dtype, _shape(tensor.shape), ", ".join(boxes) + rest)
     console.print()

@@ -17,6 +17,7 @@ import torch
 
 from phalanx._version import __version__
 from phalanx.checkpointing.find_checkpoint import find, find_unverified
+from phalanx.checkpointing.format import RunMetadata
 from phalanx.checkpointing.hf_folder import ReferenceLogits, WeightsFolder, WeightsWriter
 from phalanx.checkpointing.location import atomic_directory
 from phalanx.checkpointing.restore import CheckpointReader
@@ -31,6 +32,7 @@ from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import TOKENIZER_VOCAB, Data, Run
+from phalanx.spec.tensor_slice import Box
 
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Formats of weights, as a run file calls them."""
@@ -70,19 +72,15 @@ def import_folder(folder: Path, out: Path) -> Converted:
     run = run_for(spec, words_of(folder)[1] if own else Data(tokenizer="byte"), folder)
     if own:
         run = replace(run, data=replace(run.data, tokenizer=str(out.absolute() / "tokenizer")))
-    contents = {
-        "progress": {"step": 0, "samples": 0, "skipped_in_a_row": 0},
-        "data": None,
-        "version": __version__,
-        "run": dump(run),
-    }
+    progress = {"step": 0, "samples": 0, "skipped_in_a_row": 0}
+    metadata = RunMetadata(progress=progress, version=__version__, run=dump(run))
     with atomic_directory(out) as unfinished:
         if words:
             (unfinished / "tokenizer").mkdir()
         for word in words:
             shutil.copyfile(word, unfinished / "tokenizer" / word.name)
         (unfinished / "run.toml").write_text(dump(run))
-        offline_writer.write_checkpoint(unfinished / "checkpoints", 0, [_streamed(entry, files) for entry in table], contents)
+        offline_writer.write_checkpoint(unfinished / "checkpoints", 0, [_streamed(entry, files) for entry in table], metadata)
     read = {piece.theirs for entry in table for piece in entry.pieces}
     formats = sorted({_word(files.dtype(name)) for name in read})
     return Converted(
@@ -95,10 +93,10 @@ def import_folder(folder: Path, out: Path) -> Converted:
 def _streamed(entry: Entry, files: WeightsFolder) -> offline_writer.StreamedTensor:
     dtype = files.dtype(entry.pieces[0].theirs)
     chunks = [
-        offline_writer.StreamedBox(offsets=block.offsets, sizes=block.sizes, read=partial(hf_mapping.read, block, files.rows))
+        offline_writer.StreamedBox(box=Box(block.offsets, block.sizes), read=partial(hf_mapping.read, block, files.rows))
         for block in hf_mapping.blocks(entry, dtype.itemsize)
     ]
-    return offline_writer.StreamedTensor(name=f"model/{entry.name}", shape=entry.shape, dtype=dtype, chunks=chunks)
+    return offline_writer.StreamedTensor(name=f"model/{entry.name}", shape=entry.shape, dtype=dtype, boxes=chunks)
 
 
 def _notes_of_import(folder: Path, spec: ModelSpec) -> tuple[str, ...]:
@@ -176,7 +174,7 @@ def _export(entry: Entry, saved: CheckpointReader, writer: WeightsWriter, copies
     """Read one of our tensors, part by part, and put each where theirs are."""
     name = f"model/{entry.name}"
     if entry.pieces[0].expert is not None:
-        for first, last in saved.parts(name):
+        for first, last in saved.row_ranges(name):
             part = saved.read(name, first, last)
             for piece in entry.pieces[first:last]:
                 assert piece.expert is not None
@@ -184,7 +182,7 @@ def _export(entry: Entry, saved: CheckpointReader, writer: WeightsWriter, copies
         return
     (piece,) = entry.pieces
     # Of a turned tensor, a part of ours is none of theirs.
-    parts = [(0, entry.shape[0])] if piece.turned else saved.parts(name, piece.pairs[0] if piece.pairs else 1)
+    parts = [(0, entry.shape[0])] if piece.turned else saved.row_ranges(name, piece.pairs[0] if piece.pairs else 1)
     for first, last in parts:
         rows = hf_mapping.theirs(piece, saved.read(name, first, last))
         for theirs in (piece.theirs, *copies):

@@ -91,7 +91,7 @@ def compare(folder: Path, reference: ReferenceLogits) -> Match:
         allowed=max(
             EXACT, TIMES * float(rounding_K.sort().values[decisive])
         ),  # of as many places, so that an odd one says as little
-        position=int(reference.places_K[place]),
+        position=int(reference.positions_K[place]),
         token=int(tokens_K[place]),
     )
 
@@ -113,8 +113,8 @@ def _ours(folder: Path, reference: ReferenceLogits) -> tuple[Tensor, Tensor]:
         if reference.compute != "fp32":
             rounded = _in_format(part, rounded, positions, reference)
         part.to_empty(device=torch.device("meta"))  # the whole was never there
-    exact_KV = exact[0, reference.places_K].float()
-    return exact_KV, exact_KV if reference.compute == "fp32" else rounded[0, reference.places_K].float()
+    exact_KV = exact[0, reference.positions_K].float()
+    return exact_KV, exact_KV if reference.compute == "fp32" else rounded[0, reference.positions_K].float()
 
 
 def _in_format(part: nn.Module, x: Tensor, positions: Tensor, reference: ReferenceLogits) -> Tensor:
@@ -134,7 +134,7 @@ def _theirs(folder: Path, reference: ReferenceLogits) -> Tensor:
         logits_SV: Tensor = model(input_ids=reference.tokens_S[None]).logits[0]
     except Exception as error:  # whatever a version of it may raise about a folder that it cannot use
         raise RunFailed(f"transformers {transformers.__version__} cannot open it: {error}") from error
-    return logits_SV[reference.places_K].float()
+    return logits_SV[reference.positions_K].float()
 
 
 def _fits(folder: Path) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from phalanx.checkpointing import directory
-from phalanx.checkpointing.location import Local, Location
-from phalanx.checkpointing.storage import error_text, open_location
+from phalanx.checkpointing.format import Marker
+from phalanx.checkpointing.location import Location
+from phalanx.checkpointing.storage import Remote, error_text, open_location
 from phalanx.events.log import read_events
 from phalanx.events.records import Saved
 from phalanx.events.rundir import RunDir
@@ -41,10 +41,10 @@ def storage_problems(run: Run) -> list[str]:
         return [f"{key} {problem}"]
     try:
         place = open_location(url)
-        if isinstance(place, Local):
-            _try_writing(place.path)
+        if isinstance(place, Remote):
+            place.check_access()
         else:
-            place.attempt()  # type: ignore[attr-defined]  # of Remote, the only other that `open_location` makes
+            _try_writing(Path(str(place)))
     except OSError as error:
         if isinstance(error, FileNotFoundError) and protocol != "file":
             return [f"{key} does not exist ({error_text(error)}): make the bucket first, or name another."]
@@ -80,22 +80,22 @@ def _try_writing(folder: Path) -> None:
     probe.unlink()
 
 
-def check_owner(path: Location, saved: dict[str, Any], run: Run, *, new: bool, fresh: bool) -> None:
+def check_owner(path: Location, saved: Marker, run: Run, *, new: bool, fresh: bool) -> None:
     """Raise RunError unless the checkpoint at checkpoint.url belongs to this run. `new`: the run directory is new."""
     key, other = f"checkpoint.url = {toml(run.checkpoint.url or '')}", "name another URL"
     if fresh:
         raise RunError([f"{key} already holds a run ({path.name}) and --fresh was given: {other}."])
-    if differences := changed(loads(saved["run"], name=str(path)), run):
+    if differences := changed(loads(saved.run.run or "", name=str(path)), run):
         raise RunError(
             [
                 f"{key} holds a run with other settings ({'; '.join(differences)}): {other}, or undo the change to go on with that run."
             ]
         )
-    if new and saved["step"] >= run.steps:
+    if new and saved.step >= run.steps:
         raise RunError([f"{key} holds a run that has taken all its {run.steps} steps: {other}, or raise train.steps to go on."])
 
 
-def newest_first(locations: list[Location]) -> list[tuple[Location, dict[str, Any]]]:
+def newest_first(locations: list[Location]) -> list[tuple[Location, Marker]]:
     """The newest checkpoint with a valid marker, as a list of (location, marker) with at most one item."""
     paths = [path for place in locations for path in directory.list_checkpoints(place)]
     for path in sorted(paths, key=lambda path: -(directory.step_of(path) or 0)):

@@ -196,7 +196,7 @@ def _is_import(rundir: RunDir) -> bool:
         return False  # `_create` reports what is wrong with it
     for path in listed:
         try:
-            return directory.read_marker(path)["data"] is None
+            return directory.read_marker(path).run.data is None
         except directory.DamagedCheckpoint:
             continue
     return False
@@ -239,7 +239,7 @@ def _check_resumption(rundir: RunDir, run: Run, plan: Plan, data: Dataset, reque
     for path, saved in newest_first(searched):
         if path.parent != open_location(rundir.checkpoints):
             check_owner(path, saved, run, new=not rundir.exists, fresh=request.fresh)
-        replicas = saved.get("replicas", plan.layout.data)
+        replicas = saved.run.replicas or plan.layout.data
         if replicas != plan.layout.data:
             raise RunError(
                 [
@@ -248,7 +248,7 @@ def _check_resumption(rundir: RunDir, run: Run, plan: Plan, data: Dataset, reque
                     f"layout.data = {replicas}, or start afresh with --fresh or another --run-dir."
                 ]
             )
-        if saved["data"] == data.fingerprint:
+        if saved.run.data == data.fingerprint:
             return True, []
         text = f"The text of {source_names(run)} has changed since {path} was saved"
         if request.accept_changed_data:

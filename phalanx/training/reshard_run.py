@@ -10,13 +10,13 @@ import itertools
 import math
 import re
 import shutil
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.find_checkpoint import FoundCheckpoint, is_url
+from phalanx.checkpointing.format import Marker, RunMetadata
 from phalanx.checkpointing.location import Location, atomic_directory
 from phalanx.checkpointing.restore import CheckpointReader
 from phalanx.checkpointing.state_tensor import StateTensor
@@ -60,18 +60,17 @@ class Laid:
         places = itertools.product(*map(range, (*degrees, layout.tensor)))
         return [rank for rank, place in enumerate(places) if not place[1] and not place[3]]
 
-    def contents(self, marker: Mapping[str, Any]) -> dict[str, Any]:
-        """What a checkpoint of it says beside its tensors: what `marker` says, of this layout."""
-        kept = {key: value for key, value in marker.items() if key not in ("format", "time", "names", "files", "plan")}
-        plan = {"plan": self.plan.to_json()} if self.plan is not None else {}
-        return kept | {"layout": asdict(self.layout), "run": dump(self.run)} | plan
+    def metadata(self, marker: Marker) -> RunMetadata:
+        """What a checkpoint of it says besides its tensors: what `marker` says, with this layout."""
+        plan = self.plan.to_json() if self.plan is not None else None
+        return replace(marker.run, layout=asdict(self.layout), run=dump(self.run), plan=plan)
 
 
-def laid_out(found: FoundCheckpoint, marker: Mapping[str, Any], asked: str) -> Laid:
+def laid_out(found: FoundCheckpoint, marker: Marker, asked: str) -> Laid:
     """`asked`: degrees such as "tensor=2,pipeline=2", where all others are 1, or a run file, for its layout."""
     run = _run(found, _degrees(asked))
     layout = run.layout
-    replicas = marker.get("replicas", layout.data)
+    replicas = marker.run.replicas or layout.data
     if replicas != layout.data:
         raise RunError(
             [
@@ -86,12 +85,12 @@ def write(saved: CheckpointReader, found: FoundCheckpoint, laid: Laid, out: str)
     """The checkpoint as this layout would have saved it: a run directory that can be trained on in and begun from, or, at a URL, a
     folder of checkpoints as `checkpoint.url` names one. Returns where the checkpoint is."""
     shape = (laid.layout.ranks, laid.layout.pipeline)
-    step = saved.contents["step"]
+    step = saved.marker.step
     if is_url(out):
         if directory.step_dir(open_location(out), step).is_folder():
             raise RunError([f"{directory.step_dir(open_location(out), step)} is already there: name another folder."])
         laid = replace(laid, run=replace(laid.run, checkpoint=replace(laid.run.checkpoint, url=out, local_first=False)))
-        return reshard(saved, laid.holds, shape, open_location(out), laid.contents(saved.contents))
+        return reshard(saved, laid.holds, shape, open_location(out), laid.metadata(saved.marker))
     laid = replace(laid, run=replace(laid.run, checkpoint=replace(laid.run.checkpoint, url=None, local_first=False)))
     with atomic_directory(Path(out)) as unfinished:
         (unfinished / "run.toml").write_text(dump(laid.run))
@@ -99,15 +98,15 @@ def write(saved: CheckpointReader, found: FoundCheckpoint, laid: Laid, out: str)
             (unfinished / "plan.json").write_text(laid.plan.to_json())
         if found.tokenizer is not None:
             shutil.copytree(found.tokenizer, unfinished / "tokenizer")
-        reshard(saved, laid.holds, shape, open_location(unfinished / "checkpoints"), laid.contents(saved.contents))
+        reshard(saved, laid.holds, shape, open_location(unfinished / "checkpoints"), laid.metadata(saved.marker))
     return directory.step_dir(Path(out) / "checkpoints", step)
 
 
-def as_saved(found: FoundCheckpoint, marker: Mapping[str, Any]) -> Laid | None:
+def as_saved(found: FoundCheckpoint, marker: Marker) -> Laid | None:
     """On the layout that saved it; None where it does not say."""
-    if "layout" not in marker:
+    if marker.run.layout is None:
         return None
-    run = replace(_run(found, []), layout=Layout.from_saved(marker["layout"]))
+    run = replace(_run(found, []), layout=Layout.from_saved(marker.run.layout))
     return Laid(run, _plan(run, marker))
 
 
@@ -143,10 +142,10 @@ def _run(found: FoundCheckpoint, overrides: list[str]) -> Run:
     return replace(run, layout=replace(run.layout, data=run.layout.data or 1))
 
 
-def _plan(run: Run, marker: Mapping[str, Any]) -> Plan | None:
-    if "plan" not in marker:
+def _plan(run: Run, marker: Marker) -> Plan | None:
+    if marker.run.plan is None:
         return None
-    plan = Plan.from_json(marker["plan"])
+    plan = Plan.from_json(marker.run.plan)
     share = run.batch // run.layout.replicas
     micro = math.gcd(plan.micro_batch, share)
     peak = plan.peak_flops if plan.ranks == run.layout.ranks else None  # how much others can do is told when it starts

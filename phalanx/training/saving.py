@@ -17,12 +17,13 @@ from phalanx import accelerator
 from phalanx._version import __version__
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.directory import DamagedCheckpoint
+from phalanx.checkpointing.format import Marker, RunMetadata
 from phalanx.checkpointing.hf_folder import ReferenceLogits
 from phalanx.checkpointing.location import Location
 from phalanx.checkpointing.replicas.memory_checkpoint import CopyOutcome, MemoryCopies
 from phalanx.checkpointing.replicas.replica_index import MemoryLocation
-from phalanx.checkpointing.restore import failure_text, load
-from phalanx.checkpointing.save import SaveOutcome, Saver
+from phalanx.checkpointing.restore import load
+from phalanx.checkpointing.save import SaveOutcome, Saver, failure_text
 from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.checkpointing.storage import open_location
 from phalanx.checkpointing.upload import Uploader, UploadOutcome
@@ -85,35 +86,34 @@ class Checkpointer(StepHook):
         """Saves the present state; all ranks call it together. Returns the events of saves that have ended, perhaps of this one too."""
         self._uploads.before_save()
         wait = wait or not self._saves_in_background(tensors)
-        return self._record(self._saver.save(progress.step, tensors, self._contents_on_rank_0(progress), wait=wait))
+        return self._record(self._saver.save(progress.step, tensors, self._metadata_on_rank_0(progress), wait=wait))
 
     def copy(self, progress: Progress, tensors: Callable[[], Tensors]) -> None:
         """Copies the present state to host memory, if a copy is due; all ranks call it together."""
-        self._copies.take(progress.step, tensors, lambda: self._contents_on_rank_0(progress))
+        self._copies.take(progress.step, tensors, lambda: self._metadata_on_rank_0(progress))
 
     def expect(self, step: int, reference: ReferenceLogits) -> None:
         """Sets the logits that an export of the next save must reproduce."""
         if self._exports is not None:
             self._exports.expect(step, reference)
 
-    def _contents_on_rank_0(self, progress: Progress) -> dict[str, Any]:
-        return {} if self._mesh.rank else self.contents(progress)
+    def _metadata_on_rank_0(self, progress: Progress) -> RunMetadata:
+        return RunMetadata() if self._mesh.rank else self.metadata(progress)
 
-    def contents(self, progress: Progress) -> dict[str, Any]:
+    def metadata(self, progress: Progress) -> RunMetadata:
         """The part of the state that is not tensors; rank 0 writes it. Random numbers follow from the seed and the step."""
-        contents: dict[str, Any] = {
-            "progress": asdict(progress),
-            "seed": self._run.train.seed,
-            "data": self._data.fingerprint,
-            "version": __version__,
-            "torch": torch.__version__,
-            "layout": asdict(self._plan.layout),
-            "run": dump(self._run),
-            "plan": self._plan.to_json(),
-        }
-        if self._run.optimizer.sync_every > 1:
-            contents["replicas"] = self._mesh.size("data")  # each replica has its own state, so a resumed run needs as many
-        return contents
+        own_states = self._run.optimizer.sync_every > 1  # each replica has its own state, so a resumed run needs as many
+        return RunMetadata(
+            progress=asdict(progress),
+            seed=self._run.train.seed,
+            data=self._data.fingerprint,
+            version=__version__,
+            torch=torch.__version__,
+            layout=asdict(self._plan.layout),
+            run=dump(self._run),
+            plan=self._plan.to_json(),
+            replicas=self._mesh.size("data") if own_states else None,
+        )
 
     def ended(self) -> list[Event]:
         """Events of saves, copies, exports and uploads that have ended since the last call, on rank 0."""
@@ -188,14 +188,14 @@ class Checkpointer(StepHook):
         while True:
             started = time.perf_counter()
             chosen, damaged = self._choose(path, damaged_paths)
-            problem, contents = self._load(chosen, tensors) if chosen is not None else (None, {})
+            problem, marker = self._load(chosen, tensors) if chosen is not None else (None, None)
             if problem is not None:
                 if path is not None:
                     raise problem
                 damaged = [*damaged, problem]
             events += [CheckpointDamaged(path=bad.path, reason=bad.reason) for bad in damaged]
             if chosen is not None and problem is None:
-                progress = Progress(**contents["progress"])
+                progress = Progress(**marker.run.progress)
                 # An in-memory copy is no checkpoint: a state restored from one must still be saved.
                 self.step = None if isinstance(chosen, MemoryLocation) else progress.step
                 self._newest = chosen if path is None else None
@@ -239,20 +239,20 @@ class Checkpointer(StepHook):
         if failure := self._mesh.broadcast_object(failure):
             raise RunFailed(f"The checkpoints after step {step}, to which the run went back, could not be removed: {failure}.")
 
-    def _load(self, path: Location, tensors: Tensors) -> tuple[DamagedCheckpoint | None, dict[str, Any]]:
-        """Returns how the checkpoint is damaged on any rank, and its contents besides tensors. Raises other problems on all ranks."""
+    def _load(self, path: Location, tensors: Tensors) -> tuple[DamagedCheckpoint | None, Marker | None]:
+        """Returns how the checkpoint is damaged on any rank, and its marker. Raises other problems on all ranks."""
         problem: BaseException | None = None
-        contents: dict[str, Any] = {}
+        marker: Marker | None = None
         try:
-            contents = load(path, tensors)
+            marker = load(path, tensors)
         except PhalanxError as error:
             problem = error
         for of_rank in self._mesh.gather_objects(problem):
             if isinstance(of_rank, DamagedCheckpoint):
-                return of_rank, {}
+                return of_rank, None
             if of_rank is not None:
                 raise of_rank
-        return None, contents
+        return None, marker
 
     def close(self) -> None:
         self._saver.close()
@@ -282,9 +282,9 @@ class _MemoryCopies:
         if self._copies is not None:
             self._copies.prepare(tensors)
 
-    def take(self, step: int, tensors: Callable[[], Tensors], contents: Callable[[], dict[str, Any]]) -> None:
+    def take(self, step: int, tensors: Callable[[], Tensors], metadata: Callable[[], RunMetadata]) -> None:
         if self._copies is not None and self._every is not None and step % self._every == 0:
-            self._copies.take(step, tensors(), contents())
+            self._copies.take(step, tensors(), metadata())
 
     def release(self) -> None:
         if self._copies is not None:
@@ -313,7 +313,7 @@ class _MemoryCopies:
                     seconds=copy.seconds,
                     stall=copy.stall,
                     peer=copy.peer,
-                    skipped=copy.passed_over,
+                    skipped=copy.skipped,
                 )
             )
         return events
@@ -349,7 +349,7 @@ class _Uploads:
     @property
     def protected(self) -> set[str]:
         """Names of checkpoints in the run directory that uploads still need."""
-        return self._uploader.held if self._uploader is not None else set()
+        return self._uploader.in_use if self._uploader is not None else set()
 
     def before_save(self) -> None:
         if self._uploader is not None:

@@ -314,8 +314,8 @@ def _state(ours: TrainedRun, theirs: TrainedRun, accepted: float) -> Verdict:
             side.output.strip().splitlines()[-1] for side in (ours, theirs) if side.code and side.output.strip()
         )
         return Verdict(name="state", passed=False, said=f"{error} {endings}".strip())
-    if one.contents["step"] != other.contents["step"]:
-        said = f"the last checkpoint is of step {one.contents['step']}, the undisturbed run's of {other.contents['step']}"
+    if one.marker.step != other.marker.step:
+        said = f"the last checkpoint is of step {one.marker.step}, the undisturbed run's of {other.marker.step}"
         return Verdict(name="state", passed=False, said=said)
     different = [item for item in compare(one, other) if isinstance(item, Difference)]
     if not different:
@@ -333,5 +333,5 @@ def _relative(difference: Difference, saved: CheckpointReader) -> float:
     """The difference relative to the largest element of the tensor."""
     if difference.kind != "values":
         return float("inf")
-    largest = max(float(saved.read(difference.name, *part).abs().max()) for part in saved.parts(difference.name))
+    largest = max(float(saved.read(difference.name, *part).abs().max()) for part in saved.row_ranges(difference.name))
     return difference.largest / largest if largest else float("inf")

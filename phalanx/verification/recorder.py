@@ -12,7 +12,6 @@ from torch import Tensor
 
 from phalanx.events.records import StepSkipped
 from phalanx.parallel.owned_param import ParamShard
-from phalanx.spec.tensor_slice import TensorSlice
 from phalanx.training.trainer import Trainer
 
 ShardValue = tuple[Tensor, ParamShard]
@@ -73,7 +72,7 @@ def _parameters(trainer: Trainer) -> dict[str, ShardValue]:
             tensor = piece.tensor if isinstance(piece.tensor, Tensor) else piece.tensor.read()
             values[name.removeprefix("model/")] = (
                 tensor.detach(),
-                ParamShard(TensorSlice.of(piece.whole, piece.offset, piece.shape)),
+                ParamShard(piece.slice),
             )
     if trainer.run.optimizer.sync_every > 1:  # between two syncs, a checkpoint stores the state of the last sync
         values |= {owned.name: (owned.value.detach(), owned.shard) for owned in trainer.sharded.owned}

@@ -51,6 +51,6 @@ def hand_off(trainer: Trainer, contributors: list[int]) -> bool:
         mesh.place.generation, contributors.index(mesh.rank), len(contributors), mesh.stage, mesh.is_stage_leader
     )
     write_handoff(
-        Path(mesh.place.holder), share, trainer.progress.step, tensors, trainer.checkpointer.contents(trainer.progress)
+        Path(mesh.place.holder), share, trainer.progress.step, tensors, trainer.checkpointer.metadata(trainer.progress)
     )
     return True

@@ -14,9 +14,10 @@ from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
 from torch import Tensor
 
 from phalanx.checkpointing import directory, format, location, save, staging
+from phalanx.checkpointing.format import RunMetadata
 from phalanx.checkpointing.save import Saver
 from phalanx.checkpointing.staging import Staging
-from phalanx.checkpointing.state_tensor import ReplicaGroup, StateTensor, written
+from phalanx.checkpointing.state_tensor import ReplicaGroup, StateTensor, written_boxes
 from phalanx.checkpointing.storage import open_location
 from phalanx.events.records import Saved
 from phalanx.parallel.mesh import Mesh
@@ -54,7 +55,7 @@ def slow_writing(monkeypatch: Any, seconds: float) -> None:
 def test_what_changes_after_the_state_was_released_does_not_reach_the_checkpoint(tmp_path: Path, monkeypatch: Any) -> None:
     slow_copies(monkeypatch, 0.05)
     saver, tensors = Saver(open_location(tmp_path), ALONE), state(1)
-    assert saver.save(3, tensors, {"value": 1}, wait=False) == []
+    assert saver.save(3, tensors, RunMetadata(extra={"value": 1}), wait=False) == []
     saver.release()
     for tensor in tensors.values():
         tensor.fill_(-1)
@@ -70,7 +71,7 @@ def test_what_is_not_steady_is_copied_before_a_save_returns(tmp_path: Path, monk
     counter = torch.tensor([5.0, 6.0])
     piece = StateTensor(counter, TensorSlice.full((2,)), is_buffer=True)
     saver = Saver(open_location(tmp_path), ALONE)
-    saver.save(1, {**state(1), "counter": piece}, {}, wait=False)
+    saver.save(1, {**state(1), "counter": piece}, wait=False)
     counter.fill_(0)
     saver.release()
     saver.settle()
@@ -120,7 +121,7 @@ def saving_twice(mesh: Mesh, folder: Path) -> tuple[list[int], bool]:
     saver, tensors = Saver(open_location(folder), mesh), state(1)
     pieces = {name: StateTensor.full(tensor, ReplicaGroup((), mesh.rank, mesh.ranks)) for name, tensor in tensors.items()}
     writing, most = 0, 0
-    write, lock = format.write, threading.Lock()
+    write, lock = format.write_file, threading.Lock()
 
     def watched(*args: Any) -> Any:
         nonlocal writing, most
@@ -134,10 +135,10 @@ def saving_twice(mesh: Mesh, folder: Path) -> tuple[list[int], bool]:
             with lock:
                 writing -= 1
 
-    format.write = watched  # type: ignore[assignment]
+    format.write_file = watched  # type: ignore[assignment]
     told = []
     for step in (1, 2, 3):
-        told += [outcome.step for outcome in saver.save(step, pieces, {}, wait=False) if outcome.failure is None]
+        told += [outcome.step for outcome in saver.save(step, pieces, wait=False) if outcome.failure is None]
         assert told == list(range(1, step)), "the one before has ended"
         saver.release()
         for tensor in tensors.values():
@@ -156,19 +157,19 @@ def test_a_second_save_waits_for_the_first(ranks: int, tmp_path: Path) -> None:
 
 
 def test_the_copy_has_the_size_of_what_this_rank_writes_and_is_used_again() -> None:
-    parts = written({name: StateTensor.full(tensor) for name, tensor in state(1).items()})
+    parts = written_boxes({name: StateTensor.full(tensor) for name, tensor in state(1).items()})
     area = Staging(torch.device("cpu"))
     area.prepare(parts)
     places = set()
     for value in (1, 2, 3):
-        parts = written({name: StateTensor.full(tensor) for name, tensor in state(value).items()})
+        parts = written_boxes({name: StateTensor.full(tensor) for name, tensor in state(value).items()})
         area.begin(parts)
         assert area.bytes == sum(part.bytes for part in parts) == 5 * 100 * 50 * 4
         assert area._memory is not None
         places.add(area._memory.data_ptr())
-        assert b"".join(area.chunks()) == b"".join(part.piece.tensor.numpy().tobytes() for part in parts)  # type: ignore[union-attr]
+        assert b"".join(area.chunks()) == b"".join(part.state.tensor.numpy().tobytes() for part in parts)  # type: ignore[union-attr]
     assert len(places) == 1
-    fewer = written({"one": StateTensor.full(torch.ones(3))})
+    fewer = written_boxes({"one": StateTensor.full(torch.ones(3))})
     area.begin(fewer)
     assert area.bytes == 12 and b"".join(area.chunks()) == torch.ones(3).numpy().tobytes()
     area.close()
@@ -191,7 +192,7 @@ def test_only_the_first_update_after_a_save_waits() -> None:
     """What it waited is told with the save; later ones would put their nothing in its place."""
     area, waits = Staging(torch.device("cpu")), []
     for _ in range(2):
-        assert area.begin(written({name: StateTensor.full(tensor) for name, tensor in state(1).items()})) is None
+        assert area.begin(written_boxes({name: StateTensor.full(tensor) for name, tensor in state(1).items()})) is None
         assert area._copying is not None
         join = area._copying.join
         area._copying.join = lambda *args, join=join: (waits.append(1), join(*args))[1]  # type: ignore[method-assign]
@@ -205,12 +206,12 @@ def test_only_the_first_update_after_a_save_waits() -> None:
 def test_a_copy_that_fails_fails_its_save_and_no_other(tmp_path: Path) -> None:
     source = Unreadable()
     saver, tensors = Saver(open_location(tmp_path), ALONE), {"it": StateTensor(source, TensorSlice.full((4,)))}
-    saver.save(1, tensors, {}, wait=False)
+    saver.save(1, tensors, wait=False)
     saver.release()
     (failed,) = saver.settle()
     assert failed.failure == "rank 0: Input/output error"
     source.broken = False
-    saver.save(2, tensors, {}, wait=False)
+    saver.save(2, tensors, wait=False)
     (ended,) = saver.settle()
     assert ended.failure is None and [path.name for path in directory.list_checkpoints(tmp_path)] == ["step-00000002"]
     saver.close()
@@ -221,7 +222,7 @@ def alone_in_the_end(mesh: Mesh, folder: Path) -> float:
     saver = Saver(open_location(folder), mesh)
     if mesh.rank:
         saver._write = lambda *args: None  # type: ignore[method-assign]  # it is lost before it has written
-    saver.save(1, state(1), {}, wait=False)
+    saver.save(1, state(1), wait=False)
     started = time.monotonic()
     saver.close()
     return time.monotonic() - started

@@ -13,7 +13,7 @@ import pytest
 from checkpoints import flip
 
 from phalanx.checkpointing import format
-from phalanx.checkpointing.format import Checked, Damaged, digest, whole, whole_of, write
+from phalanx.checkpointing.format import CheckedFile, DamagedFile, checksum_of, file_checksum, read_checksum, write_file
 from phalanx.checkpointing.location import Local
 
 BLOCK = 1000
@@ -48,11 +48,11 @@ def test_however_it_is_cut_the_file_is_the_same(length: int, sizes: tuple[int, .
     data = dice.randbytes(length)
     file = Local(tmp_path / "file")
     chunks = cut(data, endless(dice, *sizes))
-    sums = write(file, list(chunks) if listed else chunks)
+    sums = write_file(file, list(chunks) if listed else chunks)
     assert (tmp_path / "file").read_bytes() == data
     assert sums == [zlib.crc32(data[begin : begin + BLOCK]) for begin in range(0, max(1, length), BLOCK)]
-    assert digest(file) == whole_of(data) == whole(sums)
-    assert whole(sums) == hashlib.sha256(b"".join(one.to_bytes(4, "little") for one in sums)).hexdigest()
+    assert read_checksum(file) == checksum_of(data) == file_checksum(sums)
+    assert file_checksum(sums) == hashlib.sha256(b"".join(one.to_bytes(4, "little") for one in sums)).hexdigest()
 
 
 def test_a_chunk_may_be_changed_as_soon_as_the_next_is_asked_for(tmp_path: Path) -> None:
@@ -63,7 +63,9 @@ def test_a_chunk_may_be_changed_as_soon_as_the_next_is_asked_for(tmp_path: Path)
             buffer[:] = data[begin : begin + 700]
             yield memoryview(buffer)
 
-    assert write(Local(tmp_path / "file"), reused()) == [zlib.crc32(data[at : at + BLOCK]) for at in range(0, 7_000, BLOCK)]
+    assert write_file(Local(tmp_path / "file"), reused()) == [
+        zlib.crc32(data[at : at + BLOCK]) for at in range(0, 7_000, BLOCK)
+    ]
     assert (tmp_path / "file").read_bytes() == data
 
 
@@ -71,14 +73,14 @@ def test_any_bytes_can_be_read(tmp_path: Path) -> None:
     dice = random.Random(1)
     data = dice.randbytes(5_432)
     file = Local(tmp_path / "file")
-    checked = Checked(file, len(data), write(file, [data]))
+    checked = CheckedFile(file, len(data), write_file(file, [data]))
     for _ in range(300):
         begin = dice.randrange(len(data) + 1)
         into = bytearray(dice.choice([0, 1, 500, 1000, 3000]))
         into = into[: len(data) - begin]
-        checked.read(begin, memoryview(into), ahead=dice.random() < 0.5)
+        checked.read(begin, memoryview(into), prefetch=dice.random() < 0.5)
         assert into == data[begin : begin + len(into)]
-    with pytest.raises(Damaged, match="has 5432 bytes, of which 5431 to 5433 were asked for"):
+    with pytest.raises(DamagedFile, match="has 5432 bytes, of which 5431 to 5433 were requested"):
         checked.read(5431, memoryview(bytearray(2)))
     checked.close()
 
@@ -87,14 +89,16 @@ def test_any_bytes_can_be_read(tmp_path: Path) -> None:
 def test_damage_is_found_where_it_is_and_only_there(block: int, tmp_path: Path) -> None:
     data = random.Random(2).randbytes(3_500)
     file = Local(tmp_path / "file")
-    sums = write(file, [data])
+    sums = write_file(file, [data])
     flip(tmp_path / "file", block * BLOCK + 321, 5)
-    checked = Checked(file, len(data), sums)
+    checked = CheckedFile(file, len(data), sums)
     for number in range(4):
         into = bytearray(100)
         if number == block:
             last = min(len(data), (block + 1) * BLOCK)
-            with pytest.raises(Damaged, match=rf"file file does not have the contents .* \(bytes {block * BLOCK} to {last}\)"):
+            with pytest.raises(
+                DamagedFile, match=rf"file file does not have the contents .* \(bytes {block * BLOCK} to {last}\)"
+            ):
                 checked.read(number * BLOCK, memoryview(into))
         else:
             checked.read(number * BLOCK, memoryview(into))
@@ -105,14 +109,14 @@ def test_damage_is_found_where_it_is_and_only_there(block: int, tmp_path: Path) 
 def test_a_file_that_lost_its_end_is_damaged(tmp_path: Path) -> None:
     data = bytes(2_500)
     file = Local(tmp_path / "file")
-    sums = write(file, [data])
+    sums = write_file(file, [data])
     (tmp_path / "file").write_bytes(data[:2_400])
-    checked = Checked(file, len(data), sums)
-    with pytest.raises(Damaged, match="bytes 2000 to 2500"):
+    checked = CheckedFile(file, len(data), sums)
+    with pytest.raises(DamagedFile, match="bytes 2000 to 2500"):
         checked.read(2_450, memoryview(bytearray(10)))
     checked.close()
-    with pytest.raises(Damaged, match="checksums of 3 blocks for 3500 bytes"):
-        Checked(file, 3_500, sums)
+    with pytest.raises(DamagedFile, match="checksums of 3 blocks for 3500 bytes"):
+        CheckedFile(file, 3_500, sums)
 
 
 class Counted(Local):
@@ -122,18 +126,18 @@ class Counted(Local):
         super().__init__(path)
         self.begins: list[int] = []
 
-    def block(self, begin: int, length: int) -> memoryview:
+    def read_block(self, begin: int, length: int) -> memoryview:
         self.begins.append(begin)
-        return super().block(begin, length)
+        return super().read_block(begin, length)
 
 
 def test_neighbours_share_a_block_and_only_what_is_needed_is_read(tmp_path: Path) -> None:
     data = random.Random(3).randbytes(10_000)
-    sums = write(Local(tmp_path / "file"), [data])
+    sums = write_file(Local(tmp_path / "file"), [data])
     file = Counted(tmp_path / "file")
-    checked = Checked(file, len(data), sums)
+    checked = CheckedFile(file, len(data), sums)
     for begin in range(3_000, 5_000, 100):  # row by row through two blocks
-        checked.read(begin, memoryview(bytearray(100)), ahead=False)
+        checked.read(begin, memoryview(bytearray(100)), prefetch=False)
     assert file.begins == [3_000, 4_000]
     checked.read(7_100, memoryview(bytearray(100)))
     checked.close()
@@ -157,12 +161,12 @@ class Full:
     def close(self) -> None:
         self.closed = True
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         self.abandoned = True
 
 
 def test_a_file_that_cannot_be_written_is_let_go_of() -> None:
     full = Full(2_000)
     with pytest.raises(OSError, match="No space left"):
-        write(full, [bytes(700)] * 5)  # type: ignore[arg-type]
+        write_file(full, [bytes(700)] * 5)  # type: ignore[arg-type]
     assert full.abandoned and not full.closed

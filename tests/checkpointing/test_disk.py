@@ -25,24 +25,27 @@ from phalanx.checkpointing.directory import (
     read_marker,
     verify,
 )
+from phalanx.checkpointing.format import RunMetadata
 from phalanx.checkpointing.location import Local
 from phalanx.checkpointing.storage import open_location
 from phalanx.spec.errors import PhalanxError
 
-DATA, LATER = format.file_name(0, 2), format.file_name(1, 2)
-ABOUT = format.beside(DATA)
+DATA, LATER = format.rank_file_name(0, 2), format.rank_file_name(1, 2)
+ABOUT = format.sidecar_name(DATA)
 VALUES = {DATA: bytes(range(256)) * 5, LATER: b"a few bytes"}
-CONTENTS = {"progress": {"step": 3, "samples": 24}, "version": "1.2", "rate": 0.1, "small": 1e-05, "said": "naïve"}
+METADATA = RunMetadata(progress={"step": 3, "samples": 24}, version="1.2", extra={"rate": 0.1, "small": 1e-05, "said": "naïve"})
 
 
-def write(checkpoints: Path, step: int, contents: dict[str, Any] = CONTENTS) -> Path:
+def write(checkpoints: Path, step: int, metadata: RunMetadata = METADATA) -> Path:
     """A checkpoint, made the way saving makes it; its files hold no tensors, which nobody asks here."""
     partial = directory.begin(checkpoints, step)
     for stage, (name, data) in enumerate(VALUES.items()):
-        about = format.about(name, len(data), len(data), format.write(partial / name, [data]))
-        about |= {"stage": stage, "names": {f"tensor {stage}": len(data)}}
-        format.write(partial / format.beside(name), [json.dumps(about).encode()])
-    return Path(str(commit(partial, contents | {"step": step}, 2)))
+        sums = format.write_file(partial / name, [data])
+        sidecar = format.Sidecar(
+            file=name, size=len(data), tensors=len(data), crc32=sums, stage=stage, names={f"tensor {stage}": len(data)}
+        )
+        format.write_file(partial / format.sidecar_name(name), [sidecar.to_json()])
+    return Path(str(commit(partial, step, metadata, 2)))
 
 
 def names(checkpoints: Path) -> list[str]:
@@ -55,16 +58,15 @@ def test_a_committed_directory_has_its_name_its_files_and_its_contents(tmp_path:
     assert names(tmp_path) == ["step-00000012"]
     verify(path)
     marker = read_marker(path)
-    assert {key: marker[key] for key in CONTENTS} == CONTENTS
-    assert marker["step"] == 12
-    files = {name: file["bytes"] for name, file in marker["files"].items()}
+    assert (marker.run, marker.step) == (METADATA, 12)
+    files = {name: file.bytes for name, file in marker.files.items()}
     assert files == {file.name: file.stat().st_size for file in path.iterdir() if file.name != directory.MARKER}
-    assert files.keys() == {DATA, LATER, ABOUT, format.beside(LATER)}
+    assert files.keys() == {DATA, LATER, ABOUT, format.sidecar_name(LATER)}
     assert {name: (path / name).read_bytes() for name in VALUES} == VALUES
-    assert marker["names"] == [["tensor 0"], ["tensor 1"]]
-    for name, file in marker["files"].items():  # as anybody can find them out: these are of one block
+    assert marker.names == [["tensor 0"], ["tensor 1"]]
+    for name, file in marker.files.items():  # as anybody can find them out: these are of one block
         crc = zlib.crc32((path / name).read_bytes())
-        assert file["checksum"] == hashlib.sha256(crc.to_bytes(4, "little")).hexdigest()
+        assert file.checksum == hashlib.sha256(crc.to_bytes(4, "little")).hexdigest()
 
 
 def test_the_newest_by_number_is_found_not_by_name_or_time(tmp_path: Path) -> None:
@@ -323,9 +325,9 @@ def test_ranks_that_disagree_about_who_writes_what_make_no_checkpoint(tmp_path: 
     shutil.copytree(tmp_path / "step-00000001", partial, dirs_exist_ok=True, ignore=shutil.ignore_patterns(directory.MARKER))
     about = json.loads((partial / ABOUT).read_text())
     (partial / ABOUT).write_text(json.dumps(about | {"names": {"tensor 0": 1279}}))  # a byte of it would be there twice
-    with pytest.raises(PhalanxError, match=r"holds 1291 bytes of tensors that have 1290"):
-        commit(partial, CONTENTS, 2)
+    with pytest.raises(PhalanxError, match=r"has 1291 bytes of tensors that have 1290 bytes"):
+        commit(partial, 2, METADATA, 2)
     (partial / ABOUT).unlink()
     with pytest.raises(FileNotFoundError, match=ABOUT):
-        commit(partial, CONTENTS, 2)
+        commit(partial, 2, METADATA, 2)
     assert newest_verified(tmp_path) == (open_location(tmp_path / "step-00000001"), [])

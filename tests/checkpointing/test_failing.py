@@ -174,13 +174,13 @@ def test_a_full_disk(wait: bool, tmp_path: Path, mount_disk: Callable[[Path, str
     """A real one: it has room for one checkpoint and a half."""
     folder = mount_disk(tmp_path / "small", "100k")
     saver, small, large = Saver(open_location(folder), ALONE), various(1), {"large": various(1)["model/matrix"].repeat(10, 1)}
-    outcomes = saver.save(1, small, {}, wait=wait) + saver.settle()
-    outcomes += saver.save(2, {**small, **large}, {}, wait=wait) + saver.settle()
+    outcomes = saver.save(1, small, wait=wait) + saver.settle()
+    outcomes += saver.save(2, {**small, **large}, wait=wait) + saver.settle()
     assert [outcome.failure for outcome in outcomes[:1]] == [None]
     assert outcomes[1].failure == "rank 0: No space left on device"
     assert [path.name for path in folder.iterdir()] == ["step-00000001"]
     assert differing(contents(folder / "step-00000001"), {name: t for name, t in small.items() if t.numel()}) == []
-    outcomes += saver.save(3, small, {}, wait=wait) + saver.settle()  # what the failed one took is there again
+    outcomes += saver.save(3, small, wait=wait) + saver.settle()  # what the failed one took is there again
     assert outcomes[2].failure is None
     saver.close()
 
@@ -190,7 +190,7 @@ def test_what_cannot_be_removed_afterwards_is_told_but_the_checkpoint_is_there(t
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     saver = Saver(open_location(tmp_path), ALONE, retain)
-    (ended,) = saver.save(1, various(1), {}, wait=True)
+    (ended,) = saver.save(1, various(1), wait=True)
     assert ended.failure is None
     assert (
         ended.note
@@ -204,7 +204,7 @@ def test_without_memory_for_a_copy_the_save_is_waited_for_and_says_so(tmp_path: 
     monkeypatch.setattr(staging, "free_memory", lambda: 1000)
     saver, tensors = Saver(open_location(tmp_path), ALONE), various(1)
     saver.prepare(tensors)
-    assert saver.save(1, tensors, {}, wait=False) == []
+    assert saver.save(1, tensors, wait=False) == []
     for tensor in tensors.values():
         tensor.zero_()  # what changes from here on is not in it
     (ended,) = saver.settle()
@@ -212,7 +212,7 @@ def test_without_memory_for_a_copy_the_save_is_waited_for_and_says_so(tmp_path: 
     assert ended.note is not None and "GB are needed for it, and 0.00 GB are free" in ended.note
     assert differing(contents(tmp_path / "step-00000001"), {name: t for name, t in various(1).items() if t.numel()}) == []
     monkeypatch.undo()
-    assert saver.save(2, various(2), {}, wait=False) == []  # there is room again
+    assert saver.save(2, various(2), wait=False) == []  # there is room again
     (ended,) = saver.settle()
     assert ended.note is None
     saver.close()
@@ -223,7 +223,7 @@ def test_a_new_saver_of_the_same_ranks_hears_nothing_of_an_earlier_ones_failure(
     with monkeypatch.context() as patched:
         patched.setattr(directory, "commit", lambda *args: (_ for _ in ()).throw(FULL))
         patched.setattr(Local, "sink", lambda self: (_ for _ in ()).throw(FULL))
-        (failed,) = Saver(open_location(tmp_path), ALONE).save(1, various(1), {}, wait=True)
+        (failed,) = Saver(open_location(tmp_path), ALONE).save(1, various(1), wait=True)
         assert failed.failure == "rank 0: No space left on device"
-    (ended,) = Saver(open_location(tmp_path), ALONE).save(1, various(1), {}, wait=True)
+    (ended,) = Saver(open_location(tmp_path), ALONE).save(1, various(1), wait=True)
     assert ended.failure is None

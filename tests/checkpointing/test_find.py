@@ -17,17 +17,19 @@ from phalanx.checkpointing.find_checkpoint import (
     locate,
     path_or_url,
 )
+from phalanx.checkpointing.format import RunMetadata
 from phalanx.checkpointing.storage import open_location
 from phalanx.checkpointing.tools.offline_writer import StreamedBox, StreamedTensor, write_checkpoint
 from phalanx.spec.errors import RunError
+from phalanx.spec.tensor_slice import Box
 
 WHOLE = torch.arange(12.0).view(3, 4)
 
 
-def checkpoint(folder: Path, step: int, **contents: str) -> Path:
-    chunk = StreamedBox(offsets=(0, 0), sizes=(3, 4), read=lambda: WHOLE)
-    tensor = StreamedTensor(name="model/w", shape=(3, 4), dtype=torch.float32, chunks=[chunk])
-    return Path(str(write_checkpoint(folder, step, [tensor], contents)))
+def checkpoint(folder: Path, step: int, **metadata: str) -> Path:
+    chunk = StreamedBox(box=Box((0, 0), (3, 4)), read=lambda: WHOLE)
+    tensor = StreamedTensor(name="model/w", shape=(3, 4), dtype=torch.float32, boxes=[chunk])
+    return Path(str(write_checkpoint(folder, step, [tensor], RunMetadata(**metadata))))
 
 
 def run_directory(path: Path, *steps: int, text: str = "# of the directory\n") -> Path:

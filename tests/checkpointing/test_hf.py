@@ -82,7 +82,7 @@ def test_tensors_that_do_not_fit_are_all_named(folder: Path) -> None:
     said = _refusal(folder, {"vector": (11,), "matrix": (3, 4), "missing": (1,)})
     assert "the tensor vector has shape [10]; config.json asks for [11]" in said
     assert "lacks the tensor missing, of shape [1]" in said
-    assert "holds the tensor stack" in said and str(folder / "model.safetensors") in said
+    assert "has the tensor stack" in said and str(folder / "model.safetensors") in said
     assert "matrix" not in said
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,13 +19,14 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from phalanx.checkpointing import directory, format
-from phalanx.checkpointing.format import Box
+from phalanx.checkpointing.format import SavedBox
 from phalanx.checkpointing.location import Local
-from phalanx.checkpointing.quiet import quiet
-from phalanx.checkpointing.shard_io import DTYPES
+from phalanx.checkpointing.restore import load
+from phalanx.checkpointing.state_tensor import DTYPES, ReplicaGroup, StateTensor
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
 from phalanx.spec.safetensors_index import SIZES
+from phalanx.spec.tensor_slice import Box, TensorSlice
 
 
 def train_and_save(mesh: Mesh, folder: Path) -> None:
@@ -64,7 +67,8 @@ def test_the_safetensors_library_reads_every_file(by_four: Path) -> None:
 def test_torchs_own_reader_puts_the_tensors_together(by_four: Path) -> None:
     whole = contents(by_four)
     theirs: dict[str, Tensor] = {name: torch.full_like(tensor, -1) for name, tensor in whole.items()}
-    with quiet():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         dcp.load(theirs, storage_reader=HuggingFaceStorageReader(str(by_four)), no_dist=True)
     assert all(torch.equal(theirs[name], tensor) for name, tensor in whole.items())
 
@@ -88,25 +92,25 @@ def test_values_begin_where_their_format_may(by_four: Path) -> None:
                 assert entry["data_offsets"][0] % SIZES[entry["dtype"]] == 0
 
 
-def checked(file: Path, data: bytes) -> format.Checked:
-    return format.Checked(Local(file), len(data), format.write(Local(file), [data]))
+def checked(file: Path, data: bytes) -> format.CheckedFile:
+    return format.CheckedFile(Local(file), len(data), format.write_file(Local(file), [data]))
 
 
 def test_what_the_header_says_is_read_back(tmp_path: Path) -> None:
     boxes = [
-        Box("number", "F64", (), (), ()),
-        Box("a/matrix", "F32", (10, 4), (6, 0), (3, 4)),
-        Box("naïve “name”", "BF16", (7,), (0,), (7,)),
+        SavedBox("number", "F64", (), Box((), ())),
+        SavedBox("a/matrix", "F32", (10, 4), Box((6, 0), (3, 4))),
+        SavedBox("a/matrix", "F32", (10, 4), Box((0, 1), (2, 3))),
+        SavedBox("naïve “name”", "BF16", (7,), Box((0,), (7,))),
     ]
-    head = format.header(boxes)
+    head = format.encode_header(boxes)
     data = head + bytes(sum(box.bytes for box in boxes))
     file = checked(tmp_path / "file", data)
-    found = format.boxes(file, len(data))
+    found = format.read_header(file, len(data))
     file.close()
-    assert [(one.name, one.dtype, one.whole, one.offset, one.shape) for one in found] == [
-        (one.name, one.dtype, one.whole, one.offset, one.shape) for one in boxes
-    ]
-    assert [one.begin for one in found] == [len(head), len(head) + 8, len(head) + 8 + 48]
+    assert [replace(saved, begin=0) for saved in found] == boxes
+    assert [saved.begin - len(head) for saved in found] == [0, 8, 8 + 48, 8 + 48 + 24]
+    assert list(json.loads(head[8:]))[:4] == ["number", "a/matrix", "a/matrix#1", "naïve “name”"]
 
 
 @pytest.mark.parametrize("head", [struct.pack("<Q", 1 << 40), struct.pack("<Q", 2) + b"{}", struct.pack("<Q", 2) + b"[]"])
@@ -114,15 +118,63 @@ def test_another_programs_header_is_told(head: bytes, tmp_path: Path) -> None:
     data = head + bytes(10)
     file = checked(tmp_path / "file", data)
     with pytest.raises((ValueError, KeyError, TypeError)):
-        format.boxes(file, len(data))
+        format.read_header(file, len(data))
     file.close()
 
 
 def test_a_marker_tells_what_each_rank_and_stage_holds(by_four: Path, tmp_path: Path) -> None:
-    assert directory.read_marker(by_four)["names"] == [sorted(contents(by_four))]
+    assert directory.read_marker(by_four).names == [sorted(contents(by_four))]
     run_ranks(train_and_save, 2, tmp_path, layout=Layout(data=1, pipeline=2))
     marker = directory.read_marker(tmp_path / "step-00000001")
-    first, last = (set(names) for names in marker["names"])
+    first, last = (set(names) for names in marker.names)
     assert not first & last and first | last == set(contents(tmp_path / "step-00000001"))
     assert "model/embed.weight" in first and "model/head.weight" in last
-    assert [file["stage"] for name, file in marker["files"].items() if name.endswith(format.SUFFIX)] == [0, 1]
+    assert [file.stage for file in marker.rank_files.values()] == [0, 1]
+
+
+FUSED = torch.arange(24 * 5, dtype=torch.float32).view(24, 5)
+SEGMENTS = (12, 6, 6)  # of q, k and v
+
+
+def part_of_fused(index: int, count: int) -> TensorSlice:
+    return TensorSlice.full(FUSED.shape).cut_segments(0, SEGMENTS, index, count)
+
+
+def local_values(part: TensorSlice) -> Tensor:
+    return torch.cat([FUSED[box.index] for box in part.boxes], part.dim)
+
+
+def save_fused(mesh: Mesh, folder: Path) -> None:
+    """A [q|k|v] matrix cut for tensor parallelism: every rank has three boxes of it; ranks 0 and 1 hold the same as 2 and 3."""
+    part = part_of_fused(mesh.rank % 2, 2)
+    state = StateTensor(local_values(part), part, ReplicaGroup(("tensor",), mesh.rank // 2, 2))
+    columns = TensorSlice.full((5, 24)).cut_segments(1, SEGMENTS, mesh.rank % 2, 2)
+    turned = StateTensor(local_values(part).T, columns, ReplicaGroup(("tensor",), mesh.rank // 2, 2))
+    saved(folder, 1, {"qkv": state, "turned": turned}, {}, mesh)
+
+
+def test_several_boxes_of_a_tensor_are_saved_by_one_rank_and_loaded_by_any_layout(tmp_path: Path) -> None:
+    run_ranks(save_fused, 4, tmp_path)
+    path = tmp_path / "step-00000001"
+    keys = [list(load_file(file)) for file in sorted(path.glob("*.safetensors"))]
+    assert {"turned", "turned#1", "turned#2"} <= set(keys[0]), "extra boxes have names of their own"
+    assert sum(tensor.nbytes for file in path.glob("*.safetensors") for tensor in load_file(file).values()) == 2 * FUSED.nbytes
+    whole = contents(path)
+    assert torch.equal(whole["qkv"], FUSED) and torch.equal(whole["turned"], FUSED.T)
+    for count in (1, 2, 3, 6):
+        for index in range(count):
+            part = part_of_fused(index, count)
+            state = StateTensor(torch.full(part.shape, -1.0), part)
+            plain = StateTensor(torch.full((24, 5), -1.0)[:4], TensorSlice.of((24, 5), (10, 0), (4, 5)))
+            load(path, {"qkv": state})
+            load(path, {"qkv": plain})
+            assert torch.equal(state.values(), local_values(part))
+            assert torch.equal(plain.values(), FUSED[10:14])
+
+
+def test_a_tensor_saved_whole_is_loaded_into_several_boxes(tmp_path: Path) -> None:
+    path = saved(tmp_path, 1, {"qkv": FUSED}, {}, ALONE)
+    part = part_of_fused(1, 3)
+    state = StateTensor(torch.zeros(part.shape), part)
+    load(path, {"qkv": state})
+    assert torch.equal(state.values(), local_values(part))

@@ -13,7 +13,7 @@ from checkpoints import saved
 from ranks import ALONE, run_ranks
 from torch import Tensor
 
-from phalanx.checkpointing import format, shard_io
+from phalanx.checkpointing import format, restore
 from phalanx.checkpointing.location import Local
 from phalanx.checkpointing.restore import load
 from phalanx.checkpointing.state_tensor import ReplicaGroup, StateTensor
@@ -79,7 +79,7 @@ def test_other_formats_and_strides_are_filled_where_they_are(boxes: Path) -> Non
 
 
 def test_what_the_checkpoint_lacks_is_said(boxes: Path) -> None:
-    with pytest.raises(RunFailed, match=r"has no tensor other: it was saved by a run of other settings"):
+    with pytest.raises(RunFailed, match=r"has no tensor other: it was saved by a run with other settings"):
         load(boxes, {"other": torch.zeros(3)})
     with pytest.raises(RunFailed, match=r"has matrix of shape \[48, 40\], but this run has \[40, 48\]"):
         load(boxes, {"matrix": torch.zeros(40, 48)})
@@ -87,7 +87,7 @@ def test_what_the_checkpoint_lacks_is_said(boxes: Path) -> None:
 
 def test_only_the_blocks_that_hold_what_is_needed_are_read(tmp_path: Path, monkeypatch: Any) -> None:
     block = 8192
-    for module in (format, shard_io):
+    for module in (format, restore):
         monkeypatch.setattr(module, "BLOCK", block)
     rows = torch.randn(4096, 64)
     path = saved(tmp_path, 1, {"rows": rows, "others": torch.randn(4096, 64)}, {}, ALONE)
@@ -103,7 +103,7 @@ def test_only_the_blocks_that_hold_what_is_needed_are_read(tmp_path: Path, monke
         return count
 
     monkeypatch.setattr(Local, "read", counting(Local.read))
-    monkeypatch.setattr(Local, "block", counting(Local.block))
+    monkeypatch.setattr(Local, "read_block", counting(Local.read_block))
     quarter = StateTensor(torch.zeros(1024, 64), TensorSlice.of((4096, 64), (1024, 0), (1024, 64)))
     load(path, {"rows": quarter})
     assert isinstance(quarter.tensor, Tensor) and torch.equal(quarter.tensor, rows[1024:2048])

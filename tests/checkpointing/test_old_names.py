@@ -6,17 +6,19 @@ from pathlib import Path
 
 import torch
 
+from phalanx.checkpointing.format import RunMetadata
 from phalanx.checkpointing.restore import CheckpointReader, load
 from phalanx.checkpointing.tools.offline_writer import StreamedBox, StreamedTensor, write_checkpoint
+from phalanx.spec.tensor_slice import Box
 
 VALUES = torch.arange(24.0).view(6, 4)
 
 
 def saved_as(folder: Path, name: str, run: str) -> Path:
     """A checkpoint of one tensor, and the run file that its marker carries."""
-    chunk = StreamedBox(offsets=(0, 0), sizes=(6, 4), read=lambda: VALUES)
-    tensor = StreamedTensor(name=name, shape=(6, 4), dtype=torch.float32, chunks=[chunk])
-    return Path(str(write_checkpoint(folder, 3, [tensor], {"run": run})))
+    chunk = StreamedBox(box=Box((0, 0), (6, 4)), read=lambda: VALUES)
+    tensor = StreamedTensor(name=name, shape=(6, 4), dtype=torch.float32, boxes=[chunk])
+    return Path(str(write_checkpoint(folder, 3, [tensor], RunMetadata(run=run))))
 
 
 def test_renamed_tensors_are_found_under_their_old_names(tmp_path: Path) -> None:

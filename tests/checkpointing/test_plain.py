@@ -77,15 +77,15 @@ def test_what_is_there_is_left_alone_and_what_fails_leaves_nothing(
 ) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
-    with pytest.raises(RunError, match="taken is already there"):
+    with pytest.raises(RunError, match="taken already exists"):
         to_torch(checkpoint, tmp_path / "taken", optimizer=False, dtype=None)
-    with pytest.raises(RunError, match="taken is already there"):
+    with pytest.raises(RunError, match="taken already exists"):
         to_safetensors(checkpoint, tmp_path / "taken", optimizer=False, dtype=None, shard_size=1000)
 
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(plain_export, "_put", full)
+    monkeypatch.setattr(plain_export, "_write_values", full)
     with pytest.raises(plain_export.RunFailed, match=r"out.pt could not be written: No space left on device"):
         to_torch(checkpoint, tmp_path / "out.pt", optimizer=False, dtype=None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "taken"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import uuid
@@ -18,6 +17,7 @@ from phalanx.checkpointing.location import Local, Location
 from phalanx.checkpointing.storage import Remote, open_location
 from phalanx.events.records import CheckpointDamaged, Event, Finished, Restored, Saved, Step, Uploaded, UploadFailed
 from phalanx.parallel.mesh import Mesh
+from phalanx.spec.tensor_slice import Box
 
 SMALLEST = 5 << 20  # that S3 takes as a part
 BYTES = os.urandom(1 << 20) * 13
@@ -62,10 +62,10 @@ def test_every_place_keeps_the_contract(place: Location) -> None:
     assert place.entries() == [] and place.sizes() == {} and place.unfinished() == []
     folder = place / "a"
     folder.make()
-    sums = format.write(folder / "large", [BYTES[: 7 << 20], BYTES[7 << 20 :]])
-    format.write(folder / "empty", [])
-    format.write(place / "ab", [b"a neighbour whose name begins alike"])
-    assert format.whole(sums) == format.whole_of(BYTES) == format.digest(folder / "large")
+    sums = format.write_file(folder / "large", [BYTES[: 7 << 20], BYTES[7 << 20 :]])
+    format.write_file(folder / "empty", [])
+    format.write_file(place / "ab", [b"a neighbour whose name begins alike"])
+    assert format.file_checksum(sums) == format.checksum_of(BYTES) == format.read_checksum(folder / "large")
     assert (place.entries(), folder.entries()) == (["a", "ab"], ["empty", "large"])
     assert folder.sizes() == {"large": len(BYTES), "empty": 0}
     assert place.sizes() == {"ab": 35}
@@ -78,7 +78,7 @@ def test_every_place_keeps_the_contract(place: Location) -> None:
     assert file.read(len(BYTES) + 5, 10) == b""
     with pytest.raises(FileNotFoundError):
         (folder / "none").read()
-    format.write(file, [b"again"])
+    format.write_file(file, [b"again"])
     assert (file.read(), folder.sizes()["large"]) == (b"again", 5)
     assert (file.name, file.parent.name, str(file.parent)) == ("large", "a", str(folder))
     assert pickle.loads(pickle.dumps(file)) == file
@@ -93,8 +93,8 @@ def test_a_file_that_is_given_up_is_not_there(place: Location) -> None:
     place.make()
     sink = (place / "half").sink()
     sink.write(BYTES)
-    sink.abandon()
-    if not place.renames:
+    sink.abort()
+    if not place.can_rename:
         assert place.entries() == [] and place.unfinished() == []
 
 
@@ -105,29 +105,26 @@ def test_a_file_url_is_a_folder(tmp_path: Path) -> None:
 def written(place: Location, step: int, value: int) -> Location:
     """A checkpoint of one tensor, written by hand."""
     folder = directory.begin(place, step)
-    file, body = format.file_name(0, 1), bytes([value]) * 64
-    head = format.header([format.Box("t", "U8", (64,), (0,), (64,))])
-    sums = format.write(folder / file, [head, body])
-    about = format.about(file, len(head) + 64, 64, sums, [format.Box("t", "U8", (64,), (0,), (64,))])
-    format.write(folder / format.beside(file), [json.dumps(about | {"stage": 0, "names": {"t": 64}}).encode()])
-    return directory.commit(folder, {"step": step})
+    boxes = [format.SavedBox("t", "U8", (64,), Box((0,), (64,)))]
+    format.write_rank_file(folder, format.RankFile(0, 1, boxes, names={"t": 64}), lambda: [bytes([value]) * 64])
+    return directory.commit(folder, step, format.RunMetadata())
 
 
 def test_only_a_marker_makes_a_checkpoint_and_leftovers_go(s3: Store) -> None:
     place = open_location(f"s3://{s3.bucket()}/run")
-    format.write(directory.begin(place, 1) / format.file_name(0, 1), [b"half"])
+    format.write_file(directory.begin(place, 1) / format.rank_file_name(0, 1), [b"half"])
     assert directory.newest(place) == (None, []), "a first save that was killed is no checkpoint: the run begins again"
     for step in (1, 2, 3):
         written(place, step, step)
     interrupted = directory.begin(place, 2)  # a step that is taken again, and killed
-    format.write(interrupted / format.file_name(0, 1), [b"half"])
+    format.write_file(interrupted / format.rank_file_name(0, 1), [b"half"])
     unseen = (directory.begin(place, 4) / "file").sink()  # killed while the first parts were on their way
     unseen.write(BYTES)
     newest, damaged = directory.newest_verified(place)
     assert newest == directory.step_dir(place, 3) and damaged == []
     assert place.unfinished() == ["step-00000004"]
     saved = written(place, 5, 5)
-    unseen._end()  # type: ignore[attr-defined]  # the parts have arrived; nobody will ever complete them
+    unseen._shut_down()  # type: ignore[attr-defined]  # the parts have arrived; nobody will ever complete them
     assert directory.prune(place, 2, saved) == ["step-00000001"]
     assert place.entries() == ["step-00000003", "step-00000005"]
     assert place.unfinished() == []
@@ -136,13 +133,13 @@ def test_only_a_marker_makes_a_checkpoint_and_leftovers_go(s3: Store) -> None:
 def test_a_damaged_object_is_named_and_passed_over(s3: Store) -> None:
     place = open_location(f"s3://{s3.bucket()}/run")
     good, bad = written(place, 1, 1), written(place, 2, 2)
-    file = bad / format.file_name(0, 1)
+    file = bad / format.rank_file_name(0, 1)
     contents = bytearray(file.read())
     contents[-1] ^= 1
-    format.write(file, [bytes(contents)])
+    format.write_file(file, [bytes(contents)])
     newest, damaged = directory.newest_verified(place)
     assert newest == good
-    assert [(one.path, format.file_name(0, 1) in one.reason) for one in damaged] == [(str(bad), True)]
+    assert [(one.path, format.rank_file_name(0, 1) in one.reason) for one in damaged] == [(str(bad), True)]
 
 
 def test_connections_cut_in_the_middle_lose_nothing(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,8 +148,8 @@ def test_connections_cut_in_the_middle_lose_nothing(s3: Store, monkeypatch: pyte
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{cut.port}")
         _forget()
         file = open_location(f"s3://{bucket}/file")
-        format.write(file, [BYTES])
-        format.write(open_location(f"s3://{bucket}/small"), [BYTES[: 3 << 20]])
+        format.write_file(file, [BYTES])
+        format.write_file(open_location(f"s3://{bucket}/small"), [BYTES[: 3 << 20]])
         assert cut.cuts == 4
         assert file.read() == BYTES
         assert open_location(f"s3://{bucket}/small").size() == 3 << 20
@@ -234,7 +231,7 @@ def test_damage_near_by_is_made_good_from_afar(s3: Store, tmp_path: Path) -> Non
     url = f"s3://{s3.bucket()}/run"
     (first,) = run_ranks(trained, 1, url, tmp_path / "near", True, 3)
     (saved,) = [event for event in first if isinstance(event, Saved) and event.step == 3]
-    file = Path(saved.path) / format.file_name(0, 1)
+    file = Path(saved.path) / format.rank_file_name(0, 1)
     contents = bytearray(file.read_bytes())
     contents[-1] ^= 1
     file.write_bytes(contents)

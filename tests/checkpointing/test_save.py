@@ -35,8 +35,8 @@ def test_what_is_saved_is_loaded_bit_for_bit_into_the_tensors_given(tmp_path: Pa
     directory.verify(path)
     tensors = various(2)
     same = dict(tensors)
-    contents = load(path, tensors)
-    assert (contents["progress"], contents["step"]) == ({"step": 7}, 7)
+    marker = load(path, tensors)
+    assert (marker.run.progress, marker.step) == ({"step": 7}, 7)
     assert bits(tensors) == bits(various(1))
     assert bits(same) == bits(various(1))  # in place: the optimizer and the model hold these very tensors
 
@@ -147,7 +147,7 @@ def check_all(checkpoints: Path) -> list[location.Location]:
         except DamagedCheckpoint:
             continue
         tensors = state(-100)
-        value = load(path, tensors)["value"]
+        value = load(path, tensors).run.extra["value"]
         assert differing(tensors, state(value)) == []
         assert value % 1000 == int(path.name.removeprefix("step-"))
         valid.append(path)

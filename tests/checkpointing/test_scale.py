@@ -14,10 +14,10 @@ import torch.distributed as dist
 from ranks import tiny_run
 
 from phalanx.checkpointing import directory, format
+from phalanx.checkpointing.directory import CheckpointFiles
 from phalanx.checkpointing.restore import load
-from phalanx.checkpointing.shard_io import Holding, Reader, box, laid_out, raw
-from phalanx.checkpointing.state_tensor import Part, SavePieces, StateTensor, written
-from phalanx.checkpointing.tools import offline_writer
+from phalanx.checkpointing.staging import raw_bytes
+from phalanx.checkpointing.state_tensor import StateTensor, WrittenBox, written_boxes
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Run
 from phalanx.training.dry_build import held
@@ -29,14 +29,10 @@ def big() -> Run:
     )
 
 
-def planned(pieces: dict[str, StateTensor]) -> tuple[list[Part], bytes]:
+def planned(pieces: dict[str, StateTensor]) -> tuple[list[WrittenBox], bytes]:
     """All that a rank does before it writes."""
-    parts = laid_out(written(pieces))
-    planner = SavePieces(parts)
-    planner.set_up_planner({}, None, True)
-    plans, _ = planner.create_global_plan([planner.create_local_plan()])
-    assert len(planner.finish_plan(plans[0]).items) == len(parts)
-    return parts, format.header([box(part) for part in parts])
+    boxes = written_boxes(pieces)
+    return boxes, format.encode_header([box.saved for box in boxes])
 
 
 def calls(function: Callable[..., Any], *args: Any) -> tuple[Any, int]:
@@ -77,12 +73,12 @@ def test_planning_does_not_grow_with_the_number_of_ranks(zero: int, monkeypatch:
 
 def whole(name: str, piece: StateTensor) -> torch.Tensor:
     """Values that tell tensors and places apart."""
-    count = torch.Size(piece.whole).numel()
-    return (torch.arange(count) + format.mark(name) % 1000).view(piece.whole).to(piece.tensor.dtype)
+    count = torch.Size(piece.slice.whole).numel()
+    return (torch.arange(count) + format.name_hash(name) % 1000).view(piece.slice.whole).to(piece.tensor.dtype)
 
 
 def of(name: str, piece: StateTensor) -> torch.Tensor:
-    return whole(name, piece)[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape, strict=True))].contiguous()
+    return whole(name, piece)[piece.slice.boxes[0].index].contiguous()
 
 
 def write_all(folder: Path, run: Run, layout: Layout) -> Path:
@@ -91,13 +87,12 @@ def write_all(folder: Path, run: Run, layout: Layout) -> Path:
     each = layout.ranks // layout.pipeline
     for rank in range(layout.ranks):
         pieces = held(run, layout, rank)
-        parts = laid_out(written(pieces))
-        values = (raw(part.of(of(part.name, part.piece))) for part in parts)
+        boxes = written_boxes(pieces)
+        values = [raw_bytes(of(box.name, box.state)[box.local.index]) for box in boxes]
         names = {name: piece.whole_bytes for name, piece in pieces.items()} if rank % each == 0 else None
-        offline_writer.write_file(
-            partial, (rank, layout.ranks), [box(part) for part in parts], values, Holding(rank // each, names)
-        )
-    return Path(str(directory.commit(partial, {"step": 1}, layout.ranks)))
+        file = format.RankFile(rank, layout.ranks, [box.saved for box in boxes], rank // each, names)
+        format.write_rank_file(partial, file, lambda values=values: values)  # type: ignore[misc]
+    return Path(str(directory.commit(partial, 1, format.RunMetadata(), layout.ranks)))
 
 
 def test_a_loading_rank_looks_into_the_files_that_hold_its_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,8 +100,8 @@ def test_a_loading_rank_looks_into_the_files_that_hold_its_boxes(tmp_path: Path,
     layout = Layout(pipeline=2, data=1, shard=16, tensor=2, zero=1)
     saved = write_all(tmp_path, run, layout)
     opened: list[str] = []
-    boxes = Reader._boxes
-    monkeypatch.setattr(Reader, "_boxes", lambda self, file: opened.append(file) or boxes(self, file))
+    boxes = CheckpointFiles.boxes
+    monkeypatch.setattr(CheckpointFiles, "boxes", lambda self, file: opened.append(file) or boxes(self, file))
     cases = {
         "the same": (layout, 41, 6),  # its own, the rest of what tensor ranks share, and those that hold single numbers
         "another": (Layout(data=1, shard=2, zero=3), 1, 2 * 32),
@@ -114,7 +109,7 @@ def test_a_loading_rank_looks_into_the_files_that_hold_its_boxes(tmp_path: Path,
     for what, (other, rank, most) in cases.items():
         opened.clear()
         pieces = {
-            name: StateTensor(torch.zeros(piece.shape, dtype=piece.tensor.dtype), piece.slice)
+            name: StateTensor(torch.zeros(piece.slice.shape, dtype=piece.tensor.dtype), piece.slice)
             for name, piece in held(run, other, rank).items()
         }
         load(saved, pieces)

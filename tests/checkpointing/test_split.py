@@ -1,4 +1,4 @@
-"""Who writes what: whatever is laid end to end, every byte is written once, and everybody writes the same amount."""
+"""Who writes what: whatever is laid end to end, every byte is written_boxes once, and everybody writes the same amount."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from phalanx.checkpointing.state_tensor import ReplicaGroup, StateTensor, portions, written
+from phalanx.checkpointing.state_tensor import ReplicaGroup, StateTensor, partition, written_boxes
 from phalanx.spec.tensor_slice import TensorSlice
 
 
@@ -24,10 +24,10 @@ def line(dice: random.Random) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_every_row_is_written_once_and_all_write_the_same_to_within_a_row(seed: int) -> None:
+def test_every_row_is_written_boxes_once_and_all_write_the_same_to_within_a_row(seed: int) -> None:
     dice = random.Random(seed)
     rows, count = line(dice), dice.choice([1, 2, 3, 4, 7, 8, 64, 1000])
-    shares = [portions(rows, ReplicaGroup(("a",), index, count)) for index in range(count)]
+    shares = [partition(rows, ReplicaGroup(("a",), index, count)) for index in range(count)]
     for number, (length, size) in enumerate(rows):
         ranges = [share[number] for share in shares if share[number][0] < share[number][1]]
         covered = [row for first, last in ranges for row in range(first, last)]
@@ -39,8 +39,8 @@ def test_every_row_is_written_once_and_all_write_the_same_to_within_a_row(seed: 
         assert abs(mine - total / count) <= largest + 1  # a row at either end, of which one is another rank's; and rounding
 
 
-def test_what_mirrors_another_rank_is_not_written() -> None:
-    assert portions([(5, 4), (1, 8)], ReplicaGroup((), 1, 0)) == [(0, 0), (0, 0)]
+def test_what_mirrors_another_rank_is_not_written_boxes() -> None:
+    assert partition([(5, 4), (1, 8)], ReplicaGroup((), 1, 0)) == [(0, 0), (0, 0)]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -66,10 +66,10 @@ def test_groups_of_ranks_are_cut_by_themselves(seed: int) -> None:
             pieces[name] = StateTensor(
                 box, TensorSlice.of(shape, offset, tuple(box.shape)), ReplicaGroup(split, among, 4 // parts)
             )
-        parts_of_rank = written(pieces)
+        parts_of_rank = written_boxes(pieces)
         assert len({part.name for part in parts_of_rank}) == len(parts_of_rank), "one range of rows of each tensor"
         for part in parts_of_rank:
-            found[part.name][part.offset[0] : part.offset[0] + part.shape[0]] += 1
+            found[part.name][part.box.index] += 1
         sizes.append(sum(part.bytes for part in parts_of_rank))
     assert all((tensor == 1).all() for tensor in found.values())
     assert max(sizes) - min(sizes) <= 4 * 2 * 10 * 8  # a row at either end, in each of the four kinds

@@ -25,7 +25,6 @@ from phalanx.checkpointing.tools.checkpoint_info import (
     describe,
     find_damage,
     layout_text,
-    leftovers,
     listing,
     matching,
     tensors,
@@ -69,10 +68,10 @@ def test_a_list_says_what_there_is_and_what_is_wrong_with_it(tmp_path: Path) -> 
     assert good.bytes == sum(file.stat().st_size for file in files)
     assert good.time is not None and abs(good.time - (tmp_path / "step-00000008").stat().st_mtime) < 60
     assert "no commit.json" in str(found[2].problem) and "is missing" in str(found[3].problem)
-    assert leftovers(open_location(tmp_path)) == ["step-00000002.replaced.partial", "step-00000010.partial"]
+    assert directory.leftovers(open_location(tmp_path)) == ["step-00000002.replaced.partial", "step-00000010.partial"]
     # What was set aside for another that never came is put back by the next launch.
     shutil.rmtree(tmp_path / "step-00000002")
-    assert leftovers(open_location(tmp_path)) == ["step-00000010.partial"]
+    assert directory.leftovers(open_location(tmp_path)) == ["step-00000010.partial"]
 
 
 def test_a_layout_in_words() -> None:
@@ -92,13 +91,13 @@ def test_tensors_are_told_as_the_library_reads_them(tmp_path: Path) -> None:
     }
     assert bytes_by_kind(found) == {"model": 160, "optimizer": 48}
     for one in found.values():
-        for file, box in one.boxes:
+        for file, box_in_file in one.boxes:
             with safe_open(path / file, "pt") as read:
                 values = read.get_tensor(one.name)
-            raw = (path / file).read_bytes()[box.begin : box.begin + box.bytes]
-            assert tuple(values.shape) == box.shape and values.numpy().tobytes() == raw
+            raw = (path / file).read_bytes()[box_in_file.begin : box_in_file.begin + box_in_file.bytes]
+            assert tuple(values.shape) == box_in_file.box.shape and values.numpy().tobytes() == raw
             whole = W if one.name == "model/w" else torch.arange(6)
-            assert torch.equal(values, whole[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))])
+            assert torch.equal(values, whole[box_in_file.box.index])
     assert [one.name for one in matching(found, "exp")] == ["optimizer/w/exp_avg"]
     assert [one.name for one in matching(found, "model/*")] == ["model/w"]
     assert list(matching(found, "*/x")) == []
@@ -112,7 +111,7 @@ def test_every_file_that_is_damaged_is_named_with_its_bytes(tmp_path: Path, monk
     (path, _) = run_ranks(save, 2, tmp_path, 3)
     read: list[int] = []
     assert find_damage(open_location(path), read.append) == []
-    assert sum(read) == sum(file["bytes"] for file in directory.read_marker(path)["files"].values())
+    assert sum(read) == sum(file.bytes for file in directory.read_marker(path).files.values())
     first, second = "state-00000-of-00002", "state-00001-of-00002"
     flip(path / f"{first}.safetensors", 30)
     os.truncate(path / f"{second}.safetensors", 100)
@@ -124,7 +123,7 @@ def test_every_file_that_is_damaged_is_named_with_its_bytes(tmp_path: Path, monk
         ),
         f"{second}.safetensors": FileDamage(
             file=f"{second}.safetensors",
-            reason=f"it has 100 bytes instead of {directory.sealed(open_location(path))['files'][f'{second}.safetensors']['bytes']}",
+            reason=f"it has 100 bytes instead of {directory.parse_marker(open_location(path)).files[f'{second}.safetensors'].bytes}",
         ),
         f"{second}.json": FileDamage(file=f"{second}.json", reason="it does not have the contents that were saved"),
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import uuid
 from collections.abc import Iterator
@@ -11,21 +10,19 @@ from pathlib import Path
 import pytest
 from ranks import ALONE
 
-from phalanx.checkpointing import directory, format
+from phalanx.checkpointing import directory, format, upload
 from phalanx.checkpointing.location import Location
 from phalanx.checkpointing.storage import open_location
 from phalanx.checkpointing.upload import Uploader
+from phalanx.spec.tensor_slice import Box
 
 
 def written(place: Location, step: int) -> Location:
     """A checkpoint of one tensor, written by hand."""
     folder = directory.begin(place, step)
-    file, boxes = format.file_name(0, 1), [format.Box("t", "U8", (64,), (0,), (64,))]
-    head = format.header(boxes)
-    sums = format.write(folder / file, [head, bytes([step]) * 64])
-    about = format.about(file, len(head) + 64, 64, sums, boxes)
-    format.write(folder / format.beside(file), [json.dumps(about | {"stage": 0, "names": {"t": 64}}).encode()])
-    return directory.commit(folder, {"step": step})
+    boxes = [format.SavedBox("t", "U8", (64,), Box((0,), (64,)))]
+    format.write_rank_file(folder, format.RankFile(0, 1, boxes, names={"t": 64}), lambda: [bytes([step]) * 64])
+    return directory.commit(folder, step, format.RunMetadata())
 
 
 @pytest.fixture
@@ -64,32 +61,32 @@ def test_of_those_that_wait_the_newest_goes(
     for step in (1, 2, 3):
         written(near, step)
     begun, go_on = threading.Event(), threading.Event()
-    write = format.write
+    write = format.write_file
 
     def held_up(*given: object) -> list[int]:
         begun.set()
         assert go_on.wait(20)
         return write(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(format, "write", held_up)
+    monkeypatch.setattr(upload, "write_file", held_up)
     uploader.saved(1)
     assert begun.wait(20)
     uploader.saved(2)
     uploader.saved(3)
-    assert uploader.held == {"step-00000001", "step-00000003"}
+    assert uploader.in_use == {"step-00000001", "step-00000003"}
     go_on.set()
     assert [(upload.step, upload.skipped) for upload in uploader.wait()] == [(1, []), (3, [2])]
-    assert uploader.held == set()
+    assert uploader.in_use == set()
     assert [path.name for path in directory.list_checkpoints(far)] == ["step-00000003", "step-00000001"]
 
 
 def test_damage_is_not_passed_on(uploader: Uploader, near: Location, far: Location) -> None:
     saved = written(near, 4)
-    file = saved / format.file_name(0, 1)
+    file = saved / format.rank_file_name(0, 1)
     contents = bytearray(file.read())
     contents[-1] ^= 1
-    format.write(file, [bytes(contents)])
+    format.write_file(file, [bytes(contents)])
     uploader.saved(4)
     (upload,) = uploader.wait()
-    assert upload.failure is not None and format.file_name(0, 1) in upload.failure
+    assert upload.failure is not None and format.rank_file_name(0, 1) in upload.failure
     assert directory.newest(far)[0] is None

@@ -260,7 +260,7 @@ BAD = {
     "no layout": (["inspect", "one", "--layout", "two"], 'The layout "two" is not understood at two'),
     "degree given twice": (["reshard", "one", "tensor=2,tensor=1", "out"], "gives tensor more than once"),
     "missing run file": (["inspect", "one", "--layout", "none.toml"], "none.toml"),
-    "taken place": (["reshard", "one", "tensor=2", "one"], "one is already there"),
+    "taken place": (["reshard", "one", "tensor=2", "one"], "one already exists"),
     "unknown name": (["inspect", "one", "--names", "nose"], "--names nose: one/checkpoints/step-00000003 has no such tensor"),
     "unknown format": (["export", "one", "out", "--format", "onnx"], "--format onnx: choose hf, safetensors, torch"),
     "unknown dtype": (

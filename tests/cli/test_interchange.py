@@ -61,7 +61,7 @@ def test_what_people_read(tmp_path: Path, phalanx: Any) -> None:
     ("arguments", "said"),
     [
         (["import", "nowhere", "run"], "nowhere is not a folder"),
-        (["import", "hf", "hf"], "hf is already there"),
+        (["import", "hf", "hf"], "hf already exists"),
         (["import", "empty", "run"], "empty is not a Hugging Face model: it has no config.json"),
         (["export", "nowhere", "out"], "nowhere is not a directory"),
         (["export", "hf", "out"], "has no checkpoint"),

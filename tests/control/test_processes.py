@@ -52,7 +52,7 @@ def test_a_run_has_its_newest_state_in_memory_and_a_killed_launcher_leaves_none(
     assert state is not None and state.step % 5 == 0 and state.nodes == {0: (0,), 1: (0,)}
     place = replica_index.MemoryLocation(state, told["token"])
     saved = CheckpointReader(place)
-    assert saved.contents["progress"]["step"] == saved.contents["step"] == state.step
+    assert saved.marker.run.progress["step"] == saved.marker.step == state.step
     assert all(torch.isfinite(saved.read(name)).all() for name in saved.names)
     assert {name.partition("/")[0] for name in saved.names} == {"model", "optimizer"}
     saved.close()

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from phalanx.checkpointing.format import RankFile, RunMetadata
 from phalanx.checkpointing.replicas import replica_index
 from phalanx.checkpointing.replicas.replica_index import Replica, ReplicaState
 from phalanx.checkpointing.replicas.shm_slots import RankCopy
@@ -74,8 +75,9 @@ def generation(*steps: int | None, prepared: tuple[int, ...] = ()) -> Generation
 
 
 def copy_of(step: int, generation: int = 3, left_out: int = 0) -> ReplicaState:
-    contents = {"progress": {"left_out": [[0, 1]] * left_out}}
-    copy = RankCopy(node=0, generation=generation, rank=0, ranks=1, slot="a", step=step, about={"bytes": 0}, contents=contents)
+    metadata = RunMetadata(progress={"left_out": [[0, 1]] * left_out})
+    sidecar = RankFile(0, 1, []).sidecar()
+    copy = RankCopy(node=0, generation=generation, rank=0, ranks=1, slot="a", step=step, sidecar=sidecar, metadata=metadata)
     return ReplicaState(generation, step, 1, ((Replica(copy, 0, ("127.0.0.1", 1000), "folder", "machine"),),))
 
 

@@ -357,10 +357,10 @@ def test_nothing_is_written_over(tmp_path: Path, good: Path) -> None:
     (tmp_path / "run").mkdir()
     import_folder(good, tmp_path / "run")  # empty, so it may be filled
     (tmp_path / "link").symlink_to("nowhere")
-    with pytest.raises(RunError, match="link is already there"):
+    with pytest.raises(RunError, match="link already exists"):
         import_folder(good, tmp_path / "link")
     for goal in (lambda: import_folder(good, tmp_path / "run"), lambda: export_checkpoint(tmp_path / "run", tmp_path / "run")):
-        with pytest.raises(RunError, match="is already there"):
+        with pytest.raises(RunError, match="already exists"):
             goal()
 
 

@@ -19,7 +19,7 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 import torch
-from phalanx.checkpointing.restore import Saved
+from phalanx.checkpointing.restore import CheckpointReader
 from phalanx.parallel.mesh import connect
 from phalanx.planning.planner import choose
 from phalanx.host.probe import probe
@@ -60,7 +60,7 @@ for event in trainer.events():
     events.append(event)
 wrong = []
 for step, state in at.items():
-    saved = Saved(folder / f"step-{step:08d}")
+    saved = CheckpointReader(folder / f"step-{step:08d}")
     wrong += [f"{step} {name}" for name, tensor in state.items() if not torch.equal(saved.read(name), tensor)]
 stalls = [event.stall for event in events if event.kind == "saved"]
 losses = {event.step: event.loss for event in events if event.kind == "step"}

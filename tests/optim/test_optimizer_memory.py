@@ -55,7 +55,7 @@ def live(where, count):
         optimizer.step(1e-3, torch.tensor(1.0), torch.tensor(0.0))
     stepped = most()
     pieces = {name: StateTensor(state, TensorSlice.full(state.shape)) for name, state in optimizer.state().items()}
-    (ended,) = Saver(at(where / "checkpoints"), mesh).save(3, pieces, {}, wait=True)
+    (ended,) = Saver(at(where / "checkpoints"), mesh).save(3, pieces, wait=True)
     assert ended.failure is None, ended.failure
     load(Path(ended.path), pieces)
     optimizer.adopt()

@@ -22,6 +22,7 @@ from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import load
 from phalanx.spec.run import Run
+from phalanx.spec.tensor_slice import Box
 from phalanx.training.reshard_run import as_saved, laid_out, write
 
 MOE = ("model.moe.experts=4", "model.moe.active=2", "model.moe.ffn=16", "model.moe.bias_rate=0.1")
@@ -59,7 +60,7 @@ def resharded(path: Path, asked: str, out: Path) -> Path:
     found = find_unverified(path)
     saved = CheckpointReader(found.checkpoint)
     try:
-        return Path(str(write(saved, found, laid_out(found, saved.contents, asked), str(out))))
+        return Path(str(write(saved, found, laid_out(found, saved.marker, asked), str(out))))
     finally:
         saved.close()
 
@@ -77,10 +78,12 @@ def test_its_files_are_those_that_the_layout_would_have_saved(asked: str, tmp_pa
         if name != "commit.json":
             assert (out / name).read_bytes() == (expected / name).read_bytes(), name
     ours, theirs = directory.read_marker(out), directory.read_marker(expected)
-    for key in ("step", "progress", "seed", "data", "layout", "names", "files"):
-        assert ours[key] == theirs[key], key
-    assert json.loads(ours["plan"])["layout"] == asdict(layout) == json.loads(theirs["plan"])["layout"]
-    assert json.loads(ours["plan"])["accumulation"] == json.loads(theirs["plan"])["accumulation"]
+    assert (ours.step, ours.names, ours.files) == (theirs.step, theirs.names, theirs.files)
+    for key in ("progress", "seed", "data", "layout"):
+        assert getattr(ours.run, key) == getattr(theirs.run, key), key
+    plans = [json.loads(marker.run.plan or "") for marker in (ours, theirs)]
+    assert plans[0]["layout"] == asdict(layout) == plans[1]["layout"]
+    assert plans[0]["accumulation"] == plans[1]["accumulation"]
 
 
 def test_the_way_there_and_back_loses_nothing(tmp_path: Path) -> None:
@@ -120,7 +123,10 @@ def test_what_ranks_would_read_adds_up(tmp_path: Path) -> None:
     whole = sum(item.bytes for item in held.values())
     assert [item.files for item in read] == [1] * 4
     assert sum(item.bytes for item in read) == whole + numbers  # a single number is read by both ranks of its stage
-    assert cuts["model/embed.weight"] == {((0, 0), (129, 32)), ((129, 0), (128, 32))}
+    assert {piece.boxes for piece in cuts["model/embed.weight"]} == {
+        (Box((0, 0), (129, 32)),),
+        (Box((129, 0), (128, 32)),),
+    }
 
 
 def test_what_cannot_be_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
@@ -137,11 +143,11 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
             resharded(path, asked, tmp_path / "out")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
-    with pytest.raises(RunError, match="taken is already there"):
+    with pytest.raises(RunError, match="taken already exists"):
         resharded(path, "tensor=2", tmp_path / "taken")
-    found = find_unverified(path)
+    found, marker = find_unverified(path), directory.read_marker(path)
     with pytest.raises(RunError, match=r"holds 2 replicas, each with a state of its own .*: take data=2"):
-        laid_out(found, directory.read_marker(path) | {"replicas": 2}, "data=4")
+        laid_out(found, replace(marker, run=replace(marker.run, replicas=2)), "data=4")
     smaller = (tmp_path / "run" / "run.toml").read_text().replace("ffn = 64", "ffn = 32")
     (tmp_path / "run" / "run.toml").write_text(smaller)
     with pytest.raises(
@@ -155,8 +161,8 @@ def test_tensors_that_no_rank_would_hold_are_not_lost_in_silence(tmp_path: Path)
     path = trained(tiny_run(), tmp_path / "run")
     source = CheckpointReader(path)
     state = {name: source.read(name) for name in source.names} | {"model/extra": source.read("model/norm.weight")}
-    contents = {key: source.contents[key] for key in ("progress", "seed", "data", "run", "plan", "layout")}
+    contents = source.marker.run.to_json()
     more = saved(tmp_path / "more", 2, state, contents, ALONE)
-    with pytest.raises(RunError, match="holds model/extra, which no rank of the layout would"):
+    with pytest.raises(RunError, match="has model/extra, which no rank of the layout would hold"):
         resharded(more, "tensor=2", tmp_path / "out")
     assert not (tmp_path / "out").exists()

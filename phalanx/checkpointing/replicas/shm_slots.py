@@ -58,7 +58,7 @@ class RankCopy:
 
     @property
     def size(self) -> int:
-        return self.sidecar.bytes
+        return self.sidecar.size
 
     @property
     def file(self) -> str:

@@ -6,6 +6,7 @@ The result is a checkpoint like any other. Resharding is not needed to resume: a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -108,7 +109,7 @@ def reshard(
             stage, index = divmod(rank, ranks // stages)
             names = None if index else {name: tensor.whole_bytes for name, tensor in state.items()}
             file = RankFile(rank, ranks, [box.saved for box in boxes], stage, names)
-            write_rank_file(partial, file, lambda boxes=boxes: (chunk for box in boxes for chunk in _values(saved, box)))
+            write_rank_file(partial, file, functools.partial(_all_values, saved, boxes))
         if missing := [name for name in saved.names if name not in seen]:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise RunError(
@@ -139,6 +140,10 @@ def _present(saved: CheckpointReader, state: Mapping[str, StateTensor]) -> dict[
             )
         present[name] = replace(tensor, tensor=torch.empty(tensor.slice.shape, dtype=saved.dtype(name), device="meta"))
     return present
+
+
+def _all_values(saved: CheckpointReader, boxes: list[WrittenBox]) -> Iterator[memoryview]:
+    return (chunk for box in boxes for chunk in _values(saved, box))
 
 
 def _values(saved: CheckpointReader, written: WrittenBox) -> Iterator[memoryview]:
