@@ -118,5 +118,5 @@ def test_what_cannot_be_found_is_said_with_a_remedy(tmp_path: Path) -> None:
     lost = run_directory(tmp_path / "lost")
     (lost / "run.toml").unlink()
     checkpoint(lost / "checkpoints", 4)
-    with pytest.raises(RunError, match=r"has no run file at .*run.toml, and its commit.json carries none"):
+    with pytest.raises(RunError, match=r"has no run file at .*run.toml, and its commit.json has none"):
         find(lost / "checkpoints" / "step-00000004")

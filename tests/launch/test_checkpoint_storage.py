@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -9,6 +10,7 @@ import pytest
 from object_store import ACCESS
 from ranks import tiny_run
 
+from phalanx.checkpointing.format import Marker, RunMetadata
 from phalanx.checkpointing.storage import open_location
 from phalanx.events.log import EventLog
 from phalanx.events.records import Saved
@@ -57,13 +59,13 @@ def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_checkpoints_of_another_run_are_left_alone(tmp_path: Path) -> None:
     run = run_at("s3://bucket/run")
-    path, saved = open_location("s3://bucket/run/step-00000002"), {"step": 2, "run": dump(run)}
+    path, saved = open_location("s3://bucket/run/step-00000002"), Marker(step=2, run=RunMetadata(run=dump(run)))
     check_owner(path, saved, run, new=True, fresh=False)
     with pytest.raises(RunError, match=r"already holds a run \(step-00000002\) and --fresh was given"):
         check_owner(path, saved, run, new=True, fresh=True)
     with pytest.raises(RunError, match=r"other settings \(train.seed: 3 → 4\): name another URL"):
         check_owner(path, saved, run_at("s3://bucket/run", "train.seed=4"), new=True, fresh=False)
-    over = saved | {"step": run.steps}
+    over = replace(saved, step=run.steps)
     with pytest.raises(RunError, match=f"has taken all its {run.steps} steps"):
         check_owner(path, over, run, new=True, fresh=False)
     check_owner(path, over, run, new=False, fresh=False)

@@ -82,10 +82,10 @@ def test_a_rank_of_sixteen_thousand_takes_no_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     pieces = held(run, layout, 16_383)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB; the rank itself would have 2.4 GB
-    assert pieces["model/head.weight"].whole == (128256, 16384)
+    assert pieces["model/head.weight"].slice.whole == (128256, 16384)
     # The last stage, tensor rank and part of the state: 1/8 of the head's rows, of which 1/16, and others hold the same 8 times.
-    assert pieces["model/head.weight"].offset == (128256 * 127 // 128, 0)
-    assert pieces["model/head.weight"].shape == (128256 // 128, 16384)
+    assert pieces["model/head.weight"].slice.offset == (128256 * 127 // 128, 0)
+    assert pieces["model/head.weight"].slice.shape == (128256 // 128, 16384)
     assert pieces["model/head.weight"].replicas.index == 7 and pieces["model/head.weight"].replicas.count == 8
 
 
