@@ -194,7 +194,7 @@ class Checkpointer(StepHook):
                     raise problem
                 damaged = [*damaged, problem]
             events += [CheckpointDamaged(path=bad.path, reason=bad.reason) for bad in damaged]
-            if chosen is not None and problem is None:
+            if chosen is not None and marker is not None:
                 progress = Progress(**marker.run.progress)
                 # An in-memory copy is no checkpoint: a state restored from one must still be saved.
                 self.step = None if isinstance(chosen, MemoryLocation) else progress.step
