@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from phalanx.checkpointing.quiet import quiet
 from phalanx.evaluation.open_model import open_model
 from phalanx.events.records import Evaluated, ModelPlaced, Restored, StepAccounted, Stopped, WorkerFailed
 
@@ -95,7 +95,8 @@ def tensors(run: Path) -> dict[str, Tensor]:
     newest = str(max((run / "checkpoints").iterdir()))
     known = HuggingFaceStorageReader(newest).read_metadata().state_dict_metadata
     found = {name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in known.items()}  # type: ignore[union-attr]
-    with quiet():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         dcp.load(found, storage_reader=HuggingFaceStorageReader(newest), no_dist=True)
     return found
 
