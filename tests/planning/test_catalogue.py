@@ -45,7 +45,7 @@ def test_files_hold_what_is_read_and_nothing_else(kind: str) -> None:
         assert values["source"], name
 
 
-def test_names_of_other_things_are_there() -> None:
+def test_catalogue_references_exist() -> None:
     for gpu in gpus():
         assert gpu.node in entries("nodes"), gpu.key
         assert not gpu.failures or gpu.failures in entries("failures"), gpu.key
@@ -78,7 +78,7 @@ def test_components_are_all_the_interruptions(name: str) -> None:
     assert 300 < 1 / failure_rates(name).rate / 24 < 30_000  # device-days; the worst and the best that anybody has reported
 
 
-def test_nearest_names_and_where_to_look() -> None:
+def test_unknown_catalogue_name_suggests_nearest() -> None:
     with pytest.raises(RunError) as caught:
         entry("gpus", "H100", "cluster.gpu")
     (said,) = caught.value.problems

@@ -47,7 +47,7 @@ from phalanx.planning.machines.catalogue import find_gpu, gpus
         ("TPU7x", "tpu-v7"),
     ],
 )
-def test_driver_names(name: str, key: str) -> None:
+def test_driver_names_find_their_gpu(name: str, key: str) -> None:
     entry = find_gpu(name)
     assert entry is not None
     assert entry.key == key
@@ -91,7 +91,7 @@ QUOTED = {
 
 
 @pytest.mark.parametrize("key", QUOTED)
-def test_published_figures(key: str) -> None:
+def test_gpu_peaks_equal_published_figures(key: str) -> None:
     peak, memory, bandwidth, power = QUOTED[key]
     entry = next(entry for entry in gpus() if entry.key == key)
     sixteen = entry.peak("bf16") or entry.peak("fp16")
@@ -101,7 +101,7 @@ def test_published_figures(key: str) -> None:
     assert power is None or entry.power == power
 
 
-def test_formats() -> None:
+def test_gpu_number_formats() -> None:
     h100, v100 = find_gpu("NVIDIA H100 80GB HBM3"), find_gpu("Tesla V100-SXM2-32GB")
     assert h100 is not None and v100 is not None
     assert h100.peak("fp32") == pytest.approx(66.9e12)  # never the tf32 figure

@@ -17,7 +17,7 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
 
 
-def test_everything_is_plain_and_complete() -> None:
+def test_report_json_is_plain_and_complete() -> None:
     found = plans.found()
     value = report_of(plans.run(), plans.hardware(), found).to_json()
     assert json.loads(json.dumps(value))["best"] == value["best"]
@@ -36,7 +36,7 @@ def test_everything_is_plain_and_complete() -> None:
     assert set(PART_LABELS) == set(PARTS)
 
 
-def test_what_follows_from_the_step_has_its_interval() -> None:
+def test_values_derived_from_the_step_have_intervals() -> None:
     value = candidate_json(plans.option())
     assert value["gpu_hours"] == pytest.approx(54 / 0.9 * 24 * 16384)
     ranges = value["ranges"]
@@ -67,7 +67,7 @@ def test_layouts_have_short_names() -> None:
         Layout(data=1, pipeline=2, schedule="interleaved-1f1b", stages=2, shard=2, zero=1, context=2, context_method="gather"),
     ],
 )
-def test_what_is_pasted_is_the_option_again(layout: Layout) -> None:
+def test_run_file_tables_give_the_candidate_again(layout: Layout) -> None:
     option = plans.option(layout=layout, micro_batch=2, recompute="selective", offload="cpu", compute="bf16")
     text = "[train]\nbatch = 64\nsteps = 1\n[model]\nlayers = 8\ndim = 64\nheads = 4\n".replace(
         "[train]\n", "[train]\nmicro_batch = 2\n"
@@ -78,7 +78,7 @@ def test_what_is_pasted_is_the_option_again(layout: Layout) -> None:
     assert (run.memory.recompute, run.memory.offload) == ("selective", "cpu")
 
 
-def test_what_is_pasted_says_how_many_blocks_are_recomputed() -> None:
+def test_run_file_tables_give_recompute_every() -> None:
     assert "recompute_every" not in run_file_tables(plans.option(recompute="full"))
     tables = tomllib.loads(run_file_tables(plans.option(recompute="full", recompute_every=2)))
     assert tables["memory"] == {"recompute": "full", "recompute_every": 2, "offload": "none"}
@@ -99,7 +99,7 @@ CHANGED = [
 
 @pytest.mark.parametrize("old", range(len(CHANGED)))
 @pytest.mark.parametrize("new", range(len(CHANGED)))
-def test_the_keys_to_set_make_the_best_into_another(old: int, new: int) -> None:
+def test_keys_to_change_turn_the_best_into_another(old: int, new: int) -> None:
     best = plans.option(layout=CHANGED[old], recompute="full", recompute_every=2)
     other = plans.option(layout=CHANGED[new], micro_batch=2, recompute="selective", offload="cpu")
     keys = keys_to_change(best, other).split()
@@ -118,7 +118,7 @@ def test_the_keys_to_set_make_the_best_into_another(old: int, new: int) -> None:
     assert keys_to_change(best, best) == ""
 
 
-def test_only_keys_that_differ_are_to_be_set() -> None:
+def test_keys_to_change_lists_only_different_keys() -> None:
     best = plans.option()
     assert (
         keys_to_change(best, replace(best, layout=replace(best.layout, tensor=16, shard=64)))
@@ -134,7 +134,7 @@ def test_only_keys_that_differ_are_to_be_set() -> None:
     assert keys_to_change(best, half) == "memory.recompute=full memory.recompute_every=2"
 
 
-def test_a_layout_is_told_why_not_once_and_what_was_not_open_is_said() -> None:
+def test_report_lists_each_alternative_once_and_fixed_keys() -> None:
     found = plans.found()
     twice = (
         *found.alternatives,
@@ -151,7 +151,7 @@ def test_a_layout_is_told_why_not_once_and_what_was_not_open_is_said() -> None:
     )
 
 
-def test_where_another_loses_time_most_first() -> None:
+def test_part_changes_are_sorted_by_size() -> None:
     best, worse = plans.option(), plans.option()
     worse = replace(worse, split=worse.split | {"tensor": 2.3, "bubble": 0.2, "data": 0.3501}, seconds=6.6)
     assert [(change.part, change.seconds) for change in part_changes(best, worse)] == [
@@ -161,7 +161,7 @@ def test_where_another_loses_time_most_first() -> None:
     assert part_changes(best, best) == ()
 
 
-def test_why_says_what_is_so() -> None:
+def test_why_sentences_are_true() -> None:
     found = plans.found()
     first, second, third = why(found, "time")
     assert first == "It is the quickest that fits, of 374,400 legal layouts."

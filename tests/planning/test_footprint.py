@@ -28,7 +28,7 @@ def jobs(run: Run, layout: Layout) -> tuple[Space, JobTable]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("ranks", "count"), [(2, 1), (2, 6), (4, 3), (4, 4), (4, 9), (6, 12)])
-def test_forwards_under_way_are_those_of_the_schedule(schedule: str, ranks: int, count: int) -> None:
+def test_forwards_in_flight_equal_the_schedule_list(schedule: str, ranks: int, count: int) -> None:
     run = run_of(replace(SMALL, layers=24), count, 64)
     run = replace(run, train=replace(run.train, micro_batch=1))
     _, work = jobs(run, Layout(pipeline=ranks, data=1, schedule=schedule))  # type: ignore[arg-type]
@@ -101,14 +101,14 @@ def test_states_are_those_of_a_foreseen_rank(model: ModelSpec, layout: Layout) -
         assert float(np.max(found.parameters)) == pytest.approx(parameters, rel=0.02)
 
 
-def test_every_component_is_told_and_they_sum_up() -> None:
+def test_memory_components_sum_up() -> None:
     _, work = jobs(run_of("llama3-8b", 16, 4096), Layout(data=2, shard=4))
     found = footprint(work)
     assert set(found.at(0)) == set(COMPONENTS)
     assert sum(found.at(0).values()) == pytest.approx(float(np.max(found.total)))
 
 
-def test_what_is_traded_for_memory_takes_less() -> None:
+def test_recomputation_and_offload_take_less_memory() -> None:
     def total(layout: Layout, **memory: object) -> float:
         run = run_of("llama3-8b", 16, 4096, memory=replace(Memory(), **memory))  # type: ignore[arg-type]
         run = replace(run, train=replace(run.train, micro_batch=1))

@@ -28,7 +28,7 @@ def others(run: Run, gpu: str = "h100-sxm") -> tuple[Candidate, dict[str, tuple[
     return best, {one.name: (one.candidate, one.reason) for one in found if one.candidate is not None}
 
 
-def test_the_same_layout_is_judged_in_each_of_them() -> None:
+def test_other_formats_keep_the_layout() -> None:
     best, found = others(run_of("llama3-8b", 64, 4096, layout=Layout(shard=8, data=1)))
     assert set(found) == {f"bf16, {COMPILED}", f"fp8, {EAGER}", f"fp8, {COMPILED}"}
     assert all((one.layout, one.micro_batch) == (best.layout, best.micro_batch) for one, _ in found.values())
@@ -47,7 +47,7 @@ def test_rounding_in_passes_of_its_own_may_cost_more_than_fp8_brings() -> None:
     assert slow.seconds > judge(small, cluster(8)).seconds
 
 
-def test_a_run_in_fp8_hears_of_bf16() -> None:
+def test_fp8_run_is_compared_with_bf16() -> None:
     run = run_of("llama3.2-1b", 32, 4096, layout=Layout(data=8), precision=Precision(compute="fp8"))
     assert set(others(run)[1]) == {f"fp8, {COMPILED}", f"bf16, {EAGER}", f"bf16, {COMPILED}"}
     assert others(run)[1][f"bf16, {EAGER}"][1].startswith("quicker, and in finer numbers; step -")
@@ -61,12 +61,12 @@ def test_a_run_in_fp8_hears_of_bf16() -> None:
         ("h100-sxm", {"memory": Memory(recompute="selective")}, {f"fp8, {EAGER}"}),  # goes with no compiled blocks
     ],
 )
-def test_only_what_could_be_had_is_told(gpu: str, changed: dict[str, object], expected: set[str]) -> None:
+def test_only_formats_of_the_gpu_are_compared(gpu: str, changed: dict[str, object], expected: set[str]) -> None:
     run = replace(run_of("llama3.2-1b", 32, 4096, layout=Layout(data=8)), **changed)  # type: ignore[arg-type]
     assert set(others(run, gpu)[1]) == expected
 
 
-def test_a_search_tells_them_first() -> None:
+def test_other_formats_come_first_in_alternatives() -> None:
     found = search(run_of("llama3-8b", 64, 4096), cluster(8))
     assert found.alternatives[0].name == f"fp8, {COMPILED}"
     assert found.best.compute == "bf16" and not found.best.compiled

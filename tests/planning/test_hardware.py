@@ -42,7 +42,7 @@ def test_every_cluster_of_the_catalogue(name: str) -> None:
     assert made.device == "cpu" or (made.power is not None and made.power > (made.gpu.power or 0))  # the host takes its share
 
 
-def test_llama_3() -> None:
+def test_cluster_of_llama_3() -> None:
     made = built('name = "h100-16384"')
     assert (made.gpus, made.node, made.nodes, made.island) == (16384, 8, 2048, 8)
     assert made.network == pytest.approx(400e9 / 8) and made.island_bandwidth == pytest.approx(900e9 / 2)
@@ -53,7 +53,7 @@ def test_llama_3() -> None:
     assert hbm == pytest.approx(0.172, abs=0.001)
 
 
-def test_parts() -> None:
+def test_cluster_built_from_parts() -> None:
     made = built('gpu = "h800-sxm"\ngpus = 2048')
     assert made.island_bandwidth == pytest.approx(200e9) and made.nodes == 256
     assert built('gpu = "h100-sxm"').gpus == 8  # those of one node
@@ -63,7 +63,7 @@ def test_parts() -> None:
     assert slow.network == pytest.approx(12.5e9)
 
 
-def test_keys_beside_a_name_change_parts_of_it() -> None:
+def test_cluster_keys_override_the_named_cluster() -> None:
     half = built('name = "h100-16384"\ngpus = 8192\nnetwork = "roce-200"')
     assert half.gpus == 8192 and half.network == pytest.approx(25e9) and half.nodes == 1024
     assert half.storage == built('name = "h100-16384"').storage  # of each host
@@ -88,7 +88,7 @@ def test_part_of_a_node_has_part_of_its_memory() -> None:
         ('name = "h100-8"\ndevice = "cpu"', ('cluster.device = "cpu"', "remove cluster.device")),
     ],
 )
-def test_names_that_are_not_there(cluster: str, parts: tuple[str, ...]) -> None:
+def test_unknown_cluster_names_are_refused(cluster: str, parts: tuple[str, ...]) -> None:
     with pytest.raises(RunError) as caught:
         built(cluster)
     (said,) = caught.value.problems
@@ -101,7 +101,7 @@ def test_parts_without_a_gpu_are_refused_with_the_run_file(key: str) -> None:
         run(key)
 
 
-def test_other_numbers_of_the_same_machines() -> None:
+def test_sized_cluster_keeps_its_machines() -> None:
     one, eight, many = (built(f'gpu = "h100-sxm"\ngpus = {number}') for number in (1, 8, 24))
     for made in (one.sized(24), eight.sized(24), many.sized(24)):
         assert (made.gpus, made.node, made.island, made.host_memory) == (24, many.node, many.island, many.host_memory)
@@ -122,7 +122,7 @@ def test_a_format_that_the_device_lacks_is_refused() -> None:
         hardware(loads(text.format("a100-sxm-80gb")), None)
 
 
-def test_own_file(tmp_path: Path) -> None:
+def test_cluster_from_own_file(tmp_path: Path) -> None:
     file = tmp_path / "ours.toml"
     file.write_text(
         'gpus = 16\nnetwork = "roce-100"\nstorage = 10\nprice = 1.5\n'
@@ -162,7 +162,7 @@ def test_own_file(tmp_path: Path) -> None:
         assert part in said, said
 
 
-def test_this_machine() -> None:
+def test_hardware_of_this_machine() -> None:
     cores = hardware(run(), LAPTOP)
     assert (cores.device, cores.gpus, cores.node, cores.family) == ("cpu", 4, 4, "cpu")
     assert cores.gpu.memory * 4 == LAPTOP.memory
@@ -199,7 +199,7 @@ def test_unknown_gpu_is_assumed_and_said() -> None:
     assert any("NVIDIA H999 is not in the catalogue" in sentence for sentence in made.assumed)
 
 
-def test_training_elsewhere_is_refused() -> None:
+def test_training_on_another_machine_is_refused() -> None:
     assert mismatch(run(), LAPTOP) == [] and not planned(run())
     assert mismatch(run('name = "h200-8"'), server("NVIDIA H200", 8)) == []
     (said,) = mismatch(run('name = "h100-16384"'), server("NVIDIA H200", 8))

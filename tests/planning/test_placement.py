@@ -60,7 +60,7 @@ def test_tensor_groups_are_neighbours_and_stages_farthest_apart() -> None:
     assert found.advice is None
 
 
-def test_a_tensor_group_that_leaves_the_island_is_told() -> None:
+def test_placement_advises_on_tensor_group_across_islands() -> None:
     found = placement(Layout(data=1, tensor=16), cluster(16))
     assert found.groups[0].reach == "network"
     assert found.advice is not None and "layout.tensor to at most 8" in found.advice
@@ -69,6 +69,6 @@ def test_a_tensor_group_that_leaves_the_island_is_told() -> None:
     assert placement(Layout(data=1, tensor=8), cluster(72, node=4, island=72)).groups[0].reach == "island"
 
 
-def test_it_is_a_plain_value() -> None:
+def test_placement_is_a_plain_value() -> None:
     table = placement(LAYOUTS[0], cluster(64)).table()
     assert json.loads(json.dumps(table))["groups"][0]["name"] == "tensor"

@@ -47,12 +47,12 @@ def test_a_family_nobody_measured_gets_the_common_constants() -> None:
     assert rates_for(machine(family="abacus"), "fp8").gemm == constants()["format"]["fp8"]["gemm"]
 
 
-def test_what_was_measured_wins() -> None:
+def test_measured_rates_override_fitted_ones() -> None:
     assert rates_for(machine(measured=(("gemm", 0.31), ("low", 0.9), ("bogus", 1.0))), "bf16").gemm == 0.31
     assert rates_for(machine(measured=(("low", 0.9),)), "bf16").low == 0.9
 
 
-def test_cores_know_nothing_of_what_was_published() -> None:
+def test_cpu_rates_ignore_published_constants() -> None:
     core = rates_for(machine("cpu-core"), "fp32")
     assert core.gemm == Rates().gemm and core.drain == 0.0
 

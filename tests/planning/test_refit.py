@@ -49,7 +49,7 @@ def test_steps_of_a_known_machine_give_its_constants_back() -> None:
     assert found == pytest.approx(TRUE, rel=0.1)
 
 
-def test_what_steps_do_not_tell_stays_where_it_was() -> None:
+def test_undetermined_constants_stay_unchanged() -> None:
     run = run_of(128, 2, 128, 2)
     plan = choose(run, HERE)
     assert plan.promise is not None

@@ -64,7 +64,7 @@ def changed(run: Run, hardware: Hardware, sentence: str) -> tuple[Run, Hardware]
         (run_of("llama3-8b", 8, 65536), with_memory(cluster(2), 24 * 2**30)),
     ],
 )
-def test_each_of_three_changes_makes_it_fit(run: Run, hardware: Hardware) -> None:
+def test_each_remedy_makes_the_run_fit(run: Run, hardware: Hardware) -> None:
     assert find(run, hardware, most=1) is None
     found = remedies(run, hardware)
     assert re.search(r"needs [\d.,]+ GiB of [\d.,]+ GiB, of which [\d.,]+ GiB are \w+", found.sentence)
@@ -73,19 +73,19 @@ def test_each_of_three_changes_makes_it_fit(run: Run, hardware: Hardware) -> Non
         assert find(*changed(run, hardware, sentence), most=1) is not None, sentence
 
 
-def test_the_search_refuses_with_these_sentences() -> None:
+def test_search_raises_the_remedies() -> None:
     with pytest.raises(RunError) as refused:
         search(LARGE, cluster(2))
     assert list(refused.value.problems) == remedies(LARGE, cluster(2)).sentences
 
 
-def test_fewer_devices_than_proposed_would_not_do() -> None:
+def test_fewer_devices_than_proposed_do_not_fit() -> None:
     sentence = next(one for one in remedies(LARGE, cluster(2)).changes if "devices of this kind" in one)
     _, larger = changed(LARGE, cluster(2), sentence)
     assert find(LARGE, replace(larger, gpus=larger.gpus // 2), most=1) is None
 
 
-def test_on_a_laptop_there_are_three_changes_too() -> None:
+def test_laptop_gets_three_remedies() -> None:
     """Cores of a laptop have no larger kind, so that what is left is more of them, or less to do."""
     run = replace(run_of("llama3-8b", 1024, 4096), cluster=Cluster(name="laptop"))
     found = remedies(run, cluster_of(run, None))
@@ -103,7 +103,7 @@ def test_a_limit_below_what_any_device_needs_can_only_be_raised() -> None:
     assert find(with_sequence(run, 2048), here, limits[2], 1) is not None
 
 
-def test_what_cannot_be_divided_says_so() -> None:
+def test_indivisible_run_is_refused() -> None:
     run = run_of(replace(SMALL, heads=7, dim=448, kv_heads=7, layers=3), 5, 30, layout=Layout(tensor=2))
     found = remedies(run, cluster(8))
     assert found.sentence.startswith("The run file's [layout] cannot be laid on 8 devices")

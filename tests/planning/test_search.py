@@ -51,7 +51,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_the_quickest_layout_is_found(case: int) -> None:
+def test_search_finds_the_fastest_of_all_layouts(case: int) -> None:
     run, hardware = CASES[case]
     expected, count = brute(run, hardware)
     explorer = Explorer(space(run, hardware), rates_of(run, hardware))
@@ -75,7 +75,7 @@ def test_what_fits_only_with_the_best_cut_of_stages_is_found() -> None:
     assert len(front.seconds) and front.bytes[0] <= need
 
 
-def test_what_looks_best_at_first_is_not_lost() -> None:
+def test_search_keeps_the_best_of_the_first_beam() -> None:
     """A bound that is too high for a layout must not drop it: what adding up gradients takes differs between shards and replicas."""
     run = run_of(DEEP, 16, 2048)
     here = space(run, cluster(8))
@@ -134,7 +134,7 @@ def test_runners_up_differ_in_their_degrees_and_are_no_quicker() -> None:
     assert [option.seconds for option in found.curve] == sorted((option.seconds for option in found.curve), reverse=True)
 
 
-def test_reasons_are_computed_from_the_numbers() -> None:
+def test_alternatives_reasons_follow_from_numbers() -> None:
     found = search(run_of("llama3-70b", 512, 4096), cluster(256))
     reasons = {one.name: one for one in found.alternatives}
     assert len(reasons) > 10
@@ -156,7 +156,7 @@ def test_fewer_devices_are_taken_where_all_cannot_be_used() -> None:
     assert found.best.layout.ranks == 6
 
 
-def test_limits_of_memory_deadline_and_budget() -> None:
+def test_search_respects_memory_deadline_and_budget() -> None:
     run, hardware = run_of("llama3-8b", 8, 4096), cluster(8)
     free = search(run, hardware)
     tight = search(run, hardware, limits=Limits(fits_in=40 * 2**30))

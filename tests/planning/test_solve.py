@@ -69,7 +69,7 @@ def test_what_if_compares_twice_the_devices_and_half_the_network() -> None:
 
 @pytest.mark.parametrize("model", [SMALL, SPARSE, PRESETS["llama3-8b"], PRESETS["deepseek-v3"], PRESETS["qwen3-4b"]])
 @pytest.mark.parametrize("factor", [0.3, 1.0, 2.5, 8.0])
-def test_scaled_models_have_so_many_times_the_parameters(model: object, factor: float) -> None:
+def test_scaled_models_have_the_requested_parameters(model: object, factor: float) -> None:
     from phalanx.spec.model import ModelSpec
 
     assert isinstance(model, ModelSpec)

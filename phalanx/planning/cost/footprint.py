@@ -116,24 +116,24 @@ def _rank_footprint(jobs: JobTable, share: PipelineShare, model: _Model) -> Foot
     """Memory of one rank at the worst moment of a step: at the loss, in a block's backward, or when the embedding gets its
     gradient."""
     block, head, sizes, each = model
-    rank_sizes_ = rank_sizes(jobs, sizes, share)
+    held_sizes = rank_sizes(jobs, sizes, share)
     stages, shard, zero = np.asarray(jobs.stages), np.asarray(jobs.shard), np.asarray(jobs.zero)
     pipelined, low, spread = np.asarray(jobs.pipeline) > 1, np.asarray(jobs.compute_bytes) < 4, np.asarray(jobs.shard) > 1
-    parameters, gradients, optimizer = state_bytes(rank_sizes_, each)
+    parameters, gradients, optimizer = state_bytes(held_sizes, each)
     unit = (block.dense * (share.blocks - share.sparse) + block.sparse * share.sparse) / stages
     unit = unit + block.sparse * np.asarray(jobs.ahead) * share.has_head
     at_end = _waiting_at_last_stage(jobs, share)
-    casts_kept, cast = _casts(jobs, rank_sizes_, sizes, share, at_end)
+    casts_kept, cast = _casts(jobs, held_sizes, sizes, share, at_end)
     activations = _with_deferred(jobs, share, block, unit, _on_device(jobs, share, block, unit)) + casts_kept
     all_first = FORWARDS_FIRST[np.asarray(jobs.schedule)] & pipelined
     activations = activations + share.has_head * (head.states * at_end + np.where(all_first, head.kept * (at_end - 1), 0.0))
-    gathered, in_block = _gathered(jobs, rank_sizes_, sizes, unit)
-    in_transit = _gradients_in_transit(jobs, rank_sizes_, sizes, share)
+    gathered, in_block = _gathered(jobs, held_sizes, sizes, unit)
+    in_transit = _gradients_in_transit(jobs, held_sizes, sizes, share)
     at_loss = head.most * share.has_head
     in_backward = np.maximum(block.live + block.backward + in_block, cast) + in_transit
     # The embedding's gradient is allocated when the activations of its micro-batch are freed.
     at_embedding = np.where(spread, 0.0, 4.0 * sizes.table * share.has_embedding) - unit - casts_kept / share.in_flight
-    left, whole = _zero2_in_transit(jobs, rank_sizes_, sizes, share)
+    left, whole = _zero2_in_transit(jobs, held_sizes, sizes, share)
     worst = np.maximum(np.maximum(at_loss, in_backward), np.maximum(at_embedding, whole - unit))
     in_logits = np.clip(worst, 0.0, at_loss)
     peak_activations = activations + worst - in_logits
@@ -142,7 +142,7 @@ def _rank_footprint(jobs: JobTable, share: PipelineShare, model: _Model) -> Foot
     peak_activations = np.where(once, np.maximum(peak_activations - gradients, 0.0), peak_activations)
     messages = np.where(pipelined, 3 * 4.0 * jobs.dim * residual_tokens(jobs), 0.0)
     staged = np.where(
-        spread & low & (zero < 3), np.minimum(4.0 * 2**24, 4 * (rank_sizes_.dense + rank_sizes_.experts) / shard), 0.0
+        spread & low & (zero < 3), np.minimum(4.0 * 2**24, 4 * (held_sizes.dense + held_sizes.experts) / shard), 0.0
     )
     buffers = messages + staged + left
     moving = peak_activations + in_logits + gathered + buffers
@@ -185,7 +185,7 @@ def _with_deferred(jobs: JobTable, share: PipelineShare, block: BlockActivations
     return np.where(looped, looping, np.maximum(in_flight, count * (unit + gradients)))
 
 
-def _gradients_in_transit(jobs: JobTable, rank_sizes_: RankSizes, sizes: PartSizes, share: PipelineShare) -> Column:
+def _gradients_in_transit(jobs: JobTable, held_sizes: RankSizes, sizes: PartSizes, share: PipelineShare) -> Column:
     """Gradients in transit while activations are still there: first the head's, then those of blocks, three buckets at a
     time. A pipeline sends its gradients after the last backward. Without sharding, one matrix is cast before it enters its
     bucket."""
@@ -196,11 +196,11 @@ def _gradients_in_transit(jobs: JobTable, rank_sizes_: RankSizes, sizes: PartSiz
         * np.asarray(jobs.wire)
         * (1 + 1 / shard)
     )
-    buckets = np.minimum(buckets, np.asarray(jobs.wire) * (rank_sizes_.dense + rank_sizes_.experts))
+    buckets = np.minimum(buckets, np.asarray(jobs.wire) * (held_sizes.dense + held_sizes.experts))
     return np.where(shard == 1, alone, np.where(pipelined | (np.asarray(jobs.zero) == 3), 0.0, buckets))
 
 
-def _zero2_in_transit(jobs: JobTable, rank_sizes_: RankSizes, sizes: PartSizes, share: PipelineShare) -> tuple[Column, Column]:
+def _zero2_in_transit(jobs: JobTable, held_sizes: RankSizes, sizes: PartSizes, share: PipelineShare) -> tuple[Column, Column]:
     """ZeRO-2 sends after every backward. Returns the bytes of the last two buckets, still in transit in the next forward,
     and those of a pipeline stage's gradients, which are whole until its backward ends."""
     shard, second = np.asarray(jobs.shard), (np.asarray(jobs.zero) == 2) & (np.asarray(jobs.shard) > 1)
@@ -209,7 +209,7 @@ def _zero2_in_transit(jobs: JobTable, rank_sizes_: RankSizes, sizes: PartSizes, 
     pipelined, several = np.asarray(jobs.pipeline) > 1, np.asarray(jobs.accumulation) > 1.5
     last = (sizes.table * share.has_embedding + sizes.matrix) * np.asarray(jobs.wire) * (1 + 1 / shard)
     whole = (
-        np.where(np.asarray(jobs.compute_bytes) < 4, 2, 4) * (rank_sizes_.dense + rank_sizes_.experts) / np.asarray(jobs.stages)
+        np.where(np.asarray(jobs.compute_bytes) < 4, 2, 4) * (held_sizes.dense + held_sizes.experts) / np.asarray(jobs.stages)
     )
     return np.where(second & several, last, 0.0), np.where(second & pipelined, whole, 0.0)
 
@@ -223,19 +223,19 @@ def _waiting_at_last_stage(jobs: JobTable, share: PipelineShare) -> Column:
 
 
 def _casts(
-    jobs: JobTable, rank_sizes_: RankSizes, sizes: PartSizes, share: PipelineShare, at_end: Column
+    jobs: JobTable, held_sizes: RankSizes, sizes: PartSizes, share: PipelineShare, at_end: Column
 ) -> tuple[Column, Column]:
     """16-bit copies of fp32 weights that autocast makes: (bytes that every forward in flight keeps, bytes while one forward
     runs)."""
     plain = (np.asarray(jobs.shard) == 1) & (np.asarray(jobs.compute_bytes) < 4)
-    blocks = 2.0 * (rank_sizes_.dense + rank_sizes_.experts - rank_sizes_.tables) / np.asarray(jobs.stages)
+    blocks = 2.0 * (held_sizes.dense + held_sizes.experts - held_sizes.tables) / np.asarray(jobs.stages)
     head = 2.0 * sizes.table * share.has_head
     again, some = recomputed_fraction(jobs), np.asarray(jobs.recompute) > 0
     every = (1 - again) * blocks * share.in_flight + np.where(some, 0.0, head * at_end)
     return np.where(plain, every, 0.0), np.where(plain & some, again * blocks + head, 0.0)
 
 
-def _gathered(jobs: JobTable, rank_sizes_: RankSizes, sizes: PartSizes, unit: Column) -> tuple[Column, Column]:
+def _gathered(jobs: JobTable, held_sizes: RankSizes, sizes: PartSizes, unit: Column) -> tuple[Column, Column]:
     """ZeRO-3: (bytes of gathered parameters that stay all the time, bytes that a block's backward adds to its activations)."""
     shard, stages = np.asarray(jobs.shard), np.asarray(jobs.stages)
     third, size = (np.asarray(jobs.zero) == 3) & (shard > 1), np.asarray(jobs.compute_bytes)
@@ -243,13 +243,13 @@ def _gathered(jobs: JobTable, rank_sizes_: RankSizes, sizes: PartSizes, unit: Co
         return 0.0, 0.0
     kind, pipelined = np.asarray(jobs.schedule), np.asarray(jobs.pipeline) > 1
     splits = SPLITS_BACKWARD[kind] & pipelined
-    experts = np.where(sizes.unsharded > 0, 0.0, rank_sizes_.experts)
-    everything, block = rank_sizes_.dense + experts, sizes.block - sizes.unsharded
+    experts = np.where(sizes.unsharded > 0, 0.0, held_sizes.experts)
+    everything, block = held_sizes.dense + experts, sizes.block - sizes.unsharded
     part = size * everything / stages
     # A stage's blocks stay gathered after its last backward until its next forward; by then the activations of that backward
     # are freed.
-    left = size * everything - part + np.maximum(np.minimum(size * (2 * block + rank_sizes_.tables), part), part - unit)
-    gathered = np.where(pipelined, np.where(splits, size * everything, left), size * rank_sizes_.tables)
+    left = size * everything - part + np.maximum(np.minimum(size * (2 * block + held_sizes.tables), part), part - unit)
+    gathered = np.where(pipelined, np.where(splits, size * everything, left), size * held_sizes.tables)
     # Two gathered blocks and the gradient of one, or the reduced gradient of one in transit.
     in_block = np.where(pipelined, 0.0, np.maximum(3 * size, np.asarray(jobs.wire)) * block)
     return np.where(third, gathered, 0.0), np.where(third, in_block, 0.0)

@@ -236,7 +236,7 @@ class Timed:
         return {part: spent * seconds / self.seconds for part, spent in self.parts.items()}
 
     def by_covered_parts(self, seconds: float) -> dict[str, float]:
-        """The same by the keys of refit.TOLD_BY; no equation covers waiting for data."""
+        """The same by the keys of refit.COVERED_PARTS; no equation covers waiting for data."""
         parts = self.of(seconds)
         parts["other"] = parts.get("other", 0.0) + parts.pop("loading", 0.0)
         return {part: parts.get(part, 0.0) for part in COVERED_PARTS}

@@ -69,7 +69,7 @@ class Measured:
     plan: Plan
     seconds: float
     parts: Mapping[str, float] = field(default_factory=dict)
-    """What the step was made of, by the keys of TOLD_BY; empty: not measured."""
+    """What the step was made of, by the keys of COVERED_PARTS; empty: not measured."""
 
 
 def jobs_of(run: Run, plan: Plan, hardware: Hardware) -> JobTable:

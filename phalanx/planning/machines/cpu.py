@@ -135,14 +135,14 @@ def cpu_hardware(machine: Machine, ranks: int | None = None, threads: int | None
     )
 
 
-def _turns(usual: dict[str, float], share: float, ranks: int, threads: int) -> dict[str, float]:
+def _turns(constants: dict[str, float], share: float, ranks: int, threads: int) -> dict[str, float]:
     """Costs of starting operations and messages where ranks share a core, or threads have to be woken."""
     waiting = 1 / min(1.0, share)
     woken = max(min(threads, share), 1.0) ** (1 - _THREADED)
     return {
-        "launch": usual["launch"] * waiting * woken,
-        "latency": usual["latency"] * waiting,
-        "overhead": (usual["overhead"] + (_AGREED * usual["latency"] if ranks > 1 else 0.0)) * waiting,
+        "launch": constants["launch"] * waiting * woken,
+        "latency": constants["latency"] * waiting,
+        "overhead": (constants["overhead"] + (_AGREED * constants["latency"] if ranks > 1 else 0.0)) * waiting,
     }
 
 
@@ -157,12 +157,12 @@ def _assumed(machine: Machine) -> list[str]:
     if measured_constants(machine, "cpu"):
         return []
     bandwidth = of_cores(machine).get("bandwidth", _CORE_BANDWIDTH)
-    found = [
+    sentences = [
         f"A core reads {bandwidth / 1e9:.0f} GB/s from memory, ranks exchange {_COPY / 1e9:.0f} GB/s: run `phalanx bench` to measure."
     ]
     if machine.core_flops is None:
-        found.append(f"A core computes {_CORE_FLOPS / 1e9:.0f} GFLOP/s: its clock and vector width cannot be read.")
-    return found
+        sentences.append(f"A core computes {_CORE_FLOPS / 1e9:.0f} GFLOP/s: its clock and vector width cannot be read.")
+    return sentences
 
 
 def resident(run: Run, plan: Plan, memory: dict[str, float], machine: Machine) -> dict[str, float]:

@@ -60,7 +60,7 @@ def mismatch(run: Run, machine: Machine) -> list[str]:
     if wanted.device == "cpu":
         same, has = not machine.gpus and machine.cores >= wanted.gpus, f"{machine.cores} cores"
     else:
-        keys = [found.key if (found := find_gpu(gpu.name)) else gpu.name for gpu in machine.gpus]
+        keys = [known.key if (known := find_gpu(gpu.name)) else gpu.name for gpu in machine.gpus]
         same = len(keys) == wanted.gpus and set(keys) == {wanted.gpu.key}
         has = f"{len(keys)} × {keys[0]}" if keys else "no GPU"
     if same:
@@ -79,10 +79,10 @@ class _Parts:
     base: Mapping[str, Any]
     run: Run
 
-    def pick(self, key: str, usual: Any) -> Any:
+    def pick(self, key: str, default: Any) -> Any:
         """The run file's key, else the named cluster's, else the default."""
         own = getattr(self.run.cluster, key)
-        return own if own is not None else self.base.get(key, usual)
+        return own if own is not None else self.base.get(key, default)
 
     def blame(self, key: str) -> str:
         """The key that the user has to change."""
@@ -107,8 +107,10 @@ def _named(run: Run) -> Hardware:
     if run.precision.compute == "fp8" and gpu.device != "cpu" and gpu.peak("fp8") is None:
         raise RunError([f'precision.compute = "fp8" but {gpu.name} does not multiply in it: set precision.compute = "bf16".'])
     # Another GPU than the named cluster's comes in its own usual node.
-    usual = gpu.node if run.cluster.gpu is not None and run.cluster.gpu != base.get("gpu") else base.get("node", gpu.node)
-    node = entry("nodes", run.cluster.node or usual, parts.blame("node"))
+    default_node = (
+        gpu.node if run.cluster.gpu is not None and run.cluster.gpu != base.get("gpu") else base.get("node", gpu.node)
+    )
+    node = entry("nodes", run.cluster.node or default_node, parts.blame("node"))
     gpus = parts.pick("gpus", node["gpus"])
     built = _build(gpu, gpus, node, parts.pick("network", node["network"]), parts.blame("network"))
     return replace(
@@ -261,12 +263,12 @@ def own_cluster(path: str) -> dict[str, Any]:
 
 
 def _problems(where: str, values: dict[str, Any], known: dict[str, tuple[type, ...]], needed: tuple[str, ...]) -> list[str]:
-    found = [f"{where}: {key} is missing: set it." for key in needed if key not in values]
+    problems = [f"{where}: {key} is missing: set it." for key in needed if key not in values]
     for key, value in values.items():
         if key not in known:
-            found.append(f"{where}: {key} is not a key of such a file{did_you_mean(known, key) or '.'}")
+            problems.append(f"{where}: {key} is not a key of such a file{did_you_mean(known, key) or '.'}")
         elif not isinstance(value, known[key]) or (isinstance(value, bool) and bool not in known[key]):
-            found.append(f"{where}: {key} = {quote(value)} is {noun(value)}, which is not what belongs there.")
+            problems.append(f"{where}: {key} = {quote(value)} is {noun(value)}, which is not what belongs there.")
         elif not isinstance(value, bool) and isinstance(value, int | float) and not 0 < value < math.inf:
-            found.append(f"{where}: {key} = {quote(value)} must be above 0 and finite.")
-    return found
+            problems.append(f"{where}: {key} = {quote(value)} must be above 0 and finite.")
+    return problems

@@ -109,7 +109,7 @@ class Explorer:
             _open(self.space, self._rates, capacity, pick(bases, slice(at, stop)), front)
             at, size = at + size, min(2 * size, _LARGEST)
         if len(first[1]) and not (len(front.seconds) and front.seconds[0] <= first[1][0]):
-            front.add(*first)  # found already, whatever a bound says of it
+            front.add(*first)  # judged already, whatever a bound says of it
         if not len(front.seconds):
             self._last(capacity, front)
         return front
@@ -387,9 +387,9 @@ def _bytes(space: Space, rows: Columns, asked: list[tuple[int, Columns]]) -> Flo
 
     if count > _FEW:
         return np.stack([need(rows, way, level) for level, way in asked])
-    usual = {"schedule": SCHEDULES.index("1f1b"), "stages": 1}
+    default = {"schedule": SCHEDULES.index("1f1b"), "stages": 1}
     names = list(dict.fromkeys(name for _, way in asked for name in way))
-    ways = {name: np.concatenate([way.get(name, np.full(count, usual.get(name, 0))) for _, way in asked]) for name in names}
+    ways = {name: np.concatenate([way.get(name, np.full(count, default.get(name, 0))) for _, way in asked]) for name in names}
     level = np.repeat([level for level, _ in asked], count)
     every = {name: np.tile(column, len(asked)) for name, column in rows.items()}
     return need(every, ways, level).reshape(len(asked), count)

@@ -172,7 +172,7 @@ class _Judged(NamedTuple):
     """The cost of all rows."""
 
     jobs: JobTable
-    held: Footprint
+    memory: Footprint
     times: Times
 
 
@@ -182,19 +182,19 @@ def candidates_of(space: Space, rates: Rates, columns: Columns, capacity: float 
         return []
     jobs = space.jobs(columns)
     judged = _Judged(jobs, footprint(jobs), step_times(jobs, rates))
-    return [_option(space, judged, row, capacity) for row in range(len(columns["pipeline"]))]
+    return [_candidate(space, judged, row, capacity) for row in range(len(columns["pipeline"]))]
 
 
-def _option(space: Space, judged: _Judged, row: int, capacity: float | None) -> Candidate:
-    jobs, held, times = judged
+def _candidate(space: Space, judged: _Judged, row: int, capacity: float | None) -> Candidate:
+    jobs, memory, times = judged
     seconds = _real(times.step, row)
     run, hardware = space.run, space.hardware
     layout = layout_of(run, jobs, row)
     tokens = run.batch_tokens / seconds
-    own = 12.0 * run.model.parameters() / (layout.pipeline * layout.tensor * layout.shard)
-    kept = upkeep(hardware, state=own, ranks=space.gpus, step=seconds)
-    counts = float(kept.goodput)
-    spent = cost(hardware, step=seconds, steps=run.steps, goodput=counts, devices=space.gpus)
+    state = 12.0 * run.model.parameters() / (layout.pipeline * layout.tensor * layout.shard)
+    maintenance = upkeep(hardware, state=state, ranks=space.gpus, step=seconds)
+    useful_fraction = float(maintenance.goodput)
+    spent = cost(hardware, step=seconds, steps=run.steps, goodput=useful_fraction, devices=space.gpus)
     peak = float(jobs.peak) * space.gpus
     return Candidate(
         layout=layout,
@@ -204,8 +204,8 @@ def _option(space: Space, judged: _Judged, row: int, capacity: float | None) -> 
         recompute=cast(Literal["none", "selective", "full"], RECOMPUTE[_at(jobs.recompute, row)]),
         recompute_every=_at(jobs.recompute_every, row) if _at(jobs.recompute, row) else 1,
         offload=cast(Literal["none", "cpu", "nvme"], OFFLOAD[_at(jobs.offload, row)]),
-        memory=held.at(row),
-        fullest=_at(held.fullest, row),
+        memory=memory.at(row),
+        fullest=_at(memory.fullest, row),
         capacity=float(jobs.memory) if capacity is None else min(capacity, float(jobs.memory)),
         seconds=seconds,
         low=_real(times.low, row),
@@ -215,8 +215,8 @@ def _option(space: Space, judged: _Judged, row: int, capacity: float | None) -> 
         tokens_per_second=tokens,
         mfu=tokens * run.model.flops_per_token(run.train.sequence_length) / peak if peak else None,
         days=seconds * run.steps / _DAY,
-        goodput=counts,
-        save_every=None if kept.save_every is None else float(kept.save_every),
+        goodput=useful_fraction,
+        save_every=None if maintenance.save_every is None else float(maintenance.save_every),
         price=spent.dollars,
         energy=spent.joules,
         compiled=run.memory.compile,

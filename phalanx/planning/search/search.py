@@ -127,22 +127,22 @@ def rates_of(run: Run, hardware: Hardware) -> Rates:
 
 def assumptions_of(run: Run, hardware: Hardware) -> tuple[str, ...]:
     """Sentences on what neither the run file nor the catalogue says."""
-    said = []
+    sentences = []
     if run.precision.compute is None:
-        said.append(f"The run computes in {compute_of(run, hardware)}.")
+        sentences.append(f"The run computes in {compute_of(run, hardware)}.")
     if compute_of(run, hardware) == "bf16" and hardware.device == "cuda" and hardware.gpu.peak("bf16") is None:
-        said.append(f'{hardware.gpu.name} has no bf16, and is counted with its fp16: set precision.compute = "fp16".')
+        sentences.append(f'{hardware.gpu.name} has no bf16, and is counted with its fp16: set precision.compute = "fp16".')
     computing = hardware.gpu.peak(compute_of(run, hardware))
     if hardware.device == "cpu" and computing and (slower := (hardware.gpu.peak("fp32") or 0.0) / computing) > 10:
-        said.append(
+        sentences.append(
             f"{hardware.gpu.name} has no instructions for {compute_of(run, hardware)}, which takes about {slower:.0f} times as long there "
             'as fp32: set precision.compute = "fp32".'
         )
     if hardware.device != "cpu" and run.model.module is None:
-        said.append(_ATTENTION[kept_scores(run, hardware)])
+        sentences.append(_ATTENTION[kept_scores(run, hardware)])
     if run.model.moe is not None:
-        said.append("Every expert gets the same number of tokens.")
-    return (*said, *failure_assumptions(hardware))
+        sentences.append("Every expert gets the same number of tokens.")
+    return (*sentences, *failure_assumptions(hardware))
 
 
 def capacity_of(hardware: Hardware, fits_in: float | None = None) -> float:
@@ -204,59 +204,63 @@ def _techniques(columns: Columns) -> npt.NDArray[np.float64]:
     mixed = (columns["data"] > 1) & (columns["shard"] > 1)
     often = (columns["zero"] == 2) * 1
     saved = (columns["recompute"] > 0) + 2 * (columns["offload"] != OFFLOAD.index("none"))
-    found: npt.NDArray[np.float64] = many + order + mixed + often + saved
-    return found
+    total: npt.NDArray[np.float64] = many + order + mixed + often + saved
+    return total
 
 
 def _size(columns: Columns) -> npt.NDArray[np.float64]:
     names = ("pipeline", "context", "tensor", "stages", "expert_tensor")
-    found: npt.NDArray[np.float64] = np.sum([np.log2(columns[name]) for name in names], axis=0)
-    return found
+    total: npt.NDArray[np.float64] = np.sum([np.log2(columns[name]) for name in names], axis=0)
+    return total
 
 
 def _curve(explorer: Explorer, rates: Rates, limits: tuple[float, float | None], best: Candidate) -> tuple[Candidate, ...]:
     """The fastest candidate at a few memory sizes, by quick searches; least memory first."""
-    found = []
+    fastest = []
     for part in _CURVE:
         front = explorer.glimpse(part * limits[0])
         if len(front.seconds):
-            found.append(candidate_at(explorer.space, rates, front.columns, 0, limits[1]))
-    slower = sorted(found, key=lambda option: option.bytes)
-    kept = [option for place, option in enumerate(slower) if all(option.seconds < before.seconds for before in slower[:place])]
-    return (*(option for option in kept if option.bytes < best.bytes and option.seconds > best.seconds), best)
+            fastest.append(candidate_at(explorer.space, rates, front.columns, 0, limits[1]))
+    slower = sorted(fastest, key=lambda candidate: candidate.bytes)
+    useful = [
+        candidate
+        for place, candidate in enumerate(slower)
+        if all(candidate.seconds < before.seconds for before in slower[:place])
+    ]
+    return (*(candidate for candidate in useful if candidate.bytes < best.bytes and candidate.seconds > best.seconds), best)
 
 
-def _illegal(here: Space) -> list[str]:
+def _illegal(layouts: Space) -> list[str]:
     """Why the given layout is not legal."""
-    run, layout = here.run, here.run.layout
-    found = [finding.sentence for finding in layout_findings(run)]
+    run, layout = layouts.run, layouts.run.layout
+    problems = [finding.sentence for finding in layout_findings(run)]
     if run.batch % layout.replicas:
-        found.append(
+        problems.append(
             f"The global batch of {run.batch} sequences is not divisible by {layout.replicas} replicas: change layout.data."
         )
     elif run.train.micro_batch is not None and run.batch // layout.replicas % run.train.micro_batch:
         share = run.batch // layout.replicas
-        found.append(
+        problems.append(
             f"train.micro_batch = {run.train.micro_batch} does not divide the {share} sequences of a replica: change it."
         )
-    return found or ["No layout that the run file allows is legal on this cluster: leave more keys of [layout] out."]
+    return problems or ["No layout that the run file allows is legal on this cluster: leave more keys of [layout] out."]
 
 
-def cheaper(run: Run, hardware: Hardware, found: SearchResult, aim: Aim, limits: Limits, most: int) -> SearchResult:
+def cheaper(run: Run, hardware: Hardware, result: SearchResult, aim: Aim, limits: Limits, most: int) -> SearchResult:
     """The best on halves of the cluster, if fewer devices are cheaper or the only way to stay within the budget."""
-    tried, gpus = [found], found.best.layout.ranks
+    tried, gpus = [result], result.best.layout.ranks
     while gpus % 2 == 0 and gpus > 1:
         gpus //= 2
         smaller = find(run, hardware, limits.fits_in, most, gpus=gpus)
         if smaller is None:
             break
         tried.append(smaller)
-    allowed = [result for result in tried if within(result.best, limits)]
+    allowed = [other for other in tried if within(other.best, limits)]
     if not allowed:
-        return found
+        return result
     if aim == "time":
-        return min(allowed, key=lambda result: result.best.expected_days)
-    return min(allowed, key=lambda result: result.best.expected_days * result.best.layout.ranks)
+        return min(allowed, key=lambda other: other.best.expected_days)
+    return min(allowed, key=lambda other: other.best.expected_days * other.best.layout.ranks)
 
 
 def within(best: Candidate, limits: Limits) -> bool:
@@ -266,15 +270,15 @@ def within(best: Candidate, limits: Limits) -> bool:
 
 def beyond(best: Candidate, limits: Limits) -> list[str]:
     """Sentences on the limits that a candidate exceeds."""
-    said = []
+    sentences = []
     if limits.deadline is not None and best.expected_days > limits.deadline:
-        said.append(
+        sentences.append(
             f"The quickest layout takes {best.expected_days:,.1f} days, more than the deadline of {limits.deadline:,.1f} days: "
             "take more devices, fewer tokens or a smaller model."
         )
     if limits.budget is not None and best.price is not None and best.price > limits.budget:
-        said.append(
+        sentences.append(
             f"The run costs ${best.price:,.0f}, more than the budget of ${limits.budget:,.0f}: "
             "take cheaper devices, fewer tokens or a smaller model."
         )
-    return said
+    return sentences

@@ -279,13 +279,13 @@ def given_space(run: Run, hardware: Hardware) -> Space:
 
 def all_candidates(run: Run, hardware: Hardware, gpus: int | None = None) -> JobTable:
     """All candidates at once: for small clusters, and for tests of the search."""
-    found = space(run, hardware, gpus)
-    return found.jobs(all_columns(found))
+    layouts = space(run, hardware, gpus)
+    return layouts.jobs(all_columns(layouts))
 
 
-def all_columns(found: Space) -> Columns:
-    columns = found.with_experts(found.with_micro_batches(found.degrees()))
-    return found.with_savings(found.with_spreads(found.with_orders(columns)))
+def all_columns(layouts: Space) -> Columns:
+    columns = layouts.with_experts(layouts.with_micro_batches(layouts.degrees()))
+    return layouts.with_savings(layouts.with_spreads(layouts.with_orders(columns)))
 
 
 def compute_of(run: Run, hardware: Hardware) -> str:
@@ -363,14 +363,14 @@ def join(columns: Columns, keys: npt.NDArray[np.int64], table: Callable[[int], C
     if len(kinds) == 0:
         kinds, kind = np.ones(1, np.int64), np.zeros(0, np.int64)
     tables = [table(int(key)) for key in kinds]
-    lengths = np.array([len(next(iter(one.values()))) for one in tables])
+    lengths = np.array([len(next(iter(other.values()))) for other in tables])
     starts = np.concatenate(([0], np.cumsum(lengths)[:-1]))
     counts = lengths[kind]
     rows = np.repeat(np.arange(len(kind)), counts)
     inside = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
     place = starts[kind][rows] + inside
     joined = {name: column[rows] for name, column in columns.items()}
-    return joined | {name: np.concatenate([one[name] for one in tables])[place] for name in tables[0]}
+    return joined | {name: np.concatenate([other[name] for other in tables])[place] for name in tables[0]}
 
 
 def pick(columns: Columns, index: Any) -> Columns:

@@ -43,18 +43,18 @@ def played(interval: float, mtbf: float, save: float, restart: float) -> float:
     ("interval", "mtbf", "save", "restart"),
     [(330.0, LLAMA, 5.0, 600.0), (1800.0, LLAMA, 5.0, 600.0), (60.0, 1800.0, 2.0, 120.0), (3600.0, 7200.0, 60.0, 300.0)],
 )
-def test_against_monte_carlo(interval: float, mtbf: float, save: float, restart: float) -> None:
+def test_goodput_equals_monte_carlo(interval: float, mtbf: float, save: float, restart: float) -> None:
     assert goodput(interval, mtbf, save, restart) == pytest.approx(played(interval, mtbf, save, restart), abs=0.005)
 
 
 @pytest.mark.parametrize(("mtbf", "save"), [(LLAMA, 5.0), (LLAMA, 0.05), (1800.0, 30.0), (600.0, 120.0)])
-def test_best_interval_is_best(mtbf: float, save: float) -> None:
+def test_best_checkpoint_interval_is_best(mtbf: float, save: float) -> None:
     tried = np.geomspace(save / 100, 10 * mtbf, 20_000)
     most = goodput(tried, mtbf, save, 60.0).max()
     assert goodput(best_interval(mtbf, save), mtbf, save, 60.0) == pytest.approx(most, abs=0.0005)
 
 
-def test_llama_3() -> None:
+def test_goodput_of_llama_3() -> None:
     every = best_interval(LLAMA, 5.0)
     assert 3.085 < LLAMA / 3600 < 3.095
     assert every == pytest.approx(328, rel=0.01)
@@ -62,7 +62,7 @@ def test_llama_3() -> None:
     assert goodput(1800.0, LLAMA, 5.0, 600.0) == pytest.approx(0.87, abs=0.005)
 
 
-def test_saves_that_never_finish() -> None:
+def test_goodput_where_saves_never_finish() -> None:
     assert best_interval(100.0, 500.0) == 100.0
     assert best_interval(np.array([100.0, LLAMA]), np.array([500.0, 5.0])) == pytest.approx([100.0, best_interval(LLAMA, 5.0)])
 
@@ -77,7 +77,7 @@ def test_our_runtime_on_the_machines_of_llama_3() -> None:
     assert large.save_every >= 300e9 * 8 / made.storage  # not before the last one is written
 
 
-def test_columns_are_judged_like_numbers() -> None:
+def test_goodput_of_columns_equals_that_of_numbers() -> None:
     made = cluster("h100-16384")
     states, ranks, steps = np.array([1e9, 300e9, 2e9]), np.array([8, 16384, 1024]), np.array([1.0, 4.0, 9.0])
     together = upkeep(made, state=states, ranks=ranks, step=steps)
@@ -87,7 +87,7 @@ def test_columns_are_judged_like_numbers() -> None:
         assert together.save_every is not None and together.save_every[place] == pytest.approx(alone.save_every)
 
 
-def test_nothing_fails_where_nothing_is_known_to() -> None:
+def test_goodput_is_one_without_failure_rates() -> None:
     sturdy = replace(cluster("h100-8"), failures=None)
     kept = upkeep(sturdy, state=1e9, ranks=8, step=1.0)
     assert kept.goodput == 1.0 and kept.save_every is None

@@ -102,7 +102,7 @@ def test_no_legal_layout_is_missed_and_no_illegal_one_listed() -> None:
     assert min(seen.values()) > 300, seen
 
 
-def test_the_count_is_that_of_all_candidates() -> None:
+def test_space_counts_all_candidates() -> None:
     for model in (SMALL, SPARSE):
         found = space(run_of(model, 16, 64), cluster(8))
         bases = found.with_micro_batches(found.degrees())
@@ -123,7 +123,7 @@ def test_the_count_is_that_of_all_candidates() -> None:
         Layout(tensor=2, sequence=True),
     ],
 )
-def test_what_the_run_file_gives_is_kept(given: Layout) -> None:
+def test_layout_keys_of_the_run_file_are_fixed(given: Layout) -> None:
     run = run_of(SMALL, 16, 64, layout=given)
     layouts = [layout for layout, *_ in listed(run, 8)]
     assert layouts
@@ -133,13 +133,13 @@ def test_what_the_run_file_gives_is_kept(given: Layout) -> None:
             assert {getattr(layout, name) for layout in layouts} == {value}
 
 
-def test_a_given_micro_batch_and_given_savings_are_kept() -> None:
+def test_given_micro_batch_and_savings_are_fixed() -> None:
     run = run_of(SMALL, 16, 64, memory=Memory(recompute="full", offload="cpu"))
     run = replace(run, train=replace(run.train, micro_batch=2))
     assert {(micro, mode, place) for _, micro, mode, place in listed(run, 8)} == {(2, "full", "cpu")}
 
 
-def test_exactly_the_given_layout_with_replicas_filled_in() -> None:
+def test_given_space_fills_in_replicas() -> None:
     run = run_of(SMALL, 24, 64, layout=Layout(tensor=2))
     found = given_space(run, cluster(16))
     assert found.run.layout == Layout(tensor=2, data=8)

@@ -28,7 +28,7 @@ def reasons(run: Run, memory: float) -> tuple[float, list[Alternative]]:
     return best.seconds, list(neighbours(space(run, devices, 8), rates_of(run, devices), best))
 
 
-def test_quicker_comes_first_then_slower_then_too_large_then_what_is_not_legal() -> None:
+def test_alternatives_order_is_faster_slower_too_large_illegal() -> None:
     memory = 8 * 2.0**30
     run = run_of(WIDE, 32, 2048, layout=LAYOUT, memory=Memory(recompute="full"))
     seconds, found = reasons(run, memory)
@@ -56,7 +56,7 @@ def test_a_quicker_neighbour_says_which_key_of_the_run_file_rules_it_out() -> No
     assert "layout.tensor = 2" in said["no TP"]
 
 
-def test_sizes_are_told_in_units_that_suit_them() -> None:
+def test_reasons_give_sizes_in_fitting_units() -> None:
     _, found = reasons(run_of(WIDE, 32, 2048, layout=LAYOUT, memory=Memory(recompute="full")), 8 * 2.0**30)
     said = {one.name: one.reason for one in found}
     assert re.fullmatch(r"needs \d+\.\d GiB of 8\.0", said["no TP"])

@@ -53,7 +53,7 @@ def test_an_ideal_device_takes_the_flops_of_the_model(model: str) -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (1.0, 1.5, 0.7), (0.7, 1.0, 1.0), (1.0, 2.2, 0.8)])
-def test_a_bubble_is_that_of_the_simulated_schedule(name: str, times: tuple[float, float, float]) -> None:
+def test_bubble_equals_simulated_schedule(name: str, times: tuple[float, float, float]) -> None:
     forward, back, weight = times
     for ranks, stages in ((2, None), (4, None), (8, None), (4, 4)):
         per_rank = stages if stages and name.startswith(("interleaved", "looped")) else {"gpipe": 1, "1f1b": 1}.get(name, 2)
@@ -92,7 +92,7 @@ def test_parts_sum_up_to_the_step_for_every_kind_of_layout() -> None:
     assert all(np.all(np.asarray(getattr(times, part)) >= 0) for part in PARTS)
 
 
-def test_many_jobs_are_judged_as_one_is() -> None:
+def test_table_of_jobs_is_timed_like_single_jobs() -> None:
     """Long tables are cut into pieces on the way; scalars must come out alike."""
     size = 70_000
     micro = np.where(np.arange(size) % 3 == 0, 1.0, 2.0)
@@ -122,7 +122,7 @@ def test_the_head_is_hidden_where_the_last_stage_has_fewer_layers() -> None:
     assert float(alone.head) == pytest.approx(float(head_time(work("llama3-405b", tensor=8, data=1), Rates()).whole))
 
 
-def test_what_costs_more_takes_longer() -> None:
+def test_more_work_takes_longer() -> None:
     base = float(step_times(work(), Rates()).step)
     assert float(step_times(replace(work(), bandwidth=1e12), Rates()).step) > base
     sharded = work(shard=8, data=1, zero=3)
@@ -133,13 +133,13 @@ def test_what_costs_more_takes_longer() -> None:
     assert float(step_times(small, Rates()).launch) > 0.3 * float(step_times(small, Rates()).step)
 
 
-def test_no_jobs_at_all_are_judged_too() -> None:
+def test_empty_job_table_is_timed() -> None:
     none = np.zeros(0)
     assert np.size(step_times(work("mixtral-8x7b", micro_batch=none, tensor=none + 1, context=none + 1), Rates()).step) == 0
     assert np.size(step_times(work(micro_batch=none, tensor=none + 1, pipeline=none + 1), Rates()).high) == 0
 
 
-def test_intervals_widen_with_what_is_hard_to_foresee() -> None:
+def test_intervals_widen_with_uncertain_parts() -> None:
     def width(job: JobTable, rates: Rates) -> float:
         times = step_times(job, rates)
         return float(np.log(times.high / times.low))

@@ -47,7 +47,7 @@ def test_out_of_an_island_all_its_members_cards_carry_the_ring() -> None:
     assert float(group(work(), RATES, 16, stride=4).nodes) == 8
 
 
-def test_one_rank_alone_waits_for_nobody() -> None:
+def test_group_of_one_rank_costs_nothing() -> None:
     slow = Rates(latency=1.0, far_latency=1.0)
     assert float(gather(group(work(), slow, 1), 1e9)) == 0.0
     assert float(exchange(work(active=2), slow, 1, 1e9)) == 0.0
@@ -67,12 +67,12 @@ def test_a_token_goes_to_an_island_once_however_many_experts_it_has_there() -> N
     assert float(inside) == pytest.approx(copies * 7 / 8 / 400e9)
 
 
-def test_neighbours_in_an_island_are_near() -> None:
+def test_hop_inside_an_island_uses_fast_links() -> None:
     assert float(hop(work(), RATES, 1e9, 4)) == pytest.approx(1e9 / 400e9)
     assert float(hop(work(), RATES, 1e9, 8)) == pytest.approx(1e9 / 50e9)
 
 
-def test_columns_are_judged_like_numbers() -> None:
+def test_collectives_of_columns_equal_those_of_numbers() -> None:
     sizes = np.array([1, 2, 8, 64])
     together = gather(group(work(), RATES, sizes), 1e9)
     assert together == pytest.approx([float(gather(group(work(), RATES, int(size)), 1e9)) for size in sizes])

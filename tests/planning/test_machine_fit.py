@@ -76,7 +76,7 @@ def test_prime_batch_on_few_cores_is_one_rank() -> None:
     assert (plan.ranks, plan.threads, plan.micro_batch, plan.accumulation) == (1, 4, 1, 7)
 
 
-def test_cpu_ranks_and_threads_as_asked() -> None:
+def test_given_cpu_ranks_and_threads_are_used() -> None:
     plan = choose(small(cluster=Cluster(cpu_ranks=16, threads=3)), laptop(8))
     assert (plan.ranks, plan.threads) == (16, 3)
     assert plan.peak_flops == pytest.approx(8e11)  # never more than the machine
@@ -138,12 +138,12 @@ def test_unknown_gpu_has_no_peak() -> None:
     assert choose(small(), server(2, name="NVIDIA Z999")).peak_flops is None
 
 
-def test_cpu_on_a_server_when_asked() -> None:
+def test_cpu_device_on_a_gpu_server() -> None:
     plan = choose(small(cluster=Cluster(device="cpu")), server(8))
     assert (plan.device, plan.ranks, plan.compute) == ("cpu", 32, "fp32")
 
 
-def test_micro_batch_of_a_given_layout_is_the_planner_s() -> None:
+def test_given_layout_gets_the_planned_micro_batch() -> None:
     run = Run(model=LLAMA_1B, train=Train(batch=64, sequence_length=8192, steps=10), layout=Layout(data=1))
     plan = choose(run, server(1))
     assert plan.promise is not None and plan.promise.total_memory <= SAFE * 80 * GIB
@@ -185,7 +185,7 @@ def test_a_module_of_one_s_own_gets_a_micro_batch_by_its_parameters() -> None:
         choose(own, server(1), size=sizes[2])
 
 
-def test_micro_batch_as_asked() -> None:
+def test_given_micro_batch_is_used() -> None:
     plan = choose(small(batch=64, micro=2), server(4))
     assert (plan.micro_batch, plan.accumulation) == (2, 8)
 
@@ -196,7 +196,7 @@ def test_ranks_started_elsewhere_become_the_layout() -> None:
     assert choose(small(), server(8), ranks=4).ranks == 4
 
 
-def test_batch_in_tokens() -> None:
+def test_plan_with_batch_in_tokens() -> None:
     run = small(train=Train(batch_tokens=8192, sequence_length=1024, steps=1))
     plan = choose(run, laptop(4))
     assert plan.ranks * plan.micro_batch * plan.accumulation == 8
@@ -205,12 +205,12 @@ def test_batch_in_tokens() -> None:
 # --- what is refused ----------------------------------------------------------------------------------------------
 
 
-def test_cuda_without_gpus() -> None:
+def test_cuda_without_gpus_is_refused() -> None:
     (found,) = problems(small(cluster=Cluster(device="cuda")), laptop())
     assert 'cluster.device = "cpu"' in found and "phalanx doctor" in found
 
 
-def test_more_ranks_than_gpus() -> None:
+def test_more_ranks_than_gpus_is_refused() -> None:
     (found,) = problems(small(layout=Layout(data=8)), server(6))
     assert "8 ranks" in found and "6 GPUs" in found
     assert "layout.data = 4" in found and 'cluster.device = "cpu"' in found
@@ -221,12 +221,12 @@ def test_torchrun_started_more_than_there_are_gpus() -> None:
     assert "4 ranks" in found and "2 GPUs" in found and "--nproc-per-node=2" in found
 
 
-def test_more_ranks_than_any_cpu_should_carry() -> None:
+def test_too_many_cpu_ranks_are_refused() -> None:
     (found,) = problems(small(batch=512, layout=Layout(data=512)), laptop(128, memory=1024 * GIB))
     assert "512 CPU ranks" in found and "layout.data = 256" in found
 
 
-def test_more_ranks_than_these_cores_should_carry() -> None:
+def test_too_many_ranks_per_core_are_refused() -> None:
     (found,) = problems(small(batch=64, cluster=Cluster(cpu_ranks=64)), laptop(2))
     assert "64 CPU ranks" in found and "2 cores" in found and "cluster.cpu_ranks = 32" in found
 
@@ -273,7 +273,7 @@ def test_too_many_ranks_for_main_memory() -> None:
     assert "layout.data = 2" in found and "shorter train.sequence_length" in found
 
 
-def test_all_problems_come_at_once() -> None:
+def test_all_planning_problems_are_raised_at_once() -> None:
     run = small(batch=10, cluster=Cluster(device="cuda"), layout=Layout(data=4))
     assert len(problems(run, laptop(), ranks=2)) == 3  # no GPU, torchrun disagrees, the batch does not divide
 

@@ -44,17 +44,17 @@ def test_a_model_too_large_for_replicas_is_shared() -> None:
     assert "auto" not in (settled.run.memory.recompute, settled.run.memory.offload)
 
 
-def test_what_no_layout_fits_is_recomputed_or_leaves_the_device() -> None:
+def test_recomputation_or_offload_where_no_layout_fits() -> None:
     memory = plan_run(run_of(LLAMA_1B, batch=2, sequence=8192), server(1, memory=28 * GIB)).run.memory
     assert memory.recomputes or memory.offloads
 
 
-def test_what_was_asked_for_is_not_traded() -> None:
+def test_given_memory_settings_are_not_changed() -> None:
     with pytest.raises(RunError, match="smaller model"):
         plan_run(run_of(LLAMA_8B, memory=Memory(recompute="none", offload="none")), server(1))
 
 
-def test_nothing_is_traded_where_all_fits() -> None:
+def test_no_memory_is_saved_where_replicas_fit() -> None:
     memory = plan_run(run_of(), laptop()).run.memory
     assert (memory.recompute, memory.offload) == ("none", "none")
     asked = Memory(recompute="full")
@@ -69,7 +69,7 @@ def test_cores_train_replicas_unless_those_do_not_fit() -> None:
     assert tight.promise is not None and tight.promise.total_memory * tight.ranks <= 64 * GIB
 
 
-def test_ranks_that_were_asked_for_are_taken() -> None:
+def test_requested_ranks_are_used() -> None:
     for ranks in (1, 2, 4):
         assert choose(run_of(cluster=Cluster(cpu_ranks=ranks)), laptop(2)).layout == Layout(data=ranks)
         assert choose(run_of(), laptop(2), ranks).layout == Layout(data=ranks)
@@ -85,7 +85,7 @@ def test_twice_the_cores_promise_nearly_twice_the_speed() -> None:
     assert few is not None and many is not None and 1.6 < few.seconds / many.seconds < 2.2
 
 
-def test_one_s_own_module_promises_nothing() -> None:
+def test_custom_module_has_no_promise() -> None:
     own = replace(SMALL, module="mine:Model")
     size = choose(run_of(), laptop())
     from phalanx.spec.plan import Size
@@ -94,13 +94,13 @@ def test_one_s_own_module_promises_nothing() -> None:
     assert plan.promise is None and plan.layout == Layout(data=8)
 
 
-def test_a_plan_is_read_back_as_it_was_written() -> None:
+def test_plan_round_trips_through_json() -> None:
     plan = choose(run_of(LLAMA_8B), server())
     assert plan.promise is not None and plan.placement is not None
     assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_a_run_that_goes_on_keeps_its_layout_on_the_same_machine() -> None:
+def test_resumed_run_keeps_its_layout_on_the_same_machine() -> None:
     run, machine = run_of(), laptop(4)
     before = replace(choose(run, machine), layout=Layout(data=2))
     kept = keep_layout(run, machine, before)
@@ -112,7 +112,7 @@ def test_a_run_that_goes_on_keeps_its_layout_on_the_same_machine() -> None:
     assert keep_layout(run, machine, before, ranks=4) is None
 
 
-def test_measured_constants_win() -> None:
+def test_measured_constants_override_fitted_ones() -> None:
     slow = laptop(2, measured=(("cpu.overhead", 5.0), ("cpu.fixed_memory", float(GIB)), ("cuda.overhead", 100.0)))
     usual, measured = choose(run_of(), laptop(2)).promise, choose(run_of(), slow).promise
     assert usual is not None and measured is not None

@@ -106,7 +106,7 @@ def test_a_correction_predicts_the_run_as_it_was(tmp_path: Path, machine: Machin
         assert again.total_memory == pytest.approx(found.memory, rel=0.01)
 
 
-def test_both_are_shown_by_component(tmp_path: Path) -> None:
+def test_comparison_shows_promise_and_measurement_by_component(tmp_path: Path) -> None:
     comparison = compare(directory(tmp_path, LAPTOP, 1.25), LAPTOP)
     told = comparison.to_json()
     json.dumps(told, allow_nan=False)
@@ -134,7 +134,7 @@ FACTORS = {"compute": 1.6, "tensor": 2.5, "data": 2.5, "bubble": 1.6, "optimizer
     ],
     ids=["replicas", "tensor", "shards", "replicas of GPUs", "tensor on GPUs"],
 )
-def test_a_correction_moves_what_was_wrong(tmp_path: Path, machine: Machine, layout: Layout) -> None:
+def test_correction_moves_the_wrong_constant(tmp_path: Path, machine: Machine, layout: Layout) -> None:
     """Each part of the step comes nearer to what was measured, and the whole is right."""
     found = compare(directory(tmp_path, machine, FACTORS, layout=layout), machine)
     assert found.timed is not None and (found.timed.step, found.timed.rank) == (3, 2), (
@@ -151,7 +151,7 @@ def test_a_correction_moves_what_was_wrong(tmp_path: Path, machine: Machine, lay
         assert was is not None and is_ is not None and abs(is_) < abs(was) / 2, (name, was, is_)
 
 
-def test_the_parts_of_a_step_are_shown(tmp_path: Path) -> None:
+def test_comparison_shows_parts_of_a_step(tmp_path: Path) -> None:
     found = compare(directory(tmp_path, LAPTOP, FACTORS, steps=5), LAPTOP)
     told = found.to_json(found.predicted)
     json.dumps(told, allow_nan=False)
@@ -168,7 +168,7 @@ def test_the_parts_of_a_step_are_shown(tmp_path: Path) -> None:
     assert "in the proportions of step 3" in text and "on rank 2, which waited least of 4" in text and "refitted" in text
 
 
-def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+def test_run_without_plan_or_steps_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"holds no plan\.json: name the directory of a run"):
         compare(tmp_path, LAPTOP)
     with pytest.raises(RunError, match="has 2 steps in its last launch: train at least 3"):
