@@ -3,14 +3,14 @@
     import phalanx as px
 
     run = px.load("run.toml", ["train.steps=20"])
-    print(px.explain(run))  # the best layout, what it would cost, why not the others
-    for event in px.train(run).events():  # workers in processes of their own
+    print(px.explain(run))  # the best layout with its cost, and why the others are worse
+    for event in px.train(run).events():  # trains in worker processes
         ...
     trainer = px.trainer(run)  # or in this process, step by step
     trainer.step()
-    assert px.verify(run).passed  # the run's layout, proven equal to one device on CPU ranks
+    assert px.verify(run).passed  # proves on CPU ranks that the layout equals one device
 
-Nothing heavy is imported until it is used: `import phalanx` costs nothing, `px.trainer` loads torch.
+Imports are lazy: `import phalanx` is fast, and only functions such as `px.trainer` load torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The verbs for programs: plan a run, train it in processes of its own or step by step in this one, prove its layout. See `phalanx`."""
+"""The Python API: plan, train, verify and rehearse a run. `phalanx` exports these functions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def plan(run: Run) -> Plan:
-    """The run laid out on the machines of its [cluster], or on this one where it names none."""
+    """The best plan of the run on its [cluster], or on this machine if it names none."""
     from phalanx.planning.planner import choose  # imports numpy
 
     run = _checked(run)
@@ -35,7 +35,7 @@ def plan(run: Run) -> Plan:
 
 
 def explain(run: Run) -> str:
-    """Why that plan and no other, as `phalanx plan` prints it: for the cluster that the run names, or for this machine."""
+    """The explanation of the plan, as `phalanx plan` prints it."""
     from io import StringIO
 
     from rich.console import Console
@@ -59,10 +59,10 @@ def train(
     fresh: bool = False,
     accept_changed_data: bool = False,
 ) -> Job:
-    """Start the run's workers on this machine; read `Job.events()` to follow them to the end.
+    """Starts the workers of the run on this machine; iterate over `Job.events()` until the end.
 
-    As on the command line, a run that was stopped goes on where it was, unless its text has changed since and that is not
-    accepted. The workers die with the thread that called this.
+    As on the command line, an unfinished run is resumed. A run whose text has changed since is refused, unless
+    `accept_changed_data` is set. The workers die with the calling thread.
     """
     directory = None if run_dir is None else Path(run_dir)
     request = Request(directory=directory, fresh=fresh, accept_changed_data=accept_changed_data)
@@ -70,25 +70,25 @@ def train(
 
 
 def trainer(run: Run, *, checkpoints: str | Path = "checkpoints") -> Trainer:
-    """A trainer in this process, built, with the weights it starts from, ready to step: alone, or as one of torchrun's ranks."""
+    """A trainer in this process with its initial weights, ready to step: a single process, or one rank of torchrun."""
     from phalanx.parallel.mesh import connect
     from phalanx.planning.planner import plan_run
     from phalanx.training.trainer import Trainer
 
     run, place = _checked(run), torchrun_place() or Place()
-    settled = plan_run(run, probe(visible_gpus()), place.ranks, measure(run))
-    run, laid = settled.run, settled.plan
-    built = Trainer(run, laid, connect(place, laid.device, run.resilience.timeout, laid.layout), Path(checkpoints))
+    planned_run = plan_run(run, probe(visible_gpus()), place.ranks, measure(run))
+    run, plan = planned_run.run, planned_run.plan
+    built = Trainer(run, plan, connect(place, plan.device, run.resilience.timeout, plan.layout), Path(checkpoints))
     built.build()
     built.load_initial_weights()
     return built
 
 
 def verify(run: Run, *, steps: int = 8, ranks: int | None = None, account: bool = False) -> Report:
-    """Prove that the run's layout computes what one device does, with a small model of its family on CPU ranks of this machine.
+    """Proves that the layout of the run computes the same as one device, with a small model of its family on CPU ranks.
 
-    `ranks`: at most so many, 8 if left out; `account`: also what each rank sends and keeps. Anything that differs, raises or hangs
-    on a rank is in the report. Ranks are forks of this process: call it before torch has started threads or a GPU.
+    `ranks`: maximum number of ranks, by default 8; `account`: also measure communication and memory of each rank. Differences,
+    errors and hangs are in the report. Ranks are forks of this process: call it before torch starts threads or uses a GPU.
     """
     from phalanx.verification.parity import verify as prove
 
@@ -96,10 +96,10 @@ def verify(run: Run, *, steps: int = 8, ranks: int | None = None, account: bool 
 
 
 def rehearse(run: Run, plan: Plan | None = None, *, rank: int = 0, memory: int | None = None) -> Rehearsal:
-    """The real program of one rank of the run, on tensors without memory and among ranks that are not there: what it takes, sends and
-    computes, and what would fail.
+    """Runs the program of one rank on fake tensors, without the other ranks: its memory, communication and compute, and errors.
 
-    For the cluster that the run names, or for this machine; `plan`: laid out so, as `plan(run)` gives it; `memory`: bytes of a device, in place of what it has.
+    `plan`: a plan of `plan(run)`, by default that of the run's cluster or of this machine; `memory`: bytes of a device, instead of
+    its own.
     """
     from phalanx.rehearsal.job import laid_out
     from phalanx.rehearsal.rehearse import rehearse as rehearsed
@@ -112,7 +112,7 @@ def rehearse(run: Run, plan: Plan | None = None, *, rank: int = 0, memory: int |
 
 
 def _checked(run: Run) -> Run:
-    """A run made in Python has not been through the loader: what that would refuse is refused here."""
+    """The resolved run. A run made in Python has not been checked by the loader, so it is checked here."""
     run = resolve(run)
     if problems := check(run):
         raise RunError(problems)

@@ -7,9 +7,9 @@ import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from commands import FinishedRuns, StepLosses, Workshop
 
 import phalanx as px
 from phalanx.events.records import Finished, Saved, Step
@@ -20,25 +20,25 @@ from phalanx.spec.run import Run, Train
 
 
 @pytest.fixture
-def run(workshop: Any, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.chdir(workshop.path)
     monkeypatch.setenv("PHALANX_TEST_MARK", workshop.mark)
     return px.load("tiny.toml", ["train.steps=3", "layout.data=2"])
 
 
-def test_import_costs_nothing(workshop: Any) -> None:
+def test_import_of_the_package_loads_nothing_heavy(workshop: Workshop) -> None:
     code = "import phalanx, sys; print(sorted({'torch', 'numpy', 'rich', 'phalanx.api'} & sys.modules.keys()))"
     assert workshop.run("-c", code, program=[sys.executable]).out == "[]\n"
 
 
-def test_names() -> None:
+def test_package_exports_its_functions() -> None:
     for name in px.__all__:
         assert getattr(px, name) is not None
     with pytest.raises(AttributeError, match="trian"):
         _ = px.trian
 
 
-def test_load(run: Run) -> None:
+def test_api_load(run: Run) -> None:
     assert isinstance(run, Run)
     assert (run.steps, run.layout.data, run.model.dim, run.model.vocab) == (3, 2, 32, 257)
     with pytest.raises(RunError) as caught:
@@ -46,13 +46,13 @@ def test_load(run: Run) -> None:
     assert len(caught.value.problems) == 2
 
 
-def test_plan(run: Run) -> None:
+def test_api_plan(run: Run) -> None:
     plan = px.plan(run)
     assert (plan.ranks, plan.micro_batch, plan.accumulation, plan.device) == (2, 2, 2, "cpu")
     assert "2 CPU ranks" in plan.explain() and "2 × micro-batch of 2" in plan.explain() and "fp32" in plan.explain()
 
 
-def test_runs_made_in_python_are_checked() -> None:
+def test_api_checks_runs_made_in_python() -> None:
     bad = Run(train=Train(batch=8, steps=-1, sequence_length=32))
     half = Run(model=ModelSpec(dim=32, heads=5), train=Train(batch=8, steps=5, sequence_length=32))
     for verb in (px.plan, px.train, px.trainer):
@@ -72,7 +72,7 @@ def can_go_on(run: Run) -> bool:
     return prepared.resumes
 
 
-def test_train(run: Run, finished: Any, losses: Any) -> None:
+def test_api_train(run: Run, finished: FinishedRuns, losses: StepLosses) -> None:
     job = px.train(run, run_dir="job")
     events = list(job.events())
     assert [event.step for event in events if isinstance(event, Step)] == [1, 2, 3]
@@ -84,7 +84,7 @@ def test_train(run: Run, finished: Any, losses: Any) -> None:
     assert can_go_on(run), "the directory is still held"
 
 
-def test_stop_and_failure(run: Run, workshop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_job_stops_and_reports_failure(run: Run, workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     """One job: told to stop it saves; sabotaged, its failure is raised."""
     long = replace(run, train=replace(run.train, steps=5000))
     job = px.train(long, name="long")
@@ -107,7 +107,7 @@ def test_stop_and_failure(run: Run, workshop: Any, monkeypatch: pytest.MonkeyPat
     assert job.failure is not None and "Traceback" in job.failure.traceback
 
 
-def test_abandoned_job_ends(run: Run, workshop: Any) -> None:
+def test_api_abandoned_job_ends(run: Run, workshop: Workshop) -> None:
     """A program that stops listening takes its workers with it, and the directory is free."""
     job = px.train(replace(run, train=replace(run.train, steps=5000)), run_dir="job")
     with pytest.raises(RunError, match="in use"):
@@ -119,7 +119,7 @@ def test_abandoned_job_ends(run: Run, workshop: Any) -> None:
     assert not can_go_on(run), "nothing was saved"
 
 
-def test_trainer_in_this_process(workshop: Any, finished: Any) -> None:
+def test_api_trainer_steps_in_this_process(workshop: Workshop, finished: FinishedRuns) -> None:
     code = """
         import json, phalanx as px
         trainer = px.trainer(px.load("tiny.toml"), checkpoints="ckpt")

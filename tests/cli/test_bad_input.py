@@ -10,10 +10,10 @@ import sys
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+from commands import FinishedRuns, Workshop
 
 from phalanx.cli.main import main
 from phalanx.launch import run_checks
@@ -28,7 +28,7 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.fixture
-def refuse(workshop: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Refuse:
+def refuse(workshop: Workshop, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Refuse:
     """Run a command in this process, see it refused as it should be, and return the lines that say why."""
     monkeypatch.chdir(workshop.path)
     monkeypatch.setenv("COLUMNS", "200")
@@ -83,7 +83,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("case", COMMANDS)
-def test_command_line(refuse: Refuse, case: str) -> None:
+def test_invalid_command_lines_are_refused(refuse: Refuse, case: str) -> None:
     arguments, parts = COMMANDS[case]
     refuse(*arguments, parts=parts)
 
@@ -156,7 +156,7 @@ KEYS = {
 
 
 @pytest.mark.parametrize("case", KEYS)
-def test_key(refuse: Refuse, case: str) -> None:
+def test_invalid_keys_are_refused(refuse: Refuse, case: str) -> None:
     overrides, parts = KEYS[case]
     refuse("train", "tiny.toml", *overrides, parts=parts)
 
@@ -167,7 +167,7 @@ def test_key(refuse: Refuse, case: str) -> None:
         "cluster.launcher=ray", "watch.page=true",
     ],
 )  # fmt: skip
-def test_key_that_is_not_built_yet(refuse: Refuse, override: str) -> None:
+def test_key_that_is_not_implemented_is_refused(refuse: Refuse, override: str) -> None:
     key, _, value = override.partition("=")
     lines = refuse("train", "tiny.toml", override, parts=(key,))
     assert any(f"{key} = " in line and value in line and "not built yet" in line for line in lines)
@@ -185,13 +185,13 @@ FILES = {
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_run_file(refuse: Refuse, workshop: Any, case: str) -> None:
+def test_invalid_run_files_are_refused(refuse: Refuse, workshop: Workshop, case: str) -> None:
     content, parts = FILES[case]
     workshop.run_file.write_bytes(content)
     refuse("train", "tiny.toml", parts=parts)
 
 
-def test_problems_as_json(refuse: Refuse, capfd: pytest.CaptureFixture[str]) -> None:
+def test_problems_are_printed_as_json(refuse: Refuse, capfd: pytest.CaptureFixture[str]) -> None:
     with capfd.disabled():
         done = subprocess.run(
             [sys.executable, "-m", "phalanx", "train", "tiny.toml", "train.steps=-1", "model.vocab=100", "--json"],
@@ -249,7 +249,7 @@ TEXTS: dict[str, tuple[Callable[[Path], None] | None, list[str], tuple[str, ...]
 
 
 @pytest.mark.parametrize("case", TEXTS)
-def test_text(refuse: Refuse, workshop: Any, case: str) -> None:
+def test_invalid_text_sources_are_refused(refuse: Refuse, workshop: Workshop, case: str) -> None:
     prepare_folder, overrides, parts = TEXTS[case]
     if prepare_folder is not None:
         prepare_folder(workshop.path)
@@ -260,23 +260,23 @@ def test_text(refuse: Refuse, workshop: Any, case: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["tiny.toml/below/a/file", "/proc/phalanx-run", "/dev/null/run"])
-def test_directory_that_cannot_be_made(refuse: Refuse, path: str) -> None:
+def test_run_directory_that_cannot_be_made_is_refused(refuse: Refuse, path: str) -> None:
     refuse("train", "tiny.toml", "--run-dir", path, parts=(path, "--run-dir"))
 
 
-def test_directory_that_is_a_file(refuse: Refuse, workshop: Any) -> None:
+def test_run_directory_that_is_a_file_is_refused(refuse: Refuse, workshop: Workshop) -> None:
     refuse("train", "tiny.toml", "--run-dir", "text/0.txt", parts=("--run-dir text/0.txt", "file"))
     (workshop.path / "runs").write_text("not a directory")
     refuse("train", "tiny.toml", parts=("runs/tiny", "--run-dir"))
 
 
-def test_directory_of_something_else(refuse: Refuse, workshop: Any) -> None:
+def test_run_directory_with_other_files_is_refused(refuse: Refuse, workshop: Workshop) -> None:
     (workshop.path / "old").mkdir()
     (workshop.path / "old" / "run.toml").write_text("[train]\nsteps =")
     refuse("train", "tiny.toml", "--run-dir", "old", parts=("old/run.toml:2",))
 
 
-def test_no_space(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported_before_training(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda place: Usage(2**30, 2**30 - 2**20, 2**20))
     refuse("train", "tiny.toml", parts=("runs/tiny", "1 MiB free", "--run-dir"))
     refuse("train", "tiny.toml", "--run-dir", "deep/down/run", parts=("deep/down/run", "1 MiB free"))
@@ -287,12 +287,12 @@ def small_disk(tmp_path: Path, mount_disk: Callable[[Path, str], Path]) -> Path:
     return mount_disk(tmp_path / "small", "4m")
 
 
-def test_no_space_on_a_real_disk(refuse: Refuse, small_disk: Path) -> None:
+def test_full_disk_of_a_real_mount_is_reported(refuse: Refuse, small_disk: Path) -> None:
     refuse("train", "tiny.toml", "--run-dir", small_disk / "run", parts=(str(small_disk / "run"), "4 MiB free"))
     assert list(small_disk.iterdir()) == []
 
 
-def test_package_that_is_not_installed(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_reported_by_the_command(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_checks.importlib.util, "find_spec", lambda name: None)
     refuse("train", "tiny.toml", "watch.wandb=true", parts=("watch.wandb", "phalanx[wandb]"))
     lines = refuse("train", "tiny.toml", "watch.tensorboard=true", "layout.data=3", parts=("layout.data",))
@@ -301,7 +301,7 @@ def test_package_that_is_not_installed(refuse: Refuse, monkeypatch: pytest.Monke
 
 
 def test_settings_survive_a_crash_while_they_are_written(
-    workshop: Any, finished: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    workshop: Workshop, finished: FinishedRuns, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(finished(1).path, workshop.path / "run")
     before = (workshop.path / "run" / "run.toml").read_bytes()
@@ -322,7 +322,7 @@ def test_settings_survive_a_crash_while_they_are_written(
 
 
 @pytest.fixture
-def run(workshop: Any, finished: Any) -> Path:
+def run(workshop: Workshop, finished: FinishedRuns) -> Path:
     copied = workshop.path / "run"
     shutil.copytree(finished(1).path, copied)
     return copied
@@ -334,7 +334,7 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
-def test_damaged_checkpoints(refuse: Refuse, run: Path) -> None:
+def test_damaged_checkpoints_are_refused(refuse: Refuse, run: Path) -> None:
     for checkpoint in (run / "checkpoints").iterdir():
         flip(next(checkpoint.glob("*.safetensors")))
     refuse("generate", "run", parts=("run has no checkpoint", "step-00000008", "step-00000004", ".safetensors"))
@@ -343,7 +343,7 @@ def test_damaged_checkpoints(refuse: Refuse, run: Path) -> None:
     refuse("generate", "run/checkpoints/step-00000008", parts=("step-00000008 is damaged", "commit.json"))
 
 
-def test_checkpoint_that_lost_its_parts(refuse: Refuse, run: Path) -> None:
+def test_checkpoint_with_missing_files_is_refused(refuse: Refuse, run: Path) -> None:
     newest = run / "checkpoints" / "step-00000008"
     next(newest.glob("*.safetensors")).unlink()
     refuse("generate", newest.relative_to(run.parent), parts=("step-00000008", "missing"))
@@ -351,12 +351,12 @@ def test_checkpoint_that_lost_its_parts(refuse: Refuse, run: Path) -> None:
     refuse("generate", newest.relative_to(run.parent), parts=("step-00000008", "commit.json"))
 
 
-def test_checkpoint_of_a_broken_run_file(refuse: Refuse, run: Path) -> None:
+def test_checkpoint_with_a_broken_run_file_is_refused(refuse: Refuse, run: Path) -> None:
     (run / "run.toml").write_text((run / "run.toml").read_text().replace("dim = 32", "dim = x"))
     refuse("generate", "run", parts=("run/run.toml", "dim"))
 
 
-def test_device_for_generating(refuse: Refuse, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_device_for_generate_is_refused(refuse: Refuse, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     refuse("generate", "run", "--device", "cuda", parts=("--device cuda", "no GPU"))
     refuse("generate", "run", "--device", "tpu", parts=("--device tpu", "cpu or cuda"))
@@ -375,7 +375,9 @@ def test_device_for_generating(refuse: Refuse, run: Path, monkeypatch: pytest.Mo
         (["generate", "text", "x"], (b"text has no checkpoint",)),
     ],
 )
-def test_real_command(workshop: Any, arguments: list[str | bytes], parts: tuple[bytes, ...]) -> None:
+def test_invalid_arguments_of_the_real_command(
+    workshop: Workshop, arguments: list[str | bytes], parts: tuple[bytes, ...]
+) -> None:
     before = snapshot(workshop.path)
     command = [str(Path(sys.executable).with_name("phalanx")), *arguments]
     done = subprocess.run(command, cwd=workshop.path, env=workshop.env({"CUDA_VISIBLE_DEVICES": ""}), capture_output=True)

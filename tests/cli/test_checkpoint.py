@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import contents, flip, values
+from commands import InProcess
 from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
 from safetensors.torch import load_file
 
@@ -29,7 +30,7 @@ Phalanx = Callable[..., Any]
 
 
 @pytest.fixture
-def phalanx(here: Any) -> Phalanx:
+def phalanx(here: InProcess) -> Phalanx:
     """The command after `checkpoint`."""
     return lambda *arguments: here("checkpoint", *arguments)
 
@@ -63,7 +64,7 @@ def one(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained / "one", tmp_path / "one"))
 
 
-def test_list(phalanx: Phalanx, one: Path, tmp_path: Path) -> None:
+def test_checkpoint_list(phalanx: Phalanx, one: Path, tmp_path: Path) -> None:
     shutil.copytree(one / "checkpoints" / "step-00000003", one / "checkpoints" / "step-00000004.partial")
     values(one / "checkpoints" / "step-00000002").unlink()
     done = phalanx("list", "one", "--json")
@@ -81,13 +82,13 @@ def test_list(phalanx: Phalanx, one: Path, tmp_path: Path) -> None:
     assert "There is no checkpoint in empty/checkpoints." in phalanx("list", "empty").out
 
 
-def test_a_checkpoint_under_another_name_is_listed(phalanx: Phalanx, one: Path) -> None:
+def test_checkpoint_list_shows_a_renamed_checkpoint(phalanx: Phalanx, one: Path) -> None:
     (one / "checkpoints" / "step-00000002").rename(one / "best")
     done = phalanx("list", "one/best", "--json")
     assert [(row["path"], row["step"], row["problem"]) for row in done.json["checkpoints"]] == [("one/best", 2, None)], done.err
 
 
-def test_inspect(phalanx: Phalanx, trained: Path) -> None:
+def test_checkpoint_inspect(phalanx: Phalanx, trained: Path) -> None:
     done = phalanx("inspect", trained / "two", "--json")
     assert done.code == 0, done.err
     found = done.json
@@ -107,7 +108,7 @@ def test_inspect(phalanx: Phalanx, trained: Path) -> None:
     assert "optimizer/norm.weight/step" in few.out and "scalar" in few.out and "model/" not in few.out.partition("tensor ")[2]
 
 
-def test_inspect_says_what_another_layout_would_read(phalanx: Phalanx, trained: Path) -> None:
+def test_checkpoint_inspect_shows_what_another_layout_reads(phalanx: Phalanx, trained: Path) -> None:
     done = phalanx("inspect", trained / "two", "--layout", "pipeline=2,data=2", "--json")
     assert done.code == 0, done.err
     change = done.json["change"]
@@ -122,7 +123,7 @@ def test_inspect_says_what_another_layout_would_read(phalanx: Phalanx, trained: 
     assert same.json["change"]["cut"] == []
 
 
-def test_verify(phalanx: Phalanx, one: Path) -> None:
+def test_checkpoint_verify(phalanx: Phalanx, one: Path) -> None:
     assert "step-00000003: every byte is as saved" in phalanx("verify", "one").out
     file = values(one / "checkpoints" / "step-00000002")
     flip(file, -7)
@@ -138,7 +139,7 @@ def test_verify(phalanx: Phalanx, one: Path) -> None:
     assert phalanx("verify", one / "checkpoints" / "step-00000001").code == 0
 
 
-def test_diff(phalanx: Phalanx, trained: Path, one: Path) -> None:
+def test_checkpoint_diff(phalanx: Phalanx, trained: Path, one: Path) -> None:
     steps = [one / "checkpoints" / f"step-0000000{step}" for step in (1, 2, 3)]
     same = phalanx("diff", steps[2], trained / "one", "--json")
     assert (same.code, same.json["same"], same.json["equal"]) == (0, True, 84), same.err
@@ -156,7 +157,7 @@ def test_diff(phalanx: Phalanx, trained: Path, one: Path) -> None:
     assert phalanx("diff", trained / "one", trained / "two").code == 1  # other sums, so other last digits
 
 
-def test_what_was_resharded_is_the_same_and_trains_on(phalanx: Phalanx, trained: Path, tmp_path: Path) -> None:
+def test_resharded_checkpoint_is_equal_and_resumes(phalanx: Phalanx, trained: Path, tmp_path: Path) -> None:
     done = phalanx("reshard", trained / "two", "pipeline=2,shard=2", "out", "--json")
     assert done.code == 0, done.err
     assert (done.json["step"], done.json["ranks"], done.json["layout"]["pipeline"]) == (3, 4, 2)
@@ -174,7 +175,7 @@ def test_what_was_resharded_is_the_same_and_trains_on(phalanx: Phalanx, trained:
     assert not differing(*(copied(trainer.tensors()) for trainer in alone))
 
 
-def test_export_in_every_format(phalanx: Phalanx, trained: Path, tmp_path: Path) -> None:
+def test_checkpoint_export_in_every_format(phalanx: Phalanx, trained: Path, tmp_path: Path) -> None:
     state = contents(trained / "two" / "checkpoints" / "step-00000003")
     model = {name.removeprefix("model/"): tensor for name, tensor in state.items() if name.startswith("model/")}
     done = phalanx("export", trained / "two", "plain", "--format", "safetensors", "--optimizer", "--json")
@@ -198,7 +199,7 @@ def test_export_in_every_format(phalanx: Phalanx, trained: Path, tmp_path: Path)
     assert phalanx("reshard", "imported", "tensor=2", "cut").code == phalanx("diff", "imported", "cut").code == 0
 
 
-def test_prune(phalanx: Phalanx, one: Path) -> None:
+def test_checkpoint_prune(phalanx: Phalanx, one: Path) -> None:
     folder = one / "checkpoints"
     shutil.copytree(folder / "step-00000001", folder / "step-00000009.partial")
     before = sorted(path.name for path in folder.iterdir())
@@ -221,7 +222,7 @@ def test_prune(phalanx: Phalanx, one: Path) -> None:
     directory.verify(folder / "step-00000002")
 
 
-def test_prune_leaves_a_running_job_and_what_nothing_is_valid_in_alone(phalanx: Phalanx, one: Path) -> None:
+def test_checkpoint_prune_refuses_running_jobs_and_invalid_checkpoints(phalanx: Phalanx, one: Path) -> None:
     running = RunDir(one)
     assert running.acquire()
     done = phalanx("prune", "one", "--keep-last", 1)
@@ -236,7 +237,7 @@ def test_prune_leaves_a_running_job_and_what_nothing_is_valid_in_alone(phalanx: 
     assert done.code == 2 and "one/checkpoints is not a run directory" in done.err
 
 
-def test_a_checkpoint_alone_is_enough(
+def test_checkpoint_verbs_need_no_run_directory(
     phalanx: Phalanx, trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     lone = Path(shutil.copytree(trained / "two" / "checkpoints" / "step-00000003", tmp_path / "lone"))
@@ -279,7 +280,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("mistake", BAD)
-def test_mistakes_are_told_and_nothing_is_begun(mistake: str, phalanx: Phalanx, one: Path, tmp_path: Path) -> None:
+def test_checkpoint_verbs_refuse_mistakes(mistake: str, phalanx: Phalanx, one: Path, tmp_path: Path) -> None:
     arguments, said = BAD[mistake]
     (tmp_path / "empty").mkdir()
     flip(values(one / "checkpoints" / "step-00000001"), 10)
@@ -289,14 +290,14 @@ def test_mistakes_are_told_and_nothing_is_begun(mistake: str, phalanx: Phalanx, 
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_the_command_itself(trained: Path) -> None:
+def test_checkpoint_command_in_a_process(trained: Path) -> None:
     command = [sys.executable, "-P", "-m", "phalanx", "checkpoint", "list", str(trained / "one"), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout.splitlines()[-1])["checkpoints"]) == 3
 
 
-def test_checkpoints_at_a_url(phalanx: Phalanx, trained: Path, one: Path) -> None:
+def test_checkpoint_verbs_at_a_url(phalanx: Phalanx, trained: Path, one: Path) -> None:
     url = "memory://bucket/checkpoints"
     done = phalanx("reshard", trained / "two", "pipeline=2", url)
     assert done.code == 0, done.err

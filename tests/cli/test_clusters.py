@@ -9,7 +9,7 @@ from phalanx.cli.list_cmd import clusters
 from phalanx.planning.machines.catalogue import KINDS, entries
 
 
-def test_the_catalogue_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_clusters_lists_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:
     clusters(json=True)
     *shown, last = capsys.readouterr().out.splitlines()
     listed = json.loads(last)
@@ -20,12 +20,12 @@ def test_the_catalogue_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert any(line.split()[:4] == ["h100-16384", "16,384", "h100-sxm", "grand-teton"] for line in shown)
 
 
-def test_help_loses_no_word() -> None:
+def test_clusters_help_is_complete() -> None:
     """Words in square brackets are taken for markup where help is printed."""
     assert clusters.__doc__ is not None and "[" not in clusters.__doc__
 
 
-def test_one_kind(capsys: pytest.CaptureFixture[str]) -> None:
+def test_clusters_lists_one_kind(capsys: pytest.CaptureFixture[str]) -> None:
     clusters(kind="links")
     out = capsys.readouterr().out
     assert "ib-ndr" in out and "h100-16384" not in out

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import FinishedRuns, StepLosses
 from corpora import write_token_files
 
 from phalanx.cli.main import main
@@ -75,7 +76,9 @@ def mixed(tmp_path: Path) -> Path:
     return tmp_path / "run.toml"
 
 
-def test_preview_is_what_training_saw(command: Command, finished: Any, losses: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_preview_equals_what_training_read(
+    command: Command, finished: FinishedRuns, losses: StepLosses, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = finished(1)
     monkeypatch.chdir(done.workshop.path)
     for step, _, digest in losses(done.workshop.events("ranks-1")):
@@ -114,7 +117,7 @@ def test_preview_takes_overrides_and_limits(command: Command, mixed: Path) -> No
     assert whole["batch_digest"] == some["batch_digest"] != other["batch_digest"]
 
 
-def test_preview_of_steps_that_never_come(command: Command, mixed: Path) -> None:
+def test_data_preview_refuses_steps_beyond_the_end(command: Command, mixed: Path) -> None:
     assert "--step 31 is beyond the end" in command("preview", mixed, "--step", 31, code=2)[1]
     limits = ("data.mix.lines.epochs=1", "data.mix.ids.epochs=1")
     assert "within their epochs" in command("preview", mixed, *limits, "--step", 30, code=2)[1]
@@ -165,12 +168,12 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_mistakes(command: Command, mixed: Path, name: str) -> None:
+def test_data_verbs_refuse_mistakes(command: Command, mixed: Path, name: str) -> None:
     arguments, sentence = BAD[name]
     assert sentence in command(*arguments, code=2)[1]
 
 
-def test_nothing_reaches_torch(mixed: Path) -> None:
+def test_data_verbs_do_not_import_torch(mixed: Path) -> None:
     code = (
         "import sys\nfrom phalanx.cli.data_cmd import app\n"
         "app(['preview', 'run.toml', '--step', '2'], standalone_mode=False)\n"

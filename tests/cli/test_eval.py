@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import FinishedRuns
 from corpora import write_token_files
 
 from phalanx.cli.main import main
@@ -25,7 +26,9 @@ Command = Callable[..., Any]
 
 
 @pytest.fixture
-def command(finished: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+def command(
+    finished: FinishedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Command:
     """The command in this process, in the folder of a finished run; its object, or what it complains about."""
     monkeypatch.chdir(finished(1).workshop.path)
     monkeypatch.setenv("HOME", str(tmp_path))  # where text that has to be tokenised is kept
@@ -42,12 +45,12 @@ def command(finished: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capf
     return run
 
 
-def evaluated(finished: Any, step: int) -> Evaluated:
+def evaluated(finished: FinishedRuns, step: int) -> Evaluated:
     events = read_events(finished(1).path / "events.jsonl")
     return next(event for event in events if isinstance(event, Evaluated) and event.step == step)
 
 
-def test_what_training_printed(command: Command, finished: Any) -> None:
+def test_eval_equals_the_evaluation_of_training(command: Command, finished: FinishedRuns) -> None:
     for path, step in (("ranks-1", 8), ("ranks-1/checkpoints/step-00000004", 4)):
         told, got = evaluated(finished, step), command(path)
         assert (got["loss"], got["tokens"]) == (told.loss, told.tokens)
@@ -58,14 +61,14 @@ def test_what_training_printed(command: Command, finished: Any) -> None:
         assert got["bits_per_byte"] >= told.loss / math.log(2)
 
 
-def test_batch_does_not_matter_but_sequences_do(command: Command) -> None:
+def test_eval_is_independent_of_the_batch(command: Command) -> None:
     usual = command("ranks-1")
     other = command("ranks-1", "--batch", 5)
     assert other["loss"] == pytest.approx(usual["loss"], rel=1e-6) and other["tokens"] == usual["tokens"]
     assert command("ranks-1", "--sequences", 2)["tokens"] < usual["tokens"] < command("ranks-1", "--sequences", 20)["tokens"]
 
 
-def test_a_source_of_any_kind_holds_the_same_text(command: Command, tmp_path: Path) -> None:
+def test_eval_is_the_same_for_any_kind_of_source(command: Command, tmp_path: Path) -> None:
     texts = ["A first text of some length, read in windows.", "A second one.", "Third: naïve text."]
     (tmp_path / "folder").mkdir()
     for number, text in enumerate(texts):
@@ -88,7 +91,7 @@ def test_a_source_of_any_kind_holds_the_same_text(command: Command, tmp_path: Pa
     assert [next(iter(result["sources"])) for result in found] == ["text", "text", "jsonl", "jsonl", "tokens"]
 
 
-def test_sequence_length(command: Command, tmp_path: Path) -> None:
+def test_eval_sequence_length(command: Command, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("words and words " * 20)
     each = [command("ranks-1", "--path", tmp_path / "a.txt", "--sequence-length", n) for n in (4, 32, 500)]
     assert len({result["tokens"] for result in each}) == 1 and len({result["loss"] for result in each}) == 3
@@ -96,7 +99,7 @@ def test_sequence_length(command: Command, tmp_path: Path) -> None:
     assert some["tokens"] == 64
 
 
-def test_equals_the_model_itself(command: Command, tmp_path: Path, finished: Any) -> None:
+def test_eval_equals_the_model_itself(command: Command, tmp_path: Path, finished: FinishedRuns) -> None:
     (tmp_path / "a.txt").write_text("the rank learns and then waits")
     got = command("ranks-1", "--path", tmp_path / "a.txt", "--sequence-length", 100)
     opened = open_model(finished(1).path, "cpu")
@@ -108,7 +111,7 @@ def test_equals_the_model_itself(command: Command, tmp_path: Path, finished: Any
     assert got["bits_per_byte"] == pytest.approx(float(expected) * 30 / 29 / math.log(2), rel=1e-5)
 
 
-def test_questions(command: Command, tmp_path: Path) -> None:
+def test_eval_choices(command: Command, tmp_path: Path) -> None:
     good = {"question": "the rank", "choices": ["learns", "xyzzy~~~~"], "answer": "learns"}
     path = tmp_path / "questions.jsonl"
     path.write_text(json.dumps(good) + "\nbroken\n" + json.dumps(good | {"answer": "B"}) + "\n")
@@ -132,17 +135,17 @@ BAD: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_mistakes(command: Command, name: str) -> None:
+def test_eval_refuses_mistakes(command: Command, name: str) -> None:
     arguments, sentence = BAD[name]
     assert sentence in command("ranks-1", *arguments, code=2)
 
 
-def test_places_without_a_model(command: Command, tmp_path: Path) -> None:
+def test_eval_refuses_paths_without_a_model(command: Command, tmp_path: Path) -> None:
     assert "not a directory" in command(tmp_path / "nothing", code=2)
     assert "no checkpoint" in command(tmp_path, code=2)
 
 
-def test_nothing_held_out(command: Command, finished: Any, tmp_path: Path) -> None:
+def test_eval_without_held_out_text_is_refused(command: Command, finished: FinishedRuns, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished(1).path, run)
     text = (run / "run.toml").read_text()
@@ -151,7 +154,7 @@ def test_nothing_held_out(command: Command, finished: Any, tmp_path: Path) -> No
     assert "data.eval_fraction = 0" in command(run, code=2)
 
 
-def test_a_folder_of_hugging_face(command: Command, finished: Any, tmp_path: Path) -> None:
+def test_eval_of_a_hugging_face_folder(command: Command, finished: FinishedRuns, tmp_path: Path) -> None:
     from phalanx.evaluation.convert import export_checkpoint
 
     export_checkpoint(finished(1).path, tmp_path / "hf")

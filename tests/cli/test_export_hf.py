@@ -6,10 +6,10 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from commands import FinishedRuns, Workshop
 
 from phalanx.checkpointing.hf_folder import read_reference
 from phalanx.events.records import Exported, ExportFailed, Step
@@ -27,11 +27,11 @@ FAMILIES: dict[str, list[str]] = {
 SHARED = ["checkpoint.export_hf=true", "train.steps=4", "train.eval_every=4"]
 
 
-def exports(shop: Any, run_dir: str) -> list[Exported | ExportFailed]:
+def exports(shop: Workshop, run_dir: str) -> list[Exported | ExportFailed]:
     return [event for event in shop.events(run_dir) if isinstance(event, Exported | ExportFailed)]
 
 
-def there_and_back(shop: Any, family: str, *overrides: str) -> None:
+def there_and_back(shop: Workshop, family: str, *overrides: str) -> None:
     if family == "deepseek_v3":
         text = shop.run_file.read_text()
         shop.run_file.write_text(text[text.index("[data]") :])
@@ -56,18 +56,18 @@ def there_and_back(shop: Any, family: str, *overrides: str) -> None:
 
 
 @pytest.mark.slow
-def test_there_and_back(workshop: Any) -> None:
+def test_exported_run_trains_again_with_the_same_logits(workshop: Workshop) -> None:
     there_and_back(workshop, "llama", "layout.data=2")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", list(FAMILIES)[1:])
-def test_every_family_there_and_back(workshop: Any, family: str) -> None:
+def test_every_family_exports_and_trains_again(workshop: Workshop, family: str) -> None:
     there_and_back(workshop, family)
 
 
 @pytest.mark.slow
-def test_killed_while_it_exports(workshop: Any) -> None:
+def test_kill_during_an_export_loses_nothing(workshop: Workshop) -> None:
     """No folder without its partial name is half-written, no process is left, and the run makes up for it."""
     started = workshop.start("train", workshop.run_file.name, *SHARED, "--run-dir", "killed", "--json")
     folder = workshop.path / "killed" / "hf"
@@ -84,7 +84,7 @@ def test_killed_while_it_exports(workshop: Any) -> None:
 
 
 @pytest.mark.slow
-def test_an_export_that_says_something_else_is_not_kept(workshop: Any) -> None:
+def test_export_with_other_logits_is_discarded(workshop: Workshop) -> None:
     """Keys and values are swapped on the way to the folder, and training goes on."""
     sabotage = workshop.sabotage("")
     body = (
@@ -110,7 +110,7 @@ def test_an_export_that_says_something_else_is_not_kept(workshop: Any) -> None:
     assert not list((workshop.path / "broken" / "hf").iterdir())
 
 
-def test_the_option_compares(workshop: Any, finished: Any, tmp_path: Path) -> None:
+def test_export_check_option_compares_logits(workshop: Workshop, finished: FinishedRuns, tmp_path: Path) -> None:
     """`phalanx export --check` with logits of another model exits with 1 and writes nothing."""
     from phalanx.checkpointing.hf_folder import ReferenceLogits
 

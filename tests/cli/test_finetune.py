@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from commands import Workshop
 
 from phalanx.data.dataset import open_dataset
 from phalanx.data.pack import IGNORED
@@ -57,7 +57,7 @@ log_every = 50
 
 
 @pytest.fixture
-def shop(workshop: Any) -> Any:
+def shop(workshop: Workshop) -> Workshop:
     """A folder with an imported model, its chat tokenizer and the instructions."""
     pytest.importorskip("transformers")
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -103,7 +103,7 @@ def shop(workshop: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_an_imported_model_learns_the_answers(shop: Any) -> None:
+def test_an_imported_model_learns_the_answers(shop: Workshop) -> None:
     ended = shop.run("train", "tune.toml", "--run-dir", "tuned", "--json")
     assert ended.code == 0, ended
     last = [event for event in shop.events("tuned") if isinstance(event, Step)][-1]
@@ -119,7 +119,7 @@ def test_an_imported_model_learns_the_answers(shop: Any) -> None:
         assert told.json["text"].startswith(f"It is {capital}."), told
 
 
-def test_prompts_contribute_exactly_nothing(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masked_prompts_contribute_nothing_to_the_loss(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(shop.path)
     run = load("tune.toml")
     batch = open_dataset(run.data, run.train.sequence_length, 0).train.batch(np.arange(4))
@@ -146,7 +146,7 @@ def test_prompts_contribute_exactly_nothing(shop: Any, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_a_hugging_face_folder_is_trained_from_directly(shop: Any) -> None:
+def test_a_hugging_face_folder_is_trained_from_directly(shop: Workshop) -> None:
     ended = shop.run("train", "tune.toml", "model.from=hf", "train.steps=2", "--run-dir", "direct", "--json")
     assert ended.code == 0, ended
     imported = shop.run("train", "tune.toml", "train.steps=2", "--run-dir", "imported", "--json")

@@ -7,9 +7,9 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from commands import FinishedRuns, Workshop
 
 from phalanx.cli.main import main
 
@@ -17,7 +17,7 @@ Generate = Callable[..., str]
 
 
 @pytest.fixture
-def generate(finished: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Generate:
+def generate(finished: FinishedRuns, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Generate:
     """The command in this process, in the folder of a finished run; what it wrote."""
     monkeypatch.chdir(finished(2).workshop.path)
 
@@ -32,14 +32,14 @@ def generate(finished: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
     return run
 
 
-def test_real_command(finished: Any) -> None:
+def test_generate_command(finished: FinishedRuns) -> None:
     ended = finished(2).workshop.run("generate", "ranks-2", "def ", "--tokens", "20")
     assert (ended.code, ended.err) == (0, ""), ended
     assert ended.out.startswith("def ") and ended.out.endswith("\n")
     assert len(ended.out.strip()) > len("def "), "nothing was generated"
 
 
-def test_json(generate: Generate) -> None:
+def test_generate_json(generate: Generate) -> None:
     plain = generate("ranks-2", "def ", "--tokens", 20, "--seed", 3)
     answer = json.loads(generate("ranks-2", "def ", "--tokens", 20, "--seed", 3, "--json").splitlines()[-1])
     assert answer["prompt"] == "def " and 1 <= answer["tokens"] <= 20
@@ -47,20 +47,20 @@ def test_json(generate: Generate) -> None:
     assert plain == f"def {answer['text']}\n"
 
 
-def test_same_seed_same_text(generate: Generate) -> None:
+def test_generate_is_reproducible_by_seed(generate: Generate) -> None:
     first = generate("ranks-2", "the ", "--tokens", 40, "--seed", 1)
     assert generate("ranks-2", "the ", "--tokens", 40, "--seed", 1) == first
     assert generate("ranks-2", "the ", "--tokens", 40, "--seed", 2) != first
 
 
-def test_likeliest_text_needs_no_seed(generate: Generate) -> None:
+def test_generate_with_temperature_zero_is_independent_of_the_seed(generate: Generate) -> None:
     first = generate("ranks-2", "the ", "--tokens", 30, "--temperature", 0, "--seed", 1)
     assert generate("ranks-2", "the ", "--tokens", 30, "--temperature", 0, "--seed", 2) == first
     assert generate("ranks-2", "the ", "--tokens", 30, "--top-k", 1, "--seed", 5) == first
     assert generate("ranks-2", "the ", "--tokens", 30, "--top-p", 0, "--seed", 5) == first
 
 
-def test_named_checkpoint(generate: Generate) -> None:
+def test_generate_from_a_named_checkpoint(generate: Generate) -> None:
     arguments = ("the ", "--tokens", 30, "--temperature", 0, "--json")
     newest, run, older = (
         json.loads(generate(path, *arguments))
@@ -70,25 +70,25 @@ def test_named_checkpoint(generate: Generate) -> None:
     assert older["checkpoint"] == "ranks-2/checkpoints/step-00000004"
 
 
-def test_ranks_that_trained_do_not_matter(generate: Generate, finished: Any) -> None:
+def test_generate_is_independent_of_the_training_ranks(generate: Generate, finished: FinishedRuns) -> None:
     finished(1)
     one, two = (generate(run, "the ", "--tokens", 30) for run in ("ranks-1", "ranks-2"))
     assert one == two
 
 
-def test_prompts(generate: Generate) -> None:
+def test_generate_prompts(generate: Generate) -> None:
     assert json.loads(generate("ranks-2", "--tokens", 5, "--json"))["prompt"] == ""
     assert generate("ranks-2", "naïve → 日本", "--tokens", 5).startswith("naïve → 日本")
     assert generate("ranks-2", "raw \udcff byte", "--tokens", 5).startswith("raw \ufffd byte")
 
 
-def test_number_of_tokens(generate: Generate) -> None:
+def test_generate_number_of_tokens(generate: Generate) -> None:
     few, many = (json.loads(generate("ranks-2", "the", "--tokens", n, "--json", "--seed", 4)) for n in (3, 12))
     assert few["tokens"] == 3 and many["tokens"] <= 12
     assert len(few["text"].encode()) <= len(many["text"].encode())
 
 
-def test_tokens_that_are_no_bytes(workshop: Any, generate: Generate) -> None:
+def test_generate_tokens_that_are_not_utf8(workshop: Workshop, generate: Generate) -> None:
     """A vocabulary padded beyond the tokenizer's: its extra tokens are drawn, early in training, but stand for nothing."""
     workshop.train("model.vocab=2048", "train.steps=1", "--run-dir", "padded")
     run = workshop.path / "padded"
@@ -98,7 +98,9 @@ def test_tokens_that_are_no_bytes(workshop: Any, generate: Generate) -> None:
     assert plain.startswith("x")
 
 
-def test_run_file_that_was_changed(finished: Any, workshop: Any, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_generate_refuses_a_changed_run_file(
+    finished: FinishedRuns, workshop: Workshop, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(finished(2).path, workshop.path / "run")
     file = workshop.path / "run" / "run.toml"
     text = file.read_text()

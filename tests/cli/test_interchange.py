@@ -10,18 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from commands import InProcess
 from hf_models import SIX, save
 
 transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture
-def phalanx(here: Any) -> Any:
+def phalanx(here: InProcess) -> InProcess:
     return here
 
 
 @pytest.mark.parametrize("family", SIX)
-def test_the_same_greedy_text_everywhere(tmp_path: Path, phalanx: Any, family: str) -> None:
+def test_import_and_export_keep_the_greedy_text(tmp_path: Path, phalanx: InProcess, family: str) -> None:
     """Theirs, ours straight from the folder, ours after import, theirs after export."""
     theirs = save(tmp_path / "hf", family)
     prompt = "the quick brown"
@@ -48,7 +49,7 @@ def test_the_same_greedy_text_everywhere(tmp_path: Path, phalanx: Any, family: s
     assert greedy(back, tmp_path / "out") == expected
 
 
-def test_what_people_read(tmp_path: Path, phalanx: Any) -> None:
+def test_import_and_export_print_a_summary(tmp_path: Path, phalanx: InProcess) -> None:
     save(tmp_path / "hf", "llama")
     done = phalanx("import", "hf", "run")
     assert "parameters (llama, fp32) → run" in done.out and '[model] from = "run"' in done.out
@@ -71,7 +72,7 @@ def test_what_people_read(tmp_path: Path, phalanx: Any) -> None:
         (["generate", "hf", "--device", "tpu"], "--device tpu"),
     ],
 )
-def test_mistakes_are_told_and_nothing_is_written(tmp_path: Path, phalanx: Any, arguments: list[str], said: str) -> None:
+def test_import_and_export_refuse_mistakes(tmp_path: Path, phalanx: InProcess, arguments: list[str], said: str) -> None:
     save(tmp_path / "hf", "llama")
     (tmp_path / "empty").mkdir()
     done = phalanx(*arguments)
@@ -126,7 +127,7 @@ def program(tmp_path: Path, text: str, *arguments: object) -> list[int]:
     return [int(line) for line in done.stdout.splitlines() if line.isdigit()]
 
 
-def test_memory_does_not_follow_the_model(tmp_path: Path) -> None:
+def test_export_memory_is_independent_of_the_model_size(tmp_path: Path) -> None:
     size, growth = program(tmp_path, BIG + GROWTH, "hf", 60_000, 1024, 3)
     assert size > 250_000_000
     assert growth < 150_000_000

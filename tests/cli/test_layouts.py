@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from commands import FinishedRuns, StepLosses, Workshop
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
@@ -62,7 +63,7 @@ def of(kind: type, events: list[Any]) -> list[Any]:
     return [event for event in events if isinstance(event, kind)]
 
 
-def legs(workshop: Any, run_dir: str, shape: Sequence[str], layouts: Sequence[Sequence[str]]) -> None:
+def legs(workshop: Workshop, run_dir: str, shape: Sequence[str], layouts: Sequence[Sequence[str]]) -> None:
     """One run, told to stop after some steps on each layout and finished on the last."""
     for number, layout in enumerate(layouts[:-1], start=1):
         aim = STEPS * number // len(layouts)
@@ -107,12 +108,16 @@ def differing(one: Path, other: Path) -> list[str]:
     return [name for name in first if not torch.equal(first[name], second[name])]
 
 
+Straight = Callable[..., tuple[Workshop, str]]
+"""The unbroken run on one rank for a shape of model: its folder and run directory."""
+
+
 @pytest.fixture(scope="module")
-def straight(finished: Any) -> Callable[..., tuple[Any, str]]:
+def straight(finished: FinishedRuns) -> Straight:
     """The unbroken run on one rank, for a shape of model; trained once for all tests."""
     made: dict[tuple[str, ...], str] = {}
 
-    def run(*shape: str) -> tuple[Any, str]:
+    def run(*shape: str) -> tuple[Workshop, str]:
         workshop = finished(1).workshop
         if shape not in made:
             made[shape] = f"straight-{len(made)}"
@@ -126,26 +131,28 @@ def straight(finished: Any) -> Callable[..., tuple[Any, str]]:
 
 
 @pytest.fixture(scope="module")
-def moved(straight: Any) -> tuple[Any, str]:
+def moved(straight: Straight) -> tuple[Workshop, str]:
     """A run that has seen four layouts; the last one finishes it."""
     workshop, _ = straight(*SHAPE)
     legs(workshop, "moved", SHAPE, [SHARD_TENSOR, ZBV_ZERO1, (*ONE, *NVME), DATA_CONTEXT])
     return workshop, "moved"
 
 
-def test_a_run_moves_from_layout_to_layout_and_loses_as_one_rank_does(moved: Any, straight: Any, losses: Any) -> None:
+def test_run_on_changing_layouts_has_the_losses_of_one_rank(
+    moved: tuple[Workshop, str], straight: Straight, losses: StepLosses
+) -> None:
     workshop, run = moved
     agree(losses(workshop.events(run)), losses(workshop.events(straight(*SHAPE)[1])))
 
 
-def test_an_evaluation_of_sequences_that_replicas_do_not_divide_is_one_ranks(moved: Any, straight: Any) -> None:
+def test_evaluation_of_uneven_sequences_equals_one_rank(moved: tuple[Workshop, str], straight: Straight) -> None:
     workshop, run = moved
     here, there = evaluated(workshop.events(run)), evaluated(workshop.events(straight(*SHAPE)[1]))
     assert here.tokens == there.tokens > 4 * 31
     assert here.loss == pytest.approx(there.loss, rel=1e-5, abs=0)
 
 
-def test_every_rank_says_what_was_applied_and_what_a_step_cost(moved: Any) -> None:
+def test_events_name_the_applied_layout_and_step_cost(moved: tuple[Workshop, str]) -> None:
     workshop, run = moved
     placed, accounts = of(ModelPlaced, workshop.events(run)), of(StepAccounted, workshop.events(run))
     launches = [4, 4, 1, 4]
@@ -164,7 +171,7 @@ def test_every_rank_says_what_was_applied_and_what_a_step_cost(moved: Any) -> No
 
 
 @pytest.mark.slow
-def test_a_mixture_moves_from_shared_experts_to_whole_ones_and_back(straight: Any, losses: Any) -> None:
+def test_moe_run_moves_between_expert_layouts(straight: Straight, losses: StepLosses) -> None:
     workshop, plain = straight(*MIXTURE)
     two = ("layout.data=2", "layout.expert=2")
     legs(workshop, "mixed", MIXTURE, [two, ONE, ("layout.data=2", "layout.tensor=2", "layout.expert=4")])
@@ -176,7 +183,7 @@ def test_a_mixture_moves_from_shared_experts_to_whole_ones_and_back(straight: An
 
 
 @pytest.mark.slow
-def test_states_go_into_files_and_come_back_without_a_bit_changed(straight: Any, losses: Any) -> None:
+def test_nvme_offload_resumes_bit_for_bit(straight: Straight, losses: StepLosses) -> None:
     workshop, plain = straight(*SHAPE)
     legs(workshop, "filed", SHAPE, [(*ONE, *NVME), ONE, (*ONE, *NVME)])
     events = workshop.events("filed")
@@ -205,7 +212,7 @@ trainer.Trainer.step, stores.FileStore._write = noted, half
 
 
 @pytest.mark.slow
-def test_a_rank_killed_while_its_states_are_half_written_costs_nothing(workshop: Any, losses: Any) -> None:
+def test_kill_during_an_nvme_write_loses_nothing(workshop: Workshop, losses: StepLosses) -> None:
     given = (*SHAPE, "checkpoint.every=4", "train.steps=14", "layout.data=1", "layout.tensor=2", *NVME)
     workshop.train(*given, "--run-dir", "undisturbed")
     command = workshop.run("train", "tiny.toml", *given, "--run-dir", "killed", env=workshop.sabotage(KILLED))
@@ -226,7 +233,7 @@ def test_a_rank_killed_while_its_states_are_half_written_costs_nothing(workshop:
 
 
 @pytest.mark.slow
-def test_torchrun_starts_a_layout(straight: Any, losses: Any) -> None:
+def test_torchrun_starts_a_layout(straight: Straight, losses: StepLosses) -> None:
     workshop, plain = straight(*SHAPE)
     program = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "4", "-m", "phalanx"]
     layout = ("layout.tensor=2", "layout.shard=2", "layout.data=1")
@@ -248,7 +255,7 @@ def test_torchrun_starts_a_layout(straight: Any, losses: Any) -> None:
 
 
 @pytest.mark.slow
-def test_replicas_that_meet_now_and_then_are_resumed_between_meetings(workshop: Any, losses: Any) -> None:
+def test_local_sgd_resumes_between_two_syncs(workshop: Workshop, losses: StepLosses) -> None:
     given = (*SHAPE, "optimizer.sync_every=3", "layout.data=2")
     workshop.train(*given, "--run-dir", "straight")
     legs(workshop, "local", given, [(), (), ()])
@@ -263,7 +270,7 @@ def test_replicas_that_meet_now_and_then_are_resumed_between_meetings(workshop: 
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_eight_ranks_is_generated_from_and_exported_as_one_ranks(straight: Any) -> None:
+def test_checkpoint_of_eight_ranks_generates_and_exports_like_one_rank(straight: Straight) -> None:
     workshop, plain = straight(*SHAPE)
     workshop.train(*SHAPE, *EIGHT, "--run-dir", "eight")
     texts, logits = [], []

@@ -8,9 +8,9 @@ import random
 import signal
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
+from commands import Workshop
 
 from phalanx.events.records import Step
 
@@ -98,7 +98,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def shop(workshop: Any, corpus: Path) -> Any:
+def shop(workshop: Workshop, corpus: Path) -> Workshop:
     for name in ("web", "books.parquet", "code.jsonl", "words"):
         (workshop.path / name).symlink_to(corpus / name)
     ended = workshop.run("tokenize", "code.jsonl", "code", "--tokenizer", "words")
@@ -107,7 +107,7 @@ def shop(workshop: Any, corpus: Path) -> Any:
     return workshop
 
 
-def digests(shop: Any, run_dir: str) -> dict[int, str]:
+def digests(shop: Workshop, run_dir: str) -> dict[int, str]:
     found: dict[int, str] = {}
     for event in shop.events(run_dir):
         if isinstance(event, Step):
@@ -115,14 +115,14 @@ def digests(shop: Any, run_dir: str) -> dict[int, str]:
     return found
 
 
-def trained(shop: Any, run_dir: str, *overrides: str) -> dict[int, str]:
+def trained(shop: Workshop, run_dir: str, *overrides: str) -> dict[int, str]:
     ended = shop.run("train", "mixed.toml", "--run-dir", run_dir, "--json", *overrides)
     assert ended.code == 0, ended
     return digests(shop, run_dir)
 
 
 @pytest.mark.slow
-def test_batches_do_not_depend_on_ranks_or_accumulation(shop: Any) -> None:
+def test_mixture_batches_are_independent_of_ranks_and_accumulation(shop: Workshop) -> None:
     short = ("train.steps=12",)
     one = trained(shop, "one", "layout.data=1", "train.micro_batch=8", *short)
     assert sorted(one) == list(range(1, 13))
@@ -132,7 +132,7 @@ def test_batches_do_not_depend_on_ranks_or_accumulation(shop: Any) -> None:
     assert any("1" in message and "JSON" in message for message in warned), warned
 
 
-def test_preview_shows_the_batches_of_the_run_in_the_weights_proportions(shop: Any) -> None:
+def test_data_preview_of_a_mixture_has_the_batches_of_the_run(shop: Workshop) -> None:
     seen = trained(shop, "seen", "train.steps=3", "layout.data=2")
     sources: Counter[str] = Counter()
     for step in (1, 2, 3):
@@ -154,7 +154,7 @@ def test_preview_shows_the_batches_of_the_run_in_the_weights_proportions(shop: A
 
 
 @pytest.mark.slow
-def test_two_hundred_batches_on_any_ranks_after_five_kills(shop: Any) -> None:
+def test_mixture_batches_survive_five_kills_on_changing_ranks(shop: Workshop) -> None:
     whole = trained(shop, "whole", "layout.data=1", "train.micro_batch=4")
     assert sorted(whole) == list(range(1, 201))
     dice = random.Random(1)

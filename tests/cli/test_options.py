@@ -28,7 +28,7 @@ from phalanx.spec.errors import RunError
         (parse_dollars, "500K", 5e5),
     ],
 )
-def test_amounts_are_read(read: Callable[[str, str], float], text: str, value: float) -> None:
+def test_amounts_with_units_are_parsed(read: Callable[[str, str], float], text: str, value: float) -> None:
     assert read("--option", text) == value
 
 
@@ -51,7 +51,7 @@ def test_amounts_are_read(read: Callable[[str, str], float], text: str, value: f
         (parse_dollars, "", '--option "" is not an amount'),
     ],
 )
-def test_others_are_refused_with_the_remedy(read: Callable[[str, str], float], text: str, sentence: str) -> None:
+def test_invalid_amounts_are_refused_with_the_remedy(read: Callable[[str, str], float], text: str, sentence: str) -> None:
     with pytest.raises(RunError) as refused:
         read("--option", text)
     assert len(refused.value.problems) == 1 and refused.value.problems[0].startswith(sentence)

@@ -6,10 +6,10 @@ import importlib.util
 import shutil
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
+from commands import StepLosses, Workshop
 
 from phalanx.events.records import Restored
 from phalanx.spec.load import load
@@ -27,7 +27,7 @@ SHORT = (
 
 
 @pytest.mark.slow
-def test_it_trains_resumes_on_other_ranks_and_generates(workshop: Any, losses: Any) -> None:
+def test_custom_module_trains_resumes_and_generates(workshop: Workshop, losses: StepLosses) -> None:
     shutil.copytree(EXAMPLES, workshop.path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     whole = workshop.run("train", "examples/own_model.toml", *SHORT, "train.steps=6", "--run-dir", "whole", "--json")
     assert whole.code == 0 and whole.err == "", whole
@@ -45,7 +45,7 @@ def test_it_trains_resumes_on_other_ranks_and_generates(workshop: Any, losses: A
     assert made[0].json["tokens"] == 5 and made[0].json["text"] == made[1].json["text"]
 
 
-def test_a_module_that_cannot_be_built_ends_the_command_at_once(workshop: Any) -> None:
+def test_custom_module_that_fails_to_build_ends_the_command(workshop: Workshop) -> None:
     (workshop.path / "mine.py").write_text("import torch\n\nraise OSError('no weights today')\n")
     ended = workshop.run("train", "tiny.toml", "model.module=mine:Model", "--json")
     assert ended.code == 2, ended
@@ -64,7 +64,7 @@ def example() -> ModuleType:
     return module
 
 
-def test_its_scan_is_the_recurrence(example: ModuleType) -> None:
+def test_example_module_scan_equals_the_recurrence(example: ModuleType) -> None:
     torch.manual_seed(0)
     keep, given = torch.rand(2, 13, 3), torch.randn(2, 13, 3)
     state, states = torch.zeros(2, 3), []
@@ -74,7 +74,7 @@ def test_its_scan_is_the_recurrence(example: ModuleType) -> None:
     assert torch.allclose(example.scan(keep, given), torch.stack(states, dim=1), atol=1e-6)
 
 
-def test_it_sees_neither_the_future_nor_other_documents(example: ModuleType) -> None:
+def test_example_module_is_causal_and_respects_documents(example: ModuleType) -> None:
     torch.manual_seed(0)
     model = example.Recurrent(ModelSpec(dim=16, layers=2, vocab=20))
     tokens = torch.randint(20, (1, 12))
@@ -91,7 +91,7 @@ def test_it_sees_neither_the_future_nor_other_documents(example: ModuleType) -> 
     assert torch.allclose(alone, logits[:, 5:], atol=1e-6)
 
 
-def test_its_run_file_is_a_run_file() -> None:
+def test_example_run_file_loads() -> None:
     run = load(EXAMPLES / "own_model.toml")
     assert run.model.module == "examples.own_model:Recurrent"
     assert dict(run.model.options) == {"memory": 2.0}

@@ -38,7 +38,7 @@ def plan(here: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
     return lambda *words: here("plan", "run.toml", *words)
 
 
-def test_a_plan_is_printed_drawn_and_told(plan: Callable[..., Any], tmp_path: Path) -> None:
+def test_plan_is_printed_drawn_and_json(plan: Callable[..., Any], tmp_path: Path) -> None:
     ended = plan("--png", "plan.png", "--html", "plan.html", "--json")
     assert ended.code == 0 and ended.err == "", ended
     value = ended.json
@@ -56,7 +56,7 @@ def test_a_plan_is_printed_drawn_and_told(plan: Callable[..., Any], tmp_path: Pa
     assert [option["ranks"] for option in value["scaling"]] == [4, 8, 16, 32, 64]
 
 
-def test_what_is_pasted_is_planned_the_same_again(plan: Callable[..., Any], tmp_path: Path) -> None:
+def test_pasted_layout_gives_the_same_plan(plan: Callable[..., Any], tmp_path: Path) -> None:
     best = plan("--json").json["best"]
     table = tomllib.loads(best["toml"])
     words = [f"{name}.{key}={json.dumps(value)}" for name, keys in table.items() for key, value in keys.items()]
@@ -66,7 +66,7 @@ def test_what_is_pasted_is_planned_the_same_again(plan: Callable[..., Any], tmp_
     assert load(tmp_path / "run.toml", words).layout == Layout(**best["layout"])
 
 
-def test_limits_hold_for_the_run_files_own_layout_too(plan: Callable[..., Any]) -> None:
+def test_plan_limits_apply_to_a_given_layout(plan: Callable[..., Any]) -> None:
     own = plan("layout.tensor=4", "layout.data=4", "--given", "--json").json["best"]
     less = plan("layout.tensor=4", "layout.data=4", "--given", "--fits-in", f"{own['bytes'] / 2**20 - 1}MiB", "--json").json[
         "best"
@@ -76,7 +76,7 @@ def test_limits_hold_for_the_run_files_own_layout_too(plan: Callable[..., Any]) 
     assert late.code == 2 and "more than the deadline" in late.err
 
 
-def test_the_run_files_own_layout_is_kept_or_compared(plan: Callable[..., Any]) -> None:
+def test_plan_given_and_free(plan: Callable[..., Any]) -> None:
     kept = plan("layout.tensor=4", "--json").json
     assert kept["best"]["layout"]["tensor"] == 4
     free = plan("layout.tensor=4", "layout.data=4", "--free", "--json").json
@@ -84,7 +84,7 @@ def test_the_run_files_own_layout_is_kept_or_compared(plan: Callable[..., Any]) 
     assert "TP4" in free["why_not"][0]["reason"]
 
 
-def test_limits_choose_and_refuse(plan: Callable[..., Any]) -> None:
+def test_plan_limits_choose_and_refuse(plan: Callable[..., Any]) -> None:
     tight = plan("--fits-in", "30GiB", "--json").json["best"]
     assert tight["bytes"] <= tight["capacity"] == 30 * 2**30
     cheap, quick = (plan("cluster.gpus=4", "--aim", aim, "--json").json["best"] for aim in ("price", "time"))
@@ -93,14 +93,14 @@ def test_limits_choose_and_refuse(plan: Callable[..., Any]) -> None:
     assert late.code == 2 and len(late.json["error"]) == 2 and "deadline of 0.0 days" in late.err and "budget of $5" in late.err
 
 
-def test_what_fits_nowhere_says_what_is_missing_and_what_would_help(plan: Callable[..., Any]) -> None:
+def test_plan_that_does_not_fit_names_remedies(plan: Callable[..., Any]) -> None:
     ended = plan("model.preset=llama3-405b", "cluster.gpus=8", "--json")
     assert ended.code == 2
     missing, *changes = ended.json["error"]
     assert "Nothing fits on 8 ×" in missing and "GiB" in missing and len(changes) == 3
 
 
-def test_questions_the_other_way_round(plan: Callable[..., Any]) -> None:
+def test_plan_solve(plan: Callable[..., Any]) -> None:
     ended = plan("--solve", "gpus", "--json")
     answer = ended.json
     assert answer["what"] == "gpus" and 1 <= answer["value"] <= 16
@@ -109,7 +109,7 @@ def test_questions_the_other_way_round(plan: Callable[..., Any]) -> None:
     assert {change["name"] for change in answer["what_if"]} >= {"twice the devices", "half the network"}
 
 
-def test_a_run_is_compared_with_its_plan_and_corrects_it(
+def test_plan_compare_and_refit(
     here: Callable[..., Any], finished: Callable[[int], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
@@ -143,19 +143,19 @@ def test_a_run_is_compared_with_its_plan_and_corrects_it(
         (["run.toml", "--png", "nowhere/a.png"], "nowhere/a.png: cannot be written: there is no folder nowhere"),
     ],
 )
-def test_what_cannot_be_is_refused(here: Callable[..., Any], tmp_path: Path, words: list[str], sentence: str) -> None:
+def test_plan_refuses_invalid_options(here: Callable[..., Any], tmp_path: Path, words: list[str], sentence: str) -> None:
     (tmp_path / "run.toml").write_text(SMALL)
     ended = here("plan", *words)
     assert ended.code == 2 and sentence in ended.err, ended
 
 
-def test_programs_get_the_same_text(tmp_path: Path) -> None:
+def test_api_explain_equals_the_command(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(SMALL)
     text = px.explain(px.load(tmp_path / "run.toml"))
     assert "llama3-8b" in text and "why this one" in text and "[layout]" in text
 
 
-def test_a_plan_of_16384_gpus_needs_neither_torch_nor_time() -> None:
+def test_plan_of_16384_gpus_does_not_import_torch() -> None:
     program = (
         "import resource, sys\n"
         "sys.argv = ['phalanx', 'plan', 'examples/llama3-405b.toml', '--free']\n"
@@ -179,13 +179,13 @@ def test_a_plan_of_16384_gpus_needs_neither_torch_nor_time() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", re.findall(r"^    phalanx (plan examples/[^#\n]*)", PAGE, re.M))
-def test_the_commands_of_the_page_run(here: Callable[..., Any], tmp_path: Path, line: str) -> None:
+def test_commands_on_the_plan_page_run(here: Callable[..., Any], tmp_path: Path, line: str) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     ended = here(*shlex.split(line))
     assert ended.code == 0 and "P10 – P90" in ended.out, ended
 
 
-def test_what_is_planned_for_this_machine_is_what_training_takes(here: Callable[..., Any]) -> None:
+def test_plan_for_this_machine_equals_training(here: Callable[..., Any]) -> None:
     file = ROOT / "examples" / "quickstart.toml"
     told = json.loads(here("plan", str(file), "--json").out.splitlines()[-1])
     taken = px.plan(load(file, []))

@@ -10,6 +10,7 @@ from typing import Any
 
 import killing
 import pytest
+from commands import Workshop
 
 from phalanx.events.records import (
     ControllerChanged,
@@ -27,7 +28,7 @@ FOUR = (*SIZES, "layout.data=2", "layout.tensor=2")
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, workshop_type: Any) -> Iterator[Callable[..., Path]]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, workshop_type: type[Workshop]) -> Iterator[Callable[..., Path]]:
     """The directory of such a run that nothing happened to; each is trained once, as one node."""
     shop = workshop_type(tmp_path_factory.mktemp("undisturbed") / "workshop")
     done: dict[tuple[str, ...], Path] = {}
@@ -43,7 +44,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, workshop_type: Any) ->
     shop.close()
 
 
-def disturbed(workshop: Any, *arguments: str) -> list[Event]:
+def disturbed(workshop: Workshop, *arguments: str) -> list[Event]:
     """Train to the end, whatever happens; nothing may be left of it afterwards."""
     workshop.train(*arguments, "--run-dir", "run")
     path = workshop.path / "run"
@@ -79,7 +80,7 @@ def nearly(value: Any) -> Any:
     return pytest.approx(value, abs=1e-5)
 
 
-def test_ranks_that_die_and_fail_change_nothing(workshop: Any, undisturbed: Callable[..., Path]) -> None:
+def test_dead_and_failed_ranks_do_not_change_the_losses(workshop: Workshop, undisturbed: Callable[..., Path]) -> None:
     faults = (
         "kill rank=3 step=1; kill rank=1 step=5; raise rank=2 step=9 in=collective; kill rank=0 step=13 during=update; "
         "kill rank=0 step=17; kill rank=3 step=17; kill rank=1 step=24 during=evaluate"
@@ -96,7 +97,7 @@ def test_ranks_that_die_and_fail_change_nothing(workshop: Any, undisturbed: Call
 
 
 @pytest.mark.slow
-def test_without_replicas_copies_in_memory_are_gone_on_from(workshop: Any, undisturbed: Callable[..., Path]) -> None:
+def test_recovery_without_replicas_restores_memory_copies(workshop: Workshop, undisturbed: Callable[..., Path]) -> None:
     settings = (*SIZES, "layout.shard=2", "layout.zero=2")
     faults = "kill rank=0 step=7; kill node=1 step=15"
     events = disturbed(workshop, *settings, "cluster.nodes=2", "--chaos", faults)
@@ -108,9 +109,7 @@ def test_without_replicas_copies_in_memory_are_gone_on_from(workshop: Any, undis
     assert all(one.path.startswith("memory") for one in of(events, Restored)), "the disk was read"
 
 
-def test_another_node_decides_where_the_one_that_did_is_lost_and_a_spare_steps_in(
-    workshop: Any, undisturbed: Callable[..., Path]
-) -> None:
+def test_controller_loss_elects_another_node_and_a_spare_joins(workshop: Workshop, undisturbed: Callable[..., Path]) -> None:
     spare = ("cluster.nodes=3", "resilience.spares=1")
     events = disturbed(workshop, *FOUR, *spare, "--chaos", "kill node=0 step=8")
     close(undisturbed(*FOUR), events, exactly)
@@ -123,7 +122,7 @@ def test_another_node_decides_where_the_one_that_did_is_lost_and_a_spare_steps_i
 
 
 @pytest.mark.slow
-def test_a_bug_is_not_tried_for_ever_and_nothing_is_where_the_run_file_says_so(workshop: Any) -> None:
+def test_recovery_gives_up_on_repeated_failures(workshop: Workshop) -> None:
     """The same exception at the same step, from the program itself, in each attempt."""
     code = """
 from phalanx.training.micro_batch import BatchFeed

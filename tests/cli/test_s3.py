@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from commands import FinishedRuns, StepLosses, Workshop
 from object_store import Store, after, serve, wire
 
 from phalanx.events.records import Restored, Saved, Uploaded
@@ -40,7 +41,7 @@ def names(store: Store, bucket: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_killed_in_the_middle_of_a_save_and_resumed(workshop: Any, store: Store, finished: Any, losses: Any) -> None:
+def test_s3_kill_during_a_save_resumes(workshop: Workshop, store: Store, finished: FinishedRuns, losses: StepLosses) -> None:
     straight = losses(finished(2).workshop.events("ranks-2"))
     bucket, held = store.bucket(), threading.Event()
 
@@ -77,8 +78,8 @@ def test_killed_in_the_middle_of_a_save_and_resumed(workshop: Any, store: Store,
 
 
 @pytest.mark.slow
-def test_saved_near_by_uploaded_and_resumed_without_the_run_directory(
-    workshop: Any, store: Store, finished: Any, losses: Any
+def test_s3_upload_resumes_without_the_run_directory(
+    workshop: Workshop, store: Store, finished: FinishedRuns, losses: StepLosses
 ) -> None:
     straight = losses(finished(2).workshop.events("ranks-2"))
     bucket, env = store.bucket(), store.env()
@@ -99,7 +100,7 @@ def test_saved_near_by_uploaded_and_resumed_without_the_run_directory(
     assert {name.split("/")[1] for name in names(store, bucket)} == {"step-00000008"}
 
 
-def test_says_what_is_wrong_before_anything_starts(workshop: Any, store: Store) -> None:
+def test_s3_problems_are_reported_before_the_start(workshop: Workshop, store: Store) -> None:
     ended = workshop.run(
         "train", "tiny.toml", "checkpoint.url=s3://no-such-bucket-here/run", "--run-dir", "none", env=store.env()
     )

@@ -19,7 +19,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return int(end.value.code or 0)
 
 
-def test_a_schedule_is_printed_drawn_and_written(
+def test_schedule_is_printed_drawn_and_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -41,7 +41,7 @@ def test_a_schedule_is_printed_drawn_and_written(
     assert again == {**found, "name": "out.csv"}
 
 
-def test_times_change_the_picture(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_schedule_times_change_the_picture(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(monkeypatch, "gpipe", "--ranks", "2", "--microbatches", "1", "--times", "1,0.5,1/2") == 0
     assert capsys.readouterr().out.splitlines()[1:3] == ["rank 0  F0 -- ·  ·  ·  ·  B0 --", "rank 1  ·  ·  F0 -- B0 -- ·  ·"]
     assert call(monkeypatch, "1f1b", "--ranks", "8", "--microbatches", "500") == 0
@@ -64,7 +64,7 @@ def test_times_change_the_picture(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         (["gpipe", "--png", "none/out.png"], "none/out.png: cannot be written: No such file or directory"),
     ],
 )
-def test_bad_input_is_one_sentence(
+def test_schedule_refuses_invalid_input(
     words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -46,7 +46,7 @@ def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "run.toml"
 
 
-def test_a_whole_run(run_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_a_run(run_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     words = (run_file, "--days", "30", "--runs", "4", "--spares", "2", "--maintenance", "7d/1h", "--png", "run.png", "--json")
     assert call(monkeypatch, *words) == 0
     shown = capsys.readouterr().out
@@ -64,7 +64,7 @@ def test_a_whole_run(run_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert goodputs[0] == found["goodput"] != goodputs[1]
 
 
-def test_one_step(run_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_a_step(run_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(monkeypatch, run_file, "--step", "--png", "step.png", "--trace", "step.json", "--json") == 0
     shown = capsys.readouterr().out
     found = json.loads(shown.splitlines()[-1])
@@ -92,7 +92,7 @@ def test_one_step(run_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         (["--step", "--png", "no/folder.png"], "no/folder.png: cannot be written"),
     ],
 )
-def test_what_is_wrong_is_said(
+def test_simulate_refuses_invalid_options(
     run_file: str, words: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(monkeypatch, run_file, *words) == 2

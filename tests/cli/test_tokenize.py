@@ -10,9 +10,9 @@ import shutil
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from commands import Workshop
 from small_tokenizers import save_bpe
 
 from phalanx.cli.main import main
@@ -33,7 +33,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_and_started_again_it_ends_the_same(workshop: Any) -> None:
+def test_killed_tokenize_command_resumes_with_the_same_files(workshop: Workshop) -> None:
     write_lines(workshop.path / "a.jsonl", 70)
     straight = workshop.run("tokenize", "a.jsonl", "straight", "--processes", 2, "--json")
     assert straight.code == 0 and straight.err == "", straight
@@ -69,7 +69,7 @@ def test_killed_at_any_moment_and_started_again_it_ends_the_same(workshop: Any) 
     assert refused.code == 2 and 'field was "text" and is "body"' in refused.json["error"][0], refused
 
 
-def test_a_bar_for_people_and_a_summary(workshop: Any) -> None:
+def test_tokenize_shows_progress_and_a_summary(workshop: Workshop) -> None:
     words = save_bpe(workshop.path / "words")
     (workshop.path / "a.jsonl").write_text('{"body": "The quick brown fox"}\n{broken\n' + '{"body": ""}\n')
     ended = workshop.run(
@@ -113,7 +113,7 @@ BAD: dict[str, tuple[dict[str, bytes], tuple[str, ...], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_used_is_refused(
+def test_tokenize_refuses_invalid_sources(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     files, arguments, said = BAD[name]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from commands import FinishedRuns, StepLosses, Workshop
 
 from phalanx.events.records import Finished, WorkerStarted
 
@@ -14,7 +14,7 @@ TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--
 ENV = {"OMP_NUM_THREADS": "1"}  # torchrun says at length that it sets this, if nobody has
 
 
-def test_same_steps_as_our_own_launcher(workshop: Any, finished: Any, losses: Any) -> None:
+def test_torchrun_takes_the_steps_of_phalanx_train(workshop: Workshop, finished: FinishedRuns, losses: StepLosses) -> None:
     ended = workshop.run("train", "tiny.toml", "--run-dir", "run", "--json", program=TORCHRUN, env=ENV)
     assert ended.code == 0, ended
     assert "Traceback" not in ended.err
@@ -36,7 +36,7 @@ def test_same_steps_as_our_own_launcher(workshop: Any, finished: Any, losses: An
         ("train.stps=4", ("train.stps", "train.steps")),
     ],
 )
-def test_error_is_told_once(workshop: Any, override: str, parts: tuple[str, ...]) -> None:
+def test_torchrun_reports_an_error_once(workshop: Workshop, override: str, parts: tuple[str, ...]) -> None:
     ended = workshop.run("train", "tiny.toml", override, program=TORCHRUN, env=ENV)
     assert ended.code != 0
     (problem,) = [line for line in ended.err.splitlines() if line.startswith("error: ")]

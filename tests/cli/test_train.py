@@ -12,11 +12,12 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Callable
 from fcntl import ioctl
 from pathlib import Path
-from typing import Any
 
 import pytest
+from commands import Ended, FinishedRuns, StepLosses, Workshop
 
 from phalanx._version import __version__
 from phalanx.events.records import (
@@ -42,7 +43,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_last_line_is_json(finished: Any, ranks: int) -> None:
+def test_train_prints_json_on_the_last_line(finished: FinishedRuns, ranks: int) -> None:
     run = finished(ranks)
     summary = run.ended.json
     assert (summary["steps"], summary["planned"], summary["finished"], summary["failure"]) == (8, 8, True, None)
@@ -59,7 +60,7 @@ def test_last_line_is_json(finished: Any, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_run_directory(finished: Any, ranks: int) -> None:
+def test_train_writes_the_run_directory(finished: FinishedRuns, ranks: int) -> None:
     run = finished(ranks)
     settled = ["memory.recompute=none", "memory.offload=none"]  # left out, and nothing has to be traded for memory
     assert load(run.path / "run.toml") == load(run.workshop.run_file, [f"layout.data={ranks}", *settled])
@@ -75,7 +76,7 @@ def test_run_directory(finished: Any, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_events(finished: Any, ranks: int) -> None:
+def test_train_writes_events(finished: FinishedRuns, ranks: int) -> None:
     run = finished(ranks)
     events = run.workshop.events(run.path)
     assert isinstance(events[0], RunStarted) and (events[0].ranks, events[0].steps) == (ranks, 8)
@@ -101,7 +102,7 @@ def test_events(finished: Any, ranks: int) -> None:
     assert {"step", "loss", "tokens", "samples", "batch_digest", "learning_rate", "grad_norm", "mfu", "memory"} <= first.keys()
 
 
-def test_plain_lines_where_there_is_no_terminal(finished: Any) -> None:
+def test_train_prints_plain_lines_without_a_terminal(finished: FinishedRuns) -> None:
     out = finished(2).ended.out
     assert not ANSI.search(out)
     assert len(re.findall(r"^step [1-8]/8  loss \d", out, re.MULTILINE)) == 8
@@ -109,7 +110,7 @@ def test_plain_lines_where_there_is_no_terminal(finished: Any) -> None:
     assert "finished 8 steps" in out
 
 
-def test_one_two_and_four_ranks_take_the_same_steps(finished: Any, losses: Any) -> None:
+def test_one_two_and_four_ranks_have_the_same_losses(finished: FinishedRuns, losses: StepLosses) -> None:
     one, two, four = (losses(finished(n).workshop.events(finished(n).path)) for n in (1, 2, 4))
     assert len(one) == 8
     for other in (two, four):
@@ -123,7 +124,7 @@ def test_one_two_and_four_ranks_take_the_same_steps(finished: Any, losses: Any) 
 # --- on a terminal --------------------------------------------------------------------------------------------------
 
 
-def on_a_terminal(workshop: Any, *arguments: str) -> tuple[int, str, bool]:
+def on_a_terminal(workshop: Workshop, *arguments: str) -> tuple[int, str, bool]:
     """Run a command on a pseudo-terminal: exit code, all it wrote, and whether the terminal is as it was before."""
     master, slave = pty.openpty()
     ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
@@ -150,7 +151,7 @@ def on_a_terminal(workshop: Any, *arguments: str) -> tuple[int, str, bool]:
     return process.returncode, written.decode(), same
 
 
-def test_live_display_on_a_terminal(workshop: Any) -> None:
+def test_train_shows_a_live_display_on_a_terminal(workshop: Workshop) -> None:
     code, text, same = on_a_terminal(workshop, "train", "tiny.toml", "layout.data=2")
     assert code == 0, text
     assert same, "the terminal's settings were changed"
@@ -164,7 +165,7 @@ def test_live_display_on_a_terminal(workshop: Any) -> None:
 # --- the same run again ---------------------------------------------------------------------------------------------
 
 
-def test_names_of_run_directories(workshop: Any, finished: Any) -> None:
+def test_train_numbers_run_directories(workshop: Workshop, finished: FinishedRuns) -> None:
     """A finished run and a different one are left alone; one that was killed is, where --fresh says so."""
     runs = workshop.path / "runs"
     for name, seed in (("tiny", 0), ("tiny-2", 5)):
@@ -189,12 +190,10 @@ def test_names_of_run_directories(workshop: Any, finished: Any) -> None:
     assert {path: path.lstat().st_mtime_ns for path in before} == before, "a run that is none of its business was touched"
 
 
-def test_finished_run_says_so_and_can_be_extended(finished: Any, losses: Any) -> None:
+def test_finished_run_is_reported_and_can_be_extended(finished: FinishedRuns, losses: StepLosses) -> None:
     workshop = finished(1).workshop
     again = workshop.copy("ranks-1", "again")
-    begin = time.monotonic()
     ended = workshop.train("--run-dir", again)
-    assert time.monotonic() - begin < 60
     assert "finished 8 steps" in ended.out and ended.json["loss"] == finished(1).ended.json["loss"]
     assert losses(workshop.events(again)) == losses(workshop.events("ranks-1")), "it was trained again"
     longer = workshop.train("--run-dir", again, "train.steps=9")
@@ -203,14 +202,14 @@ def test_finished_run_says_so_and_can_be_extended(finished: Any, losses: Any) ->
     assert [event.step for event in workshop.events(again) if isinstance(event, Step)] == list(range(1, 10))
 
 
-def refused(ended: Any, *parts: str) -> None:
+def refused(ended: Ended, *parts: str) -> None:
     assert ended.code == 2, ended
     assert "Traceback" not in ended.out + ended.err
     problems = [line for line in ended.err.splitlines() if line.startswith("error: ")]
     assert any(all(part in line for part in parts) for line in problems), ended
 
 
-def test_other_settings_do_not_go_on_with_a_run(finished: Any) -> None:
+def test_resume_with_other_settings_is_refused(finished: FinishedRuns) -> None:
     workshop = finished(1).workshop
     files = sorted((finished(1).path).rglob("*"))
     ended = workshop.run("train", "tiny.toml", "--run-dir", "ranks-1", "train.seed=7", "optimizer.beta1=0.8")
@@ -220,7 +219,7 @@ def test_other_settings_do_not_go_on_with_a_run(finished: Any) -> None:
     assert load(finished(1).path / "run.toml").train.seed == 0
 
 
-def test_changed_text_does_not_go_on_with_a_run(workshop: Any, finished: Any) -> None:
+def test_resume_with_changed_text_is_refused(workshop: Workshop, finished: FinishedRuns) -> None:
     shutil.copytree(finished(1).path, workshop.path / "run")
     with (workshop.path / "text" / "1.txt").open("a") as file:
         file.write("one more line\n")
@@ -230,7 +229,7 @@ def test_changed_text_does_not_go_on_with_a_run(workshop: Any, finished: Any) ->
     refused(workshop.run("train", "tiny.toml", "--run-dir", "run", "train.steps=9"), "data.source")
 
 
-def test_directory_in_use(workshop: Any) -> None:
+def test_run_directory_in_use_is_refused(workshop: Workshop) -> None:
     first = workshop.start("train", "tiny.toml", "train.steps=5000", "--run-dir", "run")
     first.until(workshop.reached("run", 1), "step 1")
     refused(workshop.run("train", "tiny.toml", "train.steps=5000", "--run-dir", "run"), "--run-dir run", "in use")
@@ -242,7 +241,7 @@ def test_directory_in_use(workshop: Any) -> None:
 # --- the rest of the command ----------------------------------------------------------------------------------------
 
 
-def test_tensorboard(workshop: Any) -> None:
+def test_train_writes_tensorboard_files(workshop: Workshop) -> None:
     workshop.train("watch.tensorboard=true", "--run-dir", "run")
     (file,) = (workshop.path / "run" / "tensorboard").glob("events.out.tfevents.*")
     data = file.read_bytes()
@@ -250,7 +249,7 @@ def test_tensorboard(workshop: Any) -> None:
         assert name in data
 
 
-def test_module_and_folder_full_of_look_alikes(workshop: Any) -> None:
+def test_train_ignores_modules_of_the_working_directory(workshop: Workshop) -> None:
     """`python -m phalanx` trains, and files of the working directory are not taken for Python's own modules by workers."""
     for name in ("queue", "socket", "torch", "tempfile"):
         (workshop.path / f"{name}.py").write_text("raise RuntimeError('a file of the working directory was imported')\n")
@@ -260,7 +259,7 @@ def test_module_and_folder_full_of_look_alikes(workshop: Any) -> None:
     assert ended.json["steps"] == 2
 
 
-def test_reader_that_goes_away(workshop: Any) -> None:
+def test_train_survives_a_closed_output(workshop: Workshop) -> None:
     """As in `phalanx schema | head -1`: nothing is said about it."""
     env = workshop.env()
     with subprocess.Popen(
@@ -271,8 +270,11 @@ def test_reader_that_goes_away(workshop: Any) -> None:
         assert process.stderr.read() == b""
 
 
+Quick = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Quick:
     def run(*arguments: str, program: str = "phalanx") -> subprocess.CompletedProcess[str]:
         command = [str(Path(sys.executable).with_name(program)), *arguments]
         folder = tmp_path_factory.mktemp("quick")
@@ -283,13 +285,13 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run
 
 
-def test_version(quick: Any) -> None:
+def test_version_command(quick: Quick) -> None:
     done = quick("--version")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"phalanx {__version__}\n", "")
     assert quick("-m", "phalanx", "--version", program="python").stdout == done.stdout
 
 
-def test_schema(quick: Any) -> None:
+def test_schema_command(quick: Quick) -> None:
     done = quick("schema")
     assert (done.returncode, done.stderr) == (0, "")
     schema = json.loads(done.stdout)
@@ -297,7 +299,7 @@ def test_schema(quick: Any) -> None:
     assert json.loads(quick("schema", "--json").stdout) == schema
 
 
-def test_models(quick: Any) -> None:
+def test_models_command(quick: Quick) -> None:
     done = quick("models", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     models = {row["name"]: row for row in json.loads(done.stdout.splitlines()[-1])["models"]}
@@ -306,7 +308,7 @@ def test_models(quick: Any) -> None:
     assert "llama3-8b" in done.stdout.rpartition("\n{")[0], "the table is missing"
 
 
-def test_doctor(tmp_path: Path) -> None:
+def test_doctor_command(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise RuntimeError('a file of the working directory was imported')\n")
     command = [str(Path(sys.executable).with_name("phalanx")), "doctor", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=240)
@@ -317,7 +319,7 @@ def test_doctor(tmp_path: Path) -> None:
     assert report["torch"]["gloo"] is True and report["machine"]["cores"] >= 1
 
 
-def test_help_names_every_verb(quick: Any) -> None:
+def test_help_names_every_verb(quick: Quick) -> None:
     done = quick("--help")
     assert done.returncode == 0
     for verb in ("train", "generate", "models", "doctor", "schema"):

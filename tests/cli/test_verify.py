@@ -43,7 +43,7 @@ def run_file(tmp_path: Path) -> Path:
     return file
 
 
-def test_the_command_passes_and_says_what_it_compared(run_file: Path) -> None:
+def test_verify_command_passes(run_file: Path) -> None:
     command = [
         *PHALANX,
         "verify",
@@ -68,7 +68,7 @@ def test_the_command_passes_and_says_what_it_compared(run_file: Path) -> None:
     assert table["accounts"][1]["sent"]["tensor"]["all-reduce"] > 0
 
 
-def test_a_difference_ends_with_one_and_names_the_tensor(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_names_the_tensor_that_differs(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finish = ShardedModel.finish
 
     def wrong(self: ShardedModel) -> None:
@@ -88,7 +88,7 @@ def test_a_difference_ends_with_one_and_names_the_tensor(run_file: Path, monkeyp
     assert "NOT PASSED" in done.output
 
 
-def test_a_rank_that_raises_is_shown_with_its_last_lines(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_shows_the_traceback_of_a_failed_rank(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: ShardedModel) -> None:
         if self.mesh.rank == 1:
             raise ArithmeticError("planted")
@@ -110,13 +110,13 @@ def test_a_rank_that_raises_is_shown_with_its_last_lines(run_file: Path, monkeyp
         (["train.batch=3"], "does not divide among the 2 replicas"),
     ],
 )
-def test_bad_input_ends_with_two(arguments: list[str], words: str, run_file: Path) -> None:
+def test_verify_refuses_invalid_options(arguments: list[str], words: str, run_file: Path) -> None:
     done = subprocess.run([*PHALANX, "verify", str(run_file), *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert words in done.stderr
 
 
-def test_many_layouts_are_a_line_each(run_file: Path) -> None:
+def test_verify_layouts_prints_a_line_each(run_file: Path) -> None:
     arguments = ["verify", str(run_file), "--layouts", "all", "--ranks", "2", "--count", "3", "--steps", "1", "--json"]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
