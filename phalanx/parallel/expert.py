@@ -1,21 +1,32 @@
-"""Expert parallelism: each rank holds some of a layer's experts, or slices of them, and tokens travel there. Called by
-`parallel/apply`. Also how many tokens went to each expert over all ranks, which `training/step` sums along with its totals.
+"""Expert parallelism: each rank holds some of a layer's experts, or slices of them, and tokens travel there. `parallel/apply` calls
+`split`; `training/step` sums the counts of `Loads` along with its totals.
 
-It knows no model. A layer of experts is a module with parameters whose first dimension is named "expert", called with rows
-sorted by expert and with how many each expert gets; its parent has a `dispatch` that calls it so, and a `router`.
+It knows no model. A layer of experts is a module with parameters whose first dimension is named "expert", called with rows sorted by
+expert and the number of rows per expert. Its parent has a `router`, and a `dispatch` that sorts the tokens, calls the experts and adds
+up the results. Only the callee changes here: `DistributedExperts` looks like the experts of one device.
+
+    rows, sorted by expert      of this rank's tokens
+      exchange over `across`    each row to one of the ranks that hold its expert
+      gather over `within`      from there to the ranks that hold other slices of the same expert
+      sort by expert            stable: sources in rank order
+      experts
+      back the same way         partial outputs are added on the rank that received the row, in rank order
+
+So a row crosses the slow links once each way, however many ranks share an expert, and ranks may have any number of tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from phalanx.parallel.expert_dispatch import Dispatch, Seats
-from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.group import Group
+from phalanx.parallel.mesh import Environment, Mesh
 from phalanx.parallel.owned_param import ParamShard, replace_parameter
 from phalanx.spec.errors import RunError, either
 
@@ -23,81 +34,82 @@ Axes = Mapping[str, tuple[str, ...]]
 """Parameter-name pattern to the names of its dimensions; the first that matches counts."""
 
 
-def split(parts: Sequence[nn.Module], spots: Mapping[str, ParamShard], axes: Axes, mesh: Mesh) -> dict[str, ParamShard]:
-    """Cut the experts of all layers and let tokens travel to them; where every parameter lies then.
+def split(parts: Sequence[nn.Module], shards: Mapping[str, ParamShard], axes: Axes, mesh: Mesh) -> dict[str, ParamShard]:
+    """Cut the experts of all layers, install the dispatch to other ranks, and return every parameter's shard.
 
-    Every rank of a stage is taken to have tokens of its own. So the gradient of a part of the experts is complete once it is
-    summed over the ranks that hold the same part, whatever dense layers do with these ranks.
+    Every rank of a stage has tokens of its own. So the gradient of an expert's shard is complete when it is summed over the ranks
+    that hold the same shard, whatever dense layers do with these ranks.
     """
-    found = dict(spots)
-    shared = mesh.size("expert") * mesh.size("expert_tensor") > 1
+    result = dict(shards)
+    divided = mesh.size("expert") * mesh.size("expert_tensor") > 1
     for layer in _layers(parts, axes).values():
         router = getattr(layer.parent, "router", None)
         if router is not None and mesh.size("context") * mesh.size("tensor") > 1:
-            # Parts of its sequences lie on these ranks, and the balancing loss is that of whole ones.
+            # These ranks hold parts of the same sequences, and the balancing loss is that of whole sequences.
             router.together = mesh.group("context", "tensor", use="expert").all_reduce
-        if shared:
-            count = _legal(layer, found, mesh)
+        if divided:
+            count = _check(layer, result, mesh)
             for name, dims in layer.dims.items():
-                found[name] = _cut(found[name], dims, mesh)
-                replace_parameter(layer.experts, name.rpartition(".")[2], found[name].slice.shape)
-            layer.parent.dispatch = Dispatch(layer.parent.dispatch, count, _seats(mesh))  # type: ignore[arg-type, assignment]
-    return found
+                result[name] = _cut(result[name], dims, mesh)
+                replace_parameter(layer.experts, name.rpartition(".")[2], result[name].slice.shape)
+            local: Any = layer.parent.dispatch
+            layer.parent.dispatch = Dispatch(local, count, expert_groups(mesh), mesh.environment)  # type: ignore[assignment]
+    return result
 
 
-def applied(parts: Sequence[nn.Module], spots: Mapping[str, ParamShard], axes: Axes) -> str | None:
-    """What became of this rank's first layer of experts, read off its parameters; None if no layer of it was cut."""
+def applied(parts: Sequence[nn.Module], shards: Mapping[str, ParamShard], axes: Axes) -> str | None:
+    """What was done to this rank's first expert layer, read from its parameters; None if no layer was cut."""
     for layer in _layers(parts, axes).values():
         dispatch = getattr(layer.parent, "dispatch", None)
         if isinstance(dispatch, Dispatch):
             name, dims = next(iter(layer.dims.items()))
-            shape, whole = layer.experts.get_parameter(name.rpartition(".")[2]).shape, spots[name].slice.whole
+            shape, whole = layer.experts.get_parameter(name.rpartition(".")[2]).shape, shards[name].slice.whole
             words = [
                 f"{part} of {all_} {'experts' if dim == 'expert' else 'rows of each'}"
                 for part, all_, dim in zip(shape, whole, dims, strict=True)
                 if dim in ("expert", "ffn")
             ]
-            return f"{name}: {', '.join(words)}; tokens travel among {dispatch.seats.everyone.size} ranks"
+            return f"{name}: {', '.join(words)}; tokens travel among {dispatch.groups.everyone.size} ranks"
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer's experts."""
+    """The experts of one layer."""
 
     parent: nn.Module
     experts: nn.Module
     dims: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """The names of its parameters' dimensions, by the parameter's full name."""
+    """Names of its parameters' dimensions, by full parameter name."""
 
 
 def _layers(parts: Sequence[nn.Module], axes: Axes) -> dict[str, _Layer]:
-    found: dict[str, _Layer] = {}
+    layers: dict[str, _Layer] = {}
     for part in parts:
         for name, _ in part.named_parameters():
             dims = next((dims for pattern, dims in axes.items() if fnmatchcase(name, pattern)), ())
             if dims[:1] == ("expert",):
-                place = name.rpartition(".")[0]
-                parent, experts = part.get_submodule(place.rpartition(".")[0]), part.get_submodule(place)
-                found.setdefault(place, _Layer(parent, experts)).dims[name] = dims
-    return found
+                path = name.rpartition(".")[0]
+                parent, experts = part.get_submodule(path.rpartition(".")[0]), part.get_submodule(path)
+                layers.setdefault(path, _Layer(parent, experts)).dims[name] = dims
+    return layers
 
 
-def _legal(layer: _Layer, spots: Mapping[str, ParamShard], mesh: Mesh) -> int:
-    """How many experts the layer has; refuses one that cannot be shared so."""
+def _check(layer: _Layer, shards: Mapping[str, ParamShard], mesh: Mesh) -> int:
+    """The number of experts of a layer; refuses one that cannot be divided."""
     ranks, slices, problems = mesh.size("expert"), mesh.size("expert_tensor"), []
     first = next(iter(layer.dims))
-    count = spots[first].slice.whole[0]
+    count = shards[first].slice.whole[0]
     if count % ranks:
-        fitting = [str(divisor) for divisor in range(1, count + 1) if count % divisor == 0]
+        divisors = [str(divisor) for divisor in range(1, count + 1) if count % divisor == 0]
         problems.append(
-            f"layout.expert = {ranks} does not divide the {count} experts of {first}: set it to {either(fitting)}, "
+            f"layout.expert = {ranks} does not divide the {count} experts of {first}: set it to {either(divisors)}, "
             f"or model.moe.experts to a multiple of {ranks}."
         )
     if not hasattr(layer.parent, "dispatch"):
         problems.append(
-            f"layout.expert = {ranks} cannot share the experts of {first}: the module above them has no `dispatch` that hands "
-            "them tokens; give it one, as phalanx/models/moe.py has, or leave layout.expert and layout.expert_tensor at 1."
+            f"layout.expert = {ranks} cannot divide the experts of {first}: the module above them has no `dispatch` that calls "
+            "them with tokens; give it one, as phalanx/models/moe.py has, or leave layout.expert and layout.expert_tensor at 1."
         )
     problems += [
         f'layout.expert_tensor = {slices} cannot slice {name}: none of its dimensions {list(dims)} is named "ffn"; name one in '
@@ -110,27 +122,148 @@ def _legal(layer: _Layer, spots: Mapping[str, ParamShard], mesh: Mesh) -> int:
     return count
 
 
-def _cut(spot: ParamShard, dims: tuple[str, ...], mesh: Mesh) -> ParamShard:
+def _cut(shard: ParamShard, dims: tuple[str, ...], mesh: Mesh) -> ParamShard:
     for dim, axis in (("expert", "expert"), ("ffn", "expert_tensor")):
         if mesh.size(axis) > 1:
-            spot = spot.cut(dims.index(dim), mesh.coordinate(axis), mesh.size(axis), axis)
-    return replace(spot, expert=True, partial=())
+            shard = shard.cut(dims.index(dim), mesh.coordinate(axis), mesh.size(axis), axis)
+    return replace(shard, expert=True, partial=())
 
 
-def _seats(mesh: Mesh) -> Seats:
+# Shapes: R rows (one per token and chosen expert), E experts of the layer, L of them on this rank, P ranks of `across`,
+# Q of `within`.
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertGroups:
+    """The ranks that together hold all experts of a layer."""
+
+    across: Group
+    """Ranks that hold other experts."""
+    within: Group
+    """Ranks that hold other slices of this rank's experts."""
+    everyone: Group
+    """All of them; `within` varies fastest."""
+
+
+def expert_groups(mesh: Mesh) -> ExpertGroups:
     across, within = mesh.group("expert", use="expert"), mesh.group("expert_tensor", use="expert tensor")
     both = across.size > 1 and within.size > 1
     everyone = (
         mesh.group("expert", "expert_tensor", use="expert") if both else max(across, within, key=lambda group: group.size)
     )
-    return Seats(across, within, everyone)
+    return ExpertGroups(across, within, everyone)
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """A layer's own dispatch, with experts that are distributed over ranks."""
+
+    local: Callable[..., Tensor]
+    count: int
+    """Experts of the layer on all ranks."""
+    groups: ExpertGroups
+    environment: Environment
+
+    def __call__(self, x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor, experts: Callable[..., Tensor], /) -> Tensor:
+        return self.local(x_TD, chosen_TK, weights_TK, DistributedExperts(experts, self.count, self.groups, self.environment))
+
+
+@dataclass(frozen=True, slots=True)
+class DistributedExperts:
+    """All experts of a layer, some of them on this rank. Called like local experts: rows sorted by expert, and the number of each.
+
+    It keeps no state between calls, so a forward may be repeated for its backward. All ranks call it together; one that receives no
+    row takes part like the others, and its experts get a gradient of zero.
+    """
+
+    own: Callable[..., Tensor]
+    count: int
+    groups: ExpertGroups
+    environment: Environment
+
+    def __call__(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
+        across, within = self.groups.across, self.groups.within
+        routes = self._agree(counts_E, len(x_RD))
+        x_RD = across.exchange(x_RD, routes.sent, routes.received)
+        x_RD = _gather(x_RD, within, routes.sizes)
+        order_R, inverse_R = routes.order()
+        y_RD = self.own(_Reorder.apply(x_RD, order_R, inverse_R), routes.counts_QPL.sum((0, 1)))
+        y_RD = _scatter(_Reorder.apply(y_RD, inverse_R, order_R), within, routes.sizes)
+        return across.exchange(y_RD, routes.received, routes.sent)
+
+    def _agree(self, counts_E: Tensor, rows: int) -> _Routes:
+        """Tell every rank how many rows its experts get from this one: one small exchange.
+
+        Message lengths must be known on the host. A GPU is waited for here, once in a layer's forward and never in a backward.
+        """
+        across, within, everyone = self.groups.across, self.groups.within, self.groups.everyone
+        counts_PL = counts_E.view(across.size, -1)
+        ones = [1] * everyone.size
+        counts_PQL = everyone.all_to_all(counts_PL.repeat_interleave(within.size, 0), ones, ones)
+        counts_PQL = counts_PQL.view(across.size, within.size, -1)
+        received_P, sizes_Q = counts_PQL[:, within.index].sum(-1), counts_PQL.sum((0, 2))
+        known = self.environment.expert_rows(torch.cat((counts_PL.sum(-1), received_P, sizes_Q)), across, within, rows)
+        sent, received, sizes = known[: across.size], known[across.size : -within.size], known[-within.size :]
+        return _Routes(sent, received, sizes, counts_PQL.transpose(0, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Routes:
+    """How many rows go from where to where in one layer."""
+
+    sent: list[int]
+    """From this rank to each rank of `across`."""
+    received: list[int]
+    """From each rank of `across` to this rank."""
+    sizes: list[int]
+    """That each rank of `within` has received."""
+    counts_QPL: Tensor
+    """Rows for each expert of this rank, by source, in the order in which they lie in memory."""
+
+    def order(self) -> tuple[Tensor, Tensor]:
+        """The permutation that sorts the rows, which lie source by source, by expert; and its inverse."""
+        counts_QPL, device = self.counts_QPL, self.counts_QPL.device
+        experts_QPL = torch.arange(counts_QPL.shape[-1], device=device).expand_as(counts_QPL)
+        # With the length given, the host need not ask the GPU for it.
+        experts_R = experts_QPL.flatten().repeat_interleave(counts_QPL.flatten(), output_size=sum(self.sizes))
+        order_R = experts_R.argsort(stable=True)
+        inverse_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=device))
+        return order_R, inverse_R
+
+
+def _gather(x_RD: Tensor, group: Group, sizes: list[int]) -> Tensor:
+    """The rows of all ranks, which differ in number: an all-gather needs equal parts."""
+    if group.size == 1:
+        return x_RD
+    return group.exchange(x_RD.repeat(group.size, 1), [len(x_RD)] * group.size, sizes)
+
+
+def _scatter(y_RD: Tensor, group: Group, sizes: list[int]) -> Tensor:
+    """This rank's rows of the sum over the group: the inverse of `_gather`."""
+    if group.size == 1:
+        return y_RD
+    own = sizes[group.index]
+    return group.exchange(y_RD, sizes, [own] * group.size).view(group.size, own, y_RD.shape[1]).sum(0)
+
+
+class _Reorder(torch.autograd.Function):
+    """Permutes rows. Its backward permutes too; indexing's own backward would add to zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x[order]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0][ctx.saved_tensors[0]], None, None
 
 
 class Loads:
-    """The counts of all layers as one flat row, so that they travel with what the ranks sum anyway."""
+    """Tokens per expert of all layers as one flat row, so that they travel with other sums over the ranks."""
 
     def __init__(self, sizes: Mapping[str, int], counts: Mapping[str, Tensor]):
-        """`sizes`: experts of every layer of the whole model; `counts`: of the layers that this rank has."""
+        """`sizes`: experts of every layer of the whole model; `counts`: of the layers on this rank."""
         self._sizes, self._counts = dict(sizes), dict(counts)
 
     @property
@@ -149,10 +282,10 @@ class Loads:
                 place.copy_(self._counts[name])
 
     def split(self, row: Tensor) -> dict[str, Tensor]:
-        """The parts of such a row that belong to each layer."""
+        """The part of such a row that belongs to each layer."""
         return dict(zip(self._sizes, row.split(list(self._sizes.values())), strict=True)) if self._sizes else {}
 
 
 def imbalance(loads: Iterable[Tensor]) -> Tensor:
-    """Load of the fullest expert over the mean, in the layer where that is worst; 1 is perfect balance."""
+    """Load of the fullest expert over the mean, in the worst layer; 1 is perfect balance."""
     return torch.stack([load.max() / load.mean().clamp(min=1e-9) for load in loads]).max()

@@ -200,7 +200,7 @@ def _wrap(
     left = set(whole)
     ignored = {parameter for part in parts for name, parameter in part.named_parameters() if name in left}
     common: dict[str, Any] = {"mp_policy": policy, "ignored_params": ignored}
-    dense = _device_mesh(*how.groups(mesh), mesh)
+    dense = mesh.environment.device_mesh(lambda: _device_mesh(*how.groups(mesh), mesh))
     wrapped: list[nn.Module] = []
     for part in parts:
         owners = [name.rpartition(".")[0] for name, _ in part.named_parameters() if shards[name].expert and name not in left]
@@ -209,7 +209,7 @@ def _wrap(
             wrapped.append(part.get_submodule(owner))
             fully_shard(
                 wrapped[-1],
-                mesh=_device_mesh(*group, mesh),
+                mesh=mesh.environment.device_mesh(lambda: _device_mesh(*how.groups(mesh, expert=True), mesh)),
                 reshard_after_forward=not how.keep_gathered,
                 shard_placement_fn=_experts_placement(group[0].size),
                 **common,

@@ -1,7 +1,8 @@
-"""The ranks of a job and how they meet: this rank's coordinates in the layout, its groups, its device, small sums over all ranks.
+"""The device mesh: this rank's coordinates in the layout, its process groups, its device, and small collectives over all ranks.
+`connect` makes it in every rank's program.
 
-Ranks are numbered pipeline × data × shard × context × tensor, tensor innermost, so that the chattiest groups are neighbours
-and stay inside a machine. Experts see the same ranks of a stage as expert_replicate × expert_shard × expert × expert_tensor.
+Ranks are numbered pipeline × data × shard × context × tensor, tensor innermost, so that the groups that communicate most are
+neighbors and stay inside a machine. Experts see the ranks of a stage as expert_replicate × expert_shard × expert × expert_tensor.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
+from phalanx import accelerator
 from phalanx.observe.comm_timer import timed_collective
 from phalanx.parallel.group import Group
 from phalanx.parallel.store import ControlStore
@@ -33,17 +37,50 @@ AXES = ("pipeline", "data", "shard", "context", "tensor")
 EXPERT_AXES = ("pipeline", "expert_replicate", "expert_shard", "expert", "expert_tensor")
 
 
+class Environment:
+    """What a rank learns at run time: values of other ranks, and values of tensors that it reads on the host.
+
+    A rehearsal has no other ranks and its tensors hold no values; it gives `Mesh` an environment with its assumptions.
+    """
+
+    def broadcast_object(self, value: Any, ranks: int) -> Any:
+        """Rank 0's value."""
+        box = [value]
+        timed_collective(dist.broadcast_object_list, box, src=0, device=torch.device("cpu"))
+        return box[0]
+
+    def gather_objects(self, value: Any, ranks: int) -> list[Any]:
+        """Every rank's value, by rank."""
+        values: list[Any] = [None] * ranks
+        timed_collective(dist.all_gather_object, values, value)
+        return values
+
+    def expert_rows(self, counts: Tensor, across: Group, within: Group, rows: int) -> list[int]:
+        """Row counts of one expert layer: sent to each rank of `across`, received from each, and the total of each rank of `within`.
+        `rows`: how many this rank sends in all."""
+        return list(counts.tolist())
+
+    def document_ids(self, documents: Tensor) -> npt.NDArray[np.int64] | None:
+        """The document of every position of a batch; None: a boundary may be anywhere."""
+        return documents.cpu().numpy()
+
+    def device_mesh(self, build: Callable[[], DeviceMesh]) -> DeviceMesh:
+        """A torch device mesh; its rank numbers must be real values."""
+        return build()
+
+
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """This rank among all. With one rank there is no process group, and every sum is its own term."""
+    """This rank among all ranks. With one rank there is no process group, and collectives return their input."""
 
     place: Place
     device: torch.device
     layout: Layout = field(default_factory=Layout)
+    environment: Environment = field(default_factory=Environment, repr=False)
     _groups: dict[tuple[str, tuple[str, ...]], Group] = field(default_factory=dict, repr=False)
     _made: Counter[tuple[int, ...]] = field(default_factory=Counter, repr=False)
-    _alike: dict[tuple[str, ...], tuple[int, int]] = field(default_factory=dict, repr=False)
-    _notes: dict[str, Any] = field(default_factory=dict, repr=False)
+    _peers: dict[tuple[str, ...], tuple[int, int]] = field(default_factory=dict, repr=False)
+    _local_store: dict[str, Any] = field(default_factory=dict, repr=False)
     _store: Any = field(default=None, repr=False)  # torch keeps no reference to the Python half of a store
     _lost: set[int] = field(default_factory=set, repr=False)
 
@@ -57,16 +94,16 @@ class Mesh:
 
     @property
     def replica(self) -> int:
-        """Which share of the batch is this rank's: a number below `layout.replicas`."""
+        """Index of this rank's share of the batch, below `layout.replicas`."""
         return self.coordinate("data") * self.layout.shard + self.coordinate("shard")
 
     @property
     def is_replica_leader(self) -> bool:
-        """One rank of each replica, in the first stage: it alone says what all ranks of the replica know."""
+        """Whether this rank reports what all ranks of its replica know. One rank per replica does, in the first stage."""
         return not (self.coordinate("pipeline") or self.coordinate("context") or self.coordinate("tensor"))
 
     def size(self, axis: str) -> int:
-        """Ranks along an axis of the layout or of the experts' view."""
+        """Number of ranks along an axis of the layout or of the experts' view."""
         return _sizes(self.layout, _view((axis,)))[axis]
 
     def coordinate(self, axis: str) -> int:
@@ -75,19 +112,19 @@ class Mesh:
 
     @property
     def stage(self) -> int:
-        """This rank's pipeline rank: those with the same number hold parts of the same tensors."""
+        """This rank's pipeline rank. Ranks of one stage hold parts of the same tensors."""
         return self.coordinate("pipeline")
 
     @property
     def is_stage_leader(self) -> bool:
-        """One rank of each."""
+        """Whether this is the first rank of its stage."""
         return self.peer_index()[0] == 0
 
     def peer_index(self, *axes: str) -> tuple[int, int]:
-        """(index, count) of this rank among those of its pipeline rank that have its coordinates along the given axes, which may be
-        of the layout and of the experts' view at once."""
+        """(index, count) of this rank among the ranks of its stage that have its coordinates along the given axes. Axes of the layout
+        and of the experts' view may be mixed."""
         key = tuple(sorted(axes))
-        if key not in self._alike:
+        if key not in self._peers:
             each = self.ranks // self.layout.pipeline
             ranks = np.arange(self.stage * each, (self.stage + 1) * each)
             same = np.ones(each, dtype=bool)
@@ -96,29 +133,29 @@ class Mesh:
                 place = [name for name, _ in sizes].index(axis)
                 below = math.prod(size for _, size in sizes[place + 1 :])
                 same &= ranks // below % sizes[place][1] == self.coordinate(axis)
-            found = ranks[same & ~np.isin(ranks, list(self._lost))]
-            self._alike[key] = int(np.searchsorted(found, self.rank)), len(found)
-        return self._alike[key]
+            peers = ranks[same & ~np.isin(ranks, list(self._lost))]
+            self._peers[key] = int(np.searchsorted(peers, self.rank)), len(peers)
+        return self._peers[key]
 
     def mark_lost(self, ranks: Iterable[int]) -> None:
-        """These are gone, or what they hold is of no use: `peer_index` counts the others from now on."""
+        """Exclude ranks that are gone, or whose state must be discarded, from `peer_index`."""
         self._lost.update(ranks)
-        self._alike.clear()
+        self._peers.clear()
 
     def covers(self, *axes: str) -> bool:
-        """Whether those that are left of this rank's pipeline rank still have all of what is cut along the given axes."""
+        """Whether the remaining ranks of this stage still hold all slices of what is cut along the given axes."""
         each = self.ranks // self.layout.pipeline
-        places: list[set[tuple[int, ...]]] = [set(), set()]
+        remaining: set[tuple[int, ...]] = set()
+        lost: set[tuple[int, ...]] = set()
         for rank in range(self.stage * each, (self.stage + 1) * each):
-            one = tuple(_coordinates(rank, _sizes(self.layout, _view((axis,))))[axis] for axis in axes)
-            places[rank in self._lost].add(one)
-        return places[1] <= places[0]
+            coordinates = tuple(_coordinates(rank, _sizes(self.layout, _view((axis,))))[axis] for axis in axes)
+            (lost if rank in self._lost else remaining).add(coordinates)
+        return lost <= remaining
 
     def group(self, *axes: str, use: str) -> Group:
-        """The ranks that differ from this one along the given axes only, in rank order. All of them ask for it at the same time.
+        """The ranks that differ from this one only along the given axes, in rank order. All of them call it at the same time.
 
-        `use` names the technique: groups of the same ranks are apart for each, so that their messages never mix and the
-        account of what was sent can tell them apart.
+        `use` names the technique. Each use has a group of its own, so that messages never mix and traffic is counted by technique.
         """
         key = (use, axes)
         if key not in self._groups:
@@ -130,13 +167,13 @@ class Mesh:
         return self._groups[key]
 
     def group_of(self, ranks: tuple[int, ...], *, use: str) -> Group:
-        """A group of ranks given by number, this one among them; every member calls it at the same time."""
+        """A group of the given ranks, this one among them. All members call it at the same time."""
         handle = None
         if len(ranks) == self.ranks > 1 and use in ("step", "data"):
-            handle = dist.group.WORLD  # what all ranks do in one order anyway needs no connections of its own
+            handle = dist.group.WORLD  # all ranks do these in one order, so they need no connections of their own
         elif len(ranks) > 1:
             self._made[ranks] += 1
-            # The generation too: a group of an earlier one takes its name out of torch's register when it is collected, at any time.
+            # The generation is part of the name: a group of an earlier one unregisters its name when it is garbage-collected, at any time.
             with _named(f"{self.place.generation} {ranks} {self._made[ranks]}"):
                 handle = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=use)
         return Group(ranks=ranks, index=ranks.index(self.rank), use=use, handle=handle)
@@ -148,84 +185,77 @@ class Mesh:
         return values
 
     def start_all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> dist.Work | None:
-        """Begin a reduction over all ranks, in place; wait for the result with `busy.wait`."""
+        """Begin a reduction over all ranks, in place; wait for it with `comm_timer.wait`."""
         return dist.all_reduce(values, op=operation, async_op=True) if self.ranks > 1 else None
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
-        if self.ranks == 1:
-            return value
-        box = [value]
-        timed_collective(dist.broadcast_object_list, box, src=0, device=torch.device("cpu"))
-        return box[0]
+        return value if self.ranks == 1 else self.environment.broadcast_object(value, self.ranks)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value, by rank, on every rank; for small plain values."""
-        if self.ranks == 1:
-            return [value]
-        found: list[Any] = [None] * self.ranks
-        timed_collective(dist.all_gather_object, found, value)
-        return found
+        return [value] if self.ranks == 1 else self.environment.gather_objects(value, self.ranks)
 
     def slow_broadcast(self, seconds: float) -> Callable[[Any], Any]:
-        """`share` for a value that may take rank 0 so long. All ranks call this at once, and what it returns, once, in the end.
+        """`broadcast_object` for a value that may take rank 0 up to `seconds`. All ranks call this at once, and later the function
+        that it returns, once.
 
-        The others wait in a group of its own: in the common one, which must notice a lost rank soon, they would give up.
+        The others wait in a group with a timeout of its own: the common group must notice a lost rank sooner.
         """
         if self.ranks == 1:
             return lambda value: value
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
 
-        def share(value: Any) -> Any:
+        def broadcast(value: Any) -> Any:
             box = [value]
             dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
             dist.destroy_process_group(group)
             return box[0]
 
-        return share
+        return broadcast
 
     def store_add(self, key: str, amount: int) -> int:
-        """Add to a number that all ranks see, at any time and from any thread; returns the new one."""
+        """Add to a number that all ranks share and return the new value. Any thread may call it at any time."""
         if self.ranks == 1:
-            self._notes[key] = self._notes.get(key, 0) + amount
-            return int(self._notes[key])
-        return int(_notes().add(key, amount))
+            self._local_store[key] = self._local_store.get(key, 0) + amount
+            return int(self._local_store[key])
+        return int(_shared_store().add(key, amount))
 
     def store_set(self, key: str, text: str) -> None:
-        """Leave a word for other ranks, at any time and from any thread."""
+        """Set a text that all ranks can read. Any thread may call it at any time."""
         if self.ranks == 1:
-            self._notes[key] = text
+            self._local_store[key] = text
         else:
-            _notes().set(key, text)
+            _shared_store().set(key, text)
 
     def store_get(self, key: str) -> str:
-        """What a rank told, or will tell in a moment."""
-        return str(self._notes[key]) if self.ranks == 1 else _notes().get(key).decode()
+        """Read a text that a rank has set, or wait until it does."""
+        return str(self._local_store[key]) if self.ranks == 1 else _shared_store().get(key).decode()
 
     def barrier(self) -> None:
-        """Wait for all ranks; through gloo, so that a GPU run needs no kernel for it."""
+        """Wait for all ranks; over gloo, so that a GPU needs no kernel for it."""
         self.all_reduce(torch.zeros(1))
 
 
-def _notes() -> dist.Store:
-    """The store in which the ranks of this generation met, apart from what torch keeps there."""
+def _shared_store() -> dist.Store:
+    """The rendezvous store of this generation, with a prefix of our own."""
     return dist.PrefixStore("notes", distributed_c10d._get_default_store())
 
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """The next group meets under this name. torch would name it by how many groups a rank has made, and ranks of other stages, or
-    with other parameters, may have made more: then its members would wait for each other under different names, for ever."""
-    named = distributed_c10d._hash_ranks_to_str
+    """Inside, a new group uses this name. torch would name it by the number of groups that a rank has made, which may differ between
+    stages: its members would wait for each other under different names, forever."""
+    original = distributed_c10d._hash_ranks_to_str
     distributed_c10d._hash_ranks_to_str = lambda ranks: hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()
     try:
         yield
     finally:
-        distributed_c10d._hash_ranks_to_str = named
+        distributed_c10d._hash_ranks_to_str = original
 
 
 def _view(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The numbering of ranks that knows all of these axes."""
+    """The view of the ranks that has all of these axes."""
     return AXES if all(axis in AXES for axis in axes) else EXPERT_AXES
 
 
@@ -242,45 +272,43 @@ def _sizes(layout: Layout, view: tuple[str, ...]) -> dict[str, int]:
 
 
 def _coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:
-    """A rank's place along every axis, the last axis running fastest."""
-    found, below = {}, math.prod(sizes.values())
+    """A rank's coordinate along every axis; the last axis varies fastest."""
+    coordinates, below = {}, math.prod(sizes.values())
     for axis, size in sizes.items():
         below //= size
-        found[axis], rank = divmod(rank, below)
-    return found
+        coordinates[axis], rank = divmod(rank, below)
+    return coordinates
 
 
 def _rank(coordinates: Sequence[int], sizes: dict[str, int]) -> int:
-    """The rank at these places, in the order of the axes."""
+    """The rank at these coordinates, given in the order of the axes."""
     rank = 0
-    for place, size in zip(coordinates, sizes.values(), strict=True):
-        rank = rank * size + place
+    for coordinate, size in zip(coordinates, sizes.values(), strict=True):
+        rank = rank * size + coordinate
     return rank
 
 
 def connect(place: Place, device: str, timeout: float, layout: Layout | None = None) -> Mesh:
-    """Join the other ranks of this generation and take this rank's device. Without a layout every rank is a replica."""
-    own = torch.device("cuda", place.local_rank) if device == "cuda" else torch.device("cpu")
-    if device == "cuda":
-        torch.cuda.set_device(own)
+    """Join the other ranks of this generation and select this rank's device. Without a layout every rank is a replica."""
+    kind = accelerator.of(device)
+    own = kind.device(place.local_rank)
+    kind.set_device(own)
     server: dist.Store | None = None
     if place.ranks > 1:
-        # Small host-side sums go over gloo on every machine; NCCL carries only what lives on GPUs.
-        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         wait = timedelta(seconds=timeout)
         if place.store is None:
-            dist.init_process_group(backend, timeout=wait)
+            dist.init_process_group(kind.backend, timeout=wait)
         else:
             server = _server(place, timeout)
             store = dist.PrefixStore(f"generation-{place.generation}", server)
-            dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.ranks, timeout=wait)
+            dist.init_process_group(kind.backend, store=store, rank=place.rank, world_size=place.ranks, timeout=wait)
     layout = replace(layout, data=layout.data or 1) if layout else Layout(data=place.ranks)
     assert layout.ranks == place.ranks, f"{layout} has {layout.ranks} ranks, {place.ranks} were started"
     return Mesh(place, own, layout, _store=server)
 
 
 def _server(place: Place, timeout: float) -> dist.Store:
-    """Where the ranks meet: an agent's store, or torch's own."""
+    """The rendezvous store: an agent's, or torch's own."""
     assert place.store is not None
     if place.token is not None:
         return ControlStore(place.store, place.token, place.generation, timeout)
@@ -288,7 +316,7 @@ def _server(place: Place, timeout: float) -> dist.Store:
 
 
 def disconnect(mesh: Mesh) -> None:
-    """Leave in good order: nobody tears sockets down while another still reads."""
+    """Leave in order: no rank closes its sockets while another still reads."""
     if mesh.ranks > 1 and dist.is_initialized():
         mesh.barrier()
         dist.destroy_process_group()
@@ -296,24 +324,24 @@ def disconnect(mesh: Mesh) -> None:
 
 @contextmanager
 def abandoned() -> Iterator[None]:
-    """Leave as one must where others are gone. Inside, let go of all that held groups: they go afterwards, behind one's back.
+    """Leave where other ranks are gone. Inside, drop all references to groups; afterwards background threads destroy them.
 
-    A group's destructor waits for the group's threads, and one of them may wait in gloo, which does not always wake it when
-    connections end: until `resilience.timeout`.
+    A group's destructor waits for the group's threads. One of them may be blocked in gloo, which does not always wake it when
+    connections end, until `resilience.timeout`.
     """
     world = distributed_c10d._world
     groups = list(world.pg_map)
     if dist.is_initialized():
         dist.destroy_process_group()
-    else:  # one who was interrupted while it joined has counted and registered what torch does not know how to undo
+    else:  # interrupted while joining: torch has registered groups that it cannot undo
         for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag):
             table.clear()
         world.tags_to_pg.clear()
         world.pg_coalesce_state.clear()
         distributed_c10d._unregister_all_process_groups()
-        world.group_count = 0  # the next would be named by it, and the others would wait under another name, for ever
+        world.group_count = 0  # it names the next group; the others would wait under another name, forever
     try:
         yield
     finally:
         while groups:
-            threading.Thread(target=[groups.pop()].clear, name="burying", daemon=True).start()
+            threading.Thread(target=[groups.pop()].clear, name="destroy process group", daemon=True).start()

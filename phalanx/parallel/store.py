@@ -1,5 +1,6 @@
-"""The store in which ranks meet, kept by the controller's agent (`control/store_server`): torch's own interface, over connections on which
-both sides have proved the run's token. Made by `parallel/mesh`. When the generation is over, whoever waits in here is told at once.
+"""The rendezvous store of a generation, served by the controller's agent (`control/store_server`). It has torch's interface, over
+connections on which both sides have proved the run's token. `parallel/mesh` makes it. When the generation ends, waiting calls fail
+at once.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import torch.distributed as dist
 from phalanx.events import frames
 from phalanx.events.frames import Address, BlockingChannel
 
-_GRACE = 10.0  # seconds beyond a question's own time, after which the other side is taken for dead
+_GRACE = 10.0  # seconds beyond a request's own timeout, after which the server counts as dead
 
 
 class ControlStore(dist.Store):
-    """One generation's keys. From any thread: each question has a connection to itself while it waits, and connections are kept.
+    """The keys of one generation. Any thread may use it: each request has a connection of its own, and connections are reused.
 
-    ConnectionError says that the generation is over or the store is out of reach, dist.DistStoreError that nobody came in time.
+    Raises ConnectionError if the generation is over or the store is unreachable, dist.DistStoreError if a wait times out.
     """
 
     timeout: timedelta  # torch's own, which `set_timeout` sets, through a PrefixStore too
@@ -31,61 +32,61 @@ class ControlStore(dist.Store):
         self._lock = threading.Lock()
         self.set_timeout(timedelta(seconds=timeout))
 
-    # The names below are torch's: those of its Python interface, and those by which its C++ code asks a store made in Python.
+    # The names below are torch's: of its Python interface, and of its C++ code's calls to a store written in Python.
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask(op="set", key=key, value=_text(value))
+        self._request(op="set", key=key, value=_text(value))
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
 
     def add(self, key: str, value: int) -> int:
-        return int(self._ask(op="add", key=key, value=value))
+        return int(self._request(op="add", key=key, value=value))
 
     def append(self, key: str, value: str | bytes) -> None:
-        self._ask(op="append", key=key, value=_text(value))
+        self._request(op="append", key=key, value=_text(value))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        return _bytes(self._ask(op="compare_set", key=key, expected=_text(expected), value=_text(desired)))
+        return _bytes(self._request(op="compare_set", key=key, expected=_text(expected), value=_text(desired)))
 
     def check(self, keys: list[str]) -> bool:
-        return bool(self._ask(op="check", keys=keys))
+        return bool(self._request(op="check", keys=keys))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._ask(op="wait", keys=keys, timeout=(timeout or self.timeout).total_seconds())
+        self._request(op="wait", keys=keys, timeout=(timeout or self.timeout).total_seconds())
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [_bytes(value) for value in self._ask(op="get", keys=keys, timeout=self.timeout.total_seconds())]
+        return [_bytes(value) for value in self._request(op="get", keys=keys, timeout=self.timeout.total_seconds())]
 
     def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
-        self._ask(op="set", keys=keys, values=[_text(value) for value in values])
+        self._request(op="set", keys=keys, values=[_text(value) for value in values])
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._ask(op="delete", key=key))
+        return bool(self._request(op="delete", key=key))
 
     def num_keys(self) -> int:
-        return int(self._ask(op="count"))
+        return int(self._request(op="count"))
 
     def has_extended_api(self) -> bool:
         return True
 
     deleteKey, getNumKeys = delete_key, num_keys
 
-    def _ask(self, **question: Any) -> Any:
+    def _request(self, **request: Any) -> Any:
         with self._lock:
             channel = self._idle.pop() if self._idle else None
         try:
             if channel is None:
                 channel = frames.open_channel(self._address, self._token, frames.CONTROL)
                 channel.send({"store": self._generation})
-            channel.send(question)
-            answer = channel.receive(question.get("timeout", 0.0) + _GRACE)
+            channel.send(request)
+            answer = channel.receive(request.get("timeout", 0.0) + _GRACE)
         except OSError as error:
             if channel is not None:
                 channel.close()
             where = f"the store of generation {self._generation} at {frames.format_address(self._address)}"
             raise ConnectionError(f"{where} is out of reach: {error}") from None
-        except BaseException:  # an interrupt in the middle: the answer would be taken for the next one's
+        except BaseException:  # an interrupt in between: the next request would read this answer
             if channel is not None:
                 channel.close()
             raise
@@ -99,7 +100,7 @@ class ControlStore(dist.Store):
         return answer["value"]
 
     def close(self) -> None:
-        """Leave: what is asked afterwards opens new connections."""
+        """Close idle connections. Later requests open new ones."""
         with self._lock:
             idle, self._idle = self._idle, []
         for channel in idle:
@@ -111,7 +112,7 @@ class ControlStore(dist.Store):
 
 
 def _text(value: str | bytes) -> str:
-    """Bytes as JSON can carry them."""
+    """Bytes as text for JSON."""
     return (value.encode() if isinstance(value, str) else value).decode("latin-1")
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -24,11 +23,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from phalanx.models import moe
 from phalanx.observe import comm_timer
 from phalanx.optim.protocol import Resources
-from phalanx.parallel import expert_dispatch, fsdp
-from phalanx.parallel.context import mask
-from phalanx.parallel.expert_dispatch import Seats
 from phalanx.parallel.group import Group
-from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.mesh import Environment, Mesh
 from phalanx.parallel.owned_param import OwnedParam, ParamShard
 from phalanx.spec.tensor_slice import Box, TensorSlice
 from phalanx.transforms import activations
@@ -40,12 +36,27 @@ ASSUMED = (
 )
 
 
-def balanced(_: Tensor, seats: Seats, rows: int) -> list[int]:
-    """In place of `dispatch.read`: rows go in equal parts to the ranks that hold experts, and come so."""
-    ranks = seats.across.size
-    given = [rows // ranks + (index < rows % ranks) for index in range(ranks)]
-    taken = [given[seats.across.index]] * ranks
-    return [*given, *taken, *[sum(taken)] * seats.within.size]
+class RehearsedEnvironment(Environment):
+    """What a rehearsed rank assumes where a real one learns it."""
+
+    def broadcast_object(self, value: Any, ranks: int) -> Any:
+        return value
+
+    def gather_objects(self, value: Any, ranks: int) -> list[Any]:
+        return [value] * ranks
+
+    def expert_rows(self, counts: Tensor, across: Group, within: Group, rows: int) -> list[int]:
+        """Every rank that holds experts gets equally many rows from every other."""
+        sent = [rows // across.size + (index < rows % across.size) for index in range(across.size)]
+        received = [sent[across.index]] * across.size
+        return [*sent, *received, *[sum(received)] * within.size]
+
+    def document_ids(self, documents: Tensor) -> None:
+        """Boundaries may be anywhere, so that every product needs a mask."""
+
+    def device_mesh(self, build: Callable[[], DeviceMesh]) -> DeviceMesh:
+        with _disable_current_modes():
+            return build()
 
 
 def optimizer_resources(mesh: Mesh) -> Resources:
@@ -123,13 +134,6 @@ class Scratch:
         pass
 
 
-def _mixed(self: mask.View) -> None:
-    """In place of a look at the documents: a boundary in every block, so that every product needs a mask."""
-    if self.documents is not None:
-        blocks = len(self._blocks(range(self.pieces)))
-        self._classes = np.full((blocks, blocks), mask._MIXED, dtype=np.int8)
-
-
 def _address(tensor: Tensor) -> int:
     """Memory that is not there has no address; this one tells pieces apart as addresses do."""
     return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
@@ -148,26 +152,17 @@ def given_memory(module: nn.Module, *, device: torch.device, recurse: bool = Tru
 @contextlib.contextmanager
 def assumed(rank: Mesh) -> Iterator[None]:
     """While it is open."""
-    loop, mesh = moe.loop_experts, fsdp._device_mesh
+    loop = moe.loop_experts
 
     def even(x_RD: Tensor, counts_E: Any, *weights: Tensor) -> Tensor:
         return loop(x_RD, _Even(len(x_RD), len(weights[0])), *weights)  # type: ignore[arg-type]
-
-    def real_mesh(*args: Any) -> DeviceMesh:
-        with _disable_current_modes():  # ranks are numbers, and have to be
-            return mesh(*args)
 
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
             # No C++ code is to see a GPU; it would start threads for one, and no process with such can be forked.
             (torch._C, "_ensureCUDADeviceGuardSet", lambda: None),
-            (Mesh, "gather_objects", lambda mesh, value: [value] * mesh.ranks),
-            (Mesh, "broadcast_object", lambda mesh, value: value),
             (comm_timer.COMM_TIMER, "complete", lambda work: None),  # nobody is waited for
-            (expert_dispatch, "read", balanced),
             (moe, "loop_experts", even),
-            (mask.View, "__post_init__", _mixed),
-            (fsdp, "_device_mesh", real_mesh),
             (nn.Module, "to_empty", given_memory),
             (activations, "MOVED", (*activations.MOVED, FakeTensor)),
             (torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from phalanx.parallel.pipeline.rank_actions import program
+from phalanx.parallel.pipeline.rank_actions import rank_actions
 from phalanx.schedules.actions import Schedule
 from phalanx.schedules.makers import resized
 from phalanx.spec.errors import RunError
@@ -55,11 +55,11 @@ def met(order: Schedule, rank: int) -> Iterator[tuple[str, Situation]]:
     learned: set[int] = set()
     last: dict[int, str] = {}
     stages, asked = order.stages_of(rank), set[object]()
-    for step in program(order, rank):
-        asked |= {message for _, message in step.ask}
+    for step in rank_actions(order, rank):
+        asked |= {message for _, message in step.receives}
         state = tuple((stage, under_way[stage], owed[stage], stage in learned, last.get(stage, "") != "F") for stage in stages)
         yield f"{step.stage}{step.kind}{step.micro_batch}", (step.kind, step.stage, state, len(asked))
-        asked.discard(step.takes)
+        asked.discard(step.consumes)
         last[step.stage] = step.kind
         if step.kind == "F":
             under_way[step.stage] += 1

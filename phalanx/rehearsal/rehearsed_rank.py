@@ -5,7 +5,7 @@ sums of gradients and optimizer as in a job. `rehearsal/rehearse` makes it and r
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,9 +19,11 @@ from torch.utils._pytree import tree_leaves
 from phalanx.observe.comm_timer import COMM_TIMER
 from phalanx.optim.optimizer import learning_rate
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.pipeline.executor import PipelineObserver
+from phalanx.parallel.pipeline.rank_actions import RankAction
 from phalanx.rehearsal import fake_gpu
 from phalanx.rehearsal.attention_kernels import Card
-from phalanx.rehearsal.environment import assumed, optimizer_resources
+from phalanx.rehearsal.environment import RehearsedEnvironment, assumed, optimizer_resources
 from phalanx.rehearsal.message_log import Messages
 from phalanx.rehearsal.op_tracker import Watch
 from phalanx.spec.plan import Plan
@@ -86,10 +88,7 @@ class Program:
         engine.finish = self._alone(engine.finish)
         engine.updated = watch.around(engine.updated, "update")
         if self.pipeline is not None:
-            pipeline: Any = self.pipeline
-            for name in ("_forward", "_backward", "_weight"):
-                setattr(pipeline, name, partial(self._action, getattr(pipeline, name)))
-            pipeline._mail.end = self._ended(pipeline._mail.end)
+            self.pipeline.observer = _ActionObserver(watch)
         for part in placed.parts:
             for module in part.modules():
                 if hasattr(module, "work"):  # see `transforms/recompute`
@@ -108,15 +107,6 @@ class Program:
 
         return after
 
-    def _ended(self, work: Any) -> Any:
-        """The end of a schedule: what follows is no action's."""
-
-        def ended() -> None:
-            self.watch.enter("step", "", "")
-            work()
-
-        return ended
-
     def _alone(self, finish: Any) -> Any:
         """The end of the gradients' way, which is no single micro-batch's."""
 
@@ -126,14 +116,6 @@ class Program:
             finish()
 
         return alone
-
-    def _action(self, work: Any, step: Any, *args: Any) -> Any:
-        """One action of a pipeline's schedule."""
-        action = f"{step.stage}{step.kind}{step.micro_batch}"
-        self.watch.enter("forward" if step.kind == "F" else "backward", "", action)
-        result = work(step, *args)
-        self.watch.enter("step", "", action)  # what is sent on is this action's too
-        return result
 
     def _settle(self) -> None:
         """Say what lasts is for what."""
@@ -191,6 +173,23 @@ def _local(tensor: Any) -> Tensor:
     return found
 
 
+class _ActionObserver(PipelineObserver):
+    """Tells the watch which action of a pipeline's schedule runs."""
+
+    def __init__(self, watch: Watch):
+        self._watch = watch
+
+    def action(self, action: RankAction, run: Callable[[], Tensor | None]) -> Tensor | None:
+        name = f"{action.stage}{action.kind}{action.micro_batch}"
+        self._watch.enter("forward" if action.kind == "F" else "backward", "", name)
+        result = run()
+        self._watch.enter("step", "", name)  # sending the result belongs to this action too
+        return result
+
+    def end(self) -> None:
+        self._watch.enter("step", "", "")
+
+
 def _names(parts: Sequence[nn.Module]) -> dict[int, str]:
     found: dict[int, str] = {}
     for part in parts:
@@ -204,7 +203,7 @@ def opened(run: Run, plan: Plan, rank: int, card: Card | None, messages: Message
     """The program of one rank, built. `card`: the GPU that is played; None: ranks are on CPUs."""
     layout = replace(plan.layout, data=plan.layout.data or 1)
     run, plan = replace(run, layout=layout), replace(plan, layout=layout)
-    mesh = Mesh(generation(rank, layout.ranks), fake_gpu.GPU if card else fake_gpu.HOST, layout)
+    mesh = Mesh(generation(rank, layout.ranks), fake_gpu.GPU if card else fake_gpu.HOST, layout, RehearsedEnvironment())
     watch = Watch(messages, card)
     events, COMM_TIMER.events = COMM_TIMER.events, None
     with contextlib.ExitStack() as stack:

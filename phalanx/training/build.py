@@ -22,8 +22,7 @@ from phalanx.optim.protocol import REAL, Resources, replica_group, state_tensor
 from phalanx.parallel.apply import apply
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.owned_param import ParamShard
-from phalanx.parallel.pipeline.executor import Pipeline
-from phalanx.parallel.pipeline.stage_cost import measure_costs
+from phalanx.parallel.pipeline.executor import Pipeline, measure_costs
 from phalanx.parallel.sharded_model import Recipe, ShardedModel
 from phalanx.schedules.actions import Schedule
 from phalanx.schedules.makers import schedule_for

@@ -29,7 +29,7 @@ from phalanx.checkpointing.hf_folder import ReferenceLogits
 from phalanx.checkpointing.location import Location
 from phalanx.data.pack import Batch
 from phalanx.events.records import Event, Exported, ExportFailed
-from phalanx.parallel.context.context_parallel import places
+from phalanx.parallel.context.context_parallel import rank_positions
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.parallel.vocab_parallel import Projected, VocabularyLoss
@@ -260,7 +260,7 @@ def _own_positions(mesh: Mesh, layout: Layout, length: int) -> dict[int, int]:
     """This rank's positions of a sequence, and the local row of each."""
     if layout.context == 1:
         return {position: position for position in range(length)}
-    own = places(length, layout.context, mesh.coordinate("context"), layout.context_method)
+    own = rank_positions(length, layout.context, mesh.coordinate("context"), layout.context_method)
     return {position: row for row, position in enumerate(own.tolist())}
 
 

@@ -14,7 +14,7 @@ from phalanx import accelerator
 from phalanx.data.dataset import Dataset
 from phalanx.data.loader import Loader, ReplicaShare
 from phalanx.data.pack import Batch
-from phalanx.parallel.context.context_parallel import places
+from phalanx.parallel.context.context_parallel import rank_positions
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
@@ -91,7 +91,7 @@ class BatchFeed:
         self._own: np.ndarray | None = None
         if mesh.size("context") > 1:
             layout, length = plan.layout, run.train.sequence_length
-            self._own = places(length, layout.context, mesh.coordinate("context"), layout.context_method)
+            self._own = rank_positions(length, layout.context, mesh.coordinate("context"), layout.context_method)
         self._loader: Loader[MicroBatch] | None = None
 
     def next(self, samples: int) -> list[MicroBatch]:

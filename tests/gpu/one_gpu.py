@@ -67,23 +67,23 @@ def attention() -> None:
                 sizes = ((heads, width), (keys, width), (keys, values), (heads, values))
                 q, k, v, gradient = (torch.randn(2, h, 160, w, device="cuda").to(dtype) for h, w in sizes)
                 mask = (torch.rand(2, 1, 160, 160, device="cuda") > 0.4).tril() if masked else None
-                sight = kernels.Mask(mask, not masked, width**-0.5)
+                seen = kernels.Mask(mask, not masked, width**-0.5)
                 ways = []
                 for fused in (True, False):
                     inputs = tuple(x if fused else x.float() for x in (q, k, v))
                     if fused:
-                        result = kernels.forward(*inputs, sight)
-                        back = kernels.backward(gradient, inputs, result, sight)
+                        result = kernels.forward(*inputs, seen)
+                        back = kernels.backward(gradient, inputs, result, seen)
                     else:
-                        out, lse = kernels._plain(*inputs, sight)
+                        out, lse = kernels._plain(*inputs, seen)
                         blind = torch.zeros(()).bool() if mask is None else ~mask.any(-1)
                         if mask is not None:
                             out, lse = out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -math.inf)
                         result = out, lse
-                        back = kernels._plain_backward(gradient.float(), inputs, result, sight)
+                        back = kernels._plain_backward(gradient.float(), inputs, result, seen)
                     ways.append((result[0].float(), result[1].float().nan_to_num(neginf=0.0), *(x.float() for x in back)))
                 worst = max(float((a - b).norm() / b.norm()) for a, b in zip(*ways, strict=True))
-                chosen = kernels._choose(q, v, sight)
+                chosen = kernels._choose(q, v, seen)
                 say("attention", kernel=chosen, dtype=str(dtype), masked=masked, width=width, difference=worst)
 
 

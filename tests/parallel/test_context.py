@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from phalanx.models.attention import Scope, attend_locally
 from phalanx.models.init import build, materialize
 from phalanx.parallel.context import context_parallel, kernels, mask
-from phalanx.parallel.context.ring import halves
+from phalanx.parallel.context.context_parallel import piece_pair
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.owned_param import OwnedParam, ParamShard
 from phalanx.parallel.sharded_model import ShardedModel
@@ -81,14 +81,14 @@ def swapped(mesh: Mesh, method: str) -> Callable[..., Tensor]:
 
 def here(mesh: Mesh, method: str, whole: Tensor, dim: int) -> Tensor:
     """This rank's part of a sequence."""
-    mine = context_parallel.places(whole.shape[dim], mesh.size("context"), mesh.coordinate("context"), method)
+    mine = context_parallel.rank_positions(whole.shape[dim], mesh.size("context"), mesh.coordinate("context"), method)
     return whole.index_select(dim, torch.from_numpy(mine)).contiguous()
 
 
 def together(parts: list[Tensor], method: str, dim: int) -> Tensor:
     """The sequence from what each rank has of it."""
     length = sum(part.shape[dim] for part in parts)
-    order = np.concatenate([context_parallel.places(length, len(parts), index, method) for index in range(len(parts))])
+    order = np.concatenate([context_parallel.rank_positions(length, len(parts), index, method) for index in range(len(parts))])
     return torch.cat(parts, dim).index_select(dim, torch.from_numpy(order.argsort()))
 
 
@@ -171,38 +171,39 @@ def test_bf16_is_as_near_as_on_one_device(kernel: str) -> None:
 
 
 def test_places_are_dealt_out_once_and_in_the_order_of_the_method() -> None:
-    assert [context_parallel.places(16, 2, index, "ring").tolist() for index in (0, 1)] == [
+    assert [context_parallel.rank_positions(16, 2, index, "ring").tolist() for index in (0, 1)] == [
         [0, 1, 2, 3, 12, 13, 14, 15],
         [4, 5, 6, 7, 8, 9, 10, 11],
     ]
     for method in METHODS:
-        dealt = np.concatenate([context_parallel.places(48, 4, index, method) for index in range(4)])
+        dealt = np.concatenate([context_parallel.rank_positions(48, 4, index, method) for index in range(4)])
         assert dealt.dtype == np.int64
         assert (np.sort(dealt) == np.arange(48)).all()
-    assert (context_parallel.places(48, 3, 1, "gather") == context_parallel.places(48, 3, 1, "ring")).all()
-    assert context_parallel.places(48, 3, 1, "ulysses").tolist() == list(range(16, 32))
+    assert (context_parallel.rank_positions(48, 3, 1, "gather") == context_parallel.rank_positions(48, 3, 1, "ring")).all()
+    assert context_parallel.rank_positions(48, 3, 1, "ulysses").tolist() == list(range(16, 32))
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_every_rank_of_the_ring_has_the_same_to_do_in_every_step(count: int) -> None:
-    view = mask.View(length=16 * count, pieces=2 * count, documents=None)
+    plan = mask.MaskPlan(length=16 * count, pieces=2 * count, documents=None)
     for mine in range(count):
         for theirs in range(count):
-            (call,) = view.calls(halves(mine, count), halves(theirs, count))
-            rows, keys = call.queries[1] - call.queries[0], call.keys[1] - call.keys[0]
-            assert rows * keys // (2 if call.causal else 1) == 2 * 8 * 8
-            assert call.causal == (mine == theirs)
+            (tile,) = plan.tiles(piece_pair(mine, count), piece_pair(theirs, count))
+            rows, keys = tile.queries[1] - tile.queries[0], tile.keys[1] - tile.keys[0]
+            assert rows * keys // (2 if tile.causal else 1) == 2 * 8 * 8
+            assert tile.causal == (mine == theirs)
 
 
 def test_documents_cost_a_mask_only_where_one_ends_and_nothing_where_none_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mask, "_BLOCK", 4)
-    view = mask.View(16, 4, torch.tensor([[0] * 6 + [1] * 10]))
-    assert view.calls((0,), (0,)) == [mask.Call((0, 4), (0, 4), causal=True, masked=False)]
-    assert view.calls((1,), (0,)) == [mask.Call((0, 4), (0, 4), causal=False, masked=True)]
-    assert view.calls((1,), (1,)) == [mask.Call((0, 4), (0, 4), causal=True, masked=True)]
-    assert view.calls((2,), (0,)) == []
-    assert view.calls((3,), (2,)) == [mask.Call((0, 4), (0, 4), causal=False, masked=False)]
-    assert view.calls((0, 1), (2, 3)) == []
+    documents = torch.tensor([[0] * 6 + [1] * 10])
+    plan = mask.MaskPlan(16, 4, documents, documents.numpy())
+    assert plan.tiles((0,), (0,)) == [mask.Tile((0, 4), (0, 4), causal=True, masked=False)]
+    assert plan.tiles((1,), (0,)) == [mask.Tile((0, 4), (0, 4), causal=False, masked=True)]
+    assert plan.tiles((1,), (1,)) == [mask.Tile((0, 4), (0, 4), causal=True, masked=True)]
+    assert plan.tiles((2,), (0,)) == []
+    assert plan.tiles((3,), (2,)) == [mask.Tile((0, 4), (0, 4), causal=False, masked=False)]
+    assert plan.tiles((0, 1), (2, 3)) == []
 
 
 # Whole models.

@@ -21,8 +21,7 @@ from phalanx.models.init import build, materialize
 from phalanx.models.moe import MoE, dispatch_locally, router_sizes, routers
 from phalanx.parallel import data_parallel, expert, tensor, vocab_parallel
 from phalanx.parallel.data_parallel import Sharding
-from phalanx.parallel.expert import Loads
-from phalanx.parallel.expert_dispatch import Dispatch
+from phalanx.parallel.expert import Dispatch, Loads
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.owned_param import OwnedParam, ParamShard, extract
 from phalanx.parallel.sharded_model import Recipe, ShardedModel

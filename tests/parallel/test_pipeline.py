@@ -128,8 +128,8 @@ def drive(mesh: Mesh, case: Case) -> tuple[Any, dict[int, Tensor], list[int]]:
     gradients = {name: p.grad for part in parts for name, p in part.named_parameters() if p.grad is not None}
     tied = tied_group(mesh, schedule) if case.model.tied else None
     if tied is not None:
-        tied.sum(gradients["embed.weight"])
-    assert not pipeline._kept and not pipeline._owed
+        tied.all_reduce(gradients["embed.weight"])
+    assert not pipeline._saved and not pipeline._deferred
     return ([losses[m] for m in sorted(losses)], gradients), outputs, weighed
 
 

@@ -11,8 +11,7 @@ from ranks import ALONE, run_ranks
 from torch import Tensor, nn
 
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.pipeline.executor import Pipeline
-from phalanx.parallel.pipeline.stage_cost import measure_costs
+from phalanx.parallel.pipeline.executor import Pipeline, measure_costs
 from phalanx.schedules.makers import make
 from phalanx.schedules.timing import Timed, bubble, simulate
 from phalanx.spec.errors import RunFailed
@@ -89,7 +88,7 @@ def test_split_schedules_wait_less_than_1f1b() -> None:
 
 def test_a_stage_that_returns_another_shape_is_named() -> None:
     with pytest.raises(
-        RunFailed, match=r"pipeline stage 0 returned \[1, 2\] of torch.float32, but the next rank waits for \[1, 3\]"
+        RunFailed, match=r"pipeline stage 0 returned \[1, 2\] of torch.float32, but the next rank expects \[1, 3\]"
     ):
         run_ranks(_misfit, 2, layout=Layout(pipeline=2))
 

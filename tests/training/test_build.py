@@ -10,7 +10,7 @@ from ranks import ALONE, tiny_run
 
 from phalanx.models.init import build
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.pipeline import stage_cost as timing
+from phalanx.parallel.pipeline.executor import measure_seconds
 from phalanx.schedules.makers import make
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Place, Plan
@@ -69,5 +69,5 @@ def test_a_rank_gets_the_blocks_of_its_stages() -> None:
 
 def test_seconds_are_those_of_forward_and_backward() -> None:
     weight = torch.randn(300, 300, requires_grad=True)
-    assert timing.seconds(lambda: weight @ weight, torch.device("cpu")) > 0
+    assert measure_seconds(lambda: weight @ weight, torch.device("cpu")) > 0
     assert weight.grad is not None

@@ -15,7 +15,7 @@ from ranks import tiny_run
 
 from phalanx.models import init
 from phalanx.models.init import Box
-from phalanx.parallel import expert_dispatch, sharded_model, tensor_comm
+from phalanx.parallel import expert, sharded_model, tensor_comm
 from phalanx.parallel.buckets import Bucket
 from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.sharded_model import ShardedModel
@@ -144,7 +144,7 @@ def test_slices_of_a_sequence_swapped(plant: Plant) -> None:
     def places(original: Around, length: int, count: int, index: int, method: str) -> Any:
         return original(length, count, count - 1 - index, method)
 
-    plant(micro_batch, "places", places)
+    plant(micro_batch, "rank_positions", places)
     found = checks(context=2)
     assert found["batches"].passed
     assert first(found) == ("loss", "", 1)
@@ -172,14 +172,14 @@ def test_a_stage_that_computes_with_a_stale_weight(plant: Plant) -> None:
 
 
 def test_rows_sent_to_the_wrong_expert(plant: Plant) -> None:
-    def spread(original: Around, self: expert_dispatch.Spread, x_RD: Any, counts_E: Any) -> Any:
-        if getattr(self._own, "planted", False):
-            own = self._own
-            self._own = lambda rows, counts: own(rows, counts.flip(0))
+    def spread(original: Around, self: expert.DistributedExperts, x_RD: Any, counts_E: Any) -> Any:
+        own = self.own
+        if getattr(own, "planted", False):
+            self = replace(self, own=lambda rows, counts: own(rows, counts.flip(0)))
         return original(self, x_RD, counts_E)
 
     plant.mark("blocks.2.mlp.experts")
-    plant(expert_dispatch.Spread, "__call__", spread)
+    plant(expert.DistributedExperts, "__call__", spread)
     found = checks("moe", data=2, expert=2)
     assert not found["loss"].passed and found["loss"].step == 1
     assert found["gradients"].step == 1 and found["gradients"].tensor.startswith("blocks.2.mlp.experts")

@@ -1,10 +1,10 @@
-"""Context parallelism: the ranks of a group share every sequence, and only attention needs what the others hold. Three ways:
+"""Context parallelism: the ranks of a group share every sequence; only attention needs the other ranks' positions. Three methods:
 
-    ring      keys and values travel round the ranks (`parallel/context/ring`); any length, any number of heads
-    gather    every rank gathers all keys and values; two collectives, memory of the whole sequence's keys
-    ulysses   positions are traded for heads: each rank attends over the whole sequence with its share of the heads
+    ring      keys and values travel around the ranks; any length, any number of heads
+    gather    every rank gathers all keys and values; two collectives, and memory for the keys of the whole sequence
+    ulysses   heads are exchanged for positions: each rank attends over the whole sequence with its share of the heads
 
-`parallel/apply` swaps the models' `attend` for one of these; the loader cuts sequences as `places` says.
+`parallel/apply` replaces the models' `attend` by one of these; training cuts sequences as `rank_positions` says.
 """
 
 from __future__ import annotations
@@ -17,162 +17,259 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.observe.comm_timer import wait
 from phalanx.parallel.context.kernels import wide
-from phalanx.parallel.context.mask import View
+from phalanx.parallel.context.mask import MaskPlan
 from phalanx.parallel.context.online_softmax import KVTransport, Task, Visit, VisitBack, attend
-from phalanx.parallel.context.ring import Ring, halves
 from phalanx.parallel.group import Group
-from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.mesh import Environment, Mesh
+
+_KEYS, _GRADIENTS = 0, 1  # tags: two kinds of messages travel between two ranks at a time
 
 
 class Scope(Protocol):
-    """What a model says about which keys a query may see, beside the order of positions."""
+    """Which keys a query may see, besides the order of positions."""
 
     @property
     def documents(self) -> Tensor | None:
         """[B, S] over the whole sequence; None: one document per sequence."""
 
 
-def places(length: int, count: int, index: int, method: str) -> npt.NDArray[np.int64]:
-    """Which positions of a sequence the index-th of `count` ranks holds, in its order."""
+def rank_positions(length: int, count: int, index: int, method: str) -> npt.NDArray[np.int64]:
+    """The positions of a sequence that the index-th of `count` ranks holds, in its order."""
     if method == "ulysses":
         assert length % count == 0, f"{count} ranks cannot share {length} positions evenly"
         return np.arange(length // count, dtype=np.int64) + index * (length // count)
     assert length % (2 * count) == 0, f"{count} ranks cannot share {length} positions in {2 * count} equal pieces"
     pieces = np.arange(length, dtype=np.int64).reshape(2 * count, -1)
-    return pieces[list(halves(index, count))].reshape(-1)
+    return pieces[list(piece_pair(index, count))].reshape(-1)
+
+
+def piece_pair(index: int, count: int) -> tuple[int, int]:
+    """The 2 of 2 * count pieces of a sequence that a rank holds: an early and a late one, so that all ranks have equal work.
+
+    With another rank's keys, a rank always computes half of all products: both its pieces against their early one if that rank
+    comes before, its late piece against both of theirs if it comes after.
+    """
+    return index, 2 * count - 1 - index
 
 
 def swap(parts: list[nn.Module], mesh: Mesh, method: str) -> str:
-    """Let every attention of these models reach over the context group. Returns what was done."""
+    """Replace every attention of these models by one over the context group. Returns what was done."""
     group = mesh.group("context", use="context")
-    shared = Ulysses(group) if method == "ulysses" else Parted(Ring(group) if method == "ring" else Gathered(group), group.size)
-    # Between two compiled pieces of a block it runs as it stands: messages between ranks are no part of a graph.
-    install = torch.compiler.disable(shared.__call__)
+    shared: Ulysses | TransportedKV
+    if method == "ulysses":
+        shared = Ulysses(group, mesh.environment)
+    else:
+        shared = TransportedKV(Ring(group) if method == "ring" else AllGather(group), group.size, mesh.environment)
+    # It runs uncompiled between two compiled pieces of a block: messages between ranks are not part of a graph.
+    attend_shared = torch.compiler.disable(shared.__call__)
     names = []
     for part in parts:
         for name, module in part.named_modules():
             if not hasattr(module, "attend"):
                 continue
-            holder, seat = module, "attend"
-            while hasattr(getattr(holder, seat), "inner"):  # whoever wraps it keeps doing so
-                holder, seat = getattr(holder, seat), "inner"
-            setattr(holder, seat, install)
+            wrapper = module.attend
+            if hasattr(wrapper, "inner"):  # wrappers stay; the innermost attention is replaced
+                while hasattr(wrapper.inner, "inner"):
+                    wrapper = wrapper.inner
+                wrapper.inner = attend_shared
+            else:
+                module.attend = attend_shared
             names.append(name)
     where = f"{len(names)} attentions ({names[0]} … {names[-1]})" if names else "no attention in this stage"
     return f"{where}: {shared.words}, {group.size} ranks {group.ranks} share each sequence"
 
 
-class Parted:
-    """Queries stay where they are; keys and values are carried to them. Serves any number of batches at a time."""
+class TransportedKV:
+    """Attention in which queries stay and keys and values travel. It may serve several batches at a time."""
 
-    def __init__(self, carrier: KVTransport, count: int):
-        self._carrier, self._count = carrier, count
-        self._views = _Views(2 * count)
+    def __init__(self, transport: KVTransport, count: int, environment: Environment):
+        self._transport, self._count = transport, count
+        self._masks = _MaskPlans(2 * count, environment)
 
     @property
     def words(self) -> str:
-        kind = "keys and values gathered" if isinstance(self._carrier, Gathered) else "keys and values passed round a ring"
-        return f"{kind}, queries of pieces {' and '.join(map(str, self._carrier.pieces))} of {2 * self._count} here"
+        kind = "keys and values gathered" if isinstance(self._transport, AllGather) else "keys and values passed round a ring"
+        return f"{kind}, queries of pieces {' and '.join(map(str, self._transport.pieces))} of {2 * self._count} here"
 
     def __call__(self, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, scope: Scope, scale: float | None = None, /) -> Tensor:
-        q, k, v = _in_one_format(q_BHSE, k_BKSE, v_BKSE)
-        view = self._views.of(scope, q.shape[2] * self._count)
-        return attend(q, k, v, Task(self._carrier, view, _scale(q, scale)))
+        q, k, v = _in_compute_dtype(q_BHSE, k_BKSE, v_BKSE)
+        mask = self._masks.of(scope, q.shape[2] * self._count)
+        return attend(q, k, v, Task(self._transport, mask, _scale(q, scale)))
 
 
-class Gathered:
-    """All keys and values at once. They are gathered again in the backward rather than kept until then."""
+class Ring:
+    """Ring attention: every rank's keys and values travel once around the ranks. While a rank attends to one part, the next is
+    on its way. Keeps no state between calls."""
 
     def __init__(self, group: Group):
         self._group = group
-        self.pieces: tuple[int, ...] = halves(group.index, group.size)
+        self.pieces: tuple[int, ...] = piece_pair(group.index, group.size)
 
-    def there(self, k: Tensor, v: Tensor, visit: Visit) -> None:
+    def forward(self, k: Tensor, v: Tensor, visit: Visit) -> None:
+        message = _pack(k, v)
+        for step in range(self._group.size):
+            hop = self._start(message, _KEYS) if step < self._group.size - 1 else None
+            visit(self._origin(step), *_unpack(message, k, v))
+            if hop is not None:
+                message = hop.wait()
+
+    def backward(self, k: Tensor, v: Tensor, visit: VisitBack) -> tuple[Tensor, Tensor]:
+        message = _pack(k, v)
+        summed: _Hop | None = None
+        for step in range(self._group.size):
+            hop = self._start(message, _KEYS) if step < self._group.size - 1 else None
+            # The sum over the previous ranks arrives while this rank computes its own term.
+            gradients = torch.zeros(message.numel(), dtype=wide(k.dtype), device=k.device)
+            visit(self._origin(step), _unpack(message, k, v), _unpack(gradients, k, v))
+            if summed is not None:
+                gradients += summed.wait()
+            summed = self._start(gradients, _GRADIENTS)
+            if hop is not None:
+                message = hop.wait()
+        assert summed is not None
+        return _unpack(summed.wait(), k, v)  # one more hop after the last rank, to the owner
+
+    def _origin(self, step: int) -> tuple[int, int]:
+        """The pieces that are on this rank after this many hops."""
+        return piece_pair((self._group.index - step) % self._group.size, self._group.size)
+
+    def _start(self, message: Tensor, tag: int) -> _Hop:
+        return _Hop(message, tag, self._group)
+
+
+class _Hop:
+    """A message to the next rank, and one of the same kind from the previous rank, in flight."""
+
+    def __init__(self, sent: Tensor, tag: int, group: Group):
+        self._sent = sent  # keeps the memory until it is sent
+        self._works: list[dist.Work] = []
+        self._peers: tuple[int, ...] = ()
+        self._received = sent
+        self._group = group
+        if group.handle is None:
+            return
+        self._received = torch.empty_like(sent)
+        after, before = self._peers = group.ranks[(group.index + 1) % group.size], group.ranks[group.index - 1]
+        self._works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, sent, after, group.handle, tag),
+                dist.P2POp(dist.irecv, self._received, before, group.handle, tag),
+            ]
+        )
+
+    def wait(self) -> Tensor:
+        """The received message."""
+        # A backend may return one work for both; then it is the one of the receive.
+        for work, peer in zip(self._works, self._peers[-len(self._works) :], strict=True):
+            wait(work, self._group, peer)
+        return self._received
+
+
+def _pack(k: Tensor, v: Tensor) -> Tensor:
+    """Keys and values as one message."""
+    return torch.cat((k.flatten(), v.flatten()))
+
+
+def _unpack(message: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of a message, shaped like k and v."""
+    return message[: k.numel()].view(k.shape), message[k.numel() :].view(v.shape)
+
+
+class AllGather:
+    """Gathers all keys and values at once, and again in the backward instead of keeping them."""
+
+    def __init__(self, group: Group):
+        self._group = group
+        self.pieces: tuple[int, ...] = piece_pair(group.index, group.size)
+
+    def forward(self, k: Tensor, v: Tensor, visit: Visit) -> None:
         visit(range(2 * self._group.size), *self._all(k, v))
 
-    def back(self, k: Tensor, v: Tensor, visit: VisitBack) -> tuple[Tensor, Tensor]:
+    def backward(self, k: Tensor, v: Tensor, visit: VisitBack) -> tuple[Tensor, Tensor]:
         whole = self._all(k, v)
         widths = k.shape[-1], v.shape[-1]
         gradients = torch.zeros(*whole[0].shape[:3], sum(widths), dtype=wide(k.dtype), device=k.device)
         dk, dv = gradients.split(widths, dim=-1)
         visit(range(2 * self._group.size), whole, (dk, dv))
-        held, _ = self._orders()
-        dk, dv = self._group.reduce_scatter(_pieces(gradients, held), 2).split(widths, dim=-1)
+        by_rank, _ = self._orders()
+        dk, dv = self._group.reduce_scatter(_pieces(gradients, by_rank), 2).split(widths, dim=-1)
         return dk, dv
 
     def _all(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """In natural order; both with one collective."""
+        """Keys and values in natural order, gathered with one collective."""
         _, natural = self._orders()
         both = _pieces(self._group.all_gather(torch.cat((k, v), dim=-1), 2), natural)
         k, v = both.split((k.shape[-1], v.shape[-1]), dim=-1)
         return k, v
 
     def _orders(self) -> tuple[list[int], list[int]]:
-        """The pieces as the ranks hold them, and where in that order each piece of the sequence is."""
-        held = [piece for index in range(self._group.size) for piece in halves(index, self._group.size)]
-        return held, [held.index(piece) for piece in range(len(held))]
+        """The pieces in rank order, and the index of each piece in that order."""
+        by_rank = [piece for index in range(self._group.size) for piece in piece_pair(index, self._group.size)]
+        return by_rank, [by_rank.index(piece) for piece in range(len(by_rank))]
 
 
 def _pieces(x_BKSE: Tensor, order: Sequence[int]) -> Tensor:
-    """The equal pieces of a sequence in another order."""
+    """A sequence with its equal pieces in another order."""
     pieces = x_BKSE.chunk(len(order), dim=2)
     return torch.cat([pieces[number] for number in order], dim=2)
 
 
 class Ulysses:
-    """Each rank attends over the whole sequence with its share of the heads; two exchanges turn one into the other."""
+    """Each rank attends over the whole sequence with its share of the heads; two exchanges convert between the two."""
 
-    def __init__(self, group: Group):
+    def __init__(self, group: Group, environment: Environment):
         self._group = group
-        self._views = _Views(1)
+        self._masks = _MaskPlans(1, environment)
         self.words = "heads exchanged for positions"
 
     def __call__(self, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, scope: Scope, scale: float | None = None, /) -> Tensor:
-        q, k, v = _in_one_format(q_BHSE, k_BKSE, v_BKSE)
+        q, k, v = _in_compute_dtype(q_BHSE, k_BKSE, v_BKSE)
         count = self._group.size
         assert q.shape[1] % count == 0, f"{count} ranks cannot share {q.shape[1]} heads evenly"
-        # Every rank needs the same number of key heads, each serving as many of its query heads: repeated until it fits.
+        # Every rank needs the same number of key heads, each for the same number of query heads: repeat them until they divide.
         again = math.lcm(k.shape[1], count) // k.shape[1]
         if again > 1:
             k, v = k.repeat_interleave(again, 1), v.repeat_interleave(again, 1)
         q, k, v = self._to_heads(q, k, v)
-        view = self._views.of(scope, q.shape[2])
-        if view.documents is None:
+        mask = self._masks.of(scope, q.shape[2])
+        if mask.documents is None:
             return self._to_positions(_causal(q, k, v, scale))
-        return self._to_positions(attend(q, k, v, Task(_Here(), view, _scale(q, scale))))
+        return self._to_positions(attend(q, k, v, Task(_Local(), mask, _scale(q, scale))))
 
     def _to_heads(self, *tensors: Tensor) -> list[Tensor]:
-        """[B, H, S/c, E] of each to [B, H/c, S, E], all in one message to each rank."""
+        """[B, H, S/c, E] of each to [B, H/c, S, E], in one message to each rank."""
         count = self._group.size
         shares = [x.unflatten(1, (count, -1)).movedim(1, 0) for x in tensors]  # [c, B, H/c, S/c, E]
         sizes = [share[0].numel() for share in shares]
         rows = torch.cat([share.flatten(1) for share in shares], dim=1)
-        taken = self._group.exchange(rows, [1] * count, [1] * count).split(sizes, dim=1)
+        received = self._group.exchange(rows, [1] * count, [1] * count).split(sizes, dim=1)
         return [
-            part.view(count, *share.shape[1:]).movedim(0, 2).flatten(2, 3) for part, share in zip(taken, shares, strict=True)
+            part.view(count, *share.shape[1:]).movedim(0, 2).flatten(2, 3) for part, share in zip(received, shares, strict=True)
         ]
 
     def _to_positions(self, x_BHSE: Tensor) -> Tensor:
         """[B, H/c, S, E] to [B, H, S/c, E]."""
         count = self._group.size
         rows = x_BHSE.unflatten(2, (count, -1)).movedim(2, 0)  # [c, B, H/c, S/c, E]
-        taken = self._group.exchange(rows.contiguous(), [1] * count, [1] * count)
-        return taken.movedim(0, 1).flatten(1, 2)
+        received = self._group.exchange(rows.contiguous(), [1] * count, [1] * count)
+        return received.movedim(0, 1).flatten(1, 2)
 
 
-class _Here:
-    """Keys and values that need no carrying."""
+class _Local:
+    """A transport for keys and values that are here already."""
 
     pieces: tuple[int, ...] = (0,)
 
-    def there(self, k: Tensor, v: Tensor, visit: Visit) -> None:
+    def forward(self, k: Tensor, v: Tensor, visit: Visit) -> None:
         visit(self.pieces, k, v)
 
-    def back(self, k: Tensor, v: Tensor, visit: VisitBack) -> tuple[Tensor, Tensor]:
+    def backward(self, k: Tensor, v: Tensor, visit: VisitBack) -> tuple[Tensor, Tensor]:
         dk, dv = (torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device) for x in (k, v))
         visit(self.pieces, (k, v), (dk, dv))
         return dk, dv
@@ -180,7 +277,7 @@ class _Here:
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     missing = q.shape[-1] - v.shape[-1]
-    if missing > 0 and q.device.type == "cpu":  # CPUs have the kernel that keeps no table of scores for one width only
+    if missing > 0 and q.device.type == "cpu":  # the CPU kernel without a score table needs one width
         return _causal(q, k, F.pad(v, (0, missing)), scale)[..., :-missing]
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
@@ -190,24 +287,26 @@ def _scale(q: Tensor, scale: float | None) -> float:
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
-class _Views:
-    """What each batch's scope means for the pieces: worked out once, by the first block, and forgotten with the scope."""
+class _MaskPlans:
+    """The mask plan of each batch: computed once, by the first block, and freed with the batch's scope."""
 
-    def __init__(self, pieces: int):
-        self._pieces = pieces
-        self._known: WeakKeyDictionary[Any, View] = WeakKeyDictionary()
+    def __init__(self, pieces: int, environment: Environment):
+        self._pieces, self._environment = pieces, environment
+        self._plans: WeakKeyDictionary[Any, MaskPlan] = WeakKeyDictionary()
 
-    def of(self, scope: Scope, length: int) -> View:
-        found = self._known.get(scope)
-        if found is None or found.length != length:
+    def of(self, scope: Scope, length: int) -> MaskPlan:
+        plan = self._plans.get(scope)
+        if plan is None or plan.length != length:
             documents = scope.documents
-            assert documents is None or documents.shape[1] == length, "documents are told of the whole sequence"
-            found = self._known[scope] = View(length, self._pieces, documents)
-        return found
+            assert documents is None or documents.shape[1] == length, "documents cover the whole sequence"
+            # The only time that the host waits for the documents: a plan serves all blocks of a model.
+            known = None if documents is None else self._environment.document_ids(documents)
+            plan = self._plans[scope] = MaskPlan(length, self._pieces, documents, known)
+        return plan
 
 
-def _in_one_format(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As attention on one device does by itself: where matrix products are in bf16, so are these."""
+def _in_compute_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast as autocast casts attention on one device."""
     assert q.shape[2] == k.shape[2], "each rank has the keys of its own queries' positions"
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)

@@ -1,5 +1,5 @@
-"""Who sees what when a sequence lies in pieces: which products of queries and keys have to be computed, and which of them need a
-mask. `parallel/context/online_softmax` computes what this lists; here are only numbers."""
+"""Which products of queries and keys a rank must compute when a sequence is cut into pieces, and which of them need a mask.
+`parallel/context/online_softmax` computes these tiles; this file has only index arithmetic."""
 
 from __future__ import annotations
 
@@ -13,52 +13,55 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-_BLOCK = 512  # positions that are looked at together when documents decide what is seen
-_WIDEST = 16  # blocks of keys that one mask may cover: bounds its memory, however long the sequence
+_BLOCK = 512  # positions that are classified together when documents decide which keys are visible
+_WIDEST = 16  # blocks of keys that one mask may cover: limits its memory for any sequence length
 _EMPTY, _MIXED, _FULL = 0, 1, 2
 
 
-class Call(NamedTuple):
-    """Some queries of a rank against some keys that it has at the moment, each a range of places in their tensors."""
+class Tile(NamedTuple):
+    """A range of a rank's queries against a range of the keys that it has at the moment, as indices into their tensors."""
 
     queries: tuple[int, int]
     keys: tuple[int, int]
     causal: bool
-    """The last keys are those of the same positions as the queries: each query sees those not after it. All others are before."""
+    """The last keys have the same positions as the queries, so a query sees those up to its own. All other keys come before."""
     masked: bool
-    """Documents decide too."""
+    """Whether documents limit visibility too."""
 
 
 @dataclass(eq=False, slots=True)
-class View:
+class MaskPlan:
     """One batch of sequences of `length` positions, cut into `pieces` of equal length."""
 
     length: int
     pieces: int
     documents: Tensor | None
-    """[B, length] in natural order, or None where every sequence is one document."""
+    """[B, length] in natural order; None where every sequence is one document."""
+    known: npt.NDArray[np.int64] | None = None
+    """`documents` on the host; None: a boundary may be anywhere, so every tile needs a mask."""
     _classes: npt.NDArray[np.int8] | None = field(init=False, default=None)
-    _calls: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Call]] = field(init=False, default_factory=dict)
+    _tiles: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Tile]] = field(init=False, default_factory=dict)
     _tables: dict[tuple[int, ...], Tensor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.documents is not None:
-            # The one time that the host waits for the table: a view serves all blocks of a model.
-            self._classes = _classify(self.documents.cpu().numpy(), [first for first, _ in self._blocks(range(self.pieces))])
+            firsts = [first for first, _ in self._blocks(range(self.pieces))]
+            mixed = np.full((len(firsts), len(firsts)), _MIXED, dtype=np.int8)
+            self._classes = mixed if self.known is None else _classify(self.known, firsts)
 
     @property
     def piece(self) -> int:
         return self.length // self.pieces
 
-    def calls(self, queries: Sequence[int], keys: Sequence[int]) -> list[Call]:
-        """What to compute between the given pieces, both in rising order; every query's own position comes first."""
+    def tiles(self, queries: Sequence[int], keys: Sequence[int]) -> list[Tile]:
+        """What to compute between the given pieces, both in rising order; the tile with a query's own position comes first."""
         wanted = tuple(queries), tuple(keys)
-        if wanted not in self._calls:
-            self._calls[wanted] = self._plain(*wanted) if self._undivided(*wanted) else self._divided(*wanted)
-        return self._calls[wanted]
+        if wanted not in self._tiles:
+            self._tiles[wanted] = self._plain(*wanted) if self._undivided(*wanted) else self._divided(*wanted)
+        return self._tiles[wanted]
 
     def table(self, pieces: Sequence[int]) -> Tensor | None:
-        """Documents of the positions of these pieces, [B, positions]."""
+        """Documents of these pieces, [B, positions]."""
         if self.documents is None or len(pieces) == self.pieces:
             return self.documents
         wanted = tuple(pieces)
@@ -67,23 +70,23 @@ class View:
             self._tables[wanted] = torch.cat([every[piece] for piece in wanted], dim=1)
         return self._tables[wanted]
 
-    def _plain(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> list[Call]:
-        """No document ends here."""
+    def _plain(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> list[Tile]:
+        """Tiles of pieces without a document boundary."""
         size = self.piece
         if queries == keys:
-            return [Call((0, len(queries) * size), (0, len(keys) * size), causal=True, masked=False)]
-        calls: list[Call] = []
+            return [Tile((0, len(queries) * size), (0, len(keys) * size), causal=True, masked=False)]
+        tiles: list[Tile] = []
         for place, piece in enumerate(queries):
             rows, before = (place * size, (place + 1) * size), sum(key < piece for key in keys)
             if piece in keys:
-                calls.append(Call(rows, (before * size, (before + 1) * size), causal=True, masked=False))
+                tiles.append(Tile(rows, (before * size, (before + 1) * size), causal=True, masked=False))
             if before:
-                last = calls[-1] if calls else None
+                last = tiles[-1] if tiles else None
                 if last is not None and not last.causal and last.keys == (0, before * size):
-                    calls[-1] = last._replace(queries=(last.queries[0], rows[1]))  # the same for two pieces: once for both
+                    tiles[-1] = last._replace(queries=(last.queries[0], rows[1]))  # two pieces see the same keys: one tile
                 else:
-                    calls.append(Call(rows, (0, before * size), causal=False, masked=False))
-        return calls
+                    tiles.append(Tile(rows, (0, before * size), causal=False, masked=False))
+        return tiles
 
     def _undivided(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> bool:
         if self._classes is None:
@@ -92,17 +95,17 @@ class View:
         seen = rows[:, None] >= columns
         return bool((self._classes[np.ix_(rows, columns)][seen] == _FULL).all())
 
-    def _divided(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> list[Call]:
-        """Block by block: neighbouring keys of a kind together, and nothing where no query shares a document with a key."""
+    def _divided(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> list[Tile]:
+        """Tiles block by block: adjacent keys of one class together, and none where queries and keys share no document."""
         assert self._classes is not None
         columns = list(zip(self._numbers(keys), self._places(keys), strict=True))
-        calls: list[Call] = []
+        tiles: list[Tile] = []
         for row, rows in zip(self._numbers(queries), self._places(queries), strict=True):
             kinds = self._classes[row]
             seen = [(int(kinds[number]), number == row, place) for number, place in columns if number <= row]
-            runs: list[Call] = []
-            # What stands alone is a block that is causal and nothing else; the kernels know that without a mask.
-            for (kind, alone), group in groupby(seen, key=lambda one: (one[0], one[1] and one[0] == _FULL)):
+            runs: list[Tile] = []
+            # A block that is only causal needs no mask; it gets a tile of its own.
+            for (kind, alone), group in groupby(seen, key=lambda block: (block[0], block[1] and block[0] == _FULL)):
                 run, masked = list(group), kind == _MIXED
                 if kind == _EMPTY:
                     continue
@@ -111,13 +114,13 @@ class View:
                     some = run[first : first + widest]
                     keys_here, causal = (some[0][2][0], some[-1][2][1]), some[-1][1]
                     assert alone or masked or not causal
-                    runs.append(Call(rows, keys_here, causal, masked))
-            # The last keys first: there is the query's own position, which it always sees. From then on its sum has a size.
-            calls += reversed(runs)
-        return calls
+                    runs.append(Tile(rows, keys_here, causal, masked))
+            # The last keys first: they include the query's own position, which it always sees, so its sum is never empty.
+            tiles += reversed(runs)
+        return tiles
 
     def _blocks(self, pieces: Sequence[int]) -> list[tuple[int, int]]:
-        """First and last position of each block of the given pieces; a piece's last block may be short."""
+        """(first, end) of each block of the given pieces; a piece's last block may be short."""
         size = self.piece
         return [
             (piece * size + first, piece * size + min(first + _BLOCK, size))
@@ -126,7 +129,7 @@ class View:
         ]
 
     def _places(self, pieces: tuple[int, ...]) -> list[tuple[int, int]]:
-        """Where those blocks lie in a tensor that holds these pieces one behind the other."""
+        """The same in a tensor that holds these pieces concatenated."""
         return self._blocks(range(len(pieces)))
 
     def _numbers(self, pieces: tuple[int, ...]) -> list[int]:
@@ -135,7 +138,7 @@ class View:
 
 
 def _classify(documents: npt.NDArray[np.int64], firsts: list[int]) -> npt.NDArray[np.int8]:
-    """For each pair of blocks whether all positions of both are of one document, or surely none of one is of the other's."""
+    """For each pair of blocks: all positions are of one document, no document occurs in both, or anything else."""
     low, high = (extreme.reduceat(documents, firsts, axis=1) for extreme in (np.minimum, np.maximum))
     one = low == high
     full = one[:, :, None] & one[:, None] & (low[:, :, None] == low[:, None])

@@ -1,75 +1,95 @@
-"""Pipeline parallelism: one rank's part of a schedule, executed. Training drives it once per step, with its micro-batches.
+"""Pipeline parallelism: executes one rank's list of actions of a schedule. Training drives it once per step, with its micro-batches.
 
-Shapes of what travels are computed, never asked for, so micro-batches may differ in size. A rank that fails leaves the others
-waiting for a message; they give up after the timeout of the process group.
+Shapes of messages are computed, never negotiated, so micro-batches may differ in size. If a rank fails, the others wait for its
+messages until the timeout of the process group.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 
+from phalanx import accelerator
+from phalanx.observe.comm_timer import timed_collective, wait
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.pipeline.p2p import P2P
-from phalanx.parallel.pipeline.rank_actions import Step, neighbours, program
-from phalanx.parallel.pipeline.split_backward import Rest, backward_input, backward_weight
+from phalanx.parallel.pipeline.rank_actions import Message, RankAction, connections, rank_actions
+from phalanx.parallel.pipeline.split_backward import WeightBackward, backward_input, backward_weight
 from phalanx.schedules.actions import Schedule
 from phalanx.schedules.makers import forward_only, resized
 from phalanx.schedules.timing import Timed
 from phalanx.spec.errors import RunFailed
 
 Boundary = Callable[[int], tuple[Sequence[int], torch.dtype]]
-"""Shape and type of what travels between stages, of a micro-batch."""
+"""Shape and dtype of the activations between stages, of a micro-batch."""
 Forward = Callable[[int, Tensor | None, int], Any]
-"""One of the rank's parts, by number; what the stage before returned, None for the first; micro-batch. The output."""
+"""Runs a stage: (index of the rank's stage, output of the previous stage or None for the first, micro-batch) → output."""
+
+_REPEATS = 5
+"""Timed runs of a measured stage."""
 
 
-class _Kept(NamedTuple):
-    """Of a forward, for its backward. The output itself need not stay."""
+class _Saved(NamedTuple):
+    """What a backward needs of its forward. The output itself is not kept."""
 
-    given: Tensor | None
+    input: Tensor | None
     output: GradientEdge | None
     gradient: Tensor | None
     """Of a loss: one."""
 
 
-class _Whole(NamedTuple):
-    """The weight half of a first stage's backward is all of it."""
+class _WholeBackward(NamedTuple):
+    """The deferred backward of a first stage, which has no input half."""
 
     output: GradientEdge | None
     gradient: Tensor | None
+
+
+class PipelineObserver:
+    """Sees every action of a pipeline. This one does nothing; a rehearsal installs its own as `Pipeline.observer`."""
+
+    def action(self, action: RankAction, run: Callable[[], Tensor | None]) -> Tensor | None:
+        """Runs one action and returns its result."""
+        return run()
+
+    def end(self) -> None:
+        """Called when all actions of a step have run."""
 
 
 class Pipeline:
     """This rank's stages of a model."""
 
     def __init__(self, parts: Sequence[nn.Module], schedule: Schedule, mesh: Mesh, *, halves: bool = True):
-        """`parts`: in the order of `schedule.stages_of`. All ranks of the pipeline make theirs at the same time.
+        """`parts`: in the order of `schedule.stages_of`. All ranks of the pipeline create theirs at the same time.
 
-        `halves`: False where a graph can be gone through only once, as with selective recomputation: what a schedule means
-        to be the input half of a backward is then all of it.
+        `halves`: False where a graph can be traversed only once, as with selective recomputation. Then the input half of a backward
+        computes all of it.
         """
         self._halves = halves
         self.schedule, self._mesh, self._rank = schedule, mesh, mesh.coordinate("pipeline")
         assert len(parts) == len(schedule.stages_of(self._rank))
-        self._sharded = [module for part in parts for module in part.modules() if isinstance(module, FSDPModule)]
-        self._programs: dict[tuple[int, bool], tuple[Step, ...]] = {}
-        self._kept: dict[tuple[int, int], _Kept] = {}
-        self._owed: dict[tuple[int, int], Rest | _Whole] = {}
-        self._mail = P2P(mesh)
-        self._mail.greet(neighbours(schedule))
+        self.observer = PipelineObserver()
+        self._accelerator = accelerator.of(mesh.device)
+        self._fsdp_modules = [module for part in parts for module in part.modules() if isinstance(module, FSDPModule)]
+        self._actions: dict[tuple[int, bool], tuple[RankAction, ...]] = {}
+        self._saved: dict[tuple[int, int], _Saved] = {}
+        self._deferred: dict[tuple[int, int], WeightBackward | _WholeBackward] = {}
+        self._p2p = P2P(mesh)
+        self._p2p.connect(connections(schedule))
 
     @property
     def sent(self) -> int:
         """Bytes that this rank has sent to others so far."""
-        return self._mail.sent
+        return self._p2p.sent
 
     def run(
         self,
@@ -79,119 +99,130 @@ class Pipeline:
         boundary: Boundary,
         after_weight: Callable[[int], None] = lambda part: None,
     ) -> Trace:
-        """Forward and backward of so many micro-batches.
+        """Forward and backward of `count` micro-batches.
 
-        `loss`: from the last stage's output and the micro-batch, the scalar to go backward from. `after_weight`: called with
-        the part's number each time that gradients have been added to all its weights.
+        `loss`: from the last stage's output and the micro-batch, the scalar to differentiate. `after_weight`: called with the
+        stage's index each time that gradients have been added to all its weights.
         """
         self._begin()
         trace = Trace()
-        for step in self._program(count, backward=True):
-            given, result = self._receive(step, boundary), None
+        for action in self._actions_of(count, backward=True):
+            received = self._receive(action, boundary)
             start = self._mark()
-            if step.kind == "F":
-                result = self._forward(step, given, forward, loss)
-            elif step.kind == "W":
-                self._weight(step)
-            else:
-                result = self._backward(step, given)
-            trace.marks.append((step, start, self._mark()))
-            if step.gives is not None:
+            result = self.observer.action(action, lambda: self._execute(action, received, forward, loss))  # noqa: B023
+            trace.marks.append((action, start, self._mark()))
+            if action.produces is not None:
                 assert result is not None
-                self._hand_on(step, result, boundary)
-            if step.kind in "BW":
-                after_weight(step.part)
-        self._mail.end()
+                self._pass_on(action, result, boundary)
+            if action.kind in "BW":
+                after_weight(action.part)
+        self.observer.end()
+        self._p2p.finish()
         return trace
 
     @torch.no_grad()
     def evaluate(self, count: int, forward: Forward, result: Callable[[Any, int], None], boundary: Boundary) -> None:
-        """Forward of so many micro-batches; the last stage's outputs go to `result` there."""
+        """Forward of `count` micro-batches; on the last stage, `result` receives the outputs."""
         self._begin()
-        for step in self._program(count, backward=False):
-            output = forward(step.part, self._receive(step, boundary), step.micro_batch)
-            if step.gives is not None:
-                self._hand_on(step, output, boundary)
+        for action in self._actions_of(count, backward=False):
+            output = forward(action.part, self._receive(action, boundary), action.micro_batch)
+            if action.produces is not None:
+                self._pass_on(action, output, boundary)
             else:
-                result(output, step.micro_batch)
-        self._mail.end()
-        for module in self._sharded:  # no backward follows that would, and what is gathered would outlive the next update
+                result(output, action.micro_batch)
+        self._p2p.finish()
+        for module in self._fsdp_modules:  # no backward follows that would, and gathered weights would outlive the next update
             module.reshard()
 
-    def _program(self, count: int, *, backward: bool) -> tuple[Step, ...]:
-        if (count, backward) not in self._programs:
+    def _actions_of(self, count: int, *, backward: bool) -> tuple[RankAction, ...]:
+        if (count, backward) not in self._actions:
             schedule = resized(self.schedule, count) if backward else forward_only(self.schedule, count)
-            self._programs[count, backward] = program(schedule, self._rank)
-        return self._programs[count, backward]
+            self._actions[count, backward] = rank_actions(schedule, self._rank)
+        return self._actions[count, backward]
 
     def _begin(self) -> None:
-        self._kept.clear()
-        self._owed.clear()
-        self._mail.begin()
-        for module in self._sharded:
-            # Only the engine knows when a stage's last backward was, and halves of backwards do not announce themselves.
+        self._saved.clear()
+        self._deferred.clear()
+        self._p2p.reset()
+        for module in self._fsdp_modules:
+            # Only the engine knows which backward of a stage is the last, and split backwards do not run FSDP2's hooks.
             module.set_requires_gradient_sync(False, recurse=False)
             module.set_reshard_after_backward(False, recurse=False)
             module.set_is_last_backward(False)
 
-    def _receive(self, step: Step, boundary: Boundary) -> Tensor | None:
-        for sender, message in step.ask:
-            self._mail.ask(message, sender, *boundary(message.micro_batch))
-        return None if step.takes is None else self._mail.take(step.takes)
+    def _receive(self, action: RankAction, boundary: Boundary) -> Tensor | None:
+        for sender, message in action.receives:
+            self._p2p.start_receive(message, sender, *boundary(message.micro_batch))
+        return None if action.consumes is None else self._p2p.receive(action.consumes)
 
-    def _hand_on(self, step: Step, result: Tensor, boundary: Boundary) -> None:
-        assert step.gives is not None
-        if step.to is None:
-            self._mail.keep(step.gives, result)
+    def _pass_on(self, action: RankAction, result: Tensor, boundary: Boundary) -> None:
+        assert action.produces is not None
+        if action.receiver is None:
+            self._p2p.keep(action.produces, result)
             return
-        shape, dtype = boundary(step.micro_batch)
+        shape, dtype = boundary(action.micro_batch)
         if result.shape != torch.Size(shape) or result.dtype != dtype:
-            has = f"{list(result.shape)} of {result.dtype}"
-            raise RunFailed(f"pipeline stage {step.stage} returned {has}, but the next rank waits for {list(shape)} of {dtype}")
-        self._mail.send(result, step.to)
+            actual = f"{list(result.shape)} of {result.dtype}"
+            raise RunFailed(
+                f"pipeline stage {action.stage} returned {actual}, but the next rank expects {list(shape)} of {dtype}"
+            )
+        self._p2p.send(result, action.receiver)
 
-    def _forward(self, step: Step, given: Tensor | None, forward: Forward, loss: Callable[[Any, int], Tensor]) -> Tensor | None:
-        if given is not None:
-            given.requires_grad_()
-        output = forward(step.part, given, step.micro_batch)
+    def _execute(
+        self, action: RankAction, received: Tensor | None, forward: Forward, loss: Callable[[Any, int], Tensor]
+    ) -> Tensor | None:
+        if action.kind == "F":
+            return self._forward(action, received, forward, loss)
+        if action.kind != "W":
+            return self._backward(action, received)
+        self._weight(action)
+        return None
+
+    def _forward(
+        self, action: RankAction, received: Tensor | None, forward: Forward, loss: Callable[[Any, int], Tensor]
+    ) -> Tensor | None:
+        if received is not None:
+            received.requires_grad_()
+        output = forward(action.part, received, action.micro_batch)
         gradient = None
-        if step.gives is None:
-            output = loss(output, step.micro_batch)
+        if action.produces is None:
+            output = loss(output, action.micro_batch)
             gradient = torch.ones_like(output)
-        # Without a weight to learn before it, an output has no gradient; the one that comes back for it is then dropped.
+        # Without a trained weight before it, an output has no gradient; the one that comes back is then dropped.
         edge = get_gradient_edge(output) if output.requires_grad else None
-        self._kept[step.stage, step.micro_batch] = _Kept(given, edge, gradient)
-        return None if step.gives is None else output.detach()
+        self._saved[action.stage, action.micro_batch] = _Saved(received, edge, gradient)
+        return None if action.produces is None else output.detach()
 
-    def _backward(self, step: Step, gradient: Tensor | None) -> Tensor | None:
-        """Whole, or its input half."""
-        key = step.stage, step.micro_batch
-        given, output, one = self._kept.pop(key)
+    def _backward(self, action: RankAction, gradient: Tensor | None) -> Tensor | None:
+        """A whole backward, or its input half."""
+        key = action.stage, action.micro_batch
+        input_, output, one = self._saved.pop(key)
         gradient = one if gradient is None else gradient
-        if step.kind == "B":
+        if action.kind == "B":
             _backward_whole(output, gradient)
-        elif given is None:
-            self._owed[key] = _Whole(output, gradient)  # nobody waits for it
+        elif input_ is None:
+            self._deferred[key] = _WholeBackward(output, gradient)  # no stage waits for it
         elif output is None or not self._halves:
             _backward_whole(output, gradient)
-            self._owed[key] = []
+            self._deferred[key] = []
         else:
-            self._owed[key] = backward_input(output, gradient, given)
-        if given is None:
+            self._deferred[key] = backward_input(output, gradient, input_)
+        if input_ is None:
             return None
-        return torch.zeros_like(given) if given.grad is None else given.grad
+        return torch.zeros_like(input_) if input_.grad is None else input_.grad
 
-    def _weight(self, step: Step) -> None:
-        owed = self._owed.pop((step.stage, step.micro_batch))
-        if isinstance(owed, _Whole):
-            _backward_whole(*owed)
+    def _weight(self, action: RankAction) -> None:
+        deferred = self._deferred.pop((action.stage, action.micro_batch))
+        if isinstance(deferred, _WholeBackward):
+            _backward_whole(*deferred)
         else:
-            backward_weight(owed)
+            backward_weight(deferred)
 
-    def _mark(self) -> float | torch.cuda.Event:
-        if self._mesh.device.type != "cuda":
+    def _mark(self) -> Any:
+        """The time on the host, or an event on an asynchronous device."""
+        if not self._accelerator.asynchronous:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = self._accelerator.event(timing=True)
         event.record()
         return event
 
@@ -202,15 +233,15 @@ def _backward_whole(output: GradientEdge | None, gradient: Tensor | None) -> Non
 
 
 class Trace:
-    """When this rank did what. `spec.schedule_time.bubble` reads those of all ranks."""
+    """When this rank ran which action. `schedules/timing.bubble` reads the traces of all ranks."""
 
     def __init__(self) -> None:
-        self.marks: list[tuple[Step, Any, Any]] = []
+        self.marks: list[tuple[RankAction, Any, Any]] = []
         self._begin = time.perf_counter()
 
     @property
     def timed(self) -> list[Timed]:
-        """In seconds of a clock that all processes of a machine share; on a GPU this waits for the device."""
+        """In seconds of a clock that all processes of a machine share; waits for the device."""
         first = self.marks[0][1]
         if not isinstance(first, float):
             self.marks[-1][2].synchronize()
@@ -218,11 +249,91 @@ class Trace:
         def seconds(mark: Any) -> float:
             return mark if isinstance(mark, float) else self._begin + first.elapsed_time(mark) / 1000
 
-        return [Timed(s.kind, s.stage, s.micro_batch, seconds(start), seconds(stop)) for s, start, stop in self.marks]
+        return [Timed(a.kind, a.stage, a.micro_batch, seconds(start), seconds(stop)) for a, start, stop in self.marks]
+
+
+class P2P:
+    """Sends and receives tensors between the ranks of a pipeline.
+
+    There are two groups, one for each direction. In a group, a rank either sends to another rank or receives from it, in an order that
+    both know from the schedule. So no two ranks can wait to send to each other.
+    """
+
+    def __init__(self, mesh: Mesh):
+        """All ranks of the pipeline create theirs at the same time."""
+        down = mesh.group("pipeline", use="pipeline")
+        up = mesh.group_of(down.ranks, use="pipeline")
+        self._rank, self._device = mesh.coordinate("pipeline"), mesh.device
+        self._groups = down, up
+        self._local: dict[Message, Tensor] = {}
+        self._receiving: dict[Message, tuple[dist.Work, Tensor, int]] = {}
+        self._sending: deque[tuple[dist.Work, Tensor, int]] = deque()
+        self.sent = 0
+        """Bytes so far."""
+
+    def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Send one small message per (sender, receiver) pair, in the same order on all ranks.
+
+        The first message between two GPUs creates their connection, for which both sides wait. In the middle of a schedule, ranks
+        could wait for each other in a circle.
+        """
+        token = torch.zeros(1, device=self._device)
+        for sender, receiver in pairs:
+            if self._rank == sender:
+                timed_collective(dist.send, token, group_dst=receiver, group=self._group(sender, receiver).handle)
+            elif self._rank == receiver:
+                timed_collective(dist.recv, token, group_src=sender, group=self._group(sender, receiver).handle)
+
+    def reset(self) -> None:
+        """Forget the messages of a step that failed."""
+        self._local.clear()
+        self._receiving.clear()
+        self._sending.clear()
+
+    def start_receive(self, message: Message, sender: int, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Begin to receive. Messages of one sender must be started in the order in which it sends them."""
+        buffer = torch.empty(shape, dtype=dtype, device=self._device)
+        work = dist.irecv(buffer, group_src=sender, group=self._group(sender, self._rank).handle)
+        assert work is not None
+        self._receiving[message] = work, buffer, sender
+
+    def receive(self, message: Message) -> Tensor:
+        """Wait for a message; on a GPU the device waits."""
+        if message in self._local:
+            return self._local.pop(message)
+        work, buffer, sender = self._receiving.pop(message)
+        group = self._group(sender, self._rank)
+        wait(work, group, group.ranks[sender])
+        return buffer
+
+    def keep(self, message: Message, tensor: Tensor) -> None:
+        """Store a message for another stage of this rank."""
+        self._local[message] = tensor
+
+    def send(self, tensor: Tensor, receiver: int) -> None:
+        """Begin to send. The tensor must not change until it is sent."""
+        while self._sending and self._sending[0][0].is_completed():
+            self._sending.popleft()
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, group_dst=receiver, group=self._group(self._rank, receiver).handle)
+        assert work is not None
+        self._sending.append((work, tensor, receiver))
+        self.sent += tensor.nbytes
+
+    def finish(self) -> None:
+        """Wait until everything is sent."""
+        while self._sending:
+            work, _, receiver = self._sending.popleft()
+            group = self._group(self._rank, receiver)
+            wait(work, group, group.ranks[receiver])
+        assert not self._local and not self._receiving, "every message of a schedule is received"
+
+    def _group(self, sender: int, receiver: int) -> Group:
+        return self._groups[sender > receiver]
 
 
 def tied_group(mesh: Mesh, schedule: Schedule) -> Group | None:
-    """The ranks of first and last stage, which both hold a tied embedding; None elsewhere, and where they are the same rank.
+    """The ranks of first and last stage, which both hold a tied embedding; None on other ranks, and if they are the same rank.
 
     All ranks of the pipeline call it at the same time.
     """
@@ -231,3 +342,29 @@ def tied_group(mesh: Mesh, schedule: Schedule) -> Group | None:
     if len(ends) == 1 or mesh.coordinate("pipeline") not in ends:
         return None
     return mesh.group_of(tuple(ranks[index] for index in sorted(ends)), use="tied")
+
+
+def measure_costs(kinds: Mapping[str, Callable[[], Tensor]], mesh: Mesh) -> dict[str, float]:
+    """Seconds of forward and backward of each kind of block, for cutting a model into stages by measured time. Rank 0 measures, so
+    that all ranks cut alike.
+
+    Each callable runs one forward at the sizes of the run and returns its output, whose sum is differentiated.
+    """
+    seconds = {name: measure_seconds(forward, mesh.device) for name, forward in kinds.items()} if mesh.rank == 0 else None
+    return mesh.broadcast_object(seconds)
+
+
+def measure_seconds(forward: Callable[[], Tensor], device: torch.device) -> float:
+    """The median of a few runs, after one to warm up."""
+
+    def run() -> float:
+        accelerator.of(device).synchronize(device)
+        start = time.perf_counter()
+        output = forward()
+        if output.requires_grad:
+            output.sum().backward()
+        accelerator.of(device).synchronize(device)
+        return time.perf_counter() - start
+
+    run()
+    return median(run() for _ in range(_REPEATS))

@@ -1,9 +1,9 @@
 """A backward in two halves: first the gradient of a stage's input, which another rank waits for, later those of its weights.
-`parallel/pipeline/executor` calls it for schedules that fill their waiting with the second half.
+`parallel/pipeline/executor` calls it for zero-bubble schedules, which fill their idle time with the second half.
 
-A matrix product needs its weight for the one half and its input for the other, so nothing is computed twice. Where halves do
-not come apart (norms, which are cheap; functions with a backward in Python, which computes everything at once; weights used
-in several places) the first half does both.
+A matrix product needs its weight for one half and its input for the other, so nothing is computed twice. Where the halves cannot be
+separated, the first half computes both: norms, which are cheap; functions with a backward in Python, which computes everything at
+once; weights that are used in several places.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Leaf = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
 class _Capture:
-    """Takes what comes to a node, for the second half."""
+    """Records the gradients that arrive at a node, for the second half."""
 
     __slots__ = ("gradients",)
 
@@ -32,16 +32,16 @@ class _Capture:
         self.gradients = gradients
 
 
-Rest = list[tuple[Node, _Capture, list[Tensor]]]
-"""The second half: where to go on from, with what, to which weights."""
+WeightBackward = list[tuple[Node, _Capture, list[Tensor]]]
+"""The second half: nodes to continue from, their gradients, and the weights to reach."""
 
 
-def backward_input(output: GradientEdge, gradient: Tensor | None, given: Tensor) -> Rest:
-    """Add to `given.grad`, and to the gradients of those weights that are as well done now."""
-    crossings, compiled = _crossings(output.node, given)
+def backward_input(output: GradientEdge, gradient: Tensor | None, input_: Tensor) -> WeightBackward:
+    """Add to `input_.grad`, and to the gradients of those weights that cannot be deferred."""
+    crossings, compiled = _crossings(output.node, input_)
     users = Counter(weight for _, weights in crossings for weight in weights)
-    now: dict[Tensor, None] = {given: None}
-    rest: Rest = []
+    now: dict[Tensor, None] = {input_: None}
+    rest: WeightBackward = []
     for node, weights in crossings:
         whole = compiled or isinstance(node, BackwardCFunction)
         later = [] if whole else [weight for weight in weights if users[weight] == 1 and weight.ndim > 1]
@@ -54,28 +54,30 @@ def backward_input(output: GradientEdge, gradient: Tensor | None, given: Tensor)
     return rest
 
 
-def backward_weight(rest: Rest) -> None:
-    """Add to the gradients of the other weights."""
-    # Blocks that recompute their forward do so once more for this half, and together: not for each weight.
+def backward_weight(rest: WeightBackward) -> None:
+    """Add to the gradients of the deferred weights."""
+    # Blocks with recomputation repeat their forward once more for this half; as a group, not for each weight.
     with GraphExecGroup():
         while rest:
             node, capture, weights = rest.pop()
-            given = [(GradientEdge(node, i), gradient) for i, gradient in enumerate(capture.gradients) if gradient is not None]
-            if given:
-                edges, gradients = zip(*given, strict=True)
+            edges_and_gradients = [
+                (GradientEdge(node, i), gradient) for i, gradient in enumerate(capture.gradients) if gradient is not None
+            ]
+            if edges_and_gradients:
+                edges, gradients = zip(*edges_and_gradients, strict=True)
                 torch.autograd.backward(edges, gradients, inputs=weights)
 
 
-def _crossings(root: Node, given: Tensor) -> tuple[list[tuple[Node, list[Tensor]]], bool]:
-    """Nodes between output and input that weights come in at, with these weights, always in the same order; and whether
-    compiled code is among the nodes, which does not let its graph be kept."""
+def _crossings(root: Node, input_: Tensor) -> tuple[list[tuple[Node, list[Tensor]]], bool]:
+    """Nodes between output and input at which weights enter, with these weights, always in the same order; and whether compiled code
+    is among the nodes, whose graph cannot be kept."""
     leads: dict[Node, bool] = {}
     below: dict[Node, dict[Tensor, None]] = {}
     crossings: list[tuple[Node, list[Tensor]]] = []
     compiled = False
     for node, following in _backwards(root):
         if isinstance(node, _Leaf):
-            leads[node] = node.variable is given
+            leads[node] = node.variable is input_
             below[node] = {} if leads[node] else {node.variable: None}
             continue
         compiled = compiled or type(node).__name__.startswith("CompiledFunction")
@@ -88,7 +90,7 @@ def _crossings(root: Node, given: Tensor) -> tuple[list[tuple[Node, list[Tensor]
 
 
 def _backwards(root: Node) -> Iterator[tuple[Node, list[Node]]]:
-    """Every node of a graph with those that follow it in the backward, each behind all of these."""
+    """Every node of a graph with its successors in the backward, each after all of its successors."""
     following: dict[Node, list[Node]] = {}
     stack: list[tuple[Node, bool]] = [(root, False)]
     while stack:
