@@ -29,7 +29,7 @@ def bits(tensors: dict[str, Tensor]) -> dict[str, bytes]:
     return {name: tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
 
 
-def test_what_is_saved_is_loaded_bit_for_bit_into_the_tensors_given(tmp_path: Path) -> None:
+def test_load_restores_tensors_in_place_bitwise(tmp_path: Path) -> None:
     path = saved(tmp_path, 7, various(1), {"progress": {"step": 7}}, ALONE)
     assert path == tmp_path / "step-00000007"
     directory.verify(path)
@@ -41,7 +41,7 @@ def test_what_is_saved_is_loaded_bit_for_bit_into_the_tensors_given(tmp_path: Pa
     assert bits(same) == bits(various(1))  # in place: the optimizer and the model hold these very tensors
 
 
-def test_what_an_interrupted_save_left_is_written_over(tmp_path: Path) -> None:
+def test_a_save_replaces_leftovers_of_an_interrupted_one(tmp_path: Path) -> None:
     left = tmp_path / "step-00000003.partial"
     left.mkdir()
     (left / "state-00000-of-00001.safetensors").write_bytes(b"half a file")
@@ -51,7 +51,7 @@ def test_what_an_interrupted_save_left_is_written_over(tmp_path: Path) -> None:
     assert not (path / "stray").exists()
 
 
-def test_a_missing_file_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported_before_loading(tmp_path: Path) -> None:
     path = saved(tmp_path, 3, various(1), {}, ALONE)
     values(path).unlink()
     tensors = various(2)
@@ -75,7 +75,7 @@ def train(mesh: Mesh, directory: Path, steps: int) -> tuple[list[Any], dict[str,
 
 
 @pytest.mark.parametrize("saving", [1, 2, 4])
-def test_what_some_ranks_saved_any_number_restores_bit_for_bit(saving: int, tmp_path: Path) -> None:
+def test_any_number_of_ranks_restores_bitwise(saving: int, tmp_path: Path) -> None:
     # Four micro-batches of two, so that the number of ranks does not show in the state itself.
     _, saved, _ = run_ranks(train, saving, tmp_path, 3)[0]
     directory.verify(tmp_path / "step-00000003")
@@ -86,7 +86,7 @@ def test_what_some_ranks_saved_any_number_restores_bit_for_bit(saving: int, tmp_
             assert samples == 24
 
 
-def test_a_run_goes_on_across_numbers_of_ranks_as_if_it_had_had_one_all_along(tmp_path: Path) -> None:
+def test_a_run_resumed_on_other_rank_counts_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     alone = train(ALONE, tmp_path / "alone", 9)
     taken = []
     for ranks in (2, 4, 1):
@@ -97,7 +97,7 @@ def test_a_run_goes_on_across_numbers_of_ranks_as_if_it_had_had_one_all_along(tm
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_all_ranks_pass_over_a_damaged_checkpoint_together(ranks: int, tmp_path: Path) -> None:
+def test_all_ranks_skip_a_damaged_checkpoint_together(ranks: int, tmp_path: Path) -> None:
     train(ALONE, tmp_path, 2)
     train(ALONE, tmp_path, 2)
     data = values(tmp_path / "step-00000004")
@@ -107,7 +107,7 @@ def test_all_ranks_pass_over_a_damaged_checkpoint_together(ranks: int, tmp_path:
         assert samples == 16
 
 
-def test_a_run_that_went_back_behind_a_damaged_checkpoint_saves_and_keeps_its_own(tmp_path: Path) -> None:
+def test_a_run_behind_a_damaged_checkpoint_keeps_its_own_save(tmp_path: Path) -> None:
     train(ALONE, tmp_path, 2)
     train(ALONE, tmp_path, 2)
     data = values(tmp_path / "step-00000004")
@@ -154,7 +154,7 @@ def check_all(checkpoints: Path) -> list[location.Location]:
     return valid
 
 
-def test_a_save_killed_at_any_moment_leaves_nothing_that_passes_for_one(tmp_path: Path) -> None:
+def test_a_save_killed_at_any_time_leaves_only_complete_checkpoints(tmp_path: Path) -> None:
     dice = random.Random(5)
     passed = 0
 
@@ -204,7 +204,7 @@ def killed_at(call: int, work: Callable[[], Any]) -> bool:
     return os.WIFSIGNALED(status)
 
 
-def test_a_save_killed_between_any_two_of_its_writes_leaves_the_old_or_the_new(tmp_path: Path) -> None:
+def test_a_save_killed_between_any_two_writes_leaves_the_old_or_the_new(tmp_path: Path) -> None:
     saved(tmp_path, 1, state(1), {"value": 1}, ALONE)
     for call in itertools.count():
         killed = killed_at(call, lambda: saved(tmp_path, 2, state(2), {"value": 2}, ALONE))
@@ -224,7 +224,7 @@ def test_a_save_killed_between_any_two_of_its_writes_leaves_the_old_or_the_new(t
     assert call > 15
 
 
-def test_a_replacement_killed_between_any_two_of_its_writes_leaves_the_old_or_the_new(tmp_path: Path) -> None:
+def test_a_replacement_killed_between_any_two_writes_leaves_the_old_or_the_new(tmp_path: Path) -> None:
     """Also where it is the only checkpoint: for an instant the old one is aside and the new one not yet there."""
     saved(tmp_path, 1, state(1001), {"value": 1001}, ALONE)
     for call in itertools.count():

@@ -42,7 +42,7 @@ def uploader(near: Location, far: Location) -> Iterator[Uploader]:
     made.close()
 
 
-def test_what_arrives_is_the_same_checkpoint(uploader: Uploader, near: Location, far: Location) -> None:
+def test_an_uploaded_checkpoint_equals_its_source(uploader: Uploader, near: Location, far: Location) -> None:
     saved = written(near, 7)
     uploader.saved(7)
     (upload,) = uploader.wait()
@@ -55,7 +55,7 @@ def test_what_arrives_is_the_same_checkpoint(uploader: Uploader, near: Location,
     directory.verify(arrived)
 
 
-def test_of_those_that_wait_the_newest_goes(
+def test_the_newest_waiting_checkpoint_is_uploaded_next(
     uploader: Uploader, near: Location, far: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in (1, 2, 3):
@@ -80,7 +80,7 @@ def test_of_those_that_wait_the_newest_goes(
     assert [path.name for path in directory.list_checkpoints(far)] == ["step-00000003", "step-00000001"]
 
 
-def test_damage_is_not_passed_on(uploader: Uploader, near: Location, far: Location) -> None:
+def test_damaged_files_are_not_uploaded(uploader: Uploader, near: Location, far: Location) -> None:
     saved = written(near, 4)
     file = saved / format.rank_file_name(0, 1)
     contents = bytearray(file.read())

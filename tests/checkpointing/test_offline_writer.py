@@ -29,7 +29,7 @@ def streamed(rows: int) -> StreamedTensor:
     )
 
 
-def test_it_is_a_checkpoint_like_any_other(tmp_path: Path) -> None:
+def test_streamed_checkpoints_load_like_any_other(tmp_path: Path) -> None:
     columns = [StreamedBox(box=Box((0, at), (6, 5)), read=WHOLE[:, at : at + 5].bfloat16) for at in (0, 5)]
     across = StreamedTensor(name="model/across", shape=(6, 10), dtype=torch.bfloat16, boxes=columns)
     path = write_checkpoint(tmp_path, 0, [streamed(2), across], RunMetadata(version="1"))
@@ -43,7 +43,7 @@ def test_it_is_a_checkpoint_like_any_other(tmp_path: Path) -> None:
     assert torch.equal(tensors["model/across"], WHOLE)  # whole numbers below 256 are exact in bf16
 
 
-def test_parts_of_what_was_streamed_and_of_what_was_saved(tmp_path: Path) -> None:
+def test_checkpoint_reader_reads_rows_and_boxes(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "a", 0, [streamed(2)])
     apart = CheckpointReader(path)
     whole = CheckpointReader(saved(tmp_path / "b", 7, {"model/w": WHOLE}, {"progress": {"step": 1}}, ALONE))
@@ -58,7 +58,7 @@ def test_parts_of_what_was_streamed_and_of_what_was_saved(tmp_path: Path) -> Non
         found.close()
 
 
-def test_parts_fill_a_block_and_keep_rows_together(tmp_path: Path) -> None:
+def test_row_ranges_fill_a_block_in_multiples(tmp_path: Path) -> None:
     rows, columns = 10, BLOCK // 4 // 4  # four rows fill a block
     large = torch.arange(rows, dtype=torch.float32)[:, None].expand(rows, columns).contiguous()
     found = CheckpointReader(saved(tmp_path, 1, {"large": large, "small": WHOLE, "number": torch.tensor(3.0)}, {}, ALONE))
@@ -71,7 +71,7 @@ def test_parts_fill_a_block_and_keep_rows_together(tmp_path: Path) -> None:
     found.close()
 
 
-def test_chunks_in_any_order_and_of_any_shape_are_put_together(tmp_path: Path) -> None:
+def test_streamed_boxes_of_any_order_and_shape_are_assembled(tmp_path: Path) -> None:
     """Those that follow each other as the values do are written as they come; for others the tensor is made whole first."""
     boxes = {
         "backwards": [((first, 0), (2, 10)) for first in (4, 2, 0)],
@@ -115,7 +115,7 @@ assert all((saved.read(f"t{index}") == index).all() for index in (0, 7, 19))
 """
 
 
-def test_one_part_is_in_memory_at_a_time(tmp_path: Path) -> None:
+def test_streamed_writing_needs_the_memory_of_one_box(tmp_path: Path) -> None:
     """The library's writer holds on to all that it has written until the file is closed: 20 tensors of 16 MB."""
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -124,7 +124,7 @@ def train(mesh: Mesh, folder: Path, breaking: Breaking, trouble: Trouble, asynch
     ("breaking", "asynchronous"),
     [(part_of_rank_1, True), (part_of_rank_1, False), (commit_of_rank_0, True), (sync_of_rank_1, True), (beginning, True)],
 )
-def test_a_failed_save_is_told_and_the_run_goes_on(breaking: Breaking, asynchronous: bool, tmp_path: Path) -> None:
+def test_a_failed_save_is_reported_and_training_continues(breaking: Breaking, asynchronous: bool, tmp_path: Path) -> None:
     layout = Layout(data=1, shard=2)
     results = run_ranks(train, 2, tmp_path, breaking, Trouble(4), asynchronous, layout=layout)
     told, failure = results[0]
@@ -140,7 +140,7 @@ def test_a_failed_save_is_told_and_the_run_goes_on(breaking: Breaking, asynchron
 
 
 @pytest.mark.parametrize("breaking", [part_of_rank_1, commit_of_rank_0])
-def test_a_run_whose_last_save_fails_says_so_by_failing(breaking: Breaking, tmp_path: Path) -> None:
+def test_a_run_whose_last_save_fails_fails(breaking: Breaking, tmp_path: Path) -> None:
     results = run_ranks(train, 2, tmp_path, breaking, Trouble(4, 6), True)
     for told, failure in results:
         assert failure is not None and failure.startswith("Step 6 could not be saved: ") and BREAKING[breaking] in failure
@@ -150,7 +150,7 @@ def test_a_run_whose_last_save_fails_says_so_by_failing(breaking: Breaking, tmp_
     directory.verify(tmp_path / "step-00000002")
 
 
-def test_a_run_that_was_stopped_after_a_failed_save_saves_again(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_stopped_run_retries_a_failed_save(tmp_path: Path, monkeypatch: Any) -> None:
     trainer = tiny_trainer(ALONE, tiny_run("checkpoint.every=2"), tmp_path)
     commit, calls = directory.commit, []
 
@@ -170,7 +170,9 @@ def test_a_run_that_was_stopped_after_a_failed_save_saves_again(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("wait", [False, True], ids=["behind", "waited for"])
-def test_a_full_disk(wait: bool, tmp_path: Path, mount_disk: Callable[[Path, str], Path]) -> None:
+def test_save_on_a_full_disk_fails_and_the_next_save_succeeds(
+    wait: bool, tmp_path: Path, mount_disk: Callable[[Path, str], Path]
+) -> None:
     """A real one: it has room for one checkpoint and a half."""
     folder = mount_disk(tmp_path / "small", "100k")
     saver, small, large = Saver(open_location(folder), ALONE), various(1), {"large": various(1)["model/matrix"].repeat(10, 1)}
@@ -185,7 +187,7 @@ def test_a_full_disk(wait: bool, tmp_path: Path, mount_disk: Callable[[Path, str
     saver.close()
 
 
-def test_what_cannot_be_removed_afterwards_is_told_but_the_checkpoint_is_there(tmp_path: Path) -> None:
+def test_a_failed_removal_is_a_warning_and_the_checkpoint_is_complete(tmp_path: Path) -> None:
     def retain(path: location.Location) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
@@ -200,7 +202,7 @@ def test_what_cannot_be_removed_afterwards_is_told_but_the_checkpoint_is_there(t
     saver.close()
 
 
-def test_without_memory_for_a_copy_the_save_is_waited_for_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_without_memory_for_a_copy_is_synchronous_and_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "free_memory", lambda: 1000)
     saver, tensors = Saver(open_location(tmp_path), ALONE), various(1)
     saver.prepare(tensors)
@@ -218,7 +220,7 @@ def test_without_memory_for_a_copy_the_save_is_waited_for_and_says_so(tmp_path: 
     saver.close()
 
 
-def test_a_new_saver_of_the_same_ranks_hears_nothing_of_an_earlier_ones_failure(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_new_saver_does_not_see_failures_of_an_earlier_one(tmp_path: Path, monkeypatch: Any) -> None:
     """A program may build a second trainer on the same mesh."""
     with monkeypatch.context() as patched:
         patched.setattr(directory, "commit", lambda *args: (_ for _ in ()).throw(FULL))

@@ -44,7 +44,7 @@ def by_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "step-00000001"
 
 
-def test_the_safetensors_library_reads_every_file(by_four: Path) -> None:
+def test_rank_files_are_read_by_the_safetensors_library(by_four: Path) -> None:
     whole, found = contents(by_four), 0
     files = sorted(by_four.glob("*.safetensors"))
     assert [file.name for file in files] == [f"state-0000{rank}-of-00004.safetensors" for rank in range(4)]
@@ -64,7 +64,7 @@ def test_the_safetensors_library_reads_every_file(by_four: Path) -> None:
     assert max(sizes) - min(sizes) < 0.1 * max(sizes), "everybody writes as much as the others"
 
 
-def test_torchs_own_reader_puts_the_tensors_together(by_four: Path) -> None:
+def test_rank_files_are_read_by_torch_hugging_face_storage_reader(by_four: Path) -> None:
     whole = contents(by_four)
     theirs: dict[str, Tensor] = {name: torch.full_like(tensor, -1) for name, tensor in whole.items()}
     with warnings.catch_warnings():
@@ -73,7 +73,7 @@ def test_torchs_own_reader_puts_the_tensors_together(by_four: Path) -> None:
     assert all(torch.equal(theirs[name], tensor) for name, tensor in whole.items())
 
 
-def test_every_format_has_the_librarys_name_and_size(tmp_path: Path) -> None:
+def test_number_formats_have_the_safetensors_names_and_sizes(tmp_path: Path) -> None:
     tensors = {word: torch.ones(3, 5).to(dtype) for word, dtype in DTYPES.items()}
     path = saved(tmp_path, 1, tensors, {}, ALONE)
     theirs = load_file(values(path))
@@ -82,7 +82,7 @@ def test_every_format_has_the_librarys_name_and_size(tmp_path: Path) -> None:
         assert torch.equal(theirs[word].view(torch.uint8), tensor.view(torch.uint8))
 
 
-def test_values_begin_where_their_format_may(by_four: Path) -> None:
+def test_boxes_are_aligned_to_their_number_format(by_four: Path) -> None:
     for file in by_four.glob("*.safetensors"):
         (length,) = struct.unpack("<Q", file.read_bytes()[:8])
         assert (8 + length) % 64 == 0
@@ -96,7 +96,7 @@ def checked(file: Path, data: bytes) -> format.CheckedFile:
     return format.CheckedFile(Local(file), len(data), format.write_file(Local(file), [data]))
 
 
-def test_what_the_header_says_is_read_back(tmp_path: Path) -> None:
+def test_header_round_trip_with_several_boxes_of_a_tensor(tmp_path: Path) -> None:
     boxes = [
         SavedBox("number", "F64", (), Box((), ())),
         SavedBox("a/matrix", "F32", (10, 4), Box((6, 0), (3, 4))),
@@ -114,7 +114,7 @@ def test_what_the_header_says_is_read_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("head", [struct.pack("<Q", 1 << 40), struct.pack("<Q", 2) + b"{}", struct.pack("<Q", 2) + b"[]"])
-def test_another_programs_header_is_told(head: bytes, tmp_path: Path) -> None:
+def test_a_foreign_header_is_refused(head: bytes, tmp_path: Path) -> None:
     data = head + bytes(10)
     file = checked(tmp_path / "file", data)
     with pytest.raises((ValueError, KeyError, TypeError)):
@@ -122,7 +122,7 @@ def test_another_programs_header_is_told(head: bytes, tmp_path: Path) -> None:
     file.close()
 
 
-def test_a_marker_tells_what_each_rank_and_stage_holds(by_four: Path, tmp_path: Path) -> None:
+def test_marker_lists_the_tensors_of_every_stage(by_four: Path, tmp_path: Path) -> None:
     assert directory.read_marker(by_four).names == [sorted(contents(by_four))]
     run_ranks(train_and_save, 2, tmp_path, layout=Layout(data=1, pipeline=2))
     marker = directory.read_marker(tmp_path / "step-00000001")

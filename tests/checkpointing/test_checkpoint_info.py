@@ -44,7 +44,7 @@ def save(mesh: Mesh, folder: Path, step: int) -> Path:
     return saved(folder, step, state, {"layout": LAYOUT, "version": "1.2", "progress": {"samples": 8}}, mesh)
 
 
-def test_a_list_says_what_there_is_and_what_is_wrong_with_it(tmp_path: Path) -> None:
+def test_listing_describes_checkpoints_and_leftovers(tmp_path: Path) -> None:
     assert listing(open_location(tmp_path)) == []
     for step in (2, 4, 6, 8):
         save(ALONE, tmp_path, step)
@@ -74,13 +74,13 @@ def test_a_list_says_what_there_is_and_what_is_wrong_with_it(tmp_path: Path) -> 
     assert directory.leftovers(open_location(tmp_path)) == ["step-00000010.partial"]
 
 
-def test_a_layout_in_words() -> None:
+def test_layout_text_shows_what_differs_from_one_rank() -> None:
     assert layout_text(LAYOUT) == "data 2, sequence"
     assert layout_text(None) == layout_text({"data": 1, "zero": 3}) == "one rank"
     assert layout_text({"shard": 4, "zero": 2, "schedule": "zbv"}) == "shard 4, zero 2, schedule zbv"
 
 
-def test_tensors_are_told_as_the_library_reads_them(tmp_path: Path) -> None:
+def test_tensors_are_described_as_the_library_reads_them(tmp_path: Path) -> None:
     (path, _) = run_ranks(save, 2, tmp_path, 3)
     marker = directory.read_marker(path)
     found = tensors(open_location(path), marker)
@@ -107,7 +107,7 @@ def test_tensors_are_told_as_the_library_reads_them(tmp_path: Path) -> None:
         tensors(open_location(path), marker)
 
 
-def test_every_file_that_is_damaged_is_named_with_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_damage_names_every_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (path, _) = run_ranks(save, 2, tmp_path, 3)
     read: list[int] = []
     assert find_damage(open_location(path), read.append) == []
@@ -134,7 +134,7 @@ def test_every_file_that_is_damaged_is_named_with_its_bytes(tmp_path: Path, monk
     assert only.file == "commit.json" and "commit.json" in only.reason
 
 
-def test_damage_is_told_to_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_damage_reports_block_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("format", "tools.checkpoint_info"):
         monkeypatch.setattr(f"phalanx.checkpointing.{module}.BLOCK", 4096)
     assert format.BLOCK == 4096
@@ -147,7 +147,7 @@ def test_damage_is_told_to_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert only.ranges == ((4096, 8192), (12288, 16384))
 
 
-def test_none_of_this_needs_torch(tmp_path: Path) -> None:
+def test_checkpoint_info_does_not_import_torch(tmp_path: Path) -> None:
     path = save(ALONE, tmp_path, 2)
     program = (
         "import sys\n"

@@ -38,7 +38,7 @@ def cut(mesh: Mesh, path: Path) -> None:
     saved(path, 3, pieces, {"progress": {"samples": 24}, "seed": 0, "layout": {"tensor": 3}}, mesh)
 
 
-def test_the_same_state_is_the_same_whoever_saved_it(tmp_path: Path) -> None:
+def test_checkpoints_of_different_layouts_compare_equal(tmp_path: Path) -> None:
     one = save(tmp_path / "one", STATE)
     run_ranks(cut, 3, tmp_path / "three")
     a, b = CheckpointReader(one), CheckpointReader(tmp_path / "three" / "step-00000003")
@@ -46,7 +46,7 @@ def test_the_same_state_is_the_same_whoever_saved_it(tmp_path: Path) -> None:
     assert compare_metadata(a, b) == {}  # a layout is not part of the state
 
 
-def test_each_difference_is_told_for_what_it_is(tmp_path: Path) -> None:
+def test_each_kind_of_difference_is_reported(tmp_path: Path) -> None:
     other = {name: tensor.clone() for name, tensor in STATE.items()}
     other["model/w"][6, 5] += 0.5
     other["model/w"][0, 0] *= 1.25
@@ -74,7 +74,7 @@ def test_each_difference_is_told_for_what_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_no_number_in_one_of_them_is_infinitely_far(value: float, tmp_path: Path) -> None:
+def test_nan_against_a_number_is_an_infinite_difference(value: float, tmp_path: Path) -> None:
     other = STATE["model/w"].clone()
     other[2, 3] = value
     a, b = save(tmp_path / "a", STATE), save(tmp_path / "b", STATE | {"model/w": other})
@@ -82,7 +82,7 @@ def test_what_is_no_number_in_one_of_them_is_infinitely_far(value: float, tmp_pa
     assert (found.unequal, found.largest, found.relative) == (1, math.inf, math.inf)
 
 
-def test_whole_numbers_and_what_lies_beside_are_compared_too(tmp_path: Path) -> None:
+def test_integers_and_metadata_are_compared(tmp_path: Path) -> None:
     a = save(tmp_path / "a", {"model/n": torch.tensor([1, 2, 3])}, data="x")
     b = save(tmp_path / "b", {"model/n": torch.tensor([1, 2, 7])}, data="y", version="2")
     assert differences(a, b)["model/n"].largest == 4.0

@@ -45,7 +45,7 @@ def folder(whole: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_flipped_byte_is_named_by_verify_and_by_a_run_that_goes_on_with_the_one_before(name: str, folder: Path) -> None:
+def test_a_flipped_byte_is_named_and_the_previous_checkpoint_restored(name: str, folder: Path) -> None:
     dice = random.Random(name)
     file = folder / "step-00000002" / name
     good = file.read_bytes()
@@ -75,7 +75,7 @@ def restored(mesh: Mesh, folder: Path) -> tuple[list[Any], int]:
 
 
 @pytest.mark.parametrize("name", [FILES[0], FILES[5], FILES[6], directory.MARKER])
-def test_all_ranks_go_back_together_though_only_some_of_them_read_it(name: str, folder: Path) -> None:
+def test_all_ranks_skip_a_checkpoint_that_is_damaged_for_some(name: str, folder: Path) -> None:
     file = folder / "step-00000002" / name
     flip(file, file.stat().st_size - 2, 1)
     for events, step in run_ranks(restored, 4, folder, layout=LAYOUT):
@@ -83,7 +83,7 @@ def test_all_ranks_go_back_together_though_only_some_of_them_read_it(name: str, 
         assert name in events[0].reason and step == 1
 
 
-def test_a_file_that_cannot_be_read_is_like_a_damaged_one(folder: Path) -> None:
+def test_an_unreadable_file_counts_as_damage(folder: Path) -> None:
     file = folder / "step-00000002" / FILES[2]
     size = file.stat().st_size
     file.unlink()
@@ -98,7 +98,7 @@ def test_a_file_that_cannot_be_read_is_like_a_damaged_one(folder: Path) -> None:
     assert FILES[2] in events[0].reason
 
 
-def test_without_a_whole_one_the_run_does_not_begin_anew(folder: Path) -> None:
+def test_a_run_without_a_valid_checkpoint_stops_instead_of_starting_over(folder: Path) -> None:
     for step, name in ((1, FILES[0]), (2, FILES[3])):
         file = folder / f"step-0000000{step}" / name
         flip(file, file.stat().st_size // 2)

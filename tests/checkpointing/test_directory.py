@@ -52,7 +52,7 @@ def names(checkpoints: Path) -> list[str]:
     return sorted(path.name for path in checkpoints.iterdir())
 
 
-def test_a_committed_directory_has_its_name_its_files_and_its_contents(tmp_path: Path) -> None:
+def test_commit_writes_marker_files_and_name(tmp_path: Path) -> None:
     path = write(tmp_path, 12)
     assert path == tmp_path / "step-00000012"
     assert names(tmp_path) == ["step-00000012"]
@@ -69,7 +69,7 @@ def test_a_committed_directory_has_its_name_its_files_and_its_contents(tmp_path:
         assert file.checksum == hashlib.sha256(crc.to_bytes(4, "little")).hexdigest()
 
 
-def test_the_newest_by_number_is_found_not_by_name_or_time(tmp_path: Path) -> None:
+def test_newest_checkpoint_is_chosen_by_step_number(tmp_path: Path) -> None:
     assert newest_verified(tmp_path / "none") == (None, [])
     assert newest_verified(tmp_path) == (None, [])
     for step in (99, 1234567890, 100, 7):  # one has outgrown its eight digits
@@ -186,7 +186,7 @@ DAMAGES: dict[Callable[[Path], None], str] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_a_damaged_checkpoint_is_named_and_passed_over(damage: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_named_and_skipped(damage: Callable[[Path], None], tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         write(tmp_path, step)
     damage(tmp_path / "step-00000003")
@@ -201,7 +201,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(damage: Callable[[Path], 
             verify(Path(bad.path))
 
 
-def test_without_any_valid_one_all_are_named(tmp_path: Path) -> None:
+def test_all_damaged_checkpoints_are_named_if_none_is_valid(tmp_path: Path) -> None:
     for step in (1, 2):
         truncated_file(write(tmp_path, step))
     found, damaged = newest_verified(tmp_path)
@@ -209,7 +209,7 @@ def test_without_any_valid_one_all_are_named(tmp_path: Path) -> None:
     assert [Path(bad.path).name for bad in damaged] == ["step-00000002", "step-00000001"]
 
 
-def test_no_bit_of_the_marker_can_change_what_is_restored(tmp_path: Path) -> None:
+def test_every_flipped_bit_of_the_marker_is_detected(tmp_path: Path) -> None:
     # It holds the position in the data: a wrong digit there would go on silently on other samples.
     path = write(tmp_path, 3)
     whole = (path / directory.MARKER).read_bytes()
@@ -224,13 +224,13 @@ def test_no_bit_of_the_marker_can_change_what_is_restored(tmp_path: Path) -> Non
     verify(path)
 
 
-def test_a_damage_passes_from_one_rank_to_another(tmp_path: Path) -> None:
+def test_damaged_checkpoint_error_can_be_pickled(tmp_path: Path) -> None:
     bad = DamagedCheckpoint(tmp_path, "because")
     again = pickle.loads(pickle.dumps(bad))
     assert (type(again), again.path, again.reason, str(again)) == (DamagedCheckpoint, str(tmp_path), "because", str(bad))
 
 
-def test_what_is_not_finished_is_never_looked_at(tmp_path: Path) -> None:
+def test_unfinished_folders_are_ignored(tmp_path: Path) -> None:
     write(tmp_path, 1)
     for name in ("step-00000009.partial", "step-00000008.replaced.partial", "step-x", "other", "step-00000007.bak"):
         shutil.copytree(tmp_path / "step-00000001", tmp_path / name)
@@ -238,7 +238,7 @@ def test_what_is_not_finished_is_never_looked_at(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path) == [open_location(tmp_path / "step-00000001")]
 
 
-def test_pruning_keeps_the_newest_whole_ones_and_removes_what_was_interrupted(tmp_path: Path) -> None:
+def test_prune_keeps_the_newest_valid_checkpoints_and_removes_leftovers(tmp_path: Path) -> None:
     for step in range(1, 7):
         write(tmp_path, step)
     truncated_file(tmp_path / "step-00000003")
@@ -257,13 +257,13 @@ def test_pruning_keeps_the_newest_whole_ones_and_removes_what_was_interrupted(tm
 @pytest.mark.parametrize(
     ("last", "every", "kept"), [(2, 4, [4, 8, 9, 10]), (1, 5, [5, 10]), (1, None, [10]), (3, 1, range(1, 11))]
 )
-def test_some_are_kept_for_good(last: int, every: int | None, kept: Iterable[int], tmp_path: Path) -> None:
+def test_prune_keeps_every_nth_step(last: int, every: int | None, kept: Iterable[int], tmp_path: Path) -> None:
     for step in range(1, 11):  # as a run does, after each save
         prune(tmp_path, last, open_location(write(tmp_path, step)), every)
     assert names(tmp_path) == [f"step-{step:08d}" for step in kept]
 
 
-def test_a_removal_cut_short_is_finished_by_the_next_and_nothing_of_it_is_loaded(tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_interrupted_removal_is_completed_by_the_next(tmp_path: Path, monkeypatch: Any) -> None:
     for step in (1, 2):
         write(tmp_path, step)
     with monkeypatch.context() as patched:
@@ -274,7 +274,7 @@ def test_a_removal_cut_short_is_finished_by_the_next_and_nothing_of_it_is_loaded
     assert names(tmp_path) == ["step-00000002"]
 
 
-def test_pruning_never_removes_what_was_just_saved(tmp_path: Path) -> None:
+def test_prune_never_removes_the_checkpoint_just_saved(tmp_path: Path) -> None:
     # The newest was passed over when the run resumed, but its files have their sizes: only reading them through shows it.
     for step in (2, 4, 6):
         write(tmp_path, step)
@@ -285,7 +285,7 @@ def test_pruning_never_removes_what_was_just_saved(tmp_path: Path) -> None:
     assert newest_verified(tmp_path)[0] == last
 
 
-def test_the_same_step_again_replaces_the_one_that_is_there(tmp_path: Path) -> None:
+def test_saving_a_step_again_replaces_its_checkpoint(tmp_path: Path) -> None:
     first_bit(write(tmp_path, 5))
     with pytest.raises(DamagedCheckpoint):
         verify(tmp_path / "step-00000005")
@@ -296,14 +296,14 @@ def test_the_same_step_again_replaces_the_one_that_is_there(tmp_path: Path) -> N
     assert names(tmp_path) == ["step-00000005"]
 
 
-def test_a_file_with_the_name_of_a_checkpoint_gives_way_to_it(tmp_path: Path) -> None:
+def test_a_file_named_like_a_checkpoint_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "step-00000002").write_text("what has this name is passed over, and does not keep the next save from it")
     found, damaged = newest(tmp_path)
     assert (found, [bad.path for bad in damaged]) == (None, [str(tmp_path / "step-00000002")])
     verify(write(tmp_path, 2))
 
 
-def test_an_older_one_under_a_later_name_is_not_the_newest(tmp_path: Path) -> None:
+def test_a_checkpoint_renamed_to_a_later_step_is_damaged(tmp_path: Path) -> None:
     shutil.copytree(write(tmp_path, 2), tmp_path / "step-00000099")
     path = write(tmp_path, 4)
     found, damaged = newest_verified(tmp_path)
@@ -319,7 +319,7 @@ def test_the_marker_is_plain_json(tmp_path: Path) -> None:
     assert json.loads((write(tmp_path, 1) / "commit.json").read_text())["progress"] == {"step": 3, "samples": 24}
 
 
-def test_ranks_that_disagree_about_who_writes_what_make_no_checkpoint(tmp_path: Path) -> None:
+def test_commit_fails_if_tensor_bytes_do_not_add_up(tmp_path: Path) -> None:
     write(tmp_path, 1)
     partial = Path(str(directory.begin(tmp_path, 2)))
     shutil.copytree(tmp_path / "step-00000001", partial, dirs_exist_ok=True, ignore=shutil.ignore_patterns(directory.MARKER))

@@ -40,7 +40,7 @@ def run_directory(path: Path, *steps: int, text: str = "# of the directory\n") -
     return path
 
 
-def test_a_run_stands_for_its_newest_valid_checkpoint_and_a_checkpoint_for_itself(tmp_path: Path) -> None:
+def test_find_returns_the_newest_valid_checkpoint_of_a_run(tmp_path: Path) -> None:
     run = run_directory(tmp_path / "run", 1, 2, 3)
     first, second, third = sorted((run / "checkpoints").iterdir())
     for path, expected in ((run, third), (first, first), (run / "checkpoints", third), (str(second), second)):
@@ -60,7 +60,7 @@ def test_a_run_stands_for_its_newest_valid_checkpoint_and_a_checkpoint_for_itsel
     assert path_or_url(locate(run)) == second
 
 
-def test_a_checkpoint_away_from_its_run_directory_carries_its_run_file(tmp_path: Path) -> None:
+def test_a_moved_checkpoint_has_its_run_file_in_the_marker(tmp_path: Path) -> None:
     run = run_directory(tmp_path / "run", 5)
     lone = Path(shutil.copytree(run / "checkpoints" / "step-00000005", tmp_path / "elsewhere" / "lone"))
     found = find(lone)
@@ -72,7 +72,7 @@ def test_a_checkpoint_away_from_its_run_directory_carries_its_run_file(tmp_path:
     assert find(run).run == "# of the checkpoint\n"
 
 
-def test_checkpoints_lie_where_the_run_file_says(tmp_path: Path) -> None:
+def test_checkpoint_locations_follow_the_run_file(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     checkpoint(kept, 7, run="# of the checkpoint\n")
     run = run_directory(tmp_path / "run", text=f'[checkpoint]\nurl = "{kept}"\n')
@@ -105,7 +105,7 @@ def test_a_folder_is_a_checkpoint_by_its_name_or_its_marker(tmp_path: Path) -> N
     assert is_checkpoint(open_location(tmp_path / "step-00000009"))
 
 
-def test_what_cannot_be_found_is_said_with_a_remedy(tmp_path: Path) -> None:
+def test_find_errors_name_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is not a directory: name a checkpoint"):
         find(tmp_path / "nothing")
     for look in (find, locate):

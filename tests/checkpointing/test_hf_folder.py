@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_rows_of_what_the_library_wrote(folder: Path) -> None:
+def test_weights_folder_reads_rows_of_library_files(folder: Path) -> None:
     files = WeightsFolder(folder)
     assert set(files.names) == set(TENSORS)
     assert files.rows("vector", 2, 5).tolist() == [[2.0], [3.0], [4.0]]
@@ -38,7 +38,7 @@ def test_rows_of_what_the_library_wrote(folder: Path) -> None:
     files.check(SHAPES, [], [])
 
 
-def test_the_library_reads_what_was_written(tmp_path: Path) -> None:
+def test_weights_writer_files_are_read_by_the_library(tmp_path: Path) -> None:
     writer = WeightsWriter(tmp_path, {name: (SHAPES[name], tensor.dtype) for name, tensor in TENSORS.items()}, 1 << 30)
     writer.write("stack", TENSORS["stack"].view(6, 4)[4:], 4)  # in any order, in parts
     writer.write("vector", TENSORS["vector"][:, None])
@@ -53,7 +53,7 @@ def test_the_library_reads_what_was_written(tmp_path: Path) -> None:
         assert file.metadata() == {"format": "pt"}
 
 
-def test_shards_hold_no_more_than_asked_and_are_indexed(tmp_path: Path) -> None:
+def test_weights_writer_shards_respect_the_size_limit(tmp_path: Path) -> None:
     tensors = {f"t{index}": ((10, 10), torch.float32) for index in range(7)}
     writer = WeightsWriter(tmp_path, tensors, 900)
     for name in tensors:
@@ -67,7 +67,7 @@ def test_shards_hold_no_more_than_asked_and_are_indexed(tmp_path: Path) -> None:
         assert sum(tensor.nbytes for tensor in load_file(file).values()) <= 900
 
 
-def test_a_tensor_larger_than_a_shard_gets_one_of_its_own(tmp_path: Path) -> None:
+def test_a_tensor_larger_than_the_shard_size_has_its_own_shard(tmp_path: Path) -> None:
     writer = WeightsWriter(tmp_path, {"a": ((100,), torch.float32), "b": ((1,), torch.float32)}, 8)
     assert writer.files == 2
 
@@ -78,7 +78,7 @@ def _refusal(folder: Path, wanted: dict[str, tuple[int, ...]] | None = None) -> 
     return "\n".join(refused.value.problems)
 
 
-def test_tensors_that_do_not_fit_are_all_named(folder: Path) -> None:
+def test_weights_folder_names_all_mismatched_tensors(folder: Path) -> None:
     said = _refusal(folder, {"vector": (11,), "matrix": (3, 4), "missing": (1,)})
     assert "the tensor vector has shape [10]; config.json asks for [11]" in said
     assert "lacks the tensor missing, of shape [1]" in said
@@ -86,19 +86,19 @@ def test_tensors_that_do_not_fit_are_all_named(folder: Path) -> None:
     assert "matrix" not in said
 
 
-def test_formats_are_checked(folder: Path) -> None:
+def test_weights_folder_checks_number_formats(folder: Path) -> None:
     assert "matrix in BF16, stack in F16" in _refusal(folder)
     save_file({"a": torch.ones(3, dtype=torch.int64)}, folder / "model.safetensors")
     assert "the tensor a is in I64" in _refusal(folder, {"a": (3,)})
 
 
-def test_many_problems_are_cut(folder: Path) -> None:
+def test_weights_folder_limits_the_list_of_problems(folder: Path) -> None:
     said = _refusal(folder, SHAPES | {f"missing{index}": (1,) for index in range(25)})
     assert "… and 15 more like these." in said
 
 
 @pytest.mark.parametrize("bytes_kept", [0, 5, 60, -1])
-def test_a_file_cut_anywhere_is_refused(folder: Path, bytes_kept: int) -> None:
+def test_a_truncated_safetensors_file_is_refused(folder: Path, bytes_kept: int) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:bytes_kept])
     said = _refusal(folder)
@@ -112,13 +112,13 @@ def test_a_file_cut_anywhere_is_refused(folder: Path, bytes_kept: int) -> None:
         b'{"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}', b"\xff\xfe{}",
     ],
 )  # fmt: skip
-def test_a_header_that_is_none_is_refused(tmp_path: Path, header: bytes) -> None:
+def test_a_malformed_safetensors_header_is_refused(tmp_path: Path, header: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 8)
     said = _refusal(tmp_path)
     assert "does not have a safetensors header" in said
 
 
-def test_a_header_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+def test_an_inconsistent_safetensors_header_is_refused(tmp_path: Path) -> None:
     header = json.dumps({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 8)
     assert "the tensor a of shape [3] in F32 needs 12 bytes, but the header gives it 8" in _refusal(tmp_path)
@@ -133,7 +133,7 @@ def test_a_header_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
         ({"a\n": [0, 24]}, "does not have a safetensors header"),
     ],
 )
-def test_a_file_that_its_tensors_do_not_fill_is_refused(tmp_path: Path, places: dict[str, list[int]], said: str) -> None:
+def test_a_safetensors_file_with_gaps_is_refused(tmp_path: Path, places: dict[str, list[int]], said: str) -> None:
     """As the library does: such a file is another model's header, or was damaged."""
     header = json.dumps(
         {
@@ -153,7 +153,7 @@ def _sharded(folder: Path) -> dict[str, dict[str, str]]:
     return index
 
 
-def test_damage_to_an_index_is_named(tmp_path: Path) -> None:
+def test_a_damaged_safetensors_index_is_named(tmp_path: Path) -> None:
     index = _sharded(tmp_path)
     file = tmp_path / "model.safetensors.index.json"
     first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -171,7 +171,7 @@ def test_damage_to_an_index_is_named(tmp_path: Path) -> None:
     assert f"{tmp_path / second} is missing" in _refusal(tmp_path, {})
 
 
-def test_a_folder_without_weights_says_so(tmp_path: Path) -> None:
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     assert "holds no weights" in _refusal(tmp_path, {})
     (tmp_path / "pytorch_model.bin").touch()
     assert "It has pytorch_model.bin" in _refusal(tmp_path, {})

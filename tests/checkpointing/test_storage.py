@@ -58,7 +58,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
     return open_location(f"s3://{store.bucket()}/over/here")
 
 
-def test_every_place_keeps_the_contract(place: Location) -> None:
+def test_every_location_implements_the_contract(place: Location) -> None:
     assert place.entries() == [] and place.sizes() == {} and place.unfinished() == []
     folder = place / "a"
     folder.make()
@@ -89,7 +89,7 @@ def test_every_place_keeps_the_contract(place: Location) -> None:
     assert place.entries() == ["ab"]
 
 
-def test_a_file_that_is_given_up_is_not_there(place: Location) -> None:
+def test_an_aborted_file_does_not_exist(place: Location) -> None:
     place.make()
     sink = (place / "half").sink()
     sink.write(BYTES)
@@ -98,7 +98,7 @@ def test_a_file_that_is_given_up_is_not_there(place: Location) -> None:
         assert place.entries() == [] and place.unfinished() == []
 
 
-def test_a_file_url_is_a_folder(tmp_path: Path) -> None:
+def test_a_file_url_opens_a_local_location(tmp_path: Path) -> None:
     assert open_location(f"file://{tmp_path}/x") == Local(tmp_path / "x")
 
 
@@ -110,7 +110,7 @@ def written(place: Location, step: int, value: int) -> Location:
     return directory.commit(folder, step, format.RunMetadata())
 
 
-def test_only_a_marker_makes_a_checkpoint_and_leftovers_go(s3: Store) -> None:
+def test_in_a_store_only_a_marker_makes_a_checkpoint(s3: Store) -> None:
     place = open_location(f"s3://{s3.bucket()}/run")
     format.write_file(directory.begin(place, 1) / format.rank_file_name(0, 1), [b"half"])
     assert directory.newest(place) == (None, []), "a first save that was killed is no checkpoint: the run begins again"
@@ -130,7 +130,7 @@ def test_only_a_marker_makes_a_checkpoint_and_leftovers_go(s3: Store) -> None:
     assert place.unfinished() == []
 
 
-def test_a_damaged_object_is_named_and_passed_over(s3: Store) -> None:
+def test_a_damaged_object_is_named_and_skipped(s3: Store) -> None:
     place = open_location(f"s3://{s3.bucket()}/run")
     good, bad = written(place, 1, 1), written(place, 2, 2)
     file = bad / format.rank_file_name(0, 1)
@@ -142,7 +142,7 @@ def test_a_damaged_object_is_named_and_passed_over(s3: Store) -> None:
     assert [(one.path, format.rank_file_name(0, 1) in one.reason) for one in damaged] == [(str(bad), True)]
 
 
-def test_connections_cut_in_the_middle_lose_nothing(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uploads_survive_cut_connections(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = s3.bucket()
     with wire(s3.port, after(2 << 20, 8 << 20, 9 << 20, 17 << 20)) as cut:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{cut.port}")
@@ -156,7 +156,7 @@ def test_connections_cut_in_the_middle_lose_nothing(s3: Store, monkeypatch: pyte
         assert open_location(f"s3://{bucket}").unfinished() == []
 
 
-def test_a_store_that_is_gone_is_not_taken_for_damage(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_store_is_not_damage(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     place = open_location(f"s3://{s3.bucket()}/run")
     written(place, 1, 1)
     monkeypatch.setattr(storage, "PAUSES", (0.01,))
@@ -168,7 +168,7 @@ def test_a_store_that_is_gone_is_not_taken_for_damage(s3: Store, monkeypatch: py
         assert isinstance(pickle.loads(pickle.dumps(storage.Unreachable("x"))), OSError)
 
 
-def test_tries_again_only_what_may_pass() -> None:
+def test_retry_repeats_temporary_errors_only() -> None:
     asked = []
 
     def refuse(error: Exception) -> None:
@@ -208,7 +208,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[float,
 
 
 @pytest.mark.parametrize("local_first", [False, True])
-def test_two_ranks_save_to_a_store_and_go_on_from_it(
+def test_two_ranks_save_to_a_store_and_resume_from_it(
     s3: Store, tmp_path: Path, unbroken: dict[int, tuple[float, str]], local_first: bool
 ) -> None:
     url = f"s3://{s3.bucket()}/runs/x"
@@ -227,7 +227,7 @@ def test_two_ranks_save_to_a_store_and_go_on_from_it(
     directory.verify(directory.step_dir(open_location(url), 6))
 
 
-def test_damage_near_by_is_made_good_from_afar(s3: Store, tmp_path: Path) -> None:
+def test_local_damage_is_restored_from_the_store(s3: Store, tmp_path: Path) -> None:
     url = f"s3://{s3.bucket()}/run"
     (first,) = run_ranks(trained, 1, url, tmp_path / "near", True, 3)
     (saved,) = [event for event in first if isinstance(event, Saved) and event.step == 3]
@@ -241,7 +241,7 @@ def test_damage_near_by_is_made_good_from_afar(s3: Store, tmp_path: Path) -> Non
     assert [event.path for event in second if isinstance(event, Restored)] == [f"{url}/step-00000003"]
 
 
-def test_a_store_that_fails_is_loud_and_the_run_goes_on(s3: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_store_is_reported_and_training_continues(s3: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"s3://{s3.bucket()}/run"
     monkeypatch.setattr(storage, "PAUSES", (0.01,))
     with wire(s3.port, lambda sent, data: sent > 100_000) as bad:  # nothing large gets through, ever

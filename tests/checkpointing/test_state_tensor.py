@@ -1,4 +1,4 @@
-"""Who writes what: whatever is laid end to end, every byte is written_boxes once, and everybody writes the same amount."""
+"""Who writes what: whatever is laid end to end, every byte is written once, and everybody writes the same amount."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def line(dice: random.Random) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_every_row_is_written_boxes_once_and_all_write_the_same_to_within_a_row(seed: int) -> None:
+def test_partition_covers_every_row_once_and_evenly(seed: int) -> None:
     dice = random.Random(seed)
     rows, count = line(dice), dice.choice([1, 2, 3, 4, 7, 8, 64, 1000])
     shares = [partition(rows, ReplicaGroup(("a",), index, count)) for index in range(count)]
@@ -39,12 +39,12 @@ def test_every_row_is_written_boxes_once_and_all_write_the_same_to_within_a_row(
         assert abs(mine - total / count) <= largest + 1  # a row at either end, of which one is another rank's; and rounding
 
 
-def test_what_mirrors_another_rank_is_not_written_boxes() -> None:
+def test_partition_skips_mirrored_tensors() -> None:
     assert partition([(5, 4), (1, 8)], ReplicaGroup((), 1, 0)) == [(0, 0), (0, 0)]
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_groups_of_ranks_are_cut_by_themselves(seed: int) -> None:
+def test_partition_splits_every_replica_group_by_itself(seed: int) -> None:
     """Four ranks, 2 × 2: some tensors are held by all, some cut in two along either axis, some in four."""
     dice = random.Random(seed)
     kinds = [(), ("tensor",), ("shard",), ("shard", "tensor")]

@@ -55,7 +55,7 @@ def boxes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_box_is_put_together_from_the_boxes_that_were_saved(seed: int, boxes: Path) -> None:
+def test_load_assembles_any_box_from_saved_boxes(seed: int, boxes: Path) -> None:
     dice = random.Random(seed)
 
     def box(whole: Tensor) -> tuple[StateTensor, Tensor]:
@@ -70,7 +70,7 @@ def test_any_box_is_put_together_from_the_boxes_that_were_saved(seed: int, boxes
         assert isinstance(piece.tensor, Tensor) and torch.equal(piece.tensor, expected)
 
 
-def test_other_formats_and_strides_are_filled_where_they_are(boxes: Path) -> None:
+def test_load_fills_other_number_formats_and_strides_in_place(boxes: Path) -> None:
     turned, halves = torch.zeros(40, 48, dtype=torch.float64).T, torch.zeros(48, 40, dtype=torch.bfloat16)
     load(boxes, {"matrix": turned})
     assert torch.equal(turned, WHOLE.double()) and not turned.is_contiguous()
@@ -78,14 +78,14 @@ def test_other_formats_and_strides_are_filled_where_they_are(boxes: Path) -> Non
     assert torch.equal(halves, WHOLE.bfloat16())
 
 
-def test_what_the_checkpoint_lacks_is_said(boxes: Path) -> None:
+def test_load_names_missing_and_mismatched_tensors(boxes: Path) -> None:
     with pytest.raises(RunFailed, match=r"has no tensor other: it was saved by a run with other settings"):
         load(boxes, {"other": torch.zeros(3)})
     with pytest.raises(RunFailed, match=r"has matrix of shape \[48, 40\], but this run has \[40, 48\]"):
         load(boxes, {"matrix": torch.zeros(40, 48)})
 
 
-def test_only_the_blocks_that_hold_what_is_needed_are_read(tmp_path: Path, monkeypatch: Any) -> None:
+def test_load_reads_only_needed_blocks(tmp_path: Path, monkeypatch: Any) -> None:
     block = 8192
     for module in (format, restore):
         monkeypatch.setattr(module, "BLOCK", block)

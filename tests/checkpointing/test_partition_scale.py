@@ -95,7 +95,7 @@ def write_all(folder: Path, run: Run, layout: Layout) -> Path:
     return Path(str(directory.commit(partial, 1, format.RunMetadata(), layout.ranks)))
 
 
-def test_a_loading_rank_looks_into_the_files_that_hold_its_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loading_rank_opens_only_files_with_its_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tiny_run("model.layers=4", "model.tied=true")
     layout = Layout(pipeline=2, data=1, shard=16, tensor=2, zero=1)
     saved = write_all(tmp_path, run, layout)

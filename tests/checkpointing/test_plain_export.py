@@ -39,7 +39,9 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
 
 
 @pytest.mark.parametrize("optimizer", [False, True])
-def test_safetensors_hold_every_tensor_whole(optimizer: bool, checkpoint: CheckpointReader, tmp_path: Path) -> None:
+def test_plain_export_writes_whole_tensors_to_safetensors(
+    optimizer: bool, checkpoint: CheckpointReader, tmp_path: Path
+) -> None:
     expected = ALL if optimizer else MODEL
     one = to_safetensors(checkpoint, tmp_path / "one", optimizer=optimizer, dtype=None, shard_size=10**9)
     assert same(load_file(tmp_path / "one" / "model.safetensors"), expected)
@@ -55,7 +57,7 @@ def test_safetensors_hold_every_tensor_whole(optimizer: bool, checkpoint: Checkp
 
 
 @pytest.mark.parametrize("mmap", [False, True])
-def test_torch_reads_one_file_of_all(mmap: bool, checkpoint: CheckpointReader, tmp_path: Path) -> None:
+def test_plain_export_writes_a_file_for_torch_load(mmap: bool, checkpoint: CheckpointReader, tmp_path: Path) -> None:
     to_torch(checkpoint, tmp_path / "new" / "all.pt", optimizer=True, dtype=None)
     assert same(torch.load(tmp_path / "new" / "all.pt", weights_only=True, mmap=mmap), ALL)
     to_torch(checkpoint, tmp_path / "model.pt", optimizer=False, dtype=None)
@@ -63,7 +65,7 @@ def test_torch_reads_one_file_of_all(mmap: bool, checkpoint: CheckpointReader, t
     assert not list(tmp_path.rglob("*.partial"))
 
 
-def test_weights_in_another_format_and_states_as_they_are(checkpoint: CheckpointReader, tmp_path: Path) -> None:
+def test_plain_export_converts_weights_but_not_states(checkpoint: CheckpointReader, tmp_path: Path) -> None:
     cast = {n: t.half() if t.is_floating_point() and "optimizer" not in n else t for n, t in ALL.items()}
     to_torch(checkpoint, tmp_path / "half.pt", optimizer=True, dtype=torch.float16)
     assert same(torch.load(tmp_path / "half.pt", weights_only=True), cast)
@@ -72,7 +74,7 @@ def test_weights_in_another_format_and_states_as_they_are(checkpoint: Checkpoint
     assert told.formats == ("float16", "float32", "int64")
 
 
-def test_what_is_there_is_left_alone_and_what_fails_leaves_nothing(
+def test_plain_export_keeps_existing_files_and_removes_partial_ones(
     checkpoint: CheckpointReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "taken").mkdir()

@@ -43,7 +43,9 @@ LENGTHS = (0, 1, 999, 1000, 1001, 2000, 3500, 10_000)
 @pytest.mark.parametrize("listed", [False, True], ids=["made on the way", "there"])
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("sizes", [(1,), (0, 1, 999), (999, 1000, 1001), (1000,), (10_000,), (0, 7, 350, 2500)], ids=str)
-def test_however_it_is_cut_the_file_is_the_same(length: int, sizes: tuple[int, ...], listed: bool, tmp_path: Path) -> None:
+def test_write_file_gives_the_same_file_for_any_chunking(
+    length: int, sizes: tuple[int, ...], listed: bool, tmp_path: Path
+) -> None:
     dice = random.Random(length)
     data = dice.randbytes(length)
     file = Local(tmp_path / "file")
@@ -55,7 +57,7 @@ def test_however_it_is_cut_the_file_is_the_same(length: int, sizes: tuple[int, .
     assert file_checksum(sums) == hashlib.sha256(b"".join(one.to_bytes(4, "little") for one in sums)).hexdigest()
 
 
-def test_a_chunk_may_be_changed_as_soon_as_the_next_is_asked_for(tmp_path: Path) -> None:
+def test_write_file_allows_chunks_that_reuse_memory(tmp_path: Path) -> None:
     buffer, data = bytearray(700), random.Random(4).randbytes(7_000)
 
     def reused() -> Iterator[memoryview]:
@@ -69,7 +71,7 @@ def test_a_chunk_may_be_changed_as_soon_as_the_next_is_asked_for(tmp_path: Path)
     assert (tmp_path / "file").read_bytes() == data
 
 
-def test_any_bytes_can_be_read(tmp_path: Path) -> None:
+def test_checked_file_reads_any_byte_range(tmp_path: Path) -> None:
     dice = random.Random(1)
     data = dice.randbytes(5_432)
     file = Local(tmp_path / "file")
@@ -86,7 +88,7 @@ def test_any_bytes_can_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", range(4))
-def test_damage_is_found_where_it_is_and_only_there(block: int, tmp_path: Path) -> None:
+def test_checked_file_detects_damage_in_the_damaged_block_only(block: int, tmp_path: Path) -> None:
     data = random.Random(2).randbytes(3_500)
     file = Local(tmp_path / "file")
     sums = write_file(file, [data])
@@ -106,7 +108,7 @@ def test_damage_is_found_where_it_is_and_only_there(block: int, tmp_path: Path) 
     checked.close()
 
 
-def test_a_file_that_lost_its_end_is_damaged(tmp_path: Path) -> None:
+def test_checked_file_detects_a_truncated_file(tmp_path: Path) -> None:
     data = bytes(2_500)
     file = Local(tmp_path / "file")
     sums = write_file(file, [data])
@@ -131,7 +133,7 @@ class Counted(Local):
         return super().read_block(begin, length)
 
 
-def test_neighbours_share_a_block_and_only_what_is_needed_is_read(tmp_path: Path) -> None:
+def test_checked_file_reads_needed_blocks_once(tmp_path: Path) -> None:
     data = random.Random(3).randbytes(10_000)
     sums = write_file(Local(tmp_path / "file"), [data])
     file = Counted(tmp_path / "file")
@@ -165,7 +167,7 @@ class Full:
         self.abandoned = True
 
 
-def test_a_file_that_cannot_be_written_is_let_go_of() -> None:
+def test_write_file_aborts_the_sink_on_failure() -> None:
     full = Full(2_000)
     with pytest.raises(OSError, match="No space left"):
         write_file(full, [bytes(700)] * 5)  # type: ignore[arg-type]
