@@ -21,42 +21,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.control import store_server
+from phalanx.control import protocol, store_server
 from phalanx.control.channel import Channel, listen
 from phalanx.control.controller import Controller
 from phalanx.control.election import LeaderClient, Terms
 from phalanx.control.node_faults import NodeFaults
 from phalanx.control.processes import ForkClient, ReplicaProcess, Worker, inspect_process
-from phalanx.control.protocol import (
-    Beats,
-    BeginGeneration,
-    BeginRank,
-    CutConnections,
-    Done,
-    Evict,
-    Halt,
-    HandOff,
-    Inspect,
-    Join,
-    Kill,
-    LocateRanks,
-    Order,
-    Outcome,
-    Pause,
-    RankDied,
-    RankEnded,
-    RankFailed,
-    RankInspected,
-    RankReport,
-    RanksBegan,
-    ReplicaServerMoved,
-    Report,
-    Stop,
-    StopRequested,
-    WorkerInfo,
-    decode,
-    encode,
-)
 from phalanx.control.store_server import KeyValueStore
 from phalanx.events import heartbeat
 from phalanx.events.heartbeat import Beat
@@ -86,11 +56,11 @@ class Agent:
         self.stores: dict[int, KeyValueStore] = {}
         """Rendezvous stores of the generations that this agent began as the controller."""
         self.address: tuple[str, int] = ("", 0)
-        self.last_begin: BeginGeneration | None = None
+        self.last_begin: protocol.BeginGeneration | None = None
         """The order that began the newest generation."""
         self.workers: dict[str, Worker] = {}
         self.stopping: str | None = None
-        self.outcome: Outcome | None = None
+        self.outcome: protocol.Outcome | None = None
         self.fork_client = ForkClient(self.rundir, self.plan)
         self._log = EventLog(self.rundir.events_file)
         self._controller: Controller | None = None
@@ -147,7 +117,7 @@ class Agent:
         if self.last_begin is not None:
             os._exit(70)  # the others see a lost node
         message, _, log = reason.partition("\n")
-        self.finish(Outcome(code=1, reason=message, traceback=log))
+        self.finish(protocol.Outcome(code=1, reason=message, traceback=log))
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Start a task whose failure ends this process instead of passing unseen."""
@@ -166,10 +136,10 @@ class Agent:
         with contextlib.suppress(OSError):
             self._log.emit(event)
 
-    def finish(self, outcome: Outcome) -> None:
+    def finish(self, outcome: protocol.Outcome) -> None:
         """Report the outcome to the launcher and end the node."""
         self.outcome = outcome
-        print(json.dumps({"outcome": encode(outcome)}), flush=True)
+        print(json.dumps({"outcome": protocol.encode(outcome)}), flush=True)
         self._over.set()
 
     def stop(self, reason: str) -> None:
@@ -177,8 +147,8 @@ class Agent:
         if self.stopping is None:
             self.stopping = reason
             for worker in self.workers.values():
-                worker.send(Stop(reason=reason))
-            self.report(StopRequested(reason=reason))
+                worker.send(protocol.Stop(reason=reason))
+            self.report(protocol.StopRequested(reason=reason))
 
     # --- connections and reports ---
 
@@ -188,8 +158,8 @@ class Agent:
         if "store" in first:
             await store_server.serve(channel, self.stores, first)
             return
-        join = decode(first)
-        if isinstance(join, Join) and self._controller is not None and self.reachable(join.node):
+        join = protocol.decode(first)
+        if isinstance(join, protocol.Join) and self._controller is not None and self.reachable(join.node):
             await self._controller.serve_member(channel, join)
 
     def _on_refused(self, address: str, reason: str) -> None:
@@ -206,21 +176,21 @@ class Agent:
     def drop_link(self, node: int) -> None:
         """Injected fault: the link to another node breaks."""
         for worker in self.workers.values():
-            worker.send(CutConnections())
+            worker.send(protocol.CutConnections())
         if self._controller is not None:
             self._controller.drop_link(node)
         else:
             self._leader.drop_link(node)
 
-    def join_report(self) -> Join:
+    def join_report(self) -> protocol.Join:
         """Everything that a controller must know about this node."""
-        return Join(
+        return protocol.Join(
             node=self.node,
             name=self.name,
             slots=self.slots,
             replica_server=list(self.replica_process.address),
             workers={
-                worker.name: WorkerInfo(rank=worker.rank, generation=worker.generation, exit_code=worker.exit_code)
+                worker.name: protocol.WorkerInfo(rank=worker.rank, generation=worker.generation, exit_code=worker.exit_code)
                 for worker in self.workers.values()
                 if not worker.gone.is_set() or worker.exit_code is not None
             },
@@ -228,7 +198,7 @@ class Agent:
             stopping=self.stopping,
         )
 
-    def report(self, report: Report) -> None:
+    def report(self, report: protocol.Report) -> None:
         """Report to the controller."""
         if self._controller is not None:
             self._controller.receive(self.node, report)
@@ -244,37 +214,37 @@ class Agent:
                 if worker.gone.is_set() or worker.rank is None or (beat := heartbeat.read(worker.heartbeat)) is None:
                     continue
                 beats[str(worker.rank)] = beat._replace(since=now - beat.since)
-            self.report(Beats(beats=beats))
+            self.report(protocol.Beats(beats=beats))
             if self._faults is not None:
                 self._faults.on_step(max((beat.step for beat in beats.values()), default=-1))
             await asyncio.sleep(_BEAT)
 
     # --- orders ---
 
-    async def obey(self, order: Order) -> None:
+    async def obey(self, order: protocol.Order) -> None:
         """Carry out an order of the controller."""
         match order:
-            case BeginGeneration():
+            case protocol.BeginGeneration():
                 await self._begin(order)
-            case Halt() | Pause() | LocateRanks():
+            case protocol.Halt() | protocol.Pause() | protocol.LocateRanks():
                 for worker in self._workers_of(order.generation):
                     worker.send(order)
-            case HandOff():
+            case protocol.HandOff():
                 for worker in self._workers_of(order.generation, order.contributors):
                     worker.send(order)
-            case Kill():
+            case protocol.Kill():
                 for worker in self._workers_of(order.generation, order.ranks):
                     worker.failure = order.failure
                     worker.kill()
-            case Inspect():
+            case protocol.Inspect():
                 for worker in self._workers_of(order.generation, order.ranks):
                     self.spawn(self._inspect(worker))
-            case Evict():
+            case protocol.Evict():
                 for worker in self.workers.values():
                     worker.kill()
-            case Stop():
+            case protocol.Stop():
                 self.stop(order.reason)
-            case Done():
+            case protocol.Done():
                 self.finish(order.outcome)
 
     def _workers_of(self, generation: int, ranks: list[int] | None = None) -> list[Worker]:
@@ -284,7 +254,7 @@ class Agent:
             if worker.generation == generation and not worker.gone.is_set() and (ranks is None or worker.rank in ranks)
         ]
 
-    async def _begin(self, order: BeginGeneration) -> None:
+    async def _begin(self, order: protocol.BeginGeneration) -> None:
         """Start this node's ranks of a generation: survivors by name, the others forked now. Workers without a rank are killed."""
         self.last_begin = order
         names = {rank: slot.worker for rank, slot in enumerate(order.ranks) if slot.node == self.node}
@@ -301,17 +271,17 @@ class Agent:
             return
         workers = {rank: forked[rank] if name is None else self.workers.get(name) for rank, name in names.items()}
         known = {str(rank): name or forked[rank].name for rank, name in names.items()}
-        self.report(RanksBegan(generation=order.generation, names=known))
+        self.report(protocol.RanksBegan(generation=order.generation, names=known))
         for rank, process in workers.items():
             if process is None or process.gone.is_set():
-                self.report(RankDied(rank=rank, generation=order.generation, code=-9))
+                self.report(protocol.RankDied(rank=rank, generation=order.generation, code=-9))
                 continue
             process.rank, process.generation = rank, order.generation
             process.send(self._begin_rank(order, process))
             if self.stopping is not None:
-                process.send(Stop(reason=self.stopping))
+                process.send(protocol.Stop(reason=self.stopping))
 
-    def _begin_rank(self, order: BeginGeneration, worker: Worker) -> BeginRank:
+    def _begin_rank(self, order: protocol.BeginGeneration, worker: Worker) -> protocol.BeginRank:
         place = {
             "rank": worker.rank,
             "ranks": len(order.ranks),
@@ -323,7 +293,7 @@ class Agent:
             "node": self.node,
             "copy_every": order.copy_every,
         }
-        return BeginRank(
+        return protocol.BeginRank(
             generation=order.generation,
             place=place,
             plan=order.plan,
@@ -344,15 +314,15 @@ class Agent:
     async def _inspect(self, worker: Worker) -> None:
         state, stack = await inspect_process(worker)
         assert worker.rank is not None
-        self.report(RankInspected(rank=worker.rank, state=state, stack=stack))
+        self.report(protocol.RankInspected(rank=worker.rank, state=state, stack=stack))
 
     # --- the workers ---
 
-    def _on_rank_report(self, worker: Worker, report: RankReport) -> None:
-        if isinstance(report, RankFailed):
+    def _on_rank_report(self, worker: Worker, report: protocol.RankReport) -> None:
+        if isinstance(report, protocol.RankFailed):
             worker.failure = report.failure  # reported with its death
             return
-        if isinstance(report, RankEnded):
+        if isinstance(report, protocol.RankEnded):
             worker.exit_code = report.code
         assert worker.rank is not None
         self.report(replace(report, rank=worker.rank))
@@ -365,7 +335,7 @@ class Agent:
             self.emit(Warned(message=f"Node {self.node} keeps no copies in memory any more: {error}."))
             return
         self.emit(Warned(message=f"The process that keeps node {self.node}'s copies in memory was lost, and started again."))
-        self.report(ReplicaServerMoved(address=list(self.replica_process.address)))
+        self.report(protocol.ReplicaServerMoved(address=list(self.replica_process.address)))
 
     def _reap(self) -> None:
         """A child died: find out which."""
@@ -387,7 +357,9 @@ class Agent:
         if worker.rank is None or worker.exit_code == code:
             return
         self.report(
-            RankDied(rank=worker.rank, generation=worker.generation, code=code, failure=worker.failure, step=worker.last_step)
+            protocol.RankDied(
+                rank=worker.rank, generation=worker.generation, code=code, failure=worker.failure, step=worker.last_step
+            )
         )
 
 

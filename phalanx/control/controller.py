@@ -14,33 +14,8 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from phalanx.checkpointing.replicas import replica_index
-from phalanx.control import startup
+from phalanx.control import protocol, startup
 from phalanx.control.channel import Channel
-from phalanx.control.protocol import (
-    RESUMABLE,
-    Beats,
-    BeginGeneration,
-    ControllerAlive,
-    Done,
-    Evict,
-    Join,
-    Order,
-    Outcome,
-    RankDied,
-    RankFailure,
-    RankInspected,
-    RankLocation,
-    RankReport,
-    RanksBegan,
-    RankSlot,
-    ReplicaServerMoved,
-    Report,
-    StateSource,
-    Stop,
-    StopRequested,
-    decode,
-    encode,
-)
 from phalanx.control.recover import Recovery, Replanner, copy_every
 from phalanx.control.state import ControllerState, Generation, Member, NodeServices
 from phalanx.control.store_server import KeyValueStore
@@ -69,47 +44,47 @@ class Controller:
 
     # --- reports of the agents ---
 
-    async def serve_member(self, channel: Channel, join: Join) -> None:
+    async def serve_member(self, channel: Channel, join: protocol.Join) -> None:
         """Receive the reports of a node until its connection ends."""
         self.receive(join.node, join, channel)
         with contextlib.suppress(ConnectionError):
             while True:
-                self.receive(join.node, decode(await channel.receive()))
+                self.receive(join.node, protocol.decode(await channel.receive()))
         member = self.state.members.get(join.node)
         if member is not None and member.channel is channel:
             self._lose_node(join.node, "its supervisor is gone")
 
-    def receive(self, node: int, report: Report, channel: Channel | None = None) -> None:
+    def receive(self, node: int, report: protocol.Report, channel: Channel | None = None) -> None:
         """Handle one report of a node."""
-        if isinstance(report, Join):
+        if isinstance(report, protocol.Join):
             self._on_join(report, channel)
         elif node in self.state.members:
             self.state.members[node].last_heard = time.monotonic()
             self._handle(node, report)
         self._changed.set()
 
-    def _handle(self, node: int, report: Report) -> None:
+    def _handle(self, node: int, report: protocol.Report) -> None:
         generation = self.state.generation
         match report:
-            case Beats():
+            case protocol.Beats():
                 self._on_beats(report)
-            case RankLocation() | RankInspected():
+            case protocol.RankLocation() | protocol.RankInspected():
                 self._watchdog.hangs.on_answer(report)
-            case RankReport() if generation is not None and report.generation == generation.number:
+            case protocol.RankReport() if generation is not None and report.generation == generation.number:
                 generation.update(report)
-            case RanksBegan() if generation is not None and report.generation == generation.number:
+            case protocol.RanksBegan() if generation is not None and report.generation == generation.number:
                 generation.names |= {int(rank): name for rank, name in report.names.items()}
-            case RankDied():
+            case protocol.RankDied():
                 self._on_rank_died(report)
-            case StopRequested():
+            case protocol.StopRequested():
                 self._on_stop_requested(report.reason)
-            case ReplicaServerMoved():
+            case protocol.ReplicaServerMoved():
                 host, port = report.address
                 self.state.members[node].replica_server = (host, port)
                 if generation is not None and self.state.copy_every is not None:
                     self.agent.spawn(self._set_replica_peers(generation.assignment))
 
-    def _on_join(self, join: Join, channel: Channel | None) -> None:
+    def _on_join(self, join: protocol.Join, channel: Channel | None) -> None:
         state, node = self.state, join.node
         host, port = join.replica_server
         known = state.members.get(node)
@@ -128,7 +103,7 @@ class Controller:
         ours = join.last_begin is not None and join.last_begin.term == generation.term
         working = [worker for worker in join.workers.values() if worker.exit_code is None]
         if channel is not None and any(not ours or worker.generation != generation.number for worker in working):
-            channel.post(encode(Evict(term=self.term)))
+            channel.post(protocol.encode(protocol.Evict(term=self.term)))
         elif known is not None and known.name == join.name:
             ranks = {worker.rank for worker in join.workers.values() if worker.generation == generation.number}
             self._on_reconnect(node, ranks)
@@ -140,17 +115,17 @@ class Controller:
         assert generation is not None
         for rank, place in enumerate(generation.assignment):
             if place == node and rank not in ranks and rank not in generation.ended:
-                failure = RankFailure(cause="died", reason="it is gone, or was never begun")
-                self._on_rank_died(RankDied(rank=rank, generation=generation.number, code=1, failure=failure))
+                failure = protocol.RankFailure(cause="died", reason="it is gone, or was never begun")
+                self._on_rank_died(protocol.RankDied(rank=rank, generation=generation.number, code=1, failure=failure))
 
-    def _on_beats(self, report: Beats) -> None:
+    def _on_beats(self, report: protocol.Beats) -> None:
         generation, now = self.state.generation, time.monotonic()
         for rank, values in report.beats.items():
             beat = Beat(*values)
             if generation is not None and beat.generation == generation.number:
                 generation.beats[int(rank)] = beat._replace(since=now - beat.since)
 
-    def _on_rank_died(self, report: RankDied) -> None:
+    def _on_rank_died(self, report: protocol.RankDied) -> None:
         generation = self.state.generation
         if generation is None or report.generation != generation.number or report.rank in generation.dead:
             return
@@ -163,7 +138,7 @@ class Controller:
     def _on_stop_requested(self, reason: str) -> None:
         if self.state.stop_requested is None:
             self.state.stop_requested = time.monotonic()
-            self.order(Stop(reason=reason))
+            self.order(protocol.Stop(reason=reason))
 
     def _lose_node(self, node: int, reason: str) -> None:
         state = self.state
@@ -195,14 +170,14 @@ class Controller:
             self._deposed = True
         return not self._deposed
 
-    def order(self, order: Order) -> None:
+    def order(self, order: protocol.Order) -> None:
         """Send an order to every node, if this term is still the newest."""
         if not self.leads:
             return
         order = replace(order, term=self.term)
         for member in self.state.members.values():
             if member.channel is not None:
-                member.channel.post(encode(order))
+                member.channel.post(protocol.encode(order))
             else:
                 self.agent.spawn(self.agent.obey(order))
 
@@ -248,7 +223,7 @@ class Controller:
                 if stalled:
                     member.last_heard = self._last_heartbeat
                 if member.channel is not None:
-                    member.channel.post(encode(ControllerAlive(term=self.term)))
+                    member.channel.post(protocol.encode(protocol.ControllerAlive(term=self.term)))
             await asyncio.sleep(_HEARTBEAT)
 
     async def stacks(self, ranks: list[int]) -> dict[int, str]:
@@ -285,7 +260,7 @@ class Controller:
         plan: Plan,
         assignment: tuple[int, ...],
         names: dict[int, str | None],
-        source: StateSource,
+        source: protocol.StateSource,
         *,
         save_only: bool = False,
     ) -> None:
@@ -302,10 +277,10 @@ class Controller:
             await self._set_replica_peers(assignment)
         state.generation = Generation(number, plan, assignment, self.term)
         self.order(
-            BeginGeneration(
+            protocol.BeginGeneration(
                 generation=number,
                 plan=asdict(plan),
-                ranks=[RankSlot(node=node, worker=names.get(rank)) for rank, node in enumerate(assignment)],
+                ranks=[protocol.RankSlot(node=node, worker=names.get(rank)) for rank, node in enumerate(assignment)],
                 source=source,
                 store=list(self.agent.address),
                 copy_every=state.copy_every,
@@ -324,14 +299,14 @@ class Controller:
         if generation is None or not generation.complete:
             return False
         self._watchdog.record_recovery(generation)
-        self.end(RESUMABLE if RESUMABLE in generation.ended.values() else 0)
+        self.end(protocol.RESUMABLE if protocol.RESUMABLE in generation.ended.values() else 0)
         return True
 
     def end(self, code: int, reason: str | None = None, rank: int | None = None, traceback: str = "") -> None:
         """End the run: tell all other nodes, then this one."""
-        outcome = Outcome(code=code, reason=reason, rank=rank, traceback=traceback)
+        outcome = protocol.Outcome(code=code, reason=reason, rank=rank, traceback=traceback)
         for member in self.state.members.values():
             if member.channel is not None:
-                member.channel.post(encode(Done(term=self.term, outcome=outcome)))
+                member.channel.post(protocol.encode(protocol.Done(term=self.term, outcome=outcome)))
         asyncio.get_running_loop().call_later(0.05, self.agent.finish, outcome)
         self.agent.outcome = outcome

@@ -18,8 +18,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from phalanx.control import protocol
 from phalanx.control.channel import Channel, connect
-from phalanx.control.protocol import ControllerAlive, Join, Order, Outcome, Report, decode, encode
 
 _NUMBER = r"([0-9]{5}|[1-9][0-9]{5,8})"  # one spelling for each number
 _TERM, _NODE = re.compile(f"term-{_NUMBER}"), re.compile(rf"node-{_NUMBER}\.json")
@@ -126,11 +126,11 @@ class FollowerNode(Protocol):
     name: str
     token: str
     terms: Terms
-    outcome: Outcome | None
+    outcome: protocol.Outcome | None
 
-    def join_report(self) -> Join: ...
+    def join_report(self) -> protocol.Join: ...
     def reachable(self, node: int) -> bool: ...
-    async def obey(self, order: Order) -> None: ...
+    async def obey(self, order: protocol.Order) -> None: ...
 
 
 class LeaderClient:
@@ -143,10 +143,10 @@ class LeaderClient:
         self._signs_of_life: dict[str, tuple[float, float]] = {}
         """Controller name to (touched time of its file, when that was first seen)."""
 
-    def send(self, report: Report) -> None:
+    def send(self, report: protocol.Report) -> None:
         """Send a report to the controller, if there is a connection."""
         if self._channel is not None:
-            self._channel.post(encode(report))
+            self._channel.post(protocol.encode(report))
 
     def drop_link(self, node: int) -> None:
         """Injected fault: the connection to that node breaks."""
@@ -194,10 +194,10 @@ class LeaderClient:
             await asyncio.sleep(_RETRY)
             return self._shows_life(node, author)
         try:
-            self._channel.post(encode(self._agent.join_report()))
+            self._channel.post(protocol.encode(self._agent.join_report()))
             while self._agent.outcome is None:
-                order = decode(await asyncio.wait_for(self._channel.receive(), self._heartbeat))
-                if isinstance(order, ControllerAlive):
+                order = protocol.decode(await asyncio.wait_for(self._channel.receive(), self._heartbeat))
+                if isinstance(order, protocol.ControllerAlive):
                     self._signs_of_life[author] = (self._agent.terms.touched(node), time.monotonic())
                     continue
                 if self._agent.terms.newest() != (term, author):

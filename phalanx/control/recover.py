@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from phalanx.checkpointing.replicas import replica_index, shm_slots
+from phalanx.control import protocol
 from phalanx.control.processes import BYTES_PER_PARAMETER
-from phalanx.control.protocol import Halt, HandOff, Kill, Pause, RankFailure, StateSource
 from phalanx.control.state import Control, Generation, RecoveryRecord
 from phalanx.events.records import FailureNoticed, Warned
 from phalanx.recovery.history import updated_history
@@ -92,7 +92,7 @@ class Recovery:
             # A recovery in progress comes back to these nodes when it is complete.
             state.joined_during_recovery |= {event.node for event in self._events if isinstance(event, NodeJoined)}
             return False
-        self._control.order(Pause(generation=generation.number))
+        self._control.order(protocol.Pause(generation=generation.number))
         await self._control.until(
             lambda: bool(state.events) or bool(generation.ended) or len(generation.paused) == generation.ranks, _PAUSE_TIMEOUT
         )
@@ -153,7 +153,7 @@ class Recovery:
         """Make every survivor abandon its step and report its state; ranks that do not are killed."""
         if (store := self._agent.stores.get(generation.number)) is not None:
             store.end(f"generation {generation.number} is over")
-        self._control.order(Halt(generation=generation.number))
+        self._control.order(protocol.Halt(generation=generation.number))
 
         def missing() -> list[int]:
             return [rank for rank in generation.living if rank not in generation.survivors and rank not in generation.ended]
@@ -164,11 +164,11 @@ class Recovery:
         stacks = await self._control.stacks(late)
         for rank in late:
             reason = f"rank {rank} did not give up its step within {_HALT_TIMEOUT:.0f} s"
-            failure = RankFailure(cause="hung", reason=reason, traceback=stacks.get(rank, ""))
-            self._control.order(Kill(generation=generation.number, ranks=[rank], failure=failure))
+            failure = protocol.RankFailure(cause="hung", reason=reason, traceback=stacks.get(rank, ""))
+            self._control.order(protocol.Kill(generation=generation.number, ranks=[rank], failure=failure))
         await self._control.until(lambda: not missing(), _HALT_TIMEOUT)
 
-    async def _choose_source(self, generation: Generation) -> StateSource:
+    async def _choose_source(self, generation: Generation) -> protocol.StateSource:
         """Choose the newest state: the survivors' own, replicas in host memory, or a checkpoint on disk."""
         live = await self._hand_off(generation)
         servers = self._state.replica_servers()
@@ -185,12 +185,14 @@ class Recovery:
             # A run that fails again and again must not fill the memory with earlier hand-offs.
             self._agent.spawn(discard_replicas(self._control, generation.number))
             _, step, ranks = live
-            return StateSource(in_memory=True, generation=generation.number, step=step, ranks=ranks, servers=addresses)
+            return protocol.StateSource(in_memory=True, generation=generation.number, step=step, ranks=ranks, servers=addresses)
         if best is not None:
             self._record.source = "memory"
-            return StateSource(in_memory=True, generation=best.generation, step=best.step, ranks=best.ranks, servers=addresses)
+            return protocol.StateSource(
+                in_memory=True, generation=best.generation, step=best.step, ranks=best.ranks, servers=addresses
+            )
         self._record.source = "disk"
-        return StateSource(in_memory=False, newest_step=newest_step)
+        return protocol.StateSource(in_memory=False, newest_step=newest_step)
 
     async def _hand_off(self, generation: Generation) -> tuple[int, int, int] | None:
         """Have the survivors copy their state into host memory; returns (rewinds, step, ranks), or None if part of it is missing."""
@@ -202,7 +204,7 @@ class Recovery:
             return None
         generation.handed_off.clear()
         self._control.order(
-            HandOff(
+            protocol.HandOff(
                 generation=generation.number,
                 contributors=contributors,
                 step=step,

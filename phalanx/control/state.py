@@ -12,24 +12,9 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from phalanx.control import protocol
 from phalanx.control.channel import Channel
 from phalanx.control.election import Terms
-from phalanx.control.protocol import (
-    BeginGeneration,
-    ConnectionLost,
-    FirstStepDone,
-    HandedOff,
-    Join,
-    Order,
-    Outcome,
-    RankEnded,
-    RankPaused,
-    RankReport,
-    RankRestored,
-    ReplicasDiffer,
-    StateSource,
-    SurvivorReport,
-)
 from phalanx.control.store_server import KeyValueStore
 from phalanx.events.heartbeat import Beat
 from phalanx.events.records import Event
@@ -69,8 +54,8 @@ class Generation:
     dead: dict[int, WorkerDied] = field(default_factory=dict)
     beats: dict[int, Beat] = field(default_factory=dict)
     """Newest heartbeat of each rank, on this machine's clock."""
-    survivors: dict[int, SurvivorReport] = field(default_factory=dict)
-    handed_off: dict[int, HandedOff] = field(default_factory=dict)
+    survivors: dict[int, protocol.SurvivorReport] = field(default_factory=dict)
+    handed_off: dict[int, protocol.HandedOff] = field(default_factory=dict)
     restored: dict[int, int] = field(default_factory=dict)
     """Step that each rank has restored."""
     first_steps: dict[int, float] = field(default_factory=dict)
@@ -82,7 +67,7 @@ class Generation:
     """Last complete steps of ranks that died."""
     disconnected: dict[int, str] = field(default_factory=dict)
     """Ranks that lost a connection, with their error."""
-    corruption: ReplicasDiffer | None = None
+    corruption: protocol.ReplicasDiffer | None = None
     corruption_handled: bool = False
 
     @property
@@ -119,28 +104,28 @@ class Generation:
     def complete(self) -> bool:
         return len(self.ended) == self.ranks
 
-    def update(self, report: RankReport) -> None:
+    def update(self, report: protocol.RankReport) -> None:
         """Record what one of its ranks reports."""
         rank = report.rank
         match report:
-            case SurvivorReport():
+            case protocol.SurvivorReport():
                 self.survivors[rank] = report
-            case HandedOff():
+            case protocol.HandedOff():
                 self.handed_off[rank] = report
-            case RankRestored():
+            case protocol.RankRestored():
                 self.restored[rank] = report.step
-            case FirstStepDone():
+            case protocol.FirstStepDone():
                 self.first_steps.setdefault(rank, time.time())
-            case RankPaused():
+            case protocol.RankPaused():
                 self.paused.add(rank)
-            case RankEnded():
+            case protocol.RankEnded():
                 self.ended[rank] = report.code
-            case ConnectionLost():
+            case protocol.ConnectionLost():
                 self.disconnected.setdefault(rank, report.reason)
-            case ReplicasDiffer():
+            case protocol.ReplicasDiffer():
                 self.corruption = report
 
-    def newest_state(self) -> tuple[int, list[int], SurvivorReport] | None:
+    def newest_state(self) -> tuple[int, list[int], protocol.SurvivorReport] | None:
         """The newest step among the survivors' states, the ranks that have or can still apply it, and the report of one that has it.
 
         None if no survivor has a usable state.
@@ -207,8 +192,8 @@ class ControllerState:
     """The running generation only saves."""
     copy_every: int | None = None
     """Steps between two replicas of the state in host memory; None: no replicas."""
-    joins: dict[int, Join] = field(default_factory=dict)
-    begins: list[BeginGeneration] = field(default_factory=list)
+    joins: dict[int, protocol.Join] = field(default_factory=dict)
+    begins: list[protocol.BeginGeneration] = field(default_factory=list)
     """Newest generations that joining nodes know of."""
     last_stall_end: float = field(default_factory=time.monotonic)
     """When this process last woke from being stopped or starved: silence before that is not the fault of others."""
@@ -257,14 +242,14 @@ class NodeServices(Protocol):
     address: tuple[str, int]
     terms: Terms
     stores: dict[int, KeyValueStore]
-    last_begin: BeginGeneration | None
+    last_begin: protocol.BeginGeneration | None
     stopping: str | None
-    outcome: Outcome | None
+    outcome: protocol.Outcome | None
 
     def emit(self, event: Event) -> None: ...
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]: ...
-    async def obey(self, order: Order) -> None: ...
-    def finish(self, outcome: Outcome) -> None: ...
+    async def obey(self, order: protocol.Order) -> None: ...
+    def finish(self, outcome: protocol.Outcome) -> None: ...
 
 
 class Control(Protocol):
@@ -279,14 +264,14 @@ class Control(Protocol):
     def leads(self) -> bool: ...
     @property
     def stalled(self) -> bool: ...
-    def order(self, order: Order) -> None: ...
+    def order(self, order: protocol.Order) -> None: ...
     async def until(self, condition: Callable[[], bool], seconds: float) -> bool: ...
     async def begin(
         self,
         plan: Plan,
         assignment: tuple[int, ...],
         names: dict[int, str | None],
-        source: StateSource,
+        source: protocol.StateSource,
         *,
         save_only: bool = False,
     ) -> None: ...

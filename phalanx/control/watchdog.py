@@ -8,16 +8,7 @@ import signal
 import time
 from dataclasses import asdict, replace
 
-from phalanx.control.protocol import (
-    RESUMABLE,
-    Inspect,
-    Kill,
-    LocateRanks,
-    RankDied,
-    RankFailure,
-    RankInspected,
-    RankLocation,
-)
+from phalanx.control import protocol
 from phalanx.control.recover import Recovery, Replanner, discard_replicas
 from phalanx.control.state import Control, Generation
 from phalanx.events.heartbeat import Beat
@@ -55,7 +46,7 @@ class Watchdog:
         if not self._control.state.events:
             await self.hangs.check(generation)
 
-    def worker_died(self, report: RankDied) -> WorkerDied:
+    def worker_died(self, report: protocol.RankDied) -> WorkerDied:
         """The end of a worker as an event of the policy."""
         rank, failure, generation = report.rank, report.failure, self._control.state.generation
         step = generation.step if generation is not None else None
@@ -141,7 +132,7 @@ class Watchdog:
         if generation.untouched:
             step = max(generation.restored.values(), default=0)
             agent.emit(Stopped(step=step, reason=agent.stopping or "asked to stop"))
-            self._control.end(RESUMABLE)
+            self._control.end(protocol.RESUMABLE)
         else:
             await Recovery(self._control, self._replanner, save_only=True).run()
 
@@ -157,14 +148,14 @@ class HangDetector:
         self._generation = -1
         self._steps_compared = 0
         self._question = 0
-        self._locations: dict[int, RankLocation] = {}
-        self._inspections: dict[int, RankInspected] = {}
+        self._locations: dict[int, protocol.RankLocation] = {}
+        self._inspections: dict[int, protocol.RankInspected] = {}
         self._extended: dict[int, float] = {}
         """Longer timeouts of ranks that were suspected while everybody worked."""
 
-    def on_answer(self, answer: RankLocation | RankInspected) -> None:
+    def on_answer(self, answer: protocol.RankLocation | protocol.RankInspected) -> None:
         """The answer of a rank, or of its agent about it."""
-        if isinstance(answer, RankLocation):
+        if isinstance(answer, protocol.RankLocation):
             self._locations[answer.rank] = answer
         else:
             self._inspections[answer.rank] = answer
@@ -231,8 +222,8 @@ class HangDetector:
             self._control.agent.emit(Warned(message=f"No step was completed for {silent:.0f} s, but {diagnosis.message}."))
 
     def _kill(self, generation: Generation, ranks: list[int], reason: str, stack: str) -> None:
-        failure = RankFailure(cause="hung", reason=reason, traceback=stack)
-        self._control.order(Kill(generation=generation.number, ranks=ranks, failure=failure))
+        failure = protocol.RankFailure(cause="hung", reason=reason, traceback=stack)
+        self._control.order(protocol.Kill(generation=generation.number, ranks=ranks, failure=failure))
 
     async def stacks(self, generation: Generation, ranks: list[int]) -> dict[int, str]:
         """The stacks of these ranks, from their own reports or from outside."""
@@ -250,14 +241,14 @@ class HangDetector:
         self._locations.clear()
         self._inspections.clear()
         self._question += 1
-        control.order(LocateRanks(generation=generation.number, question=self._question))
+        control.order(protocol.LocateRanks(generation=generation.number, question=self._question))
 
         def unanswered() -> list[int]:
             return [rank for rank in ranks if rank not in self._locations and rank not in self._inspections]
 
         await control.until(lambda: bool(control.state.events) or not unanswered(), _ANSWER_TIMEOUT)
         if silent := unanswered():
-            control.order(Inspect(generation=generation.number, ranks=silent))
+            control.order(protocol.Inspect(generation=generation.number, ranks=silent))
             await control.until(lambda: bool(control.state.events) or not unanswered(), _INSPECT_TIMEOUT)
 
     def _diagnose(self, generation: Generation, beats: dict[int, Beat]) -> Diagnosis:

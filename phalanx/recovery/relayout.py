@@ -58,15 +58,15 @@ def _counts(wanted: Layout, most: int, batch: int) -> list[int]:
 
 def relayout_cost(wanted: Layout, layout: Layout) -> tuple[float, ...]:
     """Sort key of layouts, the best first."""
-    kept = [
+    ratios = [
         _ratio(wanted.tensor, layout.tensor),
         _ratio(wanted.context, layout.context),
         _ratio(wanted.expert, layout.expert),
         _ratio(wanted.expert_tensor, layout.expert_tensor),
         _ratio(wanted.pipeline, layout.pipeline),
     ]
-    changes = sum(ratio != 1 for ratio in kept)
-    return -layout.ranks, changes, math.prod(kept), *kept, _ratio(wanted.shard, layout.shard), -layout.shard
+    changes = sum(ratio != 1 for ratio in ratios)
+    return -layout.ranks, changes, math.prod(ratios), *ratios, _ratio(wanted.shard, layout.shard), -layout.shard
 
 
 def with_valid_settings(wanted: Layout, layout: Layout) -> Layout:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from phalanx.control.protocol import CutConnections, Halt, LocateRanks, Pause, RankLocation, RankReport, Stop, decode, encode
+from phalanx.control import protocol
 
 INTERRUPT = signal.SIGRTMIN + 1
 """Makes the main thread check whether its generation is over."""
@@ -53,10 +53,10 @@ class ControlThread:
         """Start to receive, once all callbacks are set: the first orders may be there already."""
         threading.Thread(target=self._receive, name="control", daemon=True).start()
 
-    def report(self, report: RankReport) -> None:
+    def report(self, report: protocol.RankReport) -> None:
         """Send a report to the agent, from any thread."""
         with self._lock, contextlib.suppress(OSError):
-            self._connection.sendall(json.dumps(encode(report)).encode() + b"\n")
+            self._connection.sendall(json.dumps(protocol.encode(report)).encode() + b"\n")
 
     @property
     def over(self) -> bool:
@@ -69,24 +69,24 @@ class ControlThread:
             while block := self._connection.recv(1 << 20):
                 *lines, buffer = (buffer + block).split(b"\n")
                 for line in lines:
-                    self._handle(decode(json.loads(line)))
+                    self._handle(protocol.decode(json.loads(line)))
         self.orders.put(None)
 
     def _handle(self, order: Any) -> None:
         match order:
-            case Halt():
+            case protocol.Halt():
                 self.halted = max(self.halted, order.generation)
                 self.orders.put(order)
                 threading.Thread(target=self._interrupt, name="interrupt", daemon=True).start()
-            case Stop():
+            case protocol.Stop():
                 self.on_stop(order.reason)
-            case Pause():
+            case protocol.Pause():
                 if order.generation == self.generation:
                     self.on_pause()
-            case CutConnections():
+            case protocol.CutConnections():
                 cut_connections()
-            case LocateRanks():
-                location = RankLocation(generation=order.generation, question=order.question, report=self.locate())
+            case protocol.LocateRanks():
+                location = protocol.RankLocation(generation=order.generation, question=order.question, report=self.locate())
                 self.report(location)
             case _:
                 self.orders.put(order)

@@ -22,23 +22,7 @@ import torch
 
 from phalanx.checkpointing.location import Location
 from phalanx.checkpointing.replicas import replica_index
-from phalanx.control.protocol import (
-    RESUMABLE,
-    BeginRank,
-    ConnectionLost,
-    FirstStepDone,
-    Halt,
-    HandedOff,
-    HandOff,
-    RankEnded,
-    RankFailed,
-    RankFailure,
-    RankPaused,
-    RankRestored,
-    ReplicasDiffer,
-    StateSource,
-    is_secondary_error,
-)
+from phalanx.control import protocol
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.events.fault_log import FaultClaims
 from phalanx.events.heartbeat import Heartbeat
@@ -120,21 +104,21 @@ class _Rank:
                 match order:
                     case None:
                         return 1  # the agent is gone
-                    case BeginRank():
+                    case protocol.BeginRank():
                         code = self._run_generation(order)
                         if code is not None:
                             return code
-                    case Halt():
+                    case protocol.Halt():
                         # The state stays in memory until the next generation begins.
                         trainer = self._trainer if order.generation == self._control.generation else None
                         self._control.report(survivor_state(trainer, order.generation))
-                    case HandOff():
+                    case protocol.HandOff():
                         self._hand_off(order)
             except BaseException as error:
                 self._fail(error)
                 return 1
 
-    def _run_generation(self, order: BeginRank) -> int | None:
+    def _run_generation(self, order: protocol.BeginRank) -> int | None:
         """Train until the run or the generation ends; returns an exit code if the run has ended."""
         control = self._control
         control.generation = order.generation
@@ -152,7 +136,7 @@ class _Rank:
                 return None  # the order to halt is in the queue
             if isinstance(error, Corruption):
                 control.report(
-                    ReplicasDiffer(
+                    protocol.ReplicasDiffer(
                         generation=order.generation,
                         culprits=list(error.guilty),
                         what=error.what,
@@ -161,13 +145,13 @@ class _Rank:
                     )
                 )
                 return None
-            if not isinstance(error, RuntimeError | ConnectionError) or not is_secondary_error(str(error)):
+            if not isinstance(error, RuntimeError | ConnectionError) or not protocol.is_secondary_error(str(error)):
                 raise
             # A rank or a connection was lost; the controller knows which, or will find out.
-            control.report(ConnectionLost(generation=order.generation, reason=f"{type(error).__name__}: {error}"))
+            control.report(protocol.ConnectionLost(generation=order.generation, reason=f"{type(error).__name__}: {error}"))
             return None
 
-    def _train(self, order: BeginRank) -> int | None:
+    def _train(self, order: protocol.BeginRank) -> int | None:
         control, generation = self._control, order.generation
         plan = Plan.from_json(json.dumps(order.plan))
         place = Place(**order.place | {"store": tuple(order.place["store"])})
@@ -184,7 +168,7 @@ class _Rank:
         for event in trainer.restore(self._location(order.source, mesh, place)):
             for listener in listeners:
                 listener(event)
-        control.report(RankRestored(generation=generation, step=trainer.progress.step))
+        control.report(protocol.RankRestored(generation=generation, step=trainer.progress.step))
         last: Event | None = None
         first = True
         for last in trainer.train(save_only=order.save_only):
@@ -193,18 +177,18 @@ class _Rank:
             if isinstance(last, Step | StepSkipped):
                 self._steps.append(last)
                 if first:
-                    control.report(FirstStepDone(generation=generation))
+                    control.report(protocol.FirstStepDone(generation=generation))
                 first = False
             if (account := trainer.take_measurement()) is not None:
                 self._log.emit(account)
         if trainer.stop_signal.paused and not isinstance(last, Stopped):
-            control.report(RankPaused(generation=generation))
+            control.report(protocol.RankPaused(generation=generation))
             return None
         trainer.close()
         self._trainer = None
         disconnect(mesh)
-        code = RESUMABLE if isinstance(last, Stopped) else 0
-        control.report(RankEnded(generation=generation, code=code))
+        code = protocol.RESUMABLE if isinstance(last, Stopped) else 0
+        control.report(protocol.RankEnded(generation=generation, code=code))
         return code
 
     def _build(self, plan: Plan, mesh: Mesh, chaos: str) -> Trainer:
@@ -228,7 +212,7 @@ class _Rank:
             self._sinks = list(sinks(self._run, self._rundir.path))
         return [self._log.emit, *self._sinks]
 
-    def _location(self, source: StateSource, mesh: Mesh, place: Place) -> Location | None:
+    def _location(self, source: protocol.StateSource, mesh: Mesh, place: Place) -> Location | None:
         """Where to restore from; None: the newest checkpoint on disk."""
         if not source.in_memory:
             assert self._trainer is not None
@@ -249,7 +233,7 @@ class _Rank:
         if self._trainer is not None:
             self._trainer.pause()
 
-    def _hand_off(self, order: HandOff) -> None:
+    def _hand_off(self, order: protocol.HandOff) -> None:
         trainer, covered, problem = self._trainer, False, None
         assert trainer is not None
         try:
@@ -261,7 +245,7 @@ class _Rank:
             problem = str(error)
         if order.reporter == trainer.mesh.rank:
             self._write_missing_steps(trainer)
-        self._control.report(HandedOff(generation=order.generation, covered=covered, problem=problem))
+        self._control.report(protocol.HandedOff(generation=order.generation, covered=covered, problem=problem))
 
     def _write_missing_steps(self, trainer: Trainer) -> None:
         """Write step records that rank 0 had not written when it was lost. Every rank has them."""
@@ -300,17 +284,17 @@ class _Rank:
             os.replace(partial, path)
         except OSError:
             pass  # the disk is full; the agent gets the report all the same
-        self._control.report(RankFailed(generation=self._control.generation, failure=failure))
+        self._control.report(protocol.RankFailed(generation=self._control.generation, failure=failure))
 
 
-def rank_failure(error: BaseException) -> RankFailure:
+def rank_failure(error: BaseException) -> protocol.RankFailure:
     """An error as a report."""
     expected = isinstance(error, PhalanxError)
     reason = str(error) if expected else f"{type(error).__name__}: {error}"
     if isinstance(error, torch.OutOfMemoryError):
         reason += "\nA smaller train.micro_batch needs less memory; the batch stays the same through accumulation."
     trace = "" if expected else "".join(traceback.format_exception(error))
-    return RankFailure(reason=reason, traceback=trace, expected=expected, time=time.time())
+    return protocol.RankFailure(reason=reason, traceback=trace, expected=expected, time=time.time())
 
 
 def worker_started(mesh: Mesh) -> WorkerStarted:
@@ -342,7 +326,7 @@ def train_rank(
             log.emit(account)
     disconnect(mesh)
     log.close()
-    return RESUMABLE if isinstance(last, Stopped) else 0
+    return protocol.RESUMABLE if isinstance(last, Stopped) else 0
 
 
 def _redirect_output(log: Path) -> None:

@@ -62,7 +62,7 @@ def test_sigterm_saves_and_prints_how_to_resume(stopped: tuple[Workshop, Ended])
     workshop, ended = stopped
     assert ended.code == 75, ended
     assert ended.err == ""
-    assert "give the same command again" in ended.out
+    assert "run the same command again" in ended.out
     events = workshop.events("stopped")
     (stop,) = of(Stopped, events)
     assert 55 <= stop.step < STEPS and "SIGTERM" in stop.reason
@@ -150,7 +150,7 @@ def test_control_c_on_a_terminal_saves(workshop: Workshop) -> None:
     shown = text.decode()
     assert "Traceback" not in shown
     assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l") >= 0
-    assert "give the same command again" in shown
+    assert "run the same command again" in shown
 
 
 def test_signal_to_one_rank_stops_all(workshop: Workshop) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from typing import Any
 
 import pytest
@@ -33,20 +32,19 @@ def test_what_is_set_is_found_and_who_waits_for_it_is_woken() -> None:
     asyncio.run(main())
 
 
-def test_who_waits_too_long_is_told_for_what() -> None:
+def test_timeout_names_the_missing_key() -> None:
     async def main() -> None:
         store = KeyValueStore()
         await store.ask({"op": "set", "key": "here", "value": ""})
-        started = time.monotonic()
         answer = await store.ask({"op": "get", "keys": ["here", "rank 3"], "timeout": 0.1})
         assert answer == {"error": "waited 0.1 s for 'rank 3', which nobody has set", "late": True}
-        assert 0.09 < time.monotonic() - started < 1.0 and store._waiting == {}
+        assert store._waiting == {}
         assert (await store.ask({"op": "wait", "keys": ["rank 3"], "timeout": 0}))["late"]
 
     asyncio.run(main())
 
 
-def test_a_key_that_is_deleted_before_the_others_have_come_is_waited_for_again() -> None:
+def test_deleted_key_is_waited_for_again() -> None:
     async def main() -> None:
         store = KeyValueStore()
         waiting = asyncio.create_task(store.ask({"op": "get", "keys": ["a", "b"], "timeout": 5}))

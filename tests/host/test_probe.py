@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -183,10 +183,8 @@ def test_broken_driver_is_no_gpu_and_a_problem(programs: Path) -> None:
 
 def test_driver_that_does_not_answer(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phalanx.host.probe._SMI_TIMEOUT", 0.1)
-    fake_smi(programs, "exec /bin/sleep 5")
-    begin = time.monotonic()
+    fake_smi(programs, "exec /bin/sleep 600")
     assert probe().gpus == ()
-    assert time.monotonic() - begin < 2
     problem = driver_problem()
     assert problem is not None
     assert "no answer" in problem
@@ -218,12 +216,9 @@ def test_driver_without_its_tool(programs: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_probe_of_this_machine_is_quick(programs: Path) -> None:
-    fastest = min(_timed_probe() for _ in range(3))
-    assert fastest < 0.02
+def test_probe_without_gpus_starts_no_process(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a probe must be quick")
 
-
-def _timed_probe() -> float:
-    begin = time.perf_counter()
-    probe()
-    return time.perf_counter() - begin
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    assert probe().cores >= 1
