@@ -101,7 +101,7 @@ def test_both_sides_must_know_the_token() -> None:
     asyncio.run(main())
 
 
-def test_an_impostor_who_listens_learns_nothing_and_is_left() -> None:
+def test_impostor_server_learns_nothing_and_is_refused() -> None:
     heard = []
 
     def pretend(server: socket.socket) -> None:
@@ -124,7 +124,7 @@ def test_an_impostor_who_listens_learns_nothing_and_is_left() -> None:
     assert TOKEN.encode() not in heard[0] and heard[1] == b""
 
 
-def test_a_blocking_client_speaks_the_same() -> None:
+def test_blocking_client_and_asyncio_listener_interoperate() -> None:
     def ask(address: frames.Address) -> dict[str, Any]:
         channel = frames.open_channel(address, TOKEN, frames.CONTROL)
         channel.send({"n": 1})
@@ -193,7 +193,7 @@ def test_changed_bytes_end_that_connection_alone(
     assert refused == ([reason] if reason else [])
 
 
-def test_what_is_sealed_and_still_makes_no_sense_is_refused() -> None:
+def test_sealed_but_invalid_messages_are_refused() -> None:
     for body, reason in ((b"[1]", "that is no table"), (b"{", "not JSON"), (b"[" * 100_000, "not JSON")):
         ours, theirs = frames.MessageSealer(b"k" * 32, client=True), frames.MessageSealer(b"k" * 32, client=False)
         seal = ours._seal(b"asks", 0, body)
@@ -202,14 +202,14 @@ def test_what_is_sealed_and_still_makes_no_sense_is_refused() -> None:
             theirs.open(head, body)
 
 
-def test_what_goes_one_way_is_refused_on_the_way_back() -> None:
+def test_reflected_messages_are_refused() -> None:
     seals = frames.MessageSealer(b"k" * 32, client=True)
     message = seals.pack({"n": 0})
     with pytest.raises(Refused, match="seal"):
         seals.open(message[: frames.HEADER], message[frames.HEADER :])
 
 
-def test_one_who_never_reads_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_that_never_reads_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "_MAX_UNREAD", 1 << 20)
     links: list[Channel] = []
 
@@ -301,7 +301,7 @@ def test_messages_posted_before_close_arrive_and_failing_tasks_are_reported() ->
     asyncio.run(main())
 
 
-def test_nobody_listening_is_said_at_once() -> None:
+def test_connection_refused_is_reported_at_once() -> None:
     async def main() -> None:
         async with listening() as (listener, _):
             address = listener.address

@@ -16,7 +16,7 @@ from phalanx.control.election import Terms
 from phalanx.host.env import python_env
 
 
-def test_terms_follow_each_other(tmp_path: Path) -> None:
+def test_terms_are_claimed_in_order(tmp_path: Path) -> None:
     claims = Terms(tmp_path / "control")
     assert claims.newest() is None
     assert claims.claim(1, "0-a1") and claims.newest() == (1, "0-a1")
@@ -27,7 +27,7 @@ def test_terms_follow_each_other(tmp_path: Path) -> None:
     assert os.readlink(tmp_path / "control/term-00002") == "1-b2"
 
 
-def test_of_many_who_claim_at_once_one_has_it(tmp_path: Path) -> None:
+def test_exactly_one_of_many_concurrent_claims_succeeds(tmp_path: Path) -> None:
     """Eight processes, each claiming whatever is free next, a hundred terms together: no term has two authors who think it theirs."""
     claims, pids = Terms(tmp_path / "control"), []
     for node in range(8):
@@ -49,7 +49,7 @@ def test_of_many_who_claim_at_once_one_has_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("junk", ["file", "folder", "../../etc/passwd", "0-a1\n", "0 a1", "ä-1", "a" * 51])
-def test_what_is_no_claim_has_no_author_and_stops_no_election(tmp_path: Path, junk: str) -> None:
+def test_invalid_term_files_have_no_author_and_stop_no_election(tmp_path: Path, junk: str) -> None:
     claims = Terms(tmp_path)
     claims.claim(1, "0-a1")
     taken = tmp_path / "term-00002"
@@ -66,7 +66,7 @@ def test_what_is_no_claim_has_no_author_and_stops_no_election(tmp_path: Path, ju
     assert claims.claim(3, "1-b2") and claims.newest() == (3, "1-b2")
 
 
-def test_an_authors_name_is_plain(tmp_path: Path) -> None:
+def test_author_names_are_restricted_to_plain_characters(tmp_path: Path) -> None:
     for name in ("", "a/b", "..", "a b", "a" * 51, "a\n"):
         with pytest.raises(AssertionError):
             Terms(tmp_path).claim(1, name)
@@ -93,7 +93,7 @@ def test_nodes_are_announced_for_this_user_alone(tmp_path: Path) -> None:
         claims.announce(3, {"token": "secret"})
 
 
-def test_what_is_no_nodes_word_is_passed_over(tmp_path: Path) -> None:
+def test_invalid_node_files_are_ignored(tmp_path: Path) -> None:
     claims = Terms(tmp_path)
     claims.announce(0, {"here": 1})
     for number, text in enumerate((b"", b"{", b"[1]", b"\xff\xfe", b"[" * 60_000, b"{}" + b" " * (65 << 10) + b"x"), start=1):

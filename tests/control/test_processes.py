@@ -71,7 +71,7 @@ def run_dir(path: Path) -> RunDir:
     return rundir
 
 
-def test_a_keeper_gives_the_memory_back_also_where_its_process_was_killed(tmp_path: Path) -> None:
+def test_replica_memory_is_freed_even_if_its_process_was_killed(tmp_path: Path) -> None:
     one, other = ReplicaProcess(run_dir(tmp_path)), ReplicaProcess(run_dir(tmp_path))
     assert one.folder != other.folder and one.folder.is_dir()  # two launches beside each other: neither is stale to the other
     assert one.token not in Path(f"/proc/{one._process.pid}/cmdline").read_text()
@@ -81,7 +81,7 @@ def test_a_keeper_gives_the_memory_back_also_where_its_process_was_killed(tmp_pa
     assert not one.folder.exists() and not other.folder.exists()
 
 
-def test_a_machine_without_room_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_for_replicas_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     run = loads("[train]\nbatch = 1\nsteps = 1\n[checkpoint]\nmemory_every = 5")
     plan = Plan(
         layout=Layout(),

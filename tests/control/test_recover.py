@@ -8,17 +8,20 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from ranks import tiny_run
 
 from phalanx.checkpointing.format import RankFile, RunMetadata
 from phalanx.checkpointing.replicas import replica_index
 from phalanx.checkpointing.replicas.replica_index import Replica, ReplicaState
 from phalanx.checkpointing.replicas.shm_slots import RankCopy
 from phalanx.control.protocol import HandedOff, HandOff, ReplicasDiffer, StateSource, SurvivorReport
-from phalanx.control.recover import Recovery, Replanner, failure_noticed
+from phalanx.control.recover import Recovery, Replanner, copy_every, failure_noticed
 from phalanx.control.state import Control, ControllerState, Generation, Member
+from phalanx.planning.planner import choose
 from phalanx.recovery.state import Disconnected, NodeLost, WorkerDied
 from phalanx.spec.layout import Layout
-from phalanx.spec.plan import Plan
+from phalanx.spec.plan import Machine, Plan, Size
+from phalanx.spec.run import Run
 
 PLAN = Plan(
     layout=Layout(data=2),
@@ -85,7 +88,7 @@ Choose = Callable[..., tuple[str, StateSource]]
 
 
 @pytest.fixture
-def choose(monkeypatch: pytest.MonkeyPatch) -> Choose:
+def choose_source(monkeypatch: pytest.MonkeyPatch) -> Choose:
     """The name of the source and the source, given the replicas that the servers have."""
 
     def chosen(ranks: Ranks, *replicas: ReplicaState) -> tuple[str, StateSource]:
@@ -97,9 +100,9 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Choose:
     return chosen
 
 
-def test_survivors_that_have_everything_are_the_source(choose: Choose) -> None:
+def test_survivors_that_have_everything_are_the_source(choose_source: Choose) -> None:
     ranks = Ranks(generation(8))
-    name, source = choose(ranks, copy_of(7))
+    name, source = choose_source(ranks, copy_of(7))
     assert (name, source.in_memory, source.generation, source.step, source.ranks) == ("live", True, 4, 8, 1)
     assert source.servers == [["127.0.0.1", 1000], ["127.0.0.1", 1001]]
     (order,) = ranks.orders
@@ -107,45 +110,45 @@ def test_survivors_that_have_everything_are_the_source(choose: Choose) -> None:
     assert ranks.discarded == 1, "earlier hand-offs are freed"
 
 
-def test_survivors_that_are_behind_get_the_values_of_the_applied_step(choose: Choose) -> None:
+def test_survivors_that_are_behind_get_the_values_of_the_applied_step(choose_source: Choose) -> None:
     ranks = Ranks(generation(7, 8, prepared=(0,)))
-    _, source = choose(ranks)
+    _, source = choose_source(ranks)
     (order,) = ranks.orders
     assert (order.contributors, order.step, order.divisor, order.bad, order.reporter) == ([0, 1], 8, 1.5, 0.0, 1)
     assert (source.step, source.ranks) == (8, 2)
 
 
-def test_newest_replicas_are_the_source_if_survivors_lack_something(choose: Choose) -> None:
+def test_newest_replicas_are_the_source_if_survivors_lack_something(choose_source: Choose) -> None:
     ranks = Ranks(generation(8), covered=False)
-    name, source = choose(ranks, copy_of(6), copy_of(7), copy_of(5, generation=4))
+    name, source = choose_source(ranks, copy_of(6), copy_of(7), copy_of(5, generation=4))
     assert (name, source.generation, source.step, source.ranks) == ("memory", 3, 7, 1)
     assert ranks.discarded == 0
 
 
-def test_replicas_ahead_of_the_survivors_are_preferred(choose: Choose) -> None:
+def test_replicas_ahead_of_the_survivors_are_preferred(choose_source: Choose) -> None:
     """As after a death during a restore: ranks that had begun from the beginning have an older state."""
-    assert choose(Ranks(generation(3)), copy_of(7))[1].step == 7
+    assert choose_source(Ranks(generation(3)), copy_of(7))[1].step == 7
 
 
-def test_states_abandoned_by_a_rollback_are_not_used(choose: Choose) -> None:
-    assert choose(Ranks(generation(8), covered=False), copy_of(9), copy_of(5, left_out=1))[1].step == 5
+def test_states_abandoned_by_a_rollback_are_not_used(choose_source: Choose) -> None:
+    assert choose_source(Ranks(generation(8), covered=False), copy_of(9), copy_of(5, left_out=1))[1].step == 5
 
 
-def test_disk_is_the_source_without_anything_in_memory(choose: Choose) -> None:
+def test_disk_is_the_source_without_anything_in_memory(choose_source: Choose) -> None:
     for ranks in (
         Ranks(generation(8), covered=False),
         Ranks(generation(None)),
         Ranks(generation()),
         Ranks(generation(8), None),
     ):
-        assert choose(ranks) == ("disk", StateSource(in_memory=False))
+        assert choose_source(ranks) == ("disk", StateSource(in_memory=False))
 
 
-def test_only_states_before_an_unattributed_corruption_are_used(choose: Choose) -> None:
+def test_only_states_before_an_unattributed_corruption_are_used(choose_source: Choose) -> None:
     current = generation(9, 9)
     current.update(ReplicasDiffer(generation=4, rank=0, culprits=[], what="weights", agreed=6, reason="they differ"))
-    assert choose(Ranks(current), copy_of(6), copy_of(8))[1].step == 6
-    assert choose(Ranks(current), copy_of(8)) == ("disk", StateSource(in_memory=False, newest_step=6))
+    assert choose_source(Ranks(current), copy_of(6), copy_of(8))[1].step == 6
+    assert choose_source(Ranks(current), copy_of(8)) == ("disk", StateSource(in_memory=False, newest_step=6))
 
 
 def test_failure_records_name_rank_and_node() -> None:
@@ -156,3 +159,96 @@ def test_failure_records_name_rank_and_node() -> None:
     assert (lost.cause, lost.node, lost.message) == ("node lost", 1, "node 1: no sign of life for 2.6 s")
     cut = failure_noticed(3, Disconnected(8, "rank 0 lost its connection"), current)
     assert (cut.cause, cut.rank) == ("connection lost", None)
+
+
+MACHINE = Machine(host="here", cpu="some", cores=8, memory=64 << 30)
+
+
+def planned(run: Run, layout: Layout | None = None) -> Plan:
+    count = run.model.parameters()
+    size = Size(parameters=count, active=count, flops_per_token=run.model.flops_per_token(run.train.sequence_length))
+    plan = choose(run, MACHINE, size=size)
+    assert layout is None or plan.layout == layout
+    return plan
+
+
+def replanner(run: Run) -> Replanner:
+    return Replanner(run, planned(run), lambda: MACHINE)
+
+
+def test_the_batch_stays_the_same_on_fewer_ranks() -> None:
+    run = tiny_run("train.batch=24", "train.micro_batch=1", "layout.data=4", "layout.pipeline=2", "cluster.cpu_ranks=8")
+    found = replanner(run)
+    for layout in (Layout(pipeline=2, data=4), Layout(pipeline=2, data=3), Layout(pipeline=2, data=2), Layout(data=1)):
+        plan = found.plan(layout)
+        assert plan is not None and plan.layout == layout
+        assert plan.micro_batch * plan.accumulation * layout.replicas == 24
+    assert found.plan(Layout(pipeline=2, data=4)) == planned(run)
+
+
+def test_a_micro_batch_that_no_longer_divides_a_replicas_share_gives_way() -> None:
+    run = tiny_run("train.batch=12", "train.micro_batch=2", "layout.data=3", "cluster.cpu_ranks=3")
+    plan = replanner(run).plan(Layout(data=4))
+    assert plan is not None and (plan.micro_batch, plan.accumulation) == (1, 3)
+    assert (planned(run).micro_batch, planned(run).accumulation) == (2, 2)
+
+
+@pytest.mark.parametrize("layout", [Layout(data=5), Layout(tensor=3), Layout(pipeline=4)])
+def test_layouts_that_do_not_divide_the_run_are_not_legal(layout: Layout) -> None:
+    found = replanner(tiny_run("layout.data=4", "cluster.cpu_ranks=4"))
+    assert not found.legal(layout)
+    assert found.plan(layout) is None
+
+
+def test_diverged_replicas_are_never_dropped() -> None:
+    found = replanner(tiny_run("layout.data=4", "cluster.cpu_ranks=4", "optimizer.sync_every=2"))
+    assert found.legal(Layout(data=4))
+    assert not found.legal(Layout(data=2))
+
+
+EXPERTS = ("model.moe.experts=4", "model.moe.active=2", "model.moe.ffn=32")
+
+
+@pytest.mark.parametrize(
+    ("layout", "assignment", "every"),
+    [
+        (Layout(data=2), (0, 1), None),
+        (Layout(data=2), (0, 0), None),  # one node: its loss is the end anyway
+        (Layout(), (0,), 1),
+        (Layout(data=4), (0, 0, 1, 1), None),
+        (Layout(data=2, tensor=2), (0, 0, 1, 1), None),
+        (Layout(pipeline=2, data=2), (0, 0, 1, 1), 1),  # each node has a stage to itself
+        (Layout(pipeline=2, data=2), (0, 1, 0, 1), None),
+        (Layout(shard=4), (0, 0, 1, 1), 1),
+        (Layout(data=2, shard=2), (0, 0, 1, 1), None),
+        (Layout(data=2, shard=2), (0, 1, 0, 1), 1),
+        (Layout(tensor=2, pipeline=2), (0, 1, 2, 3), 1),
+        (Layout(data=2, expert=2), (0, 1), 1),  # each has experts that the other has not
+        (Layout(data=4, expert=2), (0, 0, 1, 1), None),
+        (Layout(data=4, expert=2), (0, 1, 0, 1), 1),
+    ],
+)
+def test_copies_are_taken_where_a_lost_rank_or_node_would_take_state_with_it(
+    layout: Layout, assignment: tuple[int, ...], every: int | None
+) -> None:
+    degrees = {name: getattr(layout, name) for name in ("pipeline", "data", "shard", "context", "tensor", "expert")}
+    model = EXPERTS if layout.expert > 1 else ()
+    run = tiny_run(*model, *(f"layout.{name}={degree or 1}" for name, degree in degrees.items()), "cluster.cpu_ranks=4")
+    plan = planned(run)
+    assert copy_every(run, plan, assignment) == every
+
+
+def test_memory_every_of_the_run_file_overrides_the_default() -> None:
+    def of(*overrides: str) -> int | None:
+        run = tiny_run("layout.shard=2", "cluster.cpu_ranks=2", *overrides)
+        return copy_every(run, planned(run), (0, 1))
+
+    assert of() == 1
+    assert of("checkpoint.memory_every=7") == 7
+    assert of("resilience.restarts=0") is None
+    assert of("resilience.restarts=0", "checkpoint.memory_every=7") == 7
+
+
+def test_diverged_replicas_need_copies_in_memory() -> None:
+    run = tiny_run("layout.data=2", "cluster.cpu_ranks=2", "optimizer.sync_every=2")
+    assert copy_every(run, planned(run), (0, 1)) == 1

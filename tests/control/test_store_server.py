@@ -14,7 +14,7 @@ from phalanx.control.store_server import KeyValueStore, serve
 TOKEN = "a secret of the test"
 
 
-def test_what_is_set_is_found_and_who_waits_for_it_is_woken() -> None:
+def test_setting_a_key_wakes_those_who_wait_for_it() -> None:
     async def main() -> None:
         store = KeyValueStore()
         waiting = [
@@ -63,7 +63,7 @@ def test_deleted_key_is_waited_for_again() -> None:
     asyncio.run(main())
 
 
-def test_the_end_wakes_all_and_answers_all_afterwards() -> None:
+def test_ending_the_store_answers_all_waiting_and_later_requests() -> None:
     async def main() -> None:
         store = KeyValueStore()
         waiting = [asyncio.create_task(store.ask({"op": "get", "keys": [f"{n}"], "timeout": 60})) for n in range(20)]
@@ -78,7 +78,7 @@ def test_the_end_wakes_all_and_answers_all_afterwards() -> None:
     asyncio.run(main())
 
 
-def test_nothing_that_is_asked_breaks_it() -> None:
+def test_invalid_store_requests_get_error_answers() -> None:
     draw = random.Random(7)
     names = ["op", "key", "keys", "value", "values", "expected", "timeout", "more"]
     ops = ["set", "get", "add", "append", "compare_set", "check", "wait", "delete", "count", "", None, 3, [], {}]
@@ -117,7 +117,7 @@ def test_nothing_that_is_asked_breaks_it() -> None:
     asyncio.run(main())
 
 
-def test_a_connection_chooses_its_generation_and_its_end_frees_what_waited() -> None:
+def test_disconnected_client_frees_its_waiting_request() -> None:
     stores = {4: KeyValueStore(), 5: KeyValueStore()}
 
     async def on_link(link: Channel) -> None:

@@ -43,7 +43,7 @@ def example(kind: type[Event]) -> Event:
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_round_trip(kind: type[Event], tmp_path: Path) -> None:
+def test_every_record_survives_encoding(kind: type[Event], tmp_path: Path) -> None:
     event = example(kind)
     line = encode(event)
     assert "\n" not in line and line.isascii()
@@ -68,7 +68,7 @@ def test_numbers_that_json_lacks(value: float) -> None:
     assert "NaN" not in encode(event) and "Infinity" not in encode(event), "not JSON"
 
 
-def test_none() -> None:
+def test_optional_fields_may_be_none() -> None:
     event = replace(example(Step), mfu=None)
     assert decode(encode(event)) == event
     assert decode(encode(replace(example(KINDS["worker_failed"]), rank=None))).rank is None  # type: ignore[union-attr]
@@ -87,7 +87,7 @@ def test_unknown_kinds_and_keys_are_ignored(tmp_path: Path) -> None:
     assert read_events(path) == [Finished(step=3, time=1.0)]
 
 
-def test_rubbish_is_ignored(tmp_path: Path) -> None:
+def test_invalid_lines_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / "log"
     good = encode(Finished(step=1))
     rubbish = [b"", b"{", b"5", b"null", b"[]", b'"text"', b"\xff\xfe", b"\0\0\0", b'{"event": []}', b'{"event": "finished"}']
@@ -125,7 +125,7 @@ def test_line_torn_by_a_crash_does_not_take_the_next_along(tmp_path: Path) -> No
     assert [event.step for event in read_events(path)] == [1, 2]  # type: ignore[attr-defined]
 
 
-def test_log_is_continued(tmp_path: Path) -> None:
+def test_existing_log_is_appended_to(tmp_path: Path) -> None:
     for step in (1, 2):
         log = EventLog(tmp_path / "log")
         log.emit(Finished(step=step))
@@ -200,7 +200,7 @@ time.sleep(600)
 """
 
 
-def test_directory_is_held_by_one_process_until_it_dies(tmp_path: Path) -> None:
+def test_run_directory_lock_is_released_when_its_process_dies(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path / "run")
     rundir.create()
     with subprocess.Popen([sys.executable, "-c", HOLD, str(rundir.path)], stdout=subprocess.PIPE, text=True) as holder:
@@ -213,7 +213,7 @@ def test_directory_is_held_by_one_process_until_it_dies(tmp_path: Path) -> None:
     assert rundir.acquire(), "the dead hold it"
 
 
-def test_directory_is_given_back(tmp_path: Path) -> None:
+def test_released_run_directory_can_be_locked_again(tmp_path: Path) -> None:
     first, second = RunDir(tmp_path / "run"), RunDir(tmp_path / "run")
     first.create()
     assert first.acquire() and not second.acquire()
@@ -223,7 +223,7 @@ def test_directory_is_given_back(tmp_path: Path) -> None:
     second.release()
 
 
-def test_children_do_not_hold_it(tmp_path: Path) -> None:
+def test_child_processes_do_not_inherit_the_run_directory_lock(tmp_path: Path) -> None:
     """Workers are started while the launcher holds the directory: it must be free as soon as the launcher is gone."""
     rundir = RunDir(tmp_path / "run")
     rundir.create()
@@ -237,7 +237,7 @@ def test_children_do_not_hold_it(tmp_path: Path) -> None:
     assert free
 
 
-def test_what_lies_where(tmp_path: Path) -> None:
+def test_paths_of_the_run_directory(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path / "a" / "run")
     assert not rundir.exists
     rundir.create()

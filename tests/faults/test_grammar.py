@@ -20,7 +20,7 @@ ISSUED = (
 )
 
 
-def test_every_kind_is_read() -> None:
+def test_every_fault_kind_is_parsed() -> None:
     assert parse(ISSUED) == (
         Fault(kind="kill", rank=3, step=10),
         Fault(kind="hang", rank=1, step=25, seconds=20.0),
@@ -53,12 +53,12 @@ def test_every_kind_is_read() -> None:
         ),
     ],
 )
-def test_every_word_is_read(text: str, fault: Fault) -> None:
+def test_every_fault_word_is_parsed(text: str, fault: Fault) -> None:
     assert parse(f" ; {text} ;") == (fault,)
     assert parse(str(fault)) == (fault,)
 
 
-def test_what_is_written_is_read_back() -> None:
+def test_written_values_are_read_back() -> None:
     dice = random.Random(5)
     drawn = draw_faults(200, steps=900, ranks=8, nodes=4, kinds=RANDOM_KINDS)
     odd = [replace(fault, seconds=dice.random() * 10**-3) if fault.seconds else fault for fault in drawn]
@@ -96,7 +96,7 @@ def test_what_is_written_is_read_back() -> None:
         ("kill rank=1 step=1 now", ["kill does not take now"]),
     ],
 )
-def test_bad_text_is_told_with_the_word_what_is_allowed_and_an_example(text: str, words: list[str]) -> None:
+def test_bad_fault_text_is_refused_with_word_choices_and_example(text: str, words: list[str]) -> None:
     with pytest.raises(RunError) as error:
         parse(text)
     (problem,) = error.value.problems
@@ -106,13 +106,13 @@ def test_bad_text_is_told_with_the_word_what_is_allowed_and_an_example(text: str
         assert word in problem
 
 
-def test_all_that_is_wrong_is_told_at_once() -> None:
+def test_all_problems_of_a_fault_text_are_reported_together() -> None:
     with pytest.raises(RunError) as error:
         parse("kil rank=1; hang rank=1 step=2; slow rank=2")
     assert len(error.value.problems) == 2
 
 
-def test_text_of_any_kind_is_refused_and_nothing_else_happens() -> None:
+def test_random_fault_text_raises_only_run_errors() -> None:
     dice, letters = random.Random(11), "kilhangstep=rankx0123-.;, \tfor=5s~é\x00\n"
     for _ in range(3000):
         text = "".join(dice.choice(letters) for _ in range(dice.randrange(40)))
@@ -122,7 +122,7 @@ def test_text_of_any_kind_is_refused_and_nothing_else_happens() -> None:
             assert error.problems
 
 
-def test_what_the_run_does_not_have_is_found() -> None:
+def test_faults_outside_the_run_are_reported() -> None:
     problems = check(parse("kill rank=4 step=10; kill node=2 step=11; drop-link 0-2; hang rank=0 step=1"), 4, 2, 10)
     assert len(problems) == 4
     for words in ("no rank 4, the run has ranks 0 to 3", "no node 2", "cluster.nodes", "no step 11, the run has steps 1 to 10"):
@@ -132,7 +132,7 @@ def test_what_the_run_does_not_have_is_found() -> None:
     assert not check(parse(ISSUED), 4, 2, 50)
 
 
-def test_who_strikes() -> None:
+def test_node_faults_are_told_from_rank_faults() -> None:
     texts = {
         text: is_node_fault(parse(text)[0])
         for text in ("kill rank=0 step=1", "kill node=0 step=1", "fill-disk", "drop-link 0-1")
@@ -152,14 +152,14 @@ def test_random_faults_follow_from_the_seed_alone() -> None:
     assert expand_random(parse("random rate=0.1 seed=9"), steps=1000, ranks=4, nodes=2) != drawn
 
 
-def test_one_node_has_no_faults_of_nodes() -> None:
+def test_random_faults_of_one_node_never_need_several_nodes() -> None:
     drawn = expand_random(parse("random rate=1"), steps=300, ranks=1, nodes=1)
     assert len(drawn) == 300 and not any(fault.node is not None or fault.link for fault in drawn)
     assert not expand_random(parse("random rate=1 kinds=drop-link"), steps=300, ranks=2, nodes=1)
 
 
 @pytest.mark.parametrize(("count", "steps"), [(100, 500), (9, 10), (1, 2), (40, 60)])
-def test_a_campaign_has_exactly_so_many_of_all_kinds(count: int, steps: int) -> None:
+def test_campaign_draws_equally_many_faults_of_each_kind(count: int, steps: int) -> None:
     faults = draw_faults(count, steps=steps, ranks=4, nodes=2, seed=3)
     assert len(faults) == count and not check(faults, 4, 2, steps)
     assert len({fault.step for fault in faults}) == count and min(fault.step for fault in faults) > 1

@@ -13,7 +13,7 @@ MACHINE = Machine(host="a", cpu='some "CPU"', cores=8, memory=2**34, gpus=(Gpu(n
 CONSTANTS = {"cpu.launch": 8e-6, "cuda.bf16.gemm": 0.74, "cuda.host_bandwidth": 5.5e10, "cuda.storage": 1e9}
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+def test_written_values_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "machine.toml"
     rows = [{"what": "bf16 product", "shape": "8192 x 8192 x 8192", "value": 7.4e14, "unit": "FLOP/s", "seconds": None}]
     assert write_profile(MACHINE, CONSTANTS, rows, path) == path
@@ -21,7 +21,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert "[[measured]]" in path.read_text() and "8192 x 8192" in path.read_text()
 
 
-def test_a_correction_leaves_the_rest_as_it_was(tmp_path: Path) -> None:
+def test_updating_one_constant_keeps_the_others(tmp_path: Path) -> None:
     path = tmp_path / "machine.toml"
     write_profile(MACHINE, CONSTANTS, [{"what": "memory", "value": 1.0}], path)
     write_profile(MACHINE, {"cuda.bf16.gemm": 0.5}, path=path)
@@ -29,7 +29,7 @@ def test_a_correction_leaves_the_rest_as_it_was(tmp_path: Path) -> None:
     assert "[[measured]]" in path.read_text()
 
 
-def test_the_entry_of_another_machine_is_neither_used_nor_kept(tmp_path: Path) -> None:
+def test_profile_of_another_machine_is_ignored_and_replaced(tmp_path: Path) -> None:
     path, other = tmp_path / "machine.toml", replace(MACHINE, cores=4)
     write_profile(MACHINE, CONSTANTS, path=path)
     assert read_profile(other, path) == ()
@@ -37,7 +37,7 @@ def test_the_entry_of_another_machine_is_neither_used_nor_kept(tmp_path: Path) -
     assert dict(read_profile(other, path)) == {"cpu.launch": 1e-5} and read_profile(MACHINE, path) == ()
 
 
-def test_no_entry_and_a_broken_one_are_none(tmp_path: Path) -> None:
+def test_missing_and_broken_profiles_are_empty(tmp_path: Path) -> None:
     path = tmp_path / "machine.toml"
     assert read_profile(MACHINE, path) == ()
     path.write_text("cpu = [")
@@ -46,7 +46,7 @@ def test_no_entry_and_a_broken_one_are_none(tmp_path: Path) -> None:
     assert dict(read_profile(MACHINE, path)) == CONSTANTS
 
 
-def test_a_machine_knows_what_was_measured_on_it() -> None:
+def test_probe_includes_the_measured_profile() -> None:
     before = probe("")
     assert before.measured == ()
     try:

@@ -25,7 +25,7 @@ def run_at(url: object, *more: str) -> Run:
     return tiny_run(f"checkpoint.url={url}", *more)
 
 
-def test_what_cannot_take_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_checkpoint_urls_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert storage_problems(tiny_run()) == []
     assert storage_problems(run_at(tmp_path / "new" / "folder")) == []
     assert storage_problems(run_at(f"file://{tmp_path}/other")) == []
@@ -71,7 +71,7 @@ def test_checkpoints_of_another_run_are_left_alone(tmp_path: Path) -> None:
     check_owner(path, over, run, new=False, fresh=False)
 
 
-def test_where_checkpoints_are_looked_for(tmp_path: Path) -> None:
+def test_checkpoint_locations_of_a_run(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path)
     near, far = str(rundir.checkpoints), "s3://bucket/run"
     assert [str(place) for place in locations(tiny_run(), rundir)] == [near]

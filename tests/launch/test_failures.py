@@ -131,7 +131,7 @@ def test_text_that_shrinks(workshop: Any) -> None:
 # --- processes that are killed --------------------------------------------------------------------------------------
 
 
-def test_killed_rank_and_closed_doors(workshop: Any) -> None:
+def test_killed_rank_ends_the_run_without_restarts_and_ports_are_private(workshop: Any) -> None:
     command = workshop.start("train", *LONG, "layout.data=2", "resilience.restarts=0", "--json")
     command.until(workshop.reached("runs/tiny", 3), "step 3")
     processes = workshop.processes()
@@ -179,7 +179,7 @@ def nursery(workshop: Any) -> psutil.Process | None:
     return found[0] if found else None
 
 
-def test_killed_parent_of_the_workers(workshop: Any) -> None:
+def test_killed_fork_server_is_restarted(workshop: Any) -> None:
     """While it loads torch and while they train: another takes its place, and the workers notice nothing."""
     command = workshop.start("train", *LONG, "layout.data=2", "--json")
     lost: list[psutil.Process | None] = [None]
@@ -343,7 +343,7 @@ def rundir(tmp_path: Path) -> RunDir:
     return made
 
 
-def test_the_echo_of_another_rank_s_end_is_known() -> None:
+def test_secondary_errors_are_recognized() -> None:
     assert is_secondary_error("RuntimeError: Read error [127.0.0.1]:1: Connection reset by peer")
     assert is_secondary_error("ConnectionError: generation 4 is over") and is_secondary_error(
         "ConnectionError: generation 3 is not, or no longer, met here"
@@ -351,7 +351,7 @@ def test_the_echo_of_another_rank_s_end_is_known() -> None:
     assert not is_secondary_error("ValueError: the generation config has no such key"), "a program's own error is its own"
 
 
-def test_rank_that_could_not_say_why(rundir: RunDir) -> None:
+def test_exit_of_a_rank_without_a_report_is_described(rundir: RunDir) -> None:
     rundir.rank_log(0).write_text("last words\n")
     reason, words = describe_exit(rundir, 0, 3)
     assert "exit code 3" in reason and "last words" in words

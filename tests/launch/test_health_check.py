@@ -71,7 +71,7 @@ def the_problem(report: HealthReport, *parts: str) -> None:
     assert "problem: " in rendered(report)
 
 
-def test_this_machine(tmp_path: Path) -> None:
+def test_health_check_of_this_machine(tmp_path: Path) -> None:
     report = examine(tmp_path, probe(""))
     assert not any("torch" in problem for problem in report.problems)
     assert report.torch["version"] == report.packages["torch"]
@@ -91,7 +91,7 @@ def test_nothing_heavy_is_imported() -> None:
     assert subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True).stdout.strip() == "set()"
 
 
-def test_healthy(quick: Any, tmp_path: Path) -> None:
+def test_healthy_machine_has_no_problems(quick: Any, tmp_path: Path) -> None:
     report = examine(tmp_path, machine())
     assert (report.problems, [w for w in report.warnings if "/s, under" not in w]) == ([], [])
     assert "nothing here would stop a run" in rendered(report)
@@ -213,7 +213,9 @@ def test_unknown_processor_is_a_warning(quick: Any, tmp_path: Path) -> None:
         ("exec /bin/sleep 5", {"error": "no answer within 0 s"}),
     ],
 )
-def test_what_torch_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, answer: dict[str, str]) -> None:
+def test_output_of_the_torch_process_is_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, answer: dict[str, str]
+) -> None:
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{body}\n")
     python.chmod(0o755)

@@ -1,15 +1,21 @@
-"""One's own model, asked for its size in a process of its own; whatever it does wrong is a sentence."""
+"""Checks that only torch can answer: the size of a custom model, its errors as sentences, and whether a run fits in memory."""
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+from ranks import tiny_run
 
 import phalanx as px
+from phalanx.launch import model_check
 from phalanx.launch.model_check import measure
 from phalanx.spec.errors import RunError
+from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
+from phalanx.spec.plan import Gpu, Machine, Plan
 from phalanx.spec.run import Run
 
 MODEL = """\
@@ -117,7 +123,7 @@ def test_a_forward_is_tried_with_real_tensors() -> None:
     assert px.plan(own("small:Counted")).parameters == px.plan(own("small:Small")).parameters
 
 
-def test_the_built_in_decoder_is_not_asked() -> None:
+def test_built_in_models_are_not_measured() -> None:
     assert measure(loads("[train]\nbatch = 1\nsteps = 1\n")) is None
 
 
@@ -134,10 +140,70 @@ def test_the_built_in_decoder_is_not_asked() -> None:
         ("small:Leaving", ("ended with exit code 7",)),
     ],
 )
-def test_what_is_wrong_is_said_in_a_sentence(name: str, parts: tuple[str, ...]) -> None:
+def test_broken_custom_models_are_refused_with_a_sentence(name: str, parts: tuple[str, ...]) -> None:
     with pytest.raises(RunError) as caught:
         px.plan(own(name))
     (sentence,) = caught.value.problems
     assert name in sentence and "\n" not in sentence
     for part in parts:
         assert part in sentence, sentence
+
+
+LARGE_MODEL = ("model.dim=1024", "model.layers=2", "model.vocab=32768", "train.micro_batch=8", "train.sequence_length=512")
+
+
+def machine(memory: int, gpu: int = 0) -> Machine:
+    gpus = (Gpu(name="NVIDIA H100 80GB HBM3", memory=gpu),) if gpu else ()
+    return Machine(host="here", cpu="a cpu", cores=2, memory=memory, gpus=gpus)
+
+
+def plan_of(run: Run, device: Any, ranks: int) -> Plan:
+    return Plan(
+        layout=Layout(data=ranks),
+        device=device,
+        threads=1,
+        micro_batch=8 // ranks,
+        accumulation=1,
+        compute="bf16" if device == "cuda" else "fp32",
+        parameters=run.model.parameters(),
+        flops_per_token=0.0,
+        peak_flops=None,
+    )
+
+
+def test_cpu_ranks_must_fit_in_the_shared_memory_together() -> None:
+    run = tiny_run(*LARGE_MODEL)
+    plan = plan_of(run, "cpu", 2)
+    found = model_check.memory_problems(run, plan, machine(3 << 30))
+    assert (
+        len(found) == 1 and "2 CPU ranks need" in found[0] and "3.0 GiB are there" in found[0] and "--unrehearsed" in found[0]
+    )
+
+
+@pytest.mark.slow
+def test_run_that_fits_in_a_rehearsal_has_no_problem() -> None:
+    run = tiny_run(*LARGE_MODEL)
+    plan = plan_of(run, "cpu", 2)
+    assert model_check._estimate(run, plan, machine(6 << 30)) * 2 > 3 << 30  # more than half of it, so somebody is asked
+    assert model_check.memory_problems(run, plan, machine(6 << 30)) == []
+
+
+def test_a_gpu_that_is_too_small_is_told_with_the_layer() -> None:
+    run = tiny_run(*LARGE_MODEL)
+    found = model_check.memory_problems(run, plan_of(run, "cuda", 1), machine(64 << 30, gpu=4 << 30))
+    assert len(found) == 1 and "Rank 0 needs" in found[0] and "runs out of memory in" in found[0]
+
+
+def test_small_runs_start_without_a_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("nobody needs to be asked")
+
+    monkeypatch.setattr(subprocess, "run", refuse)
+    run = tiny_run()
+    assert model_check.memory_problems(run, plan_of(run, "cpu", 2), machine(8 << 30)) == []
+
+
+def test_failed_rehearsal_does_not_refuse_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tiny_run(*LARGE_MODEL)
+    monkeypatch.setattr(model_check, "_ask", lambda *_: subprocess.CompletedProcess([], 0, stdout=""))
+    assert model_check.memory_problems(run, plan_of(run, "cpu", 2), machine(1 << 30)) == []

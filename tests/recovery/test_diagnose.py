@@ -201,13 +201,13 @@ def test_the_one_that_is_behind_in_the_same_group_is_guilty() -> None:
     assert "rank 2 (node b) has not reached all_gather #8122 of step 431" in found.message
 
 
-def test_where_no_rank_waits_the_step_is_only_long() -> None:
+def test_no_culprit_if_no_rank_waits() -> None:
     found = diagnose(reports(*[works("in the backward")] * 4))
     assert found.culprits == () and not found.certain and not found.cut_off
     assert "no rank is found waiting for them: 4 of 4 are in the backward" in found.message
 
 
-def test_torchs_names_are_said_as_people_say_them() -> None:
+def test_torch_functions_map_to_collective_names() -> None:
     names = [
         "all_gather_into_tensor",
         "reduce_scatter_single",

@@ -83,7 +83,7 @@ def test_times_and_addresses_in_a_reason_make_no_other_failure() -> None:
         [EventBatch((failed(0, 5), failed(1, 5), failed(2, 5))), failed(1, 5)],  # one failure that three ranks met
     ],
 )
-def test_others_are_bad_luck(events: list[Event]) -> None:
+def test_different_failures_do_not_end_the_run(events: list[Event]) -> None:
     assert all(isinstance(action, NewGeneration) for action in play(START, *events))
 
 

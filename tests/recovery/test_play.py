@@ -146,7 +146,7 @@ def shapes() -> list[tuple[Layout, dict[int, int], int]]:
 
 @pytest.mark.parametrize(("shrink", "go_on"), [(True, False), (True, True), (False, False), (False, True)])
 @pytest.mark.parametrize(("wanted", "slots", "batch"), shapes())
-def test_whatever_happens(
+def test_policy_invariants_over_random_histories(
     legal_for: LegalFor, wanted: Layout, slots: dict[int, int], batch: int, shrink: bool, go_on: bool
 ) -> None:
     world = World(wanted, slots, legal_for(batch), random.Random(f"{wanted}{shrink}{go_on}"), shrink, go_on)

@@ -106,14 +106,14 @@ def test_a_place_that_is_gone_is_not_used(legal: Legal) -> None:
     assert go.action == "spare" and go.fresh == (6,) and go.assignment == (0, 0, 0, 0, 1, 1, 2, 1)
 
 
-def test_without_a_spare_it_shrinks(legal: Legal) -> None:
+def test_run_without_spare_nodes_shrinks(legal: Legal) -> None:
     before = situation(CUBE, nodes(2, 2, 2, 2))
     go = went(before, NodeLost(1, 10), legal)
     assert go.action == "shrink" and go.layout == Layout(pipeline=1, data=3, tensor=2)
     assert go.assignment == (0, 0, 2, 2, 3, 3) and go.old == (0, 1, 4, 5, 6, 7) and go.fresh == ()
 
 
-def test_it_shrinks_again_and_grows_back(legal: Legal) -> None:
+def test_run_shrinks_twice_and_grows_back(legal: Legal) -> None:
     state, ranks = situation(CUBE, nodes(2, 2, 2, 2)), []
     everything = state.nodes
     for event, living in (
@@ -141,7 +141,7 @@ def test_processes_are_kept_where_there_are_most(legal_for: LegalFor) -> None:
     assert go.layout.ranks == 4 and go.assignment == (1, 1, 1, 1) and go.old == (4, 5, 6, 7)
 
 
-def test_where_it_must_not_shrink_it_waits_for_the_node(legal: Legal) -> None:
+def test_run_that_must_not_shrink_waits_for_the_node(legal: Legal) -> None:
     before = situation(CUBE, nodes(4, 4), shrink=False)
     wait = decide(before, NodeLost(1, 10), legal)
     assert isinstance(wait, Wait) and wait.dead == (4, 5, 6, 7) and "resilience.shrink = false" in wait.reason
@@ -153,7 +153,7 @@ def test_where_it_must_not_shrink_it_waits_for_the_node(legal: Legal) -> None:
     assert (other.action, other.assignment[4:], other.fresh) == ("spare", (7, 7, 7, 7), (4, 5, 6, 7))
 
 
-def test_where_nothing_fits_it_waits() -> None:
+def test_run_waits_if_no_layout_fits() -> None:
     wait = decide(situation(CUBE, nodes(4, 4)), NodeLost(1, 10), lambda layout: layout.ranks == 8)
     assert isinstance(wait, Wait) and "8 ranks" in wait.reason and "1 node with 4 places" in wait.reason
     gone = decide(situation(CUBE, nodes(4, 4)), EventBatch((NodeLost(0, 10), NodeLost(1, 10))), lambda layout: True)

@@ -24,14 +24,14 @@ def degrees(layout: Layout | None) -> tuple[int | None, ...]:
     return layout.pipeline, layout.data, layout.shard, layout.context, layout.tensor
 
 
-def test_with_everything_there_it_is_what_was_wanted(legal_for: LegalFor) -> None:
+def test_relayout_returns_the_wanted_layout_if_all_ranks_are_there(legal_for: LegalFor) -> None:
     assert relayout(CUBE, 8, legal_for(12)) == relayout(CUBE, 100, legal_for(12)) == CUBE
 
 
 @pytest.mark.parametrize(
     ("ranks", "expected"), [(15, (2, 3, 1, 1, 2)), (12, (2, 3, 1, 1, 2)), (11, (2, 2, 1, 1, 2)), (5, (2, 1, 1, 1, 2))]
 )
-def test_data_goes_first(legal_for: LegalFor, ranks: int, expected: tuple[int, ...]) -> None:
+def test_data_degree_shrinks_first(legal_for: LegalFor, ranks: int, expected: tuple[int, ...]) -> None:
     assert degrees(relayout(Layout(pipeline=2, data=4, tensor=2), ranks, legal_for(24))) == expected
 
 
@@ -41,7 +41,7 @@ def test_a_shorter_pipeline_where_more_ranks_work_then(legal_for: LegalFor) -> N
     assert degrees(relayout(CUBE, 4, legal_for(12))) == (2, 1, 1, 1, 2)
 
 
-def test_the_batch_decides(legal_for: LegalFor) -> None:
+def test_replicas_must_divide_the_batch(legal_for: LegalFor) -> None:
     assert degrees(relayout(CUBE, 7, legal_for(8))) == (2, 1, 1, 1, 2)  # 8 sequences are not for 3 replicas
 
 
@@ -57,7 +57,9 @@ def test_the_batch_decides(legal_for: LegalFor) -> None:
         (Layout(data=1, tensor=4), 3, (1, 3, 1, 1, 1)),
     ],
 )
-def test_other_degrees(legal_for: LegalFor, wanted: Layout, ranks: int, expected: tuple[int, ...]) -> None:
+def test_other_degrees_shrink_if_data_cannot(
+    legal_for: LegalFor, wanted: Layout, ranks: int, expected: tuple[int, ...]
+) -> None:
     assert degrees(relayout(wanted, ranks, legal_for(12))) == expected
 
 
@@ -98,13 +100,13 @@ def test_experts_are_shared_among_the_ranks_of_a_stage(legal_for: LegalFor) -> N
     assert [(layout.ranks, layout.expert) for layout in found if layout] == [(8, 4), (6, 2), (4, 4), (3, 1)]
 
 
-def test_local_steps_keep_their_replicas(legal_for: LegalFor) -> None:
+def test_diverging_replicas_keep_their_data_degree(legal_for: LegalFor) -> None:
     """Where replicas differ, whoever says what is legal refuses another number of them: other degrees give way."""
     legal = legal_for(8, sync_every=4)
     assert degrees(relayout(Layout(data=2, tensor=4), 7, lambda layout: layout.data == 2 and legal(layout))) == (1, 2, 1, 1, 2)
 
 
-def test_nothing_fits(legal_for: LegalFor) -> None:
+def test_relayout_returns_none_if_nothing_is_legal(legal_for: LegalFor) -> None:
     assert relayout(CUBE, 0, legal_for(12)) is None
     assert relayout(CUBE, 7, lambda layout: layout.ranks == 8) is None
 

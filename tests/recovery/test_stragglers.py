@@ -126,7 +126,7 @@ def test_a_rank_three_times_as_slow_is_named_once_within_25_steps(seed: int, ran
     assert 1.8 < factor < 5
 
 
-def test_it_is_named_again_when_it_is_much_slower_and_after_it_had_recovered() -> None:
+def test_straggler_is_reported_again_after_change_or_recovery() -> None:
     stragglers = Stragglers(1.5)
     found = []
     for step in range(300):
@@ -155,6 +155,6 @@ def test_ranks_are_compared_with_those_that_have_the_same_to_do() -> None:
     assert found == [(1, 2.0)]
 
 
-def test_one_rank_is_never_slow() -> None:
+def test_single_rank_is_never_a_straggler() -> None:
     stragglers = Stragglers(1.5)
     assert [stragglers.observe({0: float(1 + step % 7)}) for step in range(50)] == [None] * 50

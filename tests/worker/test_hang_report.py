@@ -251,7 +251,7 @@ def test_ranks_that_cannot_answer_are_found(tmp_path: Path) -> None:
     assert "2 ranks wait" in found.message
 
 
-def test_nothing_to_see_is_no_error() -> None:
+def test_hang_report_of_an_unknown_thread_is_empty() -> None:
     answer = hang_report(-1, {}, None)
     assert answer["stack"] == "" and answer["operation"] is None and answer["problem"] is None
 
