@@ -1,7 +1,7 @@
-"""How far the planner's step times are from published ones: `make planner-accuracy [CSV=FILE] [FIT=FILE] [BY=publication]`.
+"""The errors of predicted step times on published steps: `make planner-accuracy [CSV=FILE] [FIT=FILE] [BY=publication]`.
 
-Without CSV: the repository's own file, whole sources left out of the fit that predicts them. With CSV, any file of the same columns:
-constants are fitted to the repository's file, or to FIT, without the sources that both have.
+Without CSV: the repository's file, each source predicted by a fit without it. With CSV, any file of the same columns: constants are
+fitted to the repository's file, or to FIT, without the sources that both files have.
 """
 
 from __future__ import annotations
@@ -39,34 +39,34 @@ NAMES = {False: "dense", True: "MoE"}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--csv", type=Path, default=OWN, help="rows to judge")
+    parser.add_argument("--csv", type=Path, default=OWN, help="rows to predict")
     parser.add_argument("--fit", type=Path, default=OWN, help="rows to fit constants to")
-    parser.add_argument("--by", choices=("source", "publication"), default="source", help="what is left out as a whole")
+    parser.add_argument("--by", choices=("source", "publication"), default="source", help="what each fit leaves out")
     parser.add_argument("--rows", action="store_true", help="print every row's error")
     args = parser.parse_args()
-    begin = time.process_time()
+    start = time.process_time()
     try:
-        known, asked = read(args.fit, core=False), read(args.csv, core=False)
+        known, rows = read(args.fit, core=False), read(args.csv, core=False)
     except RunError as error:
         print("\n".join(error.problems), file=sys.stderr)
         return 2
     if args.csv.resolve() == args.fit.resolve():
-        said, predicted, inside = _own(known, args.by)
+        summary_line, predicted, inside = _own(known, args.by)
     else:
-        said, predicted, inside = _other(known, asked, args.by)
-    print(f"Constants fitted to {_path(args.fit)}: {said}.")
-    judged = asked.core & ~np.isnan(predicted)
-    table, seconds = asked.take(judged), predicted[judged]
+        summary_line, predicted, inside = _other(known, rows, args.by)
+    print(f"Constants fitted to {_path(args.fit)}: {summary_line}.")
+    judged = rows.core & ~np.isnan(predicted)
+    table, seconds = rows.take(judged), predicted[judged]
     print(f"Judged: {len(table.ids)} core rows of {len(set(table.sources))} sources in {_path(args.csv)}.\n")
     _overall(table, seconds, inside[judged], _groups(table, args.by))
     _by_source(table, seconds, inside[judged])
-    _sweeps(asked.take(~np.isnan(predicted)), predicted[~np.isnan(predicted)])
-    _left(asked, args.csv)
+    _sweeps(rows.take(~np.isnan(predicted)), predicted[~np.isnan(predicted)])
+    _left(rows, args.csv)
     if args.rows:
         print("\nEvery row, the farthest first")
         for place in np.argsort(-np.abs(np.log(seconds / table.seconds))):
             print(f"  {seconds[place] / table.seconds[place] - 1:+8.1%} {seconds[place]:10.3f} s  {table.ids[place]}")
-    print(f"\n{time.process_time() - begin:.0f} s of processor time.")
+    print(f"\n{time.process_time() - start:.0f} s of processor time.")
     return 0
 
 
@@ -79,7 +79,7 @@ def _groups(table: Table, by: str) -> np.ndarray:
 
 
 def _own(table: Table, by: str) -> tuple[str, np.ndarray, np.ndarray]:
-    """Each source by constants that know nothing of it, its interval by what the others missed."""
+    """Predicts each source by a fit without it; its interval follows from the errors of the others."""
     groups, jobs = _groups(table, by), Counter(table.jobs)
     wanted = table.core | np.array([jobs[job] >= LEAST for job in table.jobs])
     solved = Solved.of(table)
@@ -93,8 +93,8 @@ def _own(table: Table, by: str) -> tuple[str, np.ndarray, np.ndarray]:
 
 
 def _other(known: Table, asked: Table, by: str) -> tuple[str, np.ndarray, np.ndarray]:
-    """Sources that both files have are left out of the fit; intervals come from the fit's own publications, left out in turn: a new
-    file's are as strange to it."""
+    """Predicts another file by a fit without the sources that both files have. Intervals come from cross-validation of the fit's own
+    publications, because those of a new file are equally unknown to it."""
     mine = np.isin(_groups(known, by), _groups(asked, by))
     rest = known.take(~mine)
     solved = Solved.of(rest)
@@ -158,7 +158,7 @@ def _short(text: str, size: int = 70) -> str:
 
 
 def _sweeps(table: Table, seconds: np.ndarray) -> None:
-    """A job: same source, model, devices, number of them, sequence, batch and format. Layouts measured twice count once."""
+    """A job has the same source, model, devices, sequence, batch and format. Layouts measured twice count once."""
     found = sweeps(table, seconds)
     print(f"\nChoosing among measured layouts of one job ({LEAST} or more, each predicted without its source)")
     if not found:

@@ -1,4 +1,4 @@
-"""Fits the planner's constants to published steps and writes them where plans read them: `make planner-fit`."""
+"""Fits the planner's constants to published steps and writes catalogue/constants.toml: `make planner-fit`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 import phalanx.planning
-from planner.constants import FAMILIES, written
+from planner.constants import FAMILIES, constants_file
 from planner.fit import Solved
 from planner.steps import read
 from planner.validation import doubts, factors, known_by, left_out
@@ -24,15 +24,15 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=ROWS)
     parser.add_argument("--out", type=Path, default=TARGET)
     args = parser.parse_args()
-    begin = time.process_time()
+    start = time.process_time()
     table = read(args.csv, core=False)
     solved = Solved.of(table)
-    alone = left_out(solved, table.publications, table.core)
+    held_out = left_out(solved, table.publications, table.core)
     wide = doubts(solved.fit, table)
     for publication in np.unique(table.publications):
         mine = table.publications == publication
         wide[mine] *= known_by(table.family[mine], table, mine)
-    misses = np.log(table.seconds / alone) / wide
+    misses = np.log(table.seconds / held_out) / wide
     intervals = {}
     for name, moe in (("dense", False), ("moe", True)):
         rows = table.core & (table.moe == moe)
@@ -40,9 +40,9 @@ def main() -> None:
         intervals[name] = (float(low), float(high))
     known = dict(zip((*FAMILIES, "other"), known_by(np.array([*FAMILIES, "other"]), table).tolist(), strict=True))
     sources = len(set(table.sources))
-    told = f"{len(table.ids)} rows of {sources} sources; intervals: P10 and P90 of the core rows' errors, whole publications left out."
-    args.out.write_text(written(solved.fit, intervals, known, told), encoding="utf-8")
-    print(f"{os.path.relpath(args.out)}: {told} {time.process_time() - begin:.0f} s of processor time.")
+    summary = f"{len(table.ids)} rows of {sources} sources; intervals: P10 and P90 of the core rows' errors, whole publications left out."
+    args.out.write_text(constants_file(solved.fit, intervals, known, summary), encoding="utf-8")
+    print(f"{os.path.relpath(args.out)}: {summary} {time.process_time() - start:.0f} s of processor time.")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The fit as a file: catalogue/constants.toml, which `planning/machines/rates` reads. `make planner-fit` writes it.
+"""Writes a fit as catalogue/constants.toml, which `planning/machines/rates` reads. `make planner-fit` calls it.
 
-What ships is for the project's own software: PyTorch's native parallelism, in the kernels of today, experts that drop no token.
+The shipped constants are for Phalanx itself: PyTorch's native parallelism, current kernels, and experts that drop no token.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ HEAD = """# Written by `make planner-fit`: constants of step times, fitted to be
 
 
 def rates_here(fit: Fit, family: str | None, precision: str) -> dict[str, float]:
-    """Constants of the project's own runs on a family of devices; of a family nobody has measured, where that is None."""
+    """Constants of Phalanx's own runs on a family of devices; None: a family without measurements."""
     stack = "tpu" if family and family.startswith("tpu") else "fsdp"
     keys = {"family": family, "precision": precision, "both": f"{family} {precision}", "stack": stack, "era": "new"}
     keys |= {"kernels": f"{stack} new", "routing": "dropless", "dispatch": "plain", "recipe": "plain", "kind": None}
-    keys["tuned"] = "hopper" if family == "h100" else "plain"  # torch takes cuDNN's attention there
-    logs = {knob.name: fit.values[place] for place, knob in enumerate(KNOBS)}
-    for place, shift in enumerate(SHIFTS):
+    keys["tuned"] = "hopper" if family == "h100" else "plain"  # torch uses cuDNN's attention there
+    logs = {knob.name: fit.values[index] for index, knob in enumerate(KNOBS)}
+    for index, shift in enumerate(SHIFTS):
         if keys[shift.column] == shift.key:
-            logs[shift.name] = logs.get(shift.name, 0.0) + fit.values[len(KNOBS) + place]
+            logs[shift.name] = logs.get(shift.name, 0.0) + fit.values[len(KNOBS) + index]
     parts = {knob.name for knob in KNOBS if knob.part}
     return {name: float(1 / (1 + np.exp(-value)) if name in parts else np.exp(value)) for name, value in logs.items()}
 
 
-def written(fit: Fit, intervals: Mapping[str, tuple[float, float]], doubts: Mapping[str, float], told: str) -> str:
-    """The file's text."""
+def constants_file(fit: Fit, intervals: Mapping[str, tuple[float, float]], doubts: Mapping[str, float], summary: str) -> str:
+    """The text of constants.toml; `summary`: the line about the rows behind it."""
     common = rates_here(fit, None, "bf16")
-    lines = [HEAD + f"# {told}\n", "[common]", *_lines(common)]
+    lines = [HEAD + f"# {summary}\n", "[common]", *_lines(common)]
     for precision in FORMATS[1:]:
-        lines += ["", f"[format.{precision}]", *_lines(_other(rates_here(fit, None, precision), common))]
+        lines += ["", f"[format.{precision}]", *_lines(_different(rates_here(fit, None, precision), common))]
     for family in FAMILIES:
         for precision in FORMATS:
-            different = _other(rates_here(fit, family, precision), common)
+            different = _different(rates_here(fit, family, precision), common)
             lines += ["", f"[family.{family}.{precision}]", *_lines(different)]
     kinds: dict[str, dict[str, float]] = {}
-    for place, shift in enumerate(SHIFTS):
+    for index, shift in enumerate(SHIFTS):
         if shift.column == "kind":
-            kinds.setdefault(shift.key, {})[shift.name] = float(np.exp(fit.values[len(KNOBS) + place]))
+            kinds.setdefault(shift.key, {})[shift.name] = float(np.exp(fit.values[len(KNOBS) + index]))
     for kind, factors in kinds.items():
         lines += ["", f"[times.{kind}]", *_lines(factors)]
     for kind, (low, high) in intervals.items():
@@ -57,12 +57,12 @@ def written(fit: Fit, intervals: Mapping[str, tuple[float, float]], doubts: Mapp
 
 
 def names() -> list[str]:
-    """What the fit's numbers are called."""
+    """The names of the fit's values, in order."""
     return [*(knob.name for knob in KNOBS), *(_name(shift) for shift in SHIFTS)]
 
 
 def shipped(table: Mapping[str, Mapping[str, float]]) -> Fit:
-    """The fit that a constants file holds."""
+    """The fit in a constants file."""
     return Fit(np.array([table["fit"][name] for name in names()]))
 
 
@@ -70,7 +70,7 @@ def _name(shift: Shift) -> str:
     return f"{shift.name} {shift.column} {shift.key}"
 
 
-def _other(values: Mapping[str, float], common: Mapping[str, float]) -> dict[str, float]:
+def _different(values: Mapping[str, float], common: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in values.items() if abs(value / common.get(name, np.inf) - 1) > 1e-9}
 
 

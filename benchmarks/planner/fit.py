@@ -1,4 +1,4 @@
-"""Fits the constants of `parameters` to measured steps: robust least squares of log times with priors, in numpy alone.
+"""Fits the constants of `parameters` to measured steps: robust least squares of log times with priors, in numpy.
 
 `make planner-fit` and the accuracy benchmark call it.
 """
@@ -14,45 +14,46 @@ from planner.parameters import Fit, masks_of, rates_of, start, widths
 from planner.steps import Table
 
 HUBER = 0.07
-"""Logarithm of the ratio beyond which a row pulls no harder."""
+"""Threshold of the Huber loss, as a logarithm of the ratio of times."""
 SCATTER = 0.1
-"""Deviation of such logarithms between sources: how much a row says against the priors."""
-_NUDGE = 1e-3
+"""Standard deviation of these logarithms between sources: the weight of a row against the priors."""
+_STEP = 1e-3
 
 
 def predict(fit: Fit, table: Table) -> np.ndarray:
-    """Seconds of each row's step."""
+    """Predicted seconds of each row's step."""
     return np.asarray(step_times(table.work, rates_of(fit, table)).step)
 
 
 def fitted(table: Table, rounds: int = 15) -> Fit:
-    """Constants for these rows."""
+    """Fits constants to the rows."""
     return _solved(_Problem.of(table), start().values, rounds)
 
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """A fit, and how rows answer to its constants: what it takes to leave some of them out quickly."""
+    """A fit and its derivatives, which make it quick to refit without some of the rows."""
 
     table: Table
     fit: Fit
     slopes: np.ndarray
+    """Derivatives of the logarithms of the predictions by each value of the fit."""
 
     @classmethod
     def of(cls, table: Table, fit: Fit | None = None) -> Solved:
-        """Fitted to the rows, unless a fit to them is at hand."""
+        """Fits the rows, unless `fit` is given."""
         fit = fit or fitted(table)
         problem = _Problem.of(table)
         return cls(table, fit, problem.slopes(fit.values, problem.misses(fit.values)))
 
     def without(self, rows: np.ndarray) -> Fit:
-        """Constants that know nothing of some rows. Their answers hardly bend over so short a way: the slopes are kept."""
+        """Refits without some rows. The derivatives hardly change over so short a distance, so they are reused."""
         return _solved(_Problem.of(self.table.take(~rows)), self.fit.values, 8, self.slopes[~rows])
 
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """What is to be made small: weighted, rounded-off squares of the logarithms' differences, and of the way from the priors."""
+    """The least-squares problem: weighted Huber losses of the logarithms, and squared distances from the priors."""
 
     table: Table
     masks: list[np.ndarray]
@@ -73,22 +74,22 @@ class _Problem:
         return float((self.weights * robust).sum() + (((values - start().values) / widths()) ** 2).sum())
 
     def slopes(self, values: np.ndarray, misses: np.ndarray) -> np.ndarray:
-        found = np.empty((len(misses), len(values)))
-        for place in range(len(values)):
+        slopes = np.empty((len(misses), len(values)))
+        for index in range(len(values)):
             moved = values.copy()
-            moved[place] += _NUDGE
-            found[:, place] = (self.misses(moved) - misses) / _NUDGE
-        return found
+            moved[index] += _STEP
+            slopes[:, index] = (self.misses(moved) - misses) / _STEP
+        return slopes
 
 
 def weights_of(table: Table) -> np.ndarray:
-    """A publication counts as the root of its rows, so that a large one does not dominate; incomplete rows count half."""
-    _, place, count = np.unique(table.publications, return_inverse=True, return_counts=True)
-    return np.where(table.core, 1.0, 0.5) / np.sqrt(count[place])
+    """A publication with n rows has weight √n, so that a large one does not dominate; incomplete rows count half."""
+    _, index, count = np.unique(table.publications, return_inverse=True, return_counts=True)
+    return np.where(table.core, 1.0, 0.5) / np.sqrt(count[index])
 
 
 def _solved(problem: _Problem, first: np.ndarray, rounds: int, slopes: np.ndarray | None = None) -> Fit:
-    """Levenberg-Marquardt, Huber's loss by reweighting; slopes are taken anew in each round unless they are given."""
+    """Levenberg-Marquardt with reweighting for the Huber loss; derivatives are recomputed in each round unless given."""
     values, prior, stiff, damp = first.copy(), start().values, widths() ** -2.0, 1e-2
     misses = problem.misses(values)
     now = problem.loss(values, misses)

@@ -1,8 +1,8 @@
-"""What is fitted to measured steps: constants with priors, and offsets for device families, number formats and software.
+"""The parameters of the fit: constants with priors, and offsets for device families, number formats and software stacks.
 
-Every constant has a prior that physics or the literature suggests; what belongs to a family, a format or a software stack is an offset
-drawn towards none, so that a family seen in one source only, or in none, still gets sensible constants. Offsets with a prior of their own
-got it after a look at what the first fits missed, so leaving a source out does not hide it from them entirely. `fit` moves them, `constants` writes them.
+The prior of a constant comes from physics or the literature. An offset for a family, format or stack has a prior of zero, so that a
+family with one source or none still gets sensible constants. Some offsets have other priors, chosen after the errors of first fits: so
+cross-validation does not hide a source from them entirely. `fit` changes the values, `constants` writes them.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from planner.steps import Table
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """A constant that is fitted."""
+    """A fitted constant."""
 
     name: str
     prior: float
     width: float
-    """Standard deviation of the prior: of the logarithm, or of the log odds where the constant is a part of something."""
+    """Standard deviation of the prior: of the logarithm, or of the log odds if the constant is a fraction."""
     part: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """An offset to a constant's logarithm (or log odds) where rows have `key` in `column`; `of` restricts it to another key."""
+    """An offset to a constant's logarithm or log odds, for rows with `key` in `column`."""
 
     name: str
     column: str
@@ -89,13 +89,13 @@ SHIFTS = (
     *(Shift("gemm", "both", f"{key} fp8", 0.15) for key in ("h100", "b200", "tpu6", "mi300")),
     *(Shift("attention", "family", key, 0.25) for key in ("v100", "a100", "b200", "tpu", "tpu6", "mi300")),
     Shift("attention", "family", "h100", 0.25, -0.4),  # the usual kernels were written for the generation before
-    *(Shift("attention", "kind", key, 0.3, 0.4) for key in ("b300", "gb300")),  # exponentials twice as quick
-    Shift("attention", "tuned", "hopper", 0.3, 0.6),  # cuDNN's were not
+    *(Shift("attention", "kind", key, 0.3, 0.4) for key in ("b300", "gb300")),  # exponentials are twice as fast
+    Shift("attention", "tuned", "hopper", 0.3, 0.6),  # except cuDNN's
     Shift("island", "stack", "tpu", 0.3, 0.3),  # collectives on a torus use more than one axis
     Shift("attention", "kernels", "fsdp old", 0.3, -0.3),  # the first fused kernels, before their second edition
     Shift("tensor_hidden", "kernels", "megatron new", 0.7, 1.0),
     Shift("tensor_hidden", "stack", "tpu", 0.7, 1.0),
-    Shift("adding", "stack", "megatron", 0.4, -0.7),  # done by the products themselves
+    Shift("adding", "stack", "megatron", 0.4, -0.7),  # fused into the matrix products
     Shift("traffic", "era", "old", 0.3),
     Shift("traffic", "kernels", "megatron new", 0.3),
     Shift("traffic", "stack", "fsdp", 0.3),
@@ -108,14 +108,14 @@ SHIFTS = (
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The fitted numbers, knobs first."""
+    """The fitted values: first the knobs, then the shifts."""
 
     values: np.ndarray
 
 
 @cache
 def start() -> Fit:
-    """The priors."""
+    """The fit at the priors."""
     knobs = [np.log(k.prior / (1 - k.prior)) if k.part else np.log(k.prior) for k in KNOBS]
     return Fit(np.array([*knobs, *(shift.prior for shift in SHIFTS)]))
 
@@ -126,7 +126,7 @@ def widths() -> np.ndarray:
 
 
 def keys_of(table: Table) -> dict[str, np.ndarray]:
-    """Columns that shifts look at."""
+    """The columns that shifts refer to."""
     both = np.array([f"{family} {precision}" for family, precision in zip(table.family, table.precision, strict=True)])
     old = np.where(table.year < 2023, "old", "new")
     kernels = np.array(
@@ -154,23 +154,23 @@ def masks_of(table: Table) -> list[np.ndarray]:
 
 
 def rates_of(fit: Fit, table: Table, masks: list[np.ndarray] | None = None) -> Rates:
-    """Constants of each row."""
+    """The constants of each row."""
     masks = masks_of(table) if masks is None else masks
-    logs: dict[str, Any] = {knob.name: fit.values[place] for place, knob in enumerate(KNOBS)}
-    for place, (shift, mask) in enumerate(zip(SHIFTS, masks, strict=True)):
-        logs[shift.name] = logs.get(shift.name, 0.0) + fit.values[len(KNOBS) + place] * mask
+    logs: dict[str, Any] = {knob.name: fit.values[index] for index, knob in enumerate(KNOBS)}
+    for index, (shift, mask) in enumerate(zip(SHIFTS, masks, strict=True)):
+        logs[shift.name] = logs.get(shift.name, 0.0) + fit.values[len(KNOBS) + index] * mask
     parts = {knob.name for knob in KNOBS if knob.part}
     values = {name: 1 / (1 + np.exp(-value)) if name in parts else np.exp(value) for name, value in logs.items()}
     return special(Rates(**values), table)
 
 
 def special(rates: Rates, table: Table) -> Rates:
-    """What rows say about their software: scores kept on the chip, nothing overlapped, attention repeated by "selective"."""
-    shown = table.overlapped
+    """Adjusts the constants to each row's software: overlap, selective recomputation, balanced stages."""
+    overlapped = table.overlapped
     return replace(
         rates,
-        tensor_hidden=rates.tensor_hidden * shown,
-        data_hidden=rates.data_hidden * shown,
+        tensor_hidden=rates.tensor_hidden * overlapped,
+        data_hidden=rates.data_hidden * overlapped,
         selective=((table.stack == "megatron") & (table.year < 2024)).astype(float),
         reread=np.where((table.stack == "megatron") & (table.year > 2023), 0.5, 1.0),  # norms and activations alone
         slack=0.5,

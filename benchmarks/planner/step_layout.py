@@ -1,4 +1,4 @@
-"""The layouts of measured steps: degrees that rows print, and rules for what they leave out. `benchmarks/planner/steps` calls it."""
+"""The layouts of published steps: the degrees that rows print, and rules for missing values. `steps` calls it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from phalanx.planning.cost.job_table import RECOMPUTE, SCHEDULES
 Row = dict[str, str]
 
 TOKENS = 4e6
-"""Of a step whose batch is not published."""
+"""Tokens of a step whose batch is not published."""
 
 
 def stack_of(row: Row) -> str:
-    """Which software it was, from what the row says of itself."""
+    """The software stack of a row."""
     where, how = row["source"].lower(), f"{row['zero_or_fsdp']} {row['schedule']}".lower()
     if "TPU" in row["gpu"]:
         return "tpu"
@@ -30,7 +30,7 @@ def stack_of(row: Row) -> str:
 
 
 def sharding(row: Row, stack: str, replicas: float) -> tuple[int, float]:
-    """(ZeRO stage, ranks that share): from "FSDP", "ZeRO-1", "distributed optimizer", "HSDP shard 128" and the like."""
+    """(ZeRO stage, shard degree): from "FSDP", "ZeRO-1", "distributed optimizer", "HSDP shard 128" and the like."""
     text = row["zero_or_fsdp"].lower()
     if "shard_grad_op" in text or "zero-2" in text:
         return 2, replicas
@@ -45,7 +45,7 @@ def sharding(row: Row, stack: str, replicas: float) -> tuple[int, float]:
 
 
 def degrees(row: Row) -> dict[str, float]:
-    """What the row says, one where it says nothing."""
+    """The printed degrees; 1 if missing."""
     return {
         "tensor": float(row["tp"] or 1),
         "context": float(row["cp"] or 1),
@@ -55,7 +55,7 @@ def degrees(row: Row) -> dict[str, float]:
 
 
 def schedule(row: Row, work: dict[str, Any], assumed: list[str]) -> tuple[int, float]:
-    """(code, stages of each rank)."""
+    """(index of the schedule, stages per rank)."""
     text, layers, pipeline, work_stack = row["schedule"].lower(), work["layers"], work["pipeline"], work["stack"]
     if pipeline <= 1:
         return SCHEDULES.index("1f1b"), 1.0
@@ -74,7 +74,7 @@ def schedule(row: Row, work: dict[str, Any], assumed: list[str]) -> tuple[int, f
     if not text and not stages:
         stages = 1.0
         if work_stack == "megatron" and int(row["year"]) >= 2023 and layers % pipeline == 0:
-            # Whoever tunes a pipeline of Megatron's interleaves it.
+            # Tuned Megatron pipelines are interleaved.
             stages = max(count for count in range(1, 9) if (layers // pipeline) % count == 0)
         assumed.append("interleaved stages with Megatron since 2023, else 1F1B")
     most = max(1.0, -(-layers // pipeline))
@@ -83,12 +83,12 @@ def schedule(row: Row, work: dict[str, Any], assumed: list[str]) -> tuple[int, f
 
 
 def recipe(row: Row) -> str:
-    """Whether the vendor of the device tuned the settings (NeMo and what is built on it), or somebody used the software as it is."""
+    """ "nemo" if the vendor of the device tuned the settings (NeMo and tools built on it), otherwise "plain"."""
     return "nemo" if re.search(r"nemo|megatron-bridge|dgxc", row["source"].lower()) else "plain"
 
 
 def routing(row: Row) -> str:
-    """How tokens find their experts: what is dropped or captured in a graph need not wait for the host to count it."""
+    """The routing of tokens to experts: with dropped tokens or CUDA graphs the device does not wait for the host."""
     said = f"{row['model_name']} {row['notes']}".lower()
     if re.search(r"token.?drop|capacity", said):
         return "dropping"
@@ -110,7 +110,7 @@ def sequence_parallel(row: Row, stack: str, tensor: float, assumed: list[str]) -
 
 
 def expert_tensor(row: Row, work: dict[str, Any], assumed: list[str]) -> float:
-    """Experts are cut like everything else only where they would not fit otherwise; since 2024 they seldom are."""
+    """Experts are tensor-parallel only if they would not fit otherwise; since 2024 they seldom are."""
     if not work["experts"] or work["tensor"] <= 1:
         return 1.0
     values = work["sparse_layers"] * 3 * work["dim"] * work["expert_ffn"] * work["experts"] / work["expert"] / work["pipeline"]
@@ -119,7 +119,7 @@ def expert_tensor(row: Row, work: dict[str, Any], assumed: list[str]) -> float:
 
 
 def batch_and_micro(row: Row, replicas: float, work: dict[str, Any], assumed: list[str]) -> tuple[float, float]:
-    """Sequences of a step, and of a micro-batch: the largest power of two up to 8 that fits without recomputing, where not said."""
+    """Sequences of a step and of a micro-batch; if missing, the largest power of two up to 8 that fits without recomputation."""
     sequence, row_stack = work["sequence"], work["stack"]
     batch = float(row["global_batch_seqs"] or 0)
     micro = float(row["micro_batch"] or 0)
@@ -131,14 +131,17 @@ def batch_and_micro(row: Row, replicas: float, work: dict[str, Any], assumed: li
     if not micro and steps:
         micro = each / float(steps[1])
     if row_stack in ("jax", "tpu"):
-        return batch, each  # their micro-batch is of a device, and there is no accumulation
+        return batch, each  # a micro-batch is per device, without accumulation
     if not micro and work["zero"] == 3:
         most = max(1.0, 16384 / sequence)
         micro = max(
             (each / count for count in range(1, int(each) + 1) if each % count == 0 and each / count <= most), default=each
         )
-        while micro >= 2 and held(work, sequence, micro) + kept(work, sequence, micro, 1.0) / 2 > work["memory"]:
-            micro /= 2  # rather than computing more than half of the blocks twice
+        while (
+            micro >= 2
+            and state_bytes(work, sequence, micro) + activation_bytes(work, sequence, micro, 1.0) / 2 > work["memory"]
+        ):
+            micro /= 2  # rather than recompute more than half of the blocks
         assumed.append("16k tokens a micro-batch with sharded parameters")
     if not micro:
         micro = 1.0
@@ -147,15 +150,16 @@ def batch_and_micro(row: Row, replicas: float, work: dict[str, Any], assumed: li
             not pipelined
             and micro < 8
             and each % (2 * micro) == 0
-            and held(work, sequence, 2 * micro) + kept(work, sequence, 2 * micro, each / micro / 2) < 0.85 * work["memory"]
+            and state_bytes(work, sequence, 2 * micro) + activation_bytes(work, sequence, 2 * micro, each / micro / 2)
+            < 0.85 * work["memory"]
         ):
             micro *= 2
         assumed.append("the micro-batch that fits")
     return batch, min(micro, each)
 
 
-def held(work: dict[str, Any], sequence: float, micro: float) -> float:
-    """Bytes of parameters, gradients and optimizer, roughly, with the logits of a micro-batch."""
+def state_bytes(work: dict[str, Any], sequence: float, micro: float) -> float:
+    """Approximate bytes of parameters, gradients, optimizer states, and the logits of a micro-batch."""
     sparse = work.get("sparse_layers", 0.0)
     matrices = 2 + work["gated"]
     dense = work["layers"] * work["attention_weights"] + (work["layers"] - sparse) * matrices * work["dim"] * work["ffn"]
@@ -181,8 +185,8 @@ def held(work: dict[str, Any], sequence: float, micro: float) -> float:
     return float(states + micro * sequence / work["context"] * work["vocab"] / work["tensor"] * 6)
 
 
-def kept(work: dict[str, Any], sequence: float, micro: float, count: float) -> float:
-    """Bytes of activations where nothing is recomputed."""
+def activation_bytes(work: dict[str, Any], sequence: float, micro: float, count: float) -> float:
+    """Approximate bytes of activations without recomputation."""
     tokens = micro * sequence / work["context"]
     sparse = work.get("sparse_layers", 0.0) / work["layers"]
     outside = 8 * work["dim"] / (work["tensor"] if work["sequence_parallel"] else 1)
@@ -199,16 +203,16 @@ def kept(work: dict[str, Any], sequence: float, micro: float, count: float) -> f
 
 
 def recompute(row: Row, work: dict[str, Any], assumed: list[str]) -> tuple[int, float]:
-    """(mode, part of the blocks): as printed; else as many whole blocks as do not fit, for runs that were published did fit."""
-    said, sequence = row["recompute"].lower(), work["sequence"]
-    if said == "selective" and work["stack"] == "fsdp":
+    """(mode, fraction of the blocks): as printed; otherwise as many blocks as do not fit, because published runs did fit."""
+    mode, sequence = row["recompute"].lower(), work["sequence"]
+    if mode == "selective" and work["stack"] == "fsdp":
         return RECOMPUTE.index("full"), 0.5  # every second block, or every second product
-    if said in RECOMPUTE:
-        return RECOMPUTE.index(said), 1.0
+    if mode in RECOMPUTE:
+        return RECOMPUTE.index(mode), 1.0
     assumed.append("recomputation of as many blocks as do not fit")
     count = work["batch"] / (work["data"] * work["shard"] * work["micro_batch"])
-    room = work["memory"] - held(work, sequence, work["micro_batch"])
-    full = kept(work, sequence, work["micro_batch"], count)
+    room = work["memory"] - state_bytes(work, sequence, work["micro_batch"])
+    full = activation_bytes(work, sequence, work["micro_batch"], count)
     if full <= room:
         return RECOMPUTE.index("none"), 1.0
     return RECOMPUTE.index("full"), min(1.0, 1 - max(room, 0.1 * work["memory"]) / full) if full > 0.1 * work["memory"] else 0.0

@@ -1,6 +1,6 @@
-"""The machines that measured steps were taken on, from what their rows print: kind of device, devices per host, links.
+"""The machines of published steps, from the printed values: kind of device, devices per host, links.
 
-Peaks and links are the catalogue's. A kind that no rule knows is excluded. `benchmarks/planner/steps` calls it.
+Peaks and links are those of the catalogue. Rows with an unknown kind are excluded. `steps` calls it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Row = dict[str, str]
 
 
 class Kind(NamedTuple):
-    """A device and its usual surroundings."""
+    """A device with its usual node and network."""
 
     name: str
     family: str
@@ -32,7 +32,7 @@ class Kind(NamedTuple):
 
 T, G = 1e12, 1e9
 
-# How rows write devices, and what the catalogue calls them; more particular names first.
+# Patterns of printed device names and keys of the catalogue; more specific patterns first.
 CATALOGUED = (
     ("GB300", "gb300"),
     ("GB200", "gb200"),
@@ -64,7 +64,7 @@ CATALOGUED = (
     ("TPU ?v4", "tpu-v4"),
 )
 
-# Vendors' figures of what the catalogue does not have.
+# Devices that the catalogue does not have, with the vendors' figures.
 OTHERS = (
     ("GH200", Kind("gh200", "h100", 989.4 * T, 1978.9 * T, 1978.9 * T, 4000 * G, 96 * G, 4, 4, 450 * G, 25 * G)),
     ("MI355", Kind("mi355x", "mi300", 2300 * T, 4600 * T, 9200 * T, 8000 * G, 288 * G, 8, 8, 450 * G, 50 * G)),
@@ -95,7 +95,7 @@ def _catalogued(key: str) -> Kind:
 
 
 def kind_of(row: Row) -> Kind | None:
-    """The device of a row, or None."""
+    """The device of a row; None if unknown."""
     other = next((kind for match, kind in OTHERS if re.search(match, row["gpu"])), None)
     if other is not None:
         return other
@@ -104,7 +104,7 @@ def kind_of(row: Row) -> Kind | None:
 
 
 def precision_of(row: Row) -> str:
-    """fp32, fp16, bf16, fp8 or fp4, from however the row writes it; nothing said: 16 bits, as everybody has since 2018."""
+    """The number format, from its printed name; bf16 if missing."""
     text = row["precision"].lower()
     if "fp4" in text:
         return "fp4"
@@ -118,7 +118,7 @@ def precision_of(row: Row) -> str:
 
 
 def machine(row: Row, kind: Kind, precision: str, ranks: float) -> dict[str, float]:
-    """The machine's fields of Work. What the row prints about links wins over what its kind usually has."""
+    """The machine's columns. Printed links take precedence over those of the kind."""
     peak = {"fp8": kind.eight, "fp4": kind.four}.get(precision, kind.half)
     slow = _power(row)
     node = float(row["gpus_per_node"] or kind.node)
@@ -132,7 +132,7 @@ def machine(row: Row, kind: Kind, precision: str, ranks: float) -> dict[str, flo
     far = float(row["inter_bw_Gbps_per_gpu"]) * G / 8 if row["inter_bw_Gbps_per_gpu"] else kind.far
     near = float(row["intra_bw_GBs"]) * G if row["intra_bw_GBs"] else kind.near
     bandwidth = 2400 * G if "HBM2e" in row["gpu"] and kind.family == "h100" else kind.bandwidth
-    # Twice the time in half the bits: full 32-bit products at a sixteenth of the 16-bit peak.
+    # fp32 products run at a sixteenth of the 16-bit peak.
     peak = kind.half / 16 if precision == "fp32" else peak
     return {
         "peak": peak * slow,
@@ -147,7 +147,7 @@ def machine(row: Row, kind: Kind, precision: str, ranks: float) -> dict[str, flo
 
 
 def _power(row: Row) -> float:
-    """Cards that are capped below their usual 700 W clock lower: the cube root of the power, as dynamic power goes with its cube."""
+    """Relative clock of cards capped below 700 W: dynamic power grows with the cube of the clock."""
     said = re.search(r"(\d{3})W", row["gpu"])
     watts = float(said[1]) if said else 500.0 if "lowtdp" in row["gpu"].lower() else 700.0
     return float((watts / 700) ** (1 / 3))
@@ -159,7 +159,7 @@ def _memory(row: Row, kind: Kind) -> float:
 
 
 def _slice(row: Row, kind: Kind) -> float:
-    """TPUs of one slice: told by "FSDP N within slice", by "N slice(s)" in the notes, or as large as the kind has them."""
+    """TPUs of one slice: from "FSDP N within slice", from "N slice(s)" in the notes, or the size of the kind."""
     inside = re.search(r"FSDP (\d+) within slice", row["zero_or_fsdp"])
     if inside:
         return float(inside[1])

@@ -1,4 +1,4 @@
-"""The models of measured steps: sizes that rows print, and rules for those that they leave out. `benchmarks/planner/steps` calls it."""
+"""The models of published steps: printed sizes, and rules for missing ones. `steps` calls it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import re
 Row = dict[str, str]
 
 KV_RANK, Q_RANK, NOPE, ROPE = 512, 1536, 128, 64
-"""Of DeepSeek's latent attention."""
+"""Ranks and widths of DeepSeek's latent attention."""
 
 
-# Models that rows name without their sizes: as their authors published them. What a row prints wins.
+# Sizes of models that rows only name, as their authors published them. Printed sizes take precedence.
 _SIZES = ("layers", "hidden", "ffn_hidden", "heads", "kv_heads", "vocab", "experts", "top_k", "params_B")
 NAMED = (
     (r"gpt.?oss.?120b", (36, 2880, 2880, 64, 8, 201088, 128, 4, 117)),
@@ -24,11 +24,11 @@ NAMED = (
     (r"olmoe.?1b.?7b", (16, 2048, 1024, 16, 16, 50304, 64, 8, 6.9)),
 )
 HEADS = ((r"qwen3", 128.0), (r"gpt.?oss", 64.0))
-"""Widths of a head that are not the model's width over its heads."""
+"""Head widths that differ from the model's width over its heads."""
 
 
 def filled(row: Row, assumed: list[str]) -> Row:
-    """The row with the sizes that its model's name tells."""
+    """The row with the known sizes of a named model."""
     name = row["model_name"].lower().replace("_", "-")
     known = next((sizes for match, sizes in NAMED if re.search(match, name)), None)
     if known is None or (row["layers"] and row["experts"]):
@@ -42,7 +42,7 @@ def number(row: Row, name: str) -> float | None:
 
 
 def model(row: Row, assumed: list[str]) -> dict[str, float] | None:
-    """The model's fields of Work; None where they cannot be known."""
+    """The model's columns; None if its sizes are unknown."""
     row = filled(row, assumed)
     layers, dim, total = number(row, "layers"), number(row, "hidden"), number(row, "params_B")
     experts = number(row, "experts") or 0.0
@@ -78,7 +78,7 @@ def model(row: Row, assumed: list[str]) -> dict[str, float] | None:
 
 
 def shape_of(total: float) -> tuple[float, float]:
-    """Layers and width of an ordinary decoder of so many parameters: a width of 110 a layer, twelve squares of it in each."""
+    """Layers and width of a typical decoder with `total` parameters: width ≈ 110 × layers, 12 × width² parameters per layer."""
     dim = max(128.0, round((total * 110 / 12) ** (1 / 3) / 128) * 128)
     return max(1.0, float(round(total / (12 * dim * dim)))), dim
 
@@ -98,7 +98,7 @@ def _attention(dim: float, heads: float, kv_heads: float, latent: bool, head: fl
 
 
 def _dense(found: dict[str, float], weights: float | None) -> dict[str, float]:
-    """Gated or not, tied or not: whatever comes nearest to the published number of parameters."""
+    """Chooses gated or not and tied or not, so that the number of parameters is closest to the published one."""
     if weights is None:
         gated = float(found["ffn"] < 3.6 * found["dim"])
         return {"gated": gated, "tied": 1 - gated}
@@ -112,7 +112,7 @@ def _dense(found: dict[str, float], weights: float | None) -> dict[str, float]:
 
 
 def _sparse(row: Row, found: dict[str, float], weights: float | None, latent: bool, assumed: list[str]) -> dict[str, float]:
-    """Width of an expert: what is printed, unless that many of them could not be; then it follows from the parameters."""
+    """The sizes of experts: the printed width, unless it contradicts the parameters; then it follows from them."""
     experts, active = number(row, "experts") or 1.0, number(row, "top_k") or 2.0
     layers, dim, ffn = found["layers"], found["dim"], found["ffn"]
     shared = (2.0 if "v2" in row["model_name"].lower() else 1.0) if latent else 0.0

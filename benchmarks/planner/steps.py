@@ -1,7 +1,7 @@
-"""Measured steps of real runs, as published: a csv file's rows become columns that `planning/cost/step_time` can judge beside their times.
+"""Published steps of real runs: the rows of a CSV file become columns that `planning/cost/step_time` can predict.
 
-The columns of the file are those of benchmarks/published/steps.csv. What a row leaves out is inferred by rules and counted; rows that
-no rule can use are excluded with a reason. `fit` and the accuracy benchmark call it; nothing here knows any particular row.
+The columns of the file are those of benchmarks/published/steps.csv. Rules infer missing values, which are counted; rows that
+no rule can complete are excluded with a reason. `fit` and the accuracy benchmark call it; no rule refers to a particular row.
 """
 
 from __future__ import annotations
@@ -41,60 +41,60 @@ COLUMNS = (
     *("global_batch_seqs", "schedule", "iter_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct", "notes", "flags"),
     "conv_class",
 )
-"""Of a file, those that are read."""
+"""The columns that are read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Rows that can be judged."""
+    """The usable rows of a file."""
 
     work: JobTable
     seconds: np.ndarray
-    """Measured, of a step."""
+    """Measured seconds of a step."""
     ids: tuple[str, ...]
     sources: np.ndarray
     publications: np.ndarray
-    """Sources that belong together: editions of one document, tables and sections of one paper."""
+    """The document of each source: its editions, tables and sections are one publication."""
     family: np.ndarray
     kind: np.ndarray
-    """The device itself, such as GB200."""
+    """The device, such as GB200."""
     precision: np.ndarray
     stack: np.ndarray
     year: np.ndarray
     overlapped: np.ndarray
-    """0 where the row says that nothing is."""
+    """0 if the row says that communication is not overlapped."""
     repeated: np.ndarray
-    """Part of the blocks that "full" recomputation is about."""
+    """Fraction of the blocks with "full" recomputation."""
     recipe: np.ndarray
     routing: np.ndarray
     dispatch: np.ndarray
     moe: np.ndarray
     core: np.ndarray
-    """1 where the row is complete enough to judge by."""
+    """Whether the row is complete enough for validation."""
     jobs: tuple[str, ...]
-    """Rows of the same job have the same."""
+    """Key of the job; rows with the same key differ only in the layout."""
     excluded: tuple[tuple[str, str], ...]
     """(id, reason)."""
     excluded_core: tuple[str, ...]
-    """Those that would have been judged."""
+    """Excluded rows that are marked as core."""
     assumed: Counter[str]
 
     def take(self, index: np.ndarray) -> Table:
-        """Some of the rows."""
-        places = np.arange(len(self.ids))[index]
+        """The rows at `index`."""
+        rows = np.arange(len(self.ids))[index]
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, value in values.items():
             if name == "work":
-                values[name] = value.take(places)
+                values[name] = value.take(rows)
             elif isinstance(value, np.ndarray):
-                values[name] = value[places]
+                values[name] = value[rows]
             elif name in ("ids", "jobs"):
-                values[name] = tuple(value[place] for place in places)
+                values[name] = tuple(value[row] for row in rows)
         return Table(**values)
 
 
 def read(path: Path, *, core: bool = True) -> Table:
-    """A file's rows; only those complete enough to calibrate on, unless `core` is False."""
+    """Reads a file; only rows marked as core, unless `core` is False."""
     with path.open(encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if not core or row.get("core", "1") == "1"]
     missing = sorted(set(COLUMNS) - set(rows[0] if rows else ()))
@@ -108,7 +108,7 @@ def read(path: Path, *, core: bool = True) -> Table:
 
 
 def table(rows: list[Row]) -> Table:
-    """Rows of a file, judged one by one."""
+    """Converts rows, and excludes those that cannot be used."""
     good: list[tuple[Row, dict[str, Any]]] = []
     excluded: list[tuple[str, str]] = []
     assumed: Counter[str] = Counter()
@@ -159,26 +159,26 @@ def table(rows: list[Row]) -> Table:
 
 
 def publication(source: str) -> str:
-    """The document that a source is a part or an edition of: without section, table, version and whatever is quoted or in brackets."""
+    """The document of a source: its name without section, table, version, and text in quotes or brackets."""
     short = re.split(r",| - |; | section| sec | Tables?\b| T\d+\b| v\d|\(|:", source)[0]
     short = re.sub(r"\b(19|20)\d\d[-\d]*\b|\d+\.\d[\d.]*", "", short)
     return " ".join(short.split()[:3]).lower()
 
 
 def job(row: Row) -> str:
-    """What stays the same when only the layout changes."""
+    """A key of everything but the layout."""
     same = ("source", "model_name", "layers", "hidden", "heads", "gpu", "n_gpus", "seq_len", "global_batch_seqs", "precision")
     return "|".join(row[name] for name in same)
 
 
 def software_year(row: Row) -> int:
-    """What was written up in the first months of a year was measured with software of the year before."""
+    """The year of the software: a paper of the first months of a year used software of the year before."""
     printed = re.search(r"arXiv (\d\d)(\d\d)\.", row["source"])
     return 2000 + int(printed[1]) - (int(printed[2]) <= 3) if printed else int(row["year"])
 
 
 def _row(row: Row, assumed: list[str]) -> dict[str, Any] | str:
-    """Everything known of a row, or why it cannot be used."""
+    """The values of a row, or the reason why it cannot be used."""
     reason = _useless(row)
     kind = kind_of(row)
     sizes = model(row, assumed)
@@ -226,7 +226,7 @@ def _row(row: Row, assumed: list[str]) -> dict[str, Any] | str:
 
 
 def _useless(row: Row) -> str | None:
-    """Rows that are no steps, or steps of something else than what a planner plans."""
+    """The reason to exclude a row that is not a step, or not a step that a planner plans."""
     said, zero = f"{row['notes']} {row['source']} {row['flags']}".lower(), row["zero_or_fsdp"].lower()
     if re.search(r"\boom\b", f"{row['id']} {said}"):
         return "ran out of memory"
@@ -244,7 +244,7 @@ def _useless(row: Row) -> str | None:
 
 
 def _seconds(row: Row, found: dict[str, Any]) -> float | None:
-    """From the time of an iteration, else from tokens per second, else from FLOP/s by the row's own way of counting them."""
+    """The time of a step: as printed, or from tokens per second, or from FLOP/s as the source counts them."""
     given = number(row, "iter_time_s")
     if given:
         return given
