@@ -272,7 +272,10 @@ BAD = {
         ["export", "one", "out", "--format", "safetensors", "--shard-size", "big"],
         '--shard-size "big" is not an amount',
     ),
-    "states for transformers": (["export", "one", "out", "--optimizer"], "--optimizer: a Hugging Face folder has no optimizer state"),
+    "states for transformers": (
+        ["export", "one", "out", "--optimizer"],
+        "--optimizer: a Hugging Face folder has no optimizer state",
+    ),
     "nothing to keep": (["prune", "one", "--keep-last", "0"], "--keep-last"),
     "not a run": (["prune", "empty"], "empty is not a run directory, because it has no run.toml"),
     "damaged": (["diff", "one/checkpoints/step-00000001", "one"], "step-00000001 is damaged: its file state-"),
