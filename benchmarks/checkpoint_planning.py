@@ -40,7 +40,7 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
 from phalanx.spec.plan import Place
 from phalanx.spec.run import Run
-from phalanx.training.dry_build import foreseen, held
+from phalanx.training.dry_build import dry_build, dry_build_tensors
 
 Result = TypeVar("Result")
 
@@ -124,7 +124,7 @@ class Everyone:
             alike = Mesh(Place(rank=0, ranks=small.ranks), torch.device("meta"), small)
             here = (replace(alike, place=Place(rank=places[0] * each + n, ranks=small.ranks)) for n in range(each))
             rank = next(one.rank for one in here if tuple(one.coordinate(axis) for axis in axes) == places)
-            with foreseen(self.run, small, rank) as built:
+            with dry_build(self.run, small, rank) as built:
                 spots = {one.name: one.shard for one in built.sharded.owned}
                 tensors = {
                     n: (p.tensor.dtype, _parameter(n, spots) if p.slice.shape else None) for n, p in built.tensors().items()
@@ -239,8 +239,8 @@ def _write_item(name: str, state: StateTensor) -> WriteItem:
 def measure(model: str, ranks: int, most_central: int, folder: Path) -> Iterator[tuple[str, Any]]:
     run, layout = loads(RUN.format(model=MODELS[model])), LAYOUTS[model][ranks]
     everyone, chosen = Everyone(run, layout), sample(ranks)
-    held(run, Layout(), 0)  # the first call also imports modules
-    foresight = [timed(held, run, layout, rank) for rank in chosen]
+    dry_build_tensors(run, Layout(), 0)  # the first call also imports modules
+    foresight = [timed(dry_build_tensors, run, layout, rank) for rank in chosen]
     yield "predicting the state of a rank, most", most(foresight)
     for rank, took in zip(chosen, foresight, strict=True):
         assert _boxes(took.result) == _boxes(everyone.pieces(rank)), f"rank {rank} of {layout} is not what was derived"
@@ -261,7 +261,7 @@ def measure(model: str, ranks: int, most_central: int, folder: Path) -> Iterator
     same = [timed(find, final, took.result) for took in foresight[:3]]
     yield "load planned on the same layout, most", most(same)
     yield "files needed", max(took.result for took in same)
-    other = timed(find, final, held(run, Layout(data=1, shard=64, zero=3), 7))
+    other = timed(find, final, dry_build_tensors(run, Layout(data=1, shard=64, zero=3), 7))
     yield "load planned on 64 ranks with ZeRO-3", other
     yield "files needed there", other.result
     if ranks <= most_central:

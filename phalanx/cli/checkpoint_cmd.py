@@ -111,11 +111,11 @@ def _table(held: SavedTensor) -> dict[str, Any]:
 def _change(path: str, tensors: dict[str, SavedTensor], asked: str) -> dict[str, Any]:
     """What the ranks of another layout would read, and which tensors they shard differently."""
     from phalanx.checkpointing.tools.offline_writer import Cuts, read_needs
-    from phalanx.training.reshard_run import as_saved, laid_out
+    from phalanx.training.reshard_run import on_layout, on_saved_layout
 
     found = find_unverified(path)
     marker = directory.read_marker(found.checkpoint)
-    then, now = as_saved(found, marker), laid_out(found, marker, asked)
+    then, now = on_saved_layout(found, marker), on_layout(found, marker, asked)
     before: Cuts = {}
     after: Cuts = {}
     with _progress("planning", len(now.distinct) + (len(then.distinct) if then else 0)) as advance:
@@ -210,10 +210,10 @@ def reshard(
     """Write a checkpoint in another layout. Training does not need this: any layout loads any checkpoint."""
     found = find_unverified(path)
     from phalanx.checkpointing.restore import CheckpointReader
-    from phalanx.training.reshard_run import laid_out, write
+    from phalanx.training.reshard_run import on_layout, write
 
     saved = CheckpointReader(found.checkpoint)
-    laid = laid_out(found, saved.marker, layout)
+    laid = on_layout(found, saved.marker, layout)
     written = write(saved, found, laid, out)
     saved.close()
     told = checkpoint_info.describe(written)

@@ -30,7 +30,7 @@ from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.spec.tensor_slice import chunk
 from phalanx.training.build import TrainState, build
-from phalanx.training.dry_build import absent_ranks, generation, lazy_cuts
+from phalanx.training.dry_build import absent_place, fake_process_group, lazy_fsdp_chunks
 from phalanx.training.micro_batch import MicroBatch
 from phalanx.training.step import Stepper
 
@@ -203,13 +203,13 @@ def opened(run: Run, plan: Plan, rank: int, card: Card | None, messages: Message
     """The program of one rank, built. `card`: the GPU that is played; None: ranks are on CPUs."""
     layout = replace(plan.layout, data=plan.layout.data or 1)
     run, plan = replace(run, layout=layout), replace(plan, layout=layout)
-    mesh = Mesh(generation(rank, layout.ranks), fake_gpu.GPU if card else fake_gpu.HOST, layout, RehearsedEnvironment())
+    mesh = Mesh(absent_place(rank, layout.ranks), fake_gpu.GPU if card else fake_gpu.HOST, layout, RehearsedEnvironment())
     watch = Watch(messages, card)
     events, COMM_TIMER.events = COMM_TIMER.events, None
     with contextlib.ExitStack() as stack:
         stack.callback(setattr, COMM_TIMER, "events", events)
-        stack.enter_context(absent_ranks(mesh))
-        stack.enter_context(lazy_cuts())
+        stack.enter_context(fake_process_group(mesh))
+        stack.enter_context(lazy_fsdp_chunks())
         stack.enter_context(assumed(mesh))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         if card:

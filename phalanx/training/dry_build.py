@@ -1,5 +1,5 @@
-"""What any rank of any layout would save, found out on one machine: the rank's own program is run, on tensors without memory and
-among ranks that are not there. Resharding, and forecasts of what a layout would hold, ask it."""
+"""Builds any rank of any layout on one machine, on tensors without memory and with a fake process group. Resharding and memory
+forecasts use it to find out what a rank would save and hold."""
 
 from __future__ import annotations
 
@@ -23,44 +23,45 @@ from phalanx.spec.run import Memory, Run
 from phalanx.spec.tensor_slice import chunk
 from phalanx.training.build import TrainState, build
 
-_generations = count(1)  # torch remembers meshes by their names: no two of this process may have the same
+_generations = count(1)  # torch caches meshes by name, so every dry build in a process needs a new one
 
 
-def held(run: Run, layout: Layout, rank: int) -> dict[str, StateTensor]:
-    """The pieces that this rank would save, on torch's meta device: name, dtype, box and who else holds it, but no values.
+def dry_build_tensors(run: Run, layout: Layout, rank: int) -> dict[str, StateTensor]:
+    """What this rank would save, on torch's meta device: names, dtypes, slices and replicas, but no values.
 
-    Takes no memory worth mentioning and no other process; not for a process that is itself a rank of a job. Raises RunError where
-    the model cannot be laid out so.
+    Needs almost no memory and no other process. Cannot run in a process that is itself a rank of a job. Raises RunError if the model
+    does not fit the layout.
     """
-    with foreseen(run, layout, rank) as built:
-        return built.tensors()
+    with dry_build(run, layout, rank) as state:
+        return state.tensors()
 
 
 @contextmanager
-def foreseen(run: Run, layout: Layout, rank: int) -> Iterator[TrainState]:
-    """What the rank trains with, without memory, while its groups of ranks that are not there last."""
+def dry_build(run: Run, layout: Layout, rank: int) -> Iterator[TrainState]:
+    """The state of a rank, without memory, while its fake process group exists."""
     layout = replace(layout, data=layout.data or 1)
     if layout.stage_split == "measured" and layout.pipeline > 1:
         raise RunError(
             [
-                'layout.stage_split = "measured" cuts stages by what they take on the devices of a job, so it cannot be foreseen: take "counted".'
+                'layout.stage_split = "measured" splits stages by times measured on the devices of a job, so they cannot be computed '
+                'without one: take "counted".'
             ]
         )
     assert 0 <= rank < layout.ranks, f"rank {rank} of {layout.ranks}"
-    # Where states lie, and how activations are saved, changes no box of any tensor.
+    # Offloading and recomputation change no slice of any tensor.
     run = replace(run, layout=layout, memory=Memory())
-    mesh = Mesh(generation(rank, layout.ranks), torch.device("meta"), layout)
-    with absent_ranks(mesh), lazy_cuts():
+    mesh = Mesh(absent_place(rank, layout.ranks), torch.device("meta"), layout)
+    with fake_process_group(mesh), lazy_fsdp_chunks():
         yield build(run, _plan(run), mesh)
 
 
-def generation(rank: int, ranks: int) -> Place:
-    """A rank of a job that is not there."""
+def absent_place(rank: int, ranks: int) -> Place:
+    """The place of a rank in a job that does not exist."""
     return Place(rank=rank, ranks=ranks, generation=-next(_generations))
 
 
 def _plan(run: Run) -> Plan:
-    """As far as it decides what a rank holds. Stages lie on the ranks the same way however many micro-batches pass them."""
+    """A plan with what decides what a rank holds. The number of micro-batches does not change the stages of a rank."""
     compute = run.precision.compute or "fp32"
     return Plan(
         layout=run.layout,
@@ -68,7 +69,7 @@ def _plan(run: Run) -> Plan:
         threads=1,
         micro_batch=1,
         accumulation=1,
-        compute="bf16" if compute == "fp8" else compute,  # its weights are kept in bf16
+        compute="bf16" if compute == "fp8" else compute,  # fp8 runs keep their weights in bf16
         parameters=0,
         flops_per_token=0.0,
         peak_flops=None,
@@ -76,12 +77,12 @@ def _plan(run: Run) -> Plan:
 
 
 @contextmanager
-def absent_ranks(mesh: Mesh) -> Iterator[None]:
-    """Groups can be made, and what is sent to them goes nowhere."""
+def fake_process_group(mesh: Mesh) -> Iterator[None]:
+    """Groups can be created; messages to them go nowhere."""
     if mesh.ranks == 1:
         yield
         return
-    assert not dist.is_initialized(), "this process is a rank of a job already, and can be no other"
+    assert not dist.is_initialized(), "this process is already a rank of a job"
     dist.init_process_group("fake", store=FakeStore(), rank=mesh.rank, world_size=mesh.ranks)
     try:
         yield
@@ -90,20 +91,20 @@ def absent_ranks(mesh: Mesh) -> Iterator[None]:
 
 
 @contextmanager
-def lazy_cuts() -> Iterator[None]:
-    """FSDP2 cuts each parameter for all ranks, in order to look at the first part and its own: with thousands of ranks that takes
-    ten seconds and more, so parts are cut when they are looked at."""
-    cut = _fsdp_param._chunk_with_empty
-    _fsdp_param._chunk_with_empty = _Cuts  # type: ignore[assignment]
+def lazy_fsdp_chunks() -> Iterator[None]:
+    """Makes FSDP2 compute chunks of parameters on demand. It needs only the first chunk and its own, but computes those of all ranks,
+    which takes more than ten seconds with thousands of ranks."""
+    original = _fsdp_param._chunk_with_empty
+    _fsdp_param._chunk_with_empty = _LazyChunks  # type: ignore[assignment]
     try:
         yield
     finally:
-        _fsdp_param._chunk_with_empty = cut
+        _fsdp_param._chunk_with_empty = original
 
 
 @dataclass(frozen=True, slots=True)
-class _Cuts:
-    """A tensor in parts, as torch.chunk cuts it; the last ones may be empty."""
+class _LazyChunks:
+    """The chunks of a tensor as torch.chunk computes them; the last ones may be empty."""
 
     tensor: Tensor
     num_chunks: int

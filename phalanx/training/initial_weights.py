@@ -1,5 +1,5 @@
-"""Weights to start training from: `model.from`, a Hugging Face folder or a run directory. The trainer calls it once, after the
-model was built and before the first step."""
+"""Loads the weights that training starts from: `model.from`, a Hugging Face folder or a run directory. The trainer calls it once, after
+the model is built and before the first step."""
 
 from __future__ import annotations
 
@@ -18,42 +18,44 @@ from phalanx.models import hf_mapping, hf_names
 from phalanx.spec import hf_config
 from phalanx.spec.errors import RunError
 
+Shapes = Mapping[str, tuple[int, ...]]
 
-def load(tensors: Mapping[str, StateTensor], shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-    """Fill this rank's tensors, whole ones or parts, in place, casting where formats differ; `shapes`: of the whole model.
 
-    What serves training only and is not in the folder keeps its initial values: modules of multi-token prediction, a router's
-    bias. Anything else that does not fit is refused by name before a value is changed.
+def load(tensors: Mapping[str, StateTensor], shapes: Shapes, folder: Path) -> None:
+    """Fills this rank's tensors in place and casts them if dtypes differ; `shapes`: those of the whole model.
+
+    Multi-token prediction modules and router biases, which serve training only, keep their initial values if the folder lacks them.
+    Any other mismatch is refused by name before a value changes.
     """
     if hf_config.is_folder(folder):
         spec = hf_config.model_spec(folder)
         files = WeightsFolder(folder)
         table = hf_names.match(files, spec, hf_config.interleaved(hf_config.read_config(folder)))
-        _fit(folder, shapes, {entry.name: entry.shape for entry in table})
-        ours = tuple(entry for entry in table if entry.name in tensors)
-        offsets = {name: piece.slice.offset for name, piece in tensors.items()}
-        values = {entry.name: _read(tensors[entry.name]) for entry in ours}
-        hf_mapping.fill(values, ours, files.rows, offsets)
+        _check(folder, shapes, {entry.name: entry.shape for entry in table})
+        own = tuple(entry for entry in table if entry.name in tensors)
+        offsets = {name: state.slice.offset for name, state in tensors.items()}
+        values = {entry.name: _read(tensors[entry.name]) for entry in own}
+        hf_mapping.fill(values, own, files.rows, offsets)
         for name, value in values.items():
             _write(tensors[name], value)
         return
     checkpoint = find(folder).checkpoint
-    saved = CheckpointReader(checkpoint)
-    found = {name: shape for name in shapes if (shape := saved.shape(f"model/{name}")) is not None}
-    _fit(checkpoint, shapes, found)
+    reader = CheckpointReader(checkpoint)
+    found = {name: shape for name in shapes if (shape := reader.shape(f"model/{name}")) is not None}
+    _check(checkpoint, shapes, found)
     load_tensors(checkpoint, {f"model/{name}": tensors[name] for name in tensors if name in found})
 
 
-def _read(piece: StateTensor) -> Tensor:
-    return piece.tensor if isinstance(piece.tensor, Tensor) else piece.tensor.read()
+def _read(state: StateTensor) -> Tensor:
+    return state.tensor if isinstance(state.tensor, Tensor) else state.tensor.read()
 
 
-def _write(piece: StateTensor, value: Tensor) -> None:
-    if not isinstance(piece.tensor, Tensor):
-        piece.tensor.write(value)
+def _write(state: StateTensor, value: Tensor) -> None:
+    if not isinstance(state.tensor, Tensor):
+        state.tensor.write(value)
 
 
-def _fit(folder: Path | Location, shapes: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
+def _check(folder: Path | Location, shapes: Shapes, found: Shapes) -> None:
     problems = []
     for name, shape in shapes.items():
         if name not in found and not _optional(name):

@@ -1,4 +1,4 @@
-"""Cross-entropy over the tokens that count, as a sum: the mean is taken over the whole global batch by `training/step`."""
+"""Cross-entropy summed over the targets that are not masked. `training/step` divides by their number in the global batch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from phalanx.models.mtp import mtp_targets
 
 
 def summed_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    """Sum of the losses of all targets but the ignored ones, in fp32 whatever the logits are."""
+    """Sum of the losses of all targets that are not ignored, computed in fp32."""
     return F.cross_entropy(logits_BSV.flatten(0, 1).float(), targets_BS.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 class Targets(Protocol):
-    """The parts of a micro-batch that losses read."""
+    """The fields of a micro-batch that losses read."""
 
     @property
     def targets(self) -> Tensor: ...
@@ -28,16 +28,20 @@ class Targets(Protocol):
 
 
 def objective(
-    loss: Tensor, ahead: Sequence[Any], batch: Targets, weight: float, measure: Callable[[Any, Tensor], Tensor] = summed_loss
+    loss: Tensor,
+    mtp_logits: Sequence[Any],
+    batch: Targets,
+    weight: float,
+    loss_of: Callable[[Any, Tensor], Tensor] = summed_loss,
 ) -> Tensor:
-    """What training makes small: the loss, plus `weight` times the mean of the losses of the tokens further `ahead`.
+    """The loss that training minimizes: the next-token loss plus `weight` times the mean loss of multi-token prediction.
 
-    `ahead` holds logits, or what `measure` takes for them, the first for the token after the next; all losses are sums over the
-    same batch.
+    `mtp_logits`: logits, or what `loss_of` takes in their place, first those of the token after the next. All losses are sums over
+    the same batch.
     """
-    if not ahead:
+    if not mtp_logits:
         return loss
-    further = [
-        measure(logits, mtp_targets(batch.targets, batch.documents, depth)) for depth, logits in enumerate(ahead, start=1)
+    losses = [
+        loss_of(logits, mtp_targets(batch.targets, batch.documents, depth)) for depth, logits in enumerate(mtp_logits, start=1)
     ]
-    return loss + weight * torch.stack(further).mean()
+    return loss + weight * torch.stack(losses).mean()

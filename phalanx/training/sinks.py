@@ -1,4 +1,4 @@
-"""Where records go besides the event log: TensorBoard and Weights & Biases, if the run file asks. Rank 0 opens them."""
+"""Writes events to TensorBoard and Weights & Biases, if the run file asks for them. Rank 0 opens the sinks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Sink = Callable[[Event], None]
 
 
 def sinks(run: Run, directory: Path) -> list[Sink]:
-    """The ones this run asks for."""
+    """Opens the sinks that this run asks for."""
     opened: list[Sink] = []
     if run.watch.tensorboard:
         opened.append(_tensorboard(directory))
@@ -23,7 +23,7 @@ def sinks(run: Run, directory: Path) -> list[Sink]:
 
 
 def curves(event: Event) -> dict[str, float]:
-    """The numbers of a record that are worth a curve, by name."""
+    """The values of an event that are plotted, by name."""
     match event:
         case Step():
             values = {
@@ -34,8 +34,8 @@ def curves(event: Event) -> dict[str, float]:
                 "speed/flops_per_second": event.flops_per_second,
                 "memory/bytes": float(event.memory),
             }
-            some = {"speed/mfu": event.mfu, "train/expert_load": event.expert_load}
-            return values | {name: value for name, value in some.items() if value is not None}
+            optional = {"speed/mfu": event.mfu, "train/expert_load": event.expert_load}
+            return values | {name: value for name, value in optional.items() if value is not None}
         case Evaluated():
             each = {f"eval/{name}/loss": source["loss"] for name, source in event.sources.items()}
             return {"eval/loss": event.loss} | (each if len(each) > 1 else {})
@@ -60,7 +60,7 @@ def _tensorboard(directory: Path) -> Sink:
 def _wandb(run: Run, directory: Path) -> Sink:
     import wandb
 
-    # The directory's name is the id, so that a resumed run goes on with its curves.
+    # The run directory's name is the id, so that a resumed run continues its curves.
     session = wandb.init(
         project=run.watch.wandb_project,
         name=directory.name,

@@ -20,7 +20,7 @@ from phalanx.checkpointing.staging import raw_bytes
 from phalanx.checkpointing.state_tensor import StateTensor, WrittenBox, written_boxes
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Run
-from phalanx.training.dry_build import held
+from phalanx.training.dry_build import dry_build_tensors
 
 
 def big() -> Run:
@@ -57,7 +57,7 @@ def test_planning_does_not_grow_with_the_number_of_ranks(zero: int, monkeypatch:
     run, work = big(), {}
     for shard in (8, 128):
         layout = Layout(pipeline=16, data=1, shard=shard, tensor=8, zero=zero)
-        found = [held(run, layout, rank) for rank in (0, layout.ranks // 2 + 3, layout.ranks - 1)]
+        found = [dry_build_tensors(run, layout, rank) for rank in (0, layout.ranks // 2 + 3, layout.ranks - 1)]
         for meeting in ("all_reduce", "broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"):
             monkeypatch.setattr(dist, meeting, lambda *_, **__: pytest.fail("ranks do not plan together"))
         planned(found[0])  # what is made the first time is not counted
@@ -86,7 +86,7 @@ def write_all(folder: Path, run: Run, layout: Layout) -> Path:
     partial = directory.begin(folder, 1)
     each = layout.ranks // layout.pipeline
     for rank in range(layout.ranks):
-        pieces = held(run, layout, rank)
+        pieces = dry_build_tensors(run, layout, rank)
         boxes = written_boxes(pieces)
         values = [raw_bytes(of(box.name, box.state)[box.local.index]) for box in boxes]
         names = {name: piece.whole_bytes for name, piece in pieces.items()} if rank % each == 0 else None
@@ -110,7 +110,7 @@ def test_a_loading_rank_opens_only_files_with_its_boxes(tmp_path: Path, monkeypa
         opened.clear()
         pieces = {
             name: StateTensor(torch.zeros(piece.slice.shape, dtype=piece.tensor.dtype), piece.slice)
-            for name, piece in held(run, other, rank).items()
+            for name, piece in dry_build_tensors(run, other, rank).items()
         }
         load(saved, pieces)
         wrong = [name for name, piece in pieces.items() if not torch.equal(piece.tensor, of(name, piece))]

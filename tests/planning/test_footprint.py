@@ -83,12 +83,12 @@ DEALT = [
     ("model", "layout"), [(SMALL, layout) for layout in STATES] + [(SPARSE, layout) for layout in [*STATES[:5], *DEALT]]
 )
 def test_states_are_those_of_a_foreseen_rank(model: ModelSpec, layout: Layout) -> None:
-    from phalanx.training.dry_build import foreseen
+    from phalanx.training.dry_build import dry_build
 
     run = run_of(model, 8, 64)
     _, work = jobs(run, layout)
     found = footprint(work)
-    with foreseen(run, layout, int(np.max(found.fullest)) * layout.ranks // layout.pipeline) as built:
+    with dry_build(run, layout, int(np.max(found.fullest)) * layout.ranks // layout.pipeline) as built:
         held = built.sharded.owned
         values = sum(one.value.numel() for one in held)
         whole = {p: p.numel() * p.element_size() for part in built.sharded.parts for p in part.parameters()}

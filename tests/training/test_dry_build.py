@@ -16,7 +16,7 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Run
-from phalanx.training.dry_build import held
+from phalanx.training.dry_build import dry_build_tensors
 
 MOE = (
     "model.moe.experts=4",
@@ -63,12 +63,12 @@ def test_a_foreseen_rank_holds_what_a_real_one_does(case: str, tmp_path: Path) -
     run = tiny_run(*settings)
     found = run_ranks(real, layout.ranks, run, tmp_path, layout=layout)
     for rank, expected in enumerate(found):
-        assert list(expected) and told(held(run, layout, rank)) == expected
+        assert list(expected) and told(dry_build_tensors(run, layout, rank)) == expected
 
 
 def test_one_process_alone_is_foreseen_too(tmp_path: Path) -> None:
     run = tiny_run()
-    pieces = held(run, Layout(), 0)
+    pieces = dry_build_tensors(run, Layout(), 0)
     assert told(pieces) == real(ALONE, run, tmp_path)
     assert all(isinstance(one.tensor, torch.Tensor) and one.tensor.is_meta for one in pieces.values())
     assert not dist.is_initialized()
@@ -78,9 +78,9 @@ def test_a_rank_of_sixteen_thousand_takes_no_memory() -> None:
     sizes = ("dim=16384", "layers=126", "heads=128", "kv_heads=8", "ffn=53248", "vocab=128256", "tied=false")
     run = tiny_run(*(f"model.{size}" for size in sizes), "precision.compute=bf16")
     layout = Layout(pipeline=16, data=8, shard=16, tensor=8, zero=3)
-    held(run, Layout(), 0)  # what torch loads the first time is not counted
+    dry_build_tensors(run, Layout(), 0)  # what torch loads the first time is not counted
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    pieces = held(run, layout, 16_383)
+    pieces = dry_build_tensors(run, layout, 16_383)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB; the rank itself would have 2.4 GB
     assert pieces["model/head.weight"].slice.whole == (128256, 16384)
     # The last stage, tensor rank and part of the state: 1/8 of the head's rows, of which 1/16, and others hold the same 8 times.
@@ -91,4 +91,4 @@ def test_a_rank_of_sixteen_thousand_takes_no_memory() -> None:
 
 def test_what_only_the_job_itself_can_measure_is_refused() -> None:
     with pytest.raises(RunError, match=r"layout\.stage_split"):
-        held(tiny_run(FOUR), Layout(pipeline=2, stage_split="measured"), 1)
+        dry_build_tensors(tiny_run(FOUR), Layout(pipeline=2, stage_split="measured"), 1)

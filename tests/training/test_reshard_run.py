@@ -23,7 +23,7 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.load import load
 from phalanx.spec.run import Run
 from phalanx.spec.tensor_slice import Box
-from phalanx.training.reshard_run import as_saved, laid_out, write
+from phalanx.training.reshard_run import on_saved_layout, on_layout, write
 
 MOE = ("model.moe.experts=4", "model.moe.active=2", "model.moe.ffn=16", "model.moe.bias_rate=0.1")
 CASES = {
@@ -60,7 +60,7 @@ def resharded(path: Path, asked: str, out: Path) -> Path:
     found = find_unverified(path)
     saved = CheckpointReader(found.checkpoint)
     try:
-        return Path(str(write(saved, found, laid_out(found, saved.marker, asked), str(out))))
+        return Path(str(write(saved, found, on_layout(found, saved.marker, asked), str(out))))
     finally:
         saved.close()
 
@@ -104,19 +104,19 @@ def test_a_layout_of_a_run_file_and_one_that_saved(tmp_path: Path) -> None:
     found, marker = find_unverified(path), directory.read_marker(path)
     other = tmp_path / "other.toml"
     other.write_text(dump(tiny_run("layout.tensor=2", "layout.sequence=true", "layout.data=2")))
-    assert laid_out(found, marker, str(other)).layout == Layout(tensor=2, sequence=True, data=2)
-    assert laid_out(found, marker, " layout.tensor = 2, zero=3 ").layout == Layout(tensor=2, data=1)
-    then = as_saved(found, marker)
+    assert on_layout(found, marker, str(other)).layout == Layout(tensor=2, sequence=True, data=2)
+    assert on_layout(found, marker, " layout.tensor = 2, zero=3 ").layout == Layout(tensor=2, data=1)
+    then = on_saved_layout(found, marker)
     assert then is not None and then.layout == Layout(data=1) and then.distinct == [0]
     # Only the first of each two replicas holds something that no other rank looked at does.
-    assert laid_out(found, marker, "data=2,tensor=2,pipeline=2").distinct == [0, 1, 4, 5]
+    assert on_layout(found, marker, "data=2,tensor=2,pipeline=2").distinct == [0, 1, 4, 5]
 
 
 def test_what_ranks_would_read_adds_up(tmp_path: Path) -> None:
     path = trained(tiny_run(), tmp_path / "run")
     found, marker = find_unverified(path), directory.read_marker(path)
     held = tensors(open_location(path), marker)
-    laid = laid_out(found, marker, "pipeline=2,shard=2")
+    laid = on_layout(found, marker, "pipeline=2,shard=2")
     cuts: Cuts = {}
     read = list(read_needs(held, laid.holds, laid.distinct, cuts))
     numbers = sum(item.bytes for name, item in held.items() if name.endswith("/step"))
@@ -147,7 +147,7 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
         resharded(path, "tensor=2", tmp_path / "taken")
     found, marker = find_unverified(path), directory.read_marker(path)
     with pytest.raises(RunError, match=r"holds 2 replicas, each with a state of its own .*: take data=2"):
-        laid_out(found, replace(marker, run=replace(marker.run, replicas=2)), "data=4")
+        on_layout(found, replace(marker, run=replace(marker.run, replicas=2)), "data=4")
     smaller = (tmp_path / "run" / "run.toml").read_text().replace("ffn = 64", "ffn = 32")
     (tmp_path / "run" / "run.toml").write_text(smaller)
     with pytest.raises(
