@@ -98,7 +98,7 @@ def simulated(spec: OptimizerSpec, replicas: int, steps: int) -> list[dict[str, 
 
 
 @pytest.mark.parametrize("layout", [Layout(data=2), Layout(data=3), Layout(data=2, shard=2)], ids=["2", "3", "2x2"])
-def test_replicas_go_where_a_simulation_of_them_goes(layout: Layout) -> None:
+def test_diloco_equals_a_simulation_of_its_replicas(layout: Layout) -> None:
     spec = LOCAL
     expected = simulated(spec, layout.data or 1, 7)  # two meetings, and a step after
     assert differing(expected[0], expected[1])  # between meetings each is somewhere else
@@ -115,7 +115,7 @@ def _boxes_of(layout: Layout, shard: int) -> list[OwnedParam]:
     return [replace(one, shard=one.shard.cut(0, shard, layout.shard, "shard")) for one in holding()]
 
 
-def test_with_rate_one_and_no_momentum_replicas_take_their_mean() -> None:
+def test_diloco_with_rate_one_and_no_momentum_averages_replicas() -> None:
     spec = replace(LOCAL, outer_learning_rate=1.0, outer_momentum=0.0)
     apart = run_ranks(run_replica, 2, replace(spec, sync_every=100), 3, layout=Layout(data=2))
     met = run_ranks(run_replica, 2, spec, 3, layout=Layout(data=2))
@@ -147,7 +147,7 @@ def interrupted(mesh: Mesh, folder: Path, offloaded: bool) -> tuple[dict[str, Te
 
 
 @pytest.mark.parametrize("offloaded", [False, True], ids=["here", "nvme"])
-def test_a_checkpoint_in_the_middle_of_a_round_resumes_every_replica_bit_by_bit(tmp_path: Path, offloaded: bool) -> None:
+def test_diloco_resumes_every_replica_exactly_between_synchronizations(tmp_path: Path, offloaded: bool) -> None:
     results = run_ranks(interrupted, 2, tmp_path, offloaded, layout=Layout(data=2))
     for resumed, never_stopped in results:
         assert differing(resumed, never_stopped) == []
@@ -164,11 +164,11 @@ def start_elsewhere(mesh: Mesh) -> bool:
     return all((one.value == 0.5).all().item() for one in replica.owned)
 
 
-def test_weights_written_where_a_checkpoint_has_the_model_are_where_all_replicas_start() -> None:
+def test_diloco_replicas_start_from_loaded_anchors() -> None:
     assert run_ranks(start_elsewhere, 2, layout=Layout(data=2)) == [True, True]
 
 
-def test_replicas_are_due_after_every_so_many_steps() -> None:
+def test_diloco_synchronizes_every_n_steps() -> None:
     (due,) = run_ranks(_due, 1, layout=Layout(data=1))
     assert due == [3, 6, 9]
 

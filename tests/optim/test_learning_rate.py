@@ -26,7 +26,7 @@ def test_linear_decays_in_equal_steps() -> None:
     assert got == pytest.approx([2.0 * (50 - step) / 50 for step in range(50)])
 
 
-def test_constant_stays() -> None:
+def test_constant_schedule_keeps_the_learning_rate() -> None:
     assert rates(10, schedule="constant", final_fraction=0.3) == [2.0] * 10
 
 

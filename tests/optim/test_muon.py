@@ -116,7 +116,7 @@ def torchs(held: list[OwnedParam], steps: int) -> dict[str, Tensor]:
     return copied({name: one.value for name, one in matrices.items()} | kept)
 
 
-def test_every_bit_is_that_of_torchs_muon() -> None:
+def test_muon_equals_torchs_muon_bit_for_bit() -> None:
     held = holding()
     optimizer = Optimizer(held, MUON)
     for step in range(5):

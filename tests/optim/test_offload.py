@@ -49,7 +49,7 @@ def made(held: list[OwnedParam], memory: Memory, folder: Path, precision: Precis
 @pytest.mark.parametrize("gradients", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
 @pytest.mark.parametrize("memory", [CPU, NVME], ids=["cpu", "nvme"])
-def test_every_bit_is_that_of_states_on_the_device(
+def test_offloaded_adamw_equals_adamw_on_the_device_bit_for_bit(
     memory: Memory, moments: str, gradients: torch.dtype, tmp_path: Path
 ) -> None:
     precision = Precision(optimizer=moments)  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ def test_every_bit_is_that_of_states_on_the_device(
 
 
 @pytest.mark.parametrize("memory", [CPU, NVME], ids=["cpu", "nvme"])
-def test_a_refused_step_changes_nothing_at_all(memory: Memory, tmp_path: Path) -> None:
+def test_a_skipped_offloaded_step_changes_nothing(memory: Memory, tmp_path: Path) -> None:
     held = big()
     optimizer = made(held, memory, tmp_path)
     for step in range(2):
@@ -81,7 +81,7 @@ def test_a_refused_step_changes_nothing_at_all(memory: Memory, tmp_path: Path) -
     optimizer.close()
 
 
-def test_without_direct_access_the_cache_serves_and_is_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offload_without_direct_io_uses_and_drops_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ScratchFile, "_try_direct", lambda self: False)
     dropped: list[int] = []
     really = os.posix_fadvise
@@ -98,7 +98,7 @@ def test_without_direct_access_the_cache_serves_and_is_emptied(tmp_path: Path, m
     two.close()
 
 
-def test_what_was_applied_is_read_off_the_file(tmp_path: Path) -> None:
+def test_offload_description_is_read_from_the_file(tmp_path: Path) -> None:
     held = big()
     optimizer = made(held, NVME, tmp_path / "folder")
     (file,) = (tmp_path / "folder").iterdir()
@@ -114,7 +114,7 @@ def test_what_was_applied_is_read_off_the_file(tmp_path: Path) -> None:
     assert list((tmp_path / "folder").iterdir()) == []
 
 
-def test_masters_in_the_hosts_memory_are_told_apart_from_the_devices(tmp_path: Path) -> None:
+def test_offloaded_masters_count_as_host_memory(tmp_path: Path) -> None:
     held = big()
     optimizer = made(held, CPU, tmp_path)
     numbers = sum(one.value.numel() for one in held)
@@ -123,7 +123,7 @@ def test_masters_in_the_hosts_memory_are_told_apart_from_the_devices(tmp_path: P
 
 
 @pytest.mark.parametrize("memory", [CPU, NVME], ids=["cpu", "nvme"])
-def test_masters_follow_values_that_somebody_else_wrote(memory: Memory, tmp_path: Path) -> None:
+def test_offloaded_masters_adopt_written_values(memory: Memory, tmp_path: Path) -> None:
     here, away = big(), big()
     one, two = Optimizer(here, ADAMW), made(away, memory, tmp_path)
     for held, optimizer in ((here, one), (away, two)):
@@ -137,7 +137,7 @@ def test_masters_follow_values_that_somebody_else_wrote(memory: Memory, tmp_path
     two.close()
 
 
-def test_a_file_of_a_process_that_is_gone_is_made_anew_and_that_of_a_living_one_is_not_touched(tmp_path: Path) -> None:
+def test_a_scratch_file_of_a_dead_process_is_replaced_and_of_a_live_one_refused(tmp_path: Path) -> None:
     stale = tmp_path / "optimizer-0.states"
     stale.write_bytes(b"\xff" * 100_000)
     held = big()
@@ -153,7 +153,7 @@ def test_a_file_of_a_process_that_is_gone_is_made_anew_and_that_of_a_living_one_
     optimizer.close()
 
 
-def test_a_disk_without_room_is_found_before_the_first_step(tmp_path: Path) -> None:
+def test_offload_without_disk_space_fails_before_the_first_step(tmp_path: Path) -> None:
     huge = nn.Parameter(torch.empty(1 << 46, device="meta"))
     with pytest.raises(RunFailed) as caught:
         made([OwnedParam("huge", huge, ParamShard.full(huge))], replace(NVME, offload_buffer=1 << 20), tmp_path)
@@ -164,9 +164,7 @@ def test_a_disk_without_room_is_found_before_the_first_step(tmp_path: Path) -> N
     assert abs(free - status.f_bavail * status.f_frsize) < 1 << 30
 
 
-def test_a_real_disk_without_room_is_found_before_the_first_step(
-    tmp_path: Path, mount_disk: Callable[[Path, str], Path]
-) -> None:
+def test_offload_to_a_full_disk_fails_before_the_first_step(tmp_path: Path, mount_disk: Callable[[Path, str], Path]) -> None:
     disk = mount_disk(tmp_path / "disk", "1m")
     with pytest.raises(RunFailed, match=r"would take 2\d{6} bytes for optimizer states, but 10\d{5} bytes are free") as caught:
         made(big(), NVME, disk)
@@ -174,9 +172,7 @@ def test_a_real_disk_without_room_is_found_before_the_first_step(
     assert sum(file.stat().st_blocks for file in disk.iterdir()) == 0
 
 
-def test_the_next_portion_is_read_and_the_last_one_written_while_this_one_is_updated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_chunk_is_read_and_the_last_written_during_an_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = big()
     optimizer = made(held, NVME, tmp_path)
     begun = {"read": threading.Semaphore(0), "write": threading.Semaphore(0)}
@@ -221,7 +217,7 @@ def unwritable(mesh: Mesh, folder: Path) -> str:
     return "nothing"
 
 
-def test_a_folder_that_one_rank_cannot_write_to_stops_all_with_the_same_words(tmp_path: Path) -> None:
+def test_an_offload_folder_that_one_rank_cannot_write_fails_all_ranks_alike(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     first, second = run_ranks(unwritable, 2, tmp_path)
     assert first == second
@@ -230,7 +226,7 @@ def test_a_folder_that_one_rank_cannot_write_to_stops_all_with_the_same_words(tm
     assert list((tmp_path / "fine" / "folder").iterdir()) == []
 
 
-def test_a_disk_that_fails_in_a_step_ends_the_run_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_offload_disk_error_in_a_step_ends_the_run_with_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = big()
     optimizer = made(held, NVME, tmp_path)
     give_gradients(held, 0)
@@ -277,7 +273,7 @@ def trained(mesh: Mesh, folder: Path, memory: Memory | None) -> tuple[list[str],
 
 
 @pytest.mark.parametrize("layout", [Layout(data=1), Layout(data=2)], ids=["1", "2"])
-def test_a_run_with_states_away_loses_and_resumes_bit_by_bit_as_one_with_them_here(layout: Layout, tmp_path: Path) -> None:
+def test_an_offloaded_run_trains_and_resumes_exactly_as_one_on_the_device(layout: Layout, tmp_path: Path) -> None:
     expected = run_ranks(trained, layout.ranks, tmp_path / "none", None, layout=layout)
     for memory in (CPU, NVME):
         found = run_ranks(trained, layout.ranks, tmp_path / memory.offload, memory, layout=layout)
@@ -305,7 +301,7 @@ def die_in_a_step(folder: Path) -> None:
     steps(made, 1)
 
 
-def test_a_kill_during_a_step_leaves_a_checkpoint_that_goes_on_as_if_nothing_had_been(
+def test_a_kill_during_an_offloaded_step_leaves_a_checkpoint_that_resumes_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Chunks of the tiny model's size would be one: make them several.

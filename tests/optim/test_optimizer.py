@@ -66,7 +66,7 @@ def test_adamw_clipped_by_the_divisor_equals_torchs_own() -> None:
             torch.testing.assert_close(found[f"{one.name}/{key}"], reference.state[one.value][key], atol=1e-7, rtol=1e-5)
 
 
-def test_every_bit_is_that_of_torchs_fused_adamw() -> None:
+def test_adamw_equals_torchs_fused_adamw_bit_for_bit() -> None:
     ours, theirs = holding(), holding()
     optimizer, reference = Optimizer(ours, ADAMW), torchs(theirs, fused=True)
     reference.grad_scale, reference.found_inf = torch.tensor(1.7), NO  # type: ignore[attr-defined]
@@ -83,7 +83,7 @@ def test_every_bit_is_that_of_torchs_fused_adamw() -> None:
     assert differing(everything(ours, optimizer.state()), expected) == []
 
 
-def test_only_matrices_decay() -> None:
+def test_weight_decay_applies_to_matrices_only() -> None:
     held = holding()
     before = copied(values(held))
     for one in held:
@@ -97,7 +97,7 @@ def test_only_matrices_decay() -> None:
 @pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("spec", [ADAMW, MUON], ids=["adamw", "muon"])
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 1.0])
-def test_a_refused_step_changes_nothing_at_all(spec: OptimizerSpec, poison: float, precision: Precision) -> None:
+def test_a_skipped_step_changes_nothing(spec: OptimizerSpec, poison: float, precision: Precision) -> None:
     held = holding()
     optimizer = Optimizer(held, spec, precision=precision)
     for step in range(3):
@@ -166,7 +166,7 @@ def big() -> list[OwnedParam]:
     return found
 
 
-def test_portions_hold_everything_once_and_are_cut_where_vectors_end() -> None:
+def test_chunks_hold_every_element_once_and_are_cut_at_strides() -> None:
     lengths = [5, 0, 1000, 64, 63, 4096, 1]
     for limit, multiple in ((64, 64), (256, 64), (2048, 2048), (5000, 2048), (1 << 20, 64)):
         cut = split_chunks(lengths, limit, multiple)
@@ -237,7 +237,7 @@ def test_a_parameter_without_gradient_stays_and_an_empty_part_counts_its_steps()
     assert {"a", "c", "d", "f", "e/step"} <= set(changed)
 
 
-def test_muon_with_states_off_the_device_is_refused_by_name() -> None:
+def test_muon_with_offload_is_refused() -> None:
     with pytest.raises(RunError) as caught:
         Optimizer(holding(spec=MODEL), MUON, memory=Memory(offload="cpu"))
     assert "optimizer.name" in str(caught.value)

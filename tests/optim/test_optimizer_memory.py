@@ -86,7 +86,7 @@ def measured(offload: str, tensors: int, buffer: int, folder: Path) -> dict[str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tensors", [16, 36])
-def test_a_process_with_states_in_files_takes_model_gradients_and_buffer(tensors: int, tmp_path: Path) -> None:
+def test_memory_of_a_process_with_offloaded_states_is_model_gradients_and_buffer(tensors: int, tmp_path: Path) -> None:
     buffer, slack = 8, 2 << 20
     away = measured("nvme", tensors, buffer, tmp_path / "nvme")
     model = tensors * MODEL

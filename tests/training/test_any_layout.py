@@ -113,12 +113,12 @@ QUICK = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name.startswith("experts") else name for name in QUICK]
 )
-def test_some_pairs(name: str, tmp_path: Path) -> None:
+def test_some_pairs_of_layouts_restore_each_others_checkpoints(name: str, tmp_path: Path) -> None:
     prove(*QUICK[name], tmp_path)
 
 
 @pytest.mark.slow
-def test_the_pairs_cover_what_they_are_drawn_for() -> None:
+def test_drawn_layout_pairs_cover_every_axis() -> None:
     assert all(len(runs) == EACH and len({run.layout for run in runs}) == EACH for runs in drawn().values())
     assert EACH * len(MODELS) >= 30
     runs = [run for found in drawn().values() for run in found]
@@ -133,7 +133,7 @@ def test_the_pairs_cover_what_they_are_drawn_for() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("place", range(EACH))
 @pytest.mark.parametrize("kind", MODELS)
-def test_every_pair(kind: str, place: int, tmp_path: Path) -> None:
+def test_every_pair_of_layouts_restores_each_others_checkpoints(kind: str, place: int, tmp_path: Path) -> None:
     """From each layout to the next, and from the last to the first."""
     runs = drawn()[kind]
     one, other = runs[place], runs[(place + 1) % EACH]

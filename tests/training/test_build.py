@@ -26,16 +26,14 @@ def plan(layout: Layout) -> Plan:
     )  # fmt: skip
 
 
-def test_blocks_are_timed_where_they_run() -> None:
+def test_measured_stage_costs_time_blocks_on_the_device() -> None:
     run = tiny_run("model.layers=4")
     costs = measured_costs(run.model, 24, plan(Layout()), ALONE)
     assert len(costs.blocks) == 4 and min(costs.blocks) > 0
 
 
 @pytest.mark.parametrize("kinds", [MOE, (*MOE, "model.moe.dense_layers=0"), (*MOE, "model.moe.dense_layers=5"), ()])
-def test_each_kind_of_block_is_timed_once_and_costs_what_it_took(
-    kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measured_stage_costs_time_each_kind_of_block_once(kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     run = tiny_run(*kinds)
     took = {"dense 0": 3.0, "dense 1": 1.0, "dense 2": 6.0, "sparse 0": 7.0, "sparse 1": 4.0, "sparse 2": 12.0}
     asked: list[str] = []
@@ -52,7 +50,7 @@ def test_each_kind_of_block_is_timed_once_and_costs_what_it_took(
     assert len(asked) == 3 * (bool(dense) + bool(sparse))
 
 
-def test_a_rank_gets_the_blocks_of_its_stages() -> None:
+def test_split_stages_gives_a_rank_the_blocks_of_its_stages() -> None:
     run = tiny_run("model.layers=5", "model.vocab=257")
     layout = Layout(data=1, pipeline=2, schedule="zbv")
     order = make("zbv", 2, 4)
@@ -67,7 +65,7 @@ def test_a_rank_gets_the_blocks_of_its_stages() -> None:
     assert split_stages(model := build(run.model), run, plan(replace(layout, pipeline=1)), ALONE, None) == [model]
 
 
-def test_seconds_are_those_of_forward_and_backward() -> None:
+def test_stage_seconds_include_forward_and_backward() -> None:
     weight = torch.randn(300, 300, requires_grad=True)
     assert measure_seconds(lambda: weight @ weight, torch.device("cpu")) > 0
     assert weight.grad is not None

@@ -58,7 +58,7 @@ def real(mesh: Mesh, run: Run, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_foreseen_rank_holds_what_a_real_one_does(case: str, tmp_path: Path) -> None:
+def test_dry_build_gives_the_tensors_of_a_real_rank(case: str, tmp_path: Path) -> None:
     layout, settings = CASES[case]
     run = tiny_run(*settings)
     found = run_ranks(real, layout.ranks, run, tmp_path, layout=layout)
@@ -66,7 +66,7 @@ def test_a_foreseen_rank_holds_what_a_real_one_does(case: str, tmp_path: Path) -
         assert list(expected) and told(dry_build_tensors(run, layout, rank)) == expected
 
 
-def test_one_process_alone_is_foreseen_too(tmp_path: Path) -> None:
+def test_dry_build_of_a_single_process(tmp_path: Path) -> None:
     run = tiny_run()
     pieces = dry_build_tensors(run, Layout(), 0)
     assert told(pieces) == real(ALONE, run, tmp_path)
@@ -74,7 +74,7 @@ def test_one_process_alone_is_foreseen_too(tmp_path: Path) -> None:
     assert not dist.is_initialized()
 
 
-def test_a_rank_of_sixteen_thousand_takes_no_memory() -> None:
+def test_dry_build_of_a_rank_of_sixteen_thousand_takes_no_memory() -> None:
     sizes = ("dim=16384", "layers=126", "heads=128", "kv_heads=8", "ffn=53248", "vocab=128256", "tied=false")
     run = tiny_run(*(f"model.{size}" for size in sizes), "precision.compute=bf16")
     layout = Layout(pipeline=16, data=8, shard=16, tensor=8, zero=3)
@@ -89,6 +89,6 @@ def test_a_rank_of_sixteen_thousand_takes_no_memory() -> None:
     assert pieces["model/head.weight"].replicas.index == 7 and pieces["model/head.weight"].replicas.count == 8
 
 
-def test_what_only_the_job_itself_can_measure_is_refused() -> None:
+def test_dry_build_refuses_measured_stages() -> None:
     with pytest.raises(RunError, match=r"layout\.stage_split"):
         dry_build_tensors(tiny_run(FOUR), Layout(pipeline=2, stage_split="measured"), 1)

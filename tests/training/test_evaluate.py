@@ -46,18 +46,18 @@ def test_ranks_leave_an_evaluation_together_when_one_is_told_to_stop(layout: Lay
     assert [(type(event), event.step) for event in after] == [(Step, 3), (Evaluated, 3), (Finished, 3)]  # type: ignore[attr-defined]
 
 
-def test_a_pause_leaves_it_without_saving(tmp_path: Path) -> None:
+def test_a_pause_during_an_evaluation_does_not_save(tmp_path: Path) -> None:
     for told, _, heard in run_ranks(told_meanwhile, 2, tmp_path, 0, True):
         assert [type(event) for event in told] == [Step, Step] and heard == PAUSE
     assert not directory.list_checkpoints(tmp_path)
 
 
-def test_the_last_one_too_and_the_run_is_finished(tmp_path: Path) -> None:
+def test_a_stop_during_the_last_evaluation_finishes_the_run(tmp_path: Path) -> None:
     told, _, _ = told_meanwhile(ALONE, tmp_path, 0, False, "train.steps=2")
     assert [type(event) for event in told] == [Step, Step, Saved, Finished]
 
 
-def test_an_evaluation_that_nobody_disturbs_changes_nothing(tmp_path: Path) -> None:
+def test_an_evaluation_changes_no_state(tmp_path: Path) -> None:
     trainer = tiny_trainer(ALONE, tiny_run(*SETTINGS), tmp_path)
     trainer.step()
     before = copied(trainer.tensors())

@@ -44,7 +44,7 @@ def train(mesh: Mesh, directory: Path, *overrides: str) -> tuple[list[Any], dict
 
 
 @pytest.mark.parametrize("overrides", [(), ("model.mtp_depth=2",)], ids=["experts", "ahead"])
-def test_the_number_of_ranks_does_not_show(overrides: tuple[str, ...], tmp_path: Path) -> None:
+def test_moe_losses_do_not_depend_on_the_number_of_ranks(overrides: tuple[str, ...], tmp_path: Path) -> None:
     told, final = train(ALONE, tmp_path, *overrides)
     assert any(name.endswith("mlp.router.bias") and tensor.any() for name, tensor in final.items())
     assert not any("counts" in name for name in final), "what is counted in a step is no state"
@@ -54,7 +54,7 @@ def test_the_number_of_ranks_does_not_show(overrides: tuple[str, ...], tmp_path:
             assert differing(other_final, final) == []
 
 
-def test_stopped_amid_a_step_and_resumed_nothing_is_lost_or_counted_twice(tmp_path: Path) -> None:
+def test_moe_run_stopped_within_a_step_resumes_exactly(tmp_path: Path) -> None:
     told, final = train(ALONE, tmp_path / "whole")
     one = moe_trainer(ALONE, tmp_path / "parts")
     taken = [one.step(), one.step()]
@@ -71,7 +71,7 @@ def test_stopped_amid_a_step_and_resumed_nothing_is_lost_or_counted_twice(tmp_pa
     assert differing(two.tensors(), final) == []
 
 
-def test_a_skipped_step_moves_no_bias(tmp_path: Path) -> None:
+def test_a_skipped_step_changes_no_router_bias(tmp_path: Path) -> None:
     trainer = moe_trainer(ALONE, tmp_path)
     trainer.step()
     before = copied(trainer.tensors())
@@ -84,7 +84,7 @@ def test_a_skipped_step_moves_no_bias(tmp_path: Path) -> None:
     trainer.close()
 
 
-def test_biases_follow_the_loads_of_the_whole_batch(tmp_path: Path) -> None:
+def test_router_biases_follow_the_loads_of_the_global_batch(tmp_path: Path) -> None:
     """Counted here by watching what the routers choose."""
     trainer = moe_trainer(ALONE, tmp_path)
     chosen: dict[int, list[Tensor]] = {}
@@ -116,14 +116,14 @@ def test_the_balancing_loss_is_scaled_as_the_loss_is(tmp_path: Path) -> None:
     assert [router.loss_scale for router in routers(trainer.model).values()] == [1 / (8 * 24)] * 2
 
 
-def test_a_dense_model_has_no_load(tmp_path: Path) -> None:
+def test_a_dense_model_reports_no_expert_load(tmp_path: Path) -> None:
     trainer = tiny_trainer(ALONE, tiny_run(), tmp_path)
     step = trainer.step()
     assert isinstance(step, Step) and step.expert_load is None
     trainer.close()
 
 
-def test_loads_travel_as_one_row() -> None:
+def test_expert_loads_are_summed_as_one_row() -> None:
     counts = {"one": torch.tensor([1, 3]), "three": torch.tensor([2, 2, 5])}
     sizes = {"one": 2, "two": 4, "three": 3}  # another stage has the second layer
     all_layers = Loads(sizes, counts)
@@ -139,7 +139,7 @@ def test_loads_travel_as_one_row() -> None:
     assert Loads({}, {}).split(row[:0]) == {}
 
 
-def test_tokens_further_ahead_weigh_in_the_gradient_and_not_in_the_report(tmp_path: Path) -> None:
+def test_mtp_counts_in_the_gradient_but_not_in_the_reported_loss(tmp_path: Path) -> None:
     trainer = tiny_trainer(ALONE, tiny_run("model.mtp_depth=2", "model.mtp_loss_weight=0.5", "train.clip=inf"), tmp_path)
     micro = [trainer.feed.prepare(trainer.data.train.batch(torch.arange(n, n + 2).numpy())) for n in range(0, 8, 2)]
     total, objective, tokens = 0.0, torch.zeros(()), 0
@@ -198,6 +198,6 @@ def loads_of(directory: Path, steps: int, *overrides: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_the_bias_alone_evens_the_load_out_within_200_steps(tmp_path: Path) -> None:
+def test_router_bias_alone_balances_the_load_within_200_steps(tmp_path: Path) -> None:
     assert loads_of(tmp_path, 200)[-1] < 1.3  # over the last 20 steps
     assert loads_of(tmp_path, 60, "model.moe.bias_rate=0")[-1] > 2

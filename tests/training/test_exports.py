@@ -46,7 +46,9 @@ def _asked(mesh: Mesh, path: Path, overrides: tuple[str, ...]) -> tuple[Referenc
         (4, Layout(pipeline=2, tensor=2), ("model.tied=true",)),
     ],
 )
-def test_what_the_model_says_on_any_layout(tmp_path: Path, ranks: int, layout: Layout, overrides: tuple[str, ...]) -> None:
+def test_reference_logits_equal_one_device_on_any_layout(
+    tmp_path: Path, ranks: int, layout: Layout, overrides: tuple[str, ...]
+) -> None:
     """As the whole model on one device; and asking leaves no trace in the training."""
     found = run_ranks(_asked, ranks, tmp_path, overrides, layout=layout)
     run = tiny_run(*overrides)
@@ -75,7 +77,7 @@ class Gate:
         return self._said
 
 
-def test_one_at_a_time_and_the_newest_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exports_run_one_at_a_time_and_the_newest_is_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch, {"difference": 1e-7})
     exports = Exports(tmp_path / "hf")
     for step in (10, 20, 30):
@@ -96,7 +98,7 @@ def test_one_at_a_time_and_the_newest_next(tmp_path: Path, monkeypatch: pytest.M
     assert {path.name for path in (tmp_path / "hf").iterdir()} == {"step-00000030", "step-00000030.logits"}
 
 
-def test_a_failure_is_told_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_export_is_reported_and_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch, {"error": "it differs"})
     (tmp_path / "hf" / "step-00000007.partial").mkdir(parents=True)
     exports = Exports(tmp_path / "hf")
@@ -108,7 +110,7 @@ def test_a_failure_is_told_and_nothing_is_left(tmp_path: Path, monkeypatch: pyte
     assert list((tmp_path / "hf").iterdir()) == []
 
 
-def test_a_save_that_failed_has_no_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_is_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch, {"difference": 0.0})
     exports = Exports(tmp_path / "hf")
     exports.expect(5, SAID)  # its save failed
@@ -126,7 +128,7 @@ def _train(mesh: Mesh, path: Path, *overrides: str) -> list[Event]:
     return list(trainer.events())
 
 
-def test_a_checkpoint_at_the_url_stays_while_it_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_remote_checkpoint_is_not_pruned_while_it_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a run whose directory was lost: what it goes on from, and still has to export, lies at the URL alone."""
     url = tmp_path / "far"
     kept = (f"checkpoint.url={url}", "checkpoint.local_first=true", "checkpoint.every=2", "checkpoint.keep_last=1")
@@ -148,7 +150,7 @@ def test_a_checkpoint_at_the_url_stays_while_it_is_exported(tmp_path: Path, monk
     assert [path.name for path in url.iterdir()] == ["step-00000004"]
 
 
-def test_a_checkpoint_stays_while_it_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_not_pruned_while_it_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch, {"difference": 0.0})
     events: list[Event] = []
     overrides = ("checkpoint.every=2", "checkpoint.keep_last=1", "train.steps=6")
@@ -165,7 +167,7 @@ def test_a_checkpoint_stays_while_it_is_exported(tmp_path: Path, monkeypatch: py
     assert [type(event).__name__ for event in events if isinstance(event, Saved | Exported | ExportFailed)][-1] == "Exported"
 
 
-def test_closing_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_exports_kills_the_export_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what it had to say is not waited for."""
     monkeypatch.setattr(exports_module.sys, "executable", str(_sleeper(tmp_path)))
     exports = Exports(tmp_path / "hf")
@@ -189,7 +191,7 @@ def _sleeper(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_really_exported(tmp_path: Path) -> None:
+def test_export_process_exports_a_bf16_run_of_two_ranks(tmp_path: Path) -> None:
     """Two ranks, bf16: by the real command."""
     overrides = ("precision.compute=bf16", "train.steps=2")
     events = run_ranks(_train, 2, tmp_path, *overrides, layout=Layout(pipeline=2))[0]
@@ -199,7 +201,7 @@ def test_really_exported(tmp_path: Path) -> None:
     assert (tmp_path / "hf" / "step-00000002" / "config.json").is_file()
 
 
-def test_an_export_that_is_missing_is_made_when_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_makes_a_missing_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch, {"difference": 0.0})
     gate.go.release(2)
     _train(ALONE, tmp_path, "train.steps=2")

@@ -99,13 +99,13 @@ def rolled(mesh: Mesh, folder: Path) -> tuple[list[str], float, float]:
 
 
 @pytest.mark.parametrize("layout", [Layout(data=4), Layout(shard=4, zero=2), Layout(pipeline=2, tensor=2)])
-def test_who_was_only_prepared_does_as_those_that_have_applied_the_step(tmp_path: Path, layout: Layout) -> None:
+def test_a_rank_with_a_pending_step_rolls_forward_to_the_ranks_that_applied_it(tmp_path: Path, layout: Layout) -> None:
     for differ, undisturbed, disturbed in run_ranks(rolled, 4, tmp_path, layout=layout):
         assert differ == []
         assert disturbed == undisturbed, "the step after it"
 
 
-def test_a_step_that_the_others_have_skipped_is_skipped(tmp_path: Path) -> None:
+def test_roll_forward_skips_a_step_that_others_skipped(tmp_path: Path) -> None:
     trainer = after(ALONE, tiny_run(), tmp_path, 2)
     before = copied(trainer.tensors())
     interrupt_before_update(trainer)
@@ -115,7 +115,7 @@ def test_a_step_that_the_others_have_skipped_is_skipped(tmp_path: Path) -> None:
     trainer.close()
 
 
-def test_a_state_that_was_being_changed_is_of_no_step(tmp_path: Path) -> None:
+def test_an_interrupted_update_leaves_a_state_of_no_step(tmp_path: Path) -> None:
     assert survivor_state(None).step is None
     trainer = tiny_trainer(ALONE, tiny_run(), tmp_path)
     assert survivor_state(trainer).step is None, "it has drawn nothing and restored nothing"
@@ -163,7 +163,7 @@ def restored(folder: Path, source: replica_index.MemoryLocation | None = None) -
         (Layout(pipeline=2, data=2), (0, 3)),
     ],
 )
-def test_what_the_living_leave_is_the_whole_state(tmp_path: Path, layout: Layout, dead: tuple[int, ...]) -> None:
+def test_surviving_ranks_hand_off_the_whole_state(tmp_path: Path, layout: Layout, dead: tuple[int, ...]) -> None:
     with nodes(tmp_path, 2) as found:
         handed = run_ranks(hand, 4, tmp_path / "saved", [node.folder for node in found], dead, layout=layout)
         assert handed == [None if rank in dead else True for rank in range(4)]
@@ -175,6 +175,6 @@ def test_what_the_living_leave_is_the_whole_state(tmp_path: Path, layout: Layout
 
 
 @pytest.mark.parametrize(("layout", "dead"), [(Layout(shard=2, zero=1), (1,)), (Layout(tensor=2), (0,))])
-def test_where_the_living_do_not_have_everything_nothing_is_left(tmp_path: Path, layout: Layout, dead: tuple[int]) -> None:
+def test_survivors_without_the_whole_state_hand_off_nothing(tmp_path: Path, layout: Layout, dead: tuple[int]) -> None:
     nobody = [tmp_path / "no holder is asked"]
     assert sorted(map(str, run_ranks(hand, 2, tmp_path / "saved", nobody, dead, layout=layout))) == ["False", "None"]

@@ -37,7 +37,7 @@ def answer(of: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "deepseek"])
-def test_a_model_is_filled_from_a_folder_and_from_its_import(tmp_path: Path, name: str) -> None:
+def test_initial_weights_from_a_hugging_face_folder_and_from_its_import(tmp_path: Path, name: str) -> None:
     theirs = save(tmp_path / "hf", name)
     spec = hf_config.model_spec(tmp_path / "hf")
     import_folder(tmp_path / "hf", tmp_path / "run")
@@ -47,14 +47,14 @@ def test_a_model_is_filled_from_a_folder_and_from_its_import(tmp_path: Path, nam
         torch.testing.assert_close(answer(ours), logits(theirs, tokens()), atol=1e-4, rtol=0)
 
 
-def test_formats_are_cast(tmp_path: Path) -> None:
+def test_initial_weights_are_cast_to_the_models_dtype(tmp_path: Path) -> None:
     save(tmp_path / "hf", "llama")
     ours = model(hf_config.model_spec(tmp_path / "hf")).to(torch.bfloat16)
     start(ours, tmp_path / "hf")
     assert {parameter.dtype for parameter in ours.parameters()} == {torch.bfloat16}
 
 
-def test_what_serves_training_only_keeps_its_initial_values(tmp_path: Path) -> None:
+def test_training_only_tensors_keep_their_initial_values(tmp_path: Path) -> None:
     save(tmp_path / "hf", "mixtral")
     spec = hf_config.model_spec(tmp_path / "hf")
     assert spec.moe is not None
@@ -69,7 +69,7 @@ def test_what_serves_training_only_keeps_its_initial_values(tmp_path: Path) -> N
             assert torch.equal(tensor, fresh[name]) == (own or tensor.numel() == 0), name
 
 
-def test_another_size_is_refused_before_a_value_changes(tmp_path: Path) -> None:
+def test_initial_weights_of_another_size_are_refused_before_a_value_changes(tmp_path: Path) -> None:
     save(tmp_path / "hf", "llama")
     import_folder(tmp_path / "hf", tmp_path / "run")
     ours = model(replace(hf_config.model_spec(tmp_path / "hf"), ffn=96))
@@ -85,7 +85,7 @@ def test_another_size_is_refused_before_a_value_changes(tmp_path: Path) -> None:
         start(deeper, tmp_path / "run")
 
 
-def test_the_loss_of_an_imported_model_is_its_own(tmp_path: Path) -> None:
+def test_an_imported_model_has_the_loss_of_the_original(tmp_path: Path) -> None:
     # A model that was filled wrongly would still run: its text must be as probable to both.
     theirs = save(tmp_path / "hf", "qwen3")
     ours = model(hf_config.model_spec(tmp_path / "hf"))

@@ -120,7 +120,7 @@ def slowed(mesh: Mesh, run: Run, folder: Path, flag: Flag, waiting: str) -> list
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_slow_shows_where_it_belongs(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_timing_attributes_slow_parts_correctly(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layout, waiting = CASES[case]
     run, flag = tiny_run("train.micro_batch=1", "train.steps=20"), Flag()
     monkeypatch.setattr(Clock, "_mark", Clock._mark)  # undone afterwards, where the rank is this process
@@ -134,7 +134,7 @@ def test_what_is_slow_shows_where_it_belongs(case: str, tmp_path: Path, monkeypa
     assert ranks[0][2][waiting] >= 0.8 * LONG, "but for an instant whenever it begins or ends to wait"
 
 
-def test_a_step_that_is_timed_computes_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timed_step_computes_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tiny_run("train.steps=20")
     timed = tiny_trainer(ALONE, run, tmp_path / "timed")
     for told in taken(timed):
@@ -148,7 +148,7 @@ def test_a_step_that_is_timed_computes_the_same_bits(tmp_path: Path, monkeypatch
         trainer.close()
 
 
-def test_the_parts_are_those_of_the_step_that_is_told(tmp_path: Path) -> None:
+def test_step_timing_parts_add_up_to_the_reported_step(tmp_path: Path) -> None:
     trainer = tiny_trainer(ALONE, tiny_run("train.steps=20"), tmp_path)
     for number in range(1, 6):
         started = time.perf_counter()
@@ -160,7 +160,7 @@ def test_the_parts_are_those_of_the_step_that_is_told(tmp_path: Path) -> None:
     trainer.close()
 
 
-def test_a_step_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_failed_step_leaves_no_clock_running(tmp_path: Path) -> None:
     trainer = tiny_trainer(ALONE, tiny_run("train.steps=20"), tmp_path)
     for _ in range(2):
         trainer.step()
@@ -173,7 +173,7 @@ def test_a_step_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     trainer.close()
 
 
-def test_nothing_is_timed_where_it_could_not_be_told(tmp_path: Path) -> None:
+def test_step_timing_is_off_where_compiled_blocks_communicate(tmp_path: Path) -> None:
     """Compiled blocks say nothing of what they wait for between ranks; without ranks inside them there is nothing to say."""
     trainer = tiny_trainer(ALONE, tiny_run("memory.compile=true"), tmp_path / "one")
     plan = trainer.plan

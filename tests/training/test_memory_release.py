@@ -44,5 +44,5 @@ def left_of(mesh: Mesh, folder: Path) -> tuple[bool, int]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_nothing_of_a_trainer_is_left(layout: Layout, tmp_path: Path) -> None:
+def test_a_closed_trainer_frees_all_its_parameters(layout: Layout, tmp_path: Path) -> None:
     assert run_ranks(left_of, 2, tmp_path, layout=layout) == [(False, 0)] * 2

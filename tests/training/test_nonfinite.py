@@ -75,7 +75,7 @@ def traced(
     return found
 
 
-def test_a_number_that_is_none_is_traced_to_the_module_that_made_it(tmp_path: Path) -> None:
+def test_a_nonfinite_value_is_traced_to_the_module_that_made_it(tmp_path: Path) -> None:
     found = traced(ALONE, tmp_path, forward, "blocks.1.attention.output", 0)
     assert (found.rank, found.layer) == (0, "blocks.1.attention.output")
     assert found.message == (
@@ -102,7 +102,7 @@ MOE = ("model.moe.experts=4", "model.moe.active=2", "model.moe.ffn=16")
         pytest.param(backward, "blocks.1.mlp_norm", Layout(data=1, tensor=2), 0, (), marks=pytest.mark.slow),
     ],
 )
-def test_and_to_the_rank(
+def test_a_nonfinite_value_is_traced_to_its_rank(
     spoil: Callable[..., None], layer: str, layout: Layout, rank: int, overrides: tuple[str, ...], tmp_path: Path
 ) -> None:
     results = run_ranks(traced, layout.ranks, tmp_path, spoil, layer, rank, *overrides, layout=layout)
@@ -110,7 +110,7 @@ def test_and_to_the_rank(
     assert (results[0].rank, results[0].layer) == (rank, layer)
 
 
-def test_what_chaos_plants_is_found_where_it_was_planted_and_costs_nothing_when_it_has_passed(tmp_path: Path) -> None:
+def test_an_injected_nan_is_traced_and_the_retried_step_equals_an_undisturbed_one(tmp_path: Path) -> None:
     trainer = tiny_trainer(ALONE, tiny_run("train.steps=3"), tmp_path / "checkpoints")
     faults = (Fault(kind="nan", rank=0, step=2, layer="blocks.1.mlp"),)
     trainer.hooks.add(RankFaults(faults, done=FaultClaims(tmp_path)))
@@ -122,7 +122,7 @@ def test_what_chaos_plants_is_found_where_it_was_planted_and_costs_nothing_when_
     assert one == other and len(one) == 3, "taken once more, the step is the same to the bit"
 
 
-def test_what_does_not_happen_again_is_said_to_have_passed(tmp_path: Path) -> None:
+def test_a_transient_nonfinite_step_is_reported_as_transient(tmp_path: Path) -> None:
     trainer = tiny_trainer(ALONE, tiny_run("train.steps=2"), tmp_path)
     struck: list[int] = []
 
@@ -141,7 +141,7 @@ def test_what_does_not_happen_again_is_said_to_have_passed(tmp_path: Path) -> No
     )
 
 
-def test_only_the_first_of_bad_steps_in_a_row_is_traced_and_none_of_a_scale_that_is_being_lowered(tmp_path: Path) -> None:
+def test_only_the_first_nonfinite_step_in_a_row_is_traced_and_none_while_the_loss_scale_falls(tmp_path: Path) -> None:
     run = tiny_run("train.steps=4", "resilience.max_skipped=9")
     trainer = tiny_trainer(ALONE, run, tmp_path)
     trainer.model.register_forward_hook(lambda module, given, output: output * math.nan)
@@ -150,7 +150,7 @@ def test_only_the_first_of_bad_steps_in_a_row_is_traced_and_none_of_a_scale_that
     assert not [event for event in tiny_trainer(ALONE, run, tmp_path / "other").events() if isinstance(event, NotFinite)]
 
 
-def test_what_travels_is_not_blamed_on_those_it_reaches() -> None:
+def test_nonfinite_values_are_not_blamed_on_ranks_that_receive_them() -> None:
     late, early = Finding(1, False, 1, 3, "blocks.2", "NaN"), Finding(1, False, 0, 9, "blocks.1", "NaN")
     assert conclude(5, [(late, None, True), (early, None, True)]).rank == 1  # stages come in order
     up, down = Finding(1, True, -1, 7, "blocks.3", "NaN"), Finding(1, True, 0, 1, "blocks.1", "NaN")
@@ -161,7 +161,7 @@ def test_what_travels_is_not_blamed_on_those_it_reaches() -> None:
     assert (summed.rank, summed.layer) == (0, "head.weight")
 
 
-def test_several_readers_of_one_tensor_are_named_by_what_they_are_in() -> None:
+def test_common_module_of_several_readers() -> None:
     assert common_module(["", "blocks.0", "blocks.0.mlp"]) == "blocks.0.mlp"
     assert common_module(["blocks.0.attention", "blocks.0.attention.query", "blocks.0.attention.key"]) == "blocks.0.attention"
     assert common_module(["blocks.0.mlp.gate", "head"]) == "the model"

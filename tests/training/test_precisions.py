@@ -79,7 +79,7 @@ def with_overflows(mesh: Mesh, run: Run, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_all_ranks_skip_what_one_of_them_cannot_take_and_keep_one_scale(name: str, tmp_path: Path) -> None:
+def test_all_ranks_skip_an_overflow_of_one_rank_and_keep_one_loss_scale(name: str, tmp_path: Path) -> None:
     layout, more = LAYOUTS[name]
     found = run_ranks(with_overflows, layout.ranks, tiny_run(*UNTIED, *more), tmp_path / "checkpoints", layout=layout)
     assert found[0].pop("fired") > 0 and all(other.pop("fired") == 0 for other in found[1:])
@@ -99,7 +99,7 @@ def from_too_high(mesh: Mesh, run: Run, folder: Path) -> list[tuple[str, float, 
 
 
 @pytest.mark.slow
-def test_a_scale_that_is_far_too_high_comes_down_on_all_ranks_alike(tmp_path: Path) -> None:
+def test_a_high_loss_scale_falls_alike_on_all_ranks(tmp_path: Path) -> None:
     """No step is harmed by it: where the scale fits at last, losses fall."""
     run = tiny_run(*UNTIED, "precision.loss_scale=16777216", "train.steps=12")
     layout = Layout(data=1, tensor=2, pipeline=2)
@@ -158,7 +158,7 @@ def curve(mesh: Mesh, run: Run, folder: Path) -> tuple[list[float], float]:
 
 
 @pytest.mark.slow
-def test_every_format_trains_as_far_as_fp32_does(tmp_path: Path) -> None:
+def test_every_precision_trains_as_far_as_fp32(tmp_path: Path) -> None:
     """Within 2 %: all steps together, the last twenty, and text that was not trained on."""
 
     def trained(*overrides: str) -> tuple[list[float], float]:

@@ -104,7 +104,7 @@ def everywhere(faults: RankFaults, steps: int) -> Iterator[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_it_strikes_at_its_point_of_its_step_and_once(point: str, tmp_path: Path) -> None:
+def test_a_fault_strikes_once_at_its_point_of_its_step(point: str, tmp_path: Path) -> None:
     faults, told = faults_of(f"raise rank=0 step=3 in={point}; raise rank=1 step=2", tmp_path)
     assert list(everywhere(faults, 5)) == [(point, 3)]
     assert [(event.fault, event.rank, event.step) for event in told] == [
@@ -114,7 +114,7 @@ def test_it_strikes_at_its_point_of_its_step_and_once(point: str, tmp_path: Path
     assert not list(everywhere(after_recovery, 5)) and not again
 
 
-def test_a_save_that_comes_later_is_struck(tmp_path: Path) -> None:
+def test_a_save_fault_strikes_at_the_first_later_save(tmp_path: Path) -> None:
     faults, told = faults_of("raise rank=0 step=3 in=save", tmp_path)
     reach(faults, "save", 2)
     with pytest.raises(InjectedFault, match="injected by --chaos: raise rank=0 step=3 in=save"):
@@ -123,7 +123,7 @@ def test_a_save_that_comes_later_is_struck(tmp_path: Path) -> None:
     assert [event.step for event in told] == [4]
 
 
-def test_it_is_told_before_it_kills(tmp_path: Path) -> None:
+def test_a_kill_is_recorded_before_it_strikes(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     faults = RankFaults(parse("kill rank=2 step=4 during=update"), rank=2, done=FaultClaims(tmp_path), report=log.emit)
     assert ended(lambda: reach(faults, "compute", 4)) == 0
@@ -133,7 +133,7 @@ def test_it_is_told_before_it_kills(tmp_path: Path) -> None:
     assert isinstance(event, FaultInjected) and (event.rank, event.step) == (2, 4)
 
 
-def test_only_one_of_many_may_strike(tmp_path: Path) -> None:
+def test_only_one_of_many_processes_claims_a_fault(tmp_path: Path) -> None:
     children = []
     for _ in range(8):
         if (pid := os.fork()) == 0:
@@ -146,7 +146,7 @@ def test_only_one_of_many_may_strike(tmp_path: Path) -> None:
     assert 5 not in struck and struck.claim(5)
 
 
-def test_a_hang_lasts_and_heeds_no_signal_but_an_exception(tmp_path: Path) -> None:
+def test_an_injected_hang_ends_only_by_an_exception(tmp_path: Path) -> None:
     class Halted(Exception):
         pass
 
@@ -168,9 +168,7 @@ def test_a_hang_lasts_and_heeds_no_signal_but_an_exception(tmp_path: Path) -> No
         signal.signal(signal.SIGALRM, previous)
 
 
-def test_a_slow_rank_takes_longer_from_one_step_to_another_and_is_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_injected_slowdown_lasts_for_its_steps_and_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "slow rank=0 x3 from=2 to=4; slow rank=0 x2 from=4"
     faults, told = faults_of(text, tmp_path)
     assert [faults._slowness(step) for step in range(1, 7)] == [1, 3, 3, 6, 2, 2]
@@ -189,7 +187,7 @@ def held(values: Tensor, gradient: Tensor | None = None) -> OwnedParam:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_corruption_is_one_number_twice_or_half_as_large(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_an_injected_corruption_doubles_or_halves_one_gradient(dtype: torch.dtype, tmp_path: Path) -> None:
     faults, told = faults_of("corrupt rank=0 step=2 what=gradients", tmp_path)
     right = torch.tensor([[0.1, -0.7], [0.3, 0.0]], dtype=dtype)
     one = held(torch.zeros(2, 2), right.clone())
@@ -205,7 +203,7 @@ def test_corruption_is_one_number_twice_or_half_as_large(dtype: torch.dtype, tmp
     assert torch.equal(one.gradient, wrong)
 
 
-def test_weights_and_states_are_corrupted_too(tmp_path: Path) -> None:
+def test_an_injected_corruption_of_weights_and_optimizer_states(tmp_path: Path) -> None:
     faults, told = faults_of("corrupt rank=0 step=1; corrupt rank=0 step=1 what=optimizer", tmp_path)
     one = held(torch.zeros(3))
     states = {"weight/step": torch.tensor(4.0), "weight/exp_avg": torch.tensor([0.5, 0.25])}
@@ -240,7 +238,7 @@ def steps_with_nan(mesh: Mesh, folder: Path, text: str) -> list[Any]:
     return found
 
 
-def test_a_nan_in_a_layer_is_there_for_one_step_and_again_when_that_is_repeated(tmp_path: Path) -> None:
+def test_an_injected_nan_lasts_one_step_and_returns_in_its_repetition(tmp_path: Path) -> None:
     text = "nan rank=1 step=2 layer=blocks.1.mlp"
     for rank, (*steps, hooks, left, told) in enumerate(run_ranks(steps_with_nan, 2, tmp_path, text)):
         assert [kind for kind, _ in steps] == ["step", "step_skipped", "step"]
@@ -248,7 +246,7 @@ def test_a_nan_in_a_layer_is_there_for_one_step_and_again_when_that_is_repeated(
         assert (hooks, left, told) == ((1, 0, [text]) if rank == 1 else (0, 0, []))
 
 
-def test_a_nan_is_one_number_and_the_backward_still_runs(tmp_path: Path) -> None:
+def test_an_injected_nan_is_one_number_and_the_backward_runs(tmp_path: Path) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -277,7 +275,7 @@ def disk() -> Iterator[None]:
     DISK.watch(None)
 
 
-def test_a_full_disk_is_this_runs_alone_and_has_room_again(tmp_path: Path, disk: None) -> None:
+def test_an_injected_full_disk_affects_this_run_only_and_ends(tmp_path: Path, disk: None) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     fill_disk(tmp_path, 0.4)
     log.emit(Warned(message="nobody watches yet"))

@@ -31,7 +31,7 @@ def never(count: int) -> list[Row]:
     return [{} for _ in range(count)]
 
 
-def test_of_three_copies_the_odd_one_is_wrong() -> None:
+def test_of_three_replicas_the_one_that_differs_is_guilty() -> None:
     groups = {("tensor",): [(0, 1, 2), (3, 4, 5)]}
     assert judge(rows(1, 1, 1, 2, 2, 2), groups, never(6)) is None
     verdict = judge(rows(1, 1, 1, 2, 5, 2), groups, never(6))
@@ -42,7 +42,7 @@ def test_of_three_copies_the_odd_one_is_wrong() -> None:
     )
 
 
-def test_of_two_copies_the_one_that_changed_by_itself_is_wrong() -> None:
+def test_of_two_replicas_the_one_that_changed_without_an_update_is_guilty() -> None:
     groups = {("tensor",): [(0, 1)]}
     verdict = judge(rows(1, 2), groups, [{}, {W: 33}])
     assert verdict is not None and verdict.guilty == (1,)
@@ -56,7 +56,7 @@ def test_of_two_copies_the_one_that_changed_by_itself_is_wrong() -> None:
     assert both is not None and both.guilty == (1,) and not both.suspects
 
 
-def test_of_two_gradients_a_repetition_shows_which_is_wrong() -> None:
+def test_of_two_gradients_the_one_that_a_repetition_refutes_is_guilty() -> None:
     groups = {("tensor",): [(0, 1)]}
     first = rows(1, 2, slot=G)
     verdict = judge(first, groups, never(2))
@@ -68,7 +68,7 @@ def test_of_two_gradients_a_repetition_shows_which_is_wrong() -> None:
     assert confirm(verdict, first, rows(1, 2, slot=G)).suspects == (0, 1)
 
 
-def test_a_checksum_sees_every_bit_and_every_place_wherever_the_tensor_lies() -> None:
+def test_a_checksum_changes_with_every_bit_and_every_position() -> None:
     dice = torch.Generator().manual_seed(0)
     for dtype, length in ((torch.float32, 5003), (torch.bfloat16, 5003), (torch.float32, 3), (torch.float64, 700)):
         whole = torch.randn(length + 1, generator=dice).to(dtype)
@@ -154,7 +154,7 @@ def struck(
     ("what", "rank", "step", "found"),
     [("weights", 0, 2, 4), ("gradients", 2, 4, 4), ("optimizer", 1, 6, 8)],
 )
-def test_the_odd_one_of_three_is_named_and_no_rank_applies_the_step(
+def test_corruption_on_one_of_three_ranks_is_named_and_no_rank_applies_the_step(
     what: str, rank: int, step: int, found: int, tmp_path: Path
 ) -> None:
     overrides = ("train.batch=12",)
@@ -186,7 +186,7 @@ def test_the_odd_one_of_three_is_named_and_no_rank_applies_the_step(
         ),
     ],
 )
-def test_of_two_copies_too(
+def test_corruption_on_one_of_two_ranks_is_named(
     what: str, step: int, layout: Layout, overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica_check, "_MAX_SHARE", 1.0)  # however busy this machine is
@@ -195,7 +195,7 @@ def test_of_two_copies_too(
         assert error is not None and (error.what, error.guilty, error.step) == (what, (rank,), 4)
 
 
-def test_where_it_cannot_be_told_both_are_suspects(tmp_path: Path) -> None:
+def test_corruption_that_cannot_be_attributed_makes_both_ranks_suspects(tmp_path: Path) -> None:
     """A wrong gradient that was applied shows later as other weights, which nobody has changed at rest."""
     for _, error in run_ranks(struck, 2, tmp_path, "gradients", 1, 2):
         assert error is not None
@@ -228,12 +228,12 @@ MOE = ("model.moe.experts=4", "model.moe.active=2", "model.moe.ffn=16", "model.m
         (Layout(data=1, shard=2, zero=3), (), True),  # the optimizer's counts of steps, at least
     ],
 )
-def test_an_undisturbed_run_agrees_in_every_step(
+def test_replicas_of_an_undisturbed_run_agree_in_every_step(
     layout: Layout, overrides: tuple[str, ...], compared: bool, tmp_path: Path
 ) -> None:
     found = run_ranks(undisturbed, layout.ranks, tmp_path, *overrides, layout=layout)
     assert found == [2 if compared else None] * layout.ranks
 
 
-def test_zero_compares_never(tmp_path: Path) -> None:
+def test_check_every_0_never_compares_replicas(tmp_path: Path) -> None:
     assert run_ranks(struck, 2, tmp_path, "weights", 1, 4, "resilience.check_every=0")[0][1] is None

@@ -66,7 +66,7 @@ def resharded(path: Path, asked: str, out: Path) -> Path:
 
 
 @pytest.mark.parametrize("asked", CASES)
-def test_its_files_are_those_that_the_layout_would_have_saved(asked: str, tmp_path: Path) -> None:
+def test_reshard_writes_the_files_that_the_layout_would_have_saved(asked: str, tmp_path: Path) -> None:
     run = tiny_run(*CASES[asked])
     path = trained(run, tmp_path / "run")
     out = resharded(path, asked, tmp_path / "out")
@@ -86,7 +86,7 @@ def test_its_files_are_those_that_the_layout_would_have_saved(asked: str, tmp_pa
     assert plans[0]["accumulation"] == plans[1]["accumulation"]
 
 
-def test_the_way_there_and_back_loses_nothing(tmp_path: Path) -> None:
+def test_resharding_there_and_back_loses_nothing(tmp_path: Path) -> None:
     run = tiny_run()
     path = trained(run, tmp_path / "run")
     there = resharded(path, "pipeline=2,tensor=2", tmp_path / "there")
@@ -99,7 +99,7 @@ def test_the_way_there_and_back_loses_nothing(tmp_path: Path) -> None:
     assert not differing(*(copied(trainer.tensors()) for trainer in trainers))
 
 
-def test_a_layout_of_a_run_file_and_one_that_saved(tmp_path: Path) -> None:
+def test_reshard_to_the_layout_of_a_run_file_and_to_the_saved_one(tmp_path: Path) -> None:
     path = trained(tiny_run(), tmp_path / "run")
     found, marker = find_unverified(path), directory.read_marker(path)
     other = tmp_path / "other.toml"
@@ -112,7 +112,7 @@ def test_a_layout_of_a_run_file_and_one_that_saved(tmp_path: Path) -> None:
     assert on_layout(found, marker, "data=2,tensor=2,pipeline=2").distinct == [0, 1, 4, 5]
 
 
-def test_what_ranks_would_read_adds_up(tmp_path: Path) -> None:
+def test_tensors_of_all_ranks_of_a_layout_add_up(tmp_path: Path) -> None:
     path = trained(tiny_run(), tmp_path / "run")
     found, marker = find_unverified(path), directory.read_marker(path)
     held = tensors(open_location(path), marker)
@@ -129,7 +129,7 @@ def test_what_ranks_would_read_adds_up(tmp_path: Path) -> None:
     }
 
 
-def test_what_cannot_be_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_an_impossible_reshard_is_refused_and_leaves_no_files(tmp_path: Path) -> None:
     path = trained(tiny_run(), tmp_path / "run")
     for asked, said in {
         "tensor=3": "layout.tensor = 3 does not divide model.heads = 4",
@@ -157,7 +157,7 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["run", "taken"]
 
 
-def test_tensors_that_no_rank_would_hold_are_not_lost_in_silence(tmp_path: Path) -> None:
+def test_reshard_refuses_to_drop_tensors_that_no_rank_holds(tmp_path: Path) -> None:
     path = trained(tiny_run(), tmp_path / "run")
     source = CheckpointReader(path)
     state = {name: source.read(name) for name in source.names} | {"model/extra": source.read("model/norm.weight")}

@@ -25,7 +25,7 @@ def stats(values: list[tuple[float, float]]) -> RunningStats:
     return found
 
 
-def test_what_is_usual_is_the_mean_and_deviation_of_the_steps_so_far() -> None:
+def test_running_stats_are_mean_and_deviation_of_recent_steps() -> None:
     values = [(3.0 + math.sin(n), math.exp(math.cos(n))) for n in range(60)]
     found = stats(values)
     losses, logs = torch.tensor([v[0] for v in values]).double(), torch.tensor([v[1] for v in values]).double().log()
@@ -38,7 +38,7 @@ def test_what_is_usual_is_the_mean_and_deviation_of_the_steps_so_far() -> None:
     assert far.loss == pytest.approx(1.0, abs=0.05)  # what was long ago no longer counts
 
 
-def test_nothing_is_judged_before_enough_is_known_and_very_even_runs_have_some_room() -> None:
+def test_spike_limits_need_enough_steps_and_a_minimum_deviation() -> None:
     assert stats([(2.0, 1.0)] * 19).limits(3.0) == NO_LIMITS
     limits = stats([(2.0, 1.0)] * 20).limits(3.0)
     assert limits.loss == pytest.approx(2.06) and limits.norm == pytest.approx(math.exp(0.15))
@@ -70,7 +70,7 @@ def runs(mesh: Mesh, directory: Path, spoiled: set[int], *overrides: str) -> tup
     return told, asdict(trainer.progress)
 
 
-def test_a_spike_is_skipped_on_all_ranks_and_counted_and_a_resumed_run_judges_alike(tmp_path: Path) -> None:
+def test_spikes_are_skipped_on_all_ranks_and_in_a_resumed_run_alike(tmp_path: Path) -> None:
     settings = ("resilience.spike=8", "train.steps=26")
     told, progress = runs(ALONE, tmp_path / "whole", {23, 24, 26}, *settings)
     skipped = [(event.step, event.reason, event.in_a_row) for event in told if isinstance(event, StepSkipped)]
@@ -84,12 +84,12 @@ def test_a_spike_is_skipped_on_all_ranks_and_counted_and_a_resumed_run_judges_al
     assert later["usual"]["steps"] == 23  # type: ignore[index]
 
 
-def test_without_the_setting_it_is_trained_on(tmp_path: Path) -> None:
+def test_spikes_are_applied_without_the_setting(tmp_path: Path) -> None:
     told, progress = runs(ALONE, tmp_path, {23}, "train.steps=24")
     assert not [event for event in told if isinstance(event, StepSkipped)] and progress["usual"] == {}
 
 
-def test_too_many_spikes_end_the_run_in_words_of_their_own(tmp_path: Path) -> None:
+def test_too_many_spikes_end_the_run_with_a_message(tmp_path: Path) -> None:
     with pytest.raises(RunFailed) as caught:
         runs(ALONE, tmp_path, set(range(22, 99)), "resilience.spike=8", "resilience.max_skipped=2", "train.steps=30")
     assert str(caught.value).startswith(
@@ -116,7 +116,7 @@ def rewinding(mesh: Mesh, directory: Path, bad: set[int], *overrides: str) -> tu
     return told, trainer if mesh.ranks == 1 else None
 
 
-def test_after_bad_steps_the_run_goes_back_and_leaves_the_data_since_out(tmp_path: Path) -> None:
+def test_rollback_restores_a_good_step_and_skips_the_data_since(tmp_path: Path) -> None:
     """Batches 6 and 7 are bad: from step 7 the run goes back to step 4, and sees batch 8 as its fifth."""
     told, trainer = rewinding(ALONE, tmp_path / "run", {6, 7}, "train.steps=9")
     assert trainer is not None
@@ -154,7 +154,7 @@ def stopped(mesh: Mesh, directory: Path) -> list[Event]:
     return told
 
 
-def test_a_resumption_does_not_find_what_was_taken_back(tmp_path: Path) -> None:
+def test_a_resumed_run_does_not_find_checkpoints_that_were_rolled_back(tmp_path: Path) -> None:
     """With saves every 2 steps there are some of 4 and, during the bad ones, of 6: none of that is newest after step 4 was saved anew."""
     told = run_ranks(stopped, 2, tmp_path)[0]
     assert [event.step for event in told if isinstance(event, Saved)] == [2, 4, 6, 4]
@@ -166,7 +166,7 @@ def test_a_resumption_does_not_find_what_was_taken_back(tmp_path: Path) -> None:
     assert trainer.progress.left_out == [[32, 56, 4]]
 
 
-def test_without_a_checkpoint_before_the_bad_steps_they_are_skipped_and_said_to_be(tmp_path: Path) -> None:
+def test_rollback_without_a_checkpoint_warns_and_skips(tmp_path: Path) -> None:
     told, _ = rewinding(ALONE, tmp_path, {2, 3, 4}, "train.steps=6")
     assert [event.step for event in told if isinstance(event, StepSkipped)] == [2, 3, 4]
     (warned,) = [event for event in told if isinstance(event, Warned)]
@@ -174,7 +174,7 @@ def test_without_a_checkpoint_before_the_bad_steps_they_are_skipped_and_said_to_
 
 
 @pytest.mark.slow
-def test_going_back_to_one_step_again_and_again_ends_the_run_with_the_story(tmp_path: Path) -> None:
+def test_too_many_rollbacks_to_one_step_end_the_run(tmp_path: Path) -> None:
     with pytest.raises(RunFailed) as caught:
         rewinding(ALONE, tmp_path, set(range(6, 99)), "train.steps=9")
     assert (
@@ -183,6 +183,6 @@ def test_going_back_to_one_step_again_and_again_ends_the_run_with_the_story(tmp_
     )
 
 
-def test_progress_of_before_there_were_spikes_can_be_restored() -> None:
+def test_progress_saved_without_spike_statistics_is_restored() -> None:
     old = {"step": 3, "samples": 24, "skipped_in_a_row": 1, "loss_scale": {}}
     assert Progress(**old).usual == {} and Progress(**old).last_good == 2  # type: ignore[arg-type]

@@ -109,7 +109,7 @@ def test_steps_equal_a_plain_loop_with_torchs_own_parts(tmp_path: Path) -> None:
         torch.testing.assert_close(p, dict(model.named_parameters())[name], atol=1e-4, rtol=1e-3)
 
 
-def test_the_loss_leaves_masked_targets_out_and_is_summed_in_fp32() -> None:
+def test_the_loss_skips_masked_targets_and_is_summed_in_fp32() -> None:
     logits = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(0))
     targets = torch.tensor([[1, -100, 3], [-100, 6, 0]])
     logs = logits.double().log_softmax(-1)
@@ -131,7 +131,7 @@ def digest(tokens: list[list[int]], first: int = 0) -> int:
     return MicroBatch.prepare(one_batch(tokens, first), torch.device("cpu"), True).digest
 
 
-def test_a_digest_tells_tokens_and_places_and_adds_up_over_any_cut() -> None:
+def test_a_batch_digest_depends_on_tokens_and_indices_and_adds_up() -> None:
     rows = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
     assert digest(rows) == digest(rows[:1]) + digest(rows[1:], first=1)
     assert digest(rows) != digest([rows[1], rows[0], rows[2]])
@@ -139,7 +139,7 @@ def test_a_digest_tells_tokens_and_places_and_adds_up_over_any_cut() -> None:
     assert digest(rows) != digest([[1, 2, 3], [4, 5, 6], [7, 8, 10]])
 
 
-def test_a_micro_batch_counts_its_targets_and_carries_documents_only_where_asked() -> None:
+def test_a_micro_batch_counts_targets_and_carries_documents_only_if_asked() -> None:
     batch = one_batch([[1, 2, 3], [4, 5, 6]])
     batch.targets[0, 1] = -100
     micro = MicroBatch.prepare(batch, torch.device("cpu"), True)
@@ -149,7 +149,7 @@ def test_a_micro_batch_counts_its_targets_and_carries_documents_only_where_asked
     assert micro.to(torch.device("cpu")) is micro
 
 
-def test_totals_are_sums_over_the_ranks_and_one_stop_is_a_stop_for_all() -> None:
+def test_step_totals_are_sums_over_ranks_and_one_stop_request_stops_all() -> None:
     def total(mesh: Mesh, who_stops: int | None) -> tuple[float, int, int, bool, bool]:
         totals = StepTotals(ShardedModel([torch.nn.Identity()], mesh, replicated([], mesh), summed_loss))
         for number in range(2):

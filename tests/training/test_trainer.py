@@ -80,7 +80,7 @@ def test_events_tell_what_happens_in_order(behind: str, tmp_path: Path) -> None:
             assert event.bytes == sum(file.stat().st_size for file in Path(event.path).glob("*.safetensors"))
 
 
-def test_what_is_due_at_the_last_step_happens_once(tmp_path: Path) -> None:
+def test_evaluation_and_save_due_at_the_last_step_happen_once(tmp_path: Path) -> None:
     events, _ = uninterrupted(tiny_run("train.steps=4", "train.eval_every=2", "checkpoint.every=2"), tmp_path)
     assert [event.step for event in events if isinstance(event, Evaluated)] == [2, 4]
     assert [event.step for event in events if isinstance(event, Saved)] == [2, 4]
@@ -102,13 +102,13 @@ def test_every_source_of_a_mixture_is_evaluated_by_itself(tmp_path: Path) -> Non
     assert curves(evaluated)["eval/easy/loss"] == evaluated.sources["easy"]["loss"]
 
 
-def test_a_run_that_holds_nothing_out_is_not_evaluated(tmp_path: Path) -> None:
+def test_a_run_without_held_out_data_is_not_evaluated(tmp_path: Path) -> None:
     trainer = tiny_trainer(ALONE, tiny_run("data.eval_fraction=0", "train.steps=1"), tmp_path)
     assert trainer.evaluate() is None
     assert [type(event) for event in trainer.events()] == [Step, Saved, Finished]
 
 
-def test_a_step_says_what_it_was(tmp_path: Path) -> None:
+def test_a_step_record_describes_the_step(tmp_path: Path) -> None:
     run = tiny_run()
     trainer = tiny_trainer(ALONE, run, tmp_path)
     for number in (1, 2, 3):
@@ -125,7 +125,7 @@ def test_a_step_says_what_it_was(tmp_path: Path) -> None:
     trainer.close()
 
 
-def test_evaluation_changes_nothing_and_means_over_the_first_held_out_sequences(tmp_path: Path) -> None:
+def test_evaluation_is_the_mean_over_the_first_held_out_sequences(tmp_path: Path) -> None:
     trainer = tiny_trainer(ALONE, tiny_run(), tmp_path)
     trainer.step()
     before = copied(trainer.tensors())
@@ -169,7 +169,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(overrides: tuple[str, ...],
     assert taken[-2].kind == "saved"  # type: ignore[union-attr]
 
 
-def test_restoring_halfway_goes_back(tmp_path: Path) -> None:
+def test_restore_within_a_run_goes_back(tmp_path: Path) -> None:
     # The same trainer, in the same process: the loader's position is part of what is restored.
     trainer = tiny_trainer(ALONE, tiny_run(), tmp_path)
     trainer.step()
@@ -269,7 +269,7 @@ def poison_loss(trainer: Trainer) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("poison", [poison_logits, poison_one_gradient, poison_loss])
-def test_a_poisoned_batch_is_skipped(poison: Callable[[Trainer], None], optimizer: str, tmp_path: Path) -> None:
+def test_a_batch_with_nonfinite_loss_is_skipped(poison: Callable[[Trainer], None], optimizer: str, tmp_path: Path) -> None:
     run = tiny_run(f"optimizer.name={optimizer}")
     clean, _ = uninterrupted(run, tmp_path / "clean")
     trainer = tiny_trainer(ALONE, run, tmp_path / "poisoned")
@@ -336,7 +336,7 @@ def test_skipped_steps_apart_from_each_other_do_not_add_up(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("forward", [1, 2, 3])
-def test_a_stop_amid_a_step_changes_nothing_and_the_step_is_taken_again(forward: int, tmp_path: Path) -> None:
+def test_a_stop_within_a_step_changes_nothing_and_the_step_is_taken_again(forward: int, tmp_path: Path) -> None:
     run = tiny_run()
     events, final = uninterrupted(run, tmp_path / "whole")
     one = tiny_trainer(ALONE, run, tmp_path / "stopped")
@@ -392,6 +392,6 @@ def test_older_checkpoints_are_removed_as_newer_ones_are_made(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000005", "step-00000006"]
 
 
-def test_some_checkpoints_are_kept_for_good(tmp_path: Path) -> None:
+def test_keep_every_keeps_checkpoints_for_good(tmp_path: Path) -> None:
     uninterrupted(tiny_run("checkpoint.every=1", "checkpoint.keep_last=1", "checkpoint.keep_every=3"), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000006"]
