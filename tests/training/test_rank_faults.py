@@ -159,7 +159,7 @@ def test_an_injected_hang_ends_only_by_an_exception(tmp_path: Path) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         began = time.monotonic()
         reach(faults, "compute", 1)
-        assert 0.3 <= time.monotonic() - began < 1.5
+        assert time.monotonic() - began >= 0.3, "the signal did not end it"
         signal.signal(signal.SIGALRM, halt)
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         with pytest.raises(Halted):
@@ -275,9 +275,11 @@ def disk() -> Iterator[None]:
     DISK.watch(None)
 
 
-def test_an_injected_full_disk_affects_this_run_only_and_ends(tmp_path: Path, disk: None) -> None:
+def test_an_injected_full_disk_affects_this_run_only_and_ends(
+    tmp_path: Path, disk: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = EventLog(tmp_path / "events.jsonl")
-    fill_disk(tmp_path, 0.4)
+    fill_disk(tmp_path, 100)
     log.emit(Warned(message="nobody watches yet"))
     faults_of("fill-disk from=2 for=1s", tmp_path)
     with pytest.raises(OSError) as error:
@@ -286,14 +288,15 @@ def test_an_injected_full_disk_affects_this_run_only_and_ends(tmp_path: Path, di
     log.emit(Warned(message="waits"))
     assert len(read_events(tmp_path / "events.jsonl")) == 1
     (tmp_path / "of somebody else").write_text("is written")
-    time.sleep(0.45)
+    real_time = time.time
+    monkeypatch.setattr(time, "time", lambda: real_time() + 101)
     sink = open_location(tmp_path / "file").sink()
     sink.write(b"data")
     sink.close()
     log.emit(Warned(message="after"))
     said = [event.message for event in read_events(tmp_path / "events.jsonl") if isinstance(event, Warned)]
     assert said == ["nobody watches yet", "waits", "after"]
-    fill_disk(tmp_path, 60)
+    fill_disk(tmp_path, 100)
     FaultClaims(tmp_path).clear()
     open_location(tmp_path / "file").sink().write(b"data")
 
