@@ -14,7 +14,16 @@ from phalanx import accelerator
 from phalanx.optim.chunks import Chunk, split_chunks
 from phalanx.optim.fused_adamw import MOMENTS, KernelArgs, fused_adamw, weight_decay
 from phalanx.optim.offload.offloaded_adamw import offloaded
-from phalanx.optim.protocol import OptimizerKind, OptimizerSetup, ParamOptimizer, State, StateBytes, Update, flat, is_updated
+from phalanx.optim.param_optimizer import (
+    OptimizerKind,
+    OptimizerSetup,
+    ParamOptimizer,
+    State,
+    StateBytes,
+    Update,
+    flat,
+    is_updated,
+)
 from phalanx.parallel.owned_param import OwnedParam
 from phalanx.spec.run import Optimizer as OptimizerSpec
 

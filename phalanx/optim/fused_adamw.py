@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from phalanx.optim.protocol import Update
+from phalanx.optim.param_optimizer import Update
 from phalanx.parallel.owned_param import OwnedParam
 from phalanx.spec.run import Optimizer as OptimizerSpec
 

@@ -14,7 +14,16 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from phalanx.optim.protocol import REAL, OptimizerKind, OptimizerSetup, ParamOptimizer, Resources, State, StateBytes, Update
+from phalanx.optim.param_optimizer import (
+    REAL,
+    OptimizerKind,
+    OptimizerSetup,
+    ParamOptimizer,
+    Resources,
+    State,
+    StateBytes,
+    Update,
+)
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.owned_param import OwnedParam
 from phalanx.spec.errors import RunError

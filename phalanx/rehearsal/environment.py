@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from phalanx.models import moe
 from phalanx.observe import comm_timer
-from phalanx.optim.protocol import Resources
+from phalanx.optim.param_optimizer import Resources
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Environment, Mesh
 from phalanx.parallel.owned_param import OwnedParam, ParamShard

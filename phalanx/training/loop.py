@@ -14,7 +14,7 @@ from phalanx.events.records import CheckpointDamaged, Evaluated, Event, Finished
 from phalanx.spec.errors import RunFailed
 from phalanx.spec.run import Run
 from phalanx.training.hooks import Hooks, StepRefused
-from phalanx.training.progress import Progress, too_many_rollbacks, too_many_skipped
+from phalanx.training.run_progress import Progress, too_many_rollbacks, too_many_skipped
 from phalanx.training.saving import Checkpointer
 from phalanx.training.stop_signal import PAUSE, StopSignal
 

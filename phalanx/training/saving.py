@@ -46,7 +46,7 @@ from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.training.exports import Exports
 from phalanx.training.hooks import StepContext, StepHook
-from phalanx.training.progress import Progress
+from phalanx.training.run_progress import Progress
 
 _EXPORT_TIMEOUT = 7 * 24 * 3600.0
 """Seconds that ranks wait for the last export and upload: as long as it takes."""

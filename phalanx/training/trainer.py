@@ -20,7 +20,7 @@ from phalanx.events.heartbeat import Heartbeat
 from phalanx.events.records import Evaluated, Event, ModelPlaced, Saved, SaveFailed, Step, StepSkipped, WeightsLoaded
 from phalanx.observe.comm_timer import COMM_TIMER, span
 from phalanx.optim.optimizer import Optimizer, learning_rate
-from phalanx.optim.protocol import Resources
+from phalanx.optim.param_optimizer import Resources
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.spec.errors import RunFailed
@@ -37,7 +37,7 @@ from phalanx.training.hooks.nonfinite import NonFiniteRetry
 from phalanx.training.hooks.replica_check import ReplicaCheck
 from phalanx.training.hooks.spikes import SpikeGuard
 from phalanx.training.micro_batch import BatchFeed, step_seed
-from phalanx.training.progress import Progress, step_record
+from phalanx.training.run_progress import Progress, step_record
 from phalanx.training.saving import Checkpointer
 from phalanx.training.step import Stepper
 from phalanx.training.stop_signal import StopSignal

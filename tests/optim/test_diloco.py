@@ -16,7 +16,7 @@ from phalanx.checkpointing.restore import load
 from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.optim.diloco import OuterOptimizer
 from phalanx.optim.optimizer import Optimizer
-from phalanx.optim.protocol import Resources
+from phalanx.optim.param_optimizer import Resources
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.owned_param import OwnedParam, extract
 from phalanx.spec.layout import Layout

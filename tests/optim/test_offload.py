@@ -20,7 +20,7 @@ from phalanx.optim.chunks import split_chunks
 from phalanx.optim.offload.offloaded_adamw import OffloadedAdamW
 from phalanx.optim.offload.stores import FileStore, ScratchFile
 from phalanx.optim.optimizer import Optimizer
-from phalanx.optim.protocol import Resources
+from phalanx.optim.param_optimizer import Resources
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.owned_param import OwnedParam, ParamShard
 from phalanx.spec.errors import RunFailed

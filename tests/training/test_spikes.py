@@ -14,7 +14,7 @@ from phalanx.events.records import Event, Restored, Rewound, Saved, Step, StepSk
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.errors import RunFailed
 from phalanx.training.hooks.spikes import NO_LIMITS, RunningStats
-from phalanx.training.progress import Progress
+from phalanx.training.run_progress import Progress
 from phalanx.training.trainer import Trainer
 
 

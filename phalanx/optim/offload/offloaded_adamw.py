@@ -29,7 +29,7 @@ from phalanx.optim.offload.stores import (
     element_bytes,
     trim,
 )
-from phalanx.optim.protocol import OptimizerSetup, ParamOptimizer, State, StateBytes, Update, flat, is_updated
+from phalanx.optim.param_optimizer import OptimizerSetup, ParamOptimizer, State, StateBytes, Update, flat, is_updated
 from phalanx.parallel.owned_param import OwnedParam
 from phalanx.spec.errors import RunFailed
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from phalanx import accelerator
 from phalanx.optim.chunks import Chunk, Run
-from phalanx.optim.protocol import State, StateBytes
+from phalanx.optim.param_optimizer import State, StateBytes
 from phalanx.spec.errors import RunFailed
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
