@@ -87,9 +87,13 @@ def write(saved: CheckpointReader, found: FoundCheckpoint, resharded: ReshardedR
     if is_url(out):
         if directory.step_dir(open_location(out), step).is_folder():
             raise RunError([f"{directory.step_dir(open_location(out), step)} is already there: name another folder."])
-        resharded = replace(resharded, run=replace(resharded.run, checkpoint=replace(resharded.run.checkpoint, url=out, local_first=False)))
+        resharded = replace(
+            resharded, run=replace(resharded.run, checkpoint=replace(resharded.run.checkpoint, url=out, local_first=False))
+        )
         return reshard(saved, resharded.holds, shape, open_location(out), resharded.metadata(saved.marker))
-    resharded = replace(resharded, run=replace(resharded.run, checkpoint=replace(resharded.run.checkpoint, url=None, local_first=False)))
+    resharded = replace(
+        resharded, run=replace(resharded.run, checkpoint=replace(resharded.run.checkpoint, url=None, local_first=False))
+    )
     with atomic_directory(Path(out)) as unfinished:
         (unfinished / "run.toml").write_text(dump(resharded.run))
         if resharded.plan is not None:

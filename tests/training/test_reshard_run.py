@@ -23,7 +23,7 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.load import load
 from phalanx.spec.run import Run
 from phalanx.spec.tensor_slice import Box
-from phalanx.training.reshard_run import on_saved_layout, on_layout, write
+from phalanx.training.reshard_run import on_layout, on_saved_layout, write
 
 MOE = ("model.moe.experts=4", "model.moe.active=2", "model.moe.ffn=16", "model.moe.bias_rate=0.1")
 CASES = {
