@@ -81,7 +81,7 @@ def import_folder(folder: Path, out: Path) -> Converted:
             shutil.copyfile(word, unfinished / "tokenizer" / word.name)
         (unfinished / "run.toml").write_text(dump(run))
         offline_writer.write_checkpoint(unfinished / "checkpoints", 0, [_streamed(entry, files) for entry in table], metadata)
-    read = {piece.theirs for entry in table for piece in entry.pieces}
+    read = {piece.hf_name for entry in table for piece in entry.parts}
     formats = sorted({_word(files.dtype(name)) for name in read})
     return Converted(
         path=out, family=hf_config_write.family(spec), parameters=spec.parameters(), dtype="+".join(formats), notes=notes,
@@ -91,7 +91,7 @@ def import_folder(folder: Path, out: Path) -> Converted:
 
 
 def _streamed(entry: Entry, files: WeightsFolder) -> offline_writer.StreamedTensor:
-    dtype = files.dtype(entry.pieces[0].theirs)
+    dtype = files.dtype(entry.parts[0].hf_name)
     chunks = [
         offline_writer.StreamedBox(box=Box(block.offsets, block.sizes), read=partial(hf_mapping.read, block, files.rows))
         for block in hf_mapping.blocks(entry, dtype.itemsize)
@@ -135,7 +135,7 @@ def export_checkpoint(
     table = hf_names.table(spec)
     _fits(saved, table, found.source)
     formats = {entry.name: _format(saved, entry, dtype) for entry in table}
-    tensors = {piece.theirs: (piece.shape, formats[entry.name]) for entry in table for piece in entry.pieces}
+    tensors = {piece.hf_name: (piece.shape, formats[entry.name]) for entry in table for piece in entry.parts}
     copies = hf_names.copies(spec)
     tensors |= {copy: tensors[original] for copy, original in copies.items()}
     written = _word(formats["embed.weight"])
@@ -151,7 +151,7 @@ def export_checkpoint(
         (unfinished / hf_config.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         writer = WeightsWriter(unfinished, tensors, shard_size)
         for entry in table:
-            _export(entry, saved, writer, [copy for copy, original in copies.items() if original == entry.pieces[0].theirs])
+            _export(entry, saved, writer, [copy for copy, original in copies.items() if original == entry.parts[0].hf_name])
         match = None if reference is None else check(unfinished, reference)
         for file in unfinished.iterdir():
             _sync(file)
@@ -173,19 +173,19 @@ def _sync(file: Path) -> None:
 def _export(entry: Entry, saved: CheckpointReader, writer: WeightsWriter, copies: list[str]) -> None:
     """Read one of our tensors, part by part, and put each where theirs are."""
     name = f"model/{entry.name}"
-    if entry.pieces[0].expert is not None:
+    if entry.parts[0].expert is not None:
         for first, last in saved.row_ranges(name):
             part = saved.read(name, first, last)
-            for piece in entry.pieces[first:last]:
+            for piece in entry.parts[first:last]:
                 assert piece.expert is not None
-                writer.write(piece.theirs, hf_mapping.theirs(piece, part[piece.expert - first]))
+                writer.write(piece.hf_name, hf_mapping.to_hf(piece, part[piece.expert - first]))
         return
-    (piece,) = entry.pieces
+    (piece,) = entry.parts
     # Of a turned tensor, a part of ours is none of theirs.
-    parts = [(0, entry.shape[0])] if piece.turned else saved.row_ranges(name, piece.pairs[0] if piece.pairs else 1)
+    parts = [(0, entry.shape[0])] if piece.transposed else saved.row_ranges(name, piece.pairs[0] if piece.pairs else 1)
     for first, last in parts:
-        rows = hf_mapping.theirs(piece, saved.read(name, first, last))
-        for theirs in (piece.theirs, *copies):
+        rows = hf_mapping.to_hf(piece, saved.read(name, first, last))
+        for theirs in (piece.hf_name, *copies):
             writer.write(theirs, rows, piece.rows[0] + first, None if piece.columns is None else piece.columns[0])
 
 

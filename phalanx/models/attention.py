@@ -1,7 +1,6 @@
-"""Causal self-attention inside documents, and the seam through which others may compute it. Used by `models/decoder`
-and `models/mla`.
+"""Causal self-attention within documents. Used by `models/decoder` and `models/mla`.
 
-`attend` is a plain attribute: local by default, replaced by context parallelism without the model knowing.
+`attend` is a plain attribute of each attention module: local by default. Context parallelism replaces it; the model does not change.
 """
 
 from __future__ import annotations
@@ -17,16 +16,17 @@ from phalanx.spec.model import ModelSpec
 
 
 class Scope:
-    """Which keys a query may see: those not after it, in its own document. Made once per forward, shared by all blocks."""
+    """Which keys a query may attend to: those at or before its position, in its own document. Created once per forward and shared by
+    all blocks."""
 
     def __init__(self, documents_BS: Tensor | None):
         self.documents = documents_BS
-        """Document of each position, or None where every sequence is one document."""
-        self._mask: Tensor | None = None  # made at its first use; compilers do not see through a cached_property
+        """Document of each position; None: every sequence is one document."""
+        self._mask: Tensor | None = None  # created at its first use; torch.compile does not trace a cached_property
 
     @property
     def mask(self) -> Tensor | None:
-        """[B, 1, S, S], true where a query (row) may see a key (column); None: plain causal."""
+        """[B, 1, S, S], true where a query (row) may attend to a key (column); None: plain causal attention."""
         if self.documents is not None and self._mask is None:
             length = self.documents.shape[1]
             causal = torch.ones(length, length, dtype=torch.bool, device=self.documents.device).tril()
@@ -35,7 +35,7 @@ class Scope:
 
 
 class Attend(Protocol):
-    """Whoever computes attention. Values may be narrower than queries and keys; scale None: one over the root of their width."""
+    """Computes attention. Values may be narrower than queries and keys; scale None: 1 / sqrt(width)."""
 
     def __call__(
         self, q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, scope: Scope, scale: float | None = None, /
@@ -43,10 +43,10 @@ class Attend(Protocol):
 
 
 def attend_locally(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, scope: Scope, scale: float | None = None, /) -> Tensor:
-    """All keys are on this device. A single query with a cache behind it sees all of them."""
+    """Attention with all keys on this device. A single query with a KV cache attends to all of them."""
     missing = q_BHSE.shape[-1] - v_BKTE.shape[-1]
     if missing > 0 and q_BHSE.device.type == "cpu":
-        # CPUs have the kernel that keeps no table of scores for one width only; filled up it is also 2–4 times as fast.
+        # On CPU the flash kernel needs equal widths of keys and values; padded, it is also 2–4 times as fast.
         return attend_locally(q_BHSE, k_BKTE, F.pad(v_BKTE, (0, missing)), scope, scale)[..., :-missing]
     grouped = q_BHSE.shape[1] != k_BKTE.shape[1]
     if q_BHSE.shape[2] != k_BKTE.shape[2]:
@@ -57,8 +57,8 @@ def attend_locally(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, scope: Scope,
     )
 
 
-class KeyValues:
-    """What one block remembers while text is generated: the keys and values of every position so far."""
+class KVCache:
+    """The keys and values of all earlier positions of one block, during generation."""
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None
@@ -68,14 +68,14 @@ class KeyValues:
         if self.keys is None or self.values is None:
             self.keys, self.values = keys_BKSE, values_BKSE
         else:
-            assert keys_BKSE.shape[2] == 1, "after the prompt, positions come one at a time"
+            assert keys_BKSE.shape[2] == 1, "after the prompt, generation adds one position at a time"
             self.keys = torch.cat((self.keys, keys_BKSE), dim=2)
             self.values = torch.cat((self.values, values_BKSE), dim=2)
         return self.keys, self.values
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions and optional normalised queries and keys."""
+    """Grouped-query attention with rotary positions and optional normalization of queries and keys."""
 
     attend: Attend
 
@@ -91,17 +91,17 @@ class Attention(nn.Module):
         self.attend = attend_locally
 
     def forward(
-        self, x_BSD: Tensor, scope: Scope, rotation: tuple[Tensor, Tensor] | None, memory: KeyValues | None = None
+        self, x_BSD: Tensor, scope: Scope, rotation: tuple[Tensor, Tensor] | None, kv_cache: KVCache | None = None
     ) -> Tensor:
         batch, length, _ = x_BSD.shape
-        # Head counts are inferred, not stored: a rank that holds some of the heads runs the same line.
+        # Head counts are inferred, not stored: a tensor parallel rank that holds some of the heads runs the same line.
         q, k, v = (
             project(x_BSD).view(batch, length, -1, self.head).transpose(1, 2) for project in (self.query, self.key, self.value)
         )
         q, k = self.query_norm(q), self.key_norm(k)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        if memory is not None:
-            k, v = memory.extend(k, v)
+        if kv_cache is not None:
+            k, v = kv_cache.extend(k, v)
         attended = self.attend(q, k, v, scope)
         return self.output(attended.transpose(1, 2).reshape(batch, length, -1))

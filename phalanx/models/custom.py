@@ -1,8 +1,9 @@
-"""A model of the user's own, `[model] module = "package.module:Class"`: found, built on the meta device and checked, so that it
-trains like a built-in one. `models/init` calls it; whoever places a model asks it for the tables.
+"""A custom model, `[model] module = "package.module:Class"`: imports it, builds it on the meta device and checks that it can be
+trained like the built-in decoder. `models/init` and `training/build` call it.
 
-The class is called with the ModelSpec; `forward(tokens_BS, positions_BS, documents_BS=None)` gives logits [B, S, V]. Beside it
-stand AXES (parameter-name pattern to dimension names) and, if wanted, INITIAL (pattern to "ones", "zeros", "normal", "residual").
+The class is called with the ModelSpec; `forward(tokens_BS, positions_BS, documents_BS=None)` returns logits [B, S, V]. Its Python
+module holds AXES (parameter-name pattern to dimension names) and optionally INITIAL (pattern to "ones", "zeros", "normal" or
+"residual").
 """
 
 from __future__ import annotations
@@ -28,15 +29,17 @@ _FORWARD = "forward(tokens_BS, positions_BS, documents_BS=None)"
 
 
 def build(spec: ModelSpec, module: str) -> nn.Module:
-    """The model on the meta device. Raises RunError with everything that keeps it from being trained."""
+    """The model on the meta device. Raises RunError with every reason why it cannot be trained."""
     kind = _class(module)
     try:
         with torch.device("meta"):
             model = kind(spec)
-    except Exception as error:  # whatever a stranger's constructor raises is the user's to read
+    except Exception as error:  # custom code may raise anything
         raise RunError([f"model.module = {module!r} could not be built: {type(error).__name__}: {error}."]) from error
     if getattr(model, "spec", spec) is not spec:
-        raise RunError([f"model.module = {module!r} keeps something else in its attribute spec: keep the ModelSpec there."])
+        raise RunError(
+            [f"model.module = {module!r} has an attribute spec that is not its ModelSpec: store the ModelSpec there."]
+        )
     model.spec = spec  # type: ignore[assignment]  # torch's types allow tensors and modules only
     problems = [f"model.module = {module!r}: {problem}" for problem in _problems(model, _import(module))]
     if problems:
@@ -45,12 +48,12 @@ def build(spec: ModelSpec, module: str) -> nn.Module:
 
 
 def axes(module: str | None) -> Mapping[str, tuple[str, ...]]:
-    """The table of dimension names that belongs to `model.module`; None: to the built-in decoder."""
+    """The table of dimension names of `model.module`; None: of the built-in decoder."""
     return decoder.AXES if module is None else _import(module).AXES
 
 
 def initial(model: nn.Module, module: str) -> Mapping[str, str]:
-    """The table of initial values; what it leaves out is told by name and shape."""
+    """The table of initial values; parameters that it lacks are initialized by name and shape."""
     table = dict(getattr(_import(module), "INITIAL", {}))
     for name, parameter in model.named_parameters():
         if not any(fnmatchcase(name, pattern) for pattern in table):
@@ -60,7 +63,7 @@ def initial(model: nn.Module, module: str) -> Mapping[str, str]:
 
 
 def _import(module: str) -> ModuleType:
-    """The Python module before the colon; also from the working directory, where a user keeps what belongs to a run."""
+    """The Python module before the colon; also from the working directory."""
     name, _, member = module.partition(":")
     if not name or not member.isidentifier():
         raise RunError([f'model.module = {module!r} is not of the form "package.module:Class".'])
@@ -69,40 +72,42 @@ def _import(module: str) -> ModuleType:
         sys.path.append(here)
     try:
         return importlib.import_module(name)
-    except Exception as error:  # an import runs the user's code: anything may come out of it
+    except Exception as error:  # custom code may raise anything
         raise RunError(
             [
                 f"model.module = {module!r}: {name} could not be imported ({type(error).__name__}: {error}); "
-                f"it is looked for where Python finds packages, and in the working directory {here}."
+                f"Python searches its own path and the working directory {here}."
             ]
         ) from error
 
 
 def _class(module: str) -> type[nn.Module]:
-    found, name = _import(module), module.partition(":")[2]
-    kind = getattr(found, name, None)
+    python_module, name = _import(module), module.partition(":")[2]
+    kind = getattr(python_module, name, None)
     if kind is None:
-        classes = [key for key, value in vars(found).items() if isinstance(value, type) and issubclass(value, nn.Module)]
-        there = f"; its modules are {', '.join(classes)}" if classes else ""
-        raise RunError([f"model.module = {module!r}: {found.__name__} has no class {name}{there}."])
+        classes = [
+            key for key, value in vars(python_module).items() if isinstance(value, type) and issubclass(value, nn.Module)
+        ]
+        others = f"; its modules are {', '.join(classes)}" if classes else ""
+        raise RunError([f"model.module = {module!r}: {python_module.__name__} has no class {name}{others}."])
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise RunError([f"model.module = {module!r}: {name} is not a torch.nn.Module; derive it from that."])
     return kind
 
 
-def _problems(model: nn.Module, found: ModuleType) -> Iterator[str]:
+def _problems(model: nn.Module, python_module: ModuleType) -> Iterator[str]:
     if next(model.parameters(), None) is None:
         yield "it has no parameters, so there is nothing to train."
     yield from _forward_problems(model)
-    table = getattr(found, "AXES", None)
+    table = getattr(python_module, "AXES", None)
     if not isinstance(table, Mapping):
         yield (
-            f"{found.__name__} has no table AXES; put one beside the class, such as "
+            f"{python_module.__name__} has no table AXES; add one next to the class, such as "
             'AXES = {"embed.weight": ("vocab", "model"), "*.bias": ("model",)}.'
         )
     else:
         yield from _axes_problems(model, table)
-    rules = getattr(found, "INITIAL", {})
+    rules = getattr(python_module, "INITIAL", {})
     for pattern, rule in rules.items() if isinstance(rules, Mapping) else [("", rules)]:
         if rule not in RULES:
             yield f"INITIAL has {rule!r} for {pattern!r}; choose {', '.join(RULES)}."
@@ -110,7 +115,7 @@ def _problems(model: nn.Module, found: ModuleType) -> Iterator[str]:
         names = [name for name, _ in part.named_buffers(recurse=False)]
         if names and not callable(getattr(part, "reset_buffers", None)):
             yield (
-                f"{path or type(model).__name__} holds the buffer {names[0]}, but has no method reset_buffers() that gives it its "
+                f"{path or type(model).__name__} holds the buffer {names[0]}, but has no method reset_buffers() that sets its "
                 "value; models are built without memory, so a value set in the constructor is lost."
             )
 
@@ -128,14 +133,14 @@ def _axes_problems(model: nn.Module, table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _names(entry: Any, dimensions: int) -> bool:
-    """Whether an entry of AXES is so many words."""
+    """Whether an entry of AXES has one name per dimension."""
     return isinstance(entry, tuple | list) and len(entry) == dimensions and all(isinstance(word, str) for word in entry)
 
 
 def _forward_problems(model: nn.Module) -> Iterator[str]:
     parameters = list(signature(model.forward).parameters.values())
-    places = [p for p in parameters if p.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
-    required = [p for p in places if p.default is Parameter.empty]
+    positional = [p for p in parameters if p.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
+    required = [p for p in positional if p.default is Parameter.empty]
     open_ended = any(p.kind is Parameter.VAR_POSITIONAL for p in parameters)
-    if (len(places) < 3 and not open_ended) or len(required) > 3:
+    if (len(positional) < 3 and not open_ended) or len(required) > 3:
         yield f"its forward takes ({', '.join(p.name for p in parameters)}), but is called as {_FORWARD}."

@@ -1,8 +1,7 @@
-"""The decoder: GPT-2/3, Llama 2/3, Qwen3, Mixtral and DeepSeek-V3 are settings of it. A one-device module; it knows of no
-other device.
+"""The decoder: GPT-2/3, Llama 2/3, Qwen3, Mixtral and DeepSeek-V3 are settings of it. A module for one device, without any parallel
+code.
 
-What others need to know to place it stands in two tables beside it: AXES names the dimensions of every parameter,
-INITIAL says what its values start as.
+Two tables describe its parameters to the other rooms: AXES names the dimensions of each, INITIAL gives its initial values.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from phalanx.models.attention import Attention, KeyValues, Scope
+from phalanx.models.attention import Attention, KVCache, Scope
 from phalanx.models.layers import GELU, SwiGLU, norm, rotary
 from phalanx.models.mla import LatentAttention
 from phalanx.models.moe import MoE
@@ -54,8 +53,8 @@ AXES: dict[str, tuple[str, ...]] = {
     "*norm.bias": ("model",),
     "head.weight": ("vocab", "model"),
 }
-"""Parameter-name pattern to the names of its dimensions; the first pattern that matches counts. A block is `blocks.N` or
-`mtp.N.block`, so patterns for its parts begin with a star."""
+"""Parameter-name pattern to the names of the parameter's dimensions; the first match counts. A block is `blocks.N` or
+`mtp.N.block`, so that patterns for its parts begin with a star."""
 
 INITIAL: dict[str, str] = {
     "*norm.weight": "ones",
@@ -65,11 +64,11 @@ INITIAL: dict[str, str] = {
     "*.mlp.experts.down": "residual",
     "*": "normal",
 }
-"""Parameter-name pattern to its initial values; the first that matches counts. "residual" is normal, smaller with depth."""
+"""Parameter-name pattern to initial values; the first match counts. "residual" is normal, scaled down with the number of layers."""
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed-forward(norm(x)). Its place decides whether it has experts."""
+    """x + attention(norm(x)), then x + feed-forward(norm(x)). The index decides whether it has experts."""
 
     def __init__(self, spec: ModelSpec, index: int):
         super().__init__()
@@ -79,9 +78,9 @@ class Block(nn.Module):
         self.mlp = _feed_forward(spec, index)
 
     def forward(
-        self, x_BSD: Tensor, scope: Scope, rotation: tuple[Tensor, Tensor] | None, memory: KeyValues | None = None
+        self, x_BSD: Tensor, scope: Scope, rotation: tuple[Tensor, Tensor] | None, kv_cache: KVCache | None = None
     ) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), scope, rotation, memory)
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), scope, rotation, kv_cache)
         return x_BSD + self.mlp(self.mlp_norm(x_BSD))
 
 
@@ -93,15 +92,15 @@ def _feed_forward(spec: ModelSpec, index: int) -> nn.Module:
 
 
 class Project(Protocol):
-    """Whoever turns the last states into logits, or into whatever its own loss reads instead of them."""
+    """Turns the final states into logits, or into whatever the loss reads instead of them."""
 
     def __call__(self, x_BSD: Tensor, weight_VD: Tensor, /) -> Any: ...
 
 
 class Decoder(nn.Module):
-    """Tokens in, logits out. Positions and document boundaries are inputs, never guessed.
+    """Tokens in, logits out. Positions and document boundaries are inputs.
 
-    `project` is a plain attribute like `attend`: a matrix product by default, replaced where logits are shared or never whole.
+    `project` is a plain attribute like `attend`: a matrix product by default, replaced where logits are divided or chunked.
     """
 
     project: Project
@@ -119,10 +118,9 @@ class Decoder(nn.Module):
         self.project = linear
 
     def part(self, first: int, stop: int) -> Decoder:
-        """Blocks first … stop - 1 as a model of their own, of the same modules under the same names.
+        """A pipeline stage: blocks first … stop - 1 as a model of the same modules under the same names.
 
-        It begins with the embedding if it holds the first block, and ends with norm and head if it holds the last. What one
-        part returns the next takes for tokens.
+        The first stage has the embedding, the last stage norm and head. Each stage takes the previous stage's output as tokens.
         """
         part = copy(self)
         part._modules = dict(self._modules)
@@ -130,18 +128,18 @@ class Decoder(nn.Module):
         part.blocks = nn.ModuleDict({str(index): self.blocks[str(index)] for index in range(first, stop)})
         if not part.is_first_stage:
             part.position_embed = None
-            if self.head is not None or not part.is_last_stage:  # tied, the embedding is the head too
+            if self.head is not None or not part.is_last_stage:  # if tied, the embedding is also the head
                 del part.embed
         if not part.is_last_stage:
             del part.norm, part.head, part.mtp
         return part
 
     def forward(
-        self, tokens_BS: Tensor, positions_BS: Tensor, documents_BS: Tensor | None = None, memory: list[KeyValues] | None = None
+        self, tokens_BS: Tensor, positions_BS: Tensor, documents_BS: Tensor | None = None, kv_cache: list[KVCache] | None = None
     ) -> Any:
-        """Logits [B, S, V]. `documents_BS` keeps attention inside each document; None: one document per sequence.
+        """Logits [B, S, V]. `documents_BS` keeps attention within each document; None: one document per sequence.
 
-        A model that predicts several tokens returns, in training and with gradients, those of each depth beside them.
+        With multi-token prediction, in training and with gradients: a tuple with the logits of each depth after them.
         """
         x_BSD = self.embed(tokens_BS) if self.is_first_stage else tokens_BS
         rotation = None
@@ -151,18 +149,18 @@ class Decoder(nn.Module):
             x_BSD = x_BSD + self.position_embed(positions_BS)
         scope = Scope(documents_BS)
         for index, block in enumerate(self.blocks.values()):
-            x_BSD = block(x_BSD, scope, rotation, None if memory is None else memory[index])
+            x_BSD = block(x_BSD, scope, rotation, None if kv_cache is None else kv_cache[index])
         return self._finish(x_BSD, tokens_BS, scope, rotation) if self.is_last_stage else x_BSD
 
     def _finish(self, x_BSD: Tensor, tokens_BS: Tensor, scope: Scope, rotation: tuple[Tensor, Tensor] | None) -> Any:
         logits_BSV = self._logits(self.norm(x_BSD))
         if not (len(self.mtp) and self.training and torch.is_grad_enabled()):
             return logits_BSV
-        further = []
+        deeper = []
         for depth, module in enumerate(self.mtp, start=1):
             x_BSD, normed_BSD = module(x_BSD, self.embed(mtp_tokens(tokens_BS, depth)), scope, rotation)
-            further.append(self._logits(normed_BSD))
-        return (logits_BSV, *further)
+            deeper.append(self._logits(normed_BSD))
+        return (logits_BSV, *deeper)
 
     def _logits(self, x_BSD: Tensor) -> Any:
         return self.project(x_BSD, self.embed.weight if self.head is None else self.head.weight)

@@ -1,8 +1,8 @@
-"""How one of our tensors lies in Hugging Face's: small frozen values, and what turns a few rows of theirs into a part of ours and
-back. `models/hf_names` makes the table of them; whoever reads or writes a folder applies it block by block.
+"""How the values of our tensors map to Hugging Face's tensors, and the conversion of a few rows at a time in both directions.
+`models/hf_names` makes the table; import, export and `model.from` apply it block by block.
 
-Their tensors are seen as matrices: all dimensions but the last are rows, and of a vector each value is a row. So whatever is
-read is one run of bytes, however the two sides are laid out.
+A Hugging Face tensor is treated as a matrix: all dimensions but the last are rows, and each value of a vector is a row. So every read
+is one contiguous range of bytes, whatever the two layouts are.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ import torch
 from torch import Tensor
 
 BLOCK = 64 << 20
-"""Bytes of theirs that are read at a time."""
+"""Bytes to read at a time."""
 Rows = Callable[[str, int, int], Tensor]
 """(tensor, first row, last row) to those rows, [rows, width]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """A part of one of their tensors that fills ours, or one expert's place in ours."""
+class HFPart:
+    """The part of a Hugging Face tensor that fills one of ours, or one expert of it."""
 
-    theirs: str
+    hf_name: str
     shape: tuple[int, ...]
-    """Of their whole tensor."""
+    """Shape of the whole Hugging Face tensor."""
     rows: tuple[int, int]
-    """Which of their rows."""
+    """Range of its rows."""
     columns: tuple[int, int] | None = None
-    """Which of their columns; None: all."""
+    """Range of its columns; None: all."""
     expert: int | None = None
-    """Index in the first dimension of ours, where that stacks what they keep apart."""
-    turned: bool = False
-    """Theirs is [in, out], as GPT-2's."""
+    """Index in the first dimension of our tensor, if that stacks experts that Hugging Face stores apart."""
+    transposed: bool = False
+    """The Hugging Face tensor is [in, out], as GPT-2's."""
     pairs: tuple[int, int] | None = None
-    """(height, last): in each `height` rows the `last` ones are neighbouring pairs that ours keeps in two halves."""
+    """(height, last): of every `height` rows, the `last` ones are interleaved pairs; our tensor stores them as two halves."""
 
     @property
     def width(self) -> int:
@@ -45,100 +45,100 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One of our tensors and where its values are."""
+    """One of our tensors and the Hugging Face tensors that hold its values."""
 
     name: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    parts: tuple[HFPart, ...]
     exact: bool = False
-    """Kept in the format it has when weights are written in another: the bias of a router."""
+    """Keep the number format when weights are exported in another one: the bias of a router."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A box of one of our tensors that is read at once."""
+    """A box of one of our tensors that is read in one piece."""
 
-    piece: Piece
+    part: HFPart
     rows: tuple[int, int]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
 def blocks(entry: Entry, itemsize: int, most: int = BLOCK) -> Iterator[Block]:
-    """The boxes that make up our tensor, each of at most `most` bytes of theirs, or of the fewest rows that belong together."""
-    for piece in entry.pieces:
-        step = max(1, most // (piece.width * itemsize))
-        if piece.pairs is not None:
-            step = max(1, step // piece.pairs[0]) * piece.pairs[0]
-        first, last = piece.rows
+    """The boxes of our tensor, each of at most `most` bytes, or of the fewest rows that belong together."""
+    for part in entry.parts:
+        step = max(1, most // (part.width * itemsize))
+        if part.pairs is not None:
+            step = max(1, step // part.pairs[0]) * part.pairs[0]
+        first, last = part.rows
         for start in range(first, last, step):
             stop = min(start + step, last)
-            offsets, sizes = _box(piece, start - first, stop - start)
-            yield Block(piece=piece, rows=(start, stop), offsets=offsets, sizes=sizes)
+            offsets, sizes = _box(part, start - first, stop - start)
+            yield Block(part=part, rows=(start, stop), offsets=offsets, sizes=sizes)
 
 
-def _box(piece: Piece, start: int, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    low, high = piece.columns or (0, piece.width)
-    if piece.turned:
+def _box(part: HFPart, start: int, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    low, high = part.columns or (0, part.width)
+    if part.transposed:
         return (0, start), (high - low, count)
-    if len(piece.shape) == 1:
+    if len(part.shape) == 1:
         return (start,), (count,)
-    if piece.expert is not None:
-        return (piece.expert, start, 0), (1, count, high - low)
+    if part.expert is not None:
+        return (part.expert, start, 0), (1, count, high - low)
     return (start, 0), (count, high - low)
 
 
 def read(block: Block, rows: Rows) -> Tensor:
-    """A box of ours, out of their rows."""
-    piece = block.piece
-    part = rows(piece.theirs, *block.rows)
-    if piece.columns is not None:
-        part = part[:, slice(*piece.columns)]
-    if piece.pairs is not None:
-        part = part[_order(piece.pairs, len(part))]
-    if piece.turned:
-        part = part.T
-    return part.contiguous().view(block.sizes)
+    """A box of our tensor, from Hugging Face rows."""
+    part = block.part
+    values = rows(part.hf_name, *block.rows)
+    if part.columns is not None:
+        values = values[:, slice(*part.columns)]
+    if part.pairs is not None:
+        values = values[_order(part.pairs, len(values))]
+    if part.transposed:
+        values = values.T
+    return values.contiguous().view(block.sizes)
 
 
-def theirs(piece: Piece, ours: Tensor) -> Tensor:
-    """Their rows, [rows, columns], out of our tensor or some rows of it, or out of one expert's place in it."""
-    part = ours.T if piece.turned else ours.reshape(len(ours), -1)
-    if piece.pairs is not None:
-        part = part[torch.argsort(_order(piece.pairs, len(part)))]
-    return part.contiguous()
+def to_hf(part: HFPart, ours: Tensor) -> Tensor:
+    """Hugging Face rows, [rows, columns], from our tensor, some rows of it, or one of its experts."""
+    values = ours.T if part.transposed else ours.reshape(len(ours), -1)
+    if part.pairs is not None:
+        values = values[torch.argsort(_order(part.pairs, len(values)))]
+    return values.contiguous()
 
 
 @torch.no_grad()
 def fill(
     tensors: dict[str, Tensor], table: tuple[Entry, ...], rows: Rows, offsets: Mapping[str, tuple[int, ...]] | None = None
 ) -> None:
-    """Write their values into tensors of ours that are already in place, whatever their device and format, box by box.
+    """Write Hugging Face values into our tensors in place, box by box, on any device and in any format.
 
-    `offsets`: where ours begin in the whole, for those that are a part of it; what lies outside is not read.
+    `offsets`: where a tensor begins in the whole parameter, if it is a slice; values outside the slice are not read.
     """
     for entry in table:
         target = tensors[entry.name]
         first = (offsets or {}).get(entry.name, (0,) * target.ndim)
         for block in blocks(entry, 4):
-            meets = [
+            overlap = [
                 (max(begin, own), min(begin + size, own + length))
                 for begin, size, own, length in zip(block.offsets, block.sizes, first, target.shape, strict=True)
             ]
-            if any(begin >= end for begin, end in meets):
+            if any(begin >= end for begin, end in overlap):
                 continue
-            ours = tuple(slice(begin - own, end - own) for (begin, end), own in zip(meets, first, strict=True))
-            theirs = tuple(slice(begin - at, end - at) for (begin, end), at in zip(meets, block.offsets, strict=True))
+            ours = tuple(slice(begin - own, end - own) for (begin, end), own in zip(overlap, first, strict=True))
+            theirs = tuple(slice(begin - at, end - at) for (begin, end), at in zip(overlap, block.offsets, strict=True))
             target[ours] = read(block, rows)[theirs].to(target.dtype)
 
 
 def _order(pairs: tuple[int, int], count: int) -> Tensor:
-    """For each of our rows, theirs: first the firsts of all pairs, then the seconds."""
+    """For each of our rows, the Hugging Face row: the first of every pair, then the second of every pair."""
     height, last = pairs
     plain = torch.arange(height - last)
-    turned = torch.cat((torch.arange(height - last, height, 2), torch.arange(height - last + 1, height, 2)))
-    one = torch.cat((plain, turned))
-    return (torch.arange(0, count, height)[:, None] + one).flatten()
+    rotated = torch.cat((torch.arange(height - last, height, 2), torch.arange(height - last + 1, height, 2)))
+    unit = torch.cat((plain, rotated))
+    return (torch.arange(0, count, height)[:, None] + unit).flatten()
 
 
 def matrix(shape: tuple[int, ...]) -> tuple[int, int]:

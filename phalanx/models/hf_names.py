@@ -1,7 +1,5 @@
-"""Our tensors and Hugging Face's, name by name, for every family: one table that import and export both follow.
-
-Called by `phalanx import` and `export`, and wherever a model is filled from a folder. A new family is a few lines here and its
-config in `spec/hf_config`.
+"""Our tensor names and Hugging Face's, for every family: one table for import, export and `model.from`. A new family needs a few
+lines here and its config in `spec/hf_config`.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from phalanx.models.hf_mapping import Entry, Piece, matrix
+from phalanx.models.hf_mapping import Entry, HFPart, matrix
 from phalanx.spec.errors import RunError
 from phalanx.spec.hf_config_write import family
 from phalanx.spec.model import Mla, ModelSpec, Moe
@@ -22,13 +20,13 @@ _MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
 _IGNORED = (
     r".*\.rotary_emb\.inv_freq",
-    r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",  # GPT-2's triangle of ones, which some files keep
+    r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",  # GPT-2's causal mask, which some files store
 )
 _AGAIN = "Save or download the folder again."
 
 
 class Files(Protocol):
-    """A folder's tensors, as `checkpointing/hf_folder` finds them."""
+    """The tensors of a folder; `checkpointing/hf_folder` implements it."""
 
     @property
     def path(self) -> Path: ...
@@ -39,17 +37,17 @@ class Files(Protocol):
 
 
 def match(files: Files, spec: ModelSpec, interleaved: bool = True) -> tuple[Entry, ...]:
-    """The table for a folder, after its tensors were compared with it one by one; RunError names those that do not fit."""
+    """The table for a folder, after comparing every tensor with it; RunError names those that do not fit."""
     _plausible(files, spec)
     entries = table(spec, files.names, interleaved)
-    wanted = {piece.theirs: piece.shape for entry in entries for piece in entry.pieces}
-    stacks = [[piece.theirs for piece in entry.pieces] for entry in entries if len(entry.pieces) > 1]
-    files.check(wanted, [name for name in files.names if _ignorable(name, spec)], stacks)
+    expected = {part.hf_name: part.shape for entry in entries for part in entry.parts}
+    stacks = [[part.hf_name for part in entry.parts] for entry in entries if len(entry.parts) > 1]
+    files.check(expected, [name for name in files.names if _ignorable(name, spec)], stacks)
     return entries
 
 
 def _plausible(files: Files, spec: ModelSpec) -> None:
-    """Before a table of them is made: layers and experts of which the folder cannot have so many."""
+    """Refuse more layers or experts than the folder can have, before a table of them is made."""
     config, most = files.path / "config.json", len(files.names)
     if spec.layers + spec.mtp_depth > most:
         raise RunError(
@@ -57,17 +55,17 @@ def _plausible(files: Files, spec: ModelSpec) -> None:
         )
     if spec.moe is None:
         return
-    places = (f"model.layers.{spec.moe.dense_layers}.{block}.gate.weight" for block in ("mlp", "block_sparse_moe"))
-    found = next((shape[0] for place in places if (shape := files.shape(place))), None)
-    if spec.moe.experts > most and spec.moe.experts != found:
-        has = f"the folder has only {most} tensors" if found is None else f"the router of the folder has {found}"
+    routers = (f"model.layers.{spec.moe.dense_layers}.{block}.gate.weight" for block in ("mlp", "block_sparse_moe"))
+    routed = next((shape[0] for name in routers if (shape := files.shape(name))), None)
+    if spec.moe.experts > most and spec.moe.experts != routed:
+        has = f"the folder has only {most} tensors" if routed is None else f"the router of the folder has {routed}"
         raise RunError([f"{config} asks for {spec.moe.experts} experts, but {has}. {_AGAIN}"])
 
 
 def table(spec: ModelSpec, names: Collection[str] = (), interleaved: bool = True) -> tuple[Entry, ...]:
-    """Every parameter and saved buffer of ours. `names`: what a folder holds, where there are several ways to hold it.
+    """Every parameter and saved buffer. `names`: the tensors of a folder, for families with several formats.
 
-    `interleaved`: a DeepSeek's rotated channels are neighbouring pairs, as published.
+    `interleaved`: DeepSeek's rotated channels are interleaved pairs, as published.
     """
     kind = family(spec)
     if kind == "gpt2":
@@ -76,7 +74,7 @@ def table(spec: ModelSpec, names: Collection[str] = (), interleaved: bool = True
 
 
 def copies(spec: ModelSpec) -> dict[str, str]:
-    """Tensors that a DeepSeek's folder repeats for every module of multi-token prediction, and which they are copies of."""
+    """Tensors that a DeepSeek folder repeats for every module of multi-token prediction, to the tensor they copy."""
     if spec.mla is None:
         return {}
     head = "model.embed_tokens.weight" if spec.tied else "lm_head.weight"
@@ -88,12 +86,12 @@ def copies(spec: ModelSpec) -> dict[str, str]:
 
 
 def _ignorable(name: str, spec: ModelSpec) -> bool:
-    tied = spec.tied and name == "lm_head.weight"  # declared to be the embedding, so whatever it holds is not used
+    tied = spec.tied and name == "lm_head.weight"  # declared to be the embedding, so that its values are not used
     return tied or name in copies(spec) or any(re.fullmatch(pattern, name) for pattern in _IGNORED)
 
 
 def _plain(ours: str, theirs: str, *shape: int) -> Entry:
-    return Entry(name=ours, shape=shape, pieces=(Piece(theirs=theirs, shape=shape, rows=(0, matrix(shape)[0])),))
+    return Entry(name=ours, shape=shape, parts=(HFPart(hf_name=theirs, shape=shape, rows=(0, matrix(shape)[0])),))
 
 
 def _decoder(spec: ModelSpec, kind: str, names: set[str], interleaved: bool) -> Iterator[Entry]:
@@ -137,20 +135,20 @@ def _attention(spec: ModelSpec, ours: str, theirs: str) -> Iterator[Entry]:
 
 
 def _latent(spec: ModelSpec, mla: Mla, ours: str, theirs: str, interleaved: bool) -> Iterator[Entry]:
-    def turned(name: str, other: str, height: int, *shape: int) -> Entry:
+    def rotated(name: str, other: str, height: int, *shape: int) -> Entry:
         entry = _plain(f"{ours}.{name}.weight", f"{theirs}.{other}.weight", *shape)
         pairs = (height, mla.rope_dim) if interleaved else None
-        return replace(entry, pieces=(replace(entry.pieces[0], pairs=pairs),))
+        return replace(entry, parts=(replace(entry.parts[0], pairs=pairs),))
 
     head = mla.nope_dim + mla.rope_dim
     if mla.q_rank is None:
-        yield turned("query", "q_proj", head, spec.heads * head, spec.dim)
+        yield rotated("query", "q_proj", head, spec.heads * head, spec.dim)
     else:
         yield _plain(f"{ours}.query_down.weight", f"{theirs}.q_a_proj.weight", mla.q_rank, spec.dim)
         yield _plain(f"{ours}.query_rank_norm.weight", f"{theirs}.q_a_layernorm.weight", mla.q_rank)
-        yield turned("query_up", "q_b_proj", head, spec.heads * head, mla.q_rank)
+        yield rotated("query_up", "q_b_proj", head, spec.heads * head, mla.q_rank)
     latent = mla.kv_rank + mla.rope_dim
-    yield turned("kv_down", "kv_a_proj_with_mqa", latent, latent, spec.dim)
+    yield rotated("kv_down", "kv_a_proj_with_mqa", latent, latent, spec.dim)
     yield _plain(f"{ours}.kv_rank_norm.weight", f"{theirs}.kv_a_layernorm.weight", mla.kv_rank)
     expanded = spec.heads * (mla.nope_dim + mla.value_dim)
     yield _plain(f"{ours}.kv_up.weight", f"{theirs}.kv_b_proj.weight", expanded, mla.kv_rank)
@@ -164,7 +162,7 @@ def _mlp(ours: str, theirs: str, dim: int, width: int) -> Iterator[Entry]:
 
 
 def _experts(moe: Moe, dim: int, ours: str, layer: str, kind: str, names: set[str]) -> Iterator[Entry]:
-    fused = f"{layer}.mlp.experts.gate_up_proj" in names  # as transformers 5 holds them in memory, and may save them
+    fused = f"{layer}.mlp.experts.gate_up_proj" in names  # the in-memory format of transformers 5, which may save it
     old = kind == "mixtral" and not fused and f"{layer}.mlp.gate.weight" not in names
     theirs = f"{layer}.block_sparse_moe" if old else f"{layer}.mlp"
     yield _plain(f"{ours}.router.weight", f"{theirs}.gate.weight", moe.experts, dim)
@@ -172,33 +170,33 @@ def _experts(moe: Moe, dim: int, ours: str, layer: str, kind: str, names: set[st
         bias = _plain(f"{ours}.router.bias", f"{theirs}.gate.e_score_correction_bias", moe.experts)
         yield replace(bias, exact=True)
     for name in ("gate", "up", "down"):
-        one = (dim, moe.ffn) if name == "down" else (moe.ffn, dim)
+        shape = (dim, moe.ffn) if name == "down" else (moe.ffn, dim)
         if fused:
-            pieces = tuple(_fused(moe, dim, f"{theirs}.experts", name, expert) for expert in range(moe.experts))
+            parts = tuple(_fused(moe, dim, f"{theirs}.experts", name, expert) for expert in range(moe.experts))
         else:
             word = _MIXTRAL[name] if kind == "mixtral" else _MLP[name]
-            pieces = tuple(
-                Piece(theirs=f"{theirs}.experts.{expert}.{word}.weight", shape=one, rows=(0, one[0]), expert=expert)
+            parts = tuple(
+                HFPart(hf_name=f"{theirs}.experts.{expert}.{word}.weight", shape=shape, rows=(0, shape[0]), expert=expert)
                 for expert in range(moe.experts)
             )
-        yield Entry(name=f"{ours}.experts.{name}", shape=(moe.experts, *one), pieces=pieces)
+        yield Entry(name=f"{ours}.experts.{name}", shape=(moe.experts, *shape), parts=parts)
     if moe.shared:
         yield from _mlp(f"{ours}.shared", f"{theirs}.shared_experts", dim, moe.shared * moe.ffn)
 
 
-def _fused(moe: Moe, dim: int, theirs: str, name: str, expert: int) -> Piece:
-    """One expert out of tensors that hold all: gate above up, [E, 2F, D], and down, [E, D, F]."""
+def _fused(moe: Moe, dim: int, theirs: str, name: str, expert: int) -> HFPart:
+    """One expert of fused tensors: gate above up, [E, 2F, D], and down, [E, D, F]."""
     if name == "down":
         shape, first, height = (moe.experts, dim, moe.ffn), expert * dim, dim
     else:
         shape, height = (moe.experts, 2 * moe.ffn, dim), moe.ffn
         first = (2 * expert + (name == "up")) * moe.ffn
     word = "down_proj" if name == "down" else "gate_up_proj"
-    return Piece(theirs=f"{theirs}.{word}", shape=shape, rows=(first, first + height), expert=expert)
+    return HFPart(hf_name=f"{theirs}.{word}", shape=shape, rows=(first, first + height), expert=expert)
 
 
 def _gpt2(spec: ModelSpec, prefix: str) -> Iterator[Entry]:
-    """GPT-2's matrices are [in, out], and query, key and value are columns of one."""
+    """GPT-2's matrices are [in, out], and query, key and value are columns of one matrix."""
     dim, hidden = spec.dim, spec.hidden
 
     def norm(ours: str, theirs: str) -> Iterator[Entry]:
@@ -206,8 +204,8 @@ def _gpt2(spec: ModelSpec, prefix: str) -> Iterator[Entry]:
             yield _plain(f"{ours}.{kind}", f"{prefix}{theirs}.{kind}", dim)
 
     def linear(ours: str, theirs: str, inner: int, outer: int) -> Iterator[Entry]:
-        piece = Piece(theirs=f"{prefix}{theirs}.weight", shape=(inner, outer), rows=(0, inner), turned=True)
-        yield Entry(name=f"{ours}.weight", shape=(outer, inner), pieces=(piece,))
+        part = HFPart(hf_name=f"{prefix}{theirs}.weight", shape=(inner, outer), rows=(0, inner), transposed=True)
+        yield Entry(name=f"{ours}.weight", shape=(outer, inner), parts=(part,))
         yield _plain(f"{ours}.bias", f"{prefix}{theirs}.bias", outer)
 
     yield _plain("embed.weight", f"{prefix}wte.weight", spec.rows, dim)
@@ -217,10 +215,10 @@ def _gpt2(spec: ModelSpec, prefix: str) -> Iterator[Entry]:
         yield from norm(f"{ours}.attention_norm", f"{theirs}.ln_1")
         for index, name in enumerate(("query", "key", "value")):
             where, part = f"{prefix}{theirs}.attn.c_attn", (index * dim, (index + 1) * dim)
-            weight = Piece(theirs=f"{where}.weight", shape=(dim, 3 * dim), rows=(0, dim), columns=part, turned=True)
-            yield Entry(name=f"{ours}.attention.{name}.weight", shape=(dim, dim), pieces=(weight,))
-            bias = Piece(theirs=f"{where}.bias", shape=(3 * dim,), rows=part)
-            yield Entry(name=f"{ours}.attention.{name}.bias", shape=(dim,), pieces=(bias,))
+            weight = HFPart(hf_name=f"{where}.weight", shape=(dim, 3 * dim), rows=(0, dim), columns=part, transposed=True)
+            yield Entry(name=f"{ours}.attention.{name}.weight", shape=(dim, dim), parts=(weight,))
+            bias = HFPart(hf_name=f"{where}.bias", shape=(3 * dim,), rows=part)
+            yield Entry(name=f"{ours}.attention.{name}.bias", shape=(dim,), parts=(bias,))
         yield from linear(f"{ours}.attention.output", f"{theirs}.attn.c_proj", dim, dim)
         yield from norm(f"{ours}.mlp_norm", f"{theirs}.ln_2")
         yield from linear(f"{ours}.mlp.up", f"{theirs}.mlp.c_fc", dim, hidden)

@@ -1,7 +1,7 @@
-"""Initial weights as a pure function of (seed, parameter name, element): any layout, on any device, starts from the same numbers.
+"""Initial weights as a pure function of (seed, parameter name, element index): every layout on every device starts from the same
+numbers. Training calls it when it builds a model.
 
-Values come from a counter-based generator, so a rank that owns a slice of a tensor computes that slice and nothing else.
-Called by training when a model is built, whole or in parts.
+Values come from a counter-based generator, so that a rank computes only the slice of a tensor that it holds.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
@@ -20,14 +19,15 @@ from phalanx.models import custom
 from phalanx.models.decoder import INITIAL, Decoder
 from phalanx.spec.fields import original_tensor
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.tensor_slice import TensorSlice
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_CHUNK = 1 << 20  # elements drawn at a time: bounds the 64-bit scratch memory to a few tens of MB
+_CHUNK = 1 << 20  # elements drawn at a time; bounds the 64-bit scratch memory to a few tens of MB
 
 
 def build(spec: ModelSpec) -> nn.Module:
-    """The model on the meta device: names and shapes, no memory. A module of your own must pass the checks of `models/custom`."""
+    """The model on the meta device: names and shapes, no memory. `models/custom` checks a custom module."""
     if spec.module is not None:
         return custom.build(spec, spec.module)
     with torch.device("meta"):
@@ -35,10 +35,10 @@ def build(spec: ModelSpec) -> nn.Module:
 
 
 def materialize(model: Model, seed: int, device: torch.device) -> Model:
-    """Give a model from `build` its memory on `device` and its initial values."""
+    """Allocate a model from `build` on `device` and set its initial values."""
     model.to_empty(device=device)
     spec = model.spec
-    assert isinstance(spec, ModelSpec), "build gives every model its spec"
+    assert isinstance(spec, ModelSpec), "`build` sets the spec"
     initial = table(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -48,31 +48,43 @@ def materialize(model: Model, seed: int, device: torch.device) -> Model:
 
 
 def table(model: nn.Module) -> Mapping[str, str]:
-    """What each parameter's values start as: name pattern to rule."""
+    """Initial values of the model's parameters: name pattern to rule."""
     spec = model.spec
-    assert isinstance(spec, ModelSpec), "build gives every model its spec"
+    assert isinstance(spec, ModelSpec), "`build` sets the spec"
     return INITIAL if spec.module is None else custom.initial(model, spec.module)
 
 
 def reset_buffers(model: nn.Module) -> None:
-    """Give every buffer its value: whoever holds one says how. Needed wherever memory is given to a model from `build`."""
+    """Set the value of every buffer, by the method of the module that holds it. Needed after allocating a model from `build`."""
     for module in model.modules():
         if next(module.buffers(recurse=False), None) is not None:
-            module.reset_buffers()  # type: ignore[operator]  # own modules without one are refused by `build`
+            module.reset_buffers()  # type: ignore[operator]  # `build` refuses custom modules without it
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A part of a tensor: the shape of the whole, and where the part begins in it."""
-
-    whole: tuple[int, ...]
-    offset: tuple[int, ...]
-
-
+@torch.no_grad()
 def fill(
-    parameter: Tensor, seed: int, name: str, spec: ModelSpec, box: Box | None = None, initial: Mapping[str, str] = INITIAL
+    tensor: Tensor,
+    seed: int,
+    name: str,
+    spec: ModelSpec,
+    part: TensorSlice | None = None,
+    initial: Mapping[str, str] = INITIAL,
 ) -> None:
-    """Write the initial values of the named parameter into a contiguous tensor; `box`: of the part that the tensor is."""
+    """Write the initial values of the named parameter into a tensor; `part`: the slice of the parameter that the tensor holds."""
+    part = part or TensorSlice.full(tensor.shape)
+    for box, local in part.regions():
+        _fill_box(tensor[local.index], (seed, name), spec, (part.whole, box.offset), initial)
+
+
+def _fill_box(
+    parameter: Tensor,
+    stream: tuple[int, str],
+    spec: ModelSpec,
+    box: tuple[tuple[int, ...], tuple[int, ...]],
+    initial: Mapping[str, str],
+) -> None:
+    """One box of a parameter, given as (shape of the whole parameter, offset of the box); `stream`: seed and name."""
+    (seed, name), (whole, offset) = stream, box
     rule = next(rule for pattern, rule in initial.items() if fnmatchcase(name, pattern))
     if rule == "ones":
         nn.init.ones_(parameter)
@@ -80,27 +92,26 @@ def fill(
         nn.init.zeros_(parameter)
     elif parameter.numel():
         # Drawn under the name that the parameter had first: a renamed parameter keeps its initial values bit for bit.
-        stream = original_tensor(name) if spec.module is None else name
+        drawn_as = original_tensor(name) if spec.module is None else name
         std = spec.init_std / math.sqrt(2 * spec.layers) if rule == "residual" else spec.init_std
-        box = box or Box(tuple(parameter.shape), (0,) * parameter.ndim)
         rows = parameter.view(len(parameter), -1)
-        inner = _places(parameter.shape[1:], box.whole[1:], box.offset[1:], parameter.device)
-        stride = math.prod(box.whole[1:])
-        # Whole rows at a time, and pieces of rows that are longer than a chunk.
+        inner = _flat_indices(parameter.shape[1:], whole[1:], offset[1:], parameter.device)
+        stride = math.prod(whole[1:])
+        # Whole rows at a time; rows longer than a chunk in pieces.
         height, width = max(1, _CHUNK // rows.shape[1]), min(_CHUNK, rows.shape[1])
         for top in range(0, len(rows), height):
-            outer = torch.arange(top, min(top + height, len(rows)), device=parameter.device).add_(box.offset[0]).mul_(stride)
+            outer = torch.arange(top, min(top + height, len(rows)), device=parameter.device).add_(offset[0]).mul_(stride)
             for left in range(0, rows.shape[1], width):
-                places = outer[:, None] + inner[None, left : left + width]
-                rows[top : top + height, left : left + width] = _drawn(seed, stream, places).mul_(std)
+                indices = outer[:, None] + inner[None, left : left + width]
+                rows[top : top + height, left : left + width] = _drawn(seed, drawn_as, indices).mul_(std)
 
 
-def _places(shape: Sequence[int], whole: Sequence[int], offset: Sequence[int], device: torch.device) -> Tensor:
-    """Index in the flattened whole of every element of a box, in order."""
-    places = torch.zeros((), dtype=torch.int64, device=device)
+def _flat_indices(shape: Sequence[int], whole: Sequence[int], offset: Sequence[int], device: torch.device) -> Tensor:
+    """Index in the flattened parameter of every element of a box, in order."""
+    indices = torch.zeros((), dtype=torch.int64, device=device)
     for length, size, first in zip(shape, whole, offset, strict=True):
-        places = places[..., None] * size + torch.arange(first, first + length, device=device)
-    return places.reshape(-1)
+        indices = indices[..., None] * size + torch.arange(first, first + length, device=device)
+    return indices.reshape(-1)
 
 
 def normal(seed: int, name: str, first: int, count: int, device: torch.device) -> Tensor:
@@ -109,15 +120,17 @@ def normal(seed: int, name: str, first: int, count: int, device: torch.device) -
 
 
 def _drawn(seed: int, name: str, bits: Tensor) -> Tensor:
-    """The elements of the named stream at the given places, which it overwrites.
+    """The elements of the named stream at the given indices; overwrites its argument.
 
-    SplitMix64 of the element's index, then Box–Muller: nothing is carried from one element to the next.
+    SplitMix64 of the index, then Box–Muller: no element depends on another.
     """
     bits.mul_(_signed(0x9E3779B97F4A7C15)).add_(_key(seed, name))
     for shift, multiplier in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         bits.bitwise_xor_(_shift(bits, shift)).mul_(_signed(multiplier))
     bits.bitwise_xor_(_shift(bits, 31))
-    radius = ((bits & 0xFFFFFF).float().add_(0.5)).mul_(2.0**-24)  # 24 bits are exact in fp32; the half keeps log finite
+    radius = ((bits & 0xFFFFFF).float().add_(0.5)).mul_(
+        2.0**-24
+    )  # 24 bits are exact in fp32; adding a half keeps the logarithm finite
     angle = _shift(bits, 40).float().mul_(2.0**-24 * 2 * math.pi)
     return radius.log_().mul_(-2).sqrt_().mul_(angle.cos_())
 
@@ -128,7 +141,7 @@ def _key(seed: int, name: str) -> int:
 
 
 def _shift(bits: Tensor, by: int) -> Tensor:
-    """Logical shift right: torch's own keeps the sign."""
+    """Logical shift right; torch's own is arithmetic."""
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 

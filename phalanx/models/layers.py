@@ -1,4 +1,4 @@
-"""The parts a block is made of besides attention: norms, rotary positions, feed-forward. Used by `models/decoder`, `mla` and `moe`."""
+"""The parts of a block besides attention: norms, rotary positions, feed-forward. Used by `models/decoder`, `mla` and `moe`."""
 
 from __future__ import annotations
 
@@ -14,73 +14,73 @@ from phalanx.spec.model import ModelSpec, RopeScaling
 
 
 def norm(spec: ModelSpec, width: int) -> nn.Module:
-    """The normalisation that the model asks for."""
+    """The model's kind of norm."""
     if spec.norm == "layer":
         return nn.LayerNorm(width, eps=spec.norm_eps)
     return nn.RMSNorm(width, eps=spec.norm_eps)
 
 
 class HeadNorm(nn.RMSNorm):
-    """RMS norm of each head. What comes here is a matrix product's result, in bf16 perhaps; like every norm it is taken in fp32."""
+    """RMS norm of each head, computed in fp32 like every norm; its input may be the bf16 result of a matrix product."""
 
     def forward(self, x_BHSE: Tensor) -> Tensor:
         return super().forward(x_BHSE.to(self.weight.dtype))
 
 
 def rotary_frequencies(spec: ModelSpec, device: torch.device) -> Tensor:
-    """Radians per position for each pair of a head's rotated channels, [E/2], in fp32 whatever the model computes in."""
+    """Radians per position for each pair of a head's rotated channels, [E/2], always in fp32."""
     exponents = torch.arange(0, spec.rotated, 2, dtype=torch.float32, device=device) / spec.rotated
     frequencies = spec.rope_theta**-exponents
     if spec.rope_scaling is None:
         return frequencies
     if spec.rope_scaling.kind == "yarn":
-        return _yarn(frequencies, spec.rope_theta, spec.rope_scaling)
-    return _stretch(frequencies, spec.rope_scaling)
+        return _yarn_scaling(frequencies, spec.rope_theta, spec.rope_scaling)
+    return _llama3_scaling(frequencies, spec.rope_scaling)
 
 
-def _stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama-3 scaling: long waves are slowed by the factor, short ones kept, those between blended."""
+def _llama3_scaling(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3 scaling: divides the frequencies of long waves by the factor, keeps short waves, and interpolates between."""
     wavelengths = 2 * math.pi / frequencies
-    turns = scaling.original_context / wavelengths
-    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = blend.clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / scaling.factor)
+    rotations = scaling.original_context / wavelengths
+    blend = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    unscaled = blend.clamp(0, 1)
+    return frequencies * (unscaled + (1 - unscaled) / scaling.factor)
 
 
-def _yarn(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
-    """YaRN: the same three ranges, but blended evenly over the pairs between whole channel numbers."""
+def _yarn_scaling(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """YaRN scaling: the same three ranges, interpolated linearly over the channel pairs between them."""
     pairs = frequencies.numel()
 
-    def pair(turns: float) -> float:
-        """The pair, as a real number, that turns so often inside the original context."""
-        return pairs * math.log(scaling.original_context / (turns * 2 * math.pi)) / math.log(theta)
+    def pair(rotations: float) -> float:
+        """The pair, as a real number, with this many rotations in the original context."""
+        return pairs * math.log(scaling.original_context / (rotations * 2 * math.pi)) / math.log(theta)
 
     low = max(math.floor(pair(scaling.beta_fast)), 0)
     high = min(math.ceil(pair(scaling.beta_slow)), 2 * pairs - 1)
-    width = high - low or 0.001  # as published: the step is sharp where both ends fall together
-    slowed = ((torch.arange(pairs, dtype=torch.float32, device=frequencies.device) - low) / width).clamp(0, 1)
-    return frequencies / scaling.factor * slowed + frequencies * (1 - slowed)
+    width = high - low or 0.001  # as published: a sharp step if both ends coincide
+    scaled = ((torch.arange(pairs, dtype=torch.float32, device=frequencies.device) - low) / width).clamp(0, 1)
+    return frequencies / scaling.factor * scaled + frequencies * (1 - scaled)
 
 
-def warmth(factor: float, strength: float = 1.0) -> float:
-    """YaRN's correction of the attention scores for a context that is `factor` times longer."""
+def yarn_temperature(factor: float, strength: float = 1.0) -> float:
+    """YaRN's correction of attention scores for a context `factor` times as long."""
     return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
 
 
 def rotary(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position, [B, 1, S, E/2] each: computed once per forward, shared by all blocks."""
+    """Cosines and sines of every position, [B, 1, S, E/2] each; computed once per forward and shared by all blocks."""
     angles = positions[:, None, :, None].float() * rotary_frequencies(spec, positions.device)
     scaling = spec.rope_scaling
     if scaling is None or scaling.kind != "yarn":
         return angles.cos(), angles.sin()
-    size = warmth(scaling.factor)
-    if scaling.mscale and scaling.mscale_all_dim:  # the rest of the correction is in the scale of the scores: see `models/mla`
-        size = warmth(scaling.factor, scaling.mscale) / warmth(scaling.factor, scaling.mscale_all_dim)
+    size = yarn_temperature(scaling.factor)
+    if scaling.mscale and scaling.mscale_all_dim:  # the rest of the correction is in the attention scale: see `models/mla`
+        size = yarn_temperature(scaling.factor, scaling.mscale) / yarn_temperature(scaling.factor, scaling.mscale_all_dim)
     return angles.cos() * size, angles.sin() * size
 
 
 def rotate(x_BHSE: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (channel i, channel i + E/2) by its angle: the pairing of Hugging Face's checkpoints."""
+    """Rotate each pair (channel i, channel i + E/2) by its angle; Hugging Face checkpoints use the same pairing."""
     cos, sin = (part.to(x_BHSE.dtype) for part in rotation)
     first, second = x_BHSE.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

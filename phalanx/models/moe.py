@@ -1,8 +1,7 @@
-"""Mixture of experts in place of a block's feed-forward: a router sends each token to a few of many experts, and none is dropped.
-Mixtral, Qwen3-MoE and DeepSeek-V3 are settings of it. Used by `models/decoder`; training reads `routers` to balance them.
+"""Mixture of experts in place of a block's feed-forward: a router sends each token to a few experts, and drops none. Mixtral,
+Qwen3-MoE and DeepSeek-V3 are settings of it. Used by `models/decoder`; training reads `routers` to balance them.
 
-`MoE.dispatch` is a plain attribute: local by default; expert parallelism gives it experts that lie elsewhere, without the model
-knowing.
+`MoE.dispatch` is a plain attribute: local by default. Expert parallelism replaces it; the model does not change.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from phalanx.spec.model import Moe
 
 # Shapes: T tokens (B · S), K experts chosen per token, R = T · K rows sorted by expert, E experts, F width of one, G groups.
 
-_STEP = 0.06
-"""A router's biases move by so much of their own spread at most: they grow quickly where they must, and settle."""
-_LEAST = 0.05
-"""Part of the rate that they always may move by: they begin at zero, with no spread to go by."""
+_MAX_STEP = 0.06
+"""A router's biases move by at most this fraction of their own standard deviation: they grow fast and then converge."""
+_MIN_RATE = 0.05
+"""Fraction of the rate by which they may always move: they begin at zero, without any spread."""
 
 
 class Router(nn.Module):
-    """Chooses each token's experts and their weights, always in fp32: a rounding here would send a token elsewhere."""
+    """Chooses each token's experts and their weights, always in fp32: rounding could send a token to another expert."""
 
     bias: Tensor | None
     counts: Tensor
@@ -39,15 +38,15 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.empty(moe.experts, dtype=torch.float32) if biased else None)
         self.register_buffer("counts", torch.empty(moe.experts, dtype=torch.int64), persistent=False)
         self.counting = True
-        """False while a forward is repeated for its backward: its tokens have been counted."""
+        """False while a forward is recomputed: its tokens have been counted."""
         self.together: Callable[[Tensor], Tensor] = lambda counts_BE: counts_BE
-        """Sums what was counted over whoever else holds tokens of the same sequences; nobody by default."""
+        """Sums counts over the ranks that hold tokens of the same sequences; the identity by default."""
         self.loss_scale = 1.0
-        """Gradient that the balancing loss receives; training sets one over the tokens of a global batch."""
+        """Gradient of the balancing loss; training sets it to 1 / tokens of a global batch."""
         self.reset_buffers()
 
     def reset_buffers(self) -> None:
-        """Their values before the first step."""
+        """Set the buffers to their values before the first step."""
         self.counts.zero_()
         if self.bias is not None:
             self.bias.zero_()
@@ -69,16 +68,16 @@ class Router(nn.Module):
                     self.counts += counts_BE.sum(0)
                 if self.moe.balance_loss:
                     loss = self.moe.balance_loss * balance(scores_BSE, self.together(counts_BE))
-                    weights_TK = _Attach.apply(weights_TK, loss, self.loss_scale)
+                    weights_TK = _AttachLoss.apply(weights_TK, loss, self.loss_scale)
         return chosen_TK, weights_TK
 
     def choose(self, scores_TE: Tensor) -> Tensor:
-        """The best experts by score and bias, among those of the best groups; the bias steers the choice and weighs nothing."""
+        """The best experts by score plus bias, within the best groups. The bias affects only the choice, not the weights."""
         if self.bias is not None:
             scores_TE = scores_TE + self.bias
         if self.moe.groups > 1:
             scores_TGE = scores_TE.view(len(scores_TE), self.moe.groups, -1)
-            # A group is as good as its two best experts together.
+            # The score of a group is the sum of its two best experts.
             groups_TG = scores_TGE.topk(min(2, scores_TGE.shape[-1]), dim=-1).values.sum(-1)
             best_TG = torch.zeros_like(groups_TG, dtype=torch.bool)
             best_TG.scatter_(1, groups_TG.topk(self.moe.active_groups, dim=-1).indices, True)
@@ -87,18 +86,18 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def rebalance(self, counts_E: Tensor) -> None:
-        """After a step: experts that got more than the mean become harder to choose, the others easier.
+        """After a step: lower the bias of experts with more tokens than the mean, raise that of the others.
 
-        By what is missing as a part of the mean, times a step that follows the biases' own spread and is never more than the
-        rate. DeepSeek-V3 moves every bias by the whole rate: one rate then is too slow for a router that has collapsed, or so
-        coarse for one whose scores lie close together that experts take turns at being full; see docs/log.md.
+        Each bias moves by its relative shortfall times a step that follows the standard deviation of the biases and never exceeds
+        the rate. DeepSeek-V3 moves every bias by the full rate, which is too slow for a collapsed router and makes experts
+        oscillate where scores are close together; see docs/log.md.
         """
         if self.bias is not None:
-            counts_E = counts_E.to(torch.float64)  # whole numbers of any run are exact in it
-            missing_E = (counts_E.mean() - counts_E) / counts_E.mean().clamp(min=1)
+            counts_E = counts_E.to(torch.float64)  # counts of any run are exact in it
+            shortfall_E = (counts_E.mean() - counts_E) / counts_E.mean().clamp(min=1)
             rate = self.moe.bias_rate
-            step = (_STEP * self.bias.double().std(correction=0)).clamp(_LEAST * rate, rate)
-            self.bias += (step * missing_E.clamp(-1, 1)).to(self.bias.dtype)
+            step = (_MAX_STEP * self.bias.double().std(correction=0)).clamp(_MIN_RATE * rate, rate)
+            self.bias += (step * shortfall_E.clamp(-1, 1)).to(self.bias.dtype)
 
 
 def routers(model: nn.Module) -> dict[str, Router]:
@@ -107,15 +106,15 @@ def routers(model: nn.Module) -> dict[str, Router]:
 
 
 def router_sizes(model: nn.Module) -> dict[str, int]:
-    """How many experts each router has."""
+    """The number of experts of each router."""
     return {name: router.moe.experts for name, router in routers(model).items()}
 
 
 def balance(scores_BSE: Tensor, counts_BE: Tensor) -> Tensor:
-    """The classic balancing loss of each sequence times its tokens, summed: no grouping of sequences into batches changes it.
+    """The load-balancing loss of each sequence times its tokens, summed, so that it does not depend on how sequences are batched.
 
-    A sequence's loss is the sum over experts of the share of tokens sent there times the mean score, 1 when all are even.
-    The counts are those of whole sequences; of the scores, a part of a sequence gives its part of the loss.
+    A sequence's loss is the sum over experts of (share of tokens sent there) × (mean score); 1 if balanced. Counts are those of
+    whole sequences; scores may be those of a part of each sequence, which gives its part of the loss.
     """
     shares_BE = counts_BE * scores_BSE.shape[-1] / counts_BE.sum(-1, keepdim=True)
     sums_BE = (scores_BSE / scores_BSE.sum(-1, keepdim=True)).sum(1)
@@ -123,13 +122,13 @@ def balance(scores_BSE: Tensor, counts_BE: Tensor) -> Tensor:
 
 
 def _count(chosen_BN: Tensor, experts: int) -> Tensor:
-    """How often each expert was chosen, [B, E], without a table of every token."""
+    """How often each expert was chosen, [B, E], without a one-hot tensor."""
     counts_BE = torch.zeros(len(chosen_BN), experts, dtype=torch.int64, device=chosen_BN.device)
     return counts_BE.scatter_add_(1, chosen_BN, torch.ones_like(chosen_BN))
 
 
-class _Attach(torch.autograd.Function):
-    """The identity, whose backward also gives a loss its gradient: a loss deep in the model needs no way out of it."""
+class _AttachLoss(torch.autograd.Function):
+    """The identity; its backward also gives `loss` a gradient, so that a loss inside the model need not be returned."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
@@ -155,21 +154,21 @@ class Experts(nn.Module):
         return len(self.gate)
 
     def forward(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
-        """Rows sorted by expert; the first counts[0] go through the first expert, and so on."""
+        """Rows are sorted by expert: the first counts[0] rows belong to the first expert, and so on."""
         dtype = compute_dtype(x_RD)
         x_RD, weights = x_RD.to(dtype), [weight.to(dtype) for weight in (self.gate, self.up, self.down)]
         if not _groupable(x_RD, self.gate.shape[1]):
             return loop_experts(x_RD, counts_E, *weights)
         if x_RD.device.type == "cuda":
-            weights = [_Visited.apply(weight, counts_E) for weight in weights]
+            weights = [_ZeroUnusedGradients.apply(weight, counts_E) for weight in weights]
         gate_EDF, up_EDF, down_EFD = (weight.transpose(1, 2) for weight in weights)
         ends_E = counts_E.cumsum(0).to(torch.int32)
         inner_RF = F.silu(F.grouped_mm(x_RD, gate_EDF, offs=ends_E)) * F.grouped_mm(x_RD, up_EDF, offs=ends_E)
         return F.grouped_mm(inner_RF, down_EFD, offs=ends_E)
 
 
-class _Visited(torch.autograd.Function):
-    """The identity, whose backward gives experts that nobody came to a gradient of zero: some GPUs leave theirs unwritten."""
+class _ZeroUnusedGradients(torch.autograd.Function):
+    """The identity; its backward zeroes the gradient of experts without tokens, which some GPU kernels leave unwritten."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, counts: Tensor) -> Tensor:
@@ -182,7 +181,7 @@ class _Visited(torch.autograd.Function):
 
 
 def loop_experts(x_RD: Tensor, counts_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
-    """One expert after the other: what the grouped product must equal, and what stands in for it where it is not offered."""
+    """One expert after the other: the reference for the grouped matrix product, and its replacement where it is unavailable."""
     parts = x_RD.split(counts_E.tolist())
     outs = [
         F.linear(F.silu(F.linear(part, gate)) * F.linear(part, up), down)
@@ -192,21 +191,21 @@ def loop_experts(x_RD: Tensor, counts_E: Tensor, gate_EFD: Tensor, up_EFD: Tenso
 
 
 def _groupable(x_RD: Tensor, inner: int) -> bool:
-    """The grouped product wants rows of whole 16 bytes, and some; GPUs have it for bf16, CPUs for all but fp64."""
-    offered = (torch.bfloat16,) if x_RD.device.type == "cuda" else (torch.bfloat16, torch.float16, torch.float32)
+    """Whether the grouped matrix product supports it: nonempty rows of a multiple of 16 bytes; bf16 on GPUs, all but fp64 on CPUs."""
+    supported = (torch.bfloat16,) if x_RD.device.type == "cuda" else (torch.bfloat16, torch.float16, torch.float32)
     size = x_RD.element_size()
-    whole = x_RD.shape[1] * size % 16 == 0 and inner * size % 16 == 0
-    return x_RD.dtype in offered and whole and len(x_RD) > 0 and inner > 0
+    aligned = x_RD.shape[1] * size % 16 == 0 and inner * size % 16 == 0
+    return x_RD.dtype in supported and aligned and len(x_RD) > 0 and inner > 0
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """What a matrix product would compute in: autocast knows nothing of the grouped one."""
+    """The dtype of a matrix product under autocast, which does not cover the grouped one."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-class Called(Protocol):
-    """Experts as a dispatch sees them: here, or made to look so."""
+class ExpertsLike(Protocol):
+    """Experts as a dispatch sees them, on this device or elsewhere."""
 
     @property
     def count(self) -> int: ...
@@ -214,24 +213,24 @@ class Called(Protocol):
 
 
 class Dispatch(Protocol):
-    """Whoever brings tokens to their experts and back."""
+    """Sends tokens to their experts and combines the results."""
 
-    def __call__(self, x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor, experts: Called, /) -> Tensor: ...
+    def __call__(self, x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor, experts: ExpertsLike, /) -> Tensor: ...
 
 
-def dispatch_locally(x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor, experts: Called, /) -> Tensor:
-    """All experts are on this device. Every token reaches each of its experts, however many chose the same."""
+def dispatch_locally(x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor, experts: ExpertsLike, /) -> Tensor:
+    """Dispatch with all experts on this device. Every token reaches each of its experts: there is no capacity limit."""
     active = chosen_TK.shape[1]
     order_R = chosen_TK.flatten().argsort(stable=True)
     back_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
     counts_E = _count(chosen_TK.view(1, -1), experts.count)[0]
-    y_RD = experts(_Sort.apply(x_TD, order_R, back_R, active), counts_E)
-    y_TKD = _Sort.apply(y_RD, back_R, order_R, 1).unflatten(0, (-1, active))
+    y_RD = experts(_PermuteRows.apply(x_TD, order_R, back_R, active), counts_E)
+    y_TKD = _PermuteRows.apply(y_RD, back_R, order_R, 1).unflatten(0, (-1, active))
     return (y_TKD * weights_TK[:, :, None]).sum(1)
 
 
-class _Sort(torch.autograd.Function):
-    """Rows in another order, each taken `copies` times. Its backward is a gather too, so that no sum depends on timing."""
+class _PermuteRows(torch.autograd.Function):
+    """Rows in another order, each taken `copies` times. The backward is a gather too, so that no sum depends on timing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor, copies: int) -> Tensor:
@@ -246,7 +245,7 @@ class _Sort(torch.autograd.Function):
 
 
 class MoE(nn.Module):
-    """Shared experts, which every token goes through, plus the routed ones it was sent to."""
+    """The shared experts, which process every token, plus the routed experts."""
 
     dispatch: Dispatch
 

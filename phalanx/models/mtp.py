@@ -1,5 +1,5 @@
-"""Multi-token prediction (DeepSeek-V3): small modules behind the last block, each predicting one token further ahead. They serve
-training only. `models/decoder` holds them; training takes the targets of each from `mtp_targets`."""
+"""Multi-token prediction (DeepSeek-V3): modules after the last block, each of which predicts one token further ahead. Used in training
+only. `models/decoder` holds them; `training/loss` takes their targets from `mtp_targets`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ IGNORED = -100
 
 
 class MTPModule(nn.Module):
-    """One depth: the state so far and the embedding of a token further ahead, joined and sent through one block.
+    """One depth: joins the previous state with the embedding of a token further ahead and applies one block.
 
-    Embedding and output head are the model's own and stay outside.
+    Embedding and output head are shared with the model.
     """
 
     def __init__(self, spec: ModelSpec, block: nn.Module):
@@ -31,23 +31,23 @@ class MTPModule(nn.Module):
     def forward(
         self, state_BSD: Tensor, token_BSD: Tensor, scope: Scope, rotation: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        """The next depth's state, which the depth after it goes on from, and the same normalised, for the head."""
+        """The state for the next depth, and the same state normalized, for the head."""
         joined_BSD = self.join(torch.cat((self.token_norm(token_BSD), self.state_norm(state_BSD)), dim=-1))
-        # From here on it is a residual stream, and keeps the precision of the one it came from.
+        # From here on it is a residual stream, in the precision of the previous one.
         state_BSD = self.block(joined_BSD.to(state_BSD.dtype), scope, rotation)
         return state_BSD, self.norm(state_BSD)
 
 
 def mtp_tokens(tokens_BS: Tensor, depth: int) -> Tensor:
-    """The token `depth` places further on at each position. The last ones have none; any token will do, as no target is theirs."""
+    """The token `depth` positions ahead of each position. The last positions have none and no target, so that any token will do."""
     return F.pad(tokens_BS[:, depth:], (0, min(depth, tokens_BS.shape[1])))
 
 
 def mtp_targets(targets_BS: Tensor, documents_BS: Tensor | None, depth: int) -> Tensor:
-    """What depth 1, 2, … is to predict: the target `depth` places further on, if that is in the window and the same document.
+    """The targets of depth 1, 2, …: the target `depth` positions ahead, if it is in the window and in the same document.
 
-    A position near its document's end has read a token of the next one, but only positions behind it would see that, and
-    none of them is in its document: leaving its own target out is enough.
+    A position near the end of its document reads a token of the next document. Only later positions could attend to it, and none
+    of them is in the same document, so that dropping the position's own target is enough.
     """
     shifted_BS = F.pad(targets_BS[:, depth:], (0, min(depth, targets_BS.shape[1])), value=IGNORED)
     if documents_BS is not None:

@@ -113,8 +113,7 @@ def recipe(model: nn.Module, seed: int, schedule: Schedule | None = None) -> Rec
     @torch.no_grad()
     def fill(name: str, tensor: Tensor, shard: ParamShard) -> None:
         if not (tensor.is_meta or is_fake(tensor)):  # dry builds and rehearsals have no memory to fill
-            for box, local in shard.slice.regions():
-                init.fill(tensor[local.index], seed, name, spec, init.Box(shard.slice.whole, box.offset), initial)
+            init.fill(tensor, seed, name, spec, shard.slice, initial)
 
     return Recipe(
         axes=axes(spec.module),

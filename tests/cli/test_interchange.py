@@ -91,7 +91,7 @@ from phalanx.spec.model import ModelSpec, Moe
 folder = Path(sys.argv[1]).absolute()
 moe = Moe(experts=8, active=2, ffn=int(sys.argv[3]))
 spec = ModelSpec(vocab=int(sys.argv[2]), dim=1024, layers=int(sys.argv[4]), heads=16, kv_heads=4, moe=moe, ffn=moe.ffn, context=64)
-tensors = {piece.theirs: (piece.shape, torch.bfloat16) for entry in names.table(spec) for piece in entry.pieces}
+tensors = {piece.hf_name: (piece.shape, torch.bfloat16) for entry in names.table(spec) for piece in entry.parts}
 folder.mkdir()
 writer = WeightsWriter(folder, tensors, 500_000_000)
 for name, (shape, _) in tensors.items():

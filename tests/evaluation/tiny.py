@@ -38,11 +38,11 @@ class Pair:
     """One set of weights in two programs."""
 
     ours: Any
-    theirs: Any
+    hf_name: Any
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int]) -> Tensor:
-        found: Tensor = self.theirs(input_ids=torch.tensor([list(tokens)])).logits[0]
+        found: Tensor = self.hf_name(input_ids=torch.tensor([list(tokens)])).logits[0]
         return found
 
     def logprob(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from phalanx.models.attention import KeyValues
+from phalanx.models.attention import KVCache
 from phalanx.models.decoder import Decoder
 from phalanx.models.init import build, materialize
 from phalanx.models.sampling import Sampling, draw, generate
@@ -52,8 +52,8 @@ def test_remembering_keys_and_values_changes_no_token(spec: ModelSpec) -> None:
 
 
 def test_latent_attention_remembers_the_narrow_vectors_only() -> None:
-    decoder, memory = model(LATENT), [KeyValues() for _ in range(3)]
-    decoder(torch.tensor([[5, 6, 7]]), torch.arange(3)[None], memory=memory)
+    decoder, memory = model(LATENT), [KVCache() for _ in range(3)]
+    decoder(torch.tensor([[5, 6, 7]]), torch.arange(3)[None], kv_cache=memory)
     for kept in memory:
         assert kept.keys is not None and kept.values is not None
         assert (kept.keys.shape, kept.values.shape) == ((1, 1, 3, 16), (1, 1, 3, 4))

@@ -112,4 +112,4 @@ def test_weights_saved_by_transformers_have_the_names_of_the_table(tmp_path_fact
         with safetensors.safe_open(folder / "model.safetensors", "pt") as file:
             theirs = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118  # it is no dict
         table = hf_names.table(hf_config.model_spec(folder), theirs)
-        assert {piece.theirs: piece.shape for entry in table for piece in entry.pieces} == theirs, name
+        assert {piece.hf_name: piece.shape for entry in table for piece in entry.parts} == theirs, name

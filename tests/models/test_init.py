@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from phalanx.models import init
-from phalanx.models.init import Box, build, fill, materialize, normal
+from phalanx.models.init import build, fill, materialize, normal
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.tensor_slice import TensorSlice
 
 CPU = torch.device("cpu")
 SPEC = ModelSpec(vocab=50, dim=32, layers=3, heads=4, ffn=64, init_std=0.05)
@@ -100,19 +101,21 @@ def test_a_parameter_drawn_in_pieces_is_the_one_drawn_at_once(monkeypatch: pytes
     fill(pieces, 5, "embed.weight", SPEC)
     assert torch.equal(pieces, whole)
     rows = torch.empty(30, 13)  # what a rank that owns rows 40 to 69 would do
-    fill(rows, 5, "embed.weight", SPEC, Box(whole=(100, 13), offset=(40, 0)))
+    fill(rows, 5, "embed.weight", SPEC, TensorSlice.of((100, 13), (40, 0), rows.shape))
     assert torch.equal(rows, whole[40:70])
     inner = torch.empty(17, 4)
-    fill(inner, 5, "embed.weight", SPEC, Box(whole=(100, 13), offset=(80, 7)))
+    fill(inner, 5, "embed.weight", SPEC, TensorSlice.of((100, 13), (80, 7), inner.shape))
     assert torch.equal(inner, whole[80:97, 7:11])
 
 
 def test_a_box_of_three_dimensions_has_the_numbers_of_the_whole() -> None:
     whole, box, nothing = torch.empty(6, 5, 8), torch.empty(2, 3, 4), torch.empty(0, 5, 8)
     fill(whole, 5, "blocks.0.mlp.experts.up", SPEC)
-    fill(box, 5, "blocks.0.mlp.experts.up", SPEC, Box(whole=(6, 5, 8), offset=(3, 1, 4)))
+    fill(box, 5, "blocks.0.mlp.experts.up", SPEC, TensorSlice.of((6, 5, 8), (3, 1, 4), box.shape))
     assert torch.equal(box, whole[3:5, 1:4, 4:8])
-    fill(nothing, 5, "blocks.0.mlp.experts.up", SPEC, Box(whole=(6, 5, 8), offset=(6, 0, 0)))  # a rank that got none
+    fill(
+        nothing, 5, "blocks.0.mlp.experts.up", SPEC, TensorSlice.of((6, 5, 8), (6, 0, 0), nothing.shape)
+    )  # a rank that got none
 
 
 def test_sizes_follow_the_spec_and_what_writes_into_the_residual_is_smaller_with_depth() -> None:

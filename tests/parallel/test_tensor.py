@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from phalanx.models.attention import Scope
 from phalanx.models.decoder import AXES
-from phalanx.models.init import Box, build, fill, reset_buffers
+from phalanx.models.init import build, fill, reset_buffers
 from phalanx.models.layers import rotary
 from phalanx.models.moe import routers
 from phalanx.parallel import tensor, vocab_parallel
@@ -98,7 +98,7 @@ def place(
             spot = spots[name]
             assert tuple(parameter.shape) == spot.slice.shape
             with torch.no_grad():
-                fill(parameter, SEED, name, part.spec, Box(spot.slice.whole, spot.slice.offset), INITIAL)
+                fill(parameter, SEED, name, part.spec, spot.slice, INITIAL)
             held[name] = OwnedParam(name, parameter, spot)
     engine = replicated(held.values(), mesh)
     return ShardedModel(parts, mesh, engine, loss)

@@ -12,7 +12,7 @@ from ranks import ALONE, run_ranks
 from sharded import replicated
 from torch import Tensor, nn
 
-from phalanx.models.init import Box, fill
+from phalanx.models.init import fill
 from phalanx.parallel import tensor, vocab_parallel
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.owned_param import OwnedParam, ParamShard
@@ -78,7 +78,7 @@ def train(mesh: Mesh, tied: bool, sequence: bool, length: int) -> tuple[float, d
     held = [OwnedParam(name, parameter, spots[name]) for name, parameter in model.named_parameters()]
     with torch.no_grad():
         for one in held:
-            fill(one.value, 1, one.name, SPEC, Box(one.shard.slice.whole, one.shard.slice.offset), {"*": "normal"})
+            fill(one.value, 1, one.name, SPEC, one.shard.slice, {"*": "normal"})
     placed = ShardedModel([model], mesh, replicated(held, mesh), loss)
     placed.begin(1)
     total = loss(model(TOKENS[:, :length], torch.arange(length).expand(2, length)), TOKENS.roll(1)[:, :length])

@@ -14,12 +14,12 @@ import pytest
 from ranks import tiny_run
 
 from phalanx.models import init
-from phalanx.models.init import Box
-from phalanx.parallel import expert, sharded_model, tensor_comm
+from phalanx.parallel import expert_dispatch, sharded_model, tensor_comm
 from phalanx.parallel.buckets import Bucket
 from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.spec.layout import Layout
+from phalanx.spec.tensor_slice import TensorSlice
 from phalanx.training import micro_batch
 from phalanx.training.step_totals import StepTotals
 from phalanx.training.trainer import Trainer
@@ -104,10 +104,10 @@ def test_an_all_reduce_dropped_in_a_backward(plant: Plant) -> None:
 
 
 def test_a_weight_cut_at_the_wrong_place(plant: Plant) -> None:
-    def fill(original: Around, tensor: Any, seed: int, name: str, spec: Any, box: Box, *rest: Any) -> None:
+    def fill(original: Around, tensor: Any, seed: int, name: str, spec: Any, part: TensorSlice, *rest: Any) -> None:
         if name == "blocks.3.attention.output.weight":
-            box = Box(box.whole, (0,) * len(box.whole))
-        original(tensor, seed, name, spec, box, *rest)
+            part = TensorSlice.of(part.whole, (0,) * len(part.whole), part.shape)
+        original(tensor, seed, name, spec, part, *rest)
 
     plant(init, "fill", fill)
     found = checks(tensor=2)
