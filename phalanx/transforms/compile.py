@@ -1,7 +1,7 @@
-"""Blocks compiled by torch.compile, each by itself. `parallel/apply` calls it after fp8 and before recomputation, offload and
-sharding, which stay outside of what is compiled.
+"""Compiles each block with torch.compile. `parallel/apply` calls it after fp8 and before recomputation, offload and sharding, which
+stay outside the compiled code.
 
-Where torch refuses a piece of a block, it is said in one line and the piece runs uncompiled: never an error at the first step.
+If torch cannot compile a part of a block, that part runs uncompiled and one line reports it; the run never fails because of it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import nn
 
 from phalanx.transforms.blocks import blocks, named, wrap
 
-_REASON = 300
-"""Letters of torch's reason that are worth reading."""
+_MAX_REASON = 300
+"""Characters of torch's reason to report."""
 
 
 def say(message: str) -> None:
-    """One line where whoever started the run looks for problems."""
+    """Print one line to stderr."""
     print(message, file=sys.stderr, flush=True)
 
 
 def apply(parts: Sequence[nn.Module], backend: str = "inductor", notice: Callable[[str], None] = say) -> str:
-    """Compile each block's forward at its first call; says which."""
+    """Compile each block's forward at its first call; returns a description."""
     compiler = Compiler(backend, notice)
     whole, partly = [], []
     for name, block in blocks(parts, "memory.compile = true").items():
@@ -35,19 +35,19 @@ def apply(parts: Sequence[nn.Module], backend: str = "inductor", notice: Callabl
             wrap(block, compiler.around)
             whole.append(name)
         elif isinstance(attention := getattr(block, "attention", None), nn.Module):
-            # Routing counts, and sends rows by what it finds in them: repeated for a backward, it would compile to something else.
+            # Routing counts tokens and depends on values: recomputed for a backward, it would compile to something else.
             wrap(attention, compiler.around)
             partly.append(name)
-    said = [f"{named(whole)}"] if whole else []
-    said += [f"the attention of {named(partly)}, which route tokens"] if partly else []
-    return f"{' and '.join(said) or 'nothing'} compiled by torch.compile ({backend}), each by itself"
+    compiled = [f"{named(whole)}"] if whole else []
+    compiled += [f"the attention of {named(partly)}, which route tokens"] if partly else []
+    return f"{' and '.join(compiled) or 'nothing'} compiled by torch.compile ({backend}), each separately"
 
 
 class Compiler:
-    """Compiles one rank's blocks; says once if torch refuses something."""
+    """Compiles one rank's blocks; reports the first part that torch cannot compile."""
 
     def __init__(self, backend: str, notice: Callable[[str], None]):
-        # Loading the compiler takes a second or two: only runs that compile wait for it.
+        # Importing the compiler takes a second or two: only runs that compile pay for it.
         import torch._dynamo
         import torch._functorch.config
 
@@ -55,8 +55,8 @@ class Compiler:
         self._backend = self._forgiving(torch._dynamo.lookup_backend(backend))
         self._settings = torch._dynamo.config, torch._functorch.config
         self.refused: str | None = None
-        """torch's first reason not to compile something; it runs as it was."""
-        # Where errors are suppressed torch writes them here, as pages; whoever trains is to read a line.
+        """torch's first reason for not compiling a part; None: everything is compiled."""
+        # torch logs suppressed errors here at length; `_heard` turns them into one line.
         logging.getLogger("torch._dynamo.convert_frame").addFilter(self._heard)
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,13 +64,13 @@ class Compiler:
         dynamo, functorch = self._settings
 
         def attempt(*args: Any, **kwargs: Any) -> Any:
-            # Without gradients it is evaluation or generation, whose shapes change from call to call.
+            # Without gradients this is evaluation or generation, whose shapes change from call to call.
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            # A piece that is refused runs as it is, in its place among the others. So that this is known in time, the backward is
-            # compiled along with the forward. Blocks alike share one compilation; the limit is for those that are not.
+            # A part that cannot be compiled runs uncompiled in its place. The backward is compiled along with the forward, so that
+            # this is known in time. Equal blocks share one compilation; the limit is for blocks that differ.
             with (
-                warnings.catch_warnings(action="ignore"),  # what compilers remark on at work is for their authors
+                warnings.catch_warnings(action="ignore"),  # warnings of compilers are for their authors
                 dynamo.patch(suppress_errors=True, recompile_limit=1024),
                 functorch.patch(force_non_lazy_backward_lowering=True),
             ):
@@ -79,12 +79,12 @@ class Compiler:
         return attempt
 
     def _forgiving(self, backend: Callable[..., Any]) -> Callable[..., Any]:
-        """A backend that hands back, uncompiled, what it cannot compile."""
+        """A backend that returns what it cannot compile unchanged."""
 
         def attempt(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
             try:
                 return backend(graph, inputs)
-            except Exception as error:  # compilers call compilers: anything may come out of them
+            except Exception as error:  # compilers call compilers, which may raise anything
                 self._say(error)
                 return graph.forward
 
@@ -100,5 +100,5 @@ class Compiler:
     def _say(self, reason: object) -> None:
         if self.refused is None:
             words = " ".join(str(reason).split())
-            self.refused = words if len(words) < _REASON else f"{words[:_REASON]} …"
-            self._notice(f"memory.compile: torch refuses a piece of a block, which runs uncompiled: {self.refused}")
+            self.refused = words if len(words) < _MAX_REASON else f"{words[:_MAX_REASON]} …"
+            self._notice(f"memory.compile: torch cannot compile a part of a block, which runs uncompiled: {self.refused}")

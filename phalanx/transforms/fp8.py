@@ -1,17 +1,17 @@
-"""Linear layers of the blocks in 8-bit numbers, two to three times as fast on GPUs that have them. `parallel/apply` calls it before
-parameters get their memory; parameters stay what they are, in fp32 or whatever they are kept in.
+"""Linear layers of the blocks in fp8, two to three times as fast on GPUs that support it. `parallel/apply` calls it before parameters
+are allocated; the parameters themselves keep their format.
 
-                    "tensor": one scale for a tensor        "row": one for each row that is summed over
+                    "tensor": one scale per tensor          "row": one scale per row along the summed dimension
     forward         x e4m3 · weight e4m3                    x e4m3 · weight e4m3
     input gradient  gradient e5m2 · weight e4m3             gradient e4m3 · weight e4m3
-    weight gradient gradient e5m2 · x e4m3                  gradient bf16 · x bf16: it has no row to scale that is not mixed
+    weight gradient gradient e5m2 · x e4m3                  gradient bf16 · x bf16: its sum runs across the rows
 
-Scales follow from the largest number of each tensor at hand and are powers of two. So two tensors, one a slice of the other, give
-the same 8-bit numbers but for those too small to count, and a matrix shared by ranks computes what the whole one does, without
-a message. The gradient passes the rounding as if it were not there. Results are bf16.
+Scales follow from the largest absolute value of each current tensor and are powers of two. So a tensor and a slice of it give the same
+fp8 numbers, except for negligible ones, and tensor parallel ranks compute what one device does, without communication. Rounding is
+transparent to the gradient (straight-through). Results are bf16.
 
-Only nn.Linear inside blocks takes part. Router, routed experts (stacked, a grouped product), embedding and head stay as they are.
-On a CPU the same numbers are multiplied in fp32 instead.
+Only nn.Linear inside blocks is changed. Router, routed experts (a grouped product of stacked weights), embedding and head are not.
+On CPUs the rounded numbers are multiplied in fp32.
 """
 
 from __future__ import annotations
@@ -24,50 +24,53 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx import accelerator
 from phalanx.transforms.blocks import blocks, named
 
 Scaling = Literal["tensor", "row"]
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-_SMALLEST = 2.0**-80
-"""Largest number of a tensor that is taken for zero: its scale would leave fp32."""
+_TINY = 2.0**-80
+"""A tensor whose largest value is below this counts as zero: its scale would overflow fp32."""
 _ALIGN = 16
-"""The kernel wants matrices whose sides are multiples of this; others are filled up with zeros, which changes no result."""
+"""The kernel needs matrices whose sides are multiples of this; others are padded with zeros, which does not change the result."""
 
 # Shapes: M rows of the input, K its width, N rows of the weight; a product is [M, K] · [N, K]ᵀ.
 
 
 def available(device: torch.device) -> str | None:
-    """Why this device cannot compute in fp8; None: it can, or stands in for it exactly, as CPUs do."""
+    """Why this device cannot compute in fp8; None: it can, or emulates it exactly, as CPUs do."""
     if device.type == "cpu":
         return None
-    if device.type != "cuda" or torch.version.hip is not None:
+    kind = accelerator.of(device)
+    if (capability := kind.capability(device)) == (0, 0):
         return "fp8 is built for NVIDIA GPUs, and emulated on CPUs"
-    if (capability := torch.cuda.get_device_capability(device)) < (8, 9):
-        name = torch.cuda.get_device_name(device)
-        return f"{name} has compute capability {capability[0]}.{capability[1]}; fp8 needs 8.9 (Ada, Hopper) or newer"
+    if capability < (8, 9):
+        return (
+            f"{kind.name(device)} has compute capability {capability[0]}.{capability[1]}; fp8 needs 8.9 (Ada, Hopper) or newer"
+        )
     return None
 
 
 def apply(parts: Sequence[nn.Module], scaling: Scaling, device: torch.device) -> str:
-    """Make the linear layers inside the blocks compute in fp8; says how many."""
-    done, owners = 0, blocks(parts, 'precision.compute = "fp8"')
+    """Make the linear layers inside the blocks compute in fp8; returns a description."""
+    changed, owners = 0, blocks(parts, 'precision.compute = "fp8"')
     for block in owners.values():
         for module in block.modules():
             if type(module) is nn.Linear:
                 module.__class__ = Linear8
                 module.scaling = scaling  # type: ignore[assignment]
-                done += 1
+                changed += 1
     kind = "forward e4m3, gradients e5m2" if scaling == "tensor" else "e4m3, weight gradients in bf16"
     where = "multiplied in fp32 after rounding, since this is a CPU" if device.type == "cpu" else "torch._scaled_mm"
     return (
-        f"{done} linear layers of {named(list(owners))}: {kind}, one power-of-two scale per {scaling}, {where}; "
+        f"{changed} linear layers of {named(list(owners))}: {kind}, one power-of-two scale per {scaling}, {where}; "
         "router, routed experts, embedding and head in bf16"
     )
 
 
 class Linear8(nn.Linear):
-    """What a linear layer becomes: the same module with the same parameters and hooks, of another class."""
+    """A linear layer that computes in fp8: the same module, parameters and hooks, with another class."""
 
     scaling: Scaling
 
@@ -79,7 +82,7 @@ class Linear8(nn.Linear):
 
 
 def product_of(module: nn.Module) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """How a linear layer multiplies (input, weight, bias): for whoever computes its forward in its stead, to hold a bias back."""
+    """The product (input, weight, bias) of a linear layer, for code that replaces its forward, such as tensor parallelism."""
     return module.product if isinstance(module, Linear8) else F.linear
 
 
@@ -95,7 +98,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor, scaling: Scaling) -> Tensor:
         ctx.scaling, ctx.types = scaling, (x_MK.dtype, weight_NK.dtype)
         x = rounded(x_MK, E4M3, scaling)
-        # The weight's 8-bit copy is made again in the backward: kept, it would outlive the gathered weight it came from.
+        # The backward rounds the weight again: a saved fp8 copy would outlive the gathered weight.
         if scaling == "tensor":
             ctx.save_for_backward(x.values, x.scale, weight_NK)
         else:
@@ -105,45 +108,45 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (gradient_MN,), scaling = gradients, ctx.scaling
-        *kept, weight_NK = ctx.saved_tensors
+        *saved, weight_NK = ctx.saved_tensors
         gradient = rounded(gradient_MN, E5M2 if scaling == "tensor" else E4M3, scaling)
         x_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
             x_grad = multiply(gradient, rounded(weight_NK.t(), E4M3, scaling)).to(ctx.types[0])
         if ctx.needs_input_grad[1] and scaling == "tensor":
-            weight_grad = multiply(gradient.t(), Rounded(*kept).t()).to(ctx.types[1])
+            weight_grad = multiply(gradient.t(), Rounded(*saved).t()).to(ctx.types[1])
         elif ctx.needs_input_grad[1]:
             with torch.autocast(weight_NK.device.type, enabled=False):
-                weight_grad = (gradient_MN.to(torch.bfloat16).t() @ kept[0]).to(ctx.types[1])
+                weight_grad = (gradient_MN.to(torch.bfloat16).t() @ saved[0]).to(ctx.types[1])
         return x_grad, weight_grad, None
 
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """A matrix in 8 bits."""
+    """A matrix in fp8."""
 
     values: Tensor
     scale: Tensor
-    """What it was multiplied by: one number, or one for each row, [rows, 1]."""
+    """The factor it was multiplied by: one number, or one per row, [rows, 1]."""
 
     def t(self) -> Rounded:
-        """Rows and columns exchanged; for one scale only."""
+        """The transpose; only with one scale per tensor."""
         return Rounded(self.values.t(), self.scale)
 
 
 def rounded(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> Rounded:
-    """A matrix in 8 bits; rows are what a product sums over, so their scales can be taken out of it."""
+    """A matrix in fp8. A product sums along the rows, so that the scale of a row can be divided out afterwards."""
     largest = x.abs().amax() if scaling == "tensor" else x.abs().amax(dim=1, keepdim=True)
-    wanted = torch.finfo(dtype).max / largest.float().clamp(min=_SMALLEST)
-    # Without its mantissa a number is the next power of two below; multiplying by it is exact.
-    scale = (wanted.view(torch.int32) & 0x7F800000).view(torch.float32)
+    ideal = torch.finfo(dtype).max / largest.float().clamp(min=_TINY)
+    # Clearing the mantissa rounds down to a power of two; multiplying by it is exact.
+    scale = (ideal.view(torch.int32) & 0x7F800000).view(torch.float32)
     return Rounded((x * scale.to(x.dtype)).to(dtype), scale)
 
 
 def multiply(a_MK: Rounded, b_NK: Rounded, fast: bool = False) -> Tensor:
-    """[M, K] · [N, K]ᵀ in bf16; `fast`: sums may lose a few bits, good enough for a forward."""
-    way = _by_kernel if a_MK.values.device.type == "cuda" else _by_emulation
-    return way(a_MK, b_NK, fast)
+    """[M, K] · [N, K]ᵀ in bf16; `fast`: sums may lose a few bits, which is acceptable in a forward."""
+    product = _by_emulation if a_MK.values.device.type == "cpu" else _by_kernel
+    return product(a_MK, b_NK, fast)
 
 
 def _by_emulation(a_MK: Rounded, b_NK: Rounded, fast: bool) -> Tensor:
@@ -154,8 +157,8 @@ def _by_emulation(a_MK: Rounded, b_NK: Rounded, fast: bool) -> Tensor:
 
 def _by_kernel(a_MK: Rounded, b_NK: Rounded, fast: bool) -> Tensor:
     rows, columns = len(a_MK.values), len(b_NK.values)
-    a, b = _filled(a_MK.values), _filled(b_NK.values)
-    # One scale is a number; of several there must be one for every row and column that was filled up, too.
+    a, b = _padded(a_MK.values), _padded(b_NK.values)
+    # Per-row scales need entries for the padded rows and columns too.
     scale_a, scale_b = 1 / a_MK.scale, 1 / b_NK.scale
     if scale_a.ndim:
         scale_a = F.pad(scale_a, (0, 0, 0, len(a) - rows), value=1.0)
@@ -164,10 +167,10 @@ def _by_kernel(a_MK: Rounded, b_NK: Rounded, fast: bool) -> Tensor:
     return y_MN[:rows, :columns]
 
 
-def _filled(x: Tensor) -> Tensor:
-    """Row-major, with both sides filled up with zeros."""
+def _padded(x: Tensor) -> Tensor:
+    """Row-major, with both sides padded with zeros."""
     down, right = -x.shape[0] % _ALIGN, -x.shape[1] % _ALIGN
     if down or right:
-        # As bytes: zero is zero in every format, and not all operations know 8-bit floats.
+        # As bytes: zero is zero in every format, and not all operations support fp8.
         x = F.pad(x.view(torch.uint8), (0, right, 0, down)).view(x.dtype)
     return x.contiguous()

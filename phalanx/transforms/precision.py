@@ -1,5 +1,5 @@
-"""Which number format the forward and backward compute in, and the scale that keeps fp16's gradients from vanishing. Weights stay
-in fp32; training opens the context around a forward and carries the scale from step to step."""
+"""The number format of forward and backward, and the loss scale that keeps fp16 gradients from underflowing. Weights stay in fp32;
+training enters the context around a forward and keeps the scale from step to step."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-_LARGEST = 2.0**24
-_LEAST = 2.0**-14
-"""Between these a scale helps: fp16's own numbers reach from 2^-24 to 2^16."""
+_MAX_SCALE = 2.0**24
+_MIN_SCALE = 2.0**-14
+"""Useful range of a loss scale: fp16 represents 2^-24 to 2^16."""
 
 
 def computing(compute: str, device: torch.device) -> AbstractContextManager[Any]:
     """Matrix products in bf16 or fp16, sums and norms in fp32; or everything in fp32.
 
-    fp8 is bf16 around the layers that `transforms/fp8` has changed: they take care of themselves.
+    With fp8, everything around the layers that `transforms/fp8` changed is bf16.
     """
     if compute == "fp32":
         return nullcontext()
@@ -27,40 +27,40 @@ def computing(compute: str, device: torch.device) -> AbstractContextManager[Any]
 
 @dataclass(slots=True)
 class LossScale:
-    """What the loss is multiplied by before the backward, and gradients are divided by after it.
+    """The factor of the loss before the backward, by which gradients are divided afterwards.
 
-    Whether a step was good is told by the norm of the whole gradient, which is the same on all ranks: so are their scales,
-    without a message.
+    The norm of the whole gradient decides whether a step was good. It is the same on all ranks, and so are their scales, without
+    communication.
     """
 
     value: float = 1.0
     growth_after: int | None = None
-    """Good steps in a row after which it doubles; None: it is constant."""
+    """Consecutive good steps after which the scale doubles; None: the scale is constant."""
     good_steps: int = 0
-    """In a row, since it last changed."""
+    """Consecutive good steps since the scale last changed."""
 
     @classmethod
     def of(cls, compute: str, first: float, growth_after: int = 2000) -> LossScale:
-        """The scale for a number format: only fp16 has numbers so few that it needs one."""
+        """The scale for a number format; only fp16 needs one."""
         return cls(first, growth_after) if compute == "fp16" else cls()
 
     def update(self, good: bool) -> None:
-        """After each step: half of it if the gradient was not finite, which may have been its fault."""
+        """After each step: halve the scale if the gradient was not finite, double it after enough good steps."""
         if self.growth_after is None:
             return
         self.good_steps = self.good_steps + 1 if good else 0
         if not good:
-            self.value = max(self.value / 2, _LEAST)
+            self.value = max(self.value / 2, _MIN_SCALE)
         elif self.good_steps >= self.growth_after:
-            self.value, self.good_steps = min(self.value * 2, _LARGEST), 0
+            self.value, self.good_steps = min(self.value * 2, _MAX_SCALE), 0
 
     def state(self) -> dict[str, float]:
-        """For a checkpoint; nothing where there is no scale."""
+        """The state for a checkpoint; empty if the scale is constant."""
         if self.growth_after is None:
             return {}
         return {"value": self.value, "good_steps": float(self.good_steps)}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Go on from a checkpoint. One written in another number format has nothing to say to this one."""
+        """Continue from a checkpoint; one of another number format has no scale."""
         if self.growth_after is not None and "value" in state:
             self.value, self.good_steps = float(state["value"]), int(state["good_steps"])

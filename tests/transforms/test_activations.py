@@ -52,7 +52,7 @@ def test_they_really_leave(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_parameters_and_small_tensors_stay() -> None:
-    load = activations._Load(activations.Mover(CPU, 0), None)
+    load = activations._BlockForward(activations.Offloader(CPU, 0), None)
     packer = activations._Packer(load, 4096, set())
     weight = torch.nn.Parameter(torch.ones(64, 64))
     for stays in (weight, weight.t(), weight.to(torch.bfloat16), weight.to(torch.bfloat16).t(), torch.ones(8)):
@@ -61,15 +61,15 @@ def test_parameters_and_small_tensors_stay() -> None:
     assert packer.pack(indices) is indices
     x = torch.randn(64, 64)
     away = packer.pack(x)
-    assert packer.pack(x) is away and isinstance(away, activations._Away)
-    back = away.back()
+    assert packer.pack(x) is away and isinstance(away, activations._Offloaded)
+    back = away.restore()
     assert torch.equal(back, x) and back.data_ptr() != x.data_ptr()
-    assert packer.pack(x.t()) is not away and away.back().stride() == x.stride()
+    assert packer.pack(x.t()) is not away and away.restore().stride() == x.stride()
 
 
 def test_what_is_said() -> None:
     said: list[str] = []
     made(KINDS["mla"], lambda parts: said.append(activations.apply(parts, CPU)))
     assert said == [
-        "activations of blocks.0 … mtp.0.block (4) wait in the machine's memory: copied, although it is the same memory"
+        "activations of blocks.0 … mtp.0.block (4) wait in host memory: copied, although it is the same memory"
     ]

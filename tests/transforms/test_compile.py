@@ -46,7 +46,7 @@ def test_blocks_that_route_tokens_are_compiled_in_part() -> None:
     sentence = compile.apply([build(KINDS["mla"])], "eager")
     assert sentence == (
         "blocks.0 and the attention of blocks.1 … mtp.0.block (3), which route tokens "
-        "compiled by torch.compile (eager), each by itself"
+        "compiled by torch.compile (eager), each separately"
     )
 
 
@@ -60,4 +60,4 @@ def test_what_torch_refuses_is_said_once_and_runs_uncompiled(monkeypatch: pytest
     said: list[str] = []
     model = made(KINDS["dense"], lambda parts: compile.apply(parts, "inductor", said.append))
     assert distance(learned(model), learned(made(KINDS["dense"]))) == 0
-    assert said == ["memory.compile: torch refuses a piece of a block, which runs uncompiled: no such instruction"]
+    assert said == ["memory.compile: torch cannot compile a part of a block, which runs uncompiled: no such instruction"]

@@ -53,7 +53,7 @@ def test_every_so_manieth_block_of_the_whole_model() -> None:
     sentence = recompute.apply([whole.part(3, 9)], "full", 4)  # type: ignore[operator]
     changed = [name for name, block in whole.blocks.named_children() if "forward" in vars(block)]  # type: ignore[union-attr]
     assert changed == ["4", "8"]
-    assert sentence == "full: blocks.4 and blocks.8 computed again in the backward"
+    assert sentence == "full: blocks.4 and blocks.8 recomputed in the backward"
     assert recompute.apply([build(DEEP).part(1, 3)], "full", 4) == "full: no block of this rank"  # type: ignore[operator]
 
 
