@@ -104,7 +104,7 @@ class _Options:
 
 def _choices(opened: Opened, path: Path, options: _Options) -> dict[str, Any]:
     from phalanx.evaluation.choices import BadRecords, choose, read_questions
-    from phalanx.evaluation.instruments import scorer
+    from phalanx.evaluation.open_model import scorer
 
     limit = options.max_bad_records if options.max_bad_records is not None else opened.run.data.max_bad_records
     bad = BadRecords(path, limit)
@@ -135,7 +135,7 @@ def _choices(opened: Opened, path: Path, options: _Options) -> dict[str, Any]:
 
 
 def _loss(opened: Opened, options: _Options) -> dict[str, Any]:
-    from phalanx.evaluation.instruments import meter
+    from phalanx.evaluation.open_model import meter
     from phalanx.evaluation.perplexity import Measured
 
     measure = meter(opened)
@@ -154,7 +154,7 @@ def _loss(opened: Opened, options: _Options) -> dict[str, Any]:
 def _held_out(opened: Opened, options: _Options) -> Iterator[tuple[str, int, Iterator[Batch]]]:
     """The held-out text of the run, by source: name, number of batches, batches."""
     from phalanx.data.dataset import open_dataset
-    from phalanx.evaluation.instruments import usual_batch
+    from phalanx.evaluation.open_model import usual_batch
     from phalanx.evaluation.perplexity import held_out
 
     run, batch = opened.run, options.batch or usual_batch(opened)
@@ -174,7 +174,7 @@ def _held_out(opened: Opened, options: _Options) -> Iterator[tuple[str, int, Ite
 def _given_source(opened: Opened, options: _Options) -> Iterator[tuple[str, int, Iterator[Batch]]]:
     """The whole source of the command line."""
     from phalanx.data.dataset import open_corpus
-    from phalanx.evaluation.instruments import usual_batch
+    from phalanx.evaluation.open_model import usual_batch
     from phalanx.evaluation.perplexity import documents, held_out, whole
     from phalanx.spec.sources import kind
 

@@ -1,7 +1,7 @@
-"""Models in and out: a Hugging Face folder to a run directory with one checkpoint, and a checkpoint to such a folder.
+"""Import and export: a Hugging Face folder to a run directory with one checkpoint, and a checkpoint to such a folder.
 
-`phalanx import` and `phalanx export` call it. Both check everything first, then stream: one block of one tensor is in memory at
-a time. Both write beside their goal and rename at the end, so that nothing half-written carries its name.
+`phalanx import` and `phalanx export` call it. Both check everything first and then stream, with one block of one tensor in memory at
+a time. Both write to a temporary name and rename it at the end, so that no half-written result appears.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shutil
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,9 +23,8 @@ from phalanx.checkpointing.hf_folder import ReferenceLogits, WeightsFolder, Weig
 from phalanx.checkpointing.location import atomic_directory
 from phalanx.checkpointing.restore import CheckpointReader
 from phalanx.checkpointing.tools import offline_writer
-from phalanx.evaluation import bytelevel
 from phalanx.evaluation.matching import Match, check
-from phalanx.evaluation.open_model import run_for, run_of, words_of
+from phalanx.evaluation.open_model import run_for, run_of, tokenizer_of
 from phalanx.models import hf_mapping, hf_names
 from phalanx.models.hf_mapping import Entry
 from phalanx.spec import hf_config, hf_config_write
@@ -34,16 +34,18 @@ from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import TOKENIZER_VOCAB, Data, Run
 from phalanx.spec.tensor_slice import Box
 
+_BYTE_END = 256
+_END_TEXT = "<|end|>"
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Formats of weights, as a run file calls them."""
-_WORDS = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+"""Number formats of weights, by their names in a run file."""
+_TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
           "vocab.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json"}  # fmt: skip
-"""What goes along with the weights, where it is there."""
+"""Files that are copied along with the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """What was written."""
+    """The result of an import or export."""
 
     path: Path
     family: str
@@ -51,38 +53,38 @@ class Converted:
     parameters: int
     bytes: int
     files: int
-    """Of weights."""
+    """Number of weight files."""
     dtype: str
     notes: tuple[str, ...]
-    """What a person should know: a tokenizer that was not there, modules left out."""
+    """Remarks for the person: a missing tokenizer, modules that were not exported."""
     match: Match | None = None
-    """How it compares with the model in training, where that was asked for."""
+    """The comparison with the model in training, if there was a reference."""
 
 
 def import_folder(folder: Path, out: Path) -> Converted:
-    """Write the folder's model as a run directory with one checkpoint, in the format its weights have."""
+    """Write the folder's model as a run directory with one checkpoint, in the number format of its weights."""
     if not folder.is_dir():
         raise RunError([f"{folder} is not a folder: name one with config.json and weights in safetensors."])
     spec = hf_config.model_spec(folder)
     files = WeightsFolder(folder)
     table = hf_names.match(files, spec, hf_config.interleaved(hf_config.read_config(folder)))
     notes = _notes_of_import(folder, spec)
-    words = [folder / name for name in sorted(_WORDS) if (folder / name).is_file()]
-    own = (folder / "tokenizer.json").is_file()
-    run = run_for(spec, words_of(folder)[1] if own else Data(tokenizer="byte"), folder)
-    if own:
+    tokenizer_files = [folder / name for name in sorted(_TOKENIZER_FILES) if (folder / name).is_file()]
+    has_tokenizer = (folder / "tokenizer.json").is_file()
+    run = run_for(spec, tokenizer_of(folder)[1] if has_tokenizer else Data(tokenizer="byte"), folder)
+    if has_tokenizer:
         run = replace(run, data=replace(run.data, tokenizer=str(out.absolute() / "tokenizer")))
     progress = {"step": 0, "samples": 0, "skipped_in_a_row": 0}
     metadata = RunMetadata(progress=progress, version=__version__, run=dump(run))
     with atomic_directory(out) as unfinished:
-        if words:
+        if tokenizer_files:
             (unfinished / "tokenizer").mkdir()
-        for word in words:
-            shutil.copyfile(word, unfinished / "tokenizer" / word.name)
+        for file in tokenizer_files:
+            shutil.copyfile(file, unfinished / "tokenizer" / file.name)
         (unfinished / "run.toml").write_text(dump(run))
         offline_writer.write_checkpoint(unfinished / "checkpoints", 0, [_streamed(entry, files) for entry in table], metadata)
-    read = {piece.hf_name for entry in table for piece in entry.parts}
-    formats = sorted({_word(files.dtype(name)) for name in read})
+    read = {part.hf_name for entry in table for part in entry.parts}
+    formats = sorted({_format_name(files.dtype(name)) for name in read})
     return Converted(
         path=out, family=hf_config_write.family(spec), parameters=spec.parameters(), dtype="+".join(formats), notes=notes,
         files=len({files.tensors[name].file for name in read}),
@@ -103,9 +105,7 @@ def _notes_of_import(folder: Path, spec: ModelSpec) -> tuple[str, ...]:
     if (folder / "tokenizer.json").is_file():
         return ()
     if os.path.lexists(folder / "tokenizer.json"):
-        raise RunError(
-            [f"{folder / 'tokenizer.json'} is no file: it is a folder, or a link that leads nowhere. Copy it again."]
-        )
+        raise RunError([f"{folder / 'tokenizer.json'} is not a file: it is a folder or a broken link. Copy it again."])
     least = TOKENIZER_VOCAB["byte"]
     if spec.rows < least:
         raise RunError(
@@ -113,7 +113,9 @@ def _notes_of_import(folder: Path, spec: ModelSpec) -> tuple[str, ...]:
                 f"{folder} has no tokenizer.json, and {spec.rows} tokens are too few for the byte tokenizer ({least}): add the file."
             ]
         )
-    return (f'{folder} has no tokenizer.json: the run file says "byte", whose ids mean something else to this model.',)
+    return (
+        f"{folder} has no tokenizer.json: the run file names the byte tokenizer, whose ids mean something else to this model.",
+    )
 
 
 def export_checkpoint(
@@ -123,11 +125,13 @@ def export_checkpoint(
     shard_size: int = 5_000_000_000,
     reference: ReferenceLogits | None = None,
 ) -> Converted:
-    """Write a checkpoint's model as a folder that transformers loads. `dtype`: of the weights; None: as they are stored.
+    """Write a checkpoint's model as a folder that transformers loads. `dtype`: number format of the weights; None: as stored.
 
-    `reference`: what the folder has to say before it gets its name; RunFailed where it says something else.
+    `reference`: logits that the folder must reproduce before it gets its final name; raises RunFailed if it does not.
     """
-    found = find(path) if reference is None else find_unverified(path)  # what is read is checked; all of it was just written
+    found = (
+        find(path) if reference is None else find_unverified(path)
+    )  # reading verifies checksums; the checkpoint was just written
     run = run_of(found)
     spec = run.model
     family = hf_config_write.family(spec)
@@ -135,17 +139,17 @@ def export_checkpoint(
     table = hf_names.table(spec)
     _fits(saved, table, found.source)
     formats = {entry.name: _format(saved, entry, dtype) for entry in table}
-    tensors = {piece.hf_name: (piece.shape, formats[entry.name]) for entry in table for piece in entry.parts}
+    tensors = {part.hf_name: (part.shape, formats[entry.name]) for entry in table for part in entry.parts}
     copies = hf_names.copies(spec)
     tensors |= {copy: tensors[original] for copy, original in copies.items()}
-    written = _word(formats["embed.weight"])
-    words, special, notes = _words(run, found.tokenizer)
+    written = _format_name(formats["embed.weight"])
+    tokenizer_files, special, notes = _tokenizer_files(run, found.tokenizer)
     if spec.mtp_depth and family != "deepseek_v3":
         notes.append(
-            f"{hf_config_write.NAMES[family]} has no multi-token prediction: the {spec.mtp_depth} modules of it are left out."
+            f"{hf_config_write.NAMES[family]} has no multi-token prediction: its {spec.mtp_depth} modules are not exported."
         )
     with atomic_directory(out) as unfinished:
-        for name, text in words.items():
+        for name, text in tokenizer_files.items():
             (unfinished / name).write_bytes(text)
         config = hf_config_write.config(spec, dtype=str(TORCH[written]).removeprefix("torch."), tokens=special)
         (unfinished / hf_config.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
@@ -162,7 +166,7 @@ def export_checkpoint(
 
 
 def _sync(file: Path) -> None:
-    """So that it survives a crash of the machine as its name does."""
+    """Flush a file to disk, so that it survives a crash of the machine."""
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -171,22 +175,22 @@ def _sync(file: Path) -> None:
 
 
 def _export(entry: Entry, saved: CheckpointReader, writer: WeightsWriter, copies: list[str]) -> None:
-    """Read one of our tensors, part by part, and put each where theirs are."""
+    """Read one of our tensors piece by piece and write it to the Hugging Face tensors."""
     name = f"model/{entry.name}"
     if entry.parts[0].expert is not None:
         for first, last in saved.row_ranges(name):
-            part = saved.read(name, first, last)
-            for piece in entry.parts[first:last]:
-                assert piece.expert is not None
-                writer.write(piece.hf_name, hf_mapping.to_hf(piece, part[piece.expert - first]))
+            values = saved.read(name, first, last)
+            for part in entry.parts[first:last]:
+                assert part.expert is not None
+                writer.write(part.hf_name, hf_mapping.to_hf(part, values[part.expert - first]))
         return
-    (piece,) = entry.parts
-    # Of a turned tensor, a part of ours is none of theirs.
-    parts = [(0, entry.shape[0])] if piece.transposed else saved.row_ranges(name, piece.pairs[0] if piece.pairs else 1)
-    for first, last in parts:
-        rows = hf_mapping.to_hf(piece, saved.read(name, first, last))
-        for theirs in (piece.hf_name, *copies):
-            writer.write(theirs, rows, piece.rows[0] + first, None if piece.columns is None else piece.columns[0])
+    (part,) = entry.parts
+    # Rows of a transposed tensor are columns of theirs, so that it is converted whole.
+    ranges = [(0, entry.shape[0])] if part.transposed else saved.row_ranges(name, part.pairs[0] if part.pairs else 1)
+    for first, last in ranges:
+        rows = hf_mapping.to_hf(part, saved.read(name, first, last))
+        for hf_name in (part.hf_name, *copies):
+            writer.write(hf_name, rows, part.rows[0] + first, None if part.columns is None else part.columns[0])
 
 
 def _fits(saved: CheckpointReader, table: tuple[Entry, ...], source: str) -> None:
@@ -197,7 +201,7 @@ def _fits(saved: CheckpointReader, table: tuple[Entry, ...], source: str) -> Non
             has = "lacks it" if found is None else f"has {list(found)}"
             problems.append(f"{source} describes {entry.name} of shape {list(entry.shape)}; {saved.path} {has}.")
     if problems:
-        raise RunError([*problems[:10], "Undo what was changed in the run file."])
+        raise RunError([*problems[:10], "Undo the changes in the run file."])
 
 
 def _format(saved: CheckpointReader, entry: Entry, dtype: str | None) -> torch.dtype:
@@ -205,22 +209,73 @@ def _format(saved: CheckpointReader, entry: Entry, dtype: str | None) -> torch.d
     return stored if dtype is None or entry.exact else TORCH[dtype]
 
 
-def _words(run: Run, kept: Path | None) -> tuple[dict[str, bytes], dict[str, int | None], list[str]]:
-    """The tokenizer's files by name, the ids of its special tokens as config.json has them, and what is to be said of them."""
+def _tokenizer_files(run: Run, saved: Path | None) -> tuple[dict[str, bytes], dict[str, int | None], list[str]]:
+    """The tokenizer's files by name, its special token ids for config.json, and remarks. `saved`: the run directory's copy."""
     from phalanx.data.tokenizer import open_tokenizer
 
     if run.data.tokenizer == "byte":
         if run.model.rows < TOKENIZER_VOCAB["byte"]:
             return {}, {}, ["The model has fewer tokens than the byte tokenizer: none is exported."]
-        # A document begins where the one before has ended.
-        return bytelevel.files(run.model.context), {"bos_token_id": bytelevel.END, "eos_token_id": bytelevel.END}, []
-    words = open_tokenizer(run.data.tokenizer, run.data.end_token)
-    ids = {text: number for number, text in words.marks.items()}
-    special: dict[str, int | None] = {f"{key}_id": ids.get(words.special.get(key, "")) for key in ("bos_token", "pad_token")}
-    beside = kept.glob("*") if kept is not None else ()
-    found = {file.name: file for file in words.files} | {file.name: file for file in beside if file.name in _WORDS}
-    return {name: file.read_bytes() for name, file in found.items()}, special | {"eos_token_id": words.end}, []
+        # The end token of a document also begins the next one.
+        return _byte_tokenizer(run.model.context), {"bos_token_id": _BYTE_END, "eos_token_id": _BYTE_END}, []
+    tokenizer = open_tokenizer(run.data.tokenizer, run.data.end_token)
+    ids = {text: number for number, text in tokenizer.marks.items()}
+    special: dict[str, int | None] = {
+        f"{key}_id": ids.get(tokenizer.special.get(key, "")) for key in ("bos_token", "pad_token")
+    }
+    copied = saved.glob("*") if saved is not None else ()
+    files = {file.name: file for file in tokenizer.files} | {
+        file.name: file for file in copied if file.name in _TOKENIZER_FILES
+    }
+    return {name: file.read_bytes() for name, file in files.items()}, special | {"eos_token_id": tokenizer.end}, []
 
 
-def _word(dtype: torch.dtype) -> str:
-    return next(word for word, known in TORCH.items() if known is dtype)
+def _format_name(dtype: torch.dtype) -> str:
+    return next(name for name, known in TORCH.items() if known is dtype)
+
+
+def _byte_tokenizer(context: int) -> dict[str, bytes]:
+    """The byte tokenizer as tokenizer.json and tokenizer_config.json for transformers: one token per byte and one for the end."""
+    vocabulary = {letter: byte for byte, letter in enumerate(_alphabet())}
+    added = {
+        "id": _BYTE_END,
+        "content": _END_TEXT,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+    tokenizer: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [added],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
+            "fuse_unk": False, "byte_fallback": False, "ignore_merges": False, "vocab": vocabulary, "merges": [],
+        },
+    }  # fmt: skip
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "bos_token": _END_TEXT,
+        "eos_token": _END_TEXT,
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,  # the name of the end token inside a text is plain text, as in our tokenizer
+    }
+    return {
+        name: json.dumps(table, indent=2).encode()
+        for name, table in (("tokenizer.json", tokenizer), ("tokenizer_config.json", config))
+    }
+
+
+def _alphabet() -> list[str]:
+    """A printable character for every byte, as in GPT-2: itself if printable, otherwise one from U+0100 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256))
+    return [chr(byte) if byte in printable else chr(256 + next(others)) for byte in range(256)]

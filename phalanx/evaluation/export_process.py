@@ -1,8 +1,8 @@
-"""The command that training starts after a save: exports a checkpoint behind the run's back and compares it. Not for people.
+"""The background process that training starts after a save: exports a checkpoint and compares it with the model in training.
 
     python -m phalanx.evaluation.export_process CHECKPOINT HF_DIR LOGITS PARENT_PID
 
-It yields to the run wherever both want the same, and dies with it. What came of it is a JSON object on the last line.
+It runs at the lowest priority and ends with the run. Its last line of output is a JSON object with the result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> int:
     from phalanx.evaluation.convert import export_checkpoint
     from phalanx.spec.errors import PhalanxError
 
-    torch.set_num_threads(1)  # the cores are the run's
+    torch.set_num_threads(1)  # leaves the cores to the run
     try:
         converted = export_checkpoint(checkpoint, Path(out), reference=read_reference(Path(logits)))
     except PhalanxError as error:

@@ -1,10 +1,10 @@
-"""Does an exported folder say what the model in training said? Opened on one CPU device, by transformers where it is installed, it
-answers the prompt of a `ReferenceLogits`, in fp32. `phalanx export --check` asks.
+"""Compares an exported folder with the model in training: both compute the logits of the prompt of a `ReferenceLogits`. The folder is
+opened on one CPU in fp32, by transformers if it is installed. `phalanx export --check` and background exports call it.
 
-How far the answers may be apart follows from the number format that training computes in. In fp32 it is a bound on the rounding of
-sums in another order. For the others it is measured: our own one-device model, filled from the folder, computes the prompt in fp32 and
-in that format, and what the format alone changes there is what it may change in training, a few times over. That model is filled and
-asked one block after the other, so this never needs the memory of the whole.
+The tolerance follows from the compute format of training. For fp32 it is a bound on the rounding of sums in another order. For other
+formats it is measured: our own one-device model, filled from the folder, computes the prompt in fp32 and in that format; the difference,
+a few times over, is what the format may change in training. That model is filled and run one block at a time, so that the whole model
+never has to fit in memory.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ from phalanx.transforms import fp8
 from phalanx.transforms.precision import computing
 
 EXACT = 1e-4
-"""What fp32 may differ by, as a part of the largest logit: sums of a few thousand terms, layer upon layer, in another order."""
+"""Tolerance of fp32, as a fraction of the largest logit: sums of a few thousand terms, layer upon layer, in another order."""
 TIMES = 3.0
-"""Of a coarser format's own rounding: another device and another order round otherwise, but not more coarsely. Over all layouts, with
-bf16, the largest difference was 0.8 to 1.4 times the largest rounding."""
+"""Factor of the measured rounding of a coarser format: another device and another order round differently, but not more coarsely. Over
+all layouts, with bf16, the largest difference was 0.8 to 1.4 times the largest rounding."""
 AGREEING = 0.75
-"""With experts, so many of the places must agree: between two nearly equal experts rounding decides, and a token that goes to
-another one than in training differs for no fault of the weights."""
-_ROOM = 1.5  # times the weights in fp32: what transformers needs to open them, and some to spare
+"""With experts, this fraction of the positions must agree: rounding decides between two nearly equal experts, and a token that goes to
+another expert than in training differs although the weights are right."""
+_ROOM = 1.5  # times the weights in fp32: what transformers needs to open them, with a margin
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """How two answers compare. Differences are the largest of a place's logits, as a part of the largest logit of all."""
+    """The result of a comparison. A difference is the largest of a position's logits, as a fraction of the largest logit of all."""
 
     opened: str
-    """By whom: "transformers" or "phalanx"."""
+    """What opened the folder: "transformers" or "phalanx"."""
     difference: float
-    """At the place that decides: the worst, or with experts the worst of those that have to agree."""
+    """Difference at the deciding position: the worst, or with experts the worst of those that must agree."""
     allowed: float
     position: int
-    """Which place of the prompt that is."""
+    """The deciding position in the prompt."""
     token: int
-    """Whose logit it is."""
+    """The token whose logit differs most there."""
 
     @property
     def agrees(self) -> bool:
-        return self.difference <= self.allowed  # not so where a number is not finite
+        return self.difference <= self.allowed  # False if a number is not finite
 
 
 def check(folder: Path, reference: ReferenceLogits) -> Match:
-    """Compare, or RunFailed saying by how much and where they differ."""
+    """Compare; raises RunFailed with the position and size of the difference if they do not agree."""
     match = compare(folder, reference)
     if not match.agrees:
         raise RunFailed(
@@ -90,14 +90,14 @@ def compare(folder: Path, reference: ReferenceLogits) -> Match:
         difference=float(worst_K[place]),
         allowed=max(
             EXACT, TIMES * float(rounding_K.sort().values[decisive])
-        ),  # of as many places, so that an odd one says as little
+        ),  # at the same rank among the positions, so that an outlier counts as little
         position=int(reference.positions_K[place]),
         token=int(tokens_K[place]),
     )
 
 
 def _ours(folder: Path, reference: ReferenceLogits) -> tuple[Tensor, Tensor]:
-    """The answer of our own model with the folder's weights in fp32, and in the format of the reference."""
+    """The logits of our own model with the folder's weights, in fp32 and in the format of the reference."""
     spec, files = hf_config.model_spec(folder), WeightsFolder(folder)
     table = hf_names.match(files, spec, hf_config.interleaved(hf_config.read_config(folder)))
     model = build(spec)
@@ -112,7 +112,7 @@ def _ours(folder: Path, reference: ReferenceLogits) -> tuple[Tensor, Tensor]:
         exact = part(exact, positions)
         if reference.compute != "fp32":
             rounded = _in_format(part, rounded, positions, reference)
-        part.to_empty(device=torch.device("meta"))  # the whole was never there
+        part.to_empty(device=torch.device("meta"))  # frees the block's memory
     exact_KV = exact[0, reference.positions_K].float()
     return exact_KV, exact_KV if reference.compute == "fp32" else rounded[0, reference.positions_K].float()
 
@@ -126,19 +126,19 @@ def _in_format(part: nn.Module, x: Tensor, positions: Tensor, reference: Referen
 
 
 def _theirs(folder: Path, reference: ReferenceLogits) -> Tensor:
-    """The answer of transformers, in fp32."""
+    """The logits of transformers, in fp32."""
     import transformers
 
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder).float().eval()
         logits_SV: Tensor = model(input_ids=reference.tokens_S[None]).logits[0]
-    except Exception as error:  # whatever a version of it may raise about a folder that it cannot use
+    except Exception as error:  # versions of transformers raise different errors
         raise RunFailed(f"transformers {transformers.__version__} cannot open it: {error}") from error
     return logits_SV[reference.positions_K].float()
 
 
 def _fits(folder: Path) -> bool:
-    """Whether transformers, which opens a model whole, has the memory for it; training goes before."""
+    """Whether transformers, which loads the whole model, has enough memory next to training."""
     values = sum((tensor.end - tensor.begin) // SIZES[tensor.dtype] for tensor in WeightsFolder(folder).tensors.values())
     try:
         with open("/proc/meminfo") as file:

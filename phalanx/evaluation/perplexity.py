@@ -1,6 +1,6 @@
-"""Loss, perplexity and bits per byte of a model on text: on what a run held out, or on all of any other source.
+"""Loss, perplexity and bits per byte of a model on text: on a run's held-out text, or on all of another source.
 
-`phalanx eval` calls it. What it computes for a run's held-out text is what training computes there, sample for sample.
+`phalanx eval` calls it. On held-out text it computes the same as the evaluation in training, sample for sample.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Measured:
     """Sum of their losses."""
     tokens: int = 0
     bytes: int = 0
-    """Bytes of the text they stand for; an end token stands for none."""
+    """Bytes of their text; an end token has none."""
 
     def __add__(self, other: Measured) -> Measured:
         return Measured(self.nats + other.nats, self.tokens + other.tokens, self.bytes + other.bytes)
@@ -48,11 +48,11 @@ class Measured:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Comparable between tokenizers, as loss per token is not."""
+        """Comparable between tokenizers, unlike loss per token."""
         return self.nats / math.log(2) / self.bytes if self.bytes else None
 
     def table(self) -> dict[str, Any]:
-        """As JSON has it; what is not finite is written as text, as in events.jsonl."""
+        """The values for JSON; non-finite numbers become text, as in events.jsonl."""
         values = {
             "loss": self.loss,
             "perplexity": self.perplexity,
@@ -63,7 +63,7 @@ class Measured:
 
 
 class Meter:
-    """A model that measures batches."""
+    """Measures batches with a model."""
 
     def __init__(self, model: nn.Module, tokenizer: Tokenizer, *, compute: str, document_mask: bool):
         self._model, self._tokenizer, self._compute, self._document_mask = model, tokenizer, compute, document_mask
@@ -78,7 +78,7 @@ class Meter:
 
     @torch.inference_mode()
     def _loss(self, batch: Batch) -> Tensor:
-        """The sum training takes of a micro-batch, with the same kernels."""
+        """The sum of losses, with the same kernels as in training."""
         masked = self._document_mask and (batch.has_boundaries or self._device.type == "cpu")
         tokens_BS, targets_BS, positions_BS = (
             torch.from_numpy(array).to(self._device) for array in (batch.tokens, batch.targets, batch.positions)
@@ -90,25 +90,25 @@ class Meter:
 
 
 def held_out(samples: Samples, sequences: int, batch: int) -> Iterator[Batch]:
-    """The first so many samples in batches, as training's evaluation takes them."""
+    """The first N samples in batches, as the evaluation in training takes them."""
     count = min(sequences, samples.count)
     for first in range(0, count, batch):
         yield samples.batch(np.arange(first, min(first + batch, count)))
 
 
 def whole(corpus: Corpus, length: int, batch: int, *, document_mask: bool, sequences: int | None = None) -> Iterator[Batch]:
-    """All of a corpus in order, in windows of which the last may be shorter: every token is predicted once, except the first
-    of each document, which nothing foretells."""
+    """All of a corpus in order, in windows of which the last may be shorter. Every token is predicted once, except the first of each
+    document."""
     full, rest = divmod(max(corpus.tokens - 1, 0), length)
-    asked = full + 1 if sequences is None else sequences
-    for first, size, count in ((0, length, min(full, asked)), (full * length, rest, 1 if rest > 0 and asked > full else 0)):
+    most = full + 1 if sequences is None else sequences
+    for first, size, count in ((0, length, min(full, most)), (full * length, rest, 1 if rest > 0 and most > full else 0)):
         if count:
             windows = StreamPacking(corpus, np.array([[first, corpus.tokens]]), size, document_mask=document_mask)
             yield from held_out(Samples(windows, seed=0, shuffle=False), count, batch)
 
 
 def documents(corpus: Corpus, length: int, tokenizer: Tokenizer, data: Data) -> Samples:
-    """All of a corpus with its documents whole where they fit a window, as best-fit packing trains on them."""
+    """All of a corpus with best-fit packing, as in training."""
     everything = np.array([[0, corpus.tokens]])
     cache = Path(data.cache).expanduser()
     packing = BestFitPacking(corpus, everything, length, end=tokenizer.end, document_mask=data.document_mask, cache=cache)
@@ -116,10 +116,10 @@ def documents(corpus: Corpus, length: int, tokenizer: Tokenizer, data: Data) -> 
 
 
 def text_bytes(batch: Batch, tokenizer: Tokenizer) -> int:
-    """Bytes of the text that the predicted tokens stand for."""
+    """Bytes of the text of the predicted tokens."""
     if tokenizer.name == "byte":
         return int(((batch.targets >= 0) & (batch.targets < tokenizer.end)).sum())
-    # Decoded run by run, since a token may be half a character. Runs cut at the edge of a window may begin or end inside one.
+    # Decoded run by run, since a token may be a part of a character; runs may begin or end inside one at the edge of a window.
     total = 0
     for targets, documents in zip(batch.targets, batch.documents, strict=True):
         edges = np.flatnonzero(np.diff(documents) | np.diff(targets >= 0)) + 1

@@ -128,7 +128,7 @@ BAD: dict[str, tuple[tuple[object, ...], str]] = {
     "a field without a source": (("--field", "x"), "--field describes a source: add --path"),
     "both": (("--choices", "q.jsonl", "--path", "x"), "exclude each other"),
     "no such text": (("--path", "nothing/here.txt"), "nothing/here.txt"),
-    "no such questions": (("--choices", "nothing.jsonl"), "nothing.jsonl is no file"),
+    "no such questions": (("--choices", "nothing.jsonl"), "nothing.jsonl is not a file"),
     "too long": (("--sequence-length", 100000), "longer than the model's context"),
     "an unknown device": (("--device", "tpu"), "choose cpu or cuda"),
 }

@@ -134,7 +134,7 @@ def test_files_without_questions(pair: Pair, tmp_path: Path) -> None:
         asked(pair.ours, write(tmp_path / "empty.jsonl", []))
     with pytest.raises(RunError, match=r"holds no question that can be used.*, line 1: "):
         asked(pair.ours, write(tmp_path / "bad.jsonl", [b"x"]), limit=5)
-    with pytest.raises(RunError, match="is no file"):
+    with pytest.raises(RunError, match="is not a file"):
         asked(pair.ours, tmp_path / "missing.jsonl")
 
 

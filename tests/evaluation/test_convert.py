@@ -138,7 +138,7 @@ def test_multi_token_prediction_goes_along_with_deepseek(tmp_path: Path) -> None
 
 def test_modules_that_serve_training_only_are_left_out_elsewhere(tmp_path: Path) -> None:
     done = export_checkpoint(trained(tmp_path / "run", replace(SMALL, mtp_depth=2)), tmp_path / "out")
-    assert "the 2 modules of it are left out" in done.notes[0]
+    assert "its 2 modules are not exported" in done.notes[0]
     assert hf_config.model_spec(tmp_path / "out").mtp_depth == 0
 
 
@@ -325,7 +325,7 @@ def test_a_tokenizer_that_leads_nowhere_is_not_taken_for_none(tmp_path: Path, go
     shutil.copytree(good, tmp_path / "hf")
     (tmp_path / "hf" / "tokenizer.json").unlink()
     (tmp_path / "hf" / "tokenizer.json").symlink_to("tokenizer.json")
-    with pytest.raises(RunError, match=r"tokenizer\.json is no file"):
+    with pytest.raises(RunError, match=r"tokenizer\.json is not a file"):
         import_folder(tmp_path / "hf", tmp_path / "run")
 
 

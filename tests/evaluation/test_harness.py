@@ -16,8 +16,7 @@ from phalanx.data.tokenizer import ByteTokenizer
 from phalanx.evaluation import harness
 from phalanx.evaluation.choices import BadRecords, choose, read_questions
 from phalanx.evaluation.harness import chat, rolling, until
-from phalanx.evaluation.instruments import scorer
-from phalanx.evaluation.open_model import open_model
+from phalanx.evaluation.open_model import open_model, scorer
 from phalanx.evaluation.score import Scorer
 from phalanx.models.init import build, materialize
 from phalanx.models.sampling import Sampling, generate

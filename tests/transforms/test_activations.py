@@ -70,6 +70,4 @@ def test_parameters_and_small_tensors_stay() -> None:
 def test_what_is_said() -> None:
     said: list[str] = []
     made(KINDS["mla"], lambda parts: said.append(activations.apply(parts, CPU)))
-    assert said == [
-        "activations of blocks.0 … mtp.0.block (4) wait in host memory: copied, although it is the same memory"
-    ]
+    assert said == ["activations of blocks.0 … mtp.0.block (4) wait in host memory: copied, although it is the same memory"]
