@@ -117,7 +117,7 @@ def _choices(opened: Opened, path: Path, options: _Options) -> dict[str, Any]:
     )
     for reason, times in bad.reasons.items():
         console.print(f"skipped {times} records: {reason}", style="yellow")
-    for place in bad.places:
+    for place in bad.examples:
         console.print(f"  {place}", style="dim", markup=False, soft_wrap=True)
     if chosen.truncated:
         console.print(

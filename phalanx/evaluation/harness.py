@@ -19,6 +19,7 @@ from phalanx import accelerator
 from phalanx.data.chat import ChatTemplate
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.evaluation.open_model import open_model
+from phalanx.evaluation.open_model import scorer as scorer_of
 from phalanx.evaluation.score import Request, Scorer
 from phalanx.models.sampling import Sampling, generate
 from phalanx.spec.errors import PhalanxError, RunError

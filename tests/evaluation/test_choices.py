@@ -116,7 +116,7 @@ def test_bad_records_are_counted(pair: Pair, tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "q.jsonl", [good, record, b"", good])
     got, bad = asked(pair.ours, path, limit=1)
     assert got.questions == 2 and dict(bad.reasons) == {reason: 1}
-    assert bad.places[0].startswith(f"{path}, line 2: {reason}: ")
+    assert bad.examples[0].startswith(f"{path}, line 2: {reason}: ")
     with pytest.raises(RunError, match=r"max-bad-records = 0") as refused:
         asked(pair.ours, path)
     assert f"{path}, line 2: " in str(refused.value)

@@ -57,7 +57,7 @@ def test_a_context_too_long_loses_its_beginning(pair: Pair) -> None:
     expected, _ = pair.logprob(long[-(CONTEXT - 2) :], answer)  # one token more than the context: the last is never read
     assert score.dropped == 27
     assert score.logprob == pytest.approx(expected, abs=1e-4)
-    with pytest.raises(RunError, match="asks for 65 tokens"):
+    with pytest.raises(RunError, match="has a continuation of 65 tokens"):
         scorer(pair).scores([Request([1], [2] * (CONTEXT + 1))])
 
 
