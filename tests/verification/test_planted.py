@@ -14,7 +14,7 @@ import pytest
 from ranks import tiny_run
 
 from phalanx.models import init
-from phalanx.parallel import sharded_model, tensor_comm
+from phalanx.parallel import expert, sharded_model, tensor_comm
 from phalanx.parallel.buckets import Bucket
 from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.sharded_model import ShardedModel
