@@ -1,7 +1,7 @@
 """Places a model on the ranks: every technique of the layout, in the one order in which they compose. Called by training.
 
-A model comes here without memory. What cuts parameters comes first, what wraps modules next, and only then does each rank get
-the memory of its own part. Nothing falls back: what a layout cannot have is refused when the run file is checked.
+The model has no memory yet. Techniques that cut parameters come first, those that wrap modules next, and only then each rank
+allocates its own part. Nothing falls back: unsupported layouts are refused when the run file is checked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from phalanx.transforms import activations, compile, fp8, recompute
 
 
 def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Recipe) -> ShardedModel:
-    """Make `parts`, this rank's stages of the model, one rank's share of the job."""
+    """Apply the layout to `parts`, this rank's stages of the model."""
     layout = plan.layout
     applied: dict[str, str | None] = {}
     shards = {name: ParamShard.full(parameter) for part in parts for name, parameter in part.named_parameters()}
@@ -55,7 +55,7 @@ def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Reci
 
 
 def transform(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh) -> dict[str, str | None]:
-    """What makes one device's part cheaper; the last wraps the others."""
+    """Apply what makes one device's part cheaper; later transforms wrap earlier ones."""
     memory = run.memory
     applied: dict[str, str | None] = {}
     if plan.compute == "fp8":
@@ -86,19 +86,19 @@ def _engine(parts: list[nn.Module], shards: dict[str, ParamShard], run: Run, pla
 
 
 def sample_axes(run: Run) -> tuple[str, ...]:
-    """Mesh axes whose ranks see other samples, or other parts of them, and sum their gradients in every step."""
+    """Mesh axes whose ranks see different samples, or parts of samples, and sum their gradients in every step."""
     return ("data", "shard", "context") if run.optimizer.sync_every == 1 else ("shard", "context")
 
 
 def _mirrored(parts: list[nn.Module], shards: dict[str, ParamShard], tied: str | None) -> dict[str, ParamShard]:
-    """The last stage's copy of a tied embedding mirrors the first's, and is not counted again."""
+    """The last stage's copy of a tied embedding is not counted a second time."""
     if tied not in shards or any(getattr(part, "is_first_stage", True) for part in parts):
         return shards
     return shards | {tied: replace(shards[tied], counted=False)}
 
 
 def _stages(parts: list[nn.Module], mesh: Mesh, schedule: Schedule) -> str:
-    """Which blocks this rank has, by the parts themselves."""
+    """Which blocks this rank has, read from its parts."""
     held = ["+".join(part.get_submodule("blocks")._modules) for part in parts]
     numbers = schedule.stages_of(mesh.coordinate("pipeline"))
     stages = ", ".join(f"stage {number}: blocks {blocks}" for number, blocks in zip(numbers, held, strict=True))

@@ -40,10 +40,10 @@ _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 
 
 class FullySharded:
-    """The engine. Gradients are sums: FSDP2 would divide them by the number of ranks, and is kept from it everywhere."""
+    """The engine. Gradients are sums: FSDP2's division by the number of ranks is switched off everywhere."""
 
     def __init__(self, parts: list[nn.Module], shards: dict[str, ParamShard], mesh: Mesh, recipe: Recipe, how: Sharding):
-        """Wraps the stages of a model that have no memory yet, and gives this rank that of its own part."""
+        """Wrap the stages of a model that has no memory yet, and allocate this rank's part."""
         check_shardable(shards)
         self._how, self._device = how, mesh.device
         whole = _left_whole(parts, shards, mesh, recipe, how)
@@ -77,7 +77,7 @@ class FullySharded:
         self._pipelined, self._finished = False, True
 
     def begin(self, micro_batches: int, pipelined: bool = False) -> None:
-        """Forget the last step; this one has so many backwards. In a pipeline they add up on each rank, and travel at the end."""
+        """Start a step of this many backwards. In a pipeline gradients add up on each rank and are reduced at the end."""
         self._count, self._begun, self._pipelined, self._finished = micro_batches, 0, pipelined, False
         for one, parameter in self._shards:
             parameter.grad = one.gradient = one.value.grad = None
@@ -92,12 +92,12 @@ class FullySharded:
         """Call after each micro-batch's backward."""
         self._begun += 1
         if self._hybrid and self._begun == self._count - 1:
-            self._set_replicas(True)  # replicas meet once, over the sum of all micro-batches
+            self._set_replicas(True)  # replicas communicate once, over the sum of all micro-batches
         if self._rest is not None:
             self._rest.after_backward(part)
 
     def finish(self) -> None:
-        """Wait until every gradient is complete. All ranks give a step up together: even a forward has messages."""
+        """Wait until every gradient is complete. All ranks abandon a step together: even a forward communicates."""
         if self._finished:
             return
         self._finished = True
@@ -108,7 +108,7 @@ class FullySharded:
                 _reduce(root)
         elif self._hybrid and self._begun < self._count:
             for group in self._groups:
-                group._partial_reduce_output = None  # of no use, and it must not show in the next step
+                group._partial_reduce_output = None  # it must not leak into the next step
         if self._rest is not None:
             self._rest.finish()
         for one, parameter in self._shards:
@@ -119,7 +119,7 @@ class FullySharded:
                 one.gradient = torch.zeros_like(one.value)
 
     def updated(self) -> None:
-        """Blocks are gathered anew when they compute; what an evaluation has left gathered must not be used again."""
+        """Free parameters that an evaluation left gathered: blocks gather the new values when they compute."""
         for group in self._groups:
             if not group.is_sharded:
                 group.reshard()
@@ -127,7 +127,7 @@ class FullySharded:
             self._rest.updated()
 
     def bytes(self) -> dict[str, int]:
-        """Memory that this rank really holds."""
+        """Memory that this rank holds."""
         params = [param for group in self._groups for param in group.fsdp_params]
         gathered = [tensor for param in params for tensor in param.all_gather_outputs]
         kept = [getattr(param, "_unsharded_param", None) for param in params]
@@ -142,7 +142,7 @@ class FullySharded:
         return {kind: size + rest.get(kind, 0) for kind, size in found.items()}
 
     def applied(self) -> str:
-        """What was done, read off the tensors."""
+        """What was done, read from the tensors."""
         if not self._shards:
             return "no parameter of this rank is spread"
         one, parameter = max(self._shards, key=lambda pair: pair[1].numel())
@@ -174,7 +174,7 @@ class FullySharded:
 def _left_whole(
     parts: Sequence[nn.Module], shards: Mapping[str, ParamShard], mesh: Mesh, recipe: Recipe, how: Sharding
 ) -> list[str]:
-    """Names of the parameters that FSDP2 has no part in."""
+    """Names of the parameters that FSDP2 does not shard."""
     seen: set[str] = set()
     found = []
     for part in parts:
@@ -191,7 +191,7 @@ def _left_whole(
 def _wrap(
     parts: Sequence[nn.Module], shards: Mapping[str, ParamShard], whole: Sequence[str], mesh: Mesh, how: Sharding
 ) -> None:
-    """Experts first, which lie on a mesh of their own, then blocks, then what is around them."""
+    """Wrap experts first, which have a mesh of their own, then blocks, then the rest of the model."""
     policy = MixedPrecisionPolicy(
         param_dtype=how.param_dtype if how.low_precision else None,
         reduce_dtype=how.reduce_dtype if how.low_precision or how.reduce_dtype != torch.float32 else None,

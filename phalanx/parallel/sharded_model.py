@@ -18,24 +18,24 @@ from phalanx.schedules.actions import Schedule
 
 
 class Engine(Protocol):
-    """Who sums gradients over the ranks that see other samples, and keeps what each rank owns."""
+    """Sums gradients over the ranks that see different samples, and holds what each rank owns."""
 
     owned: list[OwnedParam]
 
     def applied(self) -> str:
-        """What was done, read off the tensors."""
+        """What was done, read from the tensors."""
 
     def bytes(self) -> dict[str, int]:
-        """What this rank really keeps: "parameters" and "gradients"."""
+        """Memory that this rank holds: "parameters" and "gradients"."""
 
     def begin(self, micro_batches: int, pipelined: bool = False) -> None:
-        """Forget the last step; this one has so many backwards, of whole models or, pipelined, of stages in any order."""
+        """Start a step of this many backwards, of whole models or, pipelined, of stages in any order."""
 
     def after_backward(self, part: int | None = None) -> None:
         """Call after each micro-batch's backward; in a pipeline after each of a part's."""
 
     def finish(self) -> None:
-        """Wait until every `Held.gradient` is complete; also how a rank that gives a step up keeps in line."""
+        """Wait until every `OwnedParam.gradient` is complete. A rank that abandons a step calls it too."""
 
     def updated(self) -> None:
         """Bring the model's parameters up to date after the owned values changed, by a step or from a checkpoint."""
@@ -75,11 +75,11 @@ class ShardedModel:
     engine: Engine
     loss: Loss
     applied: dict[str, str] = field(default_factory=dict)
-    """What was really done, by technique, in words read off the placed tensors and modules."""
+    """What was done, by technique, in words read from the tensors and modules."""
     tied: dict[str, Group] = field(default_factory=dict)
-    """Parameters that two stages hold a copy of, and the ranks that do."""
+    """Parameters of which two stages hold a copy, and the ranks that do."""
     is_local_sgd: bool = False
-    """Replicas take steps of their own and meet only now and then."""
+    """Whether replicas take steps of their own and synchronize every few steps (DiLoCo)."""
     step_group: Group = field(init=False)
     """The ranks that take a step together."""
     _partial: dict[tuple[str, ...], Group] = field(default_factory=dict)
@@ -98,13 +98,13 @@ class ShardedModel:
 
     @property
     def lockstep(self) -> bool:
-        """Whether ranks need each other within a forward or backward: then none may leave a step out."""
+        """Whether ranks need each other within a forward or backward: then none may skip a step."""
         layout = self.mesh.layout
         return layout.ranks > (layout.data or 1) or layout.expert * layout.expert_tensor > 1
 
     @property
     def reports_loss(self) -> bool:
-        """Whether this rank tells the loss: one of those that compute the same, where the last stage is."""
+        """Whether this rank reports the loss: one of the ranks of the last stage that compute the same."""
         return self.mesh.coordinate("tensor") == 0 and any(getattr(part, "is_last_stage", True) for part in self.parts)
 
     def begin(self, micro_batches: int, pipelined: bool = False) -> None:
@@ -130,7 +130,7 @@ class ShardedModel:
             if one.gradient is not None and one.shard.counted and one.gradient.numel():
                 terms.setdefault(1 / self.copies(one.shard), []).append(one.gradient)
         if list(terms) == [1 / self.step_group.size]:
-            # Everyone has everything: no need to ask, and the same bits however many ranks there are.
+            # Every rank has all gradients: no communication, and the same bits for any number of ranks.
             return torch.linalg.vector_norm(torch.stack(_norms(next(iter(terms.values())))))
         square = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for share, gradients in terms.items():
@@ -138,7 +138,7 @@ class ShardedModel:
         return self.step_group.all_reduce(square).sqrt().float()
 
     def copies(self, spot: ParamShard) -> int:
-        """How many ranks of this stage, of those that take a step together, hold the same box."""
+        """How many ranks of this stage, of those that take a step together, hold the same slice."""
         return self.step_group.size // self.mesh.layout.pipeline // math.prod(self.mesh.size(axis) for axis in spot.split)
 
 
@@ -147,7 +147,7 @@ def _norms(gradients: list[Tensor]) -> list[Tensor]:
 
 
 def _sum_together(gradients: list[Tensor], group: Group) -> None:
-    """Over the group, in place, with one message for all of a kind."""
+    """Sum over the group, in place, with one message per dtype."""
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         alike = [gradient for gradient in gradients if gradient.dtype == dtype]
         flat = group.all_reduce(torch.cat([gradient.flatten() for gradient in alike]))

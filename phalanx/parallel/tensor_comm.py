@@ -21,7 +21,7 @@ from phalanx.transforms.fp8 import product_of
 
 @dataclass(frozen=True, eq=False)
 class CopyToTP:
-    """Before a module that computes parts from the whole: one message for all projections in it that read the input."""
+    """Before a region: one message for all projections in it that read the input."""
 
     group: Group
     sliced: bool
@@ -38,7 +38,7 @@ class CopyToTP:
 
 @dataclass(frozen=True, eq=False)
 class ReduceFromTP:
-    """After the matrix whose columns are shared: the ranks' parts are summed, and only then the bias is added, once."""
+    """After a matrix whose columns are divided: sums the ranks' partial results, then adds the bias once."""
 
     group: Group
     sliced: bool
@@ -50,7 +50,7 @@ class ReduceFromTP:
 
 @dataclass(frozen=True, eq=False)
 class Unbiased:
-    """Forward of a linear layer whose bias another adds. It asks for the weight anew each time: sharding swaps it."""
+    """Forward of a linear layer whose bias `ReduceFromTP` adds. It reads the weight at each call, because sharding replaces it."""
 
     module: nn.Linear
 
@@ -77,7 +77,7 @@ class Lookup:
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """Before an embedding that every rank holds whole: it looks up this rank's slice of the sequence only."""
+    """Before an embedding that every rank holds whole: selects this rank's slice of the sequence."""
 
     group: Group
 
@@ -87,7 +87,7 @@ class Slice:
 
 @dataclass(frozen=True, eq=False)
 class SplitSeq:
-    """Before routed experts whose tokens all ranks have: each goes on with a slice of them, so that none is sent twice."""
+    """Before routed experts whose tokens all ranks have: each rank continues with a slice, so that no token is sent twice."""
 
     group: Group
 
@@ -97,7 +97,7 @@ class SplitSeq:
 
 @dataclass(frozen=True, eq=False)
 class GatherSeq:
-    """After them: all have all tokens again."""
+    """After routed experts: all ranks have all tokens again."""
 
     group: Group
 
