@@ -70,7 +70,7 @@ def report_of(run: Run, hardware: Hardware, result: SearchResult, *, aim: Litera
 
 
 def _distinct(result: SearchResult) -> tuple[Alternative, ...]:
-    """Each layout once, with its first reason: a neighbour of the best can also be one of the expected layouts."""
+    """Each layout once, with its first reason: a neighbor of the best can also be one of the expected layouts."""
     seen = {run_file_tables(result.best)}
     distinct = []
     for alternative in result.alternatives:

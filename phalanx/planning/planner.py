@@ -1,4 +1,4 @@
-"""The one entry of planning: a PlanRequest in, a PlanReport out; and the plan alone, for whoever trains it.
+"""The one entry of planning: a PlanRequest in, a PlanReport out; and the plan alone, for training.
 
 A request goes the same way for a named cluster and for this machine, which is one more cluster: `search` finds the fastest layouts, the
 alternatives get their reasons, the report is filled in. On this machine one rule is added: what trains here is the layout that the run file

@@ -58,7 +58,7 @@ def _missing(run: Run, hardware: Hardware, fits_in: float | None) -> str:
     layouts, limit = space(run, hardware), capacity_of(hardware, fits_in)
     need, row = smallest(layouts)
     if not row and run.layout != Layout():
-        return f"The run file's [layout] cannot be laid on {hardware.gpus:,} devices with a batch of {run.batch:,} sequences."
+        return f"The run file's [layout] does not fit {hardware.gpus:,} devices with a batch of {run.batch:,} sequences."
     if not row:
         return (
             f"No layout divides this run among {hardware.gpus:,} devices: a batch of {run.batch:,} sequences, {run.model.heads} heads and "

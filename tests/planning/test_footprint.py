@@ -11,9 +11,10 @@ from planning_cases import SMALL, SPARSE, cluster, run_of
 
 from phalanx.planning.cost.footprint import COMPONENTS, footprint
 from phalanx.planning.cost.job_table import SCHEDULES, JobTable
+from phalanx.planning.cost.schedule_cost import CODE, _counted
 from phalanx.planning.cost.state_memory import pipeline_shares
 from phalanx.planning.search.space import Space, all_columns, given_space, pick
-from phalanx.schedules.makers import make
+from phalanx.schedules.makers import forwards_in_flight, make
 from phalanx.schedules.stage_split import cut, flop_costs
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
@@ -133,3 +134,14 @@ def test_documents_and_grouped_heads_cost_a_table_of_scores_on_older_gpus() -> N
         found = given_space(run, cluster(8, gpu))
         sizes[gpu] = footprint(found.jobs(pick(all_columns(found), slice(0, 1)))).at(0)["activations"]
     assert sizes["a100-sxm-80gb"] > 1.5 * sizes["h100-sxm"]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved-1f1b"])
+def test_schedule_without_closed_form_is_counted_from_its_list(schedule: str) -> None:
+    run = run_of(replace(SMALL, layers=24), 12, 64)
+    run = replace(run, train=replace(run.train, micro_batch=1))
+    _, table = jobs(run, Layout(pipeline=4, data=1, schedule=schedule))  # type: ignore[arg-type]
+    for rank, expected in enumerate(make(schedule, 4, 12).forwards_in_flight):
+        counted = _counted(table, rank, 0.0, forwards_in_flight, codes=[CODE[schedule]])
+        assert float(np.max(counted)) == expected
+    assert float(np.max(_counted(table, 0, 7.0, forwards_in_flight, codes=[]))) == 7.0

@@ -106,7 +106,7 @@ def test_a_limit_below_what_any_device_needs_can_only_be_raised() -> None:
 def test_indivisible_run_is_refused() -> None:
     run = run_of(replace(SMALL, heads=7, dim=448, kv_heads=7, layers=3), 5, 30, layout=Layout(tensor=2))
     found = remedies(run, cluster(8))
-    assert found.sentence.startswith("The run file's [layout] cannot be laid on 8 devices")
+    assert found.sentence.startswith("The run file's [layout] does not fit 8 devices")
     assert found.changes
     bare = remedies(replace(run, layout=Layout()), cluster(11))
     assert bare.sentence.startswith("No layout divides this run")
