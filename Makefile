@@ -34,16 +34,11 @@ types: setup
 contracts: setup
 	$(BIN)/lint-imports
 
-# Tests that fork ranks, by themselves: where torch is built for GPUs, a process that has rehearsed one cannot be forked any more.
-FORKING := $(addprefix tests/,checkpointing optim parallel training verification rehearsal/test_layouts.py)
-# Tests that kill processes and count the seconds until something is done about it, when the others are done.
-ALONE := tests/cli/test_recovery.py tests/cli/test_resume.py tests/launch/test_failures.py
-SHARED := -m "not slow" --numprocesses 2 --dist loadfile
+# Files of tests are dealt to one process per core, the longest first (tests/conftest.py).
+WORKERS ?= auto
 
 tests: setup
-	$(BIN)/python -m pytest $(SHARED) $(addprefix --ignore=,$(FORKING) $(ALONE)) tests
-	$(BIN)/python -m pytest $(SHARED) $(FORKING)
-	$(BIN)/python -m pytest $(SHARED) $(ALONE)
+	$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Proofs that take minutes: run before an issue is resolved.
 test-slow: setup

@@ -31,6 +31,33 @@ os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="phalanx-config-")
 atexit.register(shutil.rmtree, os.environ["XDG_CONFIG_HOME"], ignore_errors=True)
 
 
+LONGEST = (
+    "cli/test_resume.py",
+    "cli/test_layouts.py",
+    "cli/test_recovery.py",
+    "parallel/test_zero.py",
+    "cli/test_train.py",
+    "launch/test_failures.py",
+    "verification/test_rows.py",
+    "cli/test_torchrun.py",
+    "parallel/test_context.py",
+    "training/test_trainer.py",
+    "parallel/test_pipeline.py",
+    "test_docs.py",
+)
+"""Files that take longest. They come first, so that no process works alone at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first. Rehearsals last: where torch is built for GPUs, a process that has rehearsed one cannot be forked."""
+
+    def order(item: pytest.Item) -> int:
+        file = item.path.relative_to(Path(__file__).parent).as_posix()
+        return LONGEST.index(file) - len(LONGEST) if file in LONGEST else int("rehears" in file)
+
+    items.sort(key=order)
+
+
 @pytest.fixture
 def gpu_environment() -> dict[str, str]:
     """The environment in which the machine's GPUs are seen."""
