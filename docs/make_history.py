@@ -1,5 +1,5 @@
-"""Writes docs/history.md, and the figures at the head of the examples that repeat published runs: what was published beside what
-`phalanx plan` predicts for the same layout on the same machines. `make docs` runs it."""
+"""Writes docs/history.md, and the figures at the head of the examples that repeat published runs: published figures next to the
+predictions of `phalanx plan` for the same layout on the same hardware. `make docs` runs it."""
 
 from __future__ import annotations
 
@@ -22,29 +22,30 @@ _HOUR, _WIDTH = 3600.0, 128
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """What is known of a run. Left out: not published."""
+    """Published figures of a run. None: not published."""
 
     title: str
     said: str
-    """The figures in words, with their source."""
+    """The figures as a sentence, with their source."""
     step: float | None = None
     """Seconds."""
     mfu: float | None = None
     hours: float | None = None
     """Device-hours of the whole run."""
     settings: tuple[str, ...] = ()
-    """Keys that it had and the example leaves open, because Phalanx keeps more in memory: the plan fills in what fits."""
+    """Settings of the published run that do not fit in Phalanx, which needs more memory. The example omits them, and the plan fills in
+    values that fit."""
     note: str = ""
 
 
-# Only figures that stand in the sources; what follows from them by arithmetic is computed below and told as such.
+# Only figures from the sources. Derived figures are computed below and marked as derived.
 PUBLISHED = {
     "gpt3-175b": Published(
         title="GPT-3 175B",
-        said="32 s a step on 1,024 A100 (Megatron-LM README); 34 days estimated for that (Narayanan et al., 2021). The first one took "
-        "3,640 petaflop/s-days on V100 (Brown et al., 2020).",
+        said="32 s a step on 1,024 A100 (Megatron-LM README); an estimate of 34 days for the run (Narayanan et al., 2021). The original run "
+        "took 3,640 petaflop/s-days on V100 (Brown et al., 2020).",
         step=32.0,
-        note="OpenAI's own layout was not published; this is Megatron-LM's.",
+        note="OpenAI did not publish its layout; this is the layout of Megatron-LM.",
     ),
     "mt-nlg-530b": Published(
         title="MT-NLG 530B",
@@ -59,18 +60,18 @@ PUBLISHED = {
         mfu=0.462,
         hours=1200 * 6144 + 336 * 3072,
         settings=("train.micro_batch=4", "memory.recompute=full", "memory.offload=none"),
-        note="PaLM computes attention and feed-forward side by side; smaller batches at the beginning.",
+        note="PaLM computes attention and feed-forward in parallel, and starts with smaller batches. The prediction models neither.",
     ),
     "llama2-70b": Published(
         title="Llama 2 70B",
-        said="1,720,320 A100-hours (Touvron et al., 2023), as of 35 days on 2,048.",
+        said="1,720,320 A100-hours (Touvron et al., 2023), which is 35 days on 2,048 devices.",
         hours=1_720_320,
-        note="Its layout was not published; this is a usual one.",
+        note="Its layout was not published; this is a common one.",
     ),
     "llama3-405b": Published(
         title="Llama 3 405B",
-        said="400 TFLOP/s, 41 % MFU at 8,192 tokens on 16,384 H100 (Llama Team, 2024); 30.84M H100-hours (model card of Llama 3.1, long "
-        "context, annealing and downtime included); more than 90 % of the time effective.",
+        said="400 TFLOP/s, 41 % MFU at 8,192 tokens on 16,384 H100 (Llama Team, 2024); 30.84M H100-hours (model card of Llama 3.1, "
+        "long context, annealing and downtime included); more than 90 % effective training time.",
         mfu=0.41,
         hours=30.84e6,
         settings=("memory.recompute=none", "memory.offload=none"),
@@ -81,28 +82,28 @@ PUBLISHED = {
         "(DeepSeek-AI, 2024).",
         hours=2.664e6,
         settings=("memory.compile=false", "memory.recompute=selective", "memory.offload=none"),
-        note="Without multi-token prediction; smaller batches at the beginning. How much DualPipe-V hides was set with these hours in view: "
-        "no independent prediction.",
+        note="The prediction omits multi-token prediction and the smaller batches at the start. The overlap of DualPipe-V was set with these "
+        "hours in view, so this is not an independent prediction.",
     ),
 }
 
 
 @dataclass(frozen=True)
 class Row:
-    """A run beside its prediction."""
+    """A published run and its prediction."""
 
     name: str
     published: Published
     run: Run
     machines: Hardware
     option: Candidate
-    """As it was run."""
+    """With the settings of the published run."""
     fitting: Candidate
-    """As the run file says, with what fits filled in."""
+    """With the settings of the run file; the plan fills in values that fit."""
 
     @property
     def hours(self) -> float:
-        """Published device-hours, or those of the published step."""
+        """Published device-hours, or those that follow from the published step time."""
         if self.published.hours is not None:
             return self.published.hours
         assert self.published.step is not None, "one of the two is known"
@@ -110,11 +111,11 @@ class Row:
 
     @property
     def days(self) -> float:
-        """On all machines at once."""
+        """Days on all devices."""
         return self.hours / self.machines.gpus / 24
 
     def published_lines(self) -> list[str]:
-        known = "" if self.published.hours is not None else ", from its steps"
+        known = "" if self.published.hours is not None else ", computed from the step time"
         price = (
             f", {_money(self.hours * self.machines.price)} at {self.machines.price:.2f} an hour" if self.machines.price else ""
         )
@@ -127,7 +128,7 @@ class Row:
         lines = self._lines("Predicted", self.option)
         if not self.option.fits:
             how = f"recompute {self.fitting.recompute}, micro-batch {self.fitting.micro_batch}, offload {self.fitting.offload}"
-            lines += self._lines(f"In Phalanx, with what fits ({how})", self.fitting)
+            lines += self._lines(f"In Phalanx, with settings that fit ({how})", self.fitting)
         return lines
 
     def _lines(self, what: str, option: Candidate) -> list[str]:
@@ -172,8 +173,8 @@ def rows() -> list[Row]:
     for name, published in PUBLISHED.items():
         run = load(ROOT / "examples" / f"{name}.toml")
         machines = hardware(run, None)
-        # Their own programs are meant here: DeepSeek's hides messages that ours does not, rounds within other kernels, and multiplies
-        # routed experts in 8 bits too.
+        # Predict the authors' own program: DeepSeek's hides communication that Phalanx does not, rounds inside other kernels, and
+        # multiplies routed experts in 8 bits too.
         theirs = replace(machines, measured=(*machines.measured, ("paired", PAIRED), ("rounding", 0.0), ("eight", 1.0)))
         as_run = judge(load(ROOT / "examples" / f"{name}.toml", published.settings), theirs)
         found.append(Row(name, published, run, machines, as_run, judge(run, machines)))
@@ -184,36 +185,36 @@ def page(found: list[Row]) -> str:
     titles = (
         "run", "devices", "tokens", "step published", "step predicted (P10–P90)", "days published", "days predicted", "hours published",
         "hours predicted", "price of published hours", "price predicted",
-        "days in Phalanx, with what fits", "its GiB of the fullest rank",
+        "days in Phalanx, with settings that fit", "GiB of its fullest rank",
     )  # fmt: skip
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in (titles, ["---"] * len(titles), *(row.cells() for row in found)))
     notes = "\n".join(f"- **{row.published.title}.** {row.published.said} {row.published.note}".rstrip() for row in found)
     return f"""# The cost of scale
 
-Six runs of the past, each a run file in [examples](../examples) with its layout: what was published beside what the equations predict
-for the same layout, with the catalogue's machines and the constants of plans ([planner-accuracy.md](planner-accuracy.md) tells where they
-are from and how sure they are; some of these steps are among those that they were fitted on).
+Six published runs. Each is a run file in [examples](../examples) with its layout. The table shows the published figures next to the predictions
+for the same layout, with the hardware of the [catalogue](catalogue.md) and the planner's constants. [planner-accuracy.md](planner-accuracy.md) describes
+these constants and their errors. Some of the steps below are among the data that they were fitted to.
 
 {table}
 
-Predicted days and hours include failures and saving as Phalanx handles them; published ones include whatever happened, or are computed
-from the published step where no hours were. Prices are the catalogue's for an hour of a device (`phalanx clusters`), today's and not those
-of the time. Some of these runs kept less in memory than Phalanx does, whose residual stream is fp32: the last two columns are what the run
-file takes here, with recomputation and micro-batch filled in by the plan.
+Predicted days and hours include failures and saving as Phalanx handles them. Published ones include all interruptions, or are computed from the
+published step time where no hours were published. Prices use the catalogue's price for a device-hour (`phalanx clusters`): today's prices, not
+those of the time. Some of these runs needed less memory than Phalanx, whose residual stream is fp32. The last two columns show the run file in
+Phalanx, with recomputation and micro-batch chosen by the plan.
 
 {notes}
 
-This page and the figures at the head of the run files are made by `make docs`.
+`make docs` generates this page and the figures at the head of the run files.
 """
 
 
 def headed(text: str, row: Row) -> str:
-    """A run file with its figures between the two marks."""
+    """The text of a run file with the figures between its two marks."""
     before, _, rest = text.partition(BEGIN)
     _, mark, after = rest.partition(END)
-    assert mark, f"examples/{row.name}.toml has lost its marks"
+    assert mark, f"examples/{row.name}.toml has no marks"
     lines = [*row.published_lines(), *row.predicted_lines()]
-    # What belongs to a line is set in under it.
+    # Continuation lines are indented.
     wrapped = (fill(line, _WIDTH, break_on_hyphens=False, initial_indent="# ", subsequent_indent="#   ") for line in lines)
     return before + BEGIN + "".join(f"{line}\n" for line in wrapped) + END + after
 
