@@ -1,8 +1,7 @@
-"""A loop of one's own around the trainer: every call of it is there to be made by hand.
+"""A custom training loop around `Trainer`: restore, step, evaluate, save.
 
     python examples/own_loop.py
-
-Under `torchrun --nproc-per-node 2 examples/own_loop.py` the same program is one of two ranks.
+    torchrun --nproc-per-node 2 examples/own_loop.py   # the same program on two ranks
 """
 
 from pathlib import Path
@@ -13,10 +12,10 @@ import phalanx as px
 def main() -> None:
     run = px.load(Path(__file__).parent / "quickstart.toml", ["train.steps=20"])
     trainer = px.trainer(run, checkpoints="runs/own-loop/checkpoints")
-    trainer.restore()  # goes on from the newest checkpoint there, if there is one
+    trainer.restore()  # continues from the newest checkpoint, if there is one
     while not trainer.finished:
         taken = trainer.step()
-        if taken is None:  # told to stop: nothing was changed
+        if taken is None:  # a stop was requested; the step was not taken
             break
         print(f"step {taken.step}: loss {taken.loss:.4f}")
     print(f"held-out loss {trainer.evaluate().loss:.4f}")

@@ -1,6 +1,6 @@
-"""A model of another kind: no attention, but a gated linear recurrence, trained by `phalanx train examples/own_model.toml`.
+"""A custom model: a gated linear recurrence without attention. `phalanx train examples/own_model.toml` trains it.
 
-docs/own-model.md says what Phalanx asks of a model. It is a plain one-device module: Phalanx brings the ranks.
+It is a plain one-device module; Phalanx parallelizes it. docs/own-model.md describes the interface.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ AXES = {
     "blocks.*.out.weight": ("model", "inner"),
     "*norm.weight": ("model",),
 }
-"""Parameter-name pattern to the names of its dimensions; the first that matches counts, and every parameter must match one."""
+"""Parameter-name pattern to the names of its dimensions. The first match counts, and every parameter must match a pattern."""
 
 INITIAL = {
     "*norm.weight": "ones",
     "blocks.*.out.weight": "residual",
     "*": "normal",
 }
-"""Parameter-name pattern to its initial values: "ones", "zeros", "normal", or "residual", which is normal and smaller with depth."""
+"""Parameter-name pattern to its initial values: "ones", "zeros", "normal", or "residual" (normal, scaled down with depth)."""
 
 
 class Block(nn.Module):
-    """x + recurrence(norm(x)): each channel keeps a running mean of what it is given, and decides how much it forgets."""
+    """x + recurrence(norm(x)): each channel keeps a running mean of its inputs, with a learned gate that forgets."""
 
     def __init__(self, dim: int, memory: float):
         super().__init__()
@@ -40,23 +40,23 @@ class Block(nn.Module):
     def forward(self, x_BSD: Tensor, begins_BS: Tensor) -> Tensor:
         value, keep, gate = self.into(self.norm(x_BSD)).float().chunk(3, dim=-1)
         keep = torch.sigmoid(keep + self.memory)
-        # Where a document begins, nothing of what was before it is kept.
+        # The state is reset where a document begins.
         state_BSD = scan(keep.masked_fill(begins_BS[..., None], 0.0), (1 - keep) * value)
         return x_BSD + self.out(state_BSD * F.silu(gate))
 
 
 class Recurrent(nn.Module):
-    """Tokens in, logits out."""
+    """Token ids to logits."""
 
-    def __init__(self, spec):  # a phalanx ModelSpec: the [model] table of the run file
+    def __init__(self, spec):  # spec: a phalanx ModelSpec, the [model] table of the run file
         super().__init__()
-        memory = spec.option("memory", 2.0)  # [model.options]: whatever this model alone wants to know
+        memory = spec.option("memory", 2.0)  # a setting of this model, from [model.options]
         self.embed = nn.Embedding(spec.rows, spec.dim)
         self.blocks = nn.ModuleList(Block(spec.dim, memory) for _ in range(spec.layers))
         self.norm = nn.RMSNorm(spec.dim)
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor, documents_BS: Tensor | None = None) -> Tensor:
-        """Logits [B, S, V]. Positions count from 0 in every document, so they say where to forget."""
+        """Returns logits [B, S, V]. A position of 0 begins a document and resets the state."""
         x_BSD = self.embed(tokens_BS)
         for block in self.blocks:
             x_BSD = block(x_BSD, positions_BS == 0)
@@ -64,7 +64,7 @@ class Recurrent(nn.Module):
 
 
 def scan(keep_BSD: Tensor, given_BSD: Tensor) -> Tensor:
-    """state[s] = keep[s] * state[s - 1] + given[s] at all places at once, in log2(S) rounds that each reach twice as far."""
+    """Parallel scan: state[s] = keep[s] * state[s - 1] + given[s] for all positions, in log2(S) rounds of doubling reach."""
     reach = 1
     while reach < keep_BSD.shape[1]:
         before = F.pad(given_BSD, (0, 0, reach, 0))[:, :-reach]
