@@ -1,7 +1,7 @@
 """A custom training loop around `Trainer`: restore, step, evaluate, save.
 
-    python examples/own_loop.py
-    torchrun --nproc-per-node 2 examples/own_loop.py   # the same program on two ranks
+python examples/own_loop.py
+torchrun --nproc-per-node 2 examples/own_loop.py   # the same program on two ranks
 """
 
 from pathlib import Path
