@@ -332,7 +332,7 @@ class Agent:
         try:
             await asyncio.to_thread(self.replica_process.restart)
         except OSError as error:
-            self.emit(Warned(message=f"Node {self.node} keeps no copies in memory any more: {error}."))
+            self.emit(Warned(message=f"Node {self.node} no longer keeps copies in memory: {error}."))
             return
         self.emit(Warned(message=f"The process that keeps node {self.node}'s copies in memory was lost, and started again."))
         self.report(protocol.ReplicaServerMoved(address=list(self.replica_process.address)))

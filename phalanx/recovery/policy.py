@@ -101,7 +101,7 @@ def _aftermath(situation: Situation, event: Event) -> _Aftermath:
 
 
 def _grow(aftermath: _Aftermath, legal: Legal) -> NewGeneration | None:
-    """A layout that is nearer to the wanted one than the running layout, if the slots allow item."""
+    """A layout that is nearer to the wanted one than the running layout, if the slots allow it."""
     wanted, layout = aftermath.situation.wanted, aftermath.situation.layout
     if layout == wanted:
         return None
@@ -140,7 +140,7 @@ def _same_layout(aftermath: _Aftermath) -> NewGeneration | None:
     free = {node: slots - taken[node] for node, slots in aftermath.living.items()}
     if sum(free.values()) < len(displaced):
         return None
-    # The emptiest node first, so that the ranks of a lost node stay together on a spare item.
+    # The emptiest node first, so that the ranks of a lost node stay together on a spare node.
     order = sorted(free, key=lambda node: (-free[node], node))
     places = assign_nodes(displaced, layout.tensor, {node: free[node] for node in order}, aftermath.places)
     ranks, survivors = range(layout.ranks), aftermath.survivors
