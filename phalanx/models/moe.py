@@ -6,7 +6,7 @@ Qwen3-MoE and DeepSeek-V3 are settings of it. Used by `models/decoder`; training
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -148,6 +148,8 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(moe.experts, moe.ffn, dim))
         self.up = nn.Parameter(torch.empty(moe.experts, moe.ffn, dim))
         self.down = nn.Parameter(torch.empty(moe.experts, dim, moe.ffn))
+        self.read_counts: Callable[[Tensor, int], list[int]] = lambda counts_E, rows: counts_E.tolist()
+        """Rows of each expert on the host, from the counts and their sum. A rehearsal, whose tensors have no values, replaces it."""
 
     @property
     def count(self) -> int:
@@ -158,7 +160,7 @@ class Experts(nn.Module):
         dtype = compute_dtype(x_RD)
         x_RD, weights = x_RD.to(dtype), [weight.to(dtype) for weight in (self.gate, self.up, self.down)]
         if not _groupable(x_RD, self.gate.shape[1]):
-            return loop_experts(x_RD, counts_E, *weights)
+            return loop_experts(x_RD, self.read_counts(counts_E, len(x_RD)), *weights)
         if x_RD.device.type == "cuda":
             weights = [_ZeroUnusedGradients.apply(weight, counts_E) for weight in weights]
         gate_EDF, up_EDF, down_EFD = (weight.transpose(1, 2) for weight in weights)
@@ -180,9 +182,9 @@ class _ZeroUnusedGradients(torch.autograd.Function):
         return gradients[0].masked_fill((ctx.saved_tensors[0] == 0)[:, None, None], 0), None
 
 
-def loop_experts(x_RD: Tensor, counts_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
+def loop_experts(x_RD: Tensor, counts: Sequence[int], gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
     """One expert after the other: the reference for the grouped matrix product, and its replacement where it is unavailable."""
-    parts = x_RD.split(counts_E.tolist())
+    parts = x_RD.split(list(counts))
     outs = [
         F.linear(F.silu(F.linear(part, gate)) * F.linear(part, up), down)
         for part, gate, up, down in zip(parts, gate_EFD, up_EFD, down_EDF, strict=True)

@@ -1,7 +1,7 @@
-"""What the real program reads off its data, and a rehearsal has to assume: experts get equally many rows, windows hold several
-documents, states in files are where they should be. Opened by `rehearsal/rehearsed_rank` around a rehearsal.
+"""What the real program reads from its data, its files and other ranks, and a rehearsal assumes: every expert gets as many rows as any
+other, windows contain several documents, states are in their files. `rehearsal/rehearsed_rank` uses it around a rehearsal.
 
-Each assumption stands in for one function of the program, at a seam where it reads a tensor's values on the host.
+Each assumption is passed to the program where it would read the values of a tensor on the host.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +19,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from phalanx.models import moe
-from phalanx.observe import comm_timer
+from phalanx.observe.comm_timer import COMM_TIMER
 from phalanx.optim.param_optimizer import Resources
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Environment, Mesh
 from phalanx.parallel.owned_param import OwnedParam, ParamShard
+from phalanx.rehearsal.fake_gpu import replaced
 from phalanx.spec.tensor_slice import Box, TensorSlice
-from phalanx.transforms import activations
+from phalanx.transforms.activations import MOVED
 
 ASSUMED = (
     "every expert gets equally many tokens",
@@ -37,7 +36,7 @@ ASSUMED = (
 
 
 class RehearsedEnvironment(Environment):
-    """What a rehearsed rank assumes where a real one learns it."""
+    """What a rehearsed rank assumes where a real one asks other ranks or reads tensors."""
 
     def broadcast_object(self, value: Any, ranks: int) -> Any:
         return value
@@ -82,14 +81,10 @@ def tiles(group: Group, spot: ParamShard, tensor: int) -> list[Box]:
     raise AssertionError(f"{spot} is cut in a way that rehearsals do not know")
 
 
-class _Even:
-    """Counts of experts, where one after the other is taken."""
-
-    def __init__(self, rows: int, experts: int):
-        self._counts = [rows // experts + (index < rows % experts) for index in range(experts)]
-
-    def tolist(self) -> list[int]:
-        return self._counts
+def even_counts(counts_E: Tensor, rows: int) -> list[int]:
+    """Rows of each expert, as equal as possible: `models/moe.Experts.read_counts` of a rehearsal."""
+    experts = len(counts_E)
+    return [rows // experts + (index < rows % experts) for index in range(experts)]
 
 
 class Room:
@@ -135,38 +130,35 @@ class Scratch:
 
 
 def _address(tensor: Tensor) -> int:
-    """Memory that is not there has no address; this one tells pieces apart as addresses do."""
+    """Different for different parts of a storage, as the address is that a tensor without memory does not have."""
     return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
 
 
-def given_memory(module: nn.Module, *, device: torch.device, recurse: bool = True) -> nn.Module:
-    """In place of `nn.Module.to_empty`: a module that two stages of a rank share keeps what the first gave it, as torch cannot exchange
-    tensors without memory a second time."""
+def to_empty(module: nn.Module, *, device: torch.device, recurse: bool = True) -> nn.Module:
+    """In place of `nn.Module.to_empty`: leaves a module that two stages of a rank share as the first stage made it, because torch cannot
+    exchange tensors without memory a second time."""
     for child in module.children() if recurse else ():
-        given_memory(child, device=device)
-    if any(one.is_meta for one in (*module._parameters.values(), *module._buffers.values()) if one is not None):
-        module._apply(lambda one: torch.empty_like(one, device=device), recurse=False)
+        to_empty(child, device=device)
+    if any(tensor.is_meta for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None):
+        module._apply(lambda tensor: torch.empty_like(tensor, device=device), recurse=False)
     return module
 
 
 @contextlib.contextmanager
-def assumed(rank: Mesh) -> Iterator[None]:
-    """While it is open."""
-    loop = moe.loop_experts
-
-    def even(x_RD: Tensor, counts_E: Any, *weights: Tensor) -> Tensor:
-        return loop(x_RD, _Even(len(x_RD), len(weights[0])), *weights)  # type: ignore[arg-type]
-
+def assumed() -> Iterator[None]:
+    """Meanwhile nothing waits for other ranks, and torch treats tensors without memory as tensors with it."""
+    complete = COMM_TIMER.complete
     with contextlib.ExitStack() as stack:
+        stack.callback(setattr, COMM_TIMER, "complete", complete)
+        COMM_TIMER.complete = lambda work: None
+        stack.callback(MOVED.discard, FakeTensor)
+        MOVED.add(FakeTensor)
         for owner, name, value in (
-            # No C++ code is to see a GPU; it would start threads for one, and no process with such can be forked.
+            # C++ code that sees a GPU starts threads for it, and a process with such threads cannot be forked.
             (torch._C, "_ensureCUDADeviceGuardSet", lambda: None),
-            (comm_timer.COMM_TIMER, "complete", lambda work: None),  # nobody is waited for
-            (moe, "loop_experts", even),
-            (nn.Module, "to_empty", given_memory),
-            (activations, "MOVED", (*activations.MOVED, FakeTensor)),
+            (nn.Module, "to_empty", to_empty),
             (torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata),
             (FakeTensor, "data_ptr", _address),
         ):
-            stack.enter_context(mock.patch.object(owner, name, value))
+            stack.enter_context(replaced(owner, name, value))
         yield

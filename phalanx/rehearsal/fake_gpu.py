@@ -1,9 +1,11 @@
-"""A GPU that is not there, for as long as a rehearsal lasts: tensors without memory that say they lie on it, its streams and events,
-and the choices that libraries would make on it. `rehearsal/rehearse` opens it around the real program.
+"""A fake GPU for the duration of a rehearsal: tensors without memory that report it as their device, its streams and events, and the
+kernels that torch would choose on it. `rehearsal/rehearsed_rank` opens it around the real program.
 
-torch's own fake tensors can say "cuda" only where torch was built for it. So two readers are told two things: whoever asks a tensor
-in Python where it lies is told the GPU, as the program's own decisions hang on that; torch's C++ side is told the CPU, whose
-autograd and formats every build has. Nothing is allocated on either, and the same is rehearsed on every machine.
+torch's own fake tensors can have the device "cuda" only where torch was built for it. So a fake tensor gives two answers: in Python,
+where the program decides by device, it reports the GPU; to torch's C++ code it reports the CPU, whose autograd and dtypes every build
+has. Nothing is allocated on either, and a rehearsal gives the same result on every machine.
+
+The program asks `phalanx.accelerator`, where the fake GPU is registered. FSDP2 and modules of users ask torch's own device module.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.amp
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from phalanx import accelerator
 from phalanx.rehearsal import attention_kernels
 
 GPU = torch.device("cuda", 0)
@@ -26,7 +28,7 @@ HOST = torch.device("cpu")
 
 
 class Inside:
-    """Whether torch itself is at work on an operation: then tensors tell the truth."""
+    """Whether torch itself runs an operation: then tensors report the device that they really have."""
 
     __slots__ = ("now",)
 
@@ -38,7 +40,7 @@ INSIDE = Inside()
 
 
 class Current:
-    """The stream that allocations are made on: an allocator keeps streams apart."""
+    """The number of the stream that memory is allocated on: an allocator reuses memory only within a stream."""
 
     __slots__ = ("count", "now")
 
@@ -50,20 +52,35 @@ STREAM = Current()
 _device = FakeTensor.device
 
 
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Meanwhile an attribute of one of torch's modules or classes has another value."""
+    missing = object()
+    original = vars(owner).get(name, missing)  # an inherited attribute is not the owner's
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if original is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+
+
 def placed(tensor: Tensor) -> bool:
-    """Whether a tensor is taken to lie on the GPU."""
+    """Whether a tensor counts as on the GPU."""
     return getattr(tensor, "_on_gpu", False)
 
 
-def _told(self: Any) -> torch.device:
+def _reported_device(self: Any) -> torch.device:
     if INSIDE.now or self.fake_mode.in_kernel_invocation or not placed(self):
-        found: torch.device = _device.__get__(self)
-        return found
+        device: torch.device = _device.__get__(self)
+        return device
     return GPU
 
 
 class _Stream:
-    """In order and at once: what matters of streams here is only that they are asked for."""
+    """Every operation is complete when it returns; a stream only tells the allocator where memory belongs."""
 
     def __init__(self, *_: Any, **__: Any):
         self.device = GPU
@@ -102,16 +119,16 @@ _STREAM.number = STREAM.count = 0
 
 
 def _as_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same question about the device that plays the GPU's part."""
+    """A function of torch that, asked about the GPU, answers for the CPU, on which operations run here."""
 
-    def asked(device_type: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    def on_cpu(device_type: str | None = None, *args: Any, **kwargs: Any) -> Any:
         return function("cpu" if device_type in (None, "cuda") else device_type, *args, **kwargs)
 
-    return asked
+    return on_cpu
 
 
 def _rms_norm(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """GPUs have a kernel that keeps one number per row; elsewhere torch puts it together from parts, which keeps more."""
+    """GPUs have a kernel that saves one number per row; elsewhere torch composes it of several operations, which save more."""
 
     def norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
         if not placed(x):
@@ -124,7 +141,7 @@ def _rms_norm(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class _RmsNorm(torch.autograd.Function):
-    """What the kernel takes, keeps and gives; not what it computes."""
+    """Inputs, saved tensors and outputs of the kernel, without its arithmetic."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
@@ -135,56 +152,107 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, _ = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
-        return torch.empty_like(x) if wanted[0] else None, torch.empty_like(weight) if wanted[1] else None, None
+        needed = ctx.needs_input_grad
+        return torch.empty_like(x) if needed[0] else None, torch.empty_like(weight) if needed[1] else None, None
 
 
-_CUDA: dict[str, Any] = {
-    "Stream": _Stream,
-    "Event": _Event,
-    "is_available": lambda: True,
-    "is_initialized": lambda: True,
-    "_lazy_init": lambda: None,
-    "device_count": lambda: 1,
-    "current_device": lambda: 0,
-    "set_device": lambda device: None,
-    "current_stream": lambda device=None: _STREAM,
-    "default_stream": lambda device=None: _STREAM,
-    "stream": lambda stream: stream or _STREAM,
-    "set_stream": lambda stream: None,
-    "synchronize": lambda device=None: None,
-    "max_memory_allocated": lambda device=None: 0,
-    "memory_allocated": lambda device=None: 0,
-    "reset_peak_memory_stats": lambda device=None: None,
-    "empty_cache": lambda: None,
-    "manual_seed": lambda seed: None,
-    "manual_seed_all": lambda seed: None,
-}
+class FakeGpu(accelerator.Cuda):
+    """The fake GPU as the program sees it: no driver is called."""
+
+    def __init__(self, card: attention_kernels.Card):
+        self._card = card
+
+    def available(self) -> bool:
+        return True
+
+    def set_device(self, device: torch.device) -> None:
+        pass
+
+    def name(self, device: torch.device | None = None) -> str:
+        return self._card.name
+
+    def capability(self, device: torch.device | None = None) -> tuple[int, int]:
+        return self._card.capability
+
+    def memory_allocated(self) -> int:
+        return 0
+
+    def max_memory_allocated(self) -> int:
+        return 0
+
+    def reset_peak_memory(self) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+    def synchronize(self, device: torch.device | None = None) -> None:
+        pass
+
+    def stream(self, device: torch.device) -> Any:
+        return _Stream()
+
+    def current_stream(self, device: torch.device | None = None) -> Any:
+        return _STREAM
+
+    def use(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        return stream or _STREAM
+
+    def event(self, *, timing: bool = False) -> Any:
+        return _Event()
+
+
+def _device_functions(card: attention_kernels.Card) -> dict[str, Any]:
+    """Functions of torch's device module that FSDP2, autograd and modules of users call."""
+    return {
+        "Stream": _Stream,
+        "Event": _Event,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_lazy_init": lambda: None,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "get_device_capability": lambda device=None: card.capability,
+        "get_device_name": lambda device=None: card.name,
+        "current_stream": lambda device=None: _STREAM,
+        "default_stream": lambda device=None: _STREAM,
+        "stream": lambda stream: stream or _STREAM,
+        "set_stream": lambda stream: None,
+        "synchronize": lambda device=None: None,
+        "max_memory_allocated": lambda device=None: 0,
+        "memory_allocated": lambda device=None: 0,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "manual_seed": lambda seed: None,
+        "manual_seed_all": lambda seed: None,
+    }
 
 
 @contextlib.contextmanager
 def gpu(card: attention_kernels.Card) -> Iterator[None]:
-    """While it is open, fake tensors that the program made on "cuda" are on a GPU of this kind as far as Python can tell."""
-    STREAM.now = STREAM.count = 0  # or a rehearsal would hang on how many there were before
+    """Meanwhile fake tensors that the program creates on "cuda" are on a GPU of this kind as far as Python can tell."""
+    STREAM.now = STREAM.count = 0  # a rehearsal must not depend on those before it
+    autocast = _as_cpu(torch.autocast)
+    attention = attention_kernels.chosen(F.scaled_dot_product_attention, card, placed)
+    real = accelerator.of(GPU)
     with contextlib.ExitStack() as stack:
-
-        def patch(owner: Any, name: str, value: Any) -> None:
-            stack.enter_context(mock.patch.object(owner, name, value, create=True))
-
-        for name, value in _CUDA.items():
-            patch(torch.cuda, name, value)
-        patch(torch.cuda, "get_device_capability", lambda device=None: card.capability)
-        patch(torch.cuda, "get_device_name", lambda device=None: card.name)
-        patch(FakeTensor, "device", property(_told))
-        patch(FakeTensor, "is_cuda", property(placed))
-        patch(FakeTensor, "record_stream", lambda self, stream: None)
-        patch(FakeTensor, "get_device", lambda self: 0 if placed(self) else -1)
-        autocast = _as_cpu(torch.autocast)
-        patch(torch, "autocast", autocast)
-        patch(torch.amp, "autocast", autocast)
-        patch(torch.amp.autocast_mode, "autocast", autocast)
-        patch(torch, "is_autocast_enabled", _as_cpu(torch.is_autocast_enabled))
-        patch(torch, "get_autocast_dtype", _as_cpu(torch.get_autocast_dtype))
-        patch(torch, "rms_norm", _rms_norm(torch.rms_norm))
-        patch(F, "scaled_dot_product_attention", attention_kernels.chosen(F.scaled_dot_product_attention, card, placed))
+        accelerator.register(FakeGpu(card))
+        stack.callback(accelerator.register, real)
+        for name, value in _device_functions(card).items():
+            stack.enter_context(replaced(torch.get_device_module(GPU), name, value))
+        for owner, name, value in (
+            (FakeTensor, "device", property(_reported_device)),
+            (FakeTensor, "is_cuda", property(placed)),
+            (FakeTensor, "record_stream", lambda self, stream: None),
+            (FakeTensor, "get_device", lambda self: 0 if placed(self) else -1),
+            (torch, "autocast", autocast),
+            (torch.amp, "autocast", autocast),
+            (torch.amp.autocast_mode, "autocast", autocast),
+            (torch, "is_autocast_enabled", _as_cpu(torch.is_autocast_enabled)),
+            (torch, "get_autocast_dtype", _as_cpu(torch.get_autocast_dtype)),
+            (torch, "rms_norm", _rms_norm(torch.rms_norm)),
+            (F, "scaled_dot_product_attention", attention),
+        ):
+            stack.enter_context(replaced(owner, name, value))
         yield

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as modules
 from torch.utils._pytree import tree_leaves
 
+from phalanx.models.moe import Experts
 from phalanx.observe.comm_timer import COMM_TIMER
 from phalanx.optim.optimizer import learning_rate
 from phalanx.parallel.mesh import Mesh
@@ -23,7 +24,7 @@ from phalanx.parallel.pipeline.executor import PipelineObserver
 from phalanx.parallel.pipeline.rank_actions import RankAction
 from phalanx.rehearsal import fake_gpu
 from phalanx.rehearsal.attention_kernels import Card
-from phalanx.rehearsal.environment import RehearsedEnvironment, assumed, optimizer_resources
+from phalanx.rehearsal.environment import RehearsedEnvironment, assumed, even_counts, optimizer_resources
 from phalanx.rehearsal.message_log import Messages
 from phalanx.rehearsal.op_tracker import Watch
 from phalanx.spec.plan import Plan
@@ -91,6 +92,8 @@ class Program:
             self.pipeline.observer = _ActionObserver(watch)
         for part in placed.parts:
             for module in part.modules():
+                if isinstance(module, Experts):
+                    module.read_counts = even_counts
                 if hasattr(module, "work"):  # see `transforms/recompute`
                     module.work = watch  # type: ignore[assignment]
         spec = self.run.model
@@ -210,7 +213,7 @@ def opened(run: Run, plan: Plan, rank: int, card: Card | None, messages: Message
         stack.callback(setattr, COMM_TIMER, "events", events)
         stack.enter_context(fake_process_group(mesh))
         stack.enter_context(lazy_fsdp_chunks())
-        stack.enter_context(assumed(mesh))
+        stack.enter_context(assumed())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         if card:
             stack.enter_context(fake_gpu.gpu(card))

@@ -25,8 +25,8 @@ from phalanx.transforms.blocks import blocks, named, wrap
 
 _MIN_BYTES = 1 << 20
 """Smaller tensors stay on the device: a copy has a fixed cost."""
-MOVED: tuple[type, ...] = (Tensor, nn.Buffer)
-"""Types of tensors that may move; a rehearsal adds its own."""
+MOVED: set[type] = {Tensor, nn.Buffer}
+"""Types of tensors that may move. A rehearsal adds torch's fake tensors while it runs."""
 _IN_FLIGHT = 1
 """Blocks whose copies may still be in flight while the next block computes."""
 

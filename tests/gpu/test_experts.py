@@ -52,7 +52,7 @@ for name in ("grouped", "loop"):
             y = experts(x, counts)
         else:
             halves = [w.to(torch.bfloat16) for w in (experts.gate, experts.up, experts.down)]
-            y = loop_experts(x.to(torch.bfloat16), counts, *halves)
+            y = loop_experts(x.to(torch.bfloat16), counts.tolist(), *halves)
     y.float().square().sum().backward()
     ways[name] = [y.float(), x.grad, *(w.grad.clone() for w in experts.parameters())]
 for ours, theirs in zip(ways["grouped"], ways["loop"], strict=True):

@@ -54,7 +54,7 @@ def test_the_grouped_product_equals_the_loop(counts: list[int], dtype: torch.dty
             held.gate, held.up, held.down = (torch.nn.Parameter(weight.detach()) for weight in weights)
             y, weights = held(x, each), [held.gate, held.up, held.down]
         else:
-            y = loop_experts(x, each, *weights)
+            y = loop_experts(x, counts, *weights)
         (y.float() ** 2).sum().backward()
         found.append([y.detach(), x.grad, *(weight.grad for weight in weights)])
     exact = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 3e-2, "rtol": 3e-2}
