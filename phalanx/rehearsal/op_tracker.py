@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from phalanx.rehearsal.ledger import Ledger, Where
 from phalanx.rehearsal.message_log import Messages
 from phalanx.rehearsal.temporaries import hidden
 
+T = TypeVar("T")
 _aten = torch.ops.aten
 _GROUPED = _aten._grouped_mm.default
 _DEVICE = torch.ops.prim.device.default
@@ -212,10 +213,10 @@ class Watch(TorchDispatchMode):
         before, self.where = self.where, Where(phase, module, self.where.action if action is None else action)
         return before
 
-    def around(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
+    def around(self, function: Callable[..., T], phase: str) -> Callable[..., T]:
         """A function whose time is a phase of its own."""
 
-        def inside(*args: Any, **kwargs: Any) -> Any:
+        def inside(*args: Any, **kwargs: Any) -> T:
             before = self.enter(phase)
             try:
                 return function(*args, **kwargs)

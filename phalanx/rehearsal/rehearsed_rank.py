@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,9 @@ from phalanx.spec.tensor_slice import chunk
 from phalanx.training.build import TrainState, build
 from phalanx.training.dry_build import absent_place, fake_process_group, lazy_fsdp_chunks
 from phalanx.training.micro_batch import MicroBatch
-from phalanx.training.step import Stepper
+from phalanx.training.step import StepObserver, StepPart, Stepper
+
+T = TypeVar("T")
 
 
 class Program:
@@ -49,7 +51,7 @@ class Program:
         self._micro_batch = 0
         self._waiting: list[MicroBatch] = []
         """Those that a shortened step leaves out, on the device."""
-        self._tell()
+        self._observe()
         self._settle()
 
     def step(self, micro_batches: int, all_of_them: int | None = None) -> None:
@@ -59,7 +61,7 @@ class Program:
         watch.enter("inputs", "", "")
         batches = [self._batch() for _ in range(micro_batches)]
         others = (all_of_them or micro_batches) - micro_batches if self.pipeline is not None else 0
-        self._waiting = [self._batch().to(self.mesh.device) for _ in range(others)]
+        self._waiting[:] = [self._batch().to(self.mesh.device) for _ in range(others)]
         watch.enter("step", "", "")
         rate = learning_rate(self.run.optimizer, 0, self.run.steps)
         self.stepper.step(batches, self.built.optimizer, rate, lambda: 0)
@@ -78,19 +80,13 @@ class Program:
         documents = torch.empty((own[0], length), dtype=torch.int32) if self.run.data.document_mask else None
         return MicroBatch(tokens, targets, positions, documents, counted=own[0] * own[1], digest=0)
 
-    def _tell(self) -> None:
-        """Have the parts of a step say when they begin."""
-        placed, watch = self.built.sharded, self.watch
-        placed.loss = watch.around(placed.loss, "loss")
-        optimizer: Any = self.built.optimizer
-        optimizer.step = watch.around(optimizer.step, "optimizer")
-        engine: Any = placed.engine
-        engine.after_backward = self._after(engine.after_backward)
-        engine.finish = self._alone(engine.finish)
-        engine.updated = watch.around(engine.updated, "update")
+    def _observe(self) -> None:
+        """Let the parts of a step tell the watch when they begin."""
+        sharded, watch = self.built.sharded, self.watch
+        self.stepper.observer = _StepObserver(watch, self._waiting)
         if self.pipeline is not None:
             self.pipeline.observer = _ActionObserver(watch)
-        for part in placed.parts:
+        for part in sharded.parts:
             for module in part.modules():
                 if isinstance(module, Experts):
                     module.read_counts = even_counts
@@ -99,26 +95,7 @@ class Program:
         spec = self.run.model
         tensor = self.mesh.size("tensor")
         watch.logits = chunk(spec.rows, self.mesh.coordinate("tensor"), tensor)[1] if tensor > 1 else spec.rows
-        watch.weights = {_local(p).untyped_storage()._cdata for part in placed.parts for p in part.parameters()}
-
-    def _after(self, work: Any) -> Any:
-        """What follows a backward."""
-
-        def after(*args: Any) -> None:
-            self.watch.enter("step")
-            work(*args)
-
-        return after
-
-    def _alone(self, finish: Any) -> Any:
-        """The end of the gradients' way, which is no single micro-batch's."""
-
-        def alone() -> None:
-            self._waiting.clear()  # the pipeline is done with its micro-batches
-            self.watch.enter("reduce", "", "")
-            finish()
-
-        return alone
+        watch.weights = {_local(p).untyped_storage()._cdata for part in sharded.parts for p in part.parameters()}
 
     def _settle(self) -> None:
         """Say what lasts is for what."""
@@ -174,6 +151,24 @@ class Program:
 def _local(tensor: Any) -> Tensor:
     found: Tensor = getattr(tensor, "_local_tensor", tensor)
     return found
+
+
+class _StepObserver(StepObserver):
+    """Tells the watch which part of a step runs."""
+
+    def __init__(self, watch: Watch, waiting: list[MicroBatch]):
+        """`waiting`: micro-batches on the device, which a pipeline drops at the end of its backwards."""
+        self._watch, self._waiting = watch, waiting
+
+    def run(self, part: StepPart, function: Callable[..., T], *args: Any) -> T:
+        if part in ("loss", "optimizer"):
+            return self._watch.around(function, part)(*args)
+        if part == "reduce":
+            self._waiting.clear()
+            self._watch.enter("reduce", "", "")  # it belongs to no single micro-batch
+        else:
+            self._watch.enter("step")
+        return function(*args)
 
 
 class _ActionObserver(PipelineObserver):

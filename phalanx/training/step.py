@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,18 @@ _LOAD_STEPS = 20
 
 StopRequest = Callable[[], int]
 """Returns what this rank was asked to do: 0, PAUSE or STOP."""
+
+
+T = TypeVar("T")
+StepPart = Literal["loss", "after_backward", "reduce", "optimizer"]
+
+
+class StepObserver:
+    """Sees the parts of a step. This one does nothing; a rehearsal installs its own as `Stepper.observer`."""
+
+    def run(self, part: StepPart, function: Callable[..., T], *args: Any) -> T:
+        """Runs one part and returns its result."""
+        return function(*args)
 
 
 @dataclass(slots=True)
@@ -71,7 +83,7 @@ class Stepper:
         self._routers = {name: router for part in model.parts for name, router in routers(part).items()}
         self._loads = Loads(experts, {name: router.counts for name, router in self._routers.items()})
         self._recent_loads: deque[Tensor] = deque(maxlen=_LOAD_STEPS)
-        self.hooks = Hooks()
+        self.hooks, self.observer = Hooks(), StepObserver()
         self.scale = LossScale.of(plan.compute, run.precision.loss_scale)
         self.compiles = run.memory.compile
         self.stages = tuple((0,) if pipeline is None else pipeline.schedule.stages_of(self._mesh.coordinate("pipeline")))
@@ -136,7 +148,7 @@ class Stepper:
                 self._run_micro_batches(batches, stop_request, totals)
             self.hooks.before_reduce(self.number, time.perf_counter() - self._began - (COMM_TIMER.seconds - self._waited))
             totals.start()
-            self.sharded.finish()
+            self.observer.run("reduce", self.sharded.finish)
             totals.wait()
             return totals
 
@@ -152,7 +164,7 @@ class Stepper:
             if index == len(batches) - 1:
                 totals.start()  # the ranks' sums overlap with the last backward
             (whole * (self.scale.value / self._capacity)).backward()
-            self.sharded.after_backward()
+            self._after_backward()
 
     def _run_pipeline(
         self, batches: Sequence[MicroBatch], stop_request: StopRequest, totals: StepTotals, pipeline: Pipeline
@@ -173,15 +185,21 @@ class Stepper:
             lambda part, given, index: self._forward(part, given, moved[index]),
             loss_of,
             self._stage_shape(moved),
-            self.sharded.after_backward,
+            self._after_backward,
         )
+
+    def _after_backward(self, part: int | None = None) -> None:
+        self.observer.run("after_backward", self.sharded.after_backward, part)
 
     def losses(self, output: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The reported loss, and the loss of the backward, which includes multi-token prediction where the model has it. Both are sums."""
         logits, *further = output if type(output) is tuple else (output,)
-        loss = self.sharded.loss(logits, batch.targets)
+        loss = self._loss(logits, batch.targets)
         self.hooks.on_loss(loss)
-        return loss, objective(loss, further, batch, self._mtp_weight, self.sharded.loss)
+        return loss, objective(loss, further, batch, self._mtp_weight, self._loss)
+
+    def _loss(self, logits: Any, targets: Tensor) -> Tensor:
+        return self.observer.run("loss", self.sharded.loss, logits, targets)
 
     def _forward(self, part: int, given: Tensor | None, batch: MicroBatch) -> Any:
         with computing(self._compute, self._mesh.device):
@@ -243,7 +261,9 @@ class Stepper:
         assert pending.divisor is not None and pending.verdict is not None
         self.update_incomplete = True
         self.hooks.on_update(self.number)
-        optimizer.step(pending.learning_rate, pending.divisor, (pending.verdict != GOOD).float())
+        self.observer.run(
+            "optimizer", optimizer.step, pending.learning_rate, pending.divisor, (pending.verdict != GOOD).float()
+        )
         verdict = int(pending.verdict.item())
         loads = pending.totals.loads
         if loads:

@@ -134,7 +134,7 @@ def test_out_of_memory_is_told_with_its_place() -> None:
 def test_what_cannot_be_rehearsed_is_refused_by_name() -> None:
     run = tiny_run("model.layers=4")
     plan = replace(on_gpu(run), layout=Layout(data=1, pipeline=2, stage_split="measured"))
-    with pytest.raises(RunError, match=r"layout\.cut"):
+    with pytest.raises(RunError, match=r"layout\.stage_split"):
         rehearse(run, plan, 0, Stage(card=H200))
     with pytest.raises(RunError, match="--rank 7"):
         rehearse(run, on_gpu(run), 7, Stage(card=H200))
