@@ -66,7 +66,7 @@ def in_forward(trainer: Trainer, hang: Hang) -> None:
 
 
 def in_optimizer(trainer: Trainer, hang: Hang) -> None:
-    adamw.fused = before(adamw.fused, hang)
+    adamw.fused_adamw = before(adamw.fused_adamw, hang)
 
 
 def before_collective(trainer: Trainer, hang: Hang) -> None:
