@@ -30,10 +30,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypedDict
 
 from phalanx.checkpointing.location import Location
 from phalanx.checkpointing.storage import retry
+from phalanx.spec.json_value import Json
+from phalanx.spec.layout import SavedLayout
 from phalanx.spec.safetensors_index import SIZES
 from phalanx.spec.tensor_slice import Box
 
@@ -372,26 +374,37 @@ def write_rank_file(folder: Location, rank_file: RankFile, values: Callable[[], 
 # The marker.
 
 
+class SavedProgress(TypedDict, total=False):
+    """How far a run had come: the fields of `training/run_progress.Progress`, as a checkpoint of this or an earlier version has them."""
+
+    step: int
+    samples: int
+    skipped_in_a_row: int
+    loss_scale: dict[str, float]
+    spikes_in_a_row: int
+    usual: dict[str, float]
+    left_out: list[list[int]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMetadata:
     """What a checkpoint says about its run besides the tensors. Written and read by training; keys of other versions are kept in `extra`."""
 
-    progress: Mapping[str, Any] = field(default_factory=dict)
-    """Steps, samples seen, and the other counters of a trainer."""
+    progress: SavedProgress = field(default_factory=SavedProgress)
     seed: int | None = None
     data: str | None = None
     """Fingerprint of the training text; None for imported weights."""
     version: str | None = None
     """Of Phalanx."""
     torch: str | None = None
-    layout: Mapping[str, Any] | None = None
+    layout: SavedLayout | None = None
     run: str | None = None
     """The resolved run file."""
     plan: str | None = None
     """The plan as JSON text."""
     replicas: int | None = None
     """Number of replicas with states of their own; None if all replicas are equal."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Json] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         known = {key: getattr(self, key) for key in _METADATA_KEYS}

@@ -20,6 +20,7 @@ from phalanx.data.preview import batches, split_samples
 from phalanx.data.token_files import META, TokenFiles
 from phalanx.data.tokenizer import Tokenizer, open_tokenizer
 from phalanx.spec.errors import RunError
+from phalanx.spec.json_value import JsonObject
 from phalanx.spec.load import load
 from phalanx.spec.run import Data, MixedSource
 from phalanx.spec.sources import kind
@@ -83,7 +84,7 @@ def preview(
         raise RunError([f"--step {step} is beyond the end: {run_file} has {run.steps} steps."])
     with tokenizing(console) as progress:
         dataset = open_dataset(run.data, run.train.sequence_length, run.train.seed, progress)
-    digest, shown = 0, list[dict[str, Any]]()
+    digest, shown = 0, list[JsonObject]()
     for batch in batches(dataset, step, run.batch):
         digest += batch.digest
         rows = batch.rows(0, max(0, samples - len(shown)))

@@ -67,7 +67,7 @@ def clusters(
 
 
 def _clusters() -> Table:
-    rows = [(key, f"{c['gpus']:,}", c["gpu"], c["node"], c["name"]) for key, c in entries("clusters").items()]
+    rows = [(key, f"{c['gpus']:,}", str(c["gpu"]), str(c["node"]), str(c["name"])) for key, c in entries("clusters").items()]
     return _table(("cluster.name", "devices", "cluster.gpu", "cluster.node", ""), rows)
 
 
@@ -96,9 +96,9 @@ def _nodes() -> Table:
             key,
             str(n["gpus"]),
             f"{n['island']:,}",
-            n["link"],
+            str(n["link"]),
             f"{n['nics']} × {n['network']}{' on rails' if n['rails'] else ''}",
-            n["name"],
+            str(n["name"]),
         )
         for key, n in entries("nodes").items()
     ]
@@ -106,14 +106,14 @@ def _nodes() -> Table:
 
 
 def _links() -> Table:
-    rows = [(key, f"{link['bandwidth']:g}", link["kind"], link["name"]) for key, link in entries("links").items()]
+    rows = [(key, f"{link['bandwidth']:g}", str(link["kind"]), str(link["name"])) for key, link in entries("links").items()]
     return _table(("cluster.network", "GB/s one way", "kind", ""), rows)
 
 
 def _failures() -> Table:
     return _table(
         ("failures", "GPU-days of one", ""),
-        [(key, f"{_days(table):,.0f}", table["name"]) for key, table in entries("failures").items()],
+        [(key, f"{_days(table):,.0f}", str(table["name"])) for key, table in entries("failures").items()],
     )
 
 

@@ -35,7 +35,7 @@ from phalanx.events.records import Event, StrangerRefused, Warned
 from phalanx.events.rundir import RunDir
 from phalanx.host.process_tree import STOP_SIGNALS, adopt_orphans, die_with, unblock_stop_signals
 from phalanx.spec.load import load
-from phalanx.spec.plan import Plan
+from phalanx.spec.plan import Place, Plan
 
 _BEAT = 0.2  # seconds between two reports of heartbeats
 _REFUSAL_RECORDS = 5.0  # seconds between two records of refused connections
@@ -282,17 +282,18 @@ class Agent:
                 process.send(protocol.Stop(reason=self.stopping))
 
     def _begin_rank(self, order: protocol.BeginGeneration, worker: Worker) -> protocol.BeginRank:
-        place = {
-            "rank": worker.rank,
-            "ranks": len(order.ranks),
-            "local_rank": worker.slot,
-            "store": order.store,
-            "holder": str(self.replica_process.folder),
-            "generation": order.generation,
-            "token": self.token,
-            "node": self.node,
-            "copy_every": order.copy_every,
-        }
+        assert worker.rank is not None
+        place = Place(
+            rank=worker.rank,
+            ranks=len(order.ranks),
+            local_rank=worker.slot,
+            store=(order.store[0], order.store[1]),
+            holder=str(self.replica_process.folder),
+            generation=order.generation,
+            token=self.token,
+            node=self.node,
+            copy_every=order.copy_every,
+        )
         return protocol.BeginRank(
             generation=order.generation,
             place=place,

@@ -11,13 +11,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from phalanx.checkpointing.replicas import replica_index
 from phalanx.control import protocol, startup
 from phalanx.control.channel import Channel
+from phalanx.control.controller_state import ControllerState, Generation, Member, NodeServices
 from phalanx.control.recover import Recovery, Replanner, copy_every
-from phalanx.control.state import ControllerState, Generation, Member, NodeServices
 from phalanx.control.store_server import KeyValueStore
 from phalanx.control.watchdog import Watchdog
 from phalanx.events.heartbeat import Beat
@@ -279,7 +279,7 @@ class Controller:
         self.order(
             protocol.BeginGeneration(
                 generation=number,
-                plan=asdict(plan),
+                plan=plan,
                 ranks=[protocol.RankSlot(node=node, worker=names.get(rank)) for rank, node in enumerate(assignment)],
                 source=source,
                 store=list(self.agent.address),

@@ -6,10 +6,14 @@ which adds the rank and forwards it; agents send the other `Report`s themselves.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar, dataclass_transform
 
 from phalanx.events.heartbeat import Beat
+from phalanx.recovery.diagnose import HangReport
+from phalanx.spec.layout import Layout
+from phalanx.spec.plan import Place, Plan, Promise
 
 RESUMABLE = 75
 """Exit code of a run that was asked to stop, has saved and can be resumed (EX_TEMPFAIL)."""
@@ -36,15 +40,20 @@ def is_secondary_error(reason: str) -> bool:
     return any(words in reason for words in _SECONDARY_ERRORS)
 
 
-MESSAGES: dict[str, type] = {}
-"""Class name to class, for `decode`."""
+def _place(*, store: list[Any] | None, **fields: Any) -> Place:
+    return Place(store=None if store is None else (store[0], store[1]), **fields)
+
+
+MESSAGES: dict[str, Callable[..., Any]] = {"Layout": Layout, "Place": _place, "Plan": Plan, "Promise": Promise}
+"""Class name to its constructor, for `decode`: every message, and the values of `spec` inside them."""
 _T = TypeVar("_T")
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def message(cls: type[_T]) -> type[_T]:
     """Declare a frozen dataclass that `decode` knows."""
-    MESSAGES[cls.__name__] = made = dataclass(frozen=True, kw_only=True)(cls)
+    made = dataclass(frozen=True, kw_only=True)(cls)
+    MESSAGES[cls.__name__] = made
     return made
 
 
@@ -61,11 +70,11 @@ def decode(value: Any) -> Any:
     """Undo `encode`. Tuples come back as lists, and keys as text."""
     if isinstance(value, dict):
         table = {key: decode(inner) for key, inner in value.items()}
-        cls = MESSAGES.get(table.get("message", ""))
-        if cls is None:
+        make = MESSAGES.get(table.get("message", ""))
+        if make is None:
             return table
         del table["message"]
-        return cls(**table)
+        return make(**table)
     return [decode(inner) for inner in value] if isinstance(value, list) else value
 
 
@@ -149,8 +158,7 @@ class BeginGeneration(Order):
     """Start a generation of ranks."""
 
     generation: int
-    plan: dict[str, Any]
-    """The Plan as a JSON table."""
+    plan: Plan
     ranks: list[RankSlot]
     """By rank."""
     source: StateSource
@@ -244,9 +252,8 @@ class BeginRank:
     """Become a rank of a generation."""
 
     generation: int
-    place: dict[str, Any]
-    """Fields of a Place."""
-    plan: dict[str, Any]
+    place: Place
+    plan: Plan
     source: StateSource
     save_only: bool
     heartbeat: str
@@ -351,7 +358,7 @@ class RankLocation(RankReport):
     """What the rank is doing, as `worker/hang_report` describes it."""
 
     question: int
-    report: dict[str, Any]
+    report: HangReport
 
 
 # --- reports: agent to controller -----------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from phalanx.checkpointing.replicas import replica_index, shm_slots
 from phalanx.control import protocol
+from phalanx.control.controller_state import Control, Generation, RecoveryRecord
 from phalanx.control.processes import BYTES_PER_PARAMETER
-from phalanx.control.state import Control, Generation, RecoveryRecord
 from phalanx.events.records import FailureNoticed, Warned
 from phalanx.recovery.history import updated_history
 from phalanx.recovery.policy import decide

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 
+from phalanx.control.controller_state import Control, Generation, RecoveryRecord
 from phalanx.control.protocol import BeginGeneration, StateSource
-from phalanx.control.state import Control, Generation, RecoveryRecord
 from phalanx.events.log import read_events
 from phalanx.events.records import ControllerChanged, Event, FailureNoticed, Finished, Recovered, RunStarted, Step
 from phalanx.recovery.relayout import initial_assignment
 from phalanx.recovery.state import Failure, NodeLost, WorkerDied
-from phalanx.spec.plan import Plan
 
 _JOIN_TIMEOUT = 60.0  # seconds in which all nodes must have joined a new launch
 _SPARES_TIMEOUT = 0.3  # seconds more for nodes without ranks
@@ -81,8 +79,7 @@ async def _begin_first(control: Control) -> None:
 def _take_over(control: Control, begin: BeginGeneration) -> None:
     """Continue with the generation that another controller began, from what the agents report about it."""
     state = control.state
-    plan = Plan.from_json(json.dumps(begin.plan))
-    generation = Generation(begin.generation, plan, tuple(slot.node for slot in begin.ranks), begin.term)
+    generation = Generation(begin.generation, begin.plan, tuple(slot.node for slot in begin.ranks), begin.term)
     state.generation = generation
     for node, join in state.joins.items():
         for name, worker in join.workers.items():

@@ -9,8 +9,8 @@ import time
 from dataclasses import asdict, replace
 
 from phalanx.control import protocol
+from phalanx.control.controller_state import Control, Generation
 from phalanx.control.recover import Recovery, Replanner, discard_replicas
-from phalanx.control.state import Control, Generation
 from phalanx.events.heartbeat import Beat
 from phalanx.events.records import Recovered, Stopped, Straggling, Warned
 from phalanx.events.rundir import RunDir

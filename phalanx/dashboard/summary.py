@@ -33,6 +33,7 @@ from phalanx.events.records import (
     WorkerFailed,
     plain,
 )
+from phalanx.spec.plan import SavedPromise
 
 LOSS_CURVE = "loss.png"
 """File name of the loss curve in a run directory."""
@@ -199,7 +200,7 @@ def summarize(events: Iterable[Event]) -> Summary:
     steps = [known.steps[step] for step in sorted(known.steps)]
     last_evaluation = known.evaluations[max(known.evaluations)] if known.evaluations else None
     reached = [*known.steps, *(event.step for event in ends), *(event.step for event in known.skipped)]
-    promise = (started.promise if started else None) or {}
+    promise: SavedPromise = (started.promise if started else None) or {}
     return Summary(
         recoveries=len(recoveries),
         steps_lost=sum(event.steps_lost for event in recoveries),

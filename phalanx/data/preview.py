@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +15,7 @@ from phalanx.data.dataset import Dataset
 from phalanx.data.pack import Batch
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.spec.errors import RunError
+from phalanx.spec.json_value import JsonObject
 
 _PORTION = 256  # samples in memory at a time
 
@@ -59,7 +59,7 @@ class SampleView:
     """Number of targets without a loss: in masked text, and where the next document begins."""
     padding: int
 
-    def table(self) -> dict[str, Any]:
+    def table(self) -> JsonObject:
         return {
             "sample": self.sample,
             "source": self.source,

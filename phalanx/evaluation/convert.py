@@ -74,8 +74,7 @@ def import_folder(folder: Path, out: Path) -> Converted:
     run = run_for(spec, tokenizer_of(folder)[1] if has_tokenizer else Data(tokenizer="byte"), folder)
     if has_tokenizer:
         run = replace(run, data=replace(run.data, tokenizer=str(out.absolute() / "tokenizer")))
-    progress = {"step": 0, "samples": 0, "skipped_in_a_row": 0}
-    metadata = RunMetadata(progress=progress, version=__version__, run=dump(run))
+    metadata = RunMetadata(progress={"step": 0, "samples": 0, "skipped_in_a_row": 0}, version=__version__, run=dump(run))
     with atomic_directory(out) as unfinished:
         if tokenizer_files:
             (unfinished / "tokenizer").mkdir()

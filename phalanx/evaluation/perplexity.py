@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -51,7 +50,7 @@ class Measured:
         """Comparable between tokenizers, unlike loss per token."""
         return self.nats / math.log(2) / self.bytes if self.bytes else None
 
-    def table(self) -> dict[str, Any]:
+    def table(self) -> dict[str, float | str | None]:
         """The values for JSON; non-finite numbers become text, as in events.jsonl."""
         values = {
             "loss": self.loss,

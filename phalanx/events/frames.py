@@ -15,7 +15,8 @@ import secrets
 import socket
 import struct
 import time
-from typing import Any
+
+from phalanx.spec.json_value import JsonObject
 
 Address = tuple[str, int]
 
@@ -46,7 +47,7 @@ class MessageSealer:
         self._key, (self._out, self._in) = key, (b"asks", b"tells") if client else (b"tells", b"asks")
         self._sent = self._received = 0
 
-    def pack(self, message: dict[str, Any]) -> bytes:
+    def pack(self, message: JsonObject) -> bytes:
         body = json.dumps(message).encode()
         if len(body) > MAX_MESSAGE:
             raise ValueError(f"a message of {len(body)} bytes: at most {MAX_MESSAGE} can be sent at once")
@@ -61,7 +62,7 @@ class MessageSealer:
             raise Refused(f"it announced a message of {size} bytes")
         return int(size)
 
-    def open(self, head: bytes, body: bytes) -> dict[str, Any]:
+    def open(self, head: bytes, body: bytes) -> JsonObject:
         if not hmac.compare_digest(head[_LENGTH.size :], self._seal(self._in, self._received, body)):
             raise Refused("it sent a message whose seal is not this connection's")
         self._received += 1
@@ -83,10 +84,10 @@ class BlockingChannel:
     def __init__(self, sock: socket.socket, seals: MessageSealer):
         self._socket, self._seals = sock, seals
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: JsonObject) -> None:
         self._socket.sendall(self._seals.pack(message))
 
-    def receive(self, timeout: float | None) -> dict[str, Any]:
+    def receive(self, timeout: float | None) -> JsonObject:
         """The next message; TimeoutError after `timeout` seconds."""
         until = None if timeout is None else time.monotonic() + timeout
         head = receive_exactly(self._socket, HEADER, until)

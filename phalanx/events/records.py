@@ -10,6 +10,9 @@ import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar
 
+from phalanx.spec.layout import SavedLayout
+from phalanx.spec.plan import SavedPromise
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
@@ -32,9 +35,9 @@ class RunStarted(Event):
     parameters: int
     micro_batch: int
     accumulation: int
-    layout: dict[str, Any]
+    layout: SavedLayout
     compute: str
-    promise: dict[str, Any] | None = None
+    promise: SavedPromise | None = None
     """What the plan expects, or None: `seconds` of a step with `low` and `high` (P10, P90) and their `split`, `tokens_per_second`, `memory`
     in bytes by component and `total_memory` of the fullest rank, `mfu`, `days`, `price`."""
 
@@ -322,7 +325,7 @@ class Recovered(Event):
     """"restart", "spare", "shrink" or "grow"."""
     generation: int
     ranks: int
-    layout: dict[str, Any]
+    layout: SavedLayout
     source: str
     """Origin of the state: "live" (survivors), "memory" (replicas), "disk" (checkpoint) or "beginning" (step 0)."""
     step: int

@@ -16,6 +16,7 @@ from typing import Any
 
 from phalanx.host.env import config_folder
 from phalanx.spec.errors import toml
+from phalanx.spec.json_value import Json
 from phalanx.spec.plan import Machine
 
 Pairs = tuple[tuple[str, float], ...]
@@ -37,7 +38,7 @@ def read_profile(machine: Machine, path: Path | None = None) -> Pairs:
 
 
 def write_profile(
-    machine: Machine, constants: Mapping[str, float], rows: Sequence[Mapping[str, Any]] = (), path: Path | None = None
+    machine: Machine, constants: Mapping[str, float], rows: Sequence[Mapping[str, Json]] = (), path: Path | None = None
 ) -> Path:
     """Write constants atomically, keeping earlier ones that were not measured again."""
     path = path or profile_file()

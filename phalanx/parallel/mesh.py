@@ -80,7 +80,7 @@ class Mesh:
     _groups: dict[tuple[str, tuple[str, ...]], Group] = field(default_factory=dict, repr=False)
     _made: Counter[tuple[int, ...]] = field(default_factory=Counter, repr=False)
     _peers: dict[tuple[str, ...], tuple[int, int]] = field(default_factory=dict, repr=False)
-    _local_store: dict[str, Any] = field(default_factory=dict, repr=False)
+    _local_store: dict[str, int | str] = field(default_factory=dict, repr=False)
     _store: Any = field(default=None, repr=False)  # torch keeps no reference to the Python half of a store
     _lost: set[int] = field(default_factory=set, repr=False)
 
@@ -217,8 +217,9 @@ class Mesh:
     def store_add(self, key: str, amount: int) -> int:
         """Add to a number that all ranks share and return the new value. Any thread may call it at any time."""
         if self.ranks == 1:
-            self._local_store[key] = self._local_store.get(key, 0) + amount
-            return int(self._local_store[key])
+            total = int(self._local_store.get(key, 0)) + amount
+            self._local_store[key] = total
+            return total
         return int(_shared_store().add(key, amount))
 
     def store_set(self, key: str, text: str) -> None:

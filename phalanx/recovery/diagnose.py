@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 from phalanx.recovery.state import Beat
 
@@ -28,6 +28,37 @@ _PHASES = {
 _STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "Z": "dead", "X": "dead"}
 
 
+class HangReport(TypedDict, total=False):
+    """What a rank says that it is doing, as plain values for JSON; `worker/hang_report` makes it. Keys are absent if it could not answer."""
+
+    stack: str
+    """Stack of the main thread, innermost call last."""
+    threads: dict[str, str]
+    """Stacks of the data loader's threads by name, if the main thread waits for them."""
+    at: str
+    """Innermost relevant call: file:line function."""
+    place: str
+    """What this rank does, such as "in the data loader"."""
+    layer: str | None
+    """Innermost module of the model on the stack."""
+    operation: str | None
+    """Collective that this rank is blocked in; None: it does not wait."""
+    use: str | None
+    """Technique that uses the collective."""
+    group: str | None
+    """Its group, a key of `numbers`."""
+    members: list[int] | None
+    """Ranks of the group; None: all."""
+    peer: int | None
+    """The other rank of a point-to-point message."""
+    number: int | None
+    """Collectives that this rank has started in that group."""
+    numbers: dict[str, int]
+    """The same for every group of this rank. A group has the same name on all its ranks."""
+    problem: str | None
+    """Error of the report itself."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
     """What is known about one rank."""
@@ -39,8 +70,8 @@ class Report:
     stage: int | None = None
     """Pipeline stage, if there are several."""
     beat: Beat | None = None
-    location: Mapping[str, Any] | None = None
-    """The rank's own answer (`worker/hang_report.HangReport`); None: it did not answer."""
+    location: HangReport | None = None
+    """The rank's own answer; None: it did not answer."""
     state: str | None = None
     """State letter of its process in /proc."""
     fallback_stack: str | None = None
@@ -93,7 +124,7 @@ class _Rank:
     doing: str
     """What is wrong with it, or what it does, as the end of a sentence."""
     stack: str
-    location: Mapping[str, Any] = field(default_factory=dict)
+    location: HangReport = field(default_factory=HangReport)
 
     @property
     def number(self) -> int:
@@ -113,8 +144,7 @@ class _Rank:
 
     def collectives(self, group: str | None) -> int | None:
         """How many collectives it has started in a group; None: not a member, or unknown."""
-        count: int | None = self.location.get("numbers", {}).get(group)
-        return count
+        return None if group is None else self.location.get("numbers", {}).get(group)
 
     @staticmethod
     def of(report: Report) -> _Rank:
@@ -138,7 +168,7 @@ class _Rank:
             doing += f"; {_located(describe_location(frames), str(frames[-1]))}"
         elif report.beat is not None:
             doing += f"; its last word was that it is {report.beat.phase}"
-        last = report.location or {}
+        last: HangReport = report.location or {}
         return _Rank(report, None, True, doing, format_stack(frames) or last.get("stack", ""), last)
 
 

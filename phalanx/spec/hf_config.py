@@ -17,6 +17,7 @@ from typing import Any
 
 from phalanx.spec import safetensors_index
 from phalanx.spec.errors import RunError
+from phalanx.spec.json_value import Json, JsonObject
 from phalanx.spec.model import Mla, ModelSpec, Moe, RopeScaling
 
 CONFIG = "config.json"
@@ -76,7 +77,7 @@ def number(key: str, value: Any, zero: bool = False) -> float:
 class Config:
     """A config.json with the defaults of its family."""
 
-    def __init__(self, path: Path, values: dict[str, Any], defaults: dict[str, Any]):
+    def __init__(self, path: Path, values: JsonObject, defaults: JsonObject):
         self.path, self.values, self.defaults = path, values, defaults
 
     def get(self, key: str) -> Any:
@@ -137,7 +138,7 @@ def is_folder(path: Path) -> bool:
     return any((path / marker).is_file() for marker in markers) and not (path / "run.toml").is_file()
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> JsonObject:
     """The folder's config.json."""
     path = folder / CONFIG
     try:
@@ -151,18 +152,18 @@ def read_config(folder: Path) -> dict[str, Any]:
     return values
 
 
-def interleaved(values: dict[str, Any]) -> bool:
+def interleaved(values: JsonObject) -> bool:
     """Whether DeepSeek's rotated channels are stored as neighboring pairs (the default)."""
     return values.get("rope_interleave") is not False
 
 
-def dtype(values: dict[str, Any]) -> str | None:
+def dtype(values: JsonObject) -> str | None:
     """The number format of the weights, as a run file writes it; None: not given, or another format."""
     name = values.get("dtype") or values.get("torch_dtype")
     return DTYPES.get(str(name).removeprefix("torch."))
 
 
-def _family(path: Path, values: dict[str, Any]) -> str:
+def _family(path: Path, values: JsonObject) -> str:
     named = values.get("architectures")
     names = named if isinstance(named, list) else [named]
     known = [name for name in names if isinstance(name, str) and name in FAMILIES]
@@ -300,7 +301,7 @@ def _gpt2(config: Config) -> ModelSpec:
     )  # fmt: skip
 
 
-def _rope(config: dict[str, Any], theta: float) -> tuple[float, RopeScaling | None]:
+def _rope(config: JsonObject, theta: Json) -> tuple[float, RopeScaling | None]:
     """(base, scaling). `theta`: the family's default base."""
     where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     settings = config.get(where) or {}
@@ -346,13 +347,13 @@ def _inferred(strength: float, everywhere: float, factor: float) -> float:
     return temperature(strength) / temperature(everywhere) if strength and everywhere else temperature(1.0)
 
 
-def _given(settings: dict[str, Any], where: str, key: str, plain: float) -> float:
+def _given(settings: JsonObject, where: str, key: str, plain: float) -> float:
     """A setting that may be absent or null."""
     value = settings.get(key)
     return plain if value is None else float(number(f"{where}.{key}", value, zero=True))
 
 
-def _yarn(settings: dict[str, Any], where: str, factor: float, original: int) -> RopeScaling:
+def _yarn(settings: JsonObject, where: str, factor: float, original: int) -> RopeScaling:
     if settings.get("truncate", True) is not True:
         raise Unsupported(
             f"{where}.truncate", settings["truncate"], "only true is supported: YaRN's range is rounded to whole channels."
@@ -372,10 +373,10 @@ def _yarn(settings: dict[str, Any], where: str, factor: float, original: int) ->
     )  # fmt: skip
 
 
-_LLAMA: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
-_QWEN: dict[str, Any] = {**_LLAMA, "max_position_embeddings": 32768}
-_MISTRAL: dict[str, Any] = {**_LLAMA, "max_position_embeddings": 131072, "num_key_value_heads": 8}
-FAMILIES: dict[str, tuple[Callable[[Config], ModelSpec], dict[str, Any]]] = {
+_LLAMA: JsonObject = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
+_QWEN: JsonObject = {**_LLAMA, "max_position_embeddings": 32768}
+_MISTRAL: JsonObject = {**_LLAMA, "max_position_embeddings": 131072, "num_key_value_heads": 8}
+FAMILIES: dict[str, tuple[Callable[[Config], ModelSpec], JsonObject]] = {
     "LlamaForCausalLM": (_llama, _LLAMA),
     "MistralForCausalLM": (_llama, {**_MISTRAL, "sliding_window": 4096}),
     "Qwen3ForCausalLM": (_qwen3, {**_QWEN, "head_dim": 128, "num_key_value_heads": 32}),

@@ -6,9 +6,9 @@ The family follows from the model. A model that no family can express is refused
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from phalanx.spec.errors import RunError
+from phalanx.spec.json_value import JsonObject
 from phalanx.spec.model import ModelSpec
 
 NAMES = {
@@ -52,10 +52,10 @@ def family(spec: ModelSpec) -> str:
     return name
 
 
-def config(spec: ModelSpec, *, dtype: str = "float32", tokens: Mapping[str, int | None] | None = None) -> dict[str, Any]:
+def config(spec: ModelSpec, *, dtype: str = "float32", tokens: Mapping[str, int | None] | None = None) -> JsonObject:
     """A config.json that `AutoModelForCausalLM` loads. `dtype`: torch's name; `tokens`: token ids by key, such as eos_token_id."""
     name = family(spec)
-    common = {
+    common: JsonObject = {
         "architectures": [_CLASSES[name]],
         "model_type": name,
         "torch_dtype": dtype,  # newer versions write "dtype" but read this too
@@ -136,7 +136,7 @@ def _moe_problems(spec: ModelSpec, name: str) -> list[tuple[str, str]]:
     return problems
 
 
-def _gpt2(spec: ModelSpec) -> dict[str, Any]:
+def _gpt2(spec: ModelSpec) -> JsonObject:
     return {
         "n_embd": spec.dim,
         "n_layer": spec.layers,
@@ -152,8 +152,8 @@ def _gpt2(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _decoder(spec: ModelSpec, name: str) -> dict[str, Any]:
-    values: dict[str, Any] = {
+def _decoder(spec: ModelSpec, name: str) -> JsonObject:
+    values: JsonObject = {
         "hidden_size": spec.dim,
         "num_hidden_layers": spec.layers,
         "num_attention_heads": spec.heads,
@@ -181,12 +181,12 @@ def _decoder(spec: ModelSpec, name: str) -> dict[str, Any]:
     return values
 
 
-def _rope(spec: ModelSpec) -> dict[str, Any]:
+def _rope(spec: ModelSpec) -> JsonObject:
     """The rotary settings, in the keys that every version of transformers reads."""
     scaling = spec.rope_scaling
     if scaling is None:
         return {"rope_theta": spec.rope_theta, "rope_scaling": None}
-    table: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    table: JsonObject = {"rope_type": scaling.kind, "factor": scaling.factor}
     table["original_max_position_embeddings"] = scaling.original_context
     if scaling.kind == "llama3":
         table |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
@@ -197,10 +197,10 @@ def _rope(spec: ModelSpec) -> dict[str, Any]:
     return {"rope_theta": spec.rope_theta, "rope_scaling": table}
 
 
-def _experts(spec: ModelSpec, name: str) -> dict[str, Any]:
+def _experts(spec: ModelSpec, name: str) -> JsonObject:
     moe = spec.moe
     assert moe is not None
-    values: dict[str, Any] = {"num_experts_per_tok": moe.active, "output_router_logits": moe.balance_loss > 0}
+    values: JsonObject = {"num_experts_per_tok": moe.active, "output_router_logits": moe.balance_loss > 0}
     if moe.balance_loss > 0:
         values["router_aux_loss_coef"] = moe.balance_loss
     if name == "mixtral":
@@ -214,10 +214,10 @@ def _experts(spec: ModelSpec, name: str) -> dict[str, Any]:
     }
 
 
-def _deepseek(spec: ModelSpec) -> dict[str, Any]:
+def _deepseek(spec: ModelSpec) -> JsonObject:
     mla, moe = spec.mla, spec.moe
     assert mla is not None
-    values: dict[str, Any] = {
+    values: JsonObject = {
         "attention_bias": False,
         "kv_lora_rank": mla.kv_rank,
         "q_lora_rank": mla.q_rank,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, TypeAlias
 
 from phalanx.spec.fields import current_keys, within
 
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev"]
 """The named pipeline schedules; `schedules/makers` builds them."""
+SavedLayout: TypeAlias = Mapping[str, int | str | bool | None]
+"""The fields of a Layout as a file of this or an earlier version has them."""
 FIXED_STAGES = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}
 """Schedules with a fixed number of stages per rank. The others take any number, and 2 by default."""
 
@@ -54,7 +56,7 @@ class Layout:
     """Ranks that divide each expert's matrices."""
 
     @staticmethod
-    def from_saved(table: Mapping[str, Any]) -> Layout:
+    def from_saved(table: SavedLayout) -> Layout:
         """The layout in a plan or a checkpoint, of this or an earlier version."""
         return Layout(**current_keys("layout", table))
 

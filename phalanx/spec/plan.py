@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
+from phalanx.spec.json_value import JsonObject
 from phalanx.spec.layout import Layout
 
 
@@ -95,6 +96,21 @@ class Promise:
     """Seconds of a step by cause, such as "compute", "data", "bubble"."""
 
 
+class SavedPromise(TypedDict, total=False):
+    """The fields of a Promise as a file of this or an earlier version has them."""
+
+    seconds: float
+    low: float
+    high: float
+    tokens_per_second: float
+    memory: dict[str, float]
+    total_memory: float
+    mfu: float | None
+    days: float | None
+    price: float | None
+    split: dict[str, float]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """A run resolved for a machine: every choice that the run file leaves open, made."""
@@ -118,7 +134,7 @@ class Plan:
     """The machine it was made for, in words. A run with an open layout keeps the plan when it resumes on the same machine."""
     promise: Promise | None = field(default=None, hash=False)
     """None: nothing is promised, as for a custom module, whose shape the cost model does not know."""
-    placement: dict[str, Any] | None = field(default=None, hash=False)
+    placement: JsonObject | None = field(default=None, hash=False)
     """Which ranks share a node, a rail, a pipeline; `planning/placement` writes it. None in plans of older versions."""
 
     @property

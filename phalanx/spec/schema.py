@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import MISSING, is_dataclass
 from functools import cache
-from typing import Any
 
+from phalanx.spec.json_value import JsonObject
 from phalanx.spec.keys import BARE, FREE, NAMED, TABLES, Key, keys_of
 from phalanx.spec.model import PRESETS
 from phalanx.spec.run import Run
@@ -14,7 +14,7 @@ from phalanx.spec.run import Run
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
 
-def schema() -> dict[str, Any]:
+def schema() -> JsonObject:
     """JSON schema (draft 2020-12) of the run file.
 
     Without references and with keywords that draft 7 has too, because TOML editors support little more.
@@ -22,7 +22,10 @@ def schema() -> dict[str, Any]:
     tables = {table: _table(table) for table in TABLES if "." not in table}
     names = {"type": "string", "enum": sorted(PRESETS), "description": "A preset without changes."}
     tables["model"] = {"description": tables["model"]["description"], "anyOf": [names, tables["model"]]}
-    pointer_key = {"type": "string", "description": "Location of this schema, for editors; it has no effect on the run."}
+    pointer_key: JsonObject = {
+        "type": "string",
+        "description": "Location of this schema, for editors; it has no effect on the run.",
+    }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Phalanx run file",
@@ -59,13 +62,13 @@ def about(table: str) -> str:
     return documented_fields(TABLES[above] if above else Run)[name]
 
 
-def _table(table: str) -> dict[str, Any]:
+def _table(table: str) -> JsonObject:
     described = documented_fields(TABLES[table])
     properties = {key.name: _key(key, described[key.attribute]) for key in keys_of(table)}
     properties |= {_last(inner): _table(inner) for inner in TABLES if _above(inner) == table}
     properties |= {_last(named): _named(named) for named in NAMED if _above(named) == table}
     properties |= {_last(free): _free(free) for free in FREE if _above(free) == table}
-    result: dict[str, Any] = {
+    result: JsonObject = {
         "type": "object",
         "description": about(table),
         "properties": properties,
@@ -77,7 +80,7 @@ def _table(table: str) -> dict[str, Any]:
     return result
 
 
-def _named(table: str) -> dict[str, Any]:
+def _named(table: str) -> JsonObject:
     """A table that holds tables under names that the person chooses."""
     return {
         "type": "object",
@@ -87,7 +90,7 @@ def _named(table: str) -> dict[str, Any]:
     }
 
 
-def _free(table: str) -> dict[str, Any]:
+def _free(table: str) -> JsonObject:
     """A table of plain values under names that the person chooses."""
     return {
         "type": "object",
@@ -105,8 +108,8 @@ def _last(table: str) -> str:
     return table.rpartition(".")[2]
 
 
-def _key(key: Key, description: str) -> dict[str, Any]:
-    element: dict[str, Any] = {"type": _TYPES[key.kind]}
+def _key(key: Key, description: str) -> JsonObject:
+    element: JsonObject = {"type": _TYPES[key.kind]}
     if key.choices:
         element["enum"] = list(key.choices)
     if key.path == "model.preset":
@@ -114,7 +117,7 @@ def _key(key: Key, description: str) -> dict[str, Any]:
     for keyword, limit in (("minimum", "low"), ("maximum", "high"), ("exclusiveMinimum", "above")):
         if key.metadata.get(limit) is not None:
             element[keyword] = key.metadata[limit]
-    result: dict[str, Any] = {"anyOf": [element, {"type": "array", "items": element}]} if key.many else element
+    result: JsonObject = {"anyOf": [element, {"type": "array", "items": element}]} if key.many else element
     if key.default is not MISSING and key.default is not None:
         result["default"] = list(key.default) if key.many else key.default
     not_built = " (not built yet)" if "later" in key.metadata else ""

@@ -17,7 +17,7 @@ from phalanx import accelerator
 from phalanx._version import __version__
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.directory import DamagedCheckpoint
-from phalanx.checkpointing.format import Marker, RunMetadata
+from phalanx.checkpointing.format import Marker, RunMetadata, SavedProgress
 from phalanx.checkpointing.hf_folder import ReferenceLogits
 from phalanx.checkpointing.location import Location
 from phalanx.checkpointing.replicas.memory_checkpoint import CopyOutcome, MemoryCopies
@@ -104,7 +104,7 @@ class Checkpointer(StepHook):
         """The part of the state that is not tensors; rank 0 writes it. Random numbers follow from the seed and the step."""
         own_states = self._run.optimizer.sync_every > 1  # each replica has its own state, so a resumed run needs as many
         return RunMetadata(
-            progress=asdict(progress),
+            progress=cast(SavedProgress, asdict(progress)),
             seed=self._run.train.seed,
             data=self._data.fingerprint,
             version=__version__,

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from phalanx.control import protocol
+from phalanx.recovery.diagnose import HangReport
 
 INTERRUPT = signal.SIGRTMIN + 1
 """Makes the main thread check whether its generation is over."""
@@ -45,7 +46,7 @@ class ControlThread:
         """Whether the main thread must not be interrupted now."""
         self.on_stop: Callable[[str], None] = lambda reason: None
         self.on_pause: Callable[[], None] = lambda: None
-        self.locate: Callable[[], dict[str, Any]] = dict
+        self.locate: Callable[[], HangReport] = HangReport
         self._main_thread = threading.get_ident()
         signal.signal(INTERRUPT, self._on_interrupt)
 

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypedDict
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d
 from phalanx import accelerator
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.recovery.diagnose import Frame, blocking_collective, describe_location, task_of
+from phalanx.recovery.diagnose import Frame, HangReport, blocking_collective, describe_location, task_of
 
 STACK_DUMP_SIGNAL = signal.SIGUSR2
 """Makes a rank write the stacks of all its threads; see `register_stack_dump`."""
@@ -44,37 +44,6 @@ _KINDS = (
     "all_to_all", "all_to_all", "send", "recv", "recv", "barrier", "reduce_scatter", "send and recv", "all_reduce",
 )  # fmt: skip
 _FOR_DEVICE = re.compile(r"\.(tolist|item|synchronize|cpu|wait|query)\(")
-
-
-class HangReport(TypedDict):
-    """The report, as plain values for JSON."""
-
-    stack: str
-    """Stack of the main thread, innermost call last."""
-    threads: dict[str, str]
-    """Stacks of the data loader's threads by name, if the main thread waits for them."""
-    at: str
-    """Innermost relevant call: file:line function."""
-    place: str
-    """What this rank does, such as "in the data loader"."""
-    layer: str | None
-    """Innermost module of the model on the stack."""
-    operation: str | None
-    """Collective that this rank is blocked in; None: it does not wait."""
-    use: str | None
-    """Technique that uses the collective."""
-    group: str | None
-    """Its group, a key of `numbers`."""
-    members: list[int] | None
-    """Ranks of the group; None: all."""
-    peer: int | None
-    """The other rank of a point-to-point message."""
-    number: int | None
-    """Collectives that this rank has started in that group."""
-    numbers: dict[str, int]
-    """The same for every group of this rank. A group has the same name on all its ranks."""
-    problem: str | None
-    """Error of the report itself."""
 
 
 def hang_report(thread_id: int, modules: Mapping[int, str], mesh: Mesh | None) -> HangReport:

@@ -31,6 +31,7 @@ from phalanx.events.records import Event, Step, StepSkipped, Stopped, WorkerStar
 from phalanx.events.rundir import RunDir
 from phalanx.faults.grammar import parse
 from phalanx.parallel.mesh import Mesh, abandoned, connect, disconnect
+from phalanx.recovery.diagnose import HangReport
 from phalanx.spec.errors import PhalanxError
 from phalanx.spec.load import load
 from phalanx.spec.plan import Place, Plan
@@ -153,8 +154,7 @@ class _Rank:
 
     def _train(self, order: protocol.BeginRank) -> int | None:
         control, generation = self._control, order.generation
-        plan = Plan.from_json(json.dumps(order.plan))
-        place = Place(**order.place | {"store": tuple(order.place["store"])})
+        plan, place = order.plan, order.place
         self._rank = place.rank
         _redirect_output(self._rundir.rank_log(place.rank))
         torch.set_num_threads(plan.threads)
@@ -267,12 +267,12 @@ class _Rank:
         with abandoned():
             gc.collect()
 
-    def _locate(self) -> dict[str, Any]:
+    def _locate(self) -> HangReport:
         trainer = self._trainer
         if trainer is None or not trainer.is_built:
-            return dict(hang_report(self._main_thread, {}, None))
+            return hang_report(self._main_thread, {}, None)
         modules = {id(module): name for part in trainer.sharded.parts for name, module in part.named_modules() if name}
-        return dict(hang_report(self._main_thread, modules, trainer.mesh))
+        return hang_report(self._main_thread, modules, trainer.mesh)
 
     def _fail(self, error: BaseException) -> None:
         """Report why this rank fails, to the agent and in a file."""

@@ -10,8 +10,8 @@ from typing import cast
 
 import pytest
 
+from phalanx.control.controller_state import Control, ControllerState, Generation
 from phalanx.control.protocol import Inspect, Kill, LocateRanks, Order
-from phalanx.control.state import Control, ControllerState, Generation
 from phalanx.control.watchdog import HangDetector
 from phalanx.events.heartbeat import Beat
 from phalanx.recovery.state import WorkerDied

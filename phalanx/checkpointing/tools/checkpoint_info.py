@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.directory import CheckpointFiles, DamagedCheckpoint
 from phalanx.checkpointing.format import BLOCK, CheckedFile, DamagedFile, Marker, SavedTensor, file_checksum, read_checksum
 from phalanx.checkpointing.location import Location
+from phalanx.spec.layout import SavedLayout
 
 _CHANGED = "it does not have the contents that were saved"
 
@@ -27,7 +27,7 @@ class CheckpointInfo:
     """Seconds since 1970 when it was complete."""
     ranks: int | None
     """Number of ranks that wrote it."""
-    layout: Mapping[str, Any] | None
+    layout: SavedLayout | None
     version: str | None
     problem: str | None
     """Why it cannot be loaded; None: its marker is valid and every file has its size."""
@@ -72,7 +72,7 @@ def describe(path: Location) -> CheckpointInfo:
     )
 
 
-def layout_text(layout: Mapping[str, Any] | None) -> str:
+def layout_text(layout: SavedLayout | None) -> str:
     """A layout in a few words: its degrees and settings that differ from a single process."""
     plain = {
         "zero": 3,

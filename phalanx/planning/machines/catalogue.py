@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from phalanx.spec.errors import RunError, either, near, quote
+from phalanx.spec.json_value import Json
 
 KINDS = {
     "gpus": "a GPU",
@@ -31,7 +32,7 @@ _LIST = "`phalanx clusters`"
 
 
 @cache
-def entries(kind: str) -> Mapping[str, Mapping[str, Any]]:
+def entries(kind: str) -> Mapping[str, Mapping[str, Json]]:
     """All entries of a kind by name, in alphabetical order."""
     folder = files("phalanx.planning") / "catalogue" / kind
     names = sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))

@@ -6,9 +6,11 @@ import json
 
 import pytest
 
+from phalanx.control.controller_state import Generation
 from phalanx.control.protocol import (
     Beats,
     BeginGeneration,
+    BeginRank,
     ConnectionLost,
     FirstStepDone,
     Join,
@@ -25,11 +27,10 @@ from phalanx.control.protocol import (
     decode,
     encode,
 )
-from phalanx.control.state import Generation
 from phalanx.events.heartbeat import Beat
 from phalanx.recovery.state import WorkerDied
 from phalanx.spec.layout import Layout
-from phalanx.spec.plan import Plan
+from phalanx.spec.plan import Place, Plan, Promise
 
 
 def of(layout: Layout) -> Generation:
@@ -149,12 +150,19 @@ def test_reports_are_recorded_by_rank() -> None:
 def test_messages_survive_json() -> None:
     failure = RankFailure(cause="hung", reason="rank 1 hangs", traceback="stack")
     source = StateSource(in_memory=True, generation=2, step=7, ranks=2, servers=[["127.0.0.1", 1]])
+    promise = Promise(seconds=1.0, low=0.9, high=1.2, tokens_per_second=10.0, memory={"state": 3.0}, total_memory=4.0)
+    plan = Plan(
+        layout=Layout(data=2), device="cpu", threads=1, micro_batch=1, accumulation=1, compute="fp32", parameters=10,
+        flops_per_token=60.0, peak_flops=None, promise=promise, placement={"nodes": [[0, 1]]},
+    )  # fmt: skip
     begin = BeginGeneration(
-        term=2, generation=3, plan={"layout": {"data": 2}}, ranks=[RankSlot(node=0, worker=None)], source=source,
+        term=2, generation=3, plan=plan, ranks=[RankSlot(node=0, worker=None)], source=source,
         store=["127.0.0.1", 2], copy_every=None, save_only=False, author=0,
     )  # fmt: skip
     worker = WorkerInfo(rank=0, generation=3, exit_code=None)
+    place = Place(rank=1, ranks=2, store=("127.0.0.1", 2), token="t", generation=3)
     for message in (
+        BeginRank(generation=3, place=place, plan=plan, source=source, save_only=False, heartbeat="/h", chaos=""),
         Kill(term=1, generation=3, ranks=[1], failure=failure),
         Join(node=0, name="0-a", slots=2, replica_server=["h", 1], workers={"0.1": worker}, last_begin=begin, stopping=None),
         SurvivorReport(generation=3, rank=1, step=8, prepared=True),
