@@ -18,8 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from phalanx.rehearsal.attention_kernels import CARDS
-from phalanx.rehearsal.rehearse import Stage, rehearse
+from phalanx.rehearsal.gpu_kernels import CARDS
+from phalanx.rehearsal.rehearse import RehearsalDevice, rehearse
 from phalanx.rehearsal.result import Rehearsal
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
@@ -157,7 +157,7 @@ def start(name: str, micro_batch: int | None = None) -> dict[str, Any]:
 
 
 def rehearsed(name: str, micro_batch: int | None = None, capacity: int | None = None) -> Rehearsal:
-    return rehearse(*job(name, micro_batch), 0, Stage(card=CARDS["h200"], capacity=capacity))
+    return rehearse(*job(name, micro_batch), 0, RehearsalDevice(card=CARDS["h200"], capacity=capacity))
 
 
 def largest(name: str, capacity: int) -> int:

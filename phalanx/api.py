@@ -101,13 +101,13 @@ def rehearse(run: Run, plan: Plan | None = None, *, rank: int = 0, memory: int |
     `plan`: a plan of `plan(run)`, by default that of the run's cluster or of this machine; `memory`: bytes of a device, instead of
     its own.
     """
-    from phalanx.rehearsal.job import laid_out
+    from phalanx.rehearsal.job import rehearsal_job
     from phalanx.rehearsal.rehearse import rehearse as rehearsed
 
     run = _checked(run)
     if plan is not None:
         run = replace(run, layout=plan.layout, train=replace(run.train, micro_batch=plan.micro_batch))
-    job = laid_out(run, probe(visible_gpus()), measure(run), memory)
+    job = rehearsal_job(run, probe(visible_gpus()), measure(run), memory)
     return rehearsed(job.run, plan or job.plan, rank, job.stage)
 
 

@@ -35,13 +35,13 @@ def rehearse(
     limit = None if memory is None else parse_size("--memory", memory)
     import torch
 
-    from phalanx.rehearsal.job import kinds, laid_out
+    from phalanx.rehearsal.job import distinct_ranks, rehearsal_job
     from phalanx.rehearsal.rehearsal_text import show, write_trace
     from phalanx.rehearsal.rehearse import rehearse as rehearsed
 
     torch.set_num_threads(1)
-    job = laid_out(run, probe(visible_gpus()), measure(run), limit)
-    ranks = kinds(job.run, job.plan) if all_stages else {rank: 1}
+    job = rehearsal_job(run, probe(visible_gpus()), measure(run), limit)
+    ranks = distinct_ranks(job.run, job.plan) if all_stages else {rank: 1}
     results = []
     for each in ranks:
         results.append(rehearsed(job.run, job.plan, each, job.stage))

@@ -1,7 +1,7 @@
-"""torch's caching allocator on a GPU, played with sizes alone: what a program's allocations really reserve, fragments included, and
-which of them would be the first for which there is no room. `rehearsal/rehearse` plays a rehearsal's allocations through it.
+"""torch's caching allocator of a GPU, on sizes alone: what the allocations of a program reserve, including fragmentation, and which
+allocation would be the first to fail. `rehearsal/ledger` runs the allocations of a rehearsal through it.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp with its settings left alone. What CUDA itself keeps is not seen here.
+The rules are those of c10/cuda/CUDACachingAllocator.cpp with default settings. Memory of CUDA itself is not included.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from dataclasses import dataclass
 
 _LEAST = 512
 _SMALL = 1 << 20
-"""Blocks up to this size come out of segments of 2 MiB."""
+"""Blocks up to this size are cut from segments of 2 MiB."""
 _SMALL_SEGMENT, _SEGMENT = 2 << 20, 20 << 20
 _LARGE = 10 << 20
-"""From this size on a block has a segment of its own, at first."""
+"""Blocks from this size on get a new segment of their own size."""
 _STEP = 2 << 20
 
 
 def rounded(size: int) -> int:
-    """What an allocation takes."""
+    """Bytes of an allocation, rounded up."""
     return max(_LEAST, -(-size // _LEAST) * _LEAST)
 
 
 class NoRoom(Exception):
-    """CUDA would have none, even after all that is cached was given back."""
+    """The device has no memory, even after all cached blocks are returned to CUDA."""
 
     def __init__(self, wanted: int, reserved: int, allocated: int):
         super().__init__(f"{wanted} bytes wanted, {reserved} reserved, {allocated} allocated")
@@ -33,7 +33,7 @@ class NoRoom(Exception):
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A stretch of a segment."""
+    """A part of a segment."""
 
     place: int
     size: int
@@ -44,7 +44,7 @@ class Block:
 
 
 class _Pool:
-    """Free blocks of one kind and stream, the smallest first, of equal ones the lowest."""
+    """Free blocks of one kind and stream, sorted by size and then by address."""
 
     __slots__ = ("blocks", "keys", "small")
 
@@ -69,7 +69,7 @@ class _Pool:
 
 
 class Allocator:
-    """One GPU's; `limit`: bytes that it may reserve, all it wants if None."""
+    """The allocator of one GPU. `limit`: bytes that it may reserve; None: no limit."""
 
     def __init__(self, limit: int | None = None):
         self._limit = limit
@@ -120,12 +120,12 @@ class Allocator:
                 raise NoRoom(size, self.reserved, self.allocated)
         self.reserved += wanted
         self.most_reserved = max(self.most_reserved, self.reserved)
-        self._next += 2 * wanted  # segments never touch
+        self._next += 2 * wanted  # segments are never adjacent
         return Block(self._next - wanted, wanted, pool)
 
     def _release(self) -> None:
-        """Give back all segments of which nothing is used."""
+        """Return all unused segments."""
         for pool in self._pools.values():
-            for block in [one for one in pool.blocks.values() if one.before is None and one.after is None]:
+            for block in [block for block in pool.blocks.values() if block.before is None and block.after is None]:
                 pool.drop(block)
                 self.reserved -= block.size

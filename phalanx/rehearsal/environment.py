@@ -45,13 +45,13 @@ class RehearsedEnvironment(Environment):
         return [value] * ranks
 
     def expert_rows(self, counts: Tensor, across: Group, within: Group, rows: int) -> list[int]:
-        """Every rank that holds experts gets equally many rows from every other."""
+        """Every rank with experts gets the same number of rows from every other rank."""
         sent = [rows // across.size + (index < rows % across.size) for index in range(across.size)]
         received = [sent[across.index]] * across.size
         return [*sent, *received, *[sum(received)] * within.size]
 
     def document_ids(self, documents: Tensor) -> None:
-        """Boundaries may be anywhere, so that every product needs a mask."""
+        """Unknown, so that all attention needs a mask."""
 
     def device_mesh(self, build: Callable[[], DeviceMesh]) -> DeviceMesh:
         with _disable_current_modes():
@@ -59,26 +59,27 @@ class RehearsedEnvironment(Environment):
 
 
 def optimizer_resources(mesh: Mesh) -> Resources:
-    """An optimizer's memory, files and peers in a rehearsal: tensors without memory, and boxes computed from this rank's own."""
+    """Memory, files and peers of an optimizer in a rehearsal: tensors without memory, and boxes computed from those of this rank."""
 
     def boxes(group: Group, params: Sequence[OwnedParam]) -> list[list[Box]]:
         tensor = mesh.size("tensor")
         return [tiles(group, param.shard, tensor if "tensor" in param.shard.split else 1) for param in params]
 
-    return Resources(folder=Path("offload"), host_buffer=Room, scratch_file=Scratch, group_boxes=boxes)
+    return Resources(folder=Path("offload"), host_buffer=FakeHostBuffer, scratch_file=FakeScratchFile, group_boxes=boxes)
 
 
 def tiles(group: Group, spot: ParamShard, tensor: int) -> list[Box]:
-    """Tensor ranks, which are neighbours, cut a matrix along one of its dimensions, and those that share state its parts."""
+    """The boxes of all ranks of a group: tensor ranks, which are neighbours, split a matrix along one dimension, and the ranks that share
+    state split those parts."""
     shards = group.size // tensor
     for first, second in product(range(2), repeat=2):
-        found: list[Box] = []
+        boxes: list[Box] = []
         for index in range(group.size):
             whole = TensorSlice.full(spot.slice.whole)
-            found += whole.cut(first, index % tensor, tensor).cut(second, index // tensor, shards).boxes
-        if found[group.index] == spot.slice.boxes[0]:
-            return found
-    raise AssertionError(f"{spot} is cut in a way that rehearsals do not know")
+            boxes += whole.cut(first, index % tensor, tensor).cut(second, index // tensor, shards).boxes
+        if boxes[group.index] == spot.slice.boxes[0]:
+            return boxes
+    raise AssertionError(f"{spot} is split in a way that rehearsals do not support")
 
 
 def even_counts(counts_E: Tensor, rows: int) -> list[int]:
@@ -87,8 +88,8 @@ def even_counts(counts_E: Tensor, rows: int) -> list[int]:
     return [rows // experts + (index < rows % experts) for index in range(experts)]
 
 
-class Room:
-    """In place of memory of the host that is locked for a GPU: a tensor without memory."""
+class FakeHostBuffer:
+    """In place of page-locked host memory: a tensor without memory."""
 
     def __init__(self, size: int, pin: bool):
         self.bytes = torch.empty(size, dtype=torch.uint8)
@@ -106,8 +107,8 @@ class _View:
         return 0
 
 
-class Scratch:
-    """In place of a file of optimizer states, and of its path."""
+class FakeScratchFile:
+    """In place of a file of optimizer states and of its path."""
 
     direct = True
 
@@ -145,7 +146,7 @@ def to_empty(module: nn.Module, *, device: torch.device, recurse: bool = True) -
 
 
 @contextlib.contextmanager
-def assumed() -> Iterator[None]:
+def assumptions() -> Iterator[None]:
     """Meanwhile nothing waits for other ranks, and torch treats tensors without memory as tensors with it."""
     complete = COMM_TIMER.complete
     with contextlib.ExitStack() as stack:

@@ -1,9 +1,9 @@
-"""What torch's operations give, remembered by the shapes of what they were given: a program of many equal blocks and micro-batches asks
-the same over and over, and torch's own fake tensors take most of a rehearsal's time to answer. `rehearsal/op_tracker` asks.
+"""Caches the results of torch's operations on fake tensors by the shapes of their arguments: a program of many equal blocks and
+micro-batches repeats the same operations, and torch's own fake tensors take most of the time of a rehearsal. `rehearsal/op_tracker`
+calls it.
 
-An answer is remembered only if it can be given again exactly: new tensors without memory shared among them, views of an argument, or
-an argument itself. Whatever else an operation does is left to torch, every time. So is everything, where torch's private parts are
-not as they are known here.
+A result is cached only if it can be reproduced exactly: new tensors that share no memory, views of an argument, or an argument itself.
+All other operations run in torch every time, and so do all operations in a version of torch whose internals differ.
 """
 
 from __future__ import annotations
@@ -20,57 +20,60 @@ _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device
 _HOST = torch.device("cpu")
 
 Answer = Callable[[tuple[Any, ...]], Any]
-"""From an operation's arguments to its result; None: not from these."""
+"""From the arguments of an operation to its result; None: these arguments need torch."""
 Geometry = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Shape, strides, format."""
+"""Shape, strides, dtype."""
 
 
-class Recall:
-    """Of one rehearsal."""
+class FakeCache:
+    """The cached results of one rehearsal."""
 
     def __init__(self) -> None:
         self._answers: dict[Any, Answer | None] = {}
-        """None: to be asked every time."""
+        """None: the operation always runs in torch."""
         self._make = _Maker()
         self._off = False
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = None if self._off else _told(func, args, kwargs)
-        if found is None:
+        signature = None if self._off else _signature(func, args, kwargs)
+        if signature is None:
             return func(*args, **kwargs)
-        key = found[0]
+        key = signature[0]
         answer = self._answers.get(key, _ask)
         if answer is not None and answer is not _ask and (result := answer(args)) is not None:
             return result
         result = func(*args, **kwargs)
         if answer is _ask:
-            # What changes its arguments' shapes or memory is not known by them.
+            # The key does not describe operations that change shapes or memory of their arguments.
             sure = func.namespace == "aten" and not any(tag in func.tags for tag in _UNSURE)
-            sure = sure and _told(func, args, kwargs) == found
+            sure = sure and _signature(func, args, kwargs) == signature
             self._answers[key] = self._answer(args, result) if sure else None
         return result
 
     def _answer(self, args: tuple[Any, ...], result: Any) -> Answer | None:
         given, made = list(_tensors(args)), list(_tensors((result,)))
         if any(tensor.is_complex() or tensor.is_neg() for tensor in (*given, *made)):
-            # Whether signs are still to be changed, which views hand on, is in no key.
+            # The key does not contain pending conjugations and negations, which views inherit.
             self._off = True
             return None
         if not made or any(type(tensor) is not FakeTensor for tensor in made) or not self._make.ready(made[0]):
             return None
         if type(result) is FakeTensor:
-            return self._one(args, result)
+            return self._tensor_answer(args, result)
         if type(result) not in (tuple, list):
             return None
         known = {_memory(tensor) for tensor in given}
         fresh = [memory for memory in map(_memory, made) if memory not in known]
         if len(set(fresh)) < len(fresh):
-            return None  # new ones that share their memory
-        each = [_nothing if one is None else self._one(args, one) if type(one) is FakeTensor else None for one in result]
-        answers = [one for one in each if one is not None]
+            return None  # new tensors that share memory
+        each = [
+            _nothing if item is None else self._tensor_answer(args, item) if type(item) is FakeTensor else None
+            for item in result
+        ]
+        answers = [answer for answer in each if answer is not None]
         return _several(type(result), answers) if len(answers) == len(each) else None
 
-    def _one(self, args: tuple[Any, ...], result: FakeTensor) -> Answer | None:
+    def _tensor_answer(self, args: tuple[Any, ...], result: FakeTensor) -> Answer | None:
         if result.fake_device != _HOST or result.constant is not None:
             return None
         memory = _memory(result)
@@ -80,7 +83,7 @@ class Recall:
         if holders:
             index = next((index for index, arg in enumerate(args) if arg is holders[0]), None)
             if len(holders) > 1 or index is None:
-                return None  # of which argument it is a view cannot be seen
+                return None  # it is unclear which argument it is a view of
             return _given(index) if holders[0] is result else self._make.view(index, offset, geometry)
         if offset or result.untyped_storage().nbytes() != _reach(0, geometry):
             return None
@@ -88,23 +91,23 @@ class Recall:
 
 
 class _Maker:
-    """Makes fake tensors as torch's own constructor does, which takes several times as long."""
+    """Makes the same fake tensors as torch's constructor, several times faster."""
 
     def __init__(self) -> None:
         self._attributes: dict[str, Any] = {}
-        """Of a fresh one."""
+        """Attributes of a new fake tensor."""
         self._ready: bool | None = None
 
     def ready(self, like: Any) -> bool:
-        """Whether they are what torch's own are, looked at once."""
+        """Whether its tensors equal torch's own; tested once."""
         if self._ready is None:
             try:
-                self._ready = self._tried(like.fake_mode)
-            except (AttributeError, TypeError, RuntimeError):  # torch's private parts, in a version that has others
+                self._ready = self._test(like.fake_mode)
+            except (AttributeError, TypeError, RuntimeError):  # another version of torch has other internals
                 self._ready = False
         return self._ready
 
-    def _tried(self, mode: Any) -> bool:
+    def _test(self, mode: Any) -> bool:
         with torch._C._DisableTorchDispatch():
             bare = torch.empty((2, 3), device="meta")
         real = FakeTensor(mode, bare, _HOST)
@@ -127,14 +130,14 @@ class _Maker:
         return answer
 
     def view(self, index: int, offset: int, geometry: Geometry) -> Answer:
-        """Of an argument."""
+        """A view of an argument."""
         shape, stride, dtype = geometry
         reach = _reach(offset, geometry)
 
         def answer(given: tuple[Any, ...]) -> FakeTensor | None:
             storage = given[index].untyped_storage()
             if storage.nbytes() < reach:
-                return None  # it was given back for a while: what is made here would make it grow
+                return None  # the storage is freed for now, and a view made here would resize it
             with torch._C._DisableTorchDispatch():
                 bare = torch.empty(0, dtype=dtype, device="meta")
                 return self._dressed(bare.set_(storage, offset, shape, stride))
@@ -142,14 +145,14 @@ class _Maker:
         return answer
 
     def _dressed(self, bare: Tensor) -> FakeTensor:
-        found = Tensor._make_subclass(FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=_HOST)
-        torch._C._set_throw_on_mutable_data_ptr(found)
-        found.__dict__.update(self._attributes)
-        return found
+        fake = Tensor._make_subclass(FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=_HOST)
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        fake.__dict__.update(self._attributes)
+        return fake
 
 
 def _ask(given: tuple[Any, ...]) -> Any:
-    raise AssertionError("nobody has asked yet")
+    raise AssertionError("the result is not cached yet")
 
 
 def _nothing(given: tuple[Any, ...]) -> None:
@@ -162,25 +165,25 @@ def _given(index: int) -> Answer:
 
 def _several(kind: type, answers: list[Answer]) -> Answer:
     def answer(given: tuple[Any, ...]) -> Any:
-        found = [one(given) for one in answers]
-        missing = any(one is None and asked is not _nothing for one, asked in zip(found, answers, strict=True))
-        return None if missing else kind(found)
+        results = [each(given) for each in answers]
+        missing = any(result is None and each is not _nothing for result, each in zip(results, answers, strict=True))
+        return None if missing else kind(results)
 
     return answer
 
 
-def _told(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[int]] | None:
-    """All that an operation's result can hang on, beside values, and where its arguments lie; None: more than can be said."""
+def _signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[int]] | None:
+    """Everything that determines the result of an operation except values, and the storages of its arguments; None: it cannot be cached."""
     key: list[Any] = [func, torch.get_default_dtype()]
     places: list[int] = []
     if not _add(args, key, places):
         return None
     for name, value in kwargs.items():
         if type(value) not in _PLAIN:
-            return None  # a tensor that the result is to be written into, perhaps
+            return None  # for example an output tensor
         key += (name, type(value), value)
     if len(places) > 1 and len(set(places)) < len(places):
-        key.append(tuple(map(places.index, places)))  # which of them share memory
+        key.append(tuple(map(places.index, places)))  # which arguments share memory
     return tuple(key), places
 
 
@@ -193,7 +196,7 @@ def _add(values: Iterable[Any], key: list[Any], places: list[int]) -> bool:
             key += (value.shape, value.stride(), value.storage_offset(), value.dtype)
             places.append(value.untyped_storage()._cdata)
         elif kind in _PLAIN:
-            key += (kind, value)  # 1, 1.0 and True are equal, and make different results
+            key += (kind, value)  # 1, 1.0 and True are equal but give different results
         elif kind is list or kind is tuple:
             key += (kind, len(value))
             if not _add(value, key, places):
@@ -216,7 +219,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _reach(offset: int, geometry: Geometry) -> int:
-    """Bytes of memory up to its last number."""
+    """Bytes from the beginning of the storage to the last element."""
     shape, stride, dtype = geometry
     if 0 in shape:
         return 0

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from phalanx import accelerator
-from phalanx.rehearsal import attention_kernels
+from phalanx.rehearsal import gpu_kernels
 
 GPU = torch.device("cuda", 0)
 HOST = torch.device("cpu")
@@ -159,7 +159,7 @@ class _RmsNorm(torch.autograd.Function):
 class FakeGpu(accelerator.Cuda):
     """The fake GPU as the program sees it: no driver is called."""
 
-    def __init__(self, card: attention_kernels.Card):
+    def __init__(self, card: gpu_kernels.Card):
         self._card = card
 
     def available(self) -> bool:
@@ -202,7 +202,7 @@ class FakeGpu(accelerator.Cuda):
         return _Event()
 
 
-def _device_functions(card: attention_kernels.Card) -> dict[str, Any]:
+def _device_functions(card: gpu_kernels.Card) -> dict[str, Any]:
     """Functions of torch's device module that FSDP2, autograd and modules of users call."""
     return {
         "Stream": _Stream,
@@ -230,11 +230,11 @@ def _device_functions(card: attention_kernels.Card) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def gpu(card: attention_kernels.Card) -> Iterator[None]:
+def gpu(card: gpu_kernels.Card) -> Iterator[None]:
     """Meanwhile fake tensors that the program creates on "cuda" are on a GPU of this kind as far as Python can tell."""
     STREAM.now = STREAM.count = 0  # a rehearsal must not depend on those before it
     autocast = _as_cpu(torch.autocast)
-    attention = attention_kernels.chosen(F.scaled_dot_product_attention, card, placed)
+    attention = gpu_kernels.choosing_attention(F.scaled_dot_product_attention, card, placed)
     real = accelerator.of(GPU)
     with contextlib.ExitStack() as stack:
         accelerator.register(FakeGpu(card))

@@ -1,7 +1,7 @@
-"""What is rehearsed, where: a run with nothing left open, its plan, and the devices it is for. `phalanx rehearse` and the API ask.
+"""What is rehearsed and where: a resolved run, its plan, and the device. Used by `phalanx rehearse` and the API.
 
-A layout and micro-batch that the run file gives are taken as they are, whether or not an estimate thinks that they fit: a rehearsal
-is there to find out.
+A layout and micro-batch of the run file are used as they are, even if the planner's estimate says that they do not fit: a rehearsal
+finds out.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from phalanx.planning.machine_fit import CPU_SHARE
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.hardware import hardware, planned
 from phalanx.planning.planner import plan_run, search
-from phalanx.rehearsal.attention_kernels import card
-from phalanx.rehearsal.rehearse import Stage
+from phalanx.rehearsal.gpu_kernels import card
+from phalanx.rehearsal.rehearse import RehearsalDevice
 from phalanx.schedules.makers import schedule_for
 from phalanx.schedules.stage_split import cut, flop_costs
 from phalanx.spec.check_layout import layout_findings
@@ -29,17 +29,15 @@ from phalanx.spec.run import Run
 class Job:
     run: Run
     plan: Plan
-    stage: Stage
+    stage: RehearsalDevice
 
 
-def laid_out(run: Run, machine: Machine, size: Size | None = None, memory: int | None = None) -> Job:
-    """For the cluster that the run names, or for this machine. `memory`: bytes of a device, in place of what it has."""
+def rehearsal_job(run: Run, machine: Machine, size: Size | None = None, memory: int | None = None) -> Job:
+    """For the cluster that the run names, or for this machine. `memory`: bytes of a device, instead of its own."""
     if planned(run):
         cluster = hardware(run, None)
         if cluster.device == "tpu":
-            raise RunError(
-                [f"{cluster.name} has TPUs, which torch's program here is not for: rehearse it on a cluster of GPUs."]
-            )
+            raise RunError([f"{cluster.name} has TPUs, for which there is no program to rehearse: name a cluster of GPUs."])
         gpus, device = cluster.gpus, cluster.device
         has, node, island, name = int(cluster.gpu.memory), cluster.node, cluster.island, cluster.gpu.key
     else:
@@ -58,16 +56,18 @@ def laid_out(run: Run, machine: Machine, size: Size | None = None, memory: int |
         run = replace(run, memory=memory_)
         plan = _plan(run, best.layout, best.micro_batch, best.accumulation, (device, best.compute, size))
     else:
-        settled = plan_run(run, machine, size=size)
-        run, plan = settled.run, settled.plan
+        planned_run = plan_run(run, machine, size=size)
+        run, plan = planned_run.run, planned_run.plan
     if device == "cpu":
         has = int(CPU_SHARE * has / plan.ranks)
     capacity = memory if memory is not None else has
-    return Job(run, plan, Stage(card=card(name) if device == "cuda" else None, capacity=capacity, node=node, island=island))
+    return Job(
+        run, plan, RehearsalDevice(card=card(name) if device == "cuda" else None, capacity=capacity, node=node, island=island)
+    )
 
 
 def _given(run: Run, gpus: int, device: str, size: Size | None) -> tuple[Run, Plan]:
-    """The layout as it stands; `data` fills the devices where it was left out."""
+    """The layout of the run file; `layout.data`, if open, uses all devices."""
     micro = run.train.micro_batch
     assert micro is not None
     layout = run.layout
@@ -90,7 +90,7 @@ def _given(run: Run, gpus: int, device: str, size: Size | None) -> tuple[Run, Pl
 
 
 def _as_planned(run: Run, plan: Plan, devices: Hardware) -> Run:
-    """With what [memory] leaves open as the plan would choose it; where nothing fits, as it is: the rehearsal says what is missing."""
+    """The run with "auto" settings of [memory] as the planner chooses them; unchanged if nothing fits, so that the rehearsal shows why."""
     if "auto" not in (run.memory.recompute, run.memory.offload):
         return run
     try:
@@ -116,9 +116,9 @@ def _plan(run: Run, layout: Layout, micro_batch: int, accumulation: int, rest: t
     )
 
 
-def kinds(run: Run, plan: Plan) -> dict[int, int]:
-    """One rank of each kind, and how many ranks are of it: the first pipeline rank, the last, and of those between one for each number
-    of blocks that its stages have, the earliest, which has most micro-batches under way."""
+def distinct_ranks(run: Run, plan: Plan) -> dict[int, int]:
+    """One rank of each kind, and the number of ranks of that kind: the first pipeline rank, the last, and one for each distribution of
+    blocks between them: the earliest, which has the most micro-batches in progress."""
     layout = plan.layout
     each = layout.ranks // layout.pipeline
     order = schedule_for(layout, plan.accumulation)
@@ -126,10 +126,10 @@ def kinds(run: Run, plan: Plan) -> dict[int, int]:
         return {0: layout.ranks}
     costs = flop_costs(run.model, run.train.sequence_length)
     ranges = cut(costs.blocks, costs.first, costs.last, order.stages)
-    found: dict[Any, list[int]] = {}
+    kinds: dict[Any, list[int]] = {}
     for rank in range(layout.pipeline):
         stages = order.stages_of(rank)
         ends = rank == 0 or rank == layout.pipeline - 1
         blocks = tuple(costs.blocks[slice(*ranges[stage])] for stage in stages)
-        found.setdefault((rank if ends else -1, blocks), []).append(rank)
-    return {ranks[0] * each: len(ranks) * each for ranks in found.values()}
+        kinds.setdefault((rank if ends else -1, blocks), []).append(rank)
+    return {ranks[0] * each: len(ranks) * each for ranks in kinds.values()}

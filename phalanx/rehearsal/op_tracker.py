@@ -1,8 +1,8 @@
-"""Sees every operation of a rehearsed program: follows memory by its storages, notes messages in place of sending them, counts
-floating-point operations, and answers what no fake tensor can. Opened by `rehearsal/rehearsed_rank` inside torch's own fake mode.
+"""Tracks every operation of a rehearsed program: memory by storage, messages, which are recorded instead of sent, floating-point
+operations, and values that fake tensors do not have. `rehearsal/rehearsed_rank` enters it inside torch's own fake mode.
 
-Whose memory it is, is read off the program as it runs: modules say when they enter and leave, and hang a note on what they return,
-so that their backward says so too.
+Modules tell the tracker when they are entered and left. Hooks on their outputs do the same in the backward. So every allocation has a
+place in the program.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.observe.counters import flops_of
 from phalanx.rehearsal import fake_gpu
-from phalanx.rehearsal.attention_kernels import NONE, Card
-from phalanx.rehearsal.fake_cache import Recall
-from phalanx.rehearsal.ledger import Ledger, Where
-from phalanx.rehearsal.message_log import Messages
-from phalanx.rehearsal.temporaries import hidden
+from phalanx.rehearsal.fake_cache import FakeCache
+from phalanx.rehearsal.gpu_kernels import NONE, Card, workspace_bytes
+from phalanx.rehearsal.ledger import Ledger, ProgramLocation
+from phalanx.rehearsal.result import Messages
 
 T = TypeVar("T")
 _aten = torch.ops.aten
@@ -37,11 +36,11 @@ _SHARING = ("backward", "reduce", "update", "step", "optimizer")
 _NOTHING_NEW = frozenset(
     {"_fused_adamw_", "_foreach_copy_", "_foreach_add_", "_foreach_sub_", "_foreach_mul_", "_foreach_div_"}
 )
-"""Operations on lists of tensors that change them in place: nothing to find out about their results."""
+"""Operations on lists of tensors that change them in place and allocate nothing."""
 
 
 class _Ref(weakref.ref):
-    """To a storage, with what is known of it."""
+    """A weak reference to a storage, with its allocation."""
 
     __slots__ = ("key", "ledger", "number")
     key: int
@@ -49,40 +48,40 @@ class _Ref(weakref.ref):
     ledger: Ledger
 
 
-class Watch(TorchDispatchMode):
-    """While it is entered."""
+class OpTracker(TorchDispatchMode):
+    """Tracks every operation inside its context."""
 
     def __init__(self, messages: Messages, card: Card | None):
-        """`card`: the GPU that is played; None: the device is the CPU, which is its own host."""
+        """`card`: the fake GPU; None: the device is the CPU, which is its own host."""
         super().__init__()
         self.messages, self._card = messages, card or NONE
         self._processors = card.processors if card else None
         self.device = Ledger()
         self.host = Ledger() if card else self.device
-        self.flops: Counter[Where] = Counter()
+        self.flops: Counter[ProgramLocation] = Counter()
         self.repeated: Counter[str] = Counter()
-        """Floating-point operations of forwards that are repeated, by action."""
+        """Floating-point operations of recomputed forwards, by action."""
         self._again = 0
         self._threads: set[bool] = set()
         self.calls = 0
-        self.where = Where("build", "", "")
+        self.where = ProgramLocation("build", "", "")
         self.logits = -1
         """Width of this rank's logits."""
         self.weights: set[int] = set()
         """Storages of parameters."""
         self._refs: dict[int, _Ref] = {}
-        self._recall = Recall()
+        self._cache = FakeCache()
         done = torch.futures.Future()  # type: ignore[var-annotated]
         done.set_result([])
         distributed: Any = torch._C._distributed_c10d
         self._work = distributed._create_work_from_future(done).boxed()
         self._resize = torch.UntypedStorage.resize_
 
-    # What the program does.
+    # Operations.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:
-            return fake_gpu.HOST  # torch's C++ side asks, all the time
+            return fake_gpu.HOST  # torch's C++ code asks very often
         for kind in types:
             if kind not in _PLAIN:
                 return NotImplemented
@@ -96,22 +95,22 @@ class Watch(TorchDispatchMode):
         if name in _NOTHING_NEW:
             return None
         if FakeTensor not in types and _unplaced(args, kwargs):
-            with unset_fake_temporarily():  # what has no memory in the real program either, is what it is there
+            with unset_fake_temporarily():  # tensors without memory in the real program too stay as they are
                 return func(*args, **kwargs)
         self.calls += 1
         on_gpu, kwargs = self._place(args, kwargs)
         inside, fake_gpu.INSIDE.now = fake_gpu.INSIDE.now, True
         try:
-            result = _grouped(*args, **kwargs) if func is _GROUPED else self._recall(func, args, kwargs)
+            result = _grouped(*args, **kwargs) if func is _GROUPED else self._cache(func, args, kwargs)
         finally:
             fake_gpu.INSIDE.now = inside
         if type(result) is FakeTensor:
-            self._see(result, on_gpu, name, args)
+            self._record(result, on_gpu, name, args)
         elif result is not None:
             for tensor in tree_leaves(result):
                 if isinstance(tensor, Tensor):
-                    self._see(tensor, on_gpu, name, args)
-        if on_gpu and self._processors is not None and (size := hidden(func, args, self._processors)):
+                    self._record(tensor, on_gpu, name, args)
+        if on_gpu and self._processors is not None and (size := workspace_bytes(func, args, self._processors)):
             self.device.drop(self.device.add(size, self.where, f"inside {name}"))
         if flops := flops_of(func, args, kwargs, result):
             self.flops[self.where] += flops
@@ -121,7 +120,7 @@ class Watch(TorchDispatchMode):
         return result
 
     def _workspace(self) -> None:
-        """Matrix products have memory of their own, made at the first in each thread: the program's, and autograd's."""
+        """cuBLAS allocates a workspace at the first matrix product of each thread: the program's, and autograd's."""
         thread = torch._C._current_graph_task_id() != -1
         if thread not in self._threads:
             self._threads.add(thread)
@@ -129,7 +128,7 @@ class Watch(TorchDispatchMode):
             self.device.components[number] = "workspaces"
 
     def _place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
-        """Whether the result lies on the GPU; and the arguments as torch's C++ side is to see them."""
+        """Whether the result is on the GPU, and the arguments for torch's C++ code."""
         if self._processors is None:
             return False, kwargs
         device = kwargs.get("device")
@@ -139,19 +138,19 @@ class Watch(TorchDispatchMode):
             if device.type == "cuda":
                 return True, kwargs | {"device": fake_gpu.HOST}
             if device.type == "cpu":
-                # In a model's own work it is torch's C++ side that says so, of what plays the GPU.
+                # Inside the model it comes from torch's C++ code, which sees GPU tensors as CPU tensors.
                 return self.where.phase in _COMPUTING or torch._C._current_graph_task_id() != -1, kwargs
         for arg in args:
             if isinstance(arg, Tensor):
                 if getattr(arg, "_on_gpu", False):
                     return True, kwargs
             elif isinstance(arg, (list, tuple)):
-                for one in arg:
-                    if getattr(one, "_on_gpu", False):
+                for item in arg:
+                    if getattr(item, "_on_gpu", False):
                         return True, kwargs
         return False, kwargs
 
-    def _see(self, tensor: Tensor, on_gpu: bool, name: str, args: tuple[Any, ...]) -> None:
+    def _record(self, tensor: Tensor, on_gpu: bool, name: str, args: tuple[Any, ...]) -> None:
         if on_gpu:
             tensor._on_gpu = True  # type: ignore[attr-defined]
         storage = tensor.untyped_storage()
@@ -161,7 +160,7 @@ class Watch(TorchDispatchMode):
         ledger = self.device if on_gpu or self._processors is None else self.host
         size = storage.nbytes()
         number = ledger.add(size, self.where, name, fake_gpu.STREAM.now)
-        ref = _Ref(storage, self._gone)
+        ref = _Ref(storage, self._freed)
         ref.key, ref.number, ref.ledger = key, number, ledger
         self._refs[key] = ref
         if self.where.phase == "build":
@@ -171,7 +170,7 @@ class Watch(TorchDispatchMode):
         elif name == "_to_copy" and args[0].untyped_storage()._cdata in self.weights:
             ledger.components[number] = "weights in compute format"
 
-    def _gone(self, ref: Any) -> None:
+    def _freed(self, ref: Any) -> None:
         if self._refs.pop(ref.key, None) is not None and ref.number:
             ref.ledger.drop(ref.number)
 
@@ -180,7 +179,7 @@ class Watch(TorchDispatchMode):
         self.messages.take(name, args, self.where.phase, self.where.action)
         self._mark(args, "communication")
         if func.namespace != "c10d":
-            raise NotImplementedError(f"{func} is a collective that rehearsals do not know")
+            raise NotImplementedError(f"{func} is a collective that rehearsals do not support")
         return self._work if len(func._schema.returns) == 1 else (args[0], self._work)
 
     def _mark(self, values: Any, component: str) -> None:
@@ -190,17 +189,17 @@ class Watch(TorchDispatchMode):
                 if known is None and ref.ledger.phases[ref.number] in _SHARING:
                     ref.ledger.components[ref.number] = component
 
-    # What is told about it.
+    # What the program says about itself.
 
     def name(self, tensors: Iterable[Tensor | None], component: str) -> None:
-        """These, as far as they live, are for that."""
+        """Set the component of the tensors' allocations."""
         for tensor in tensors:
             if tensor is not None and (ref := self._refs.get(tensor.untyped_storage()._cdata)) is not None:
                 ref.ledger.components[ref.number] = component
 
     @property
     def again(self) -> int:
-        """How many repeated forwards are under way: blocks that recompute say so, as to whoever counts in a real run."""
+        """Number of recomputed forwards in progress; blocks that recompute change it, see `transforms/recompute`."""
         return self._again
 
     @again.setter
@@ -208,13 +207,13 @@ class Watch(TorchDispatchMode):
         self._again = count
         self.enter("recompute" if count else "backward", self.where.module)
 
-    def enter(self, phase: str, module: str = "", action: str | None = None) -> Where:
-        """From here on the program is there; returns where it was."""
-        before, self.where = self.where, Where(phase, module, self.where.action if action is None else action)
+    def enter(self, phase: str, module: str = "", action: str | None = None) -> ProgramLocation:
+        """Set the current place in the program; returns the previous one."""
+        before, self.where = self.where, ProgramLocation(phase, module, self.where.action if action is None else action)
         return before
 
     def around(self, function: Callable[..., T], phase: str) -> Callable[..., T]:
-        """A function whose time is a phase of its own."""
+        """The function, run as a phase of its own."""
 
         def inside(*args: Any, **kwargs: Any) -> T:
             before = self.enter(phase)
@@ -247,12 +246,12 @@ class Watch(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def close(self) -> None:
-        """Nothing is followed any more."""
+        """Stop tracking."""
         self._refs.clear()
 
 
 def _grouped(first: Tensor, second: Tensor, ends: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """A grouped product by its shape: torch's fake one refuses what CPUs take, formats but bf16 and what their rows are aligned to."""
+    """The result of a grouped matrix product by shape: torch's fake implementation accepts fewer dtypes and alignments than CPUs do."""
     if first.ndim == second.ndim:
         groups = first.shape[0] if first.ndim == 3 or ends is None else ends.shape[0]
         return torch.empty((groups, first.shape[-2], second.shape[-1]), dtype=first.dtype)
@@ -260,7 +259,7 @@ def _grouped(first: Tensor, second: Tensor, ends: Tensor | None = None, *_: Any,
 
 
 def _unplaced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation makes tensors on torch's meta device, as models are before they are placed."""
+    """Whether an operation creates tensors on torch's meta device, where models are built."""
     device = kwargs.get("device")
     if device is not None:
         return bool(device.type == "meta")
@@ -268,7 +267,7 @@ def _unplaced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _zero(tensor: Tensor) -> bool | int | float:
-    """What a number is taken for that nobody knows: what is to be true is, nothing is wrong, nobody was told to stop."""
+    """The assumed value of a scalar that the program reads: conditions are true, and numbers, such as stop requests, are zero."""
     if tensor.dtype == torch.bool:
         return True
     return 0.0 if tensor.is_floating_point() else 0

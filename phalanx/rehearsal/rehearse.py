@@ -1,5 +1,10 @@
-"""`rehearse`: the real program of one rank of a job, without memory and without the others; what it takes, sends and computes. The
-command line, the API and `phalanx train`, before it starts what may not fit, call it.
+"""`rehearse` runs the real program of one rank of a job, on tensors without memory and without the other ranks: what memory it needs,
+what it sends and what it computes. The command line, the API and `phalanx train`, before a run that may not fit, call it.
+
+On GPUs it runs only as many micro-batches as show everything that the whole step does. What an action of a pipeline does depends only
+on its kind and stage. How much memory exists depends on how many micro-batches of each stage are in progress, which receives have
+started, which stages have gradients, and whose parameters are still gathered. A shorter step that passes through every such situation
+of the whole step, and does the same in it, has the same peak.
 """
 
 from __future__ import annotations
@@ -7,8 +12,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -16,57 +21,64 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 
-from phalanx.rehearsal import replay
-from phalanx.rehearsal.attention_kernels import Card
+from phalanx.parallel.pipeline.rank_actions import rank_actions
+from phalanx.rehearsal import ledger as memory
+from phalanx.rehearsal.allocator import NoRoom
 from phalanx.rehearsal.environment import ASSUMED
-from phalanx.rehearsal.extrapolate import enough, times
-from phalanx.rehearsal.ledger import COMPONENTS, Ledger, Piece
-from phalanx.rehearsal.message_log import Messages, Repeated
-from phalanx.rehearsal.op_tracker import Watch
-from phalanx.rehearsal.rehearsed_rank import Program, opened
-from phalanx.rehearsal.result import Moment, Rehearsal
+from phalanx.rehearsal.gpu_kernels import Card
+from phalanx.rehearsal.ledger import COMPONENTS, Allocation, Ledger
+from phalanx.rehearsal.op_tracker import OpTracker
+from phalanx.rehearsal.rehearsed_rank import Program, rehearsed_program
+from phalanx.rehearsal.result import Messages, Moment, Rehearsal, Repeated
+from phalanx.schedules.actions import Schedule
+from phalanx.schedules.makers import resized
 from phalanx.spec.errors import RunError
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 
 CONTEXT = 1 << 30
-"""Bytes that CUDA takes for itself, its libraries and their kernels, which are loaded when they are first used: 695 to 895 MiB were
-measured on an H200 with CUDA 13."""
+"""Bytes of CUDA itself, its libraries and their kernels, which load at their first use: 695 to 895 MiB measured on an H200, CUDA 13."""
 _LINKS = 256 << 20
-"""Bytes that NCCL may take for each group of ranks: an estimate from its documentation (channels × buffers)."""
+"""Bytes of NCCL's buffers for each group of ranks: an estimate from its documentation (channels × buffers)."""
 _PROCESS = 350 << 20
-"""Bytes of a rank on CPUs before it has any tensor."""
+"""Bytes of a CPU rank without any tensor."""
 _CLOSE = 0.99
-"""Part of the device from which on it is close."""
+"""Fraction of the device's memory above which a note says that the run may not fit."""
 _POINTS = 2000
-"""Of a timeline."""
+"""Points of a timeline."""
+_LOOPED = 4
+"""Micro-batches without a pipeline: the first, one between, the last but one and the last."""
+
+Situation = tuple[str, int, tuple[tuple[int, int, int, bool, bool], ...], int]
+"""Kind and stage of an action; for each stage its number, the micro-batches in progress, those with a deferred weight backward, whether
+it has gradients, and whether its last action was not a forward, after which parameters stay gathered; receives that have started."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stage:
-    """What the rehearsed rank runs on."""
+class RehearsalDevice:
+    """The device that the rehearsed rank runs on."""
 
     card: Card | None
     """The GPU; None: a CPU."""
     capacity: int | None = None
-    """Bytes of the device that this rank may use; None: as many as it likes."""
+    """Bytes of the device that this rank may use; None: no limit."""
     node: int = 8
     island: int = 8
 
 
-def rehearse(run: Run, plan: Plan, rank: int, stage: Stage) -> Rehearsal:
-    """One step of this rank's program; RunError for what is refused before a job starts.
+def rehearse(run: Run, plan: Plan, rank: int, device: RehearsalDevice) -> Rehearsal:
+    """Runs one step of this rank's program. Raises RunError for what is refused before a job starts.
 
-    What would fail on the cluster is told in the result. Not for a process that is itself a rank of a job.
+    What would fail on the cluster is in the result. Cannot run in a process that is itself a rank of a job.
     """
-    run = settled(run)
+    run = resolved(run)
     _refuse(run, plan, rank)
     began = time.process_time()
-    messages = Messages(stage.node, stage.island)
+    messages = Messages(device.node, device.island)
     with warnings.catch_warnings(action="ignore"):  # torch warns of its own fake tensors
         try:
-            with opened(run, plan, rank, stage.card, messages) as (program, watch):
-                return _through(program, watch, stage, began)
+            with rehearsed_program(run, plan, rank, device.card, messages) as (program, tracker):
+                return _run(program, tracker, device, began)
         except (DynamicOutputShapeException, DataDependentOutputException, UnsupportedFakeTensorException) as error:
             raise RunError(
                 [
@@ -76,8 +88,8 @@ def rehearse(run: Run, plan: Plan, rank: int, stage: Stage) -> Rehearsal:
             ) from error
 
 
-def settled(run: Run) -> Run:
-    """Without what the plan was to decide and compilers would change."""
+def resolved(run: Run) -> Run:
+    """The run with "auto" settings off, and uncompiled."""
     memory = run.memory
     recompute = "none" if memory.recompute == "auto" else memory.recompute
     offload = "none" if memory.offload == "auto" else memory.offload
@@ -96,96 +108,98 @@ def _refuse(run: Run, plan: Plan, rank: int) -> None:
         )
 
 
-def _through(program: Program, watch: Watch, stage: Stage, began: float) -> Rehearsal:
-    """A step, and what is read off it."""
+def _run(program: Program, tracker: OpTracker, device: RehearsalDevice, began: float) -> Rehearsal:
+    """Runs a step and reads its results."""
     order, at = program.built.schedule, program.mesh.coordinate("pipeline")
-    built, before = len(watch.device.events), len(watch.messages.all)
-    taken, error = enough(order, program.plan, at), None
+    built, sent_before = len(tracker.device.events), len(tracker.messages.all)
+    micro_batches, error = enough(order, program.plan, at), None
     try:
-        program.step(taken, program.plan.accumulation)
+        program.step(micro_batches, program.plan.accumulation)
     except (DynamicOutputShapeException, DataDependentOutputException, UnsupportedFakeTensorException):
         raise
-    except Exception as failure:  # whatever a rank would have raised
-        where = watch.where
+    except Exception as failure:  # anything that a rank would raise
+        where = tracker.where
         error = f"{where.phase} of {where.module or 'the model'} {where.action}: {type(failure).__name__}: {_short(failure)}"
-    often = times(order, program.plan, at, taken)
-    found = replay.lasting(watch.device, built)
-    top = replay.peak(watch.device, found)
-    fixed = _fixed(program, stage)
-    limit = None if stage.capacity is None else stage.capacity - sum(fixed.values())
-    held = _reserved(watch.device, found, top, limit, stage)
-    living = replay.living(watch.device, found, top)
-    flops, repeated = _flops(watch, often)
+    counts = repetitions(order, program.plan, at, micro_batches)
+    first = memory.first_step(tracker.device, built)
+    top = memory.peak(tracker.device, first)
+    fixed = _fixed(program, device)
+    limit = None if device.capacity is None else device.capacity - sum(fixed.values())
+    reserved = _reserved(tracker.device, first, top, limit, device)
+    live = memory.live_at_peak(tracker.device, first, top)
+    flops, repeated = _flops(tracker, counts)
     state = program.built.placement()
-    at_peak = watch.device.events[top.at - 1] if watch.device.events else 0
+    at_peak = tracker.device.events[top.at - 1] if tracker.device.events else 0
     return Rehearsal(
         rank=program.mesh.rank,
         ranks=program.mesh.ranks,
         device=program.plan.device,
         applied=state.applied,
-        peak=max(held.allocated, top.bytes),
-        reserved=held.reserved,
+        peak=max(reserved.allocated, top.bytes),
+        reserved=reserved.reserved,
         fixed=fixed,
-        capacity=stage.capacity,
-        components=_sum(living, lambda piece: piece.component),
-        modules=_modules(living),
-        at=_moment(watch.device, at_peak) if at_peak > 0 else None,
-        host=watch.host.peak if stage.card else 0,
+        capacity=device.capacity,
+        components=_components(live),
+        modules=_modules(live),
+        at=_moment(tracker.device, at_peak) if at_peak > 0 else None,
+        host=tracker.host.peak if device.card else 0,
         state={
             "parameters": state.parameters,
             "gradients": state.gradients,
             "optimizer": state.optimizer,
             "files": state.files,
         },
-        messages=tuple(Repeated(one, often.get(one.action, 1)) for one in watch.messages.all[before:]),
+        messages=tuple(Repeated(message, counts.get(message.action, 1)) for message in tracker.messages.all[sent_before:]),
         flops=flops,
         repeated_flops=repeated,
         micro_batches=program.plan.accumulation,
-        taken=taken,
+        taken=micro_batches,
         seconds=time.process_time() - began,
-        no_room=None if held.without is None else _moment(watch.device, held.without[0]),
+        no_room=None if reserved.without is None else _moment(tracker.device, reserved.without[0]),
         error=error,
         assumed=ASSUMED,
-        notes=_notes(program.run, stage, held.reserved + sum(fixed.values())),
-        timeline=_timeline(watch.device, found),
+        notes=_notes(program.run, device, reserved.reserved + sum(fixed.values())),
+        timeline=_timeline(tracker.device, first),
     )
 
 
-def _reserved(ledger: Ledger, found: replay.Lasting, top: replay.Peak, limit: int | None, stage: Stage) -> replay.Reserved:
-    if stage.card is not None:
-        held = replay.reserve(ledger, found, limit)
-        if held.without is None:
-            return held
-        return replace(replay.reserve(ledger, found, None), without=held.without)  # what it would take if there were room
+def _reserved(
+    ledger: Ledger, first: memory.FirstStep, top: memory.Peak, limit: int | None, device: RehearsalDevice
+) -> memory.Reserved:
+    if device.card is not None:
+        reserved = memory.reserve(ledger, first, limit)
+        if reserved.without is None:
+            return reserved
+        return replace(memory.reserve(ledger, first, None), without=reserved.without)  # what a larger device would need
     if limit is None or top.bytes <= limit:
-        return replay.Reserved(top.bytes, top.bytes, None)
+        return memory.Reserved(top.bytes, top.bytes, None)
     now = 0
-    for event in ledger.events:  # the first that goes beyond
+    for event in ledger.events:  # the first above the limit
         now += ledger.taken(event) if event > 0 else -ledger.taken(-event)
         if event > 0 and now > limit:
             break
-    return replay.Reserved(top.bytes, top.bytes, (abs(event), replay.NoRoom(0, now, now)))
+    return memory.Reserved(top.bytes, top.bytes, (abs(event), NoRoom(0, now, now)))
 
 
-def _fixed(program: Program, stage: Stage) -> dict[str, int]:
-    if stage.card is None:
+def _fixed(program: Program, device: RehearsalDevice) -> dict[str, int]:
+    if device.card is None:
         return {"process": _PROCESS}
     groups = {group.ranks for group in program.mesh._groups.values() if group.size > 1}
     return {"context": CONTEXT} | ({"links": _LINKS * len(groups)} if groups else {})
 
 
-def _sum(living: list[Piece], key: Any) -> dict[str, int]:
-    found: Counter[str] = Counter()
-    for piece in living:
-        found[key(piece)] += piece.size
-    return {name: found[name] for name in COMPONENTS if found[name]}
+def _components(live: list[Allocation]) -> dict[str, int]:
+    sizes: Counter[str] = Counter()
+    for allocation in live:
+        sizes[allocation.component] += allocation.size
+    return {name: sizes[name] for name in COMPONENTS if sizes[name]}
 
 
-def _modules(living: list[Piece]) -> tuple[tuple[str, int], ...]:
-    found: Counter[str] = Counter()
-    for piece in living:
-        found[piece.where.module or f"({piece.where.phase})"] += piece.size
-    return tuple(found.most_common())
+def _modules(live: list[Allocation]) -> tuple[tuple[str, int], ...]:
+    sizes: Counter[str] = Counter()
+    for allocation in live:
+        sizes[allocation.where.module or f"({allocation.where.phase})"] += allocation.size
+    return tuple(sizes.most_common())
 
 
 def _moment(ledger: Ledger, number: int) -> Moment:
@@ -193,44 +207,110 @@ def _moment(ledger: Ledger, number: int) -> Moment:
     return Moment(where.phase, where.module, where.action, operation)
 
 
-def _flops(watch: Watch, often: dict[str, int]) -> tuple[dict[str, int], int]:
-    found: Counter[str] = Counter()
-    for where, count in watch.flops.items():
-        found[where.module or f"({where.phase})"] += count * often.get(where.action, 1)
-    return dict(found.most_common()), sum(count * often.get(action, 1) for action, count in watch.repeated.items())
+def _flops(tracker: OpTracker, counts: dict[str, int]) -> tuple[dict[str, int], int]:
+    flops: Counter[str] = Counter()
+    for where, count in tracker.flops.items():
+        flops[where.module or f"({where.phase})"] += count * counts.get(where.action, 1)
+    return dict(flops.most_common()), sum(count * counts.get(action, 1) for action, count in tracker.repeated.items())
 
 
-def _timeline(ledger: Ledger, found: replay.Lasting) -> tuple[tuple[float, int], ...]:
+def _timeline(ledger: Ledger, first: memory.FirstStep) -> tuple[tuple[float, int], ...]:
     now, points, events = 0, [], ledger.events
-    every = max(1, (len(events) - found.built) // _POINTS)
+    every = max(1, (len(events) - first.built) // _POINTS)
     most = 0
     for index, event in enumerate(events):
         now += ledger.taken(event) if event > 0 else -ledger.taken(-event)
-        if index >= found.built:
+        if index >= first.built:
             most = max(most, now)
-            if (index - found.built) % every == 0:
-                points.append(((index - found.built) / max(1, len(events) - found.built), most))
+            if (index - first.built) % every == 0:
+                points.append(((index - first.built) / max(1, len(events) - first.built), most))
                 most = now
     return tuple(points)
 
 
-def _notes(run: Run, stage: Stage, in_use: int) -> tuple[str, ...]:
-    """What is not as it would be."""
-    found = []
-    if stage.card and stage.capacity is not None and _CLOSE * stage.capacity < in_use <= stage.capacity:
-        found.append("It is within 1 % of the device: fragments of its memory decide then, and may decide otherwise.")
+def _notes(run: Run, device: RehearsalDevice, in_use: int) -> tuple[str, ...]:
+    """Where the rehearsal differs from the run."""
+    notes = []
+    if device.card and device.capacity is not None and _CLOSE * device.capacity < in_use <= device.capacity:
+        notes.append("It is within 1 % of the device: fragments of its memory decide then, and may decide otherwise.")
     if run.memory.activations == "cpu":
-        found.append(
+        notes.append(
             "Activations that come back from the host are let go when the GPU is done with them, which a rehearsal cannot time: what "
             "the allocator reserves may be up to twice what is told here."
         )
     if run.memory.compile:
-        found.append(
+        notes.append(
             "Blocks are rehearsed uncompiled: compiled ones keep less, so the run takes less than is told here (10 % less, where it was measured)."
         )
-    return tuple(found)
+    return tuple(notes)
 
 
 def _short(error: BaseException) -> str:
     text = str(error).strip()
     return text.splitlines()[0][:300] if text else type(error).__name__
+
+
+def enough(order: Schedule | None, plan: Plan, rank: int) -> int:
+    """The number of micro-batches that show everything that those of the plan do; `rank`: of the pipeline."""
+    count = plan.accumulation
+    if plan.device == "cpu":
+        return count  # there gradients are summed as a tree over all micro-batches
+    if order is None:
+        return min(count, _LOOPED)
+    needed = situations(order, rank)
+    for fewer in range(1, count):
+        try:
+            shorter = resized(order, fewer)
+        except (RunError, AssertionError):
+            continue
+        if not shorter.problems() and needed <= situations(shorter, rank):
+            return fewer
+    return count
+
+
+def situations(order: Schedule, rank: int) -> set[Situation]:
+    """All situations of a rank's program."""
+    return {situation for _, situation in _actions(order, rank)}
+
+
+def _actions(order: Schedule, rank: int) -> Iterator[tuple[str, Situation]]:
+    """A rank's actions by name, each with the situation in which it begins."""
+    in_progress: Counter[int] = Counter()
+    deferred: Counter[int] = Counter()
+    with_gradients: set[int] = set()
+    last: dict[int, str] = {}
+    stages, receives = order.stages_of(rank), set[object]()
+    for step in rank_actions(order, rank):
+        receives |= {message for _, message in step.receives}
+        state = tuple(
+            (stage, in_progress[stage], deferred[stage], stage in with_gradients, last.get(stage, "") != "F")
+            for stage in stages
+        )
+        yield f"{step.stage}{step.kind}{step.micro_batch}", (step.kind, step.stage, state, len(receives))
+        receives.discard(step.consumes)
+        last[step.stage] = step.kind
+        if step.kind == "F":
+            in_progress[step.stage] += 1
+        elif step.kind == "W":
+            deferred[step.stage] -= 1
+            with_gradients.add(step.stage)
+        else:
+            in_progress[step.stage] -= 1
+            deferred[step.stage] += step.kind == "I"
+            with_gradients.update([step.stage] if step.kind == "B" else [])
+
+
+def repetitions(order: Schedule | None, plan: Plan, rank: int, micro_batches: int) -> dict[str, int]:
+    """How many actions of the whole step each action of the shorter step represents, by name; actions without an entry represent
+    themselves."""
+    count = plan.accumulation
+    if micro_batches == count:
+        return {}
+    if order is None:
+        return {"micro-batch 2": count - micro_batches + 1}
+    shorter = list(_actions(resized(order, micro_batches), rank))
+    counts = dict.fromkeys((name for name, _ in shorter), 0)
+    representative = {situation: name for name, situation in shorter}
+    for _, situation in _actions(order, rank):
+        counts[representative[situation]] += 1
+    return counts

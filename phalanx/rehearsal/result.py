@@ -1,18 +1,103 @@
-"""What a rehearsal found out about one rank, as a plain value. `rehearsal/rehearse` makes it; the command line shows it, programs read it."""
+"""The results of a rehearsal of one rank: memory, compute, and every collective with its ranks and the links that it crosses.
+`rehearsal/op_tracker` records the collectives, `rehearsal/rehearse` makes the result; the command line shows it, programs read it.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from phalanx.rehearsal.message_log import Repeated, by_tier, sums
+import torch.distributed as dist
+
+from phalanx.observe.counters import traffic
 
 GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
+class Message:
+    """One collective of this rank."""
+
+    collective: str
+    use: str
+    """The dimension of the layout, or the technique, that needs it."""
+    ranks: int
+    tier: str
+    """The slowest links that it crosses: "node", "island" (of fast links) or "across"."""
+    bytes: int
+    """Sent by this rank in a ring algorithm."""
+    phase: str
+    action: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("collective", "use", "ranks", "tier", "bytes", "phase", "action")}
+
+
+@dataclass(slots=True)
+class Messages:
+    """All collectives of a rehearsal, in order."""
+
+    node: int = 8
+    """Number of devices of a host."""
+    island: int = 8
+    """Number of devices that share fast links."""
+    all: list[Message] = field(default_factory=list)
+    _groups: dict[int, tuple[int, str]] = field(default_factory=dict)
+
+    def take(self, operation: str, args: tuple[Any, ...], phase: str, action: str) -> None:
+        """Record an operation of torch.distributed."""
+        counted = traffic(operation, args)
+        if counted is None:
+            return
+        collective, use, group, size = counted
+        ranks, tier = self._group(group)
+        self.all.append(Message(collective, use, ranks, tier, size, phase, action))
+
+    def _group(self, group: dist.ProcessGroup) -> tuple[int, str]:
+        key = id(group)
+        if key not in self._groups:
+            ranks = dist.get_process_group_ranks(group)
+            self._groups[key] = len(ranks), self.tier(ranks)
+        return self._groups[key]
+
+    def tier(self, ranks: list[int]) -> str:
+        for name, size in (("node", self.node), ("island", self.island)):
+            if len({rank // size for rank in (min(ranks), max(ranks))}) == 1:
+                return name
+        return "across"
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """A message, and how often the whole step sends it."""
+
+    message: Message
+    times: int
+
+
+def sums(messages: Iterable[Repeated]) -> dict[str, dict[str, int]]:
+    """Bytes by use and collective."""
+    by_use: dict[str, dict[str, int]] = {}
+    for repeated in messages:
+        message = repeated.message
+        row = by_use.setdefault(message.use, {})
+        row[message.collective] = row.get(message.collective, 0) + message.bytes * repeated.times
+    return by_use
+
+
+def by_tier(messages: Iterable[Repeated]) -> dict[str, int]:
+    """Bytes by the slowest links that they cross."""
+    tiers: Counter[str] = Counter()
+    for repeated in messages:
+        tiers[repeated.message.tier] += repeated.message.bytes * repeated.times
+    return dict(tiers)
+
+
+@dataclass(frozen=True, slots=True)
 class Moment:
-    """A place in the program, and what was asked for there."""
+    """A place in the program, and its operation."""
 
     phase: str
     module: str
@@ -27,61 +112,61 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rehearsal:
-    """One rank's."""
+    """The rehearsal of one rank."""
 
     rank: int
     ranks: int
     device: str
     applied: dict[str, str]
-    """What the layout's techniques did to this rank, in words."""
+    """What was done on this rank, by technique, in words."""
 
     peak: int
-    """Bytes: the most that tensors and kernels have at once in a step, as torch.cuda.max_memory_allocated says."""
+    """Largest number of bytes in use in a step, as torch.cuda.max_memory_allocated counts them."""
     reserved: int
-    """Bytes that the allocator holds for it, fragments included; on CPUs the same as the peak."""
+    """Bytes that the caching allocator reserves, including fragmentation; on CPUs the same as the peak."""
     fixed: dict[str, int]
-    """Bytes beside the allocator's: the driver's context, buffers of links. Estimates."""
+    """Bytes outside the allocator: the driver's context, buffers of NCCL. Estimates."""
     capacity: int | None
-    """Bytes of the device; None: not known."""
+    """Bytes of the device; None: unknown."""
     components: dict[str, int]
-    """Bytes at the peak by what they are for."""
+    """Bytes at the peak by purpose."""
     modules: tuple[tuple[str, int], ...]
-    """Bytes at the peak by the module that they were made in, most first."""
+    """Bytes at the peak by the module that allocated them, largest first."""
     at: Moment | None
-    """Where the peak is reached."""
+    """Where the peak is."""
     host: int
-    """Bytes of the machine's memory that a GPU's rank takes besides."""
+    """Bytes of host memory of a GPU rank."""
     state: dict[str, int]
-    """Bytes of parameters, gradients and optimizer between steps, as the run's own record `model_placed` says."""
+    """Bytes of parameters, gradients and optimizer between steps, as in the run's event `model_placed`."""
 
     messages: tuple[Repeated, ...]
     flops: dict[str, int]
-    """Of a step by module, forward and backward."""
+    """Floating-point operations of a step by module, forward and backward."""
     repeated_flops: int
-    """Those of forwards that are repeated for a backward."""
+    """Floating-point operations of recomputed forwards."""
     micro_batches: int
-    """Of a step."""
+    """Micro-batches of a step."""
     taken: int
-    """Micro-batches that were taken through the program; the others do what these do."""
+    """Micro-batches that were rehearsed; the others do the same."""
     seconds: float
 
     no_room: Moment | None = None
-    """The first place for which the device has no memory."""
+    """The first allocation for which the device has no memory."""
     error: str | None = None
-    """What would have failed on the cluster."""
+    """What would fail on the cluster."""
     assumed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     timeline: tuple[tuple[float, int], ...] = field(default=(), repr=False)
-    """(part of the step, bytes), thinned out."""
+    """(fraction of the step, bytes) at selected times."""
 
     @property
     def fits(self) -> bool:
-        """Whether the step can be taken on the device."""
+        """Whether the step runs on the device."""
         return self.error is None and self.no_room is None
 
     @property
     def in_use(self) -> int:
-        """Bytes of the device, all in all."""
+        """Bytes of the device in total."""
         return self.reserved + sum(self.fixed.values())
 
     @property
@@ -94,8 +179,8 @@ class Rehearsal:
         return by_tier(self.messages)
 
     def to_json(self, *, every_message: bool = False) -> dict[str, Any]:
-        """In GiB where a name ends so, in bytes elsewhere."""
-        found = {
+        """Sizes are in GiB under names that end in _gib and by component and module, and in bytes elsewhere."""
+        table = {
             "rank": self.rank,
             "ranks": self.ranks,
             "device": self.device,
@@ -112,7 +197,7 @@ class Rehearsal:
             "state": self.state,
             "sent": self.sent,
             "tiers": self.tiers,
-            "messages": sum(one.times for one in self.messages),
+            "messages": sum(repeated.times for repeated in self.messages),
             "flops": {"all": sum(self.flops.values()), "repeated": self.repeated_flops, "modules": self.flops},
             "micro_batches": self.micro_batches,
             "taken": self.taken,
@@ -123,5 +208,5 @@ class Rehearsal:
             "notes": list(self.notes),
         }
         if every_message:
-            found["collectives"] = [one.message.to_json() | {"times": one.times} for one in self.messages]
-        return found
+            table["collectives"] = [repeated.message.to_json() | {"times": repeated.times} for repeated in self.messages]
+        return table

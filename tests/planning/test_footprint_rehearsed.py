@@ -67,8 +67,8 @@ def foretold(run: Run) -> float:
 
 def rehearsed(run: Run) -> int:
     """Of the fullest of the first, a middle and the last pipeline rank."""
-    from phalanx.rehearsal.attention_kernels import card
-    from phalanx.rehearsal.rehearse import Stage, rehearse
+    from phalanx.rehearsal.gpu_kernels import card
+    from phalanx.rehearsal.rehearse import RehearsalDevice, rehearse
 
     layout, train = run.layout, run.train
     assert train.micro_batch is not None
@@ -77,7 +77,7 @@ def rehearsed(run: Run) -> int:
         compute="bf16", parameters=0, flops_per_token=0.0, peak_flops=None,
     )  # fmt: skip
     places = sorted({0, layout.pipeline // 2, layout.pipeline - 1})
-    stage = Stage(card=card("h100"))
+    stage = RehearsalDevice(card=card("h100"))
     found = [rehearse(run, plan, place * layout.ranks // layout.pipeline, stage) for place in places]
     return max(one.peak - one.components.get("workspaces", 0) for one in found)  # of libraries: fixed in a plan
 

@@ -9,8 +9,8 @@ import pytest
 from ranks import run_ranks, tiny_run, tiny_trainer
 
 from phalanx.parallel.mesh import Mesh
-from phalanx.rehearsal.message_log import sums
-from phalanx.rehearsal.rehearse import Stage, rehearse
+from phalanx.rehearsal.rehearse import RehearsalDevice, rehearse
+from phalanx.rehearsal.result import sums
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
@@ -95,7 +95,7 @@ def compare(case: str, folder: Path) -> None:
     run = tiny_run("train.micro_batch=1", *settings)
     found = run_ranks(real, layout.ranks, run, folder, layout=layout)
     for rank in sorted({0, layout.ranks - 1}):
-        told = rehearse(run, plan_of(run, layout), rank, Stage(card=None))
+        told = rehearse(run, plan_of(run, layout), rank, RehearsalDevice(card=None))
         assert told.error is None
         assert told.state == found[rank]["state"]
         # A run's own account ends before new values are spread.

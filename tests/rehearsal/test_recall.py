@@ -15,9 +15,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.rehearsal import attention_kernels, fake_cache, op_tracker
-from phalanx.rehearsal.message_log import Messages
-from phalanx.rehearsal.rehearsed_rank import opened
+from phalanx.rehearsal import fake_cache, gpu_kernels, op_tracker
+from phalanx.rehearsal.rehearsed_rank import rehearsed_program
+from phalanx.rehearsal.result import Messages
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
 from phalanx.spec.plan import Plan
@@ -63,9 +63,9 @@ class Plain:
         return func(*args, **kwargs)
 
 
-def record(run: Run, plan: Plan, card: attention_kernels.Card | None) -> dict[str, Any]:
+def record(run: Run, plan: Plan, card: gpu_kernels.Card | None) -> dict[str, Any]:
     """Every event of a step's memory, every message and operation."""
-    with opened(run, plan, plan.layout.ranks - 1, card, Messages()) as (program, seen):
+    with rehearsed_program(run, plan, plan.layout.ranks - 1, card, Messages()) as (program, seen):
         program.step(plan.accumulation)
         found: dict[str, Any] = {
             "messages": list(seen.messages.all),
@@ -87,7 +87,7 @@ def compare(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layout, settings = CASES[case]
     tiny = TINY.replace("kv_heads = 2\n", "")  # latent attention has none
     run = replace(loads(tiny, overrides=("train.micro_batch=1", "train.batch=4", *settings)), layout=layout)
-    card = attention_kernels.CARDS["h200"] if case != "zero 3, uneven, bf16 states" else None
+    card = gpu_kernels.CARDS["h200"] if case != "zero 3, uneven, bf16 states" else None
     plan = Plan(
         layout=layout,
         device="cuda" if card else "cpu",
@@ -110,7 +110,7 @@ def compare(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_cache._Maker, "_dressed", counted)
     with_it = record(run, plan, card)
     assert made > len(with_it["device"][1]) / 2  # it was used
-    monkeypatch.setattr(op_tracker, "Recall", Plain)
+    monkeypatch.setattr(op_tracker, "FakeCache", Plain)
     without = record(run, plan, card)
     assert len(without["device"][1]) > 100
     for name, found in without.items():
@@ -213,7 +213,7 @@ def told(tensors: list[Tensor]) -> list[Any]:
 def test_what_shapes_do_not_decide_is_as_torch_has_it(program: Callable[[Tensor], list[Tensor]]) -> None:
     with FakeTensorMode(), Asked(Plain()):
         wanted = [told(program(torch.empty(4, 4))) for _ in range(3)]
-    with FakeTensorMode(), Asked(fake_cache.Recall()):
+    with FakeTensorMode(), Asked(fake_cache.FakeCache()):
         found = [told(program(torch.empty(4, 4))) for _ in range(3)]
     assert found == wanted
 
@@ -233,7 +233,7 @@ def test_without_torchs_private_parts_torch_is_asked(instead: Any, monkeypatch: 
         monkeypatch.delattr(torch._C, "_dispatch_keys")
     else:
         monkeypatch.setattr(fake_cache._Maker, "_dressed", instead)
-    remembered = fake_cache.Recall()
+    remembered = fake_cache.FakeCache()
     with FakeTensorMode(), Asked(remembered):
         for _ in range(3):
             assert (torch.empty(4, 4) @ torch.empty(4, 4)).view(-1).shape == (16,)

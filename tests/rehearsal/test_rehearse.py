@@ -13,19 +13,19 @@ import torch
 import torch.distributed as dist
 from ranks import tiny_run
 
-from phalanx.rehearsal import attention_kernels
+from phalanx.rehearsal import gpu_kernels
 from phalanx.rehearsal import rehearse as rehearsing
-from phalanx.rehearsal.job import kinds, laid_out
-from phalanx.rehearsal.message_log import Messages
+from phalanx.rehearsal.job import distinct_ranks, rehearsal_job
 from phalanx.rehearsal.rehearsal_text import write_trace
-from phalanx.rehearsal.rehearse import Stage, rehearse
-from phalanx.rehearsal.rehearsed_rank import opened
+from phalanx.rehearsal.rehearse import RehearsalDevice, rehearse
+from phalanx.rehearsal.rehearsed_rank import rehearsed_program
+from phalanx.rehearsal.result import Messages
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Machine, Plan
 from phalanx.spec.run import Run
 
-H200 = attention_kernels.CARDS["h200"]
+H200 = gpu_kernels.CARDS["h200"]
 HERE = Machine(host="here", cpu="a cpu", cores=2, memory=8 << 30)
 GPU = ("cluster.gpu=h100-sxm",)
 
@@ -51,9 +51,9 @@ def test_a_gpu_that_is_not_there_is_rehearsed_without_memory() -> None:
         "model.dim=4096", "model.layers=4", "model.heads=32", "model.kv_heads=8", "model.ffn=14336", "model.vocab=128256"
     )
     tiny = tiny_run()
-    rehearse(tiny, on_gpu(tiny), 0, Stage(card=H200))  # what torch loads the first time is not counted
+    rehearse(tiny, on_gpu(tiny), 0, RehearsalDevice(card=H200))  # what torch loads the first time is not counted
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    told = rehearse(run, on_gpu(run), 0, Stage(card=H200))
+    told = rehearse(run, on_gpu(run), 0, RehearsalDevice(card=H200))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
     parameters = run.model.parameters()
     assert told.state == {"parameters": 4 * parameters, "gradients": 4 * parameters, "optimizer": 8 * parameters, "files": 0}
@@ -65,8 +65,8 @@ def test_a_gpu_that_is_not_there_is_rehearsed_without_memory() -> None:
 def test_one_step_tells_what_a_second_takes() -> None:
     """What the first step makes for good is counted for the second, without running it."""
     run = tiny_run("precision.optimizer=bf16", "train.micro_batch=4")
-    told = rehearse(run, on_gpu(run), 0, Stage(card=H200))
-    with opened(run, on_gpu(run), 0, H200, Messages()) as (program, watch):
+    told = rehearse(run, on_gpu(run), 0, RehearsalDevice(card=H200))
+    with rehearsed_program(run, on_gpu(run), 0, H200, Messages()) as (program, watch):
         program.step(2)
         watch.device.forget_peak()
         program.step(2)
@@ -98,10 +98,10 @@ def shortened(case: str, ranks: Sequence[int], monkeypatch: pytest.MonkeyPatch) 
     run = tiny_run(f"train.batch={16 * layout.shard}", "train.micro_batch=1", "model.layers=4", *settings)
     plan = replace(on_gpu(run), layout=layout, accumulation=16)
     for rank in ranks:
-        told = rehearse(run, plan, rank % layout.ranks, Stage(card=H200))
+        told = rehearse(run, plan, rank % layout.ranks, RehearsalDevice(card=H200))
         with monkeypatch.context() as patch:
             patch.setattr(rehearsing, "enough", lambda order, plan, rank: plan.accumulation)
-            whole = rehearse(run, plan, rank % layout.ranks, Stage(card=H200))
+            whole = rehearse(run, plan, rank % layout.ranks, RehearsalDevice(card=H200))
         assert told.error is None and told.taken < told.micro_batches == 16 == whole.taken
         assert told.peak == pytest.approx(whole.peak, abs=1 << 13)  # but for a few single numbers
         assert told.sent == whole.sent
@@ -122,10 +122,10 @@ def test_so_they_do_with_shared_states(case: str, monkeypatch: pytest.MonkeyPatc
 def test_out_of_memory_is_told_with_its_place() -> None:
     run = tiny_run("train.micro_batch=8", "model.vocab=4096")
     plan = on_gpu(run)
-    need = rehearse(run, plan, 0, Stage(card=H200))
+    need = rehearse(run, plan, 0, RehearsalDevice(card=H200))
     fixed = sum(need.fixed.values())
-    enough = rehearse(run, plan, 0, Stage(card=H200, capacity=need.reserved + fixed))
-    less = rehearse(run, plan, 0, Stage(card=H200, capacity=need.reserved + fixed - (4 << 20)))
+    enough = rehearse(run, plan, 0, RehearsalDevice(card=H200, capacity=need.reserved + fixed))
+    less = rehearse(run, plan, 0, RehearsalDevice(card=H200, capacity=need.reserved + fixed - (4 << 20)))
     assert enough.fits and not less.fits
     assert less.no_room is not None and less.no_room.phase in ("forward", "loss", "backward", "step")
     assert json.loads(json.dumps(less.to_json()))["fits"] is False
@@ -135,21 +135,21 @@ def test_what_cannot_be_rehearsed_is_refused_by_name() -> None:
     run = tiny_run("model.layers=4")
     plan = replace(on_gpu(run), layout=Layout(data=1, pipeline=2, stage_split="measured"))
     with pytest.raises(RunError, match=r"layout\.stage_split"):
-        rehearse(run, plan, 0, Stage(card=H200))
+        rehearse(run, plan, 0, RehearsalDevice(card=H200))
     with pytest.raises(RunError, match="--rank 7"):
-        rehearse(run, on_gpu(run), 7, Stage(card=H200))
+        rehearse(run, on_gpu(run), 7, RehearsalDevice(card=H200))
 
 
 def test_every_kind_of_rank_is_found() -> None:
     run = tiny_run("model.layers=5", "train.batch=32", "train.micro_batch=1")
     plan = replace(on_gpu(run), layout=Layout(data=2, pipeline=4, tensor=2), accumulation=16)
-    found = kinds(run, plan)
+    found = distinct_ranks(run, plan)
     assert sum(found.values()) == 16 and 0 in found and 12 in found
 
 
 def test_a_named_cluster_is_rehearsed_with_its_nodes(tmp_path: Any) -> None:
     run = tiny_run(*GPU, "cluster.gpus=16", "layout.tensor=4", "layout.data=4", "cluster.device=cuda", "train.micro_batch=1")
-    job = laid_out(run, HERE)
+    job = rehearsal_job(run, HERE)
     told = rehearse(job.run, job.plan, 5, job.stage)
     assert told.ranks == 16 and told.capacity is not None and told.capacity > 70e9
     tiers = {one.message.use: one.message.tier for one in told.messages}
@@ -160,7 +160,7 @@ def test_a_named_cluster_is_rehearsed_with_its_nodes(tmp_path: Any) -> None:
 
 def test_kernels_are_those_of_an_h200() -> None:
     def kernel(dtype: torch.dtype, widths: tuple[int, int] = (128, 128), **how: bool) -> str:
-        return attention_kernels.kernel(H200, dtype, widths=widths, **{"masked": False, "grouped": False} | how)
+        return gpu_kernels.kernel(H200, dtype, widths=widths, **{"masked": False, "grouped": False} | how)
 
     assert (
         kernel(torch.bfloat16)

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from phalanx.rehearsal.attention_kernels import CARDS
-from phalanx.rehearsal.rehearse import Stage, rehearse
+from phalanx.rehearsal.gpu_kernels import CARDS
+from phalanx.rehearsal.rehearse import RehearsalDevice, rehearse
 from phalanx.rehearsal.result import Rehearsal
 from phalanx.schedules.makers import make
 from phalanx.spec.layout import Layout
@@ -55,7 +55,7 @@ def plan_of(run: Run, layout: Layout) -> Plan:
 
 def rehearsed(run: Run, layout: Layout, rank: int) -> Rehearsal:
     began = time.process_time()
-    told = rehearse(run, plan_of(run, layout), rank, Stage(card=CARDS["h100"], capacity=80 << 30))
+    told = rehearse(run, plan_of(run, layout), rank, RehearsalDevice(card=CARDS["h100"], capacity=80 << 30))
     assert time.process_time() - began < 60
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 << 20  # KiB
     assert told.error is None
