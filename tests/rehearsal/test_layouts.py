@@ -1,4 +1,4 @@
-"""A rehearsed rank holds, byte for byte, what a real one of that layout holds after a step, and sends what it sends."""
+"""After a step, a rehearsed rank holds as many bytes as a real rank of the same layout, and has sent the same messages."""
 
 from __future__ import annotations
 
@@ -110,11 +110,11 @@ def compare(case: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("case", QUICK)
-def test_a_rehearsed_rank_holds_and_sends_what_a_real_one_does(case: str, tmp_path: Path) -> None:
+def test_rehearsed_rank_holds_and_sends_the_same_as_a_real_rank(case: str, tmp_path: Path) -> None:
     compare(case, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case not in QUICK])
-def test_so_does_one_of_every_other_layout(case: str, tmp_path: Path) -> None:
+def test_rehearsed_rank_equals_a_real_rank_in_every_other_layout(case: str, tmp_path: Path) -> None:
     compare(case, tmp_path)

@@ -46,7 +46,7 @@ def on_gpu(run: Run) -> Plan:
     )
 
 
-def test_a_gpu_that_is_not_there_is_rehearsed_without_memory() -> None:
+def test_rehearsal_of_a_gpu_needs_no_memory() -> None:
     run = tiny_run(
         "model.dim=4096", "model.layers=4", "model.heads=32", "model.kv_heads=8", "model.ffn=14336", "model.vocab=128256"
     )
@@ -62,8 +62,8 @@ def test_a_gpu_that_is_not_there_is_rehearsed_without_memory() -> None:
     assert not dist.is_initialized() and torch.zeros(2).tolist() == [0.0, 0.0]
 
 
-def test_one_step_tells_what_a_second_takes() -> None:
-    """What the first step makes for good is counted for the second, without running it."""
+def test_memory_of_the_second_step_follows_from_the_first() -> None:
+    """Allocations that outlive the first step count in the second, without running it."""
     run = tiny_run("precision.optimizer=bf16", "train.micro_batch=4")
     told = rehearse(run, on_gpu(run), 0, RehearsalDevice(card=H200))
     with rehearsed_program(run, on_gpu(run), 0, H200, Messages()) as (program, watch):
@@ -109,17 +109,17 @@ def shortened(case: str, ranks: Sequence[int], monkeypatch: pytest.MonkeyPatch) 
         assert told.flops == whole.flops and told.repeated_flops == whole.repeated_flops
 
 
-def test_fewer_micro_batches_tell_what_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_micro_batches_give_the_results_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     shortened("dualpipev", (0,), monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SHORTENED)
-def test_so_they_do_with_shared_states(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_micro_batches_give_the_results_of_all_in_other_layouts(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shortened(case, (0, -1), monkeypatch)
 
 
-def test_out_of_memory_is_told_with_its_place() -> None:
+def test_out_of_memory_is_reported_with_its_place() -> None:
     run = tiny_run("train.micro_batch=8", "model.vocab=4096")
     plan = on_gpu(run)
     need = rehearse(run, plan, 0, RehearsalDevice(card=H200))
@@ -131,7 +131,7 @@ def test_out_of_memory_is_told_with_its_place() -> None:
     assert json.loads(json.dumps(less.to_json()))["fits"] is False
 
 
-def test_what_cannot_be_rehearsed_is_refused_by_name() -> None:
+def test_unsupported_settings_and_ranks_are_refused_by_name() -> None:
     run = tiny_run("model.layers=4")
     plan = replace(on_gpu(run), layout=Layout(data=1, pipeline=2, stage_split="measured"))
     with pytest.raises(RunError, match=r"layout\.stage_split"):
@@ -140,14 +140,14 @@ def test_what_cannot_be_rehearsed_is_refused_by_name() -> None:
         rehearse(run, on_gpu(run), 7, RehearsalDevice(card=H200))
 
 
-def test_every_kind_of_rank_is_found() -> None:
+def test_distinct_ranks_contain_every_kind() -> None:
     run = tiny_run("model.layers=5", "train.batch=32", "train.micro_batch=1")
     plan = replace(on_gpu(run), layout=Layout(data=2, pipeline=4, tensor=2), accumulation=16)
     found = distinct_ranks(run, plan)
     assert sum(found.values()) == 16 and 0 in found and 12 in found
 
 
-def test_a_named_cluster_is_rehearsed_with_its_nodes(tmp_path: Any) -> None:
+def test_rehearsal_of_a_named_cluster_uses_its_nodes(tmp_path: Any) -> None:
     run = tiny_run(*GPU, "cluster.gpus=16", "layout.tensor=4", "layout.data=4", "cluster.device=cuda", "train.micro_batch=1")
     job = rehearsal_job(run, HERE)
     told = rehearse(job.run, job.plan, 5, job.stage)
@@ -158,7 +158,7 @@ def test_a_named_cluster_is_rehearsed_with_its_nodes(tmp_path: Any) -> None:
     assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) > 10
 
 
-def test_kernels_are_those_of_an_h200() -> None:
+def test_chosen_kernels_are_those_of_an_h200() -> None:
     def kernel(dtype: torch.dtype, widths: tuple[int, int] = (128, 128), **how: bool) -> str:
         return gpu_kernels.kernel(H200, dtype, widths=widths, **{"masked": False, "grouped": False} | how)
 

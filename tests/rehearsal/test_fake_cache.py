@@ -1,5 +1,5 @@
-"""Remembered answers are torch's own: with them a rehearsal is, event by event, what it is without, and whatever shapes do not decide is
-asked every time."""
+"""Cached results equal torch's own: a rehearsal with the cache has the same events as one without, and operations whose results
+shapes do not determine always run in torch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ QUICK = ("zero 1, tensor, sequence", "experts, latent attention, zero 3", "dualp
 
 
 class Plain:
-    """Asks torch, always."""
+    """In place of the cache: always calls torch."""
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
@@ -118,13 +118,13 @@ def compare(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("case", QUICK)
-def test_a_rehearsal_is_event_by_event_what_it_is_without_memory_of_answers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rehearsal_with_the_cache_has_the_same_events_as_without(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compare(case, monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case not in QUICK])
-def test_so_it_is_in_every_other_layout(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rehearsal_with_the_cache_has_the_same_events_in_every_other_layout(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compare(case, monkeypatch)
 
 
@@ -210,7 +210,7 @@ def told(tensors: list[Tensor]) -> list[Any]:
 
 
 @pytest.mark.parametrize("program", [out_is_given, shares, changes, numbers, signs, empty_memory, chances, learned])
-def test_what_shapes_do_not_decide_is_as_torch_has_it(program: Callable[[Tensor], list[Tensor]]) -> None:
+def test_results_that_shapes_do_not_determine_equal_torchs(program: Callable[[Tensor], list[Tensor]]) -> None:
     with FakeTensorMode(), Asked(Plain()):
         wanted = [told(program(torch.empty(4, 4))) for _ in range(3)]
     with FakeTensorMode(), Asked(fake_cache.FakeCache()):
@@ -227,8 +227,8 @@ def bare(self: Any, bare: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("instead", [None, refused, bare])
-def test_without_torchs_private_parts_torch_is_asked(instead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One is gone, takes other arguments, or makes something else."""
+def test_cache_is_off_where_torchs_internals_differ(instead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An internal function is missing, has other parameters, or returns something else."""
     if instead is None:
         monkeypatch.delattr(torch._C, "_dispatch_keys")
     else:
