@@ -358,7 +358,7 @@ def test_checkpoint_with_a_broken_run_file_is_refused(refuse: Refuse, run: Path)
 
 def test_invalid_device_for_generate_is_refused(refuse: Refuse, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    refuse("generate", "run", "--device", "cuda", parts=("--device cuda", "no GPU"))
+    refuse("generate", "run", "--device", "cuda", parts=("--device cuda", "torch sees no such device"))
     refuse("generate", "run", "--device", "tpu", parts=("--device tpu", "cpu or cuda"))
 
 

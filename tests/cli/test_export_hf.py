@@ -44,7 +44,7 @@ def there_and_back(shop: Workshop, family: str, *overrides: str) -> None:
     assert model.config.model_type == family
     said = read_reference(Path(f"{out}.logits"))
     with torch.no_grad():
-        theirs = model(input_ids=said.tokens_S[None]).logits[0, said.places_K]
+        theirs = model(input_ids=said.tokens_S[None]).logits[0, said.positions_K]
     torch.testing.assert_close(theirs, said.logits_KV, rtol=0, atol=1e-4 * float(theirs.abs().max()))
     # From that folder training goes on: its first loss is not that of a fresh model.
     data = shop.run_file.read_text()
@@ -89,7 +89,7 @@ def test_export_with_other_logits_is_discarded(workshop: Workshop) -> None:
     sabotage = workshop.sabotage("")
     body = (
         "import sys\nif 'phalanx.evaluation.export_process' in sys.orig_argv:\n"
-        "    from phalanx.models import names\n    real = names.table\n"
+        "    from phalanx.models import hf_names\n    real = hf_names.table\n"
         "    def table(spec, *rest):\n"
         "        entries = list(real(spec, *rest))\n"
         "        if rest:  # as the folder is read again\n"
@@ -100,7 +100,7 @@ def test_export_with_other_logits_is_discarded(workshop: Workshop) -> None:
         "        a, b = entries[key], entries[value]\n"
         "        entries[key], entries[value] = replace(a, name=b.name), replace(b, name=a.name)\n"
         "        return tuple(entries)\n"
-        "    names.table = table\n"
+        "    hf_names.table = table\n"
     )
     (workshop.path / "sabotage" / "sitecustomize.py").write_text(body)
     ended = workshop.run("train", workshop.run_file.name, *SHARED, "--run-dir", "broken", "--json", env=sabotage)

@@ -84,21 +84,21 @@ BIG = """
 import json, sys, torch
 from pathlib import Path
 from phalanx.checkpointing.hf_folder import WeightsWriter
-from phalanx.models import names
-from phalanx.spec import hf_write
+from phalanx.models import hf_names
+from phalanx.spec import hf_config_write
 from phalanx.spec.model import ModelSpec, Moe
 
 folder = Path(sys.argv[1]).absolute()
 moe = Moe(experts=8, active=2, ffn=int(sys.argv[3]))
 spec = ModelSpec(vocab=int(sys.argv[2]), dim=1024, layers=int(sys.argv[4]), heads=16, kv_heads=4, moe=moe, ffn=moe.ffn, context=64)
-tensors = {piece.hf_name: (piece.shape, torch.bfloat16) for entry in names.table(spec) for piece in entry.parts}
+tensors = {piece.hf_name: (piece.shape, torch.bfloat16) for entry in hf_names.table(spec) for piece in entry.parts}
 folder.mkdir()
 writer = WeightsWriter(folder, tensors, 500_000_000)
 for name, (shape, _) in tensors.items():
     for row in range(0, torch.Size(shape).numel() // shape[-1] if len(shape) > 1 else 1, 1024):
         rows = min(1024, shape[0] - row) if len(shape) > 1 else shape[0]
         writer.write(name, torch.full((rows, shape[-1] if len(shape) > 1 else 1), float(row % 97)), row)
-(folder / "config.json").write_text(json.dumps(hf_write.config(spec, dtype="bfloat16")))
+(folder / "config.json").write_text(json.dumps(hf_config_write.config(spec, dtype="bfloat16")))
 print(writer.bytes)
 """
 MEASURED = """

@@ -73,7 +73,7 @@ def test_verify_names_the_tensor_that_differs(run_file: Path, monkeypatch: pytes
 
     def wrong(self: ShardedModel) -> None:
         finish(self)
-        for one in self.held:
+        for one in self.owned:
             if one.name == "blocks.1.attention.value.weight" and one.gradient is not None and self.mesh.rank == 1:
                 one.gradient += 0.01
 
@@ -106,7 +106,7 @@ def test_verify_shows_the_traceback_of_a_failed_rank(run_file: Path, monkeypatch
     ("arguments", "words"),
     [
         (["layout.tensor=3"], "layout.tensor = 3 does not divide model.heads = 2"),
-        (["--layouts", "some"], 'give "all"'),
+        (["--layouts", "some"], 'use "all"'),
         (["train.batch=3"], "does not divide among the 2 replicas"),
     ],
 )

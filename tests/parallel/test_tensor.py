@@ -227,7 +227,7 @@ def messages(mesh: Mesh, sequence: bool) -> list[str]:
     x = torch.randn(2, LENGTH // 2 if sequence else LENGTH, 24, requires_grad=True)
     sent: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("sum", "gathered", "scattered"):
+        for name in ("all_reduce", "all_gather", "reduce_scatter"):
             send = getattr(Group, name)
             patch.setattr(Group, name, lambda *args, send=send, name=name: sent.append(name) or send(*args))
         block(x, Scope(None), rotary(ODD, torch.arange(LENGTH).expand(2, LENGTH))).sum().backward()
@@ -236,8 +236,8 @@ def messages(mesh: Mesh, sequence: bool) -> list[str]:
 
 def test_projections_share_one_message() -> None:
     """Two regions: one message into each and one out of it, and the same backward."""
-    assert run_ranks(messages, 2, False, layout=Layout(tensor=2)) == [["sum"] * 4] * 2
-    assert run_ranks(messages, 2, True, layout=Layout(tensor=2)) == [["gathered", "scattered"] * 4] * 2
+    assert run_ranks(messages, 2, False, layout=Layout(tensor=2)) == [["all_reduce"] * 4] * 2
+    assert run_ranks(messages, 2, True, layout=Layout(tensor=2)) == [["all_gather", "reduce_scatter"] * 4] * 2
 
 
 def in_bf16(mesh: Mesh) -> list[tuple]:

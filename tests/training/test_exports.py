@@ -57,7 +57,7 @@ def test_reference_logits_equal_one_device_on_any_layout(
         assert len(said.tokens_S) == 16 and asked == plain
         with torch.no_grad():
             whole_SV = model(said.tokens_S[None], torch.arange(16)[None])[0]
-        torch.testing.assert_close(said.logits_KV, whole_SV[said.places_K], rtol=0, atol=2e-6)
+        torch.testing.assert_close(said.logits_KV, whole_SV[said.positions_K], rtol=0, atol=2e-6)
 
 
 class Gate:

@@ -70,7 +70,7 @@ def in_optimizer(trainer: Trainer, hang: Hang) -> None:
 
 
 def before_collective(trainer: Trainer, hang: Hang) -> None:
-    Group.start_all_reduce = before(Group.start_all_reduce, hang)  # type: ignore[method-assign]
+    Group.start_all_reduce = before(Group.start_all_reduce, hang)
 
 
 def settled(ask: Callable[[], Any]) -> Any:
