@@ -174,9 +174,12 @@ def test_the_page_shows_every_kind_and_its_examples_are_read() -> None:
     rows = re.findall(r"^\| `([^`]+)` \|", table, re.M)
     faults = [fault for row in rows for fault in parse(row)]
     assert {fault.kind for fault in faults} == {fault.kind for fault in parse(ISSUED)} | {"raise", "freeze"}
-    assert set(re.search(r"`kinds=` takes names separated by commas: ([^.;]+)", page, re.S)[1].replace("`", "").replace("\n", " ").split(", ")) == set(
-        RANDOM_KINDS
-    )  # type: ignore[index]
+    assert set(
+        re.search(r"`kinds=` takes names separated by commas: ([^.;]+)", page, re.S)[1]
+        .replace("`", "")
+        .replace("\n", " ")
+        .split(", ")
+    ) == set(RANDOM_KINDS)  # type: ignore[index]
 
 
 def test_random_faults_never_take_two_nodes() -> None:
