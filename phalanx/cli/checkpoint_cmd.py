@@ -57,11 +57,9 @@ def list_(path: Annotated[str, typer.Argument(help=_PLACE, metavar="PATH")], jso
     place = existing_location(path)
     alone = is_checkpoint(place) and directory.step_of(place) is None  # a renamed checkpoint, which no folder lists
     for checkpoints in [place] if alone else checkpoint_locations(place):
-        rows = [asdict(told) for told in ([checkpoint_info.describe(place)] if alone else checkpoint_info.listing(checkpoints))]
-        show.show_listing(
-            console, str(checkpoints), [row | {"degrees": checkpoint_info.layout_text(row["layout"])} for row in rows]
-        )
-        found += rows
+        infos = [checkpoint_info.describe(place)] if alone else checkpoint_info.listing(checkpoints)
+        show.show_listing(console, str(checkpoints), [(info, checkpoint_info.layout_text(info.layout)) for info in infos])
+        found += [asdict(info) for info in infos]
     if json:
         print_json({"path": path, "checkpoints": found})
 
@@ -86,19 +84,22 @@ def inspect(
     if names is not None and not chosen:
         raise RunError([f"--names {names}: {place} has no such tensor; its names are like {next(iter(tensors))}."])
     run = marker.run
-    about = asdict(checkpoint_info.describe(place))
-    about |= {"progress": run.progress, "seed": run.seed, "data": run.data, "replicas": run.replicas}
-    about |= {"kinds": checkpoint_info.bytes_by_kind(tensors), "files": {n: file.to_json() for n, file in marker.files.items()}}
+    info, kinds = checkpoint_info.describe(place), checkpoint_info.bytes_by_kind(tensors)
     change = None if layout is None else _change(path, tensors, layout)
-    show.show_checkpoint(
-        console,
-        about | {"degrees": checkpoint_info.layout_text(run.layout)},
-        show.first_rows(chosen, names is not None),
-    )
+    summary = show.CheckpointSummary(
+        path=info.path, step=info.step, samples=run.progress.get("samples"), seed=run.seed, data=run.data, time=info.time,
+        version=info.version, degrees=checkpoint_info.layout_text(run.layout), ranks=info.ranks, bytes=info.bytes, kinds=kinds,
+        files=marker.files,
+    )  # fmt: skip
+    show.show_checkpoint(console, summary, show.first_rows(chosen, names is not None))
     if change is not None:
         show.show_relayout(console, change)
     if json:
-        print_json(about | {"tensors": {item.name: _table(item) for item in chosen}} | ({"change": change} if change else {}))
+        about = asdict(info)
+        about |= {"progress": run.progress, "seed": run.seed, "data": run.data, "replicas": run.replicas, "kinds": kinds}
+        about |= {"files": {name: file.to_json() for name, file in marker.files.items()}}
+        about |= {"tensors": {item.name: _table(item) for item in chosen}}
+        print_json(about | ({"change": _change_table(change)} if change is not None else {}))
 
 
 def _table(held: SavedTensor) -> dict[str, Any]:
@@ -108,7 +109,7 @@ def _table(held: SavedTensor) -> dict[str, Any]:
     return {"dtype": held.dtype, "shape": held.shape, "bytes": held.bytes, "boxes": boxes}
 
 
-def _change(path: str, tensors: dict[str, SavedTensor], asked: str) -> dict[str, Any]:
+def _change(path: str, tensors: dict[str, SavedTensor], asked: str) -> show.LayoutChange:
     """What the ranks of another layout would read, and which tensors they shard differently."""
     from phalanx.checkpointing.tools.offline_writer import Cuts, read_needs
     from phalanx.training.reshard_run import on_layout, on_saved_layout
@@ -121,17 +122,21 @@ def _change(path: str, tensors: dict[str, SavedTensor], asked: str) -> dict[str,
     with _progress("planning", len(now.distinct) + (len(then.distinct) if then else 0)) as advance:
         read = []
         for need in read_needs(tensors, now.holds, now.distinct, after):
-            read.append(asdict(need))
+            read.append(need)
             advance(1)
         for _ in read_needs(tensors, then.holds, then.distinct, before) if then is not None else ():
             advance(1)
     uncut = {name: {TensorSlice.full(held.shape)} for name, held in tensors.items()}
     cut = [name for name in tensors if after.get(name) != (before if then is not None else uncut).get(name)]
-    return {
-        "layout": asdict(now.layout), "degrees": checkpoint_info.layout_text(asdict(now.layout)), "ranks": now.layout.ranks, "distinct": read,
-        "tensors": len(tensors), "cut": cut, "micro_batch": now.plan.micro_batch if now.plan else None,
-        "accumulation": now.plan.accumulation if now.plan else None,
-    }  # fmt: skip
+    return show.LayoutChange(
+        layout=now.layout, degrees=checkpoint_info.layout_text(asdict(now.layout)), distinct=read, tensors=len(tensors), cut=cut,
+        micro_batch=now.plan.micro_batch if now.plan else None, accumulation=now.plan.accumulation if now.plan else None,
+    )  # fmt: skip
+
+
+def _change_table(change: show.LayoutChange) -> dict[str, Any]:
+    table = asdict(change)
+    return {"layout": table.pop("layout"), "degrees": table.pop("degrees"), "ranks": change.layout.ranks} | table
 
 
 @app.command("verify")
@@ -151,9 +156,11 @@ def verify(
     for checkpoint in chosen:
         size = sum(checkpoint.sizes().values())
         with _progress(checkpoint.name, size) as advance:
-            wrong = [asdict(damage) for damage in find_damage(checkpoint, advance)]
+            wrong = find_damage(checkpoint, advance)
         show.show_verified(console, str(checkpoint), size, wrong)
-        result.append({"path": str(checkpoint), "bytes": size, "valid": not wrong, "damages": wrong})
+        result.append(
+            {"path": str(checkpoint), "bytes": size, "valid": not wrong, "damages": [asdict(damage) for damage in wrong]}
+        )
     if json:
         print_json({"valid": all(row["valid"] for row in result), "checkpoints": result})
     if not all(row["valid"] for row in result):
@@ -189,12 +196,11 @@ def diff(
         key=lambda found: (found.kind in ("values", "format"), found.name.endswith("/step"), -found.largest, found.name)
     )
     contents = compare_metadata(one_, other)
-    rows = [asdict(found) for found in different]
-    show.show_differences(console, (str(places[0]), str(places[1])), {"equal": equal, "beside": contents}, rows, largest)
+    show.show_differences(console, (str(places[0]), str(places[1])), different, contents, equal=equal, most=largest)
     same = not different and not contents
     if json:
         said = {key: {"a": pair[0], "b": pair[1]} for key, pair in contents.items()}
-        finite = [{key: str(cell) if cell == math.inf else cell for key, cell in row.items()} for row in rows]
+        finite = [{key: str(cell) if cell == math.inf else cell for key, cell in asdict(row).items()} for row in different]
         print_json({"same": same, "equal": equal, "beside": said, "different": finite})
     if not same:
         raise typer.Exit(1)

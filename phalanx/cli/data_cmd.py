@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,13 +11,13 @@ import typer
 
 from phalanx.cli.options import SOURCE_KINDS, AsJson, Field, Overrides, RunFile, Template, check_source_kind
 from phalanx.cli.output import console, print_json
-from phalanx.dashboard.data_tables import looking_through, show_inspected, show_sample, tokenizing
+from phalanx.dashboard.data_tables import SourceFormat, looking_through, show_inspected, show_sample, tokenizing
 from phalanx.data.corpus import Corpus
 from phalanx.data.dataset import open_corpus, open_dataset
 from phalanx.data.inspect import InspectOptions
 from phalanx.data.inspect import inspect as inspect_corpus
 from phalanx.data.preview import batches, split_samples
-from phalanx.data.token_files import META, TokenFiles
+from phalanx.data.token_files import META, TokenFiles, TokenMeta
 from phalanx.data.tokenizer import Tokenizer, open_tokenizer
 from phalanx.spec.errors import RunError
 from phalanx.spec.json_value import JsonObject
@@ -62,9 +62,10 @@ def inspect(
     for name, (corpus, skipped) in opened.sources.items():
         with looking_through(console, name) as progress:
             report = inspect_corpus(corpus, opened.tokenizer, options, progress)
-        about = opened.about(corpus) | {"skipped": skipped}
+        about = opened.about(corpus, skipped)
         show_inspected(console, name, report, about)
-        reports[name] = asdict(report) | {"duplicate_share": report.duplicate_share} | about
+        known = {key: value for key, value in asdict(about).items() if value is not None}
+        reports[name] = asdict(report) | {"duplicate_share": report.duplicate_share} | known
     if json:
         print_json({"sources": reports})
 
@@ -107,14 +108,19 @@ class _OpenedSources:
     """Corpus and number of skipped records by reason, by name."""
     tokenizer: Tokenizer | None
     sequence_length: int | None = None
-    stored: dict[str, Any] = field(default_factory=dict)
-    """Tokenizer properties from the meta file of token files."""
+    stored: TokenMeta | None = None
+    """The meta file of token files."""
 
-    def about(self, corpus: Corpus) -> dict[str, Any]:
-        known = {}
-        if self.tokenizer is not None:
-            known = {"tokenizer": self.tokenizer.name, "vocab": self.tokenizer.vocab, "end": self.tokenizer.end}
-        return {"dtype": str(corpus.read(0, min(1, corpus.tokens)).dtype)} | self.stored | known
+    def about(self, corpus: Corpus, skipped: dict[str, int]) -> SourceFormat:
+        meta, tokenizer = self.stored, self.tokenizer
+        dtype = str(corpus.read(0, min(1, corpus.tokens)).dtype) if meta is None else meta.dtype
+        if tokenizer is not None:
+            return SourceFormat(
+                dtype=dtype, tokenizer=tokenizer.name, vocab=tokenizer.vocab, end=tokenizer.end, skipped=skipped
+            )
+        if meta is not None:
+            return SourceFormat(dtype=dtype, tokenizer=meta.tokenizer, vocab=meta.vocab, end=meta.end, skipped=skipped)
+        return SourceFormat(dtype=dtype, skipped=skipped)
 
 
 def _open_run_file(what: str, settings: dict[str, Any]) -> _OpenedSources:
@@ -132,9 +138,9 @@ def _open_text(what: str, settings: dict[str, Any]) -> _OpenedSources:
     if kind(data) == "tokens" and "tokenizer" not in settings:
         folder = Path(what).parent if Path(what).name == META else Path(what)
         files = TokenFiles(folder.expanduser())
-        meta = files.meta
-        stored = {"dtype": meta.dtype, "tokenizer": meta.tokenizer, "vocab": meta.vocab, "end": meta.end}
-        return _OpenedSources(sources={"tokens": (files, meta.skipped)}, tokenizer=_tokenizer_of(files), stored=stored)
+        return _OpenedSources(
+            sources={"tokens": (files, files.meta.skipped)}, tokenizer=_tokenizer_of(files), stored=files.meta
+        )
     return _open_all(data, None)
 
 

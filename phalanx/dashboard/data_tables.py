@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -39,17 +40,27 @@ def looking_through(console: Console, name: str) -> Iterator[Callable[[int, int]
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def show_inspected(console: Console, name: str, found: InspectReport, about: dict[str, Any]) -> None:
-    """One source."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceFormat:
+    """How a source is stored and read; None: unknown."""
+
+    dtype: str
+    """Number type of its tokens."""
+    tokenizer: str | None = None
+    vocab: int | None = None
+    end: int | None = None
+    """The end token."""
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    """Number of skipped records by reason."""
+
+
+def show_inspected(console: Console, name: str, found: InspectReport, about: SourceFormat) -> None:
+    """Shows the report about one source."""
     console.print(Rule(Text(name), align="left"))
     told = "" if found.bytes is None else f", {'about ' if found.bytes_estimated else ''}{size(found.bytes)} of text"
     console.print(f"{count(found.documents)} documents, {count(found.tokens)} tokens{told}", style="bold")
-    words = about.get("tokenizer", "unknown")
-    console.print(
-        Text(
-            f"tokenizer {words}, {about.get('vocab', '?')} tokens, end token {about.get('end', '?')}, read as {about['dtype']}"
-        )
-    )
+    vocab, end = ("?" if number is None else number for number in (about.vocab, about.end))
+    console.print(Text(f"tokenizer {about.tokenizer or 'unknown'}, {vocab} tokens, end token {end}, read as {about.dtype}"))
     if found.masked_tokens is not None:
         share = percent(found.masked_tokens / max(found.tokens, 1))
         console.print(f"not trained on: {count(found.masked_tokens)} tokens ({share})")
@@ -61,7 +72,7 @@ def show_inspected(console: Console, name: str, found: InspectReport, about: dic
     console.print(f"exact duplicates: {found.duplicates} documents ({percent(found.duplicate_share)}{sampled})")
     if found.padding is not None:
         console.print(f"padding under best-fit packing into {found.sequence_length} tokens: {percent(found.padding)}")
-    for reason, times in about["skipped"].items():
+    for reason, times in about.skipped.items():
         console.print(Text(f"skipped {times} records: {reason}", style="yellow"))
     for sample in found.sample:
         console.print(Text(f"document {sample.document}, {sample.tokens} tokens", style="dim"))
