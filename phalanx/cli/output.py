@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ console = Console(highlight=False)
 """Output for people."""
 
 
-def print_json(value: dict[str, Any]) -> None:
+def print_json(value: Mapping[str, object]) -> None:
     """Prints one line for programs: never wrapped, never colored."""
     print(json.dumps(value), flush=True)
 

@@ -3,7 +3,8 @@ survives faults of every kind."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated
 
 import typer
 
@@ -57,27 +58,28 @@ def verify(
     if faults is not None and not chaos:
         raise RunError([f"--faults {faults} is the number of faults that --chaos draws: add --chaos."])
     run = load(run_file, overrides or [])
+    result: Mapping[str, object]
     if chaos:
         from phalanx.verification import chaos_campaign as campaigns
 
         planned = campaigns.campaign(run, steps=steps, faults=faults, seed=seed)
-        result = campaigns.verify(planned, lambda text: console.print(text, style="dim")).to_json()
-        show_campaign(console, result)
-        passed = result["passed"]
+        campaign = campaigns.verify(planned, lambda text: console.print(text, style="dim")).to_json()
+        show_campaign(console, campaign)
+        passed, result = campaign["passed"], campaign
     elif layouts == "all":
         passed, result = _sweep(run, steps or _STEPS, ranks, count)
     else:
         from phalanx.verification.parity import verify as prove
 
-        result = prove(run, steps=steps or _STEPS, ranks=ranks, account=account).to_json()
-        show_report(console, result)
-        passed = result["passed"]
+        report = prove(run, steps=steps or _STEPS, ranks=ranks, account=account).to_json()
+        show_report(console, report)
+        passed, result = report["passed"], report
     if json:
         print_json(result)
     raise typer.Exit(0 if passed else 1)
 
 
-def _sweep(run: Run, steps: int, ranks: int | None, count: int) -> tuple[bool, dict[str, Any]]:
+def _sweep(run: Run, steps: int, ranks: int | None, count: int) -> tuple[bool, Mapping[str, object]]:
     from phalanx.verification.parity import sweep
 
     reports = []

@@ -6,35 +6,132 @@ It gets the same values that `--json` prints.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from statistics import median
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from phalanx.dashboard.numbers import duration, size
+from phalanx.spec.layout import Layout, SavedLayout
 
 _DEGREES = ("pipeline", "data", "shard", "context", "tensor")
 
 
-def layout_words(layout: Mapping[str, Any]) -> str:
+class CheckTable(TypedDict):
+    """The JSON of `verification/tolerance.Check`."""
+
+    name: str
+    largest: float
+    accepted: float | None
+    """None: any difference."""
+    tensor: str
+    step: int | None
+    rank: int | None
+    judged: bool
+    passed: bool
+
+
+class FailureTable(TypedDict):
+    """The JSON of a rank that failed."""
+
+    rank: int | None
+    """None: the reference process."""
+    error: str
+    trace: Sequence[str]
+
+
+class AccountTable(TypedDict):
+    """The JSON of the bytes sent by one rank, by technique and collective, and of its memory."""
+
+    sent: Mapping[str, Mapping[str, int]]
+    memory: Mapping[str, int]
+
+
+class TheoryTable(TypedDict):
+    """The JSON of the same by the formulas of each technique."""
+
+    sent: Mapping[str, float]
+    memory: Mapping[str, float]
+    per_parameter: str
+    said: Sequence[str]
+
+
+class ParityTable(TypedDict):
+    """The JSON of `verification/parity.Report`."""
+
+    passed: bool
+    layout: SavedLayout
+    ranks: int
+    steps: int
+    precision: str
+    because: str
+    checks: Sequence[CheckTable]
+    first: CheckTable | None
+    said: Sequence[str]
+    failure: FailureTable | None
+    accounts: NotRequired[Sequence[AccountTable]]
+    """By rank, if requested; then `theory` is there too."""
+    theory: NotRequired[TheoryTable | None]
+
+
+class FaultTable(TypedDict):
+    """The JSON of `verification/fault_outcomes.FaultOutcome`."""
+
+    fault: str
+    kind: str
+    step: int | None
+    noticed: float | None
+    recovered: float | None
+    steps_lost: int
+    said: str
+    passed: bool
+
+
+class VerdictTable(TypedDict):
+    """The JSON of one check of a campaign."""
+
+    name: str
+    passed: bool
+    said: str
+
+
+class CampaignTable(TypedDict):
+    """The JSON of `verification/chaos_campaign.CampaignReport`."""
+
+    passed: bool
+    layout: SavedLayout
+    ranks: int
+    nodes: int
+    steps: int
+    checks: Sequence[VerdictTable]
+    faults: Sequence[FaultTable]
+    recoveries: int
+    steps_lost: int
+    seconds: Mapping[str, float]
+    said: Sequence[str]
+
+
+def layout_words(saved: SavedLayout) -> str:
     """Names a layout, such as "data 2 × tensor 2, sequence"."""
-    degrees = [f"{name} {layout[name]}" for name in _DEGREES if (layout[name] or 1) > 1]
-    words = [" × ".join(degrees) or "one rank"]
-    if layout["shard"] > 1:
-        words.append(f"ZeRO-{layout['zero']}")
-    if layout["tensor"] > 1 and layout["sequence"]:
+    layout = Layout.from_saved(saved)
+    sizes = asdict(layout)
+    words = [" × ".join(f"{name} {sizes[name]}" for name in _DEGREES if (sizes[name] or 1) > 1) or "one rank"]
+    if layout.shard > 1:
+        words.append(f"ZeRO-{layout.zero}")
+    if layout.tensor > 1 and layout.sequence:
         words.append("sequence")
-    if layout["context"] > 1:
-        words.append(layout["context_method"])
-    if layout["pipeline"] > 1:
-        words.append(layout["schedule_file"] or layout["schedule"])
-    words += [f"{name} {layout[name]}" for name in ("expert", "expert_tensor") if layout[name] > 1]
+    if layout.context > 1:
+        words.append(layout.context_method)
+    if layout.pipeline > 1:
+        words.append(layout.schedule_file or layout.schedule)
+    words += [f"{name} {sizes[name]}" for name in ("expert", "expert_tensor") if sizes[name] > 1]
     return ", ".join(words)
 
 
-def show_report(console: Console, report: Mapping[str, Any]) -> None:
+def show_report(console: Console, report: ParityTable) -> None:
     """Shows one verification in full."""
     ranks, steps = report["ranks"], report["steps"]
     console.print(
@@ -57,14 +154,14 @@ def show_report(console: Console, report: Mapping[str, Any]) -> None:
         console.print(f"NOT PASSED{where}", style="bold red", soft_wrap=True)
 
 
-def show_failure(console: Console, failure: Mapping[str, Any]) -> None:
+def show_failure(console: Console, failure: FailureTable) -> None:
     who = "the reference process" if failure["rank"] is None else f"rank {failure['rank']}"
     console.print(f"{who}: {escape(failure['error'])}", style="red", soft_wrap=True)
     for line in failure["trace"]:
         console.print(f"  {escape(line)}", style="dim", soft_wrap=True)
 
 
-def show_line(console: Console, number: int, report: Mapping[str, Any]) -> None:
+def show_line(console: Console, number: int, report: ParityTable) -> None:
     """Shows one verification of many as a line."""
     verdict = "[green]passed[/]" if report["passed"] else "[bold red]NOT PASSED[/]"
     if report["failure"]:
@@ -80,7 +177,7 @@ def show_line(console: Console, number: int, report: Mapping[str, Any]) -> None:
     console.print(f"{number:3d}  {verdict}  {layout_words(report['layout'])}: {what}", soft_wrap=True)
 
 
-def _checks(checks: Sequence[Mapping[str, Any]]) -> Table:
+def _checks(checks: Sequence[CheckTable]) -> Table:
     table = Table()
     for title in ("check", "largest relative\ndifference", "where", "accepted", "verdict"):
         table.add_column(title, overflow="fold")
@@ -96,7 +193,7 @@ def _checks(checks: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _where(check: Mapping[str, Any]) -> str:
+def _where(check: CheckTable) -> str:
     if check["name"] == "placement":
         return str(check["tensor"])
     step = "before the first step" if check["step"] == 0 else f"step {check['step']}"
@@ -104,12 +201,13 @@ def _where(check: Mapping[str, Any]) -> str:
     return ", ".join(word for word in words if word)
 
 
-def show_accounts(console: Console, report: Mapping[str, Any]) -> None:
+def show_accounts(console: Console, report: ParityTable) -> None:
     """Shows bytes and memory of one step next to theory.
 
     A column per rank would not fit a terminal: the table has the largest and the smallest value. JSON has every rank.
     """
     theory, accounts = report["theory"], report["accounts"]
+    assert theory is not None
     sent = Table(title="bytes sent in one step")
     memory = Table(title=f"memory; theory of the state: {theory['per_parameter']} bytes per parameter")
     for table, titles in ((sent, ("technique", "collective")), (memory, ("kind",))):
@@ -136,7 +234,7 @@ def _range(values: Sequence[int]) -> tuple[str, str, str]:
     return largest, "all" if largest == smallest else str(values.index(max(values))), smallest
 
 
-def show_campaign(console: Console, report: Mapping[str, Any]) -> None:
+def show_campaign(console: Console, report: CampaignTable) -> None:
     """Shows a campaign of `phalanx verify --chaos`: the faults, the checks, and the totals."""
     console.print(
         f"{layout_words(report['layout'])}: {report['ranks']} CPU ranks as {report['nodes']} nodes, {report['steps']} steps, "
@@ -157,7 +255,7 @@ def show_campaign(console: Console, report: Mapping[str, Any]) -> None:
     console.print("passed" if report["passed"] else "NOT PASSED", style="bold green" if report["passed"] else "bold red")
 
 
-def _faults(faults: Sequence[Mapping[str, Any]]) -> Table:
+def _faults(faults: Sequence[FaultTable]) -> Table:
     table = Table()
     for title in ("fault", "injected\nin step", "detected\nafter", "recovered\nafter", "message"):
         table.add_column(title, overflow="fold")
@@ -171,13 +269,15 @@ def _faults(faults: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _kinds(faults: Sequence[Mapping[str, Any]]) -> list[str]:
+def _kinds(faults: Sequence[FaultTable]) -> list[str]:
     """Detection and recovery times for each kind of fault."""
     lines = []
     for kind in dict.fromkeys(fault["kind"] for fault in faults):
         words = []
-        for title, key in (("detected", "noticed"), ("recovered", "recovered")):
-            times = [fault[key] for fault in faults if fault["kind"] == kind and fault[key] is not None]
+        of_kind = [fault for fault in faults if fault["kind"] == kind]
+        noticed, recovered = [fault["noticed"] for fault in of_kind], [fault["recovered"] for fault in of_kind]
+        for title, seconds in (("detected", noticed), ("recovered", recovered)):
+            times = [value for value in seconds if value is not None]
             if times:
                 words.append(f"{title} after {median(times):.2f} s (median of {len(times)}), {max(times):.2f} s at worst")
         lines += [f"{kind}: {'; '.join(words)}"] if words else []
@@ -188,7 +288,7 @@ def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.2f} s"
 
 
-def _campaign_checks(checks: Sequence[Mapping[str, Any]]) -> Table:
+def _campaign_checks(checks: Sequence[VerdictTable]) -> Table:
     table = Table()
     for title in ("check", "result", "verdict"):
         table.add_column(title, overflow="fold")

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from phalanx.checkpointing.find_checkpoint import locate
 from phalanx.checkpointing.replicas import shm_slots
 from phalanx.checkpointing.restore import CheckpointReader
 from phalanx.checkpointing.tools.diff import Difference, compare
+from phalanx.dashboard.verify_report import CampaignTable
 from phalanx.events.fault_log import FaultClaims
 from phalanx.events.log import read_events
 from phalanx.events.records import Event, Recovered
@@ -192,7 +192,7 @@ class CampaignReport:
     def passed(self) -> bool:
         return bool(self.verdicts) and all(verdict.passed for verdict in self.verdicts)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> CampaignTable:
         run = self.campaign.run
         return {
             "passed": self.passed,

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import cast
 
+from phalanx.dashboard.verify_report import FaultTable, VerdictTable
 from phalanx.events.fault_log import fault_record
 from phalanx.events.records import (
     Corrupted,
@@ -53,8 +54,8 @@ class FaultOutcome:
     passed: bool = True
     """Whether it was detected if it must be, with the right rank or node."""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    def to_json(self) -> FaultTable:
+        return cast(FaultTable, asdict(self))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +66,8 @@ class Verdict:
     passed: bool
     said: str
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    def to_json(self) -> VerdictTable:
+        return cast(VerdictTable, asdict(self))
 
 
 def fault_outcomes(

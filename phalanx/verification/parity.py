@@ -12,11 +12,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from phalanx.dashboard.verify_report import AccountTable, FailureTable, ParityTable, TheoryTable
 from phalanx.models.attention import attend_locally
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.owned_param import ParamShard, extract
@@ -184,9 +185,9 @@ class Report:
         """The reason for the tolerances."""
         return TOLERANCES[self.case.coarsest].because
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> ParityTable:
         case = self.case
-        table: dict[str, Any] = {
+        table: ParityTable = {
             "passed": self.passed,
             "layout": asdict(case.layout),
             "ranks": case.layout.ranks,
@@ -196,11 +197,11 @@ class Report:
             "checks": [check.to_json() for check in self.checks],
             "first": self.first.to_json() if self.first else None,
             "said": list(case.notes),
-            "failure": asdict(self.failure) if self.failure else None,
+            "failure": cast(FailureTable, asdict(self.failure)) if self.failure else None,
         }
         if self.accounts:
-            table["accounts"] = [asdict(account) for account in self.accounts]
-            table["theory"] = asdict(self.theory) if self.theory else None
+            table["accounts"] = [cast(AccountTable, asdict(account)) for account in self.accounts]
+            table["theory"] = cast(TheoryTable, asdict(self.theory)) if self.theory else None
         return table
 
 
