@@ -108,7 +108,7 @@ def rehearse(run: Run, plan: Plan | None = None, *, rank: int = 0, memory: int |
     if plan is not None:
         run = replace(run, layout=plan.layout, train=replace(run.train, micro_batch=plan.micro_batch))
     job = rehearsal_job(run, probe(visible_gpus()), measure(run), memory)
-    return rehearsed(job.run, plan or job.plan, rank, job.stage)
+    return rehearsed(job.run, plan or job.plan, rank, job.device)
 
 
 def _checked(run: Run) -> Run:

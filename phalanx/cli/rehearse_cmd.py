@@ -44,7 +44,7 @@ def rehearse(
     ranks = distinct_ranks(job.run, job.plan) if all_stages else {rank: 1}
     results = []
     for each in ranks:
-        results.append(rehearsed(job.run, job.plan, each, job.stage))
+        results.append(rehearsed(job.run, job.plan, each, job.device))
         show(console, results[-1])
     worst = max(results, key=lambda result: (not result.fits, result.peak))
     if trace is not None:

@@ -29,7 +29,7 @@ from phalanx.spec.run import Run
 class Job:
     run: Run
     plan: Plan
-    stage: RehearsalDevice
+    device: RehearsalDevice
 
 
 def rehearsal_job(run: Run, machine: Machine, size: Size | None = None, memory: int | None = None) -> Job:

@@ -64,16 +64,16 @@ class Ledger:
         self._operations.append(self._known_operations.setdefault(operation, len(self._known_operations)))
         self.phases.append(where.phase)
         self.events.append(number)
-        self.now += self.taken(number)
+        self.now += self.rounded_size(number)
         if self.now > self.peak:
             self.peak, self.peak_at = self.now, len(self.events)
         return number
 
     def drop(self, number: int) -> None:
         self.events.append(-number)
-        self.now -= self.taken(number)
+        self.now -= self.rounded_size(number)
 
-    def taken(self, number: int) -> int:
+    def rounded_size(self, number: int) -> int:
         """Bytes of an allocation, rounded up as the allocator does."""
         size = self.sizes[number]
         return rounded(size) if self._step == 512 else size
@@ -93,7 +93,7 @@ class Ledger:
         wheres, operations = list(self._known_wheres), list(self._known_operations)
         for number in alive:
             where, operation = wheres[self._wheres[number]], operations[self._operations[number]]
-            yield Allocation(number, self.taken(number), where, operation, self.component(number, where))
+            yield Allocation(number, self.rounded_size(number), where, operation, self.component(number, where))
 
     def where(self, number: int) -> tuple[ProgramLocation, str]:
         """The place in the program and the operation that made an allocation."""
@@ -137,7 +137,7 @@ class FirstStep:
 
     built: int
     """Number of events before the step."""
-    kept: frozenset[int]
+    permanent: frozenset[int]
     """Allocations of the step that stay."""
     gradients: frozenset[int]
     """Allocations that the next step frees at its beginning."""
@@ -160,7 +160,7 @@ def second_step(ledger: Ledger, first: FirstStep) -> Iterator[int]:
     for number in first.gradients:
         yield -number
     for event in ledger.events[first.built :]:
-        if event not in first.kept:
+        if event not in first.permanent:
             yield event
 
 
@@ -177,15 +177,15 @@ class Peak:
 def peak(ledger: Ledger, first: FirstStep) -> Peak:
     now, most, at = 0, -1, 0
     for index, event in enumerate(ledger.events, start=1):
-        now += ledger.taken(event) if event > 0 else -ledger.taken(-event)
+        now += ledger.rounded_size(event) if event > 0 else -ledger.rounded_size(-event)
         if index > first.built and now > most:
             most, at = now, index
     in_first = Peak(most, at, False)
-    now -= sum(ledger.taken(number) for number in first.gradients)
+    now -= sum(ledger.rounded_size(number) for number in first.gradients)
     most, at = -1, 0
     for index, event in enumerate(ledger.events[first.built :], start=first.built + 1):
-        if event not in first.kept:
-            now += ledger.taken(event) if event > 0 else -ledger.taken(-event)
+        if event not in first.permanent:
+            now += ledger.rounded_size(event) if event > 0 else -ledger.rounded_size(-event)
         if now > most:
             most, at = now, index
     in_second = Peak(most, at, True)
@@ -197,7 +197,9 @@ def live_at_peak(ledger: Ledger, first: FirstStep, top: Peak) -> list[Allocation
     alive = list(ledger.living(top.at))
     if top.second:
         known = {allocation.number for allocation in alive}
-        alive += [allocation for allocation in ledger.living(len(ledger.events)) if allocation.number in first.kept - known]
+        alive += [
+            allocation for allocation in ledger.living(len(ledger.events)) if allocation.number in first.permanent - known
+        ]
     return alive
 
 

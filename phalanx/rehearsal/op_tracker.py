@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -75,7 +76,8 @@ class OpTracker(TorchDispatchMode):
         done.set_result([])
         distributed: Any = torch._C._distributed_c10d
         self._work = distributed._create_work_from_future(done).boxed()
-        self._resize = torch.UntypedStorage.resize_
+        self._resize: Callable[[Any, int], Any] = torch.UntypedStorage.resize_
+        self._replaced = ExitStack()
 
     # Operations.
 
@@ -225,25 +227,27 @@ class OpTracker(TorchDispatchMode):
         return inside
 
     def __enter__(self) -> Any:
-        resize = self._resize
+        def resize(storage: Any, size: int) -> Any:  # a bound method would not get the storage
+            return self._resize_storage(storage, size)
 
-        def resized(storage: Any, size: int) -> Any:
-            result = resize(storage, size)
-            if (ref := self._refs.get(storage._cdata)) is not None:
-                if ref.number:
-                    ref.ledger.drop(ref.number)
-                ref.number = 0
-                if size:
-                    ref.number = ref.ledger.add(int(size), self.where, "gather", fake_gpu.STREAM.now)
-                    ref.ledger.components[ref.number] = "gathered parameters"
-            return result
-
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+        self._replaced.enter_context(fake_gpu.replaced(torch.UntypedStorage, "resize_", resize))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        self._replaced.close()
+
+    def _resize_storage(self, storage: Any, size: int) -> Any:
+        """In place of `UntypedStorage.resize_`, with which FSDP2 allocates and frees gathered parameters."""
+        result = self._resize(storage, size)
+        if (ref := self._refs.get(storage._cdata)) is not None:
+            if ref.number:
+                ref.ledger.drop(ref.number)
+            ref.number = 0
+            if size:
+                ref.number = ref.ledger.add(int(size), self.where, "gather", fake_gpu.STREAM.now)
+                ref.ledger.components[ref.number] = "gathered parameters"
+        return result
 
     def close(self) -> None:
         """Stop tracking."""

@@ -175,7 +175,7 @@ def _reserved(
         return memory.Reserved(top.bytes, top.bytes, None)
     now = 0
     for event in ledger.events:  # the first above the limit
-        now += ledger.taken(event) if event > 0 else -ledger.taken(-event)
+        now += ledger.rounded_size(event) if event > 0 else -ledger.rounded_size(-event)
         if event > 0 and now > limit:
             break
     return memory.Reserved(top.bytes, top.bytes, (abs(event), NoRoom(0, now, now)))
@@ -219,7 +219,7 @@ def _timeline(ledger: Ledger, first: memory.FirstStep) -> tuple[tuple[float, int
     every = max(1, (len(events) - first.built) // _POINTS)
     most = 0
     for index, event in enumerate(events):
-        now += ledger.taken(event) if event > 0 else -ledger.taken(-event)
+        now += ledger.rounded_size(event) if event > 0 else -ledger.rounded_size(-event)
         if index >= first.built:
             most = max(most, now)
             if (index - first.built) % every == 0:

@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from ranks import tiny_run
+from torch._subclasses.fake_tensor import FakeTensor
 
+from phalanx import accelerator
+from phalanx.observe.comm_timer import COMM_TIMER
 from phalanx.rehearsal import gpu_kernels
 from phalanx.rehearsal import rehearse as rehearsing
 from phalanx.rehearsal.job import distinct_ranks, rehearsal_job
@@ -24,6 +28,7 @@ from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Machine, Plan
 from phalanx.spec.run import Run
+from phalanx.transforms.activations import MOVED
 
 H200 = gpu_kernels.CARDS["h200"]
 HERE = Machine(host="here", cpu="a cpu", cores=2, memory=8 << 30)
@@ -60,6 +65,20 @@ def test_rehearsal_of_a_gpu_needs_no_memory() -> None:
     assert told.peak > 16 * parameters and told.reserved >= told.peak
     assert sum(told.components.values()) == pytest.approx(told.peak, rel=1e-3)
     assert not dist.is_initialized() and torch.zeros(2).tolist() == [0.0, 0.0]
+
+
+def test_rehearsal_restores_everything_that_it_replaces() -> None:
+    def replaceable() -> list[Any]:
+        owners: list[Any] = [torch, torch.get_device_module("cuda"), F, torch.nn.Module, torch.UntypedStorage, FakeTensor]
+        return [accelerator.of("cuda"), COMM_TIMER.complete, set(MOVED), *(dict(vars(owner)) for owner in owners)]
+
+    run = tiny_run()
+    rehearse(run, on_gpu(run), 0, RehearsalDevice(card=H200))  # what torch imports lazily is there now
+    before = replaceable()
+    with rehearsed_program(run, on_gpu(run), 0, H200, Messages()):
+        for original, value in zip(before, replaceable(), strict=True):
+            assert value != original
+    assert replaceable() == before
 
 
 def test_memory_of_the_second_step_follows_from_the_first() -> None:
@@ -150,7 +169,7 @@ def test_distinct_ranks_contain_every_kind() -> None:
 def test_rehearsal_of_a_named_cluster_uses_its_nodes(tmp_path: Any) -> None:
     run = tiny_run(*GPU, "cluster.gpus=16", "layout.tensor=4", "layout.data=4", "cluster.device=cuda", "train.micro_batch=1")
     job = rehearsal_job(run, HERE)
-    told = rehearse(job.run, job.plan, 5, job.stage)
+    told = rehearse(job.run, job.plan, 5, job.device)
     assert told.ranks == 16 and told.capacity is not None and told.capacity > 70e9
     tiers = {one.message.use: one.message.tier for one in told.messages}
     assert tiers["tensor"] == "node" and tiers["data"] == "across"
