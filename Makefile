@@ -34,11 +34,15 @@ types: setup
 contracts: setup
 	$(BIN)/lint-imports
 
-# Files of tests are dealt to one process per core, the longest first (tests/conftest.py).
+# Files of tests are dealt to one process per core, the longest first (tests/conftest.py). Tests that fork ranks run apart: with a torch that is
+# built for GPUs, a process that has rehearsed one cannot be forked any more.
 WORKERS ?= auto
+FORKING := $(addprefix tests/,checkpointing optim parallel training verification worker rehearsal/test_layouts.py)
+PYTEST = $(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 tests: setup
-	$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) $(addprefix --ignore=,$(FORKING)) tests
+	$(PYTEST) $(FORKING)
 
 # Proofs that take minutes: run before an issue is resolved.
 test-slow: setup
