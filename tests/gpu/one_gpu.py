@@ -132,11 +132,11 @@ def engines(mesh: Mesh) -> None:
 
 def pipelines(mesh: Mesh) -> None:
     whole = trained(("precision.compute=fp32",), mesh)
-    plain: Callable[..., Any] = training.schedule
+    plain: Callable[..., Any] = training.schedule_for
     for name in ("gpipe", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev"):
-        training.schedule = lambda layout, count, name=name: make(name, 1, count)
+        training.schedule_for = lambda layout, count, name=name: make(name, 1, count)
         found = trained(("precision.compute=fp32",), mesh)
-        training.schedule = plain
+        training.schedule_for = plain
         worst = max(abs(a - b) / b for a, b in zip(found, whole, strict=True))
         say("pipeline", schedule=name, difference=worst)
 
