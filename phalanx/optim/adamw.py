@@ -1,4 +1,4 @@
-"""AdamW, with states on the device or offloaded (`optim/offload`). The default optimizer.
+"""AdamW, with states on the device or offloaded (`optim/offloaded_adamw`). The default optimizer.
 
 The fused kernel needs all tensors in fp32: bf16 gradients or moments pass through it in fp32, a bounded chunk at a time.
 """
@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from phalanx import accelerator
-from phalanx.optim.chunks import Chunk, split_chunks
-from phalanx.optim.fused_adamw import MOMENTS, KernelArgs, fused_adamw, weight_decay
-from phalanx.optim.offload.offloaded_adamw import offloaded
+from phalanx.optim.fused_adamw import MOMENTS, Chunk, KernelArgs, fused_adamw, split_chunks, weight_decay
+from phalanx.optim.offloaded_adamw import offloaded
 from phalanx.optim.param_optimizer import (
     OptimizerKind,
     OptimizerSetup,

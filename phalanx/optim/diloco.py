@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpointing.state_tensor import OffloadedTensor, StateTensor
-from phalanx.optim.chunks import split_chunks
+from phalanx.optim.fused_adamw import split_chunks
 from phalanx.optim.param_optimizer import State, StateBytes, flat, replica_group, state_tensor
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.owned_param import OwnedParam, ParamShard

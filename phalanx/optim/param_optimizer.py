@@ -90,9 +90,9 @@ class Resources:
     folder: Path | None = None
     """Folder for offloaded states, if the run file names none."""
     host_buffer: Callable[[int, bool], Any] | None = None
-    """Allocates host memory from (size in bytes, whether it is pinned): see `offload.stores.HostBuffer`."""
+    """Allocates host memory from (size in bytes, whether it is pinned): see `offload_stores.HostBuffer`."""
     scratch_file: Callable[[Path, int], Any] | None = None
-    """Creates a file from (path, size in bytes): see `offload.stores.ScratchFile`."""
+    """Creates a file from (path, size in bytes): see `offload_stores.ScratchFile`."""
     group_boxes: Callable[[Group, Sequence[OwnedParam]], list[list[Box]]] | None = None
     """Finds the boxes that the ranks of a group hold, by parameter and rank: see `muon.gather_boxes`."""
 

@@ -16,7 +16,7 @@ from phalanx.spec.run import Run
 from phalanx.training.hooks import Hooks, StepRefused
 from phalanx.training.run_progress import Progress, too_many_rollbacks, too_many_skipped
 from phalanx.training.saving import Checkpointer
-from phalanx.training.stop_signal import PAUSE, StopSignal
+from phalanx.training.step_totals import PAUSE, StopSignal
 
 _MAX_ROLLBACKS = 3
 """Times that a run goes back to the same step."""

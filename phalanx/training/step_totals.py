@@ -1,4 +1,4 @@
-"""Sums of one step over all ranks, and the outcome that all ranks agree on. `training/step` fills them while it computes."""
+"""What all ranks agree on in a step: its sums, its outcome, and requests to end training. `training/step` fills the sums while it computes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from phalanx.observe import comm_timer
 from phalanx.parallel.expert import Loads
 from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.training.micro_batch import MicroBatch
-from phalanx.training.stop_signal import STOP
+
+PAUSE, STOP = 1, 2
+"""Requests, by priority: if ranks have different ones, all ranks follow the larger."""
 
 GOOD, NOT_FINITE, SPIKE = 0, 1, 2
 """Verdicts on a step: it is applied, or skipped for one of two reasons."""
@@ -122,3 +124,37 @@ class StepTotals:
         for work in self._works or []:
             if work is not None:
                 comm_timer.wait(work)
+
+
+class StopSignal:
+    """What this rank was asked to do, and what all ranks have agreed on."""
+
+    def __init__(self) -> None:
+        self._reason: str | None = None
+        self.paused = False
+        """Training pauses without saving: other ranks will take the same step."""
+        self.agreed = 0
+        """0, PAUSE or STOP: known to all ranks."""
+
+    def stop(self, reason: str) -> None:
+        """Asks all ranks to save and stop. Safe to call from a signal handler."""
+        self._reason = reason
+
+    def pause(self) -> None:
+        """Asks all ranks to stop without saving."""
+        self.paused = True
+
+    def requested(self) -> int:
+        """What this rank was asked: 0, PAUSE or STOP."""
+        return STOP if self._reason is not None else PAUSE if self.paused else 0
+
+    @property
+    def reason(self) -> str:
+        """Why the run stops."""
+        return self._reason or "asked to stop"
+
+    def agree(self, request: int) -> None:
+        """All ranks have learned that some rank has this request."""
+        if request == STOP:
+            self._reason = self._reason or "another rank was told to stop"
+        self.paused, self.agreed = request == PAUSE, request

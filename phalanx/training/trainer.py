@@ -40,7 +40,7 @@ from phalanx.training.micro_batch import BatchFeed, step_seed
 from phalanx.training.run_progress import Progress, step_record
 from phalanx.training.saving import Checkpointer
 from phalanx.training.step import Stepper
-from phalanx.training.stop_signal import StopSignal
+from phalanx.training.step_totals import StopSignal
 
 
 class Trainer:

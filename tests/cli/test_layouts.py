@@ -196,7 +196,7 @@ def test_nvme_offload_resumes_bit_for_bit(straight: Straight, losses: StepLosses
 
 KILLED = """
 import os, signal
-import phalanx.optim.offload.stores as stores
+import phalanx.optim.offload_stores as stores
 import phalanx.training.trainer as trainer
 step, write = trainer.Trainer.step, stores.FileStore._write
 now = [None, 0]

@@ -16,9 +16,9 @@ from optim.holding import ADAMW, NO, YES, everything, give_gradients, read, valu
 from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
 from torch import Tensor, nn
 
-from phalanx.optim.chunks import split_chunks
-from phalanx.optim.offload.offloaded_adamw import OffloadedAdamW
-from phalanx.optim.offload.stores import FileStore, ScratchFile
+from phalanx.optim.fused_adamw import split_chunks
+from phalanx.optim.offload_stores import FileStore, ScratchFile
+from phalanx.optim.offloaded_adamw import OffloadedAdamW
 from phalanx.optim.optimizer import Optimizer
 from phalanx.optim.param_optimizer import Resources
 from phalanx.parallel.mesh import Mesh
@@ -306,7 +306,7 @@ def test_a_kill_during_an_offloaded_step_leaves_a_checkpoint_that_resumes_exactl
 ) -> None:
     # Chunks of the tiny model's size would be one: make them several.
     monkeypatch.setattr(
-        "phalanx.optim.offload.offloaded_adamw.split_chunks", lambda lengths, _, multiple: split_chunks(lengths, 2048, multiple)
+        "phalanx.optim.offloaded_adamw.split_chunks", lambda lengths, _, multiple: split_chunks(lengths, 2048, multiple)
     )
     pid = os.fork()
     if pid == 0:

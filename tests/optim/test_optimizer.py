@@ -14,7 +14,7 @@ from optim.holding import ADAMW, MODEL, MUON, NO, ONE, YES, everything, give_gra
 from ranks import copied, differing
 from torch import nn
 
-from phalanx.optim.chunks import split_chunks
+from phalanx.optim.fused_adamw import split_chunks
 from phalanx.optim.optimizer import Optimizer, optimizer_kind
 from phalanx.optim.param_optimizer import OptimizerKind, OptimizerSetup, ParamOptimizer, State, StateBytes, Update
 from phalanx.parallel.owned_param import OwnedParam, ParamShard

@@ -9,7 +9,7 @@ from phalanx.checkpointing import directory
 from phalanx.events.records import Evaluated, Event, Finished, Saved, Step, Stopped
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
-from phalanx.training.stop_signal import PAUSE
+from phalanx.training.step_totals import PAUSE
 
 SETTINGS = ("train.steps=3", "train.eval_every=2", "train.eval_sequences=12", "train.micro_batch=1", "data.eval_fraction=0.4")
 

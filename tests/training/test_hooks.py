@@ -13,7 +13,7 @@ from ranks import ALONE, copied, differing, tiny_run, tiny_trainer
 from phalanx.events.records import Event, Step, StepSkipped, Warned
 from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.training.hooks import Hooks, StepContext, StepHook, StepRefused
-from phalanx.training.stop_signal import PAUSE, STOP, StopSignal
+from phalanx.training.step_totals import PAUSE, STOP, StopSignal
 
 
 class Recorder(StepHook):

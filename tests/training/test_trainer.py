@@ -21,7 +21,7 @@ from phalanx.spec.load import loads
 from phalanx.spec.run import Run
 from phalanx.training.micro_batch import MicroBatch
 from phalanx.training.sinks import curves
-from phalanx.training.stop_signal import StopSignal
+from phalanx.training.step_totals import StopSignal
 from phalanx.training.trainer import Trainer
 
 

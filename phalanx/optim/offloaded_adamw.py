@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from phalanx import accelerator
-from phalanx.optim.chunks import Chunk, split_chunks
-from phalanx.optim.fused_adamw import MOMENTS, KernelArgs, fused_adamw, weight_decay
-from phalanx.optim.offload.stores import (
+from phalanx.optim.fused_adamw import MOMENTS, Chunk, KernelArgs, fused_adamw, split_chunks, weight_decay
+from phalanx.optim.offload_stores import (
     ALIGNED,
     Allocate,
     FileStore,

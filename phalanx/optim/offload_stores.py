@@ -1,5 +1,5 @@
 """Where offloaded master weights and moments are kept: in host memory, or in one scratch file per rank that is read and written in
-chunks. Used by `optim/offload/offloaded_adamw`.
+chunks. Used by `optim/offloaded_adamw`.
 
 A scratch file means something only to the process that created it. After a crash, the next process fills its own file from the
 checkpoint.
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from phalanx import accelerator
-from phalanx.optim.chunks import Chunk, Run
+from phalanx.optim.fused_adamw import Chunk, Run
 from phalanx.optim.param_optimizer import State, StateBytes
 from phalanx.spec.errors import RunFailed
 
