@@ -91,6 +91,11 @@ def _feed_forward(spec: ModelSpec, index: int) -> nn.Module:
     return kind(spec.dim, spec.hidden, spec.bias)
 
 
+def _embedding(rows: int, dim: int) -> nn.Embedding:
+    """Equals `nn.Embedding(rows, dim)`, whose constructor imports `torch._dynamo` on the meta device: seconds in every rank."""
+    return nn.Embedding.from_pretrained(torch.randn(rows, dim), freeze=False)
+
+
 class Project(Protocol):
     """Turns the final states into logits, or into whatever the loss reads instead of them."""
 
@@ -109,8 +114,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec = spec
         self.is_first_stage = self.is_last_stage = True
-        self.embed = nn.Embedding(spec.rows, spec.dim)
-        self.position_embed = nn.Embedding(spec.context, spec.dim) if spec.positions == "learned" else None
+        self.embed = _embedding(spec.rows, spec.dim)
+        self.position_embed = _embedding(spec.context, spec.dim) if spec.positions == "learned" else None
         self.blocks = nn.ModuleDict({str(index): Block(spec, index) for index in range(spec.layers)})
         self.norm = norm(spec, spec.dim)
         self.head = None if spec.tied else nn.Linear(spec.dim, spec.rows, bias=False)
