@@ -82,7 +82,7 @@ def inspect(
     tensors = checkpoint_info.tensors(place, marker)
     chosen = list(checkpoint_info.matching(tensors, names))
     if names is not None and not chosen:
-        raise RunError([f"--names {names}: {place} has no such tensor; its names are like {next(iter(tensors))}."])
+        raise RunError(f"--names {names}: {place} has no such tensor; its names are like {next(iter(tensors))}.")
     run = marker.run
     info, kinds = checkpoint_info.describe(place), checkpoint_info.bytes_by_kind(tensors)
     change = None if layout is None else _change(path, tensors, layout)
@@ -151,7 +151,7 @@ def verify(
         [place] if is_checkpoint(place) and not all_ else all_checkpoints(checkpoint_locations(place))[: None if all_ else 1]
     )
     if not chosen:
-        raise RunError([no_checkpoint_message(path, checkpoint_locations(place), [])])
+        raise RunError(no_checkpoint_message(path, checkpoint_locations(place), []))
     result = []
     for checkpoint in chosen:
         size = sum(checkpoint.sizes().values())
@@ -248,7 +248,7 @@ def prune(
     place = existing_location(path)
     if not isinstance(place, Local) or not RunDir(place.path).exists:
         raise RunError(
-            [f"{path} is not a run directory, because it has no run.toml: name one, so that a running job can be detected."]
+            f"{path} is not a run directory, because it has no run.toml: name one, so that a running job can be detected."
         )
     keys = cast(dict[str, Any], checkpoint_settings(place))
     last, every_ = keep_last or keys.get("keep_last", 2), keep_every or keys.get("keep_every")
@@ -259,7 +259,7 @@ def prune(
                 directory.restore_replaced(checkpoints)
             newest, bad = directory.newest_verified(checkpoints)
             if newest is None:
-                raise RunError([f"{no_checkpoint_message(path, [checkpoints], bad)} Nothing was removed there."])
+                raise RunError(f"{no_checkpoint_message(path, [checkpoints], bad)} Nothing was removed there.")
             left = directory.leftovers(checkpoints)
             going = directory.prunable(checkpoints, last, newest, every_) + left
             kept += [str(found) for found in directory.list_checkpoints(checkpoints) if found.name not in going]
@@ -305,7 +305,7 @@ def export(
     from phalanx.evaluation.convert import TORCH
 
     if dtype is not None and dtype not in TORCH:
-        raise RunError([f"--dtype {dtype}: choose {', '.join(TORCH)}."])
+        raise RunError(f"--dtype {dtype}: choose {', '.join(TORCH)}.")
     saved = CheckpointReader(locate(checkpoint))
     format_ = None if dtype is None else TORCH[dtype]
     if kind == "torch":
@@ -336,7 +336,7 @@ def _exports(place: Location, removed: list[str], kept: list[str]) -> list[Locat
 def _locked(rundir: RunDir, path: str) -> Iterator[None]:
     """Locks the run directory; refuses if a job is running in it."""
     if not rundir.acquire():
-        raise RunError([f"{path} is in use by a running job, which prunes its checkpoints itself: wait for it, or stop it."])
+        raise RunError(f"{path} is in use by a running job, which prunes its checkpoints itself: wait for it, or stop it.")
     try:
         yield
     finally:

@@ -82,7 +82,7 @@ def preview(
     """Print the batch of a step as the model will read it: documents, boundaries, masks and padding."""
     run = load(run_file, overrides or [])
     if step > run.steps:
-        raise RunError([f"--step {step} is beyond the end: {run_file} has {run.steps} steps."])
+        raise RunError(f"--step {step} is beyond the end: {run_file} has {run.steps} steps.")
     with tokenizing(console) as progress:
         dataset = open_dataset(run.data, run.train.sequence_length, run.train.seed, progress)
     digest, shown = 0, list[JsonObject]()
@@ -125,7 +125,7 @@ class _OpenedSources:
 
 def _open_run_file(what: str, settings: dict[str, Any]) -> _OpenedSources:
     if unused := [f"--{name.replace('_', '-')}" for name in settings]:
-        raise RunError([f"{' and '.join(unused)}: {what} is a run file and has these settings; remove the option."])
+        raise RunError(f"{' and '.join(unused)}: {what} is a run file and has these settings; remove the option.")
     run = load(what)
     return _open_all(run.data, run.train.sequence_length)
 

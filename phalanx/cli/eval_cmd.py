@@ -146,7 +146,7 @@ def _loss(opened: Opened, options: _Options) -> dict[str, Any]:
     }
     whole = sum(measured.values(), Measured())
     if not whole.tokens:
-        raise RunError(["The text has no token to predict: name text of two tokens or more."])
+        raise RunError("The text has no token to predict: name text of two tokens or more.")
     _show(measured, whole)
     return whole.table() | {"sources": {name: part.table() for name, part in measured.items()}}
 
@@ -162,9 +162,7 @@ def _held_out(opened: Opened, options: _Options) -> Iterator[tuple[str, int, Ite
         dataset = open_dataset(run.data, _length(opened.run, options), run.train.seed, progress)
     if not dataset.eval:
         raise RunError(
-            [
-                f"{opened.path} has no held-out text (data.eval_fraction = 0): name text with --source and --path, or use --choices."
-            ]
+            f"{opened.path} has no held-out text (data.eval_fraction = 0): name text with --source and --path, or use --choices."
         )
     for name, samples in dataset.eval.items():
         sequences = min(options.sequences or run.train.eval_sequences, samples.count)
@@ -199,7 +197,7 @@ def _given_source(opened: Opened, options: _Options) -> Iterator[tuple[str, int,
 def _length(run: Run, options: _Options) -> int:
     length = options.sequence_length or min(run.train.sequence_length, run.model.context)
     if length > run.model.context:
-        raise RunError([f"--sequence-length {length} is longer than the model's context of {run.model.context} tokens."])
+        raise RunError(f"--sequence-length {length} is longer than the model's context of {run.model.context} tokens.")
     return length
 
 

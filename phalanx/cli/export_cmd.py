@@ -35,7 +35,7 @@ def export(
     from phalanx.evaluation.convert import TORCH, export_checkpoint
 
     if dtype is not None and dtype not in TORCH:
-        raise RunError([f"--dtype {dtype}: choose {', '.join(TORCH)}."])
+        raise RunError(f"--dtype {dtype}: choose {', '.join(TORCH)}.")
     reference = None if check is None else read_reference(check)
     converted = export_checkpoint(checkpoint, out, dtype, parse_size("--shard-size", shard_size), reference)
     if json:

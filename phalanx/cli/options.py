@@ -74,7 +74,7 @@ def _amount(option: str, text: str, units: Mapping[str, float], example: str, *,
     shown = f'{option} "{text}"'
     match = _AMOUNT.match(text.strip().removeprefix(prefix))
     if match is None:
-        raise RunError([f"{shown} is not an amount: write it like {example}."])
+        raise RunError(f"{shown} is not an amount: write it like {example}.")
     number, unit = float(match[1].replace(",", "").replace("_", "")), match[2]
     if unit not in units:
         # The case may differ if there is only one such unit.
@@ -82,8 +82,8 @@ def _amount(option: str, text: str, units: Mapping[str, float], example: str, *,
         if len(close) != 1:
             known = ", ".join(name for name in units if name)
             problem = "has no unit" if not unit else f"has the unit {unit}"
-            raise RunError([f"{shown} {problem}: write it like {example}, in one of {known}."])
+            raise RunError(f"{shown} {problem}: write it like {example}, in one of {known}.")
         unit = close[0]
     if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
-        raise RunError([f"{shown} must be positive and finite: write it like {example}."])
+        raise RunError(f"{shown} must be positive and finite: write it like {example}.")
     return number * units[unit]

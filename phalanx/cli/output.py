@@ -30,7 +30,7 @@ def write_file(path: Path, write: Callable[[], Any]) -> None:
     try:
         write()
     except OSError as error:
-        raise RunError([f"{path}: cannot be written: {error.strerror}"]) from None
+        raise RunError(f"{path}: cannot be written: {error.strerror}") from None
     console.print(f"wrote {path}", markup=False, soft_wrap=True)
 
 

@@ -79,9 +79,7 @@ def _open(name: str, ranks: int | None, microbatches: int | None, per_rank: int 
     if "." not in name and "/" not in name:
         ranks, microbatches = 4 if ranks is None else ranks, 8 if microbatches is None else microbatches
         if ranks * microbatches * (per_rank or 1) > _MAX_ACTIONS:
-            raise RunError(
-                [f"--ranks {ranks} with --microbatches {microbatches} is more than {_MAX_ACTIONS} actions: use fewer"]
-            )
+            raise RunError(f"--ranks {ranks} with --microbatches {microbatches} is more than {_MAX_ACTIONS} actions: use fewer")
         return make(name, ranks, microbatches, per_rank)
     chosen = load(Path(name))
     options = {
@@ -103,9 +101,9 @@ def _times(given: str) -> tuple[Fraction, Fraction, Fraction]:
     try:
         forward, backward, weight = (Fraction(part.strip()) for part in given.split(","))
     except (ValueError, ZeroDivisionError):
-        raise RunError([f'--times "{given}": give three numbers, such as 1,1,1']) from None
+        raise RunError(f'--times "{given}": give three numbers, such as 1,1,1') from None
     if not all(Fraction(1, 1000) <= time <= 1000 for time in (forward, backward, weight)):
-        raise RunError([f'--times "{given}": each must lie between 0.001 and 1000'])
+        raise RunError(f'--times "{given}": each must lie between 0.001 and 1000')
     return forward, backward, weight
 
 

@@ -68,7 +68,7 @@ def simulate(
 ) -> None:
     """Simulate a whole run with the failures of its cluster and the live recovery policy. With --step, simulate one step."""
     if trace is not None and not step:
-        raise RunError(["--trace shows one step: add --step, or use --png for a picture of the whole run."])
+        raise RunError("--trace shows one step: add --step, or use --png for a picture of the whole run.")
     if problems := check_folders(png, trace):
         raise RunError(problems)
     from phalanx.planning.simulate.cluster_model import SimulationRequest
@@ -160,5 +160,5 @@ def _maintenance(given: str | None) -> tuple[float, float] | None:
         return None
     interval, slash, length = given.partition("/")
     if not slash or not parse_duration("--maintenance", interval):
-        raise RunError([f'--maintenance "{given}": give how often and how long, such as 7d/4h.'])
+        raise RunError(f'--maintenance "{given}": give how often and how long, such as 7d/4h.')
     return parse_duration("--maintenance", interval), parse_duration("--maintenance", length)

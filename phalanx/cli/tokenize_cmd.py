@@ -48,7 +48,7 @@ def tokenize(
     """Turn text into token files. After a stop or a crash, the same command resumes."""
     *sources, out = paths
     if not sources and source != "stdlib":
-        raise RunError([f"phalanx tokenize {out}: name the text first and the folder to write last: SRC... OUT."])
+        raise RunError(f"phalanx tokenize {out}: name the text first and the folder to write last: SRC... OUT.")
     if problems := check_source_kind(source, TEXT_KINDS):
         raise RunError(problems)
     given: dict[str, Any] = {"source": source, "paths": tuple(sources), "field": field, "template": template}

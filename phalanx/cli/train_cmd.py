@@ -62,9 +62,7 @@ def train(
     place = torchrun_place()
     request = Request(directory=run_dir, fresh=fresh, accept_changed_data=accept_changed_data, unrehearsed=unrehearsed)
     if place is not None and chaos:
-        raise RunError(
-            ["--chaos needs Phalanx's own supervisors, but torchrun started this process: use `phalanx train` alone."]
-        )
+        raise RunError("--chaos needs Phalanx's own supervisors, but torchrun started this process: use `phalanx train` alone.")
     if place is not None:
         raise typer.Exit(_train_under_torchrun(place, run_file, overrides or [], request, json))
     run = load(run_file, overrides or [])

@@ -50,13 +50,13 @@ def verify(
     """Prove that parallel training equals training on one device. Compares losses, gradients and parameters of a small model of the
     same family, in the layout of RUN.toml on CPU ranks, with one process."""
     if layouts not in (None, "all"):
-        raise RunError([f'--layouts {layouts} is not known: use "all", or remove it to verify the layout of the run file.'])
+        raise RunError(f'--layouts {layouts} is not known: use "all", or remove it to verify the layout of the run file.')
     if chaos and (layouts or ranks or account):
         raise RunError(
-            ["--chaos runs on 4 ranks as 2 nodes, in the run's layout: --layouts, --ranks and --account do not apply."]
+            "--chaos runs on 4 ranks as 2 nodes, in the run's layout: --layouts, --ranks and --account do not apply."
         )
     if faults is not None and not chaos:
-        raise RunError([f"--faults {faults} is the number of faults that --chaos draws: add --chaos."])
+        raise RunError(f"--faults {faults} is the number of faults that --chaos draws: add --chaos.")
     run = load(run_file, overrides or [])
     result: Mapping[str, object]
     if chaos:

@@ -84,15 +84,13 @@ def check_owner(path: Location, saved: Marker, run: Run, *, new: bool, fresh: bo
     """Raise RunError unless the checkpoint at checkpoint.url belongs to this run. `new`: the run directory is new."""
     key, other = f"checkpoint.url = {toml(run.checkpoint.url or '')}", "name another URL"
     if fresh:
-        raise RunError([f"{key} already holds a run ({path.name}) and --fresh was given: {other}."])
+        raise RunError(f"{key} already holds a run ({path.name}) and --fresh was given: {other}.")
     if differences := changed(loads(saved.run.run or "", name=str(path)), run):
         raise RunError(
-            [
-                f"{key} holds a run with other settings ({'; '.join(differences)}): {other}, or undo the change to go on with that run."
-            ]
+            f"{key} holds a run with other settings ({'; '.join(differences)}): {other}, or undo the change to go on with that run."
         )
     if new and saved.step >= run.steps:
-        raise RunError([f"{key} holds a run that has taken all its {run.steps} steps: {other}, or raise train.steps to go on."])
+        raise RunError(f"{key} holds a run that has taken all its {run.steps} steps: {other}, or raise train.steps to go on.")
 
 
 def newest_first(locations: list[Location]) -> list[tuple[Location, Marker]]:
@@ -116,9 +114,7 @@ def check_lost(locations: list[Location], rundir: RunDir) -> None:
     if directory.newest(locations) == (None, []):  # if all are damaged, the workers report what is wrong with each
         where = " or ".join(map(str, locations))
         raise RunError(
-            [
-                f"The run in {rundir.path} has saved step {saved[-1].step} as {saved[-1].path}, but there is no checkpoint in {where}: "
-                "move it there, let checkpoint.url name where it is (a relative path begins at the working directory), or begin again "
-                "from step 0 with another --run-dir."
-            ]
+            f"The run in {rundir.path} has saved step {saved[-1].step} as {saved[-1].path}, but there is no checkpoint in {where}: "
+            "move it there, let checkpoint.url name where it is (a relative path begins at the working directory), or begin again "
+            "from step 0 with another --run-dir."
         )

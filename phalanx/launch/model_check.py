@@ -50,10 +50,8 @@ def check_weights(run: Run) -> None:
     folder = origin_folder(given)
     if not folder.is_dir():
         raise RunError(
-            [
-                f'model.from = "{given}" is not there any more: name a folder of Hugging Face weights, a run directory or a '
-                f"checkpoint, taken from {Path.cwd()}."
-            ]
+            f'model.from = "{given}" is not there any more: name a folder of Hugging Face weights, a run directory or a '
+            f"checkpoint, taken from {Path.cwd()}."
         )
     if hf_config.is_folder(folder):
         _measure(run, f'model.from = "{given}"')
@@ -120,10 +118,10 @@ def _measure(run: Run, key: str) -> dict[str, Any]:
     try:
         done = _ask("phalanx.worker.measure_process", dump(run), _MEASURE_SECONDS)
     except subprocess.TimeoutExpired:
-        raise RunError([f"{key} was not built within {_MEASURE_SECONDS:.0f} s: look at what it does when imported."]) from None
+        raise RunError(f"{key} was not built within {_MEASURE_SECONDS:.0f} s: look at what it does when imported.") from None
     answer = _last_json(done.stdout)
     if answer is None:
-        raise RunError([f"{key} could not be built: its process {_end(done.returncode)}{_last_words(done.stderr)}."])
+        raise RunError(f"{key} could not be built: its process {_end(done.returncode)}{_last_words(done.stderr)}.")
     if "problems" in answer:
         raise RunError(answer["problems"])
     return answer

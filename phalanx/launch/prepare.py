@@ -151,27 +151,23 @@ def _copy_tokenizer(files: Sequence[Path], folder: Path) -> None:
 def _use_directory(directory: Path, run: Run, fresh: bool) -> RunDir:
     """Use the directory that the user named: it must be new, or hold this run."""
     if directory.exists() and not directory.is_dir():
-        raise RunError([f"--run-dir {directory} is a file: name a directory, or one that does not exist yet."])
+        raise RunError(f"--run-dir {directory} is a file: name a directory, or one that does not exist yet.")
     rundir = RunDir(directory)
     if _is_import(rundir):
         raise RunError(
-            [
-                f"--run-dir {directory} holds imported weights, not a run that could go on: name another directory, and begin "
-                f'with these weights by model.from = "{directory}".'
-            ]
+            f"--run-dir {directory} holds imported weights, not a run that could go on: name another directory, and begin "
+            f'with these weights by model.from = "{directory}".'
         )
     if rundir.exists and fresh:
-        raise RunError([f"--run-dir {directory} already holds a run and --fresh was given: name another directory."])
+        raise RunError(f"--run-dir {directory} already holds a run and --fresh was given: name another directory.")
     if rundir.exists and (differences := changed(load(rundir.run_file), run)):
         raise RunError(
-            [
-                f"--run-dir {directory} holds a run with other settings ({'; '.join(differences)}): name another directory, "
-                "or undo the change to go on with that run."
-            ]
+            f"--run-dir {directory} holds a run with other settings ({'; '.join(differences)}): name another directory, "
+            "or undo the change to go on with that run."
         )
     _create(rundir)
     if not rundir.acquire():
-        raise RunError([f"--run-dir {directory} is in use by a running job: wait for it, stop it, or name another directory."])
+        raise RunError(f"--run-dir {directory} is in use by a running job: wait for it, stop it, or name another directory.")
     return rundir
 
 
@@ -226,7 +222,7 @@ def _create(rundir: RunDir) -> None:
     except OSError as error:
         where = os.path.abspath(error.filename or rundir.path)
         raise RunError(
-            [f"The run directory {rundir.path} cannot be written ({error.strerror}: {where}): choose another with --run-dir."]
+            f"The run directory {rundir.path} cannot be written ({error.strerror}: {where}): choose another with --run-dir."
         ) from None
 
 
@@ -242,11 +238,9 @@ def _check_resumption(rundir: RunDir, run: Run, plan: Plan, data: Dataset, reque
         replicas = saved.run.replicas or plan.layout.data
         if replicas != plan.layout.data:
             raise RunError(
-                [
-                    f"{path} holds {replicas} replicas, each with a state of its own (optimizer.sync_every = "
-                    f"{run.optimizer.sync_every}), so it does not go on with layout.data = {plan.layout.data}: set "
-                    f"layout.data = {replicas}, or start afresh with --fresh or another --run-dir."
-                ]
+                f"{path} holds {replicas} replicas, each with a state of its own (optimizer.sync_every = "
+                f"{run.optimizer.sync_every}), so it does not go on with layout.data = {plan.layout.data}: set "
+                f"layout.data = {replicas}, or start afresh with --fresh or another --run-dir."
             )
         if saved.run.data == data.fingerprint:
             return True, []
@@ -254,10 +248,8 @@ def _check_resumption(rundir: RunDir, run: Run, plan: Plan, data: Dataset, reque
         if request.accept_changed_data:
             return True, [f"{text}: as asked, the run goes on at the same position of the new text."]
         raise RunError(
-            [
-                f"{text}, so the run cannot go on where it was: restore the files, go on all the same with "
-                "--accept-changed-data, or start afresh with --fresh or another --run-dir."
-            ]
+            f"{text}, so the run cannot go on where it was: restore the files, go on all the same with "
+            "--accept-changed-data, or start afresh with --fresh or another --run-dir."
         )
     check_lost(searched, rundir)
     return False, []

@@ -88,10 +88,8 @@ def check_disk_space(path: Path, plan: Plan) -> None:
     need = plan.parameters * BYTES_PER_PARAMETER + _DISK_SLACK
     if free < need:
         raise RunError(
-            [
-                f"The disk of the run directory {path} has {_mib(free)} free and one checkpoint of "
-                f"{_millions(plan)} parameters takes {_mib(need)}: free some space or choose another disk with --run-dir."
-            ]
+            f"The disk of the run directory {path} has {_mib(free)} free and one checkpoint of "
+            f"{_millions(plan)} parameters takes {_mib(need)}: free some space or choose another disk with --run-dir."
         )
 
 
@@ -106,17 +104,15 @@ def check_offload_folder(run: Run, plan: Plan) -> None:
             pass
     except OSError as error:
         raise RunError(
-            [f"{key} cannot be written ({error.strerror}): name a folder on a fast local disk, or leave it out."]
+            f"{key} cannot be written ({error.strerror}): name a folder on a fast local disk, or leave it out."
         ) from None
     layout = plan.layout
     replicas = layout.ranks // (layout.pipeline * layout.shard * layout.tensor)  # each has optimizer states of its own
     need, free = plan.parameters * BYTES_PER_PARAMETER * replicas, shutil.disk_usage(folder).free
     if free < need:
         raise RunError(
-            [
-                f"{key} has {_mib(free)} free, but the optimizer states and master weights of {_millions(plan)} "
-                f"parameters take {_mib(need)} there: free some space or name another folder."
-            ]
+            f"{key} has {_mib(free)} free, but the optimizer states and master weights of {_millions(plan)} "
+            f"parameters take {_mib(need)} there: free some space or name another folder."
         )
 
 
@@ -129,15 +125,13 @@ def check_replica_memory(run: Run, plan: Plan) -> None:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         free = shm_slots.free_bytes(root)
     except OSError as error:
-        raise RunError([f"{key}: no copies can be kept in memory ({error}). Without that key the run needs none."]) from None
+        raise RunError(f"{key}: no copies can be kept in memory ({error}). Without that key the run needs none.") from None
     # Each node holds the replicas of its own ranks and of its neighbor's, and all nodes of a local job share this machine.
     need = 2 * plan.parameters * BYTES_PER_PARAMETER * min(2, run.cluster.nodes)
     if need > free:
         raise RunError(
-            [
-                f"{key}: two copies of the state of {_millions(plan)} parameters take {_mib(need)} of memory, "
-                f"but {root} has {_mib(free)} free: free some, give a container more shared memory, or leave the key out."
-            ]
+            f"{key}: two copies of the state of {_millions(plan)} parameters take {_mib(need)} of memory, "
+            f"but {root} has {_mib(free)} free: free some, give a container more shared memory, or leave the key out."
         )
 
 

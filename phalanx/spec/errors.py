@@ -32,8 +32,8 @@ class PhalanxError(Exception):
 class RunError(PhalanxError):
     """Everything that is wrong with a run, reported before any process starts."""
 
-    def __init__(self, problems: Sequence[str]):
-        self.problems = tuple(problems)
+    def __init__(self, problems: str | Sequence[str]):
+        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
         super().__init__("\n".join(self.problems))
 
     def __reduce__(self) -> tuple[type[RunError], tuple[tuple[str, ...]]]:

@@ -80,15 +80,15 @@ def try_forward(run: Run, model: nn.Module) -> None:
         return  # two sequences do not fit; training may use one
     except Exception as error:  # a custom forward may raise anything
         raise RunError(
-            [f"{named} failed on tokens of shape {list(tokens_BS.shape)}: {type(error).__name__}: {error}."]
+            f"{named} failed on tokens of shape {list(tokens_BS.shape)}: {type(error).__name__}: {error}."
         ) from error
     expected = f"but must give logits of shape {[*tokens_BS.shape, run.model.rows]}, a value for each token of the vocabulary."
     if not isinstance(logits, torch.Tensor):
-        raise RunError([f"{named} gives {type(logits).__name__}, {expected}"])
+        raise RunError(f"{named} gives {type(logits).__name__}, {expected}")
     if logits.shape != (*tokens_BS.shape, run.model.rows):
-        raise RunError([f"{named} gives a tensor of shape {list(logits.shape)}, {expected}"])
+        raise RunError(f"{named} gives a tensor of shape {list(logits.shape)}, {expected}")
     if not logits.requires_grad:
-        raise RunError([f"{named} gives logits that depend on no parameter, so there is nothing to train."])
+        raise RunError(f"{named} gives logits that depend on no parameter, so there is nothing to train.")
 
 
 def _example(run: Run, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
