@@ -23,7 +23,7 @@ from phalanx.calibration import op_bench
 from phalanx.calibration.op_bench import Measurement
 from phalanx.calibration.step_bench import Compute, jobs, plan_of
 from phalanx.host.env import worker_env
-from phalanx.planning.feedback.refit import EIGHT_BITS, WIDTHS, Measured, corrected, refitted
+from phalanx.planning.feedback import EIGHT_BITS, WIDTHS, Measured, corrected, refitted
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.cpu import cpu_hardware
 from phalanx.planning.machines.hardware import hardware

@@ -135,7 +135,7 @@ def _compare(wide: Console, directory: Path, refit: bool) -> dict[str, Any]:
     from phalanx.host.env import visible_gpus
     from phalanx.host.machine_profile import write_profile
     from phalanx.host.probe import probe
-    from phalanx.planning.feedback.compare_run import after, compare, correction
+    from phalanx.planning.feedback import after, compare, correction
 
     machine = probe(visible_gpus())
     comparison = compare(directory, machine)

@@ -16,7 +16,7 @@ from phalanx.spec.load import load
 if TYPE_CHECKING:
     from phalanx.planning.machines.cluster import Hardware
     from phalanx.planning.search.candidate import Candidate
-    from phalanx.planning.simulate.cluster_model import SimulationRequest
+    from phalanx.planning.simulate.simulation import SimulationRequest
     from phalanx.spec.run import Run
 
 Spares = Annotated[
@@ -71,7 +71,7 @@ def simulate(
         raise RunError("--trace shows one step: add --step, or use --png for a picture of the whole run.")
     if problems := check_folders(png, trace):
         raise RunError(problems)
-    from phalanx.planning.simulate.cluster_model import SimulationRequest
+    from phalanx.planning.simulate.simulation import SimulationRequest
 
     request = SimulationRequest(
         days=days,

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.dashboard.numbers import UNKNOWN, count, dollars, duration, energy, flops, percent, short_duration, size
-from phalanx.planning.feedback.compare_run import Comparison, Timed
+from phalanx.planning.feedback import Comparison, Timed
 from phalanx.planning.report import (
     MEMORY_LABELS,
     PART_LABELS,

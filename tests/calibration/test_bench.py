@@ -15,7 +15,7 @@ from phalanx.calibration.measure_machine import bench
 from phalanx.calibration.step_bench import jobs, plan_of, step_seconds
 from phalanx.dashboard.plan_text import show_bench
 from phalanx.host.probe import probe
-from phalanx.planning.feedback.refit import EIGHT_BITS, Measured, corrected, refitted
+from phalanx.planning.feedback import EIGHT_BITS, Measured, corrected, refitted
 from phalanx.planning.machines.hardware import hardware
 from phalanx.planning.machines.rates import NAMES, rates_for
 from phalanx.planning.planner import choose

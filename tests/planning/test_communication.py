@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phalanx.planning.cost.communication import exchange, gather, group, hop, reduce
 from phalanx.planning.cost.job_table import JobTable
+from phalanx.planning.cost.step_time import exchange, gather, group, hop, reduce
 from phalanx.planning.machines.rates import Rates
 
 RATES = Rates(island=1.0, network=1.0, latency=0.0, far_latency=0.0)

@@ -12,7 +12,7 @@ from rich.console import Console
 from phalanx.dashboard.plan_text import show_comparison
 from phalanx.events.log import EventLog
 from phalanx.events.records import RunStarted, Step, StepAccounted, StepTimed
-from phalanx.planning.feedback.compare_run import after, compare, correction
+from phalanx.planning.feedback import after, compare, correction
 from phalanx.planning.planner import plan_run
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError

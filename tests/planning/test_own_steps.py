@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.calibration.step_bench import Compute, plan_of, small_run
 from phalanx.planning.cost.step_time import step_times
-from phalanx.planning.feedback.refit import jobs_of
+from phalanx.planning.feedback import jobs_of
 from phalanx.planning.machines.hardware import hardware
 from phalanx.planning.machines.rates import rates_for
 from phalanx.spec.model import Moe

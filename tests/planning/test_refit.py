@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.planning.feedback.refit import Measured, corrected, refitted
+from phalanx.planning.feedback import Measured, corrected, refitted
 from phalanx.planning.machine_fit import promised
 from phalanx.planning.machines.cpu import CONSTANTS, cpu_hardware
 from phalanx.planning.planner import choose

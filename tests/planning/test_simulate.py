@@ -10,9 +10,8 @@ import pytest
 from phalanx.planning.cost.run_cost import goodput
 from phalanx.planning.machines.hardware import hardware
 from phalanx.planning.search.search import judge
-from phalanx.planning.simulate.cluster_model import SimulationRequest
 from phalanx.planning.simulate.simulated_step import simulate_candidate, tiers
-from phalanx.planning.simulate.simulation import SimulationReport, simulate
+from phalanx.planning.simulate.simulation import SimulationReport, SimulationRequest, simulate
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import PRESETS, ModelSpec

@@ -13,8 +13,7 @@ import pytest
 from phalanx.planning.cost.run_cost import best_interval, goodput
 from phalanx.planning.machines.cluster import Failures
 from phalanx.planning.simulate.simulated_policy import DecisionCache, FaultSampler, detection_seconds, fault_kind
-from phalanx.planning.simulate.simulated_run import Scenario, Trial, run_trial
-from phalanx.planning.simulate.simulated_saves import SaveSchedule
+from phalanx.planning.simulate.simulated_run import SaveSchedule, Scenario, Trial, run_trial
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Resilience
 

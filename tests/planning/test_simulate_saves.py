@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from phalanx.planning.simulate.simulated_saves import SaveSchedule, Segment
+from phalanx.planning.simulate.simulated_run import SaveSchedule, Segment
 
 
 def one_by_one(saves: SaveSchedule, first: int, step: float, seconds: float) -> tuple[int, int | None, int | None]:

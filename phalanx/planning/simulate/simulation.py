@@ -8,19 +8,252 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
+from phalanx.planning.cost.run_cost import DETECT, best_interval, goodput, upkeep
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.search.candidate import Candidate
-from phalanx.planning.simulate.cluster_model import DAY, ClusterModel, EvaluateLayout, SimulationRequest
-from phalanx.planning.simulate.simulated_policy import FaultSampler
-from phalanx.planning.simulate.simulated_run import TIME_USES, Scenario, Trial, run_trial
-from phalanx.planning.simulate.simulated_saves import StateSource
+from phalanx.planning.simulate.simulated_policy import DecisionCache, FaultSampler, fault_kind, mean_detection_seconds
+from phalanx.planning.simulate.simulated_run import TIME_USES, SaveSchedule, Scenario, StateSource, Trial, run_trial
+from phalanx.recovery.history import WINDOW
+from phalanx.recovery.relayout import replicated_elsewhere
+from phalanx.schedules.makers import schedule_for
+from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError
+from phalanx.spec.layout import Layout
 from phalanx.spec.run import Run
+
+EvaluateLayout = Callable[[Run, Hardware], Candidate]
+"""Returns the step time and the memory of a run on the layout that it names."""
+
+DAY = 86400.0
+_STATE_BYTES = 12
+"""Saved bytes of a parameter: the weight and Adam's two moments, in fp32."""
+_COPY_BUDGET = 0.005
+"""Fraction of the time that default copies into host memory may take, as in the live trainer."""
+_LONGEST = 10.0
+"""A run that does not end is given up after this many times its days without failures."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulationRequest:
+    """The settings of a simulation."""
+
+    days: float | None = None
+    """Longest simulated time; None: until the run ends."""
+    seed: int = 0
+    runs: int = 20
+    spares: int | None = None
+    """Nodes beyond those of the layout; None: resilience.spares, or the rest of the cluster."""
+    interval: float | None = None
+    """Seconds between saves; None: as the run file says, or the best of the closed form."""
+    keep: StateSource | None = None
+    """Where a run finds its state after a failure; None: as in the live system."""
+    restart: float | None = None
+    """Seconds from the decision about a failure to the next step; None: the value of planning/cost/run_cost."""
+    stall: float | None = None
+    """Seconds that training waits for a save; None: the value of planning/cost/run_cost."""
+    repair: float = 4 * 3600.0
+    """Mean seconds until a lost node returns; resilience.node_return takes precedence."""
+    relaunch: float = 1800.0
+    """Seconds until a person restarts a run that has given up."""
+    maintenance: tuple[float, float] | None = None
+    """Seconds between planned pauses, and seconds of one pause."""
+    study: bool = True
+    """Whether to also try other numbers of spares and other intervals."""
+
+
+class ClusterModel:
+    """Builds the scenario of a request, and computes the closed form for it."""
+
+    def __init__(
+        self, run: Run, hardware: Hardware, candidate: Candidate, request: SimulationRequest, evaluate: EvaluateLayout
+    ):
+        self._run, self._hardware, self._candidate, self._request, self._evaluate = run, hardware, candidate, request, evaluate
+        self._candidates: dict[Layout, Candidate | None] = {candidate.layout: candidate}
+        self.step = candidate.seconds
+        self.used = -(-candidate.layout.ranks // hardware.node)
+        self._up = upkeep(
+            hardware, state=state_bytes(run, candidate.layout), ranks=candidate.layout.ranks, step=candidate.seconds
+        )
+        self.mtbf = float(self._up.mtbf)
+        # `upkeep` counts detection as part of the restart. Here detection depends on the kind of failure.
+        self._restart = request.restart if request.restart is not None else float(self._up.restart) - DETECT
+        self._stall = request.stall if request.stall is not None else float(self._up.stall)
+        self._write_seconds = state_bytes(run, candidate.layout) * hardware.node / hardware.storage
+        cache = DecisionCache(candidate.layout, hardware.node, self._legal, run.resilience, run.batch)
+        self.keep = request.keep or self._live_source(cache)
+        self.best = None if self.keep == "replicas" or not math.isfinite(self.mtbf) else self._best()
+        self.interval = self._interval()
+        self.scenario = Scenario(
+            cache=cache,
+            nodes=self._nodes(),
+            failures=hardware.failures,
+            step=self._seconds,
+            saves=self.saves(self.interval),
+            restart=self._restart,
+            repair=request.repair,
+            relaunch=request.relaunch,
+            horizon=request.days * DAY if request.days is not None else _LONGEST * candidate.days * DAY,
+            steps=run.steps,
+            maintenance=request.maintenance,
+        )
+
+    # --- the scenario ---
+
+    def _live_source(self, cache: DecisionCache) -> StateSource:
+        """The choice of control/recover: in-memory replicas if some node holds state that no other node has."""
+        identical = self._run.optimizer.sync_every == 1
+        if (
+            self._run.checkpoint.memory_every is None
+            and identical
+            and replicated_elsewhere(self._candidate.layout, cache.initial.assignment)
+        ):
+            return "replicas"
+        return "memory" if self._up.in_memory or self._run.checkpoint.memory_every is not None else "disk"
+
+    def _nodes(self) -> int:
+        spares = self._request.spares if self._request.spares is not None else self._run.resilience.spares
+        return self.used + spares if spares or self._request.spares is not None else max(self._hardware.nodes, self.used)
+
+    def _disk(self) -> tuple[float, float]:
+        """Seconds that training waits for a checkpoint, and seconds until it is complete in the background."""
+        if self._request.stall is not None:
+            return self._request.stall, 0.0
+        return (
+            (self._stall, self._write_seconds) if self._run.checkpoint.async_save else (self._stall + self._write_seconds, 0.0)
+        )
+
+    def _best(self) -> float:
+        """The best interval of the closed form, at least one step and the time of writing a checkpoint."""
+        stall, write = self._disk() if self.keep == "disk" else (self._stall, 0.0)
+        return max(float(best_interval(self.mtbf, stall)), write, self.step)
+
+    def _interval(self) -> float | None:
+        """Seconds of training between the saves that a failure rolls back to."""
+        step, checkpoint = self._candidate.seconds, self._run.checkpoint
+        if self.keep == "replicas":
+            return None
+        if self._request.interval is not None:
+            return self._request.interval
+        every = checkpoint.memory_every if self.keep == "memory" else checkpoint.every
+        if every is not None:
+            return every * step
+        if self.keep == "memory":  # the default of the trainer
+            return max(1, math.ceil(self._stall / _COPY_BUDGET / step)) * step
+        return self.best or _LONGEST * self._candidate.days * DAY
+
+    def saves(self, interval: float | None) -> SaveSchedule:
+        """The saves of a run that saves every `interval` seconds."""
+        every = None if interval is None else max(1, round(interval / self.step))
+        stall, write = self._disk()
+        disk = every if self.keep == "disk" else self._run.checkpoint.every
+        if disk is None and self.best:  # for a failure that loses all replicas
+            rare = max(float(best_interval(self.mtbf * 100, stall)), write, interval or 0.0)
+            disk = max(1, round(rare / self.step))
+        if disk is not None:  # a checkpoint starts when the one before it is complete
+            stall += max(0.0, write - disk * self.step)
+        return SaveSchedule(
+            keep=self.keep,
+            memory_every=every if self.keep == "memory" else None,
+            memory_stall=self._stall,
+            disk_every=disk,
+            disk_stall=stall,
+            disk_write=write,
+        )
+
+    # --- other layouts ---
+
+    def _seconds(self, layout: Layout) -> float:
+        candidate = self._candidate_of(layout)
+        assert candidate is not None, "the policy uses legal layouts only"
+        return candidate.seconds
+
+    def _legal(self, layout: Layout) -> bool:
+        return self._candidate_of(layout) is not None
+
+    def _candidate_of(self, layout: Layout) -> Candidate | None:
+        if layout not in self._candidates:
+            self._candidates[layout] = self._evaluated(layout)
+        return self._candidates[layout]
+
+    def _evaluated(self, layout: Layout) -> Candidate | None:
+        """The run on another layout, as control/recover builds it: the same batch, and a micro-batch that divides a replica's share.
+
+        None if the layout is illegal or does not fit.
+        """
+        run, candidate = self._run, self._candidate
+        if run.batch % layout.replicas or (run.optimizer.sync_every > 1 and layout.data != candidate.layout.data):
+            return None
+        share = run.batch // layout.replicas
+        train = replace(run.train, micro_batch=math.gcd(share, candidate.micro_batch))
+        memory = replace(run.memory, recompute=candidate.recompute, offload=candidate.offload)
+        run = replace(run, layout=layout, train=train, memory=memory)
+        if next(iter(layout_findings(run)), None) is not None:
+            return None
+        try:
+            order = schedule_for(layout, share // math.gcd(share, candidate.micro_batch))
+            if order is not None and order.stages > run.model.layers:
+                return None
+            evaluated = self._evaluate(run, replace(self._hardware, gpus=layout.ranks))
+        except RunError:
+            return None
+        return evaluated if evaluated.fits else None
+
+    # --- results ---
+
+    def days(self, trial: Trial) -> float:
+        """Days of the whole run, at the pace of one trial."""
+        days = trial.seconds / DAY
+        return days if trial.finished else days * self._run.steps / max(trial.steps, 1)
+
+    def closed_form_goodput(self, interval: float | None) -> float:
+        """Goodput of the closed form for the simulated saves, with enough nodes."""
+        saves, failures = self.saves(interval), self._hardware.failures
+        every = {"replicas": 1, "memory": saves.memory_every, "disk": saves.disk_every}[self.keep]
+        assert every is not None, "state that is saved has an interval"
+        stall = saves.memory_stall if self.keep == "memory" else 0.0
+        if saves.disk_every is not None:
+            stall += saves.disk_stall * every / saves.disk_every
+        trained = every * self.step
+        if failures is None or not math.isfinite(self.mtbf):
+            return trained / (trained + stall)
+        restart = self._restart + mean_detection_seconds(failures, self._run.resilience, self.step)
+        if self.keep == "disk":
+            restart += saves.disk_write
+        elif self.used == 1 and saves.disk_every is not None:  # the loss of the only node costs half a checkpoint interval
+            node_failures = sum(rate for name, rate in failures.rates if fault_kind(name) == "node") / failures.rate
+            restart += node_failures * (saves.disk_every * self.step / 2 + saves.disk_write)
+        return float(goodput(trained, self.mtbf, stall, restart))
+
+    def assumptions(self) -> tuple[str, ...]:
+        """Sentences: what the simulation assumes about the cluster."""
+        lines = [*self._hardware.assumed]
+        if self._hardware.failures is None:
+            lines.append("No failures: no failure rate is known for these machines.")
+        else:
+            days = 1 / self._hardware.failures.rate / 24
+            lines.append(f"A device interrupts a run once in {days:,.0f} days ({self._hardware.failures.source}).")
+        if self._run.resilience.node_return is None and self._hardware.failures is not None:
+            lines.append(f"A lost node returns after {self._request.repair / 3600:.1f} h on average.")
+        lines.append(
+            f"The next step follows {self._restart:.0f} s after a decision; a save stops training for {self._stall:.2f} s."
+        )
+        if self._hardware.failures is not None:
+            lines.append(
+                f"A run gives up after more than resilience.restarts = {self._run.resilience.restarts} failures within {WINDOW:,} "
+                f"steps; a person restarts it from disk after {self._request.relaunch / 60:.0f} min."
+            )
+        return tuple(lines)
+
+
+def state_bytes(run: Run, layout: Layout) -> float:
+    """Bytes that a rank saves: its part of the weights and moments, which only one replica saves."""
+    return _STATE_BYTES * run.model.parameters() / (layout.pipeline * layout.tensor * layout.shard)
+
 
 _STUDY_RUNS = 6
 """Runs for each number of spares and each interval: they meet the same failures, so a few runs are enough to compare them."""

@@ -1,34 +1,188 @@
-"""Compares what a run's plan promised with what the run measured, and corrects the constants. `phalanx plan --compare
-RUNDIR` calls it.
-
-The prediction is made anew with the present constants, so that a second comparison shows the effect of a correction.
+"""Corrects the constants of the time model by measured steps. `phalanx bench` fits them to steps of small models;
+`phalanx plan --compare RUNDIR` compares what a run's plan promised with what the run measured, and fits them to its parts.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from phalanx.events.log import read_events
 from phalanx.events.records import Event, RunStarted, Step, StepAccounted, StepTimed
 from phalanx.events.rundir import RunDir
-from phalanx.planning.feedback.refit import COVERED_PARTS, Measured, corrected, refitted
+from phalanx.planning.cost.job_table import METHODS, OFFLOAD, RECOMPUTE, SCHEDULES, JobTable
+from phalanx.planning.cost.step_time import BUS, Times, step_times
 from phalanx.planning.machine_fit import promised
-from phalanx.planning.machines.cluster import measured_constants
+from phalanx.planning.machines.cluster import Hardware, measured_constants
 from phalanx.planning.machines.cpu import FIXED, of_cores, unnamed
+from phalanx.planning.machines.rates import Rates, rates_for
 from phalanx.planning.request import devices_of
+from phalanx.planning.search.space import space
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import load
 from phalanx.spec.plan import Machine, Plan, Promise
 from phalanx.spec.run import Run
 
+_SCATTER = 0.05
+"""Relative scatter of a measured step."""
+
+_PART_SCATTER = 0.1
+"""Relative scatter of one part of a step."""
+_SMALL = 0.01
+"""Fraction of the step below which a part is measured badly and matters little."""
+
+COVERED_PARTS = {
+    "compute": ("compute", "launch"),
+    "tensor": ("tensor",),
+    "context": ("context",),
+    "expert": ("expert",),
+    "data": ("data",),
+    "bubble": ("bubble", "pipeline"),
+    "optimizer": ("optimizer", "offload"),
+    "other": ("other",),
+}
+"""Parts of a step that a run measures, and the parts of `cost/step_time` that each covers: within a rank these cannot be
+separated."""
+
+WIDTHS = {
+    "gemm": 0.2,
+    "knee": 0.4,
+    "attention": 0.5,
+    "traffic": 0.7,
+    "launch": 0.7,
+    "optimizer_bytes": 0.4,
+    "overhead": 1.0,
+}
+"""How far each constant may move: the standard deviation of its logarithm."""
+
+
+EIGHT_BITS = {"gemm": 0.2, "rounding": 0.4}
+"""The same for steps in fp8, after those in bf16 have determined the rest."""
+
+_ALIKE = {"gemm": -1.0, "attention": -1.0, "traffic": 1.0}
+"""Constants that are all worse on a slow device, and in which direction; on CPUs launching is too."""
+
+OF_FORMAT = ("gemm", "attention")
+"""Constants of one number format; the others hold for all formats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A measured step."""
+
+    run: Run
+    plan: Plan
+    seconds: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """What the step was made of, by the keys of COVERED_PARTS; empty: not measured."""
+
+
+def jobs_of(run: Run, plan: Plan, hardware: Hardware) -> JobTable:
+    """The one job that a plan describes."""
+    given = replace(run, layout=plan.layout, train=replace(run.train, micro_batch=plan.micro_batch))
+    layout = plan.layout
+    memory = run.memory
+    columns = {
+        "pipeline": layout.pipeline,
+        "data": layout.data or 1,
+        "shard": layout.shard,
+        "context": layout.context,
+        "tensor": layout.tensor,
+        "zero": layout.zero,
+        "sequence_parallel": int(layout.sequence),
+        "method": METHODS.index(layout.context_method),
+        "schedule": SCHEDULES.index(layout.schedule),
+        "stages": layout.stages_per_rank if layout.pipeline > 1 else 1,
+        "expert": layout.expert,
+        "expert_tensor": layout.expert_tensor,
+        "recompute": RECOMPUTE.index(memory.recompute) if memory.recompute != "auto" else 0,
+        "offload": OFFLOAD.index(memory.offload) if memory.offload != "auto" else 0,
+        "micro_batch": plan.micro_batch,
+    }
+    return space(given, hardware, plan.ranks).jobs({name: np.array([value]) for name, value in columns.items()})
+
+
+def refitted(
+    steps: Sequence[tuple[Measured, Hardware]],
+    compute: str,
+    widths: Mapping[str, float] = WIDTHS,
+    sure: float = _SCATTER,
+    common: float = 0.0,
+) -> dict[str, float]:
+    """Factors on the constants that explain the steps best and stay near one: Gauss-Newton on logarithms. `sure`: scatter
+    of a step. `common`: how far the constants of computing may move together, where steps determine only their sum; that
+    costs less than moving one of them."""
+    tables = [jobs_of(step.run, step.plan, hardware) for step, hardware in steps]
+    firsts = [rates_for(hardware, compute, moe=step.run.model.moe is not None) for step, hardware in steps]
+    names, spread = list(widths), np.array(list(widths.values()))
+    alike = _ALIKE | ({"launch": 1.0} if all(hardware.device == "cpu" for _, hardware in steps) else {})
+    together = common * np.array([alike.get(name, 0.0) for name in names])
+    likely = np.linalg.inv(np.diag(spread**2) + np.outer(together, together))
+
+    def misses(logs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        scale = dict(zip(names, np.exp(logs), strict=True))
+        errors = [
+            _errors(step_times(jobs, _scaled(rates, scale)), step, sure)
+            for (step, _), jobs, rates in zip(steps, tables, firsts, strict=True)
+        ]
+        return np.concatenate(errors)
+
+    logs = np.zeros(len(names))
+    for _ in range(12):
+        miss = misses(logs)
+        slopes = np.stack([(misses(logs + 1e-3 * unit) - miss) / 1e-3 for unit in np.eye(len(names))], axis=1)
+        square = slopes.T @ slopes + likely
+        slope = slopes.T @ miss + likely @ logs
+        move = np.clip(np.linalg.solve(square, -slope), -0.7, 0.7)
+        logs = logs + move
+        if np.abs(move).max() < 1e-3:
+            break
+    return {name: float(np.exp(log)) for name, log in zip(names, logs, strict=True)}
+
+
+def corrected(
+    scale: Mapping[str, float], hardware: Hardware, compute: str, base: Mapping[str, float], *, moe: bool = False
+) -> dict[str, float]:
+    """The corrected constants, by the names of the machine's profile. `base`: the constants that differ from those of
+    `rates_for`, such as a core's before ranks share it. `moe`: the steps were of a model with experts."""
+    rates = rates_for(hardware, compute, moe=moe)
+    constants = {}
+    for name, factor in scale.items():
+        prefix = f"{hardware.device}.{compute}" if hardware.device == "cuda" and name in OF_FORMAT else hardware.device
+        constants[f"{prefix}.{name}"] = float(base.get(name, getattr(rates, name))) * factor
+    if "island" in scale and hardware.device == "cuda" and hardware.island_bandwidth < BUS:
+        constants["cuda.island"] *= float(rates.bus)  # what is measured is taken for that of the bus
+    if "launch" in scale and hardware.device == "cuda" and not moe:
+        # The steps were of dense models, whose launches say nothing about experts: the cost of experts stays what it was.
+        constants[f"{hardware.device}.expert_kernels"] = float(rates.expert_kernels) / scale["launch"]
+    return constants
+
+
+def _scaled(rates: Rates, scale: Mapping[str, float]) -> Rates:
+    names = {field.name for field in fields(Rates)}
+    return replace(rates, **{name: getattr(rates, name) * value for name, value in scale.items() if name in names})
+
+
+def _errors(times: Times, step: Measured, sure: float) -> npt.NDArray[np.float64]:
+    """How far a step and its measured parts are from the prediction, in units of their scatter."""
+    errors = [np.log(float(np.ravel(times.step)[0]) / step.seconds) / sure]
+    small = _SMALL * step.seconds
+    for part, seconds in step.parts.items():
+        predicted = sum(float(np.ravel(getattr(times, name))[0]) for name in COVERED_PARTS[part])
+        errors.append(np.log((predicted + small) / (seconds + small)) / _PART_SCATTER)
+    return np.array(errors)
+
+
 _KINDS = {"parameters": ("parameters",), "gradients": ("gradients",), "optimizer": ("optimizer",)}
 _MOVING = ("activations", "logits", "gathered", "buffers")
-_WIDTHS = {"gemm": 0.3, "traffic": 0.5, "launch": 0.5, "latency": 0.5, "attention": 0.3, "overhead": 0.5}
+_RUN_WIDTHS = {"gemm": 0.3, "traffic": 0.5, "launch": 0.5, "latency": 0.5, "attention": 0.3, "overhead": 0.5}
 """How far a run may move each constant where it measured only whole steps."""
 _APART = {
     "gemm": 0.3, "attention": 0.3, "traffic": 0.5, "launch": 0.5, "latency": 1.0, "island": 0.7, "network": 0.7,
@@ -37,7 +191,7 @@ _APART = {
 """The same where it measured computing, messages, update and the rest separately."""
 _TOGETHER = 1.5
 """How far the constants of computing may move together."""
-_SURE = 0.005
+_RUN_SCATTER = 0.005
 _UNINFORMED = 1e-5
 """Logarithm of a factor below which the run says nothing about a constant, such as the network's where nothing is sent."""
 
@@ -169,7 +323,7 @@ def correction(comparison: Comparison, machine: Machine) -> dict[str, float]:
     hardware = devices_of(run, machine, plan.ranks, plan.threads, device)
     parts = {} if comparison.timed is None else comparison.timed.by_covered_parts(comparison.seconds)
     steps = [(Measured(run=run, plan=plan, seconds=comparison.seconds, parts=parts), hardware)]
-    how = (_APART, _SURE, _TOGETHER) if parts else (_WIDTHS, _SURE)
+    how = (_APART, _RUN_SCATTER, _TOGETHER) if parts else (_RUN_WIDTHS, _RUN_SCATTER)
     scale = refitted(steps, plan.compute, *how)
     own = dict(measured_constants(machine, device))
     base = of_cores(machine) if device == "cpu" else {}
