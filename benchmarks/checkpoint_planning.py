@@ -35,7 +35,7 @@ from phalanx.checkpointing.state_tensor import StateTensor, WrittenBox, written_
 from phalanx.optim.param_optimizer import replica_group, state_tensor
 from phalanx.parallel.buckets import own_shard
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import ParamShard
+from phalanx.parallel.sharded_model import ParamShard
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
 from phalanx.spec.plan import Place

@@ -35,14 +35,14 @@ LONGEST = (
     "cli/test_resume.py",
     "cli/test_layouts.py",
     "cli/test_recovery.py",
-    "parallel/test_zero.py",
+    "parallel/test_data_parallel_sharded.py",
     "cli/test_train.py",
     "launch/test_failures.py",
     "verification/test_rows.py",
     "cli/test_torchrun.py",
-    "parallel/test_context.py",
+    "parallel/test_context_parallel.py",
     "training/test_trainer.py",
-    "parallel/test_pipeline.py",
+    "parallel/test_executor.py",
     "test_docs.py",
 )
 """Files that take longest. They come first, so that no process works alone at the end."""

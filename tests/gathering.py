@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import ParamShard
+from phalanx.parallel.sharded_model import ParamShard
 
 
 def wholes(boxes: Mapping[str, tuple[Tensor, ParamShard]], mesh: Mesh) -> dict[str, Tensor]:

@@ -19,8 +19,7 @@ from phalanx.parallel.buckets import ModelParam
 from phalanx.parallel.data_parallel import DataParallel, Sharding
 from phalanx.parallel.fsdp import FullySharded
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import OwnedParam, ParamShard
-from phalanx.parallel.sharded_model import Recipe, ShardedModel
+from phalanx.parallel.sharded_model import OwnedParam, ParamShard, Recipe, ShardedModel
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec, Moe
 from phalanx.training.build import recipe

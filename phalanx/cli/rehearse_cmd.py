@@ -36,8 +36,8 @@ def rehearse(
     import torch
 
     from phalanx.rehearsal.job import distinct_ranks, rehearsal_job
-    from phalanx.rehearsal.rehearsal_text import show, write_trace
     from phalanx.rehearsal.rehearse import rehearse as rehearsed
+    from phalanx.rehearsal.result import show, write_trace
 
     torch.set_num_threads(1)
     job = rehearsal_job(run, probe(visible_gpus()), measure(run), limit)

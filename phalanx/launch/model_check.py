@@ -1,7 +1,7 @@
 """Checks of a run that only torch can answer: the size of a custom model, whether given weights match it, and whether the run fits in memory.
 
 `launch/prepare` and `phalanx.plan` call it. The launcher never imports torch, so each check asks another process:
-`worker/measure_process` builds the model, `rehearsal/fit_process` rehearses one rank of each kind.
+`worker/measure_process` builds the model, `rehearsal/job` rehearses one rank of each kind.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def memory_problems(run: Run, plan: Plan, machine: Machine) -> list[str]:
         "gpu": machine.gpus[0].name if machine.gpus else "",
     }
     try:
-        answer = _last_json(_ask("phalanx.rehearsal.fit_process", json.dumps(question), _REHEARSAL_SECONDS).stdout)
+        answer = _last_json(_ask("phalanx.rehearsal.job", json.dumps(question), _REHEARSAL_SECONDS).stdout)
     except (subprocess.TimeoutExpired, OSError):
         return []
     if answer is None or "problems" in answer:

@@ -23,7 +23,7 @@ from phalanx.optim.param_optimizer import (
     flat,
     is_updated,
 )
-from phalanx.parallel.owned_param import OwnedParam
+from phalanx.parallel.sharded_model import OwnedParam
 from phalanx.spec.run import Optimizer as OptimizerSpec
 
 _DEVICE_CHUNK, _HOST_CHUNK = 1 << 24, 1 << 18

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from phalanx.optim.param_optimizer import Update
-from phalanx.parallel.owned_param import OwnedParam
+from phalanx.parallel.sharded_model import OwnedParam
 from phalanx.spec.run import Optimizer as OptimizerSpec
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

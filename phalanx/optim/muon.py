@@ -16,7 +16,7 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from phalanx.optim.param_optimizer import OptimizerKind, OptimizerSetup, ParamOptimizer, State, StateBytes, Update, is_updated
 from phalanx.parallel.group import Group
-from phalanx.parallel.owned_param import OwnedParam
+from phalanx.parallel.sharded_model import OwnedParam
 from phalanx.spec.tensor_slice import Box
 
 _COEFFICIENTS, _ITERATIONS, _EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7  # torch.optim.Muon's defaults

@@ -29,7 +29,7 @@ from phalanx.optim.offload_stores import (
     trim,
 )
 from phalanx.optim.param_optimizer import OptimizerSetup, ParamOptimizer, State, StateBytes, Update, flat, is_updated
-from phalanx.parallel.owned_param import OwnedParam
+from phalanx.parallel.sharded_model import OwnedParam
 from phalanx.spec.errors import RunFailed
 
 _CHUNK = 1 << 22

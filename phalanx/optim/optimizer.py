@@ -25,7 +25,7 @@ from phalanx.optim.param_optimizer import (
     Update,
 )
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import OwnedParam
+from phalanx.parallel.sharded_model import OwnedParam
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Memory, Precision
 from phalanx.spec.run import Optimizer as OptimizerSpec

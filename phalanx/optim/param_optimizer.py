@@ -17,7 +17,7 @@ from torch import Tensor
 from phalanx.checkpointing.state_tensor import OffloadedTensor, ReplicaGroup, StateTensor
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import OwnedParam, ParamShard
+from phalanx.parallel.sharded_model import OwnedParam, ParamShard
 from phalanx.spec.run import Memory
 from phalanx.spec.run import Optimizer as OptimizerSpec
 from phalanx.spec.tensor_slice import Box

@@ -15,9 +15,8 @@ from phalanx.parallel import data_parallel, expert, fsdp, tensor, vocab_parallel
 from phalanx.parallel.context import context_parallel
 from phalanx.parallel.data_parallel import Sharding
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import ParamShard
 from phalanx.parallel.pipeline.executor import tied_group
-from phalanx.parallel.sharded_model import Engine, Recipe, ShardedModel
+from phalanx.parallel.sharded_model import Engine, ParamShard, Recipe, ShardedModel
 from phalanx.schedules.actions import Schedule
 from phalanx.spec.errors import RunError
 from phalanx.spec.plan import Plan

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from phalanx import accelerator
 from phalanx.parallel.group import Group
-from phalanx.parallel.owned_param import OwnedParam, ParamShard
+from phalanx.parallel.sharded_model import OwnedParam, ParamShard
 from phalanx.spec.tensor_slice import chunk
 
 FLAT_BYTES = {True: (1 << 20, 25 << 20), False: (64 << 20, 64 << 20)}

@@ -27,8 +27,7 @@ from phalanx.observe.comm_timer import wait
 from phalanx.parallel.buckets import Bucket, FlatBucket, ModelParam, ShardBucket, flat_bundles, model_params, shard_bundles
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import OwnedParam, ParamShard
-from phalanx.parallel.sharded_model import Recipe
+from phalanx.parallel.sharded_model import OwnedParam, ParamShard, Recipe
 from phalanx.spec.errors import RunError
 
 _IN_FLIGHT = 2

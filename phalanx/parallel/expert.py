@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Environment, Mesh
-from phalanx.parallel.owned_param import ParamShard, replace_parameter
+from phalanx.parallel.sharded_model import ParamShard, replace_parameter
 from phalanx.spec.errors import RunError, either
 
 Axes = Mapping[str, tuple[str, ...]]

@@ -33,8 +33,7 @@ from phalanx.parallel.data_parallel import (
 )
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import OwnedParam, ParamShard
-from phalanx.parallel.sharded_model import Recipe
+from phalanx.parallel.sharded_model import OwnedParam, ParamShard, Recipe
 
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from phalanx.parallel.group import Group
 from phalanx.parallel.sharded_model import Loss
-from phalanx.parallel.tensor_comm import CopyToTP, computed
+from phalanx.parallel.tensor import CopyToTP, computed
 from phalanx.spec.errors import RunError
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.tensor_slice import chunk as share_of

@@ -1,13 +1,19 @@
-"""What is rehearsed and where: a resolved run, its plan, and the device. Used by `phalanx rehearse` and the API.
+"""What is rehearsed and where: a resolved run, its plan, and the device. Used by `phalanx rehearse` and the API. As a command it rehearses
+a run that is about to be trained, one rank of each kind; `launch/model_check` starts it:
 
-A layout and micro-batch of the run file are used as they are, even if the planner's estimate says that they do not fit: a rehearsal
-finds out.
-"""
+    python -m phalanx.rehearsal.job < QUESTION.json
+
+The question: the run as TOML, its plan, and the memory of one device for one rank. The last line of output is a JSON object: for each
+kind of rank its number, how many there are, and the memory it needs; or a list of problems."""
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from phalanx.launch.model_check import DRIVER
 from phalanx.planning.machine_fit import CPU_SHARE
@@ -15,12 +21,13 @@ from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.hardware import hardware, planned
 from phalanx.planning.planner import plan_run, search
 from phalanx.rehearsal.gpu_kernels import card
-from phalanx.rehearsal.rehearse import RehearsalDevice
+from phalanx.rehearsal.rehearse import RehearsalDevice, rehearse
 from phalanx.schedules.makers import schedule_for
 from phalanx.schedules.stage_split import cut, flop_costs
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
+from phalanx.spec.load import loads
 from phalanx.spec.plan import Machine, Plan, Size
 from phalanx.spec.run import Run
 
@@ -133,3 +140,37 @@ def distinct_ranks(run: Run, plan: Plan) -> dict[int, int]:
         blocks = tuple(costs.blocks[slice(*ranges[stage])] for stage in stages)
         kinds.setdefault((rank if ends else -1, blocks), []).append(rank)
     return {ranks[0] * each: len(ranks) * each for ranks in kinds.values()}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    try:
+        answer = answer_question(json.loads(sys.stdin.read()))
+    except RunError as error:
+        answer = {"problems": list(error.problems)}
+    print("\n" + json.dumps(answer), flush=True)
+
+
+def answer_question(question: dict[str, Any]) -> dict[str, Any]:
+    run, plan = loads(question["run"]), Plan.from_json(question["plan"])
+    gpu = plan.device == "cuda"
+    device = RehearsalDevice(card=card(question["gpu"]) if gpu else None, capacity=question["capacity"] if gpu else None)
+    ranks = []
+    for rank, count in distinct_ranks(run, plan).items():
+        rehearsal = rehearse(run, plan, rank, device)
+        at = rehearsal.no_room or rehearsal.at
+        ranks.append(
+            {
+                "rank": rank,
+                "count": count,
+                "fits": rehearsal.fits,
+                "in_use": rehearsal.in_use,
+                "at": "" if at is None else str(at),
+                "error": rehearsal.error,
+            }
+        )
+    return {"kinds": ranks}
+
+
+if __name__ == "__main__":
+    main()

@@ -23,12 +23,10 @@ from torch._subclasses.fake_tensor import (
 
 from phalanx.parallel.pipeline.rank_actions import rank_actions
 from phalanx.rehearsal import ledger as memory
-from phalanx.rehearsal.allocator import NoRoom
-from phalanx.rehearsal.environment import ASSUMED
 from phalanx.rehearsal.gpu_kernels import Card
-from phalanx.rehearsal.ledger import COMPONENTS, Allocation, Ledger
+from phalanx.rehearsal.ledger import COMPONENTS, Allocation, Ledger, NoRoom
 from phalanx.rehearsal.op_tracker import OpTracker
-from phalanx.rehearsal.rehearsed_rank import Program, rehearsed_program
+from phalanx.rehearsal.rehearsed_rank import ASSUMED, Program, rehearsed_program
 from phalanx.rehearsal.result import Messages, Moment, Rehearsal, Repeated
 from phalanx.schedules.actions import Schedule
 from phalanx.schedules.makers import resized

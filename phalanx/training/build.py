@@ -21,9 +21,8 @@ from phalanx.optim.optimizer import Optimizer
 from phalanx.optim.param_optimizer import REAL, Resources, replica_group, state_tensor
 from phalanx.parallel.apply import apply
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import ParamShard
 from phalanx.parallel.pipeline.executor import Pipeline, measure_costs
-from phalanx.parallel.sharded_model import Recipe, ShardedModel
+from phalanx.parallel.sharded_model import ParamShard, Recipe, ShardedModel
 from phalanx.schedules.actions import Schedule
 from phalanx.schedules.makers import schedule_for
 from phalanx.schedules.stage_split import Costs, cut, flop_costs

@@ -20,7 +20,7 @@ from torch import Tensor
 from phalanx.dashboard.verify_report import AccountTable, FailureTable, ParityTable, TheoryTable
 from phalanx.models.attention import attend_locally
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import ParamShard, extract
+from phalanx.parallel.sharded_model import ParamShard, extract
 from phalanx.spec.run import Run
 from phalanx.training.trainer import Trainer
 from phalanx.verification import step_cost as accounts

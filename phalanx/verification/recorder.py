@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from phalanx.events.records import StepSkipped
-from phalanx.parallel.owned_param import ParamShard
+from phalanx.parallel.sharded_model import ParamShard
 from phalanx.training.trainer import Trainer
 
 ShardValue = tuple[Tensor, ParamShard]

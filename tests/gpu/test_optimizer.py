@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import OwnedParam, ParamShard
+from phalanx.parallel.sharded_model import OwnedParam, ParamShard
 from phalanx.spec.plan import Place
 from phalanx.spec.run import Memory, Optimizer as Spec, Precision
 from phalanx.optim.optimizer import Optimizer

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from phalanx.checkpointing.state_tensor import OffloadedTensor
 from phalanx.models.init import build, materialize
-from phalanx.parallel.owned_param import OwnedParam, ParamShard, extract
+from phalanx.parallel.sharded_model import OwnedParam, ParamShard, extract
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import Optimizer as OptimizerSpec
 

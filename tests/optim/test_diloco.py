@@ -18,7 +18,7 @@ from phalanx.optim.diloco import OuterOptimizer
 from phalanx.optim.optimizer import Optimizer
 from phalanx.optim.param_optimizer import Resources
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import OwnedParam, extract
+from phalanx.parallel.sharded_model import OwnedParam, extract
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Memory
 from phalanx.spec.run import Optimizer as OptimizerSpec

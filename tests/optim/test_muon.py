@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from phalanx.optim.optimizer import Optimizer
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import OwnedParam, ParamShard, extract
+from phalanx.parallel.sharded_model import OwnedParam, ParamShard, extract
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Precision
 

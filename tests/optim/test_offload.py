@@ -22,7 +22,7 @@ from phalanx.optim.offloaded_adamw import OffloadedAdamW
 from phalanx.optim.optimizer import Optimizer
 from phalanx.optim.param_optimizer import Resources
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import OwnedParam, ParamShard
+from phalanx.parallel.sharded_model import OwnedParam, ParamShard
 from phalanx.spec.errors import RunFailed
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Memory, Precision

@@ -17,7 +17,7 @@ from torch import nn
 from phalanx.optim.fused_adamw import split_chunks
 from phalanx.optim.optimizer import Optimizer, optimizer_kind
 from phalanx.optim.param_optimizer import OptimizerKind, OptimizerSetup, ParamOptimizer, State, StateBytes, Update
-from phalanx.parallel.owned_param import OwnedParam, ParamShard
+from phalanx.parallel.sharded_model import OwnedParam, ParamShard
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Memory, Precision
 from phalanx.spec.run import Optimizer as OptimizerSpec

@@ -23,7 +23,7 @@ from phalanx.checkpointing.storage import at
 from phalanx.checkpointing.save import Saver
 from phalanx.accelerator import resident_bytes
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import OwnedParam, ParamShard
+from phalanx.parallel.sharded_model import OwnedParam, ParamShard
 from phalanx.spec.plan import Place
 from phalanx.spec.run import Memory, Optimizer as Spec
 from phalanx.optim.optimizer import Optimizer

@@ -23,8 +23,7 @@ from phalanx.parallel import data_parallel, expert, tensor, vocab_parallel
 from phalanx.parallel.data_parallel import Sharding
 from phalanx.parallel.expert import Dispatch, Loads
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import OwnedParam, ParamShard, extract
-from phalanx.parallel.sharded_model import Recipe, ShardedModel
+from phalanx.parallel.sharded_model import OwnedParam, ParamShard, Recipe, ShardedModel, extract
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec, Moe

@@ -21,9 +21,8 @@ from phalanx.models.moe import routers
 from phalanx.parallel import tensor, vocab_parallel
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import OwnedParam, ParamShard, extract
-from phalanx.parallel.sharded_model import ShardedModel
-from phalanx.parallel.tensor_comm import KvSelect
+from phalanx.parallel.sharded_model import OwnedParam, ParamShard, ShardedModel, extract
+from phalanx.parallel.tensor import KvSelect
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import Mla, ModelSpec, Moe
 from phalanx.training.loss import objective, summed_loss

@@ -20,10 +20,9 @@ from phalanx.observe.comm_timer import COMM_TIMER
 from phalanx.rehearsal import gpu_kernels
 from phalanx.rehearsal import rehearse as rehearsing
 from phalanx.rehearsal.job import distinct_ranks, rehearsal_job
-from phalanx.rehearsal.rehearsal_text import write_trace
 from phalanx.rehearsal.rehearse import RehearsalDevice, rehearse
 from phalanx.rehearsal.rehearsed_rank import rehearsed_program
-from phalanx.rehearsal.result import Messages
+from phalanx.rehearsal.result import Messages, write_trace
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Machine, Plan

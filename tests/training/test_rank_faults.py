@@ -23,7 +23,7 @@ from phalanx.events.log import EventLog, read_events
 from phalanx.events.records import FaultInjected, Warned
 from phalanx.faults.grammar import POINTS, parse
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import OwnedParam, ParamShard
+from phalanx.parallel.sharded_model import OwnedParam, ParamShard
 from phalanx.training.hooks import StepContext
 from phalanx.training.hooks.rank_faults import InjectedFault, RankFaults
 

@@ -10,7 +10,7 @@ import pytest
 from ranks import tiny_run
 
 import phalanx as px
-from phalanx.parallel.owned_param import ParamShard
+from phalanx.parallel.sharded_model import ParamShard
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.tensor_slice import TensorSlice

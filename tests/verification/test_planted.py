@@ -14,7 +14,7 @@ import pytest
 from ranks import tiny_run
 
 from phalanx.models import init
-from phalanx.parallel import expert, sharded_model, tensor_comm
+from phalanx.parallel import expert, sharded_model, tensor
 from phalanx.parallel.buckets import Bucket
 from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.sharded_model import ShardedModel
@@ -95,11 +95,11 @@ def test_an_all_reduce_dropped_between_replicas(plant: Plant) -> None:
 
 
 def test_an_all_reduce_dropped_in_a_backward(plant: Plant) -> None:
-    def enter(original: Around, self: tensor_comm.CopyToTP, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def enter(original: Around, self: tensor.CopyToTP, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args if getattr(module, "planted", False) else original(self, module, args)
 
     plant.mark("blocks.2.mlp")
-    plant(tensor_comm.CopyToTP, "__call__", enter)
+    plant(tensor.CopyToTP, "__call__", enter)
     assert first(checks(tensor=2)) == ("gradients", "blocks.2.mlp_norm.weight", 1)  # what lies right before the dropped sum
 
 

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from phalanx.observe.comm_timer import wait
 from phalanx.parallel.context.kernels import wide
-from phalanx.parallel.context.mask import MaskPlan
-from phalanx.parallel.context.online_softmax import KVTransport, Task, Visit, VisitBack, attend
+from phalanx.parallel.context.online_softmax import KVTransport, MaskPlan, Task, Visit, VisitBack, attend
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Environment, Mesh
 

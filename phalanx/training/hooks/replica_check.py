@@ -26,8 +26,7 @@ from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.events.records import Corrupted
 from phalanx.models.moe import routers
 from phalanx.parallel.mesh import AXES
-from phalanx.parallel.owned_param import ParamShard
-from phalanx.parallel.sharded_model import ShardedModel
+from phalanx.parallel.sharded_model import ParamShard, ShardedModel
 from phalanx.training.hooks import StepContext, StepHook, StepRefused
 
 WEIGHTS, OPTIMIZER, GRADIENTS = KINDS = ("weights", "optimizer", "gradients")

@@ -36,8 +36,8 @@ from phalanx.parallel.buckets import SHARD_BYTES, Bucket, ModelParam, own_shard
 from phalanx.parallel.data_parallel import DataParallel, Sharding
 from phalanx.parallel.fsdp import FullySharded
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import OwnedParam, ParamShard, extract
 from phalanx.parallel.pipeline.split_backward import backward_input, backward_weight
+from phalanx.parallel.sharded_model import OwnedParam, ParamShard, extract
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec

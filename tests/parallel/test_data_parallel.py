@@ -14,8 +14,7 @@ from phalanx.parallel import data_parallel
 from phalanx.parallel.buckets import FLAT_BYTES, FlatBucket
 from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import OwnedParam, ParamShard
-from phalanx.parallel.sharded_model import ShardedModel
+from phalanx.parallel.sharded_model import OwnedParam, ParamShard, ShardedModel
 from phalanx.spec.model import ModelSpec
 
 SPEC = ModelSpec(vocab=40, dim=16, layers=3, heads=2, ffn=32, init_std=0.1)

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from phalanx.models.init import fill
 from phalanx.parallel import tensor, vocab_parallel
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import OwnedParam, ParamShard
-from phalanx.parallel.sharded_model import ShardedModel
+from phalanx.parallel.sharded_model import OwnedParam, ParamShard, ShardedModel
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec

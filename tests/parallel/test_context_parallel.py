@@ -19,11 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 from phalanx.models.attention import Scope, attend_locally
 from phalanx.models.init import build, materialize
-from phalanx.parallel.context import context_parallel, kernels, mask
+from phalanx.parallel.context import context_parallel, kernels, online_softmax
 from phalanx.parallel.context.context_parallel import piece_pair
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import OwnedParam, ParamShard
-from phalanx.parallel.sharded_model import ShardedModel
+from phalanx.parallel.sharded_model import OwnedParam, ParamShard, ShardedModel
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import Mla, ModelSpec
 
@@ -132,8 +131,8 @@ def compare(count: int, cases: list[Case]) -> dict[str, list[float]]:
 @pytest.fixture(params=["fused", "plain"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What the parts are computed with; blocks and tables so small that the sequences of the tests have many."""
-    monkeypatch.setattr(mask, "_BLOCK", 5)
-    monkeypatch.setattr(mask, "_WIDEST", 2)
+    monkeypatch.setattr(online_softmax, "_BLOCK", 5)
+    monkeypatch.setattr(online_softmax, "_WIDEST", 2)
     if request.param == "plain":
         monkeypatch.setattr(kernels, "_choose", lambda *_: "plain")
         monkeypatch.setattr(kernels, "_SCORES", 400)
@@ -185,7 +184,7 @@ def test_places_are_dealt_out_once_and_in_the_order_of_the_method() -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_every_rank_of_the_ring_has_the_same_to_do_in_every_step(count: int) -> None:
-    plan = mask.MaskPlan(length=16 * count, pieces=2 * count, documents=None)
+    plan = online_softmax.MaskPlan(length=16 * count, pieces=2 * count, documents=None)
     for mine in range(count):
         for theirs in range(count):
             (tile,) = plan.tiles(piece_pair(mine, count), piece_pair(theirs, count))
@@ -195,14 +194,14 @@ def test_every_rank_of_the_ring_has_the_same_to_do_in_every_step(count: int) -> 
 
 
 def test_documents_cost_a_mask_only_where_one_ends_and_nothing_where_none_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mask, "_BLOCK", 4)
+    monkeypatch.setattr(online_softmax, "_BLOCK", 4)
     documents = torch.tensor([[0] * 6 + [1] * 10])
-    plan = mask.MaskPlan(16, 4, documents, documents.numpy())
-    assert plan.tiles((0,), (0,)) == [mask.Tile((0, 4), (0, 4), causal=True, masked=False)]
-    assert plan.tiles((1,), (0,)) == [mask.Tile((0, 4), (0, 4), causal=False, masked=True)]
-    assert plan.tiles((1,), (1,)) == [mask.Tile((0, 4), (0, 4), causal=True, masked=True)]
+    plan = online_softmax.MaskPlan(16, 4, documents, documents.numpy())
+    assert plan.tiles((0,), (0,)) == [online_softmax.Tile((0, 4), (0, 4), causal=True, masked=False)]
+    assert plan.tiles((1,), (0,)) == [online_softmax.Tile((0, 4), (0, 4), causal=False, masked=True)]
+    assert plan.tiles((1,), (1,)) == [online_softmax.Tile((0, 4), (0, 4), causal=True, masked=True)]
     assert plan.tiles((2,), (0,)) == []
-    assert plan.tiles((3,), (2,)) == [mask.Tile((0, 4), (0, 4), causal=False, masked=False)]
+    assert plan.tiles((3,), (2,)) == [online_softmax.Tile((0, 4), (0, 4), causal=False, masked=False)]
     assert plan.tiles((0, 1), (2, 3)) == []
 
 

@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_leaves
 from phalanx.models.init import build, materialize
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.owned_param import ParamShard, extract
-from phalanx.parallel.sharded_model import Loss
+from phalanx.parallel.sharded_model import Loss, ParamShard, extract
 from phalanx.parallel.vocab_parallel import applied, swap
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
