@@ -250,9 +250,7 @@ def _plan(corpus: Corpus, intervals: Intervals, length: int, cache: Path) -> Pac
         return PackingPlan(**{field.name: DiskArray(folder / f"{field.name}.npy") for field in fields(PackingPlan)})
     except (OSError, ValueError) as error:
         raise RunError(
-            [
-                f"The packing of documents cannot be stored in {folder} ({error}); set data.cache to a folder with free space, or remove it."
-            ]
+            f"The packing of documents cannot be stored in {folder} ({error}); set data.cache to a folder with free space, or remove it."
         ) from None
 
 

@@ -72,9 +72,7 @@ class ChatTemplate:
                 for (_, kind, _), following in _pairs(environment.lex(source))
             )
         except jinja2.TemplateSyntaxError as error:
-            raise RunError(
-                [f"{name}, line {error.lineno}, is no valid Jinja: {error.message}; correct the template."]
-            ) from None
+            raise RunError(f"{name}, line {error.lineno}, is no valid Jinja: {error.message}; correct the template.") from None
         self._check_shows_answers()
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False, **more: Any) -> Rendered:
@@ -113,12 +111,10 @@ class ChatTemplate:
             return  # it may need more than a plain conversation; the records will show
         if answer not in shown.text:
             raise RunError(
-                [
-                    f"{self._name} does not render what the assistant says: its text contains no answer, so there is nothing to learn."
-                ]
+                f"{self._name} does not render what the assistant says: its text contains no answer, so there is nothing to learn."
             )
         if self.marks_answers and not any(answer in shown.text[a:b] for a, b in shown.answers):
-            raise RunError([f"{self._name} has a generation tag, but not around what the assistant says; move it there."])
+            raise RunError(f"{self._name} has a generation tag, but not around what the assistant says; move it there.")
 
 
 def _pairs(tokens: Any) -> list[tuple[Any, Any]]:
@@ -170,11 +166,11 @@ def template_of(source: Source, tokenizer: Tokenizer) -> tuple[str, str]:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise RunError(
-                [f'data.template = "{source.template}" cannot be read ({reason}); name a Jinja file, or write "plain".']
+                f'data.template = "{source.template}" cannot be read ({reason}); name a Jinja file, or write "plain".'
             ) from None
     if tokenizer.chat_template is None:
         raise RunError(
-            [f'data.tokenizer = "{tokenizer.name}" has no chat template; set data.template to a Jinja file, or to "plain".']
+            f'data.tokenizer = "{tokenizer.name}" has no chat template; set data.template to a Jinja file, or to "plain".'
         )
     return f"The chat template of {tokenizer.name}", tokenizer.chat_template
 

@@ -112,10 +112,8 @@ class _SourceOpener:
         mixed = MixedSamples(samples, source.weight if isinstance(source, MixedSource) else None, source.epochs)
         if mixed.cap == 0:
             raise RunError(
-                [
-                    f"{table_key(source)}.epochs = {source.epochs} of {samples.count} windows of train.sequence_length = "
-                    f"{self.length} is less than one; give it at least {1 / samples.count:.2g} or remove the source."
-                ]
+                f"{table_key(source)}.epochs = {source.epochs} of {samples.count} windows of train.sequence_length = "
+                f"{self.length} is less than one; give it at least {1 / samples.count:.2g} or remove the source."
             )
         return OpenedSource(name, corpus, mixed, evaluation, skipped)
 
@@ -160,7 +158,7 @@ def _raw_corpus(source: Source, source_kind: str) -> Corpus | None:
         return TextFileCorpus({file.path: file.size or 0 for file in stdlib_files(table)})
     if source_kind == "memory":
         if not any(source.documents):
-            raise RunError([f'{table}.source = "memory" but {table}.documents holds no text; give it at least one.'])
+            raise RunError(f'{table}.source = "memory" but {table}.documents holds no text; give it at least one.')
         return MemoryCorpus(source.documents)
     if source_kind != "text" or any(map(is_url, source.paths)):
         return None

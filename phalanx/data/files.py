@@ -57,7 +57,7 @@ def find_files(source: Source, kind: str) -> list[SourceFile]:
     """Every non-empty file that `source.paths` names, sorted by path. Opens none; raises RunError with all problems at once."""
     key = paths_key(source)
     if not source.paths:
-        raise RunError([f'{key} names nothing, but source = "{kind}" reads files; give it at least one file, folder or glob.'])
+        raise RunError(f'{key} names nothing, but source = "{kind}" reads files; give it at least one file, folder or glob.')
     search = _FileSearch(key, _SUFFIXES.get(kind, ()))
     for path in source.paths:
         search.add(path)
@@ -72,9 +72,7 @@ def stdlib_files(table: str = "data") -> list[SourceFile]:
     files = [replace(file, stamp="") for _, file in sorted(search.files.items()) if file.size]
     if not files:
         raise RunError(
-            [
-                f'{table}.source = "stdlib": there is no Python source below {root}; set {table}.source = "text" and {table}.paths.'
-            ]
+            f'{table}.source = "stdlib": there is no Python source below {root}; set {table}.source = "text" and {table}.paths.'
         )
     return files
 
@@ -226,9 +224,9 @@ def filesystem(url: str) -> tuple[Any, str]:
     try:
         return cast(tuple[Any, str], url_to_fs(url))
     except ImportError as error:  # fsspec names the package that serves the protocol
-        raise RunError([f"{url}: {error}"]) from None
+        raise RunError(f"{url}: {error}") from None
     except ValueError as error:
-        raise RunError([f"{url}: no such kind of storage is known ({error})."]) from None
+        raise RunError(f"{url}: no such kind of storage is known ({error}).") from None
 
 
 @contextlib.contextmanager
@@ -242,9 +240,9 @@ def storage_errors(path: str, key: str = "", passing: tuple[type[Exception], ...
     except passing:
         raise
     except FileNotFoundError:
-        raise RunError([f"{prefix}{path} is not there; correct the name, or put it back."]) from None
+        raise RunError(f"{prefix}{path} is not there; correct the name, or put it back.") from None
     except Exception as error:  # each storage has exceptions of its own
-        raise RunError([f"{prefix}{path} cannot be read ({str(error) or type(error).__name__})."]) from None
+        raise RunError(f"{prefix}{path} cannot be read ({str(error) or type(error).__name__}).") from None
 
 
 def open_binary(path: str) -> BinaryIO:
@@ -295,11 +293,11 @@ class Decompressed:
         try:
             return self._source.read(size)
         except EOFError:
-            raise RunError([f"{self._path} is cut off: its compressed data has no end; copy or make it again."]) from None
+            raise RunError(f"{self._path} is cut off: its compressed data has no end; copy or make it again.") from None
         except (zlib.error, gzip.BadGzipFile, _Damaged) as error:
-            raise RunError([f"{self._path} is damaged ({error}): copy or make it again."]) from None
+            raise RunError(f"{self._path} is damaged ({error}): copy or make it again.") from None
         except Exception as error:  # each storage has exceptions of its own
-            raise RunError([f"{self._path} cannot be read ({str(error) or type(error).__name__})."]) from None
+            raise RunError(f"{self._path} cannot be read ({str(error) or type(error).__name__}).") from None
 
     def tell(self) -> int:
         """Stored bytes that have been read."""
@@ -351,5 +349,5 @@ def zstd_library() -> Any:
     try:
         import zstandard
     except ImportError:
-        raise RunError([".zst files need the package zstandard: pip install 'phalanx[data]'."]) from None
+        raise RunError(".zst files need the package zstandard: pip install 'phalanx[data]'.") from None
     return zstandard

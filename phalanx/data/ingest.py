@@ -63,7 +63,7 @@ def cached_token_files(source: Source, data: Data, tokenizer: Tokenizer, progres
                 ingest(plan, folder, data, progress)
         except OSError as error:
             raise RunError(
-                [f'data.cache = "{data.cache}": {error.filename or folder} cannot be written ({error.strerror}).']
+                f'data.cache = "{data.cache}": {error.filename or folder} cannot be written ({error.strerror}).'
             ) from None
     check_limit(plan, TokenMeta.read(folder).skipped, data.max_bad_records)
     return folder
@@ -90,7 +90,7 @@ def tokenize_into(
                 _clear(folder)
             elif _has_results(folder) and (other := _differences(_identity(folder), plan.identity)):
                 raise RunError(
-                    [f"{folder} holds token files of something else ({other}); name another folder, or start over (--force)."]
+                    f"{folder} holds token files of something else ({other}); name another folder, or start over (--force)."
                 )
             try:
                 return ingest(plan, folder, data, progress)
@@ -101,7 +101,7 @@ def tokenize_into(
                     folder.rmdir()
                 raise
     except OSError as error:
-        raise RunError([f"{error.filename or folder} cannot be written ({error.strerror}); name another folder."]) from None
+        raise RunError(f"{error.filename or folder} cannot be written ({error.strerror}); name another folder.") from None
 
 
 def _check_outside(plan: TokenizePlan, folder: Path, source: Source, key: str = "") -> None:
@@ -112,16 +112,16 @@ def _check_outside(plan: TokenizePlan, folder: Path, source: Source, key: str = 
     for path in source.paths:
         top, place = Path(path).expanduser().resolve(), folder.resolve()
         if top.is_dir() and place.is_relative_to(top) and not any(p.startswith(".") for p in place.relative_to(top).parts):
-            raise RunError([f"{key}{folder} is inside {path}, which is read as text; name a folder outside of it."])
+            raise RunError(f"{key}{folder} is inside {path}, which is read as text; name a folder outside of it.")
 
 
 def _check_folder(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
-        raise RunError([f"{folder} is a file; name a folder for the token files."])
+        raise RunError(f"{folder} is a file; name a folder for the token files.")
     early = {LOCK, unfinished(PLAN)}  # all that remains of a start that ended at once
     inside = [path.name for path in folder.iterdir() if path.name not in early] if folder.exists() else []
     if inside and PLAN not in inside:
-        raise RunError([f"{folder} is not empty and holds other files ({min(inside)}): name another folder."])
+        raise RunError(f"{folder} is not empty and holds other files ({min(inside)}): name another folder.")
 
 
 def ingest(plan: TokenizePlan, folder: Path, data: Data, progress: ProgressCallback | None = None) -> TokenMeta:
@@ -197,10 +197,10 @@ class _Totals:
             return
         key, name = self._plan.paths_key, self._plan.spec.name
         if not self.skipped:
-            raise RunError([f"{key}: there is no record in {name}; name files that hold some."])
+            raise RunError(f"{key}: there is no record in {name}; name files that hold some.")
         remedy = "set data.field (--field) to the one that holds the text" if MISSING in self.skipped else "correct them"
         counts = _skipped_text(self.skipped, self._examples)
-        raise RunError([f"{key}: no record of {name} can be used: {counts}; {remedy}, or name other files."])
+        raise RunError(f"{key}: no record of {name} can be used: {counts}; {remedy}, or name other files.")
 
     def progress(self, unfinished: PieceProgress) -> Progress:
         tokens = self._tokens + unfinished.tokens
@@ -221,11 +221,9 @@ def check_limit(plan: TokenizePlan, skipped: dict[str, int], limit: int, example
     bad = sum(count for reason, count in skipped.items() if reason != EMPTY)
     if bad > limit:
         raise RunError(
-            [
-                f"{plan.paths_key}: {bad} or more records of {plan.spec.name} cannot be used, and data.max_bad_records "
-                f"(--max-bad-records) = {limit}: {_skipped_text(skipped, examples or {})}. Correct them, or raise the limit to "
-                "skip them."
-            ]
+            f"{plan.paths_key}: {bad} or more records of {plan.spec.name} cannot be used, and data.max_bad_records "
+            f"(--max-bad-records) = {limit}: {_skipped_text(skipped, examples or {})}. Correct them, or raise the limit to "
+            "skip them."
         )
 
 
@@ -245,7 +243,7 @@ def locked(folder: Path, *, wait: bool) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
-            raise RunError([f"{folder} is being written by another process; wait for it, or name another folder."]) from None
+            raise RunError(f"{folder} is being written by another process; wait for it, or name another folder.") from None
         yield  # closing the file releases the lock
 
 

@@ -80,10 +80,8 @@ def batches(dataset: Dataset, step: int, batch: int) -> Iterator[Batch]:
     first, last = (step - 1) * batch, step * batch
     if dataset.train.limit is not None and last > dataset.train.limit:
         raise RunError(
-            [
-                f"--step {step} ends with sample {last} and the sources give {dataset.train.limit} within their epochs, enough "
-                f"for {dataset.train.limit // batch} steps of {batch}: choose an earlier step or raise `epochs`."
-            ]
+            f"--step {step} ends with sample {last} and the sources give {dataset.train.limit} within their epochs, enough "
+            f"for {dataset.train.limit // batch} steps of {batch}: choose an earlier step or raise `epochs`."
         )
     for begin in range(first, last, _PORTION):
         yield dataset.train.batch(np.arange(begin, min(begin + _PORTION, last)))

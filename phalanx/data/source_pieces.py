@@ -96,7 +96,7 @@ def make_plan(source: Source, data: Data, tokenizer: Tokenizer) -> TokenizePlan:
     """Plans the pieces from file names and sizes. Reads no file but the template."""
     kind = _kind(source)
     if kind == "tokens":
-        raise RunError([f"{paths_key(source)} holds token files already; there is nothing to tokenize."])
+        raise RunError(f"{paths_key(source)} holds token files already; there is nothing to tokenize.")
     name, template = template_of(source, tokenizer) if kind == "chat" else ("", None)
     if template is not None:
         ChatTemplate(template, name, tokenizer.special)  # reports errors here instead of in a worker
@@ -116,7 +116,7 @@ def make_plan(source: Source, data: Data, tokenizer: Tokenizer) -> TokenizePlan:
     sizes = [file.size for file in files]
     documents = [text for text in source.documents if text] if kind == "memory" else []
     if kind == "memory" and not documents:
-        raise RunError(['data.source = "memory" but data.documents holds no text; give it at least one.'])
+        raise RunError('data.source = "memory" but data.documents holds no text; give it at least one.')
     return TokenizePlan(
         spec=spec,
         tokenizer=tokenizer,
@@ -131,7 +131,7 @@ def _kind(source: Source) -> str:
     found = kinds(source)
     if len(found) > 1:
         raise RunError(
-            [f"{paths_key(source)} names files of several kinds ({', '.join(found)}); set the kind (data.source, --source)."]
+            f"{paths_key(source)} names files of several kinds ({', '.join(found)}); set the kind (data.source, --source)."
         )
     return found[0] if found else "text"
 

@@ -35,7 +35,7 @@ def _open_parquet(path: str) -> Iterator[Any]:
 
     if is_compressed(path):
         raise RunError(
-            [f"{path}: Parquet compresses its columns itself and is not read from a compressed file; decompress it first."]
+            f"{path}: Parquet compresses its columns itself and is not read from a compressed file; decompress it first."
         )
     try:
         if is_url(path):
@@ -46,7 +46,7 @@ def _open_parquet(path: str) -> Iterator[Any]:
                 yield opened
     except (pa.ArrowException, OSError, EOFError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise RunError([f"{path} is not a Parquet file, or is cut off or damaged ({reason}): copy or make it again."]) from None
+        raise RunError(f"{path} is not a Parquet file, or is cut off or damaged ({reason}): copy or make it again.") from None
 
 
 def row_groups(path: str, field: str) -> list[int]:
@@ -65,10 +65,8 @@ def _check(path: str, field: str, schema: Any) -> None:
         inner: Any = schema if number == 0 else kind
         if (number and not pa.types.is_struct(kind)) or inner.get_field_index(name) < 0:
             raise RunError(
-                [
-                    f'{path} has no column "{field}"; its columns are {", ".join(schema.names) or "none"}. '
-                    "Set data.field (--field) to the one that holds the text."
-                ]
+                f'{path} has no column "{field}"; its columns are {", ".join(schema.names) or "none"}. '
+                "Set data.field (--field) to the one that holds the text."
             )
         kind = inner.field(name).type
     if pa.types.is_dictionary(kind):
@@ -81,7 +79,7 @@ def _check(path: str, field: str, schema: Any) -> None:
         pa.types.is_large_binary,
     )
     if not any(is_text(kind) for is_text in texts):
-        raise RunError([f'{path}: column "{field}" is {kind}, not text; set data.field (--field) to one that is.'])
+        raise RunError(f'{path}: column "{field}" is {kind}, not text; set data.field (--field) to one that is.')
 
 
 def _steps(field: str, names: list[str]) -> list[str]:
@@ -137,10 +135,8 @@ def dataset_rows(source: Source, field: str, limit: int) -> Iterator[str | BadRe
     top = field if field in (data.column_names or [field]) else field.split(".")[0]
     if data.column_names and top not in data.column_names:
         raise RunError(
-            [
-                f'{_dataset_path(source)} has no column "{field}"; its columns are {", ".join(data.column_names)}. '
-                "Set data.field (--field) to the one that holds the text."
-            ]
+            f'{_dataset_path(source)} has no column "{field}"; its columns are {", ".join(data.column_names)}. '
+            "Set data.field (--field) to the one that holds the text."
         )
     if data.column_names:
         data = data.select_columns([top])
@@ -150,12 +146,12 @@ def dataset_rows(source: Source, field: str, limit: int) -> Iterator[str | BadRe
     except RunError:
         raise
     except Exception as error:  # network, damaged file, failing script: each has exceptions of its own
-        raise RunError([f"{_dataset_path(source)} cannot be read to its end ({type(error).__name__}: {error})."]) from None
+        raise RunError(f"{_dataset_path(source)} cannot be read to its end ({type(error).__name__}: {error}).") from None
 
 
 def _dataset_path(source: Source) -> str:
     if len(source.paths) != 1:
-        raise RunError([f'{paths_key(source)} names {len(source.paths)} datasets; source = "hf" reads exactly one.'])
+        raise RunError(f'{paths_key(source)} names {len(source.paths)} datasets; source = "hf" reads exactly one.')
     return source.paths[0]
 
 
@@ -171,13 +167,11 @@ def _open_dataset(source: Source) -> Any:
         saved = datasets.load_from_disk(path)
     except Exception as error:
         raise RunError(
-            [
-                f'{paths_key(source)}: the dataset "{path}" (split "{source.split}") cannot be opened ({type(error).__name__}: {error}).'
-            ]
+            f'{paths_key(source)}: the dataset "{path}" (split "{source.split}") cannot be opened ({type(error).__name__}: {error}).'
         ) from None
     if isinstance(saved, dict):
         if source.split not in saved:
-            raise RunError([f'{path} has no split "{source.split}"; its splits are {", ".join(saved)}. Set data.split.'])
+            raise RunError(f'{path} has no split "{source.split}"; its splits are {", ".join(saved)}. Set data.split.')
         return saved[source.split]
     return saved
 

@@ -211,4 +211,4 @@ class Rows:
 
 
 def missing_extra(what: str, package: str, extra: str) -> RunError:
-    return RunError([f"{what} needs the package {package}: pip install 'phalanx[{extra}]'."])
+    return RunError(f"{what} needs the package {package}: pip install 'phalanx[{extra}]'.")

@@ -78,19 +78,19 @@ class TokenMeta:
             table: dict[str, Any] = json.loads(path.read_text())
         except FileNotFoundError:
             raise RunError(
-                [f"{folder} holds no token files: {META} is missing, which is written last. Tokenize again."]
+                f"{folder} holds no token files: {META} is missing, which is written last. Tokenize again."
             ) from None
         except (OSError, ValueError) as error:
-            raise RunError([f"{path} cannot be read ({error}): tokenize again."]) from None
+            raise RunError(f"{path} cannot be read ({error}): tokenize again.") from None
         if not isinstance(table, dict) or table.get("format") != FORMAT:
-            raise RunError([f'{path} is not the meta file of token files: its "format" is not "{FORMAT}".'])
+            raise RunError(f'{path} is not the meta file of token files: its "format" is not "{FORMAT}".')
         if table.get("version") != VERSION:
-            raise RunError([f"{path} has version {table.get('version')} and this Phalanx reads {VERSION}: tokenize again."])
+            raise RunError(f"{path} has version {table.get('version')} and this Phalanx reads {VERSION}: tokenize again.")
         try:
             known = {f.name: table[f.name] for f in fields(TokenMeta)}
             return TokenMeta(**known | {"parts": tuple(Part(**part) for part in table["parts"])})
         except (KeyError, TypeError) as error:
-            raise RunError([f"{path} is not complete ({error}): tokenize again."]) from None
+            raise RunError(f"{path} is not complete ({error}): tokenize again.") from None
 
 
 class TokenFiles:

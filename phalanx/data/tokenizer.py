@@ -135,19 +135,19 @@ class HfTokenizer:
         try:
             content = path.read_bytes()
         except OSError as error:
-            raise RunError([f'data.tokenizer = "{name}": {path} cannot be read ({error.strerror}).']) from None
+            raise RunError(f'data.tokenizer = "{name}": {path} cannot be read ({error.strerror}).') from None
         try:
             self._library = Library.from_buffer(content)
         except Exception as error:  # the library raises nothing more specific
             raise RunError(
-                [f'data.tokenizer = "{name}": {path} is no tokenizer that the `tokenizers` library can read ({error}).']
+                f'data.tokenizer = "{name}": {path} is no tokenizer that the `tokenizers` library can read ({error}).'
             ) from None
         # A tokenizer.json may request truncation or padding, which a corpus must not have.
         self._library.no_truncation()
         self._library.no_padding()
         vocabulary: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
         if not vocabulary:
-            raise RunError([f'data.tokenizer = "{name}": {path} has an empty vocabulary; train it first.'])
+            raise RunError(f'data.tokenizer = "{name}": {path} has an empty vocabulary; train it first.')
         self.vocab = max(vocabulary.values()) + 1
         config = _settings(folder)
         self.special = {key: text for key in config if key.endswith("_token") and (text := _text(config[key])) is not None}
@@ -215,13 +215,11 @@ def _find(name: str) -> Path:
             if other_files
             else "name a folder that does"
         )
-        raise RunError([f'data.tokenizer = "{name}": the folder {path.absolute()} holds no {_FILE}; {remedy}.'])
+        raise RunError(f'data.tokenizer = "{name}": the folder {path.absolute()} holds no {_FILE}; {remedy}.')
     if not path.is_file():
         raise RunError(
-            [
-                f'data.tokenizer = "{name}" is not known; write "byte", or the path of a {_FILE} or of a folder that holds one '
-                f"(tried {path.absolute()})."
-            ]
+            f'data.tokenizer = "{name}" is not known; write "byte", or the path of a {_FILE} or of a folder that holds one '
+            f"(tried {path.absolute()})."
         )
     return path
 
@@ -235,7 +233,7 @@ def _settings(folder: Path | None) -> dict[str, Any]:
         try:
             table = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise RunError([f"{path} cannot be read ({error}); correct it, or name {_FILE} alone in another folder."]) from None
+            raise RunError(f"{path} cannot be read ({error}); correct it, or name {_FILE} alone in another folder.") from None
         if isinstance(table, dict):
             settings |= {key: value for key, value in table.items() if value is not None}
     return settings
@@ -252,7 +250,7 @@ def _chat_template(folder: Path | None, config: Mapping[str, Any]) -> str | None
         try:
             return path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise RunError([f"{path} cannot be read ({error})."]) from None
+            raise RunError(f"{path} cannot be read ({error}).") from None
     template = config.get("chat_template")
     if isinstance(template, list):  # several named templates
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
@@ -265,15 +263,13 @@ def _end_token(name: str, requested: str | None, own: str | None, vocabulary: Ma
         if requested in vocabulary:
             return requested
         raise RunError(
-            [
-                f'data.end_token = "{requested}" is no token of data.tokenizer = "{name}"; {_candidates(vocabulary)}, or remove it.'
-            ]
+            f'data.end_token = "{requested}" is no token of data.tokenizer = "{name}"; {_candidates(vocabulary)}, or remove it.'
         )
     for token in (own, *_ENDS):
         if token is not None and token in vocabulary:
             return token
     raise RunError(
-        [f'data.tokenizer = "{name}" does not say which token ends a document; set data.end_token: {_candidates(vocabulary)}.']
+        f'data.tokenizer = "{name}" does not say which token ends a document; set data.end_token: {_candidates(vocabulary)}.'
     )
 
 
@@ -290,6 +286,6 @@ def open_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
         return HfTokenizer(name, end_token)
     if end_token is not None:
         raise RunError(
-            [f'data.end_token = "{end_token}", but data.tokenizer = "byte" has an end token of its own; remove the key.']
+            f'data.end_token = "{end_token}", but data.tokenizer = "byte" has an end token of its own; remove the key.'
         )
     return ByteTokenizer()

@@ -94,7 +94,7 @@ class BadRecords:
 def read_questions(path: Path, bad: BadRecords, most: int | None = None) -> Iterator[Question]:
     """The questions of a file in order, at most `most`; other records are added to `bad`."""
     if not path.is_file():
-        raise RunError([f"--choices {path} is not a file: name a JSONL file, which may be compressed (.gz, .zst)."])
+        raise RunError(f"--choices {path} is not a file: name a JSONL file, which may be compressed (.gz, .zst).")
     count = 0
     for line, record in JsonLines(str(path), _MAX_RECORD):
         if count == most:
@@ -126,7 +126,7 @@ def choose(scorer: Scorer, questions: Iterator[Question], bad: BadRecords) -> Ch
     _score(scorer, chunk, chosen)
     if not chosen.questions:
         first = f" The first: {bad.examples[0]}" if bad.examples else ""
-        raise RunError([f"--choices {bad.path} holds no question that can be used.{first}"])
+        raise RunError(f"--choices {bad.path} holds no question that can be used.{first}")
     return chosen
 
 

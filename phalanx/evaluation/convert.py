@@ -64,7 +64,7 @@ class Converted:
 def import_folder(folder: Path, out: Path) -> Converted:
     """Write the folder's model as a run directory with one checkpoint, in the number format of its weights."""
     if not folder.is_dir():
-        raise RunError([f"{folder} is not a folder: name one with config.json and weights in safetensors."])
+        raise RunError(f"{folder} is not a folder: name one with config.json and weights in safetensors.")
     spec = hf_config.model_spec(folder)
     files = WeightsFolder(folder)
     table = hf_names.match(files, spec, hf_config.interleaved(hf_config.read_config(folder)))
@@ -104,13 +104,11 @@ def _notes_of_import(folder: Path, spec: ModelSpec) -> tuple[str, ...]:
     if (folder / "tokenizer.json").is_file():
         return ()
     if os.path.lexists(folder / "tokenizer.json"):
-        raise RunError([f"{folder / 'tokenizer.json'} is not a file: it is a folder or a broken link. Copy it again."])
+        raise RunError(f"{folder / 'tokenizer.json'} is not a file: it is a folder or a broken link. Copy it again.")
     least = TOKENIZER_VOCAB["byte"]
     if spec.rows < least:
         raise RunError(
-            [
-                f"{folder} has no tokenizer.json, and {spec.rows} tokens are too few for the byte tokenizer ({least}): add the file."
-            ]
+            f"{folder} has no tokenizer.json, and {spec.rows} tokens are too few for the byte tokenizer ({least}): add the file."
         )
     return (
         f"{folder} has no tokenizer.json: the run file names the byte tokenizer, whose ids mean something else to this model.",

@@ -43,7 +43,7 @@ def _adapter() -> type[Any]:
         from lm_eval.api.registry import register_model
     except ImportError as error:
         raise RunError(
-            [f"lm-evaluation-harness cannot be imported ({error}): install it with pip install 'phalanx[harness]'."]
+            f"lm-evaluation-harness cannot be imported ({error}): install it with pip install 'phalanx[harness]'."
         ) from None
 
     @register_model("phalanx")
@@ -118,9 +118,7 @@ def until(scorer: Scorer, context: str, options: dict[str, Any]) -> str:
     most = int(options.get("max_gen_toks", options.get("max_tokens", _MAX_GENERATED)))
     if not 0 < most < scorer.context:
         raise RunError(
-            [
-                f"max_gen_toks = {most} is not between 1 and {scorer.context - 1}: the model's context holds {scorer.context} tokens."
-            ]
+            f"max_gen_toks = {most} is not between 1 and {scorer.context - 1}: the model's context holds {scorer.context} tokens."
         )
     temperature = float(options.get("temperature", 0.0)) if options.get("do_sample", "temperature" in options) else 0.0
     sampling = Sampling(temperature=temperature, top_k=options.get("top_k"), top_p=float(options.get("top_p", 1.0)))
@@ -141,7 +139,7 @@ def until(scorer: Scorer, context: str, options: dict[str, Any]) -> str:
 def chat(tokenizer: Tokenizer, messages: Sequence[dict[str, str]], *, prompt: bool) -> str:
     """A conversation as text, by the tokenizer's chat template."""
     if tokenizer.chat_template is None:
-        raise RunError([f'The tokenizer "{tokenizer.name}" has no chat template: remove --apply_chat_template.'])
+        raise RunError(f'The tokenizer "{tokenizer.name}" has no chat template: remove --apply_chat_template.')
     template = ChatTemplate(tokenizer.chat_template, f'the chat template of "{tokenizer.name}"', tokenizer.special)
     return template.render(messages, prompt=prompt).text
 

@@ -59,7 +59,7 @@ def open_model(path: Path | str, device: str | torch.device | None = None) -> Op
     try:
         load_tensors(checkpoint, {f"model/{name}": tensor for name, tensor in _state(model).items()})
     except RunFailed as why:  # a shape or a name differs
-        raise RunError([f"{checkpoint} does not fit the model of {found.source} ({why}): undo the changes there."]) from None
+        raise RunError(f"{checkpoint} does not fit the model of {found.source} ({why}): undo the changes there.") from None
     return Opened(model, tokenizer, run, path_or_url(checkpoint), _stops(found.tokenizer, tokenizer))
 
 
@@ -81,9 +81,9 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     kind = str(device).partition(":")[0]
     choices = [name for name in accelerator.kinds() if name != "meta"]
     if kind not in choices:
-        raise RunError([f"--device {device}: choose {either(choices)}."])
+        raise RunError(f"--device {device}: choose {either(choices)}.")
     if not accelerator.of(kind).available():
-        raise RunError([f"--device {device}: torch sees no such device here; remove the option, or look at `phalanx doctor`."])
+        raise RunError(f"--device {device}: torch sees no such device here; remove the option, or look at `phalanx doctor`.")
     return torch.device(device)
 
 

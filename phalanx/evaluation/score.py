@@ -127,10 +127,8 @@ class Scorer:
         assert request.context, "a request has at least one token of context"
         if len(request.continuation) > self.context:
             raise RunError(
-                [
-                    f"Request {number} has a continuation of {len(request.continuation)} tokens, but the model's context holds "
-                    f"{self.context}: shorten it."
-                ]
+                f"Request {number} has a continuation of {len(request.continuation)} tokens, but the model's context holds "
+                f"{self.context}: shorten it."
             )
 
 

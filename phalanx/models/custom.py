@@ -35,11 +35,9 @@ def build(spec: ModelSpec, module: str) -> nn.Module:
         with torch.device("meta"):
             model = kind(spec)
     except Exception as error:  # custom code may raise anything
-        raise RunError([f"model.module = {module!r} could not be built: {type(error).__name__}: {error}."]) from error
+        raise RunError(f"model.module = {module!r} could not be built: {type(error).__name__}: {error}.") from error
     if getattr(model, "spec", spec) is not spec:
-        raise RunError(
-            [f"model.module = {module!r} has an attribute spec that is not its ModelSpec: store the ModelSpec there."]
-        )
+        raise RunError(f"model.module = {module!r} has an attribute spec that is not its ModelSpec: store the ModelSpec there.")
     model.spec = spec  # type: ignore[assignment]  # torch's types allow tensors and modules only
     problems = [f"model.module = {module!r}: {problem}" for problem in _problems(model, _import(module))]
     if problems:
@@ -66,7 +64,7 @@ def _import(module: str) -> ModuleType:
     """The Python module before the colon; also from the working directory."""
     name, _, member = module.partition(":")
     if not name or not member.isidentifier():
-        raise RunError([f'model.module = {module!r} is not of the form "package.module:Class".'])
+        raise RunError(f'model.module = {module!r} is not of the form "package.module:Class".')
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)
@@ -74,10 +72,8 @@ def _import(module: str) -> ModuleType:
         return importlib.import_module(name)
     except Exception as error:  # custom code may raise anything
         raise RunError(
-            [
-                f"model.module = {module!r}: {name} could not be imported ({type(error).__name__}: {error}); "
-                f"Python searches its own path and the working directory {here}."
-            ]
+            f"model.module = {module!r}: {name} could not be imported ({type(error).__name__}: {error}); "
+            f"Python searches its own path and the working directory {here}."
         ) from error
 
 
@@ -89,9 +85,9 @@ def _class(module: str) -> type[nn.Module]:
             key for key, value in vars(python_module).items() if isinstance(value, type) and issubclass(value, nn.Module)
         ]
         others = f"; its modules are {', '.join(classes)}" if classes else ""
-        raise RunError([f"model.module = {module!r}: {python_module.__name__} has no class {name}{others}."])
+        raise RunError(f"model.module = {module!r}: {python_module.__name__} has no class {name}{others}.")
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-        raise RunError([f"model.module = {module!r}: {name} is not a torch.nn.Module; derive it from that."])
+        raise RunError(f"model.module = {module!r}: {name} is not a torch.nn.Module; derive it from that.")
     return kind
 
 

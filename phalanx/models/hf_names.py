@@ -51,7 +51,7 @@ def _plausible(files: Files, spec: ModelSpec) -> None:
     config, most = files.path / "config.json", len(files.names)
     if spec.layers + spec.mtp_depth > most:
         raise RunError(
-            [f"{config} asks for {spec.layers + spec.mtp_depth} layers, but the folder has only {most} tensors. {_AGAIN}"]
+            f"{config} asks for {spec.layers + spec.mtp_depth} layers, but the folder has only {most} tensors. {_AGAIN}"
         )
     if spec.moe is None:
         return
@@ -59,7 +59,7 @@ def _plausible(files: Files, spec: ModelSpec) -> None:
     routed = next((shape[0] for name in routers if (shape := files.shape(name))), None)
     if spec.moe.experts > most and spec.moe.experts != routed:
         has = f"the folder has only {most} tensors" if routed is None else f"the router of the folder has {routed}"
-        raise RunError([f"{config} asks for {spec.moe.experts} experts, but {has}. {_AGAIN}"])
+        raise RunError(f"{config} asks for {spec.moe.experts} experts, but {has}. {_AGAIN}")
 
 
 def table(spec: ModelSpec, names: Collection[str] = (), interleaved: bool = True) -> tuple[Entry, ...]:
