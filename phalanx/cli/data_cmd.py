@@ -14,9 +14,8 @@ from phalanx.cli.output import console, print_json
 from phalanx.dashboard.data_tables import SourceFormat, looking_through, show_inspected, show_sample, tokenizing
 from phalanx.data.corpus import Corpus
 from phalanx.data.dataset import open_corpus, open_dataset
-from phalanx.data.inspect import InspectOptions
+from phalanx.data.inspect import InspectOptions, batches, split_samples
 from phalanx.data.inspect import inspect as inspect_corpus
-from phalanx.data.preview import batches, split_samples
 from phalanx.data.token_files import META, TokenFiles, TokenMeta
 from phalanx.data.tokenizer import Tokenizer, open_tokenizer
 from phalanx.spec.errors import RunError

@@ -20,8 +20,7 @@ from phalanx.dashboard.numbers import count, percent, size
 
 if TYPE_CHECKING:  # these import readers of formats that most commands never need
     from phalanx.data.ingest import Progress as IngestProgress
-    from phalanx.data.inspect import InspectReport
-    from phalanx.data.preview import PieceView, SampleView
+    from phalanx.data.inspect import InspectReport, PieceView, SampleView
 
 _BAR = 32  # columns of the longest bar
 _LINE_SECONDS = 5.0  # between lines, if the console is no terminal

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.data.records import EMPTY, MISSING
 from phalanx.data.source_pieces import Piece, TokenizePlan, make_plan
-from phalanx.data.text_records import EMPTY, MISSING
 from phalanx.data.token_files import META, TokenMeta, replace_text, unfinished, write_meta
 from phalanx.data.tokenize_workers import DONE, PieceProgress, PieceResult, TokenizePool
 from phalanx.data.tokenizer import Tokenizer

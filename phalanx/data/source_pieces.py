@@ -14,8 +14,7 @@ from typing import Any
 
 from phalanx.data.chat import ChatTemplate, template_of
 from phalanx.data.files import SourceFile, find_files, is_compressed, is_web, paths_key, stdlib_files
-from phalanx.data.table_records import dataset_rows, row_groups, saved_dataset_files
-from phalanx.data.text_records import BadRecord
+from phalanx.data.records import BadRecord, dataset_rows, row_groups, saved_dataset_files
 from phalanx.data.token_files import VERSION
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.spec.errors import RunError

@@ -24,9 +24,8 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from phalanx.data import chat
+from phalanx.data.records import EMPTY, BadRecord, JsonLines, ParquetRows, Rows, TextDocuments, text_in
 from phalanx.data.source_pieces import Piece, TokenizeSpec
-from phalanx.data.table_records import ParquetRows
-from phalanx.data.text_records import EMPTY, BadRecord, JsonLines, Rows, TextDocuments, text_in
 from phalanx.data.token_files import Part, TokenWriter, replace_text
 from phalanx.data.tokenizer import Tokenizer, open_tokenizer
 from phalanx.spec.errors import RunError, RunFailed

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.data.text_records import TOO_LONG, BadRecord, JsonLines
+from phalanx.data.records import TOO_LONG, BadRecord, JsonLines
 from phalanx.evaluation.score import Request, Score, Scorer
 from phalanx.spec.errors import RunError
 

@@ -25,7 +25,7 @@ from phalanx.checkpointing.restore import CheckpointReader
 from phalanx.checkpointing.tools import offline_writer
 from phalanx.evaluation.matching import Match, check
 from phalanx.evaluation.open_model import run_for, run_of, tokenizer_of
-from phalanx.models import hf_mapping, hf_names
+from phalanx.models import hf_mapping
 from phalanx.models.hf_mapping import Entry
 from phalanx.spec import hf_config, hf_config_write
 from phalanx.spec.dump import dump
@@ -67,7 +67,7 @@ def import_folder(folder: Path, out: Path) -> Converted:
         raise RunError(f"{folder} is not a folder: name one with config.json and weights in safetensors.")
     spec = hf_config.model_spec(folder)
     files = WeightsFolder(folder)
-    table = hf_names.match(files, spec, hf_config.interleaved(hf_config.read_config(folder)))
+    table = hf_mapping.match(files, spec)
     notes = _notes_of_import(folder, spec)
     tokenizer_files = [folder / name for name in sorted(_TOKENIZER_FILES) if (folder / name).is_file()]
     has_tokenizer = (folder / "tokenizer.json").is_file()
@@ -133,11 +133,11 @@ def export_checkpoint(
     spec = run.model
     family = hf_config_write.family(spec)
     saved = CheckpointReader(found.checkpoint)
-    table = hf_names.table(spec)
+    table = hf_mapping.table(spec)
     _fits(saved, table, found.source)
     formats = {entry.name: _format(saved, entry, dtype) for entry in table}
     tensors = {part.hf_name: (part.shape, formats[entry.name]) for entry in table for part in entry.parts}
-    copies = hf_names.copies(spec)
+    copies = hf_mapping.copies(spec)
     tensors |= {copy: tensors[original] for copy, original in copies.items()}
     written = _format_name(formats["embed.weight"])
     tokenizer_files, special, notes = _tokenizer_files(run, found.tokenizer)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.checkpointing.hf_folder import ReferenceLogits, WeightsFolder
-from phalanx.models import hf_mapping, hf_names
+from phalanx.models import hf_mapping
 from phalanx.models.decoder import Decoder
 from phalanx.models.init import build, reset_buffers
 from phalanx.spec import hf_config
@@ -99,7 +99,7 @@ def compare(folder: Path, reference: ReferenceLogits) -> Match:
 def _ours(folder: Path, reference: ReferenceLogits) -> tuple[Tensor, Tensor]:
     """The logits of our own model with the folder's weights, in fp32 and in the format of the reference."""
     spec, files = hf_config.model_spec(folder), WeightsFolder(folder)
-    table = hf_names.match(files, spec, hf_config.interleaved(hf_config.read_config(folder)))
+    table = hf_mapping.match(files, spec)
     model = build(spec)
     assert isinstance(model, Decoder)
     exact = rounded = reference.tokens_S[None]

@@ -19,7 +19,7 @@ from phalanx.data.tokenizer import Tokenizer, open_tokenizer
 from phalanx.evaluation.perplexity import Meter
 from phalanx.evaluation.score import Scorer
 from phalanx.events.rundir import RunDir
-from phalanx.models import hf_mapping, hf_names
+from phalanx.models import hf_mapping
 from phalanx.models.init import build, reset_buffers
 from phalanx.spec import hf_config
 from phalanx.spec.check import check
@@ -134,7 +134,7 @@ def _stops(folder: Path | None, tokenizer: Tokenizer) -> frozenset[int]:
 def _open_folder(path: Path, device: torch.device) -> Opened:
     spec = hf_config.model_spec(path)
     files = WeightsFolder(path)
-    table = hf_names.match(files, spec, hf_config.interleaved(hf_config.read_config(path)))
+    table = hf_mapping.match(files, spec)
     tokenizer, data = tokenizer_of(path)
     run = run_for(spec, data, path)
     model = _empty(run, device)

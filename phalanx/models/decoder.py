@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from phalanx.models.attention import Attention, KVCache, Scope
+from phalanx.models.attention import Attention, KVCache, LatentAttention, Scope
 from phalanx.models.layers import GELU, SwiGLU, norm, rotary
-from phalanx.models.mla import LatentAttention
 from phalanx.models.moe import MoE
 from phalanx.models.mtp import MTPModule, mtp_tokens
 from phalanx.spec.model import ModelSpec

@@ -1,5 +1,5 @@
-"""How the values of our tensors map to Hugging Face's tensors, and the conversion of a few rows at a time in both directions.
-`models/hf_names` makes the table; import, export and `model.from` apply it block by block.
+"""How our tensors map to Hugging Face's, for every family, and the conversion of a few rows at a time in both directions. Import,
+export and `model.from` apply one table block by block. A new family needs a few lines here and its config in `spec/hf_config`.
 
 A Hugging Face tensor is treated as a matrix: all dimensions but the last are rows, and each value of a vector is a row. So every read
 is one contiguous range of bytes, whatever the two layouts are.
@@ -8,12 +8,28 @@ is one contiguous range of bytes, whatever the two layouts are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from phalanx.spec import hf_config
+from phalanx.spec.errors import RunError
+from phalanx.spec.hf_config_write import family
+from phalanx.spec.model import Mla, ModelSpec, Moe
+
+_ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
+_MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+_MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
+_IGNORED = (
+    r".*\.rotary_emb\.inv_freq",
+    r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",  # GPT-2's causal mask, which some files store
+)
+_AGAIN = "Save or download the folder again."
 BLOCK = 64 << 20
 """Bytes to read at a time."""
 Rows = Callable[[str, int, int], Tensor]
@@ -144,3 +160,206 @@ def _order(pairs: tuple[int, int], count: int) -> Tensor:
 def matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     """A tensor's rows and width."""
     return (math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (math.prod(shape), 1)
+
+
+class Files(Protocol):
+    """The tensors of a folder; `checkpointing/hf_folder` implements it."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def names(self) -> Collection[str]: ...
+    def shape(self, name: str) -> tuple[int, ...] | None: ...
+    def check(self, wanted: dict[str, tuple[int, ...]], ignored: Collection[str], together: list[list[str]]) -> None: ...
+
+
+def match(files: Files, spec: ModelSpec) -> tuple[Entry, ...]:
+    """The table for a folder, after comparing every tensor with it; RunError names those that do not fit."""
+    _plausible(files, spec)
+    entries = table(spec, files.names, hf_config.interleaved(hf_config.read_config(files.path)))
+    expected = {part.hf_name: part.shape for entry in entries for part in entry.parts}
+    stacks = [[part.hf_name for part in entry.parts] for entry in entries if len(entry.parts) > 1]
+    files.check(expected, [name for name in files.names if _ignorable(name, spec)], stacks)
+    return entries
+
+
+def _plausible(files: Files, spec: ModelSpec) -> None:
+    """Refuse more layers or experts than the folder can have, before a table of them is made."""
+    config, most = files.path / "config.json", len(files.names)
+    if spec.layers + spec.mtp_depth > most:
+        raise RunError(
+            f"{config} asks for {spec.layers + spec.mtp_depth} layers, but the folder has only {most} tensors. {_AGAIN}"
+        )
+    if spec.moe is None:
+        return
+    routers = (f"model.layers.{spec.moe.dense_layers}.{block}.gate.weight" for block in ("mlp", "block_sparse_moe"))
+    routed = next((shape[0] for name in routers if (shape := files.shape(name))), None)
+    if spec.moe.experts > most and spec.moe.experts != routed:
+        has = f"the folder has only {most} tensors" if routed is None else f"the router of the folder has {routed}"
+        raise RunError(f"{config} asks for {spec.moe.experts} experts, but {has}. {_AGAIN}")
+
+
+def table(spec: ModelSpec, names: Collection[str] = (), interleaved: bool = True) -> tuple[Entry, ...]:
+    """Every parameter and saved buffer. `names`: the tensors of a folder, for families with several formats.
+
+    `interleaved`: DeepSeek's rotated channels are interleaved pairs, as published.
+    """
+    kind = family(spec)
+    if kind == "gpt2":
+        return tuple(_gpt2(spec, "" if "wte.weight" in names else "transformer."))
+    return tuple(_decoder(spec, kind, set(names), interleaved))
+
+
+def copies(spec: ModelSpec) -> dict[str, str]:
+    """Tensors that a DeepSeek folder repeats for every module of multi-token prediction, to the tensor they copy."""
+    if spec.mla is None:
+        return {}
+    head = "model.embed_tokens.weight" if spec.tied else "lm_head.weight"
+    return {
+        f"model.layers.{spec.layers + depth}.{copy}": original
+        for depth in range(spec.mtp_depth)
+        for copy, original in (("embed_tokens.weight", "model.embed_tokens.weight"), ("shared_head.head.weight", head))
+    }
+
+
+def _ignorable(name: str, spec: ModelSpec) -> bool:
+    tied = spec.tied and name == "lm_head.weight"  # declared to be the embedding, so that its values are not used
+    return tied or name in copies(spec) or any(re.fullmatch(pattern, name) for pattern in _IGNORED)
+
+
+def _plain(ours: str, theirs: str, *shape: int) -> Entry:
+    return Entry(name=ours, shape=shape, parts=(HFPart(hf_name=theirs, shape=shape, rows=(0, matrix(shape)[0])),))
+
+
+def _decoder(spec: ModelSpec, kind: str, names: set[str], interleaved: bool) -> Iterator[Entry]:
+    yield _plain("embed.weight", "model.embed_tokens.weight", spec.rows, spec.dim)
+    for layer in range(spec.layers):
+        yield from _block(spec, f"blocks.{layer}", layer, kind, names, interleaved)
+    yield _plain("norm.weight", "model.norm.weight", spec.dim)
+    if not spec.tied:
+        yield _plain("head.weight", "lm_head.weight", spec.rows, spec.dim)
+    for depth in range(spec.mtp_depth if kind == "deepseek_v3" else 0):
+        layer = spec.layers + depth
+        ours, theirs = f"mtp.{depth}", f"model.layers.{layer}"
+        yield _plain(f"{ours}.token_norm.weight", f"{theirs}.enorm.weight", spec.dim)
+        yield _plain(f"{ours}.state_norm.weight", f"{theirs}.hnorm.weight", spec.dim)
+        yield _plain(f"{ours}.join.weight", f"{theirs}.eh_proj.weight", spec.dim, 2 * spec.dim)
+        yield from _block(spec, f"{ours}.block", layer, kind, names, interleaved)
+        yield _plain(f"{ours}.norm.weight", f"{theirs}.shared_head.norm.weight", spec.dim)
+
+
+def _block(spec: ModelSpec, ours: str, layer: int, kind: str, names: set[str], interleaved: bool) -> Iterator[Entry]:
+    theirs = f"model.layers.{layer}"
+    yield _plain(f"{ours}.attention_norm.weight", f"{theirs}.input_layernorm.weight", spec.dim)
+    if spec.mla is None:
+        yield from _attention(spec, f"{ours}.attention", f"{theirs}.self_attn")
+    else:
+        yield from _latent(spec, spec.mla, f"{ours}.attention", f"{theirs}.self_attn", interleaved)
+    yield _plain(f"{ours}.mlp_norm.weight", f"{theirs}.post_attention_layernorm.weight", spec.dim)
+    if spec.moe is None or layer < spec.moe.dense_layers:
+        yield from _mlp(f"{ours}.mlp", f"{theirs}.mlp", spec.dim, spec.hidden)
+    else:
+        yield from _experts(spec.moe, spec.dim, f"{ours}.mlp", theirs, kind, names)
+
+
+def _attention(spec: ModelSpec, ours: str, theirs: str) -> Iterator[Entry]:
+    for name, heads in (("query", spec.heads), ("key", spec.kv), ("value", spec.kv)):
+        yield _plain(f"{ours}.{name}.weight", f"{theirs}.{_ATTENTION[name]}.weight", heads * spec.head, spec.dim)
+    yield _plain(f"{ours}.output.weight", f"{theirs}.o_proj.weight", spec.dim, spec.heads * spec.head)
+    if spec.qk_norm:
+        yield _plain(f"{ours}.query_norm.weight", f"{theirs}.q_norm.weight", spec.head)
+        yield _plain(f"{ours}.key_norm.weight", f"{theirs}.k_norm.weight", spec.head)
+
+
+def _latent(spec: ModelSpec, mla: Mla, ours: str, theirs: str, interleaved: bool) -> Iterator[Entry]:
+    def rotated(name: str, other: str, height: int, *shape: int) -> Entry:
+        entry = _plain(f"{ours}.{name}.weight", f"{theirs}.{other}.weight", *shape)
+        pairs = (height, mla.rope_dim) if interleaved else None
+        return replace(entry, parts=(replace(entry.parts[0], pairs=pairs),))
+
+    head = mla.nope_dim + mla.rope_dim
+    if mla.q_rank is None:
+        yield rotated("query", "q_proj", head, spec.heads * head, spec.dim)
+    else:
+        yield _plain(f"{ours}.query_down.weight", f"{theirs}.q_a_proj.weight", mla.q_rank, spec.dim)
+        yield _plain(f"{ours}.query_rank_norm.weight", f"{theirs}.q_a_layernorm.weight", mla.q_rank)
+        yield rotated("query_up", "q_b_proj", head, spec.heads * head, mla.q_rank)
+    latent = mla.kv_rank + mla.rope_dim
+    yield rotated("kv_down", "kv_a_proj_with_mqa", latent, latent, spec.dim)
+    yield _plain(f"{ours}.kv_rank_norm.weight", f"{theirs}.kv_a_layernorm.weight", mla.kv_rank)
+    expanded = spec.heads * (mla.nope_dim + mla.value_dim)
+    yield _plain(f"{ours}.kv_up.weight", f"{theirs}.kv_b_proj.weight", expanded, mla.kv_rank)
+    yield _plain(f"{ours}.output.weight", f"{theirs}.o_proj.weight", spec.dim, spec.heads * mla.value_dim)
+
+
+def _mlp(ours: str, theirs: str, dim: int, width: int) -> Iterator[Entry]:
+    yield _plain(f"{ours}.gate.weight", f"{theirs}.gate_proj.weight", width, dim)
+    yield _plain(f"{ours}.up.weight", f"{theirs}.up_proj.weight", width, dim)
+    yield _plain(f"{ours}.down.weight", f"{theirs}.down_proj.weight", dim, width)
+
+
+def _experts(moe: Moe, dim: int, ours: str, layer: str, kind: str, names: set[str]) -> Iterator[Entry]:
+    fused = f"{layer}.mlp.experts.gate_up_proj" in names  # the in-memory format of transformers 5, which may save it
+    old = kind == "mixtral" and not fused and f"{layer}.mlp.gate.weight" not in names
+    theirs = f"{layer}.block_sparse_moe" if old else f"{layer}.mlp"
+    yield _plain(f"{ours}.router.weight", f"{theirs}.gate.weight", moe.experts, dim)
+    if moe.router == "sigmoid":
+        bias = _plain(f"{ours}.router.bias", f"{theirs}.gate.e_score_correction_bias", moe.experts)
+        yield replace(bias, exact=True)
+    for name in ("gate", "up", "down"):
+        shape = (dim, moe.ffn) if name == "down" else (moe.ffn, dim)
+        if fused:
+            parts = tuple(_fused(moe, dim, f"{theirs}.experts", name, expert) for expert in range(moe.experts))
+        else:
+            word = _MIXTRAL[name] if kind == "mixtral" else _MLP[name]
+            parts = tuple(
+                HFPart(hf_name=f"{theirs}.experts.{expert}.{word}.weight", shape=shape, rows=(0, shape[0]), expert=expert)
+                for expert in range(moe.experts)
+            )
+        yield Entry(name=f"{ours}.experts.{name}", shape=(moe.experts, *shape), parts=parts)
+    if moe.shared:
+        yield from _mlp(f"{ours}.shared", f"{theirs}.shared_experts", dim, moe.shared * moe.ffn)
+
+
+def _fused(moe: Moe, dim: int, theirs: str, name: str, expert: int) -> HFPart:
+    """One expert of fused tensors: gate above up, [E, 2F, D], and down, [E, D, F]."""
+    if name == "down":
+        shape, first, height = (moe.experts, dim, moe.ffn), expert * dim, dim
+    else:
+        shape, height = (moe.experts, 2 * moe.ffn, dim), moe.ffn
+        first = (2 * expert + (name == "up")) * moe.ffn
+    word = "down_proj" if name == "down" else "gate_up_proj"
+    return HFPart(hf_name=f"{theirs}.{word}", shape=shape, rows=(first, first + height), expert=expert)
+
+
+def _gpt2(spec: ModelSpec, prefix: str) -> Iterator[Entry]:
+    """GPT-2's matrices are [in, out], and query, key and value are columns of one matrix."""
+    dim, hidden = spec.dim, spec.hidden
+
+    def norm(ours: str, theirs: str) -> Iterator[Entry]:
+        for kind in ("weight", "bias"):
+            yield _plain(f"{ours}.{kind}", f"{prefix}{theirs}.{kind}", dim)
+
+    def linear(ours: str, theirs: str, inner: int, outer: int) -> Iterator[Entry]:
+        part = HFPart(hf_name=f"{prefix}{theirs}.weight", shape=(inner, outer), rows=(0, inner), transposed=True)
+        yield Entry(name=f"{ours}.weight", shape=(outer, inner), parts=(part,))
+        yield _plain(f"{ours}.bias", f"{prefix}{theirs}.bias", outer)
+
+    yield _plain("embed.weight", f"{prefix}wte.weight", spec.rows, dim)
+    yield _plain("position_embed.weight", f"{prefix}wpe.weight", spec.context, dim)
+    for layer in range(spec.layers):
+        ours, theirs = f"blocks.{layer}", f"h.{layer}"
+        yield from norm(f"{ours}.attention_norm", f"{theirs}.ln_1")
+        for index, name in enumerate(("query", "key", "value")):
+            where, part = f"{prefix}{theirs}.attn.c_attn", (index * dim, (index + 1) * dim)
+            weight = HFPart(hf_name=f"{where}.weight", shape=(dim, 3 * dim), rows=(0, dim), columns=part, transposed=True)
+            yield Entry(name=f"{ours}.attention.{name}.weight", shape=(dim, dim), parts=(weight,))
+            bias = HFPart(hf_name=f"{where}.bias", shape=(3 * dim,), rows=part)
+            yield Entry(name=f"{ours}.attention.{name}.bias", shape=(dim,), parts=(bias,))
+        yield from linear(f"{ours}.attention.output", f"{theirs}.attn.c_proj", dim, dim)
+        yield from norm(f"{ours}.mlp_norm", f"{theirs}.ln_2")
+        yield from linear(f"{ours}.mlp.up", f"{theirs}.mlp.c_fc", dim, hidden)
+        yield from linear(f"{ours}.mlp.down", f"{theirs}.mlp.c_proj", hidden, dim)
+    yield from norm("norm", "ln_f")
+    if not spec.tied:
+        yield _plain("head.weight", "lm_head.weight", spec.rows, dim)

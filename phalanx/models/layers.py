@@ -74,7 +74,9 @@ def rotary(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
     if scaling is None or scaling.kind != "yarn":
         return angles.cos(), angles.sin()
     size = yarn_temperature(scaling.factor)
-    if scaling.mscale and scaling.mscale_all_dim:  # the rest of the correction is in the attention scale: see `models/mla`
+    if (
+        scaling.mscale and scaling.mscale_all_dim
+    ):  # the rest of the correction is in the attention scale: see `models/attention`
         size = yarn_temperature(scaling.factor, scaling.mscale) / yarn_temperature(scaling.factor, scaling.mscale_all_dim)
     return angles.cos() * size, angles.sin() * size
 

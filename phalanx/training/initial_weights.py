@@ -14,7 +14,7 @@ from phalanx.checkpointing.location import Location
 from phalanx.checkpointing.restore import CheckpointReader
 from phalanx.checkpointing.restore import load as load_tensors
 from phalanx.checkpointing.state_tensor import StateTensor
-from phalanx.models import hf_mapping, hf_names
+from phalanx.models import hf_mapping
 from phalanx.spec import hf_config
 from phalanx.spec.errors import RunError
 
@@ -30,7 +30,7 @@ def load(tensors: Mapping[str, StateTensor], shapes: Shapes, folder: Path) -> No
     if hf_config.is_folder(folder):
         spec = hf_config.model_spec(folder)
         files = WeightsFolder(folder)
-        table = hf_names.match(files, spec, hf_config.interleaved(hf_config.read_config(folder)))
+        table = hf_mapping.match(files, spec)
         _check(folder, shapes, {entry.name: entry.shape for entry in table})
         own = tuple(entry for entry in table if entry.name in tensors)
         offsets = {name: state.slice.offset for name, state in tensors.items()}

@@ -19,7 +19,7 @@ from torch import nn
 
 from phalanx import accelerator
 from phalanx.checkpointing.hf_folder import WeightsFolder
-from phalanx.models import hf_names
+from phalanx.models import hf_mapping
 from phalanx.models.init import build, reset_buffers
 from phalanx.spec import hf_config
 from phalanx.spec.errors import RunError
@@ -57,7 +57,7 @@ def measure(run: Run) -> dict[str, Any]:
 
 def match_folder(folder: Path) -> None:
     """Check that a Hugging Face folder has every tensor of its model in the right shape. Reads only the headers."""
-    hf_names.match(WeightsFolder(folder), hf_config.model_spec(folder), hf_config.interleaved(hf_config.read_config(folder)))
+    hf_mapping.match(WeightsFolder(folder), hf_config.model_spec(folder))
 
 
 def try_forward(run: Run, model: nn.Module) -> None:

@@ -89,7 +89,7 @@ def test_export_with_other_logits_is_discarded(workshop: Workshop) -> None:
     sabotage = workshop.sabotage("")
     body = (
         "import sys\nif 'phalanx.evaluation.export_process' in sys.orig_argv:\n"
-        "    from phalanx.models import hf_names\n    real = hf_names.table\n"
+        "    from phalanx.models import hf_mapping\n    real = hf_mapping.table\n"
         "    def table(spec, *rest):\n"
         "        entries = list(real(spec, *rest))\n"
         "        if rest:  # as the folder is read again\n"
@@ -100,7 +100,7 @@ def test_export_with_other_logits_is_discarded(workshop: Workshop) -> None:
         "        a, b = entries[key], entries[value]\n"
         "        entries[key], entries[value] = replace(a, name=b.name), replace(b, name=a.name)\n"
         "        return tuple(entries)\n"
-        "    hf_names.table = table\n"
+        "    hf_mapping.table = table\n"
     )
     (workshop.path / "sabotage" / "sitecustomize.py").write_text(body)
     ended = workshop.run("train", workshop.run_file.name, *SHARED, "--run-dir", "broken", "--json", env=sabotage)

@@ -84,14 +84,14 @@ BIG = """
 import json, sys, torch
 from pathlib import Path
 from phalanx.checkpointing.hf_folder import WeightsWriter
-from phalanx.models import hf_names
+from phalanx.models import hf_mapping
 from phalanx.spec import hf_config_write
 from phalanx.spec.model import ModelSpec, Moe
 
 folder = Path(sys.argv[1]).absolute()
 moe = Moe(experts=8, active=2, ffn=int(sys.argv[3]))
 spec = ModelSpec(vocab=int(sys.argv[2]), dim=1024, layers=int(sys.argv[4]), heads=16, kv_heads=4, moe=moe, ffn=moe.ffn, context=64)
-tensors = {piece.hf_name: (piece.shape, torch.bfloat16) for entry in hf_names.table(spec) for piece in entry.parts}
+tensors = {piece.hf_name: (piece.shape, torch.bfloat16) for entry in hf_mapping.table(spec) for piece in entry.parts}
 folder.mkdir()
 writer = WeightsWriter(folder, tensors, 500_000_000)
 for name, (shape, _) in tensors.items():

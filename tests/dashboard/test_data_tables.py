@@ -9,8 +9,7 @@ from rich.console import Console
 
 from phalanx.dashboard.data_tables import SourceFormat, looking_through, show_inspected, show_sample
 from phalanx.data.corpus import MemoryCorpus
-from phalanx.data.inspect import InspectOptions, inspect
-from phalanx.data.preview import PieceView, SampleView, TextSpan
+from phalanx.data.inspect import InspectOptions, PieceView, SampleView, TextSpan, inspect
 from phalanx.data.tokenizer import ByteTokenizer
 
 

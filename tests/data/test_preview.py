@@ -11,7 +11,7 @@ from corpora import write_token_files
 from evaluation.tiny import bpe
 
 from phalanx.data.dataset import Dataset, open_dataset
-from phalanx.data.preview import SampleView, batches, split_samples
+from phalanx.data.inspect import SampleView, batches, split_samples
 from phalanx.data.tokenizer import ByteTokenizer
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Data, MixedSource

@@ -9,7 +9,7 @@ import torch
 from hf_models import CONFIGS, logits, make, save, tokens
 from torch import Tensor
 
-from phalanx.models import hf_mapping, hf_names
+from phalanx.models import hf_mapping
 from phalanx.models.decoder import Decoder
 from phalanx.models.init import build
 from phalanx.spec import hf_config, hf_config_write
@@ -32,7 +32,7 @@ def test_logits_equal_those_of_transformers(tmp_path_factory: pytest.TempPathFac
     spec = hf_config.model_spec(folder)
     state = theirs.state_dict()
     ours = Decoder(spec).eval()
-    hf_mapping.fill(ours.state_dict(), hf_names.table(spec, state), rows_of(state))
+    hf_mapping.fill(ours.state_dict(), hf_mapping.table(spec, state), rows_of(state))
     assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
     ids = tokens()
     expected = logits(theirs, ids)
@@ -79,7 +79,7 @@ SPECS = {name: replace(spec, vocab=spec.vocab or 257) for name, spec in PRESETS.
 @pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if _expressible(spec)])
 def test_the_table_has_every_tensor_of_the_model_once(name: str) -> None:
     spec = SPECS[name]
-    entries = hf_names.table(spec)
+    entries = hf_mapping.table(spec)
     ours = {key: tuple(tensor.shape) for key, tensor in build(spec).state_dict().items()}
     if spec.mla is None:
         ours = {key: shape for key, shape in ours.items() if not key.startswith("mtp.")}
@@ -95,7 +95,7 @@ def test_blocks_of_any_size_give_the_same_tensors(name: str, most: int) -> None:
     state = theirs.state_dict()
     config = hf_config.FAMILIES[type(theirs).__name__]
     spec = config[0](hf_config.Config(None, theirs.config.to_dict(), config[1]))  # type: ignore[arg-type]
-    for entry in hf_names.table(spec, state):
+    for entry in hf_mapping.table(spec, state):
         whole, small = torch.empty(entry.shape), torch.full(entry.shape, torch.nan)
         hf_mapping.fill({entry.name: whole}, (entry,), rows_of(state))
         for block in hf_mapping.blocks(entry, 4, most):
@@ -111,5 +111,5 @@ def test_weights_saved_by_transformers_have_the_names_of_the_table(tmp_path_fact
         save(folder, name, words=False)
         with safetensors.safe_open(folder / "model.safetensors", "pt") as file:
             theirs = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118  # it is no dict
-        table = hf_names.table(hf_config.model_spec(folder), theirs)
+        table = hf_mapping.table(hf_config.model_spec(folder), theirs)
         assert {piece.hf_name: piece.shape for entry in table for piece in entry.parts} == theirs, name

@@ -13,7 +13,7 @@ from hf_models import make
 from ranks import ALONE, tiny_run, tiny_trainer
 from torch import Tensor
 
-from phalanx.models import hf_mapping, hf_names
+from phalanx.models import hf_mapping
 from phalanx.optim.optimizer import learning_rate
 from phalanx.spec import hf_config
 from phalanx.spec.model import ModelSpec
@@ -24,9 +24,9 @@ STEPS = 6
 
 def ours_from(tensors: dict[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
     """Their tensors, weights or gradients, under our names."""
-    found = {entry.name: torch.empty(entry.shape) for entry in hf_names.table(spec, tensors)}
+    found = {entry.name: torch.empty(entry.shape) for entry in hf_mapping.table(spec, tensors)}
     rows = lambda name, first, last: tensors[name].reshape(hf_mapping.matrix(tuple(tensors[name].shape)))[first:last]  # noqa: E731
-    hf_mapping.fill(found, hf_names.table(spec, tensors), rows)
+    hf_mapping.fill(found, hf_mapping.table(spec, tensors), rows)
     return found
 
 

@@ -14,8 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from phalanx.data import files
 from phalanx.data.files import Decompressed
-from phalanx.data.table_records import ParquetRows, row_groups
-from phalanx.data.text_records import JsonLines, lines, next_line, text_in
+from phalanx.data.records import JsonLines, ParquetRows, lines, next_line, row_groups, text_in
 
 
 def test_line_reader_equals_split() -> None:
