@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
-from phalanx.spec.errors import Finding, RunError, around, divisors, either, multiples, quote, toml
-from phalanx.spec.keys import KEYS, OPTIONAL
+from phalanx.spec.errors import RunError, nearest_divisors, nearest_multiples, quote, toml
+from phalanx.spec.keys import KEYS, OPTIONAL, Finding, finding
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.origin import origin, overridable
 from phalanx.spec.run import Run
@@ -19,26 +18,18 @@ def model_findings(run: Run) -> Iterator[Finding]:
     """Problems between the keys of [model], and with train.sequence_length."""
     yield from _start(run)
     yield from _module(run)
-    if run.model.module is not None:
-        return  # the custom module decides what the sizes mean
-    yield from _attention(run)
-    yield from _latent(run)
-    yield from _positions(run)
-    yield from _scaling(run)
-    yield from _experts(run)
+    if run.model.module is None:  # otherwise the custom module decides what the sizes mean
+        for rules in (_attention, _latent, _positions, _experts):
+            yield from rules(run)
 
 
 def _start(run: Run) -> Iterator[Finding]:
     """Only one of preset, folder and module may define the model."""
     model = run.model
-    for other in ("from", "module") if model.preset is not None else ():
-        value = model.from_ if other == "from" else model.module
-        if value is not None:
-            yield Finding(
-                (f"model.{other}", "model.preset"),
-                f"model.{other} = {quote(value)} and model.preset = {toml(model.preset)} both define the model: "
-                "remove one of them.",
-            )
+    if model.preset is not None:
+        for key, value in (("from", model.from_), ("module", model.module)):
+            if value is not None:
+                yield finding(run, f"{{model.{key}}} and {{model.preset}} both define the model: remove one of them.")
     if model.from_ is None:
         return
     try:
@@ -49,13 +40,11 @@ def _start(run: Run) -> Iterator[Finding]:
             yield Finding(("model.from",), blamed, not_if_resolved=True)
         return
     if start is not None:
-        yield from _differences(run, start.model)
+        for difference in _differences(run, start.model):
+            yield difference._replace(not_if_resolved=True)
     elif model.vocab is None:  # otherwise the sizes were read earlier, and the folder may be gone
-        yield Finding(
-            ("model.from",),
-            f"model.from = {toml(model.from_)} does not exist: name a folder of Hugging Face weights, a run directory or a "
-            "checkpoint.",
-        )
+        text = "{model.from} does not exist: name a folder of Hugging Face weights, a run directory or a checkpoint."
+        yield finding(run, text)
 
 
 def _differences(run: Run, theirs: ModelSpec) -> Iterator[Finding]:
@@ -64,35 +53,18 @@ def _differences(run: Run, theirs: ModelSpec) -> Iterator[Finding]:
     for table in absent:
         if getattr(run.model, table.removeprefix("model.")) is not None:
             first = next(path for path in KEYS if path.startswith(f"{table}."))
-            yield Finding(
-                (first, "model.from"),
-                f"model.from = {toml(run.model.from_)} has no {table}: remove [{table}].",
-                not_if_resolved=True,
-            )
-    our_defaults, their_defaults = _computed_defaults(run.model), _computed_defaults(theirs)
+            yield Finding((first, "model.from"), f"model.from = {toml(run.model.from_)} has no {table}: remove [{table}].")
     for path, key in KEYS.items():
-        if not path.startswith("model.") or key.table in absent or overridable(path, run.model):
+        if not path.startswith("model.") or key.table in absent or overridable(key, run.model):
             continue
         given = key.of(run), key.of(Run(model=theirs))
-        our_value, their_value = our_defaults.get(path, given[0]), their_defaults.get(path, given[1])
+        our_value = run.model.computed_defaults.get(path, given[0])
+        their_value = theirs.computed_defaults.get(path, given[1])
         if given != (None, None) and our_value != their_value:
-            has = "none" if their_value is None else quote(their_value)
-            yield Finding(
-                (path, "model.from"),
-                f"{path} = {quote(our_value)} differs from the {has} of model.from = {toml(run.model.from_)}: remove it.",
-                not_if_resolved=True,
-            )
+            value = "none" if their_value is None else quote(their_value)
+            yield finding(run, f"{{{path}}} differs from the {{value}} of {{model.from}}: remove it.", value=value)
     if run.model.options != theirs.options:
-        yield Finding(
-            ("model.from",),
-            f"model.options differ from those of model.from = {toml(run.model.from_)}: remove [model.options].",
-            not_if_resolved=True,
-        )
-
-
-def _computed_defaults(model: ModelSpec) -> dict[str, Any]:
-    """The values of keys whose default follows from other sizes."""
-    return {"model.kv_heads": model.kv, "model.head_dim": model.head, "model.ffn": model.hidden}
+        yield finding(run, "model.options differ from those of {model.from}: remove [model.options].")
 
 
 def _module(run: Run) -> Iterator[Finding]:
@@ -106,17 +78,10 @@ def _module(run: Run) -> Iterator[Finding]:
             )
         return
     if not _MODULE.fullmatch(model.module):
-        yield Finding(
-            ("model.module",),
-            f"model.module = {quote(model.module)} does not name a class: write it as "
-            '"package.module:Class", such as "mypackage.mymodel:MyModel".',
-        )
+        example = '"package.module:Class", such as "mypackage.mymodel:MyModel"'
+        yield finding(run, "{model.module} does not name a class: write it as {example}.", example=example)
     if model.mtp_depth:
-        yield Finding(
-            ("model.mtp_depth", "model.module"),
-            f"model.mtp_depth = {model.mtp_depth} belongs to the built-in decoder, but model.module = {quote(model.module)}: "
-            "remove model.mtp_depth.",
-        )
+        yield finding(run, "{model.mtp_depth} belongs to the built-in decoder, but {model.module}: remove model.mtp_depth.")
 
 
 def _attention(run: Run) -> Iterator[Finding]:
@@ -124,22 +89,16 @@ def _attention(run: Run) -> Iterator[Finding]:
     if model.mla is not None:
         return  # latent attention has its own head widths
     if model.heads % model.kv:
-        yield Finding(
-            ("model.kv_heads", "model.heads"),
-            f"model.kv_heads = {model.kv} does not divide model.heads = {model.heads}: "
-            f"set it to {either(around(model.kv, divisors(model.heads)))}.",
-        )
+        near = nearest_divisors(model.kv, model.heads)
+        yield finding(run, "{model.kv_heads} does not divide {model.heads}: set it to {near}.", near=near)
     if model.head_dim is None and model.dim % model.heads:
-        yield Finding(
-            ("model.heads", "model.dim", "model.head_dim"),
-            f"model.heads = {model.heads} does not divide model.dim = {model.dim}: set model.heads to "
-            f"{either(around(model.heads, divisors(model.dim)))}, or give model.head_dim.",
-        )
+        text = "{model.heads} does not divide {model.dim}: set model.heads to {near}, or give model.head_dim."
+        yield finding(run, text, "model.head_dim", near=nearest_divisors(model.heads, model.dim))
     elif model.positions == "rope" and model.head % 2:
         which = f"model.head_dim = {model.head}" if model.head_dim else f"model.dim / model.heads = {model.head}"
         yield Finding(
             ("model.head_dim", "model.heads", "model.dim", "model.positions"),
-            f"{which} is odd, but rotary positions rotate pairs of values: take {either(multiples(model.head, 2))}.",
+            f"{which} is odd, but rotary positions rotate pairs of values: take {nearest_multiples(model.head, 2)}.",
         )
 
 
@@ -148,38 +107,32 @@ def _latent(run: Run) -> Iterator[Finding]:
     if latent is None:
         return
     if model.positions != "rope":
-        yield Finding(
-            ("model.positions", "model.mla.kv_rank"),
-            f"model.positions = {toml(model.positions)} cannot be combined with [model.mla], whose heads have a rotated part: "
+        yield finding(
+            run,
+            "{model.positions} cannot be combined with [model.mla], whose heads have a rotated part: "
             'set it to "rope", or remove [model.mla].',
+            "model.mla.kv_rank",
         )
     if latent.rope_dim % 2:
-        yield Finding(
-            ("model.mla.rope_dim",),
-            f"model.mla.rope_dim = {latent.rope_dim} is odd, but rotary positions rotate pairs of values: "
-            f"take {either(multiples(latent.rope_dim, 2))}.",
-        )
-    for name in ("kv_heads", "head_dim", "qk_norm", "bias"):
-        if getattr(model, name):
-            yield Finding(
-                (f"model.{name}", "model.mla.kv_rank"),
-                f"model.{name} = {toml(getattr(model, name))} has no meaning with [model.mla]: remove one of the two.",
-            )
+        text = "{model.mla.rope_dim} is odd, but rotary positions rotate pairs of values: take {near}."
+        yield finding(run, text, near=nearest_multiples(latent.rope_dim, 2))
+    for key in ("kv_heads", "head_dim", "qk_norm", "bias"):
+        if getattr(model, key):
+            text = f"{{model.{key}}} has no meaning with [model.mla]: remove one of the two."
+            yield finding(run, text, "model.mla.kv_rank")
 
 
 def _positions(run: Run) -> Iterator[Finding]:
-    model, length = run.model, run.train.sequence_length
-    if model.positions == "learned" and model.context < length:
-        yield Finding(
-            ("train.sequence_length", "model.context", "model.positions", "model.preset"),
-            f"train.sequence_length = {length} exceeds the table of learned positions, model.context = {model.context}: "
-            f"set train.sequence_length to at most {model.context}, or enlarge model.context.",
+    model, scaling = run.model, run.model.rope_scaling
+    if model.positions == "learned" and model.context < run.train.sequence_length:
+        yield finding(
+            run,
+            "{train.sequence_length} exceeds the table of learned positions, {model.context}: "
+            "set train.sequence_length to at most {most}, or enlarge model.context.",
+            "model.positions",
+            "model.preset",
+            most=model.context,
         )
-
-
-def _scaling(run: Run) -> Iterator[Finding]:
-    model = run.model
-    scaling = model.rope_scaling
     if scaling is None:
         return
     if model.positions != "rope":
@@ -189,17 +142,11 @@ def _scaling(run: Run) -> Iterator[Finding]:
             'remove model.rope_scaling, or set model.positions to "rope".',
         )
     if scaling.kind == "yarn" and scaling.beta_fast <= scaling.beta_slow:
-        yield Finding(
-            ("model.rope_scaling.beta_fast", "model.rope_scaling.beta_slow"),
-            f"model.rope_scaling.beta_fast = {scaling.beta_fast} is not above "
-            f"model.rope_scaling.beta_slow = {scaling.beta_slow}: raise the one or lower the other.",
-        )
+        remedy = "raise the one or lower the other"
+        yield finding(run, f"{{model.rope_scaling.beta_fast}} is not above {{model.rope_scaling.beta_slow}}: {remedy}.")
     if scaling.kind == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
-        yield Finding(
-            ("model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor"),
-            f"model.rope_scaling.low_freq_factor = {scaling.low_freq_factor} is not below "
-            f"model.rope_scaling.high_freq_factor = {scaling.high_freq_factor}: lower the one or raise the other.",
-        )
+        text = "{model.rope_scaling.low_freq_factor} is not below {model.rope_scaling.high_freq_factor}: {remedy}."
+        yield finding(run, text, remedy="lower the one or raise the other")
 
 
 def _experts(run: Run) -> Iterator[Finding]:
@@ -207,49 +154,32 @@ def _experts(run: Run) -> Iterator[Finding]:
     if moe is None:
         return
     if model.activation != "swiglu":
-        yield Finding(
-            ("model.activation", "model.moe.experts"),
-            f"model.activation = {toml(model.activation)} cannot be combined with [model.moe], whose experts are gated: "
+        yield finding(
+            run,
+            "{model.activation} cannot be combined with [model.moe], whose experts are gated: "
             'set it to "swiglu", or remove [model.moe].',
+            "model.moe.experts",
         )
     if model.bias:
-        yield Finding(
-            ("model.bias", "model.moe.experts"),
-            "model.bias = true cannot be combined with [model.moe], whose experts have no biases: remove one of the two.",
-        )
+        text = "{model.bias} cannot be combined with [model.moe], whose experts have no biases: remove one of the two."
+        yield finding(run, text, "model.moe.experts")
+    exceeds = "{%s} exceeds {%s}: set it to at most {most}."
     if moe.dense_layers > model.layers:
-        yield Finding(
-            ("model.moe.dense_layers", "model.layers"),
-            f"model.moe.dense_layers = {moe.dense_layers} exceeds model.layers = {model.layers}: "
-            f"set it to at most {model.layers}.",
-        )
+        yield finding(run, exceeds % ("model.moe.dense_layers", "model.layers"), most=model.layers)
+    choice = moe.experts // moe.groups * moe.active_groups
     if moe.active > moe.experts:
-        yield Finding(
-            ("model.moe.active", "model.moe.experts"),
-            f"model.moe.active = {moe.active} exceeds model.moe.experts = {moe.experts}: set it to at most {moe.experts}.",
-        )
-    else:
-        yield from _groups(run)
-
-
-def _groups(run: Run) -> Iterator[Finding]:
-    moe = run.model.moe
-    assert moe is not None
-    if moe.experts % moe.groups:
-        yield Finding(
-            ("model.moe.groups", "model.moe.experts"),
-            f"model.moe.groups = {moe.groups} does not divide model.moe.experts = {moe.experts}: "
-            f"set it to {either(around(moe.groups, divisors(moe.experts)))}.",
-        )
+        yield finding(run, exceeds % ("model.moe.active", "model.moe.experts"), most=moe.experts)
+    elif moe.experts % moe.groups:
+        near = nearest_divisors(moe.groups, moe.experts)
+        yield finding(run, "{model.moe.groups} does not divide {model.moe.experts}: set it to {near}.", near=near)
     elif moe.active_groups > moe.groups:
-        yield Finding(
-            ("model.moe.active_groups", "model.moe.groups"),
-            f"model.moe.active_groups = {moe.active_groups} exceeds model.moe.groups = {moe.groups}: "
-            f"set it to at most {moe.groups}.",
-        )
-    elif moe.active > (choice := moe.experts // moe.groups * moe.active_groups):
-        yield Finding(
-            ("model.moe.active", "model.moe.active_groups", "model.moe.groups", "model.moe.experts"),
-            f"model.moe.active = {moe.active} exceeds the {choice} experts of model.moe.active_groups = {moe.active_groups}: "
-            f"set it to at most {choice}, or raise model.moe.active_groups.",
+        yield finding(run, exceeds % ("model.moe.active_groups", "model.moe.groups"), most=moe.groups)
+    elif moe.active > choice:
+        yield finding(
+            run,
+            "{model.moe.active} exceeds the {choice} experts of {model.moe.active_groups}: "
+            "set it to at most {choice}, or raise model.moe.active_groups.",
+            "model.moe.groups",
+            "model.moe.experts",
+            choice=choice,
         )

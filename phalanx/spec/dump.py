@@ -15,19 +15,6 @@ HEADER = "# The resolved run: the run file with overrides applied and every defa
 """First line of every run file that Phalanx writes. Such files may have the keys of earlier versions."""
 
 _DECIDING_TABLES = ["model", "data", "train", "optimizer", "precision"]
-_WITHOUT_EFFECT = {
-    "model.preset",  # a name for the sizes, which are compared themselves
-    "data.prefetch",
-    "data.cache",
-    "data.processes",
-    "data.max_bad_records",
-    "train.batch_tokens",  # another way to give train.batch
-    "train.steps",
-    "train.tokens",
-    "train.micro_batch",
-    "train.eval_every",
-    "train.eval_sequences",
-}
 
 
 def dump(run: Run) -> str:
@@ -57,10 +44,9 @@ def _preset_is_expressible(run: Run) -> bool:
 
 def identity(run: Run) -> dict[str, Any]:
     """The keys that decide what a run computes, as opposed to where, how fast and for how long; defaults are filled in."""
-    model = run.model
     keys = [key for table in tables_in(run) if table.split(".")[0] in _DECIDING_TABLES for key in keys_in(run, table)]
-    values = {key.path: key.of(run) for key in keys if key.path not in _WITHOUT_EFFECT}
-    values |= {"model.kv_heads": model.kv, "model.head_dim": model.head, "model.ffn": model.hidden, "train.batch": run.batch}
+    values = {key.path: key.of(run) for key in keys if "no_effect" not in key.metadata}
+    values |= {**run.model.computed_defaults, "train.batch": run.batch}
     if run.data.mix:  # which source a sample comes from depends on their order
         return values | {"data.mix": [source.name for source in run.data.mix]}
     return values | {"data.source": kind(run.data)}

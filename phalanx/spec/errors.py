@@ -7,7 +7,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 _NOUNS = {
     bool: "a boolean",
@@ -45,17 +45,6 @@ class RunFailed(PhalanxError):
     """A run that started and could not continue: a worker crashed, or too many steps were skipped."""
 
     exit_code = 1
-
-
-class Finding(NamedTuple):
-    """One problem between keys of the run file. The files `spec/check*` make it, `spec/load` reports it."""
-
-    keys: tuple[str, ...]
-    """The keys involved, the likeliest mistake first. The problem is reported at that key's line, and not at all if one of the
-    keys has a problem of its own."""
-    sentence: str
-    not_if_resolved: bool = False
-    """Not reported for a resolved file, which no longer needs the folders its values came from."""
 
 
 def toml(value: Any) -> str:
@@ -125,3 +114,13 @@ def multiples(number: int, unit: int) -> list[int]:
 def around(number: int, legal: list[int]) -> list[int]:
     """The nearest legal values below and above."""
     return [value for value in legal if value <= number][-1:] + [value for value in legal if value > number][:1]
+
+
+def nearest_divisors(number: int, whole: int) -> str:
+    """The divisors of `whole` next to a number that is none, in words."""
+    return either(around(number, divisors(whole)))
+
+
+def nearest_multiples(number: int, unit: int) -> str:
+    """The multiples of `unit` next to a number that is none, in words."""
+    return either(multiples(number, unit))

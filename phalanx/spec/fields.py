@@ -29,6 +29,17 @@ _MODULE = re.compile(r"((?:[^/]*/)?)([^./]*)")  # "model/", "optimizer/" or noth
 _OWN_MODULE = re.compile(r"(?m)^module = ")
 
 
+NO_EFFECT = {"no_effect": True}
+"""Metadata of a key of the tables that decide what a run computes, which itself does not: a run resumes with another value of it."""
+TRAINING_ONLY = {"training_only": True}
+"""Metadata of a key of [model] that a run may set although it starts from a folder: no weight's shape or meaning depends on it."""
+
+
+def read_by(*kinds: str) -> dict[str, Any]:
+    """Metadata of a key that only these kinds of source read."""
+    return {"read_by": kinds}
+
+
 def later(capability: str) -> dict[str, Any]:
     """Metadata of a key whose capability is not built yet: any value but the default is refused by name."""
     return {"later": capability}

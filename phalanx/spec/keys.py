@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+import string
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from keyword import iskeyword
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from phalanx.spec.errors import did_you_mean, either, near, noun, quote, toml
 from phalanx.spec.run import Run
@@ -92,6 +93,39 @@ _ALIASES = {
     "tensor_parallel_size": "layout.tensor",
     "pipeline_parallel_size": "layout.pipeline",
 }
+
+
+class Finding(NamedTuple):
+    """One problem between keys of the run file. The files `spec/check*` make it, `spec/load` reports it."""
+
+    keys: tuple[str, ...]
+    """The keys involved, the likeliest mistake first. The problem is reported at that key's line, and not at all if one of the
+    keys has a problem of its own."""
+    sentence: str
+    not_if_resolved: bool = False
+    """Not reported for a resolved file, which no longer needs the folders its values came from."""
+
+
+def finding(run: Run, template: str, *more: str, **words: object) -> Finding:
+    """A problem between the keys that the template names, and `more`. `{train.steps}` in it becomes "train.steps = 20"."""
+    sentence = _Sentence(run)
+    text = sentence.format(template, **words)
+    return Finding((*sentence.keys, *more), text)
+
+
+class _Sentence(string.Formatter):
+    """Fills in the values of the keys that a template names."""
+
+    def __init__(self, run: Run):
+        self.run, self.keys = run, list[str]()
+
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
+        key = find_key(field_name) if "." in field_name else None
+        if key is None:
+            return kwargs[field_name], field_name
+        self.keys.append(key.path)
+        value = self.run.model.computed_defaults.get(key.path, key.of(self.run))
+        return f"{key.path} = {toml(value)}", field_name
 
 
 class Wrong(ValueError):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from phalanx.spec.fields import within
+from phalanx.spec.fields import NO_EFFECT, TRAINING_ONLY, within
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,9 +73,9 @@ class Moe:
     """Groups of equal size that the experts are divided into."""
     active_groups: int = field(default=1, metadata=within(1))
     """A token chooses only among the experts of its N best groups."""
-    bias_rate: float = field(default=0.0, metadata=within(0.0))
+    bias_rate: float = field(default=0.0, metadata=within(0.0) | TRAINING_ONLY)
     """Balancing without a loss: after each step the bias of an overloaded expert decreases and that of an underloaded one increases, by up to this; 0: no bias."""
-    balance_loss: float = field(default=0.0, metadata=within(0.0))
+    balance_loss: float = field(default=0.0, metadata=within(0.0) | TRAINING_ONLY)
     """Weight of the load-balancing loss, computed over each sequence; 0: none."""
 
 
@@ -83,9 +83,9 @@ class Moe:
 class ModelSpec:
     """A decoder-only transformer. GPT-2/3, Llama 2/3, Qwen3, Mixtral and DeepSeek-V3 are settings of it."""
 
-    preset: str | None = None
+    preset: str | None = field(default=None, metadata=NO_EFFECT | TRAINING_ONLY)  # the sizes are compared themselves
     """Name of a known model, such as "llama3-8b"; any other key here overrides its sizes. `phalanx models` lists the names."""
-    from_: str | None = None
+    from_: str | None = field(default=None, metadata=TRAINING_ONLY)
     """A folder of Hugging Face weights, a run directory or a checkpoint whose model and weights training starts from."""
     module: str | None = None
     """A custom model instead of the built-in decoder: "package.module:Class"; docs/own-model.md describes its interface."""
@@ -129,11 +129,11 @@ class ModelSpec:
     """Multi-head latent attention in place of grouped-query attention."""
     moe: Moe | None = None
     """Mixture of experts in place of the feed-forward layer."""
-    mtp_depth: int = field(default=0, metadata=within(0, 8))
+    mtp_depth: int = field(default=0, metadata=within(0, 8) | TRAINING_ONLY)
     """Multi-token prediction: number of extra modules, each of which predicts one token further ahead; used in training only."""
-    mtp_loss_weight: float = field(default=0.3, metadata=within(0.0))
+    mtp_loss_weight: float = field(default=0.3, metadata=within(0.0) | TRAINING_ONLY)
     """Weight of the mean multi-token prediction loss."""
-    init_std: float = field(default=0.02, metadata=within(0.0))
+    init_std: float = field(default=0.02, metadata=within(0.0) | TRAINING_ONLY)
     """Standard deviation of the initial weights; divided by sqrt(2·layers) for weights that write into the residual stream."""
 
     @property
@@ -149,6 +149,11 @@ class ModelSpec:
         if self.ffn is not None:
             return self.ffn
         return 4 * self.dim if self.activation == "gelu" else -(-8 * self.dim // 3 // 64) * 64
+
+    @property
+    def computed_defaults(self) -> dict[str, int]:
+        """The values of the keys whose default follows from other sizes."""
+        return {"model.kv_heads": self.kv, "model.head_dim": self.head, "model.ffn": self.hidden}
 
     @property
     def rotated(self) -> int:

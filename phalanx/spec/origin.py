@@ -12,12 +12,10 @@ from typing import NamedTuple
 
 from phalanx.spec.draft import Draft
 from phalanx.spec.errors import RunError, toml
+from phalanx.spec.keys import Key
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.sources import TOKENIZER_FILE, vocabulary_size
 
-_TRAINING_ONLY = frozenset(
-    {"model.moe.bias_rate", "model.moe.balance_loss", "model.mtp_depth", "model.mtp_loss_weight", "model.init_std"}
-)
 _MARKER = "commit.json"
 
 
@@ -63,13 +61,9 @@ def origin(text: str) -> Origin | None:
     )
 
 
-def overridable(path: str, model: ModelSpec) -> bool:
+def overridable(key: Key, model: ModelSpec) -> bool:
     """Whether a run may change this key of the folder it starts from: no weight's shape or meaning depends on it."""
-    return (
-        path in _TRAINING_ONLY
-        or path in ("model.preset", "model.from")
-        or (path == "model.context" and model.positions == "rope")
-    )
+    return "training_only" in key.metadata or (key.path == "model.context" and model.positions == "rope")
 
 
 def under(model: ModelSpec, base: ModelSpec) -> ModelSpec:

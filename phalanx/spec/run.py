@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from phalanx.spec.fields import later, within
+from phalanx.spec.fields import NO_EFFECT, later, read_by, within
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 
@@ -19,28 +19,28 @@ class Source:
 
     source: Literal["stdlib", "text", "jsonl", "parquet", "hf", "chat", "tokens", "memory"] | None = None
     """The kind of text. "text": files, one document each; "jsonl", "parquet": one document per record; "hf": a Hugging Face dataset; "chat": conversations or instructions in JSONL (SFT); "tokens": files that `phalanx tokenize` wrote; "stdlib": Python's own source code, always available; "memory": `documents`. Default: inferred from the names in `paths` (.jsonl, .ndjson, .json; .parquet; a folder by its first file; otherwise "text"), or "stdlib" without paths."""
-    paths: tuple[str, ...] = ()
+    paths: tuple[str, ...] = field(default=(), metadata=read_by("text", "jsonl", "parquet", "hf", "chat", "tokens"))
     """Files, folders, globs or URLs (s3://, gs://, https://, …); .gz and .zst are decompressed. Relative to the working directory."""
-    documents: tuple[str, ...] = ()
+    documents: tuple[str, ...] = field(default=(), metadata=read_by("memory"))
     """The documents themselves, for source = "memory"; meant for small tests."""
-    split: str = "train"
+    split: str = field(default="train", metadata=read_by("hf"))
     """hf: the split to read."""
-    config: str | None = None
+    config: str | None = field(default=None, metadata=read_by("hf"))
     """hf: the configuration of the dataset."""
-    streaming: bool = False
+    streaming: bool = field(default=False, metadata=read_by("hf"))
     """hf: stream the dataset instead of downloading it first."""
-    prompt_field: str = "prompt"
+    prompt_field: str = field(default="prompt", metadata=read_by("chat"))
     """chat: field of the question, in records without a list of messages."""
-    answer_field: str = "response"
+    answer_field: str = field(default="response", metadata=read_by("chat"))
     """chat: field of the answer, in records without a list of messages."""
-    template: str | None = None
+    template: str | None = field(default=None, metadata=read_by("chat"))
     """chat: a Jinja file that turns messages into text, or "plain". Default: the tokenizer's own chat template."""
     epochs: float | None = field(default=None, metadata=within(above=0.0))
     """Maximum number of passes over this source. Default: as many as the run needs."""
     seed: int | None = field(default=None, metadata=within(0, 2**63 - 1))
     """Seed of this source's order. Default: train.seed."""
     # Last, because from here on the name means this key and no longer dataclasses.field.
-    field: str | None = None
+    field: str | None = field(default=None, metadata=read_by("jsonl", "parquet", "hf", "chat"))
     """Field of a JSON record, or column, that holds the text; dots reach into nested records: "meta.body". Default: "text"; "messages" for chat."""
 
 
@@ -72,15 +72,15 @@ class Data(Source):
     """Fraction of each source's tokens held out for evaluation, at least one window; 0: none."""
     shuffle: bool = True
     """Visit the windows in a random order, a new one each epoch. False: in file order."""
-    prefetch: int = field(default=2, metadata=within(1, 1024))
+    prefetch: int = field(default=2, metadata=within(1, 1024) | NO_EFFECT)
     """Steps whose batches are prepared in advance in the background."""
-    max_bad_records: int = field(default=100, metadata=within(0))
+    max_bad_records: int = field(default=100, metadata=within(0) | NO_EFFECT)
     """Maximum number of unreadable records to skip per source; one more stops the run before it starts."""
     max_record_bytes: int = field(default=64 << 20, metadata=within(1, 1 << 31))
     """Maximum size of a record; a larger one is a bad record."""
-    cache: str = "~/.cache/phalanx"
+    cache: str = field(default="~/.cache/phalanx", metadata=NO_EFFECT)
     """Folder for the token files of text that must be tokenized first, so that the next run starts at once."""
-    processes: int | None = field(default=None, metadata=within(1, 4096))
+    processes: int | None = field(default=None, metadata=within(1, 4096) | NO_EFFECT)
     """Processes that tokenize. Default: one per core."""
 
 
@@ -90,23 +90,23 @@ class Train:
 
     batch: int | None = field(default=None, metadata=within(1))
     """Sequences in one global batch. Set this or batch_tokens."""
-    batch_tokens: int | None = field(default=None, metadata=within(1))
+    batch_tokens: int | None = field(default=None, metadata=within(1) | NO_EFFECT)
     """Tokens in one global batch, a multiple of sequence_length. Set this or batch."""
     sequence_length: int = field(default=1024, metadata=within(2))
     """Tokens per sequence."""
-    steps: int | None = field(default=None, metadata=within(1))
+    steps: int | None = field(default=None, metadata=within(1) | NO_EFFECT)
     """Optimizer steps to train. Set this or tokens."""
-    tokens: int | None = field(default=None, metadata=within(1))
+    tokens: int | None = field(default=None, metadata=within(1) | NO_EFFECT)
     """Tokens to train on, rounded up to whole steps. Set this or steps."""
-    micro_batch: int | None = field(default=None, metadata=within(1))
+    micro_batch: int | None = field(default=None, metadata=within(1) | NO_EFFECT)
     """Sequences in one forward and backward of one rank; gradients accumulate over a step's micro-batches. Default: chosen for the machine."""
     seed: int = field(default=0, metadata=within(0, 2**63 - 1))
     """Seed of the initial weights and of the order of samples."""
     clip: float = field(default=1.0, metadata=within(above=0.0, infinite=True))
     """Maximum global norm of the gradient; inf: no clipping."""
-    eval_every: int | None = field(default=None, metadata=within(1))
+    eval_every: int | None = field(default=None, metadata=within(1) | NO_EFFECT)
     """Evaluate every N steps. Default: only at the end."""
-    eval_sequences: int = field(default=32, metadata=within(1))
+    eval_sequences: int = field(default=32, metadata=within(1) | NO_EFFECT)
     """Held-out sequences per evaluation."""
 
 
