@@ -215,7 +215,8 @@ trainer.Trainer.step, stores.FileStore._write = noted, half
 def test_kill_during_an_nvme_write_loses_nothing(workshop: Workshop, losses: StepLosses) -> None:
     given = (*SHAPE, "checkpoint.every=4", "train.steps=14", "layout.data=1", "layout.tensor=2", *NVME)
     workshop.train(*given, "--run-dir", "undisturbed")
-    command = workshop.run("train", "tiny.toml", *given, "--run-dir", "killed", env=workshop.sabotage(KILLED))
+    disturbed = (*given, "resilience.restarts=0", "--run-dir", "killed")
+    command = workshop.run("train", "tiny.toml", *disturbed, env=workshop.sabotage(KILLED))
     assert command.code == 1, command
     (failed,) = of(WorkerFailed, workshop.events("killed"))
     assert failed.rank == 1 and "SIGKILL" in failed.reason

@@ -33,7 +33,7 @@ BEFORE, AFTER = 3, 5
 """Steps before the save and after it."""
 EACH = 9
 """Layouts for each kind of model."""
-OFFLOADS = (Memory(), Memory(offload="cpu"), Memory(), Memory(offload="nvme", offload_buffer=1))
+OFFLOADS = (Memory(offload="none"), Memory(offload="cpu"), Memory(), Memory(offload="nvme", offload_buffer=1))
 
 
 @cache
@@ -124,7 +124,7 @@ def test_drawn_layout_pairs_cover_every_axis() -> None:
     runs = [run for found in drawn().values() for run in found]
     assert {run.layout.ranks for run in runs} == {1, 2, 3, 4, 6, 8}
     assert {run.layout.zero for run in runs if run.layout.shard > 1} == {1, 2, 3}
-    assert {run.memory.offload for run in runs} == {"none", "cpu", "nvme"}
+    assert {run.memory.offload for run in runs} == {"auto", "none", "cpu", "nvme"}
     assert {(run.model.tied, run.model.moe is not None) for run in runs} == {(True, False), (False, False), (False, True)}
     assert any(run.layout.expert > 1 for run in runs) and any(run.layout.expert_tensor > 1 for run in runs)
     assert len({run.layout.schedule for run in runs if run.layout.pipeline > 1}) >= 4
