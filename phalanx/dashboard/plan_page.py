@@ -47,12 +47,12 @@ _COMMUNICATION = ("tensor", "context", "expert", "data", "pipeline")
 
 def page(report: PlanReport) -> str:
     """The whole HTML file."""
-    model, cluster, train, best = report.model, report.cluster, report.train, report.best
-    title = f"{model.name} on {cluster.gpus:,} × {cluster.gpu}"
+    run, hardware, best = report.run, report.hardware, report.best
+    title = f"{report.model_name} on {hardware.gpus:,} × {hardware.gpu.name}"
     search = search_summary(report)
     head = (
-        f"{count(model.parameters)} parameters, {train.batch:,} sequences of {train.sequence_length:,} tokens a step, "
-        f"{train.steps:,} steps, {count(train.tokens)} tokens. {search[0].upper()}{search[1:]}."
+        f"{count(run.model.parameters())} parameters, {run.batch:,} sequences of {run.train.sequence_length:,} tokens a step, "
+        f"{run.steps:,} steps, {count(report.tokens)} tokens. {search[0].upper()}{search[1:]}."
     )
     memory, step, unit = memory_unit(best.bytes)[0], step_unit(best.seconds)[0], long_unit(best.expected_days)[1]
     # A "<" in the data could close the script element.
@@ -74,7 +74,7 @@ def page(report: PlanReport) -> str:
 <label><input id="fitting" type="checkbox"> only those that fit</label> <span id="count" class="muted"></span></p>
 <div class="scroll"><table id="candidates"><thead><tr id="head"></tr></thead><tbody id="body"></tbody></table></div>
 <p class="muted">{escape(SHORTHAND)}</p>
-{_section("placement", report.placement_lines)}
+{_section("placement", report.placement.lines)}
 {_section("assumed", report.assumptions)}
 <div id="tip" role="tooltip"></div>
 <script type="application/json" id="plan">{data}</script>

@@ -66,9 +66,9 @@ def draw_plan(report: PlanReport, path: Path) -> None:
 
 
 def _title(report: PlanReport) -> str:
-    best, cluster = report.best, report.cluster
+    best, hardware = report.best, report.hardware
     mfu = f", MFU {percent(best.mfu)}" if best.mfu is not None else ""
-    return f"{report.model.name} on {cluster.gpus:,} × {cluster.gpu}: {best.name}{mfu}"
+    return f"{report.model_name} on {hardware.gpus:,} × {hardware.gpu.name}: {best.name}{mfu}"
 
 
 def _description(best: Candidate) -> str:

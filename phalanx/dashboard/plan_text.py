@@ -23,12 +23,12 @@ from phalanx.planning.report import (
     MEMORY_LABELS,
     PART_LABELS,
     PlanReport,
-    SolveReport,
     keys_to_change,
     part_changes,
     run_file_tables,
 )
 from phalanx.planning.search.candidate import Alternative, Candidate
+from phalanx.planning.solve import SolveReport
 from phalanx.spec.plan import Promise
 
 COLORS = {
@@ -61,8 +61,8 @@ def show_plan(console: Console, report: PlanReport, top: int = 5) -> None:
         _section(console, "runners-up", [_runners_up(report, top)] if wide else _runner_up_lines(report, top))
     if report.alternatives:
         _section(console, "why not", [_why_not(report.best, report.alternatives, max(_REASONS, 2 * top))])
-    if report.placement_lines:
-        _section(console, "placement", [Text(line) for line in report.placement_lines])
+    if report.placement.lines:
+        _section(console, "placement", [Text(line) for line in report.placement.lines])
     if report.assumptions:
         _section(console, "assumed", [_bullets(report.assumptions)])
 
@@ -146,16 +146,16 @@ def promise(candidate: Candidate) -> list[tuple[str, str, str]]:
 
 
 def _head(report: PlanReport) -> Text:
-    model, cluster, train = report.model, report.cluster, report.train
-    active = f" ({count(model.active)} active)" if model.active < model.parameters else ""
-    nodes = f" in {cluster.nodes:,} nodes" if cluster.nodes > 1 else ""
+    run, hardware = report.run, report.hardware
+    parameters, active = run.model.parameters(), run.model.active_parameters()
     text = Text()
-    text.append(model.name, style="bold")
-    text.append(f", {count(model.parameters)} parameters{active}, on ")
-    text.append(f"{cluster.gpus:,} × {cluster.gpu}{nodes}", style="bold")
+    text.append(report.model_name, style="bold")
+    text.append(f", {count(parameters)} parameters{f' ({count(active)} active)' if active < parameters else ''}, on ")
+    nodes = f" in {hardware.nodes:,} nodes" if hardware.nodes > 1 else ""
+    text.append(f"{hardware.gpus:,} × {hardware.gpu.name}{nodes}", style="bold")
     text.append(
-        f"\n{train.batch:,} sequences of {train.sequence_length:,} tokens a step, {train.steps:,} steps, "
-        f"{count(train.tokens)} tokens\n"
+        f"\n{run.batch:,} sequences of {run.train.sequence_length:,} tokens a step, {run.steps:,} steps, "
+        f"{count(report.tokens)} tokens\n"
     )
     text.append(search_summary(report), style="dim")
     return text
@@ -175,7 +175,7 @@ def _winner(console: Console, report: PlanReport) -> Panel:
     fits = "" if best.fits else "  DOES NOT FIT"
     style = "green" if best.fits else "red"
     ranks = best.layout.ranks
-    fewer = f" on {ranks:,} of the devices" if ranks < report.cluster.gpus else ""
+    fewer = f" on {ranks:,} of the devices" if ranks < report.hardware.gpus else ""
     title = Text(f"{best.name}{fewer}{fits}", style=f"bold {style}")
     return Panel(inside, title=title, title_align="left", border_style=style, padding=(0, 1))
 

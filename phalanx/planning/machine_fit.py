@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from phalanx.planning.machines.cpu import resident
-from phalanx.planning.request import PlanRequest, devices_of, gib, largest_divisor
+from phalanx.planning.request import PlanRequest, devices_of, gib
 from phalanx.planning.search.candidate import Candidate
 from phalanx.planning.search.search import SAFE, find, judge
+from phalanx.planning.search.space import largest_divisor
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Machine, Plan, Promise

@@ -7,10 +7,12 @@ a stride. A rank is on node rank // node. Its rail, the network card and switch 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from phalanx.planning.machines.cluster import Hardware
+from phalanx.planning.search.space import largest_divisor
 from phalanx.spec.layout import Layout
 
 Reach = Literal["node", "island", "network"]
@@ -49,22 +51,34 @@ class Placement:
     advice: str | None
     """What a better layout would be; None: no advice."""
 
-    def node_of(self, rank: int) -> int:
-        return rank // self.node
+    @property
+    def lines(self) -> list[str]:
+        """Which groups share a node, an island and a rail, in a few sentences."""
+        if self.ranks <= self.node:
+            return ["All ranks are on one node."] if self.ranks > 1 else []
+        order = ", ".join(name for name in self.order if name in [group.name for group in self.groups])
+        rail = f", on rail rank % {self.node}" if self.rails else ""
+        lines = [f"A rank is on node rank // {self.node}{rail}; ranks run through {order}, the first fastest."]
+        places = {
+            "node": "Inside a node",
+            "island": f"Inside an island of {self.island:,} devices",
+            "network": "Over the network",
+        }
+        for reach, place in places.items():
+            if groups := [self._described(group) for group in self.groups if group.reach == reach]:
+                lines.append(f"{place}: {listed(groups)}.")
+        return lines + ([self.advice] if self.advice else [])
 
-    def rail_of(self, rank: int) -> int:
-        return rank % self.node
+    def _described(self, group: Ranks) -> str:
+        label = f"{group.name.replace('_', '-')} groups of {group.size:,}"
+        if group.reach != "network":
+            return label
+        return f"{label} span {group.nodes:,} nodes{' on one rail' if group.one_rail and self.rails else ''}"
 
-    def pipeline_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks of the pipeline that a rank belongs to, first stage first."""
-        group = next((other for other in self.groups if other.name == "pipeline"), None)
-        if group is None:
-            return (rank,)
-        return tuple(range(rank % group.stride, self.ranks, group.stride))
 
-    def table(self) -> dict[str, Any]:
-        """The placement as numbers, strings, lists and dicts."""
-        return asdict(self)
+def listed(names: Sequence[str]) -> str:
+    """The names in a sentence: "a, b and c"."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 ORDER = ("tensor", "context", "shard", "data", "pipeline")
@@ -115,12 +129,8 @@ def _advice(layout: Layout, hardware: Hardware, groups: list[Ranks]) -> str | No
         whole = "" if hardware.island % tensor.size == 0 or tensor.size > hardware.island else ", which they do not divide"
         return (
             f"No order keeps tensor groups of {tensor.size} together: an island has {hardware.island} devices{whole}. "
-            f"Set layout.tensor to at most {_largest(hardware.island, layout.tensor)}."
+            f"Set layout.tensor to at most {largest_divisor(hardware.island, layout.tensor)}."
         )
     if expert is not None and expert.reach == "network" and layout.expert * layout.expert_tensor <= hardware.island:
         return f"Experts' groups of {expert.size} cross islands of {hardware.island} devices, though they would fit into one."
     return None
-
-
-def _largest(room: int, most: int) -> int:
-    return next(size for size in range(min(room, most), 0, -1) if room % size == 0)

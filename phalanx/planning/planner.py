@@ -17,13 +17,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from phalanx.planning.explain import largest_loss, report_of
 from phalanx.planning.machine_fit import CLEARLY, fit, has_margin, judge_plan, memory_problems, promise_of, replicas
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.cpu import resident
 from phalanx.planning.placement import placement
-from phalanx.planning.remedies import remedies
-from phalanx.planning.report import PlanReport, SolveReport
+from phalanx.planning.report import PlanReport, largest_loss, report_of
 from phalanx.planning.request import PlanRequest, devices_of, free_run, machine_name
 from phalanx.planning.search.alternatives import neighbours, other_formats
 from phalanx.planning.search.candidate import Alternative, Candidate, SearchResult
@@ -39,8 +37,8 @@ from phalanx.planning.search.search import (
     rates_of,
     within,
 )
-from phalanx.planning.search.space import space
-from phalanx.planning.solve import What, solve, what_if
+from phalanx.planning.search.space import largest_divisor, space
+from phalanx.planning.solve import SolveReport, What, remedies, solve, what_if
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Machine, Plan, Size
@@ -81,14 +79,7 @@ def solve_report(request: PlanRequest, what: What) -> SolveReport:
     """The smallest cluster, the largest model or the best batch, with its plan; and what other clusters would change."""
     run, cluster = free_run(request.run) if request.free else request.run, request.cluster
     answer = solve(run, cluster, what, request.limits)
-    return SolveReport(
-        what=answer.what,
-        value=answer.value,
-        sentence=answer.sentence,
-        plan=report_of(answer.run, answer.hardware, answer.result),
-        tried=answer.tried,
-        what_if=tuple(what_if(run, cluster) or what_if(answer.run, answer.hardware)),
-    )
+    return replace(answer, what_if=tuple(what_if(run, cluster) or what_if(answer.plan.run, answer.plan.hardware)))
 
 
 def scaling(request: PlanRequest, ranks: int) -> tuple[Candidate, ...]:
@@ -105,7 +96,7 @@ def search(run: Run, hardware: Hardware, *, aim: Aim = "time", limits: Limits = 
     began = time.process_time()
     result = find(run, hardware, limits.fits_in, most)
     if result is None:
-        raise RunError(remedies(run, hardware, limits.fits_in).sentences)
+        raise RunError(remedies(run, hardware, limits.fits_in))
     if aim == "price" or not within(result.best, replace(limits, deadline=None)):
         result = cheaper(run, hardware, result, aim, limits, most)
     if problems := beyond(result.best, limits):
@@ -242,7 +233,7 @@ def _fewer_replicas(request: PlanRequest, given: Plan) -> Candidate | None:
     best: Candidate | None = None
     fastest, ranks = given.promise.seconds, given.ranks
     while ranks > 1:
-        ranks = max(number for number in range(1, ranks // 2 + 1) if run.batch % number == 0)
+        ranks = largest_divisor(run.batch, ranks // 2)
         candidate = judge(replace(run, layout=Layout(data=ranks)), request.devices(ranks))
         if candidate.fits and candidate.high < min(fastest, CLEARLY * given.promise.seconds):
             best, fastest = candidate, candidate.high

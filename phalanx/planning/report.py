@@ -1,19 +1,23 @@
-"""The planner's answer as a frozen value. `planning/explain` fills it in; the dashboard's text, picture and page, and `--json`, render it.
+"""The planner's answer as a frozen value: a search's result with the run, the cluster, and sentences on why the best candidate is the best and
+where its ranks run. The dashboard's text, picture and page, and `--json`, render it.
 
-A report holds candidates as the search judged them. What a person reads of a candidate (its name, the tables to paste, the keys that lead
-to it, where it loses time) is computed here, so that every rendering says the same.
+What a person reads of a candidate (its name, the tables to paste, the keys that lead to it, where it loses time) is computed here, so that
+every rendering says the same.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, NamedTuple
 
 from phalanx.planning.cost.step_time import PARTS
-from phalanx.planning.placement import Placement
-from phalanx.planning.search.candidate import Alternative, Candidate
+from phalanx.planning.machines.cluster import Hardware
+from phalanx.planning.placement import Placement, listed, placement
+from phalanx.planning.search.bounds import NEAR
+from phalanx.planning.search.candidate import Alternative, Candidate, SearchResult
 from phalanx.spec.errors import toml
 from phalanx.spec.layout import Layout
+from phalanx.spec.run import Run
 
 PART_LABELS = {
     "compute": "computing", "launch": "kernel launches", "tensor": "tensor exchange", "context": "context exchange",
@@ -29,91 +33,59 @@ MEMORY_LABELS = {
 
 _NOTICEABLE = 0.002
 """Fraction of a step below which a difference in one part is not listed."""
+_EQUAL = 0.03
+"""Steps that differ by less count as equal: no published comparison of measured layouts resolves less."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelSummary:
-    """The planned model."""
-
-    name: str
-    parameters: int
-    active: int
-    """Parameters that one token goes through."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClusterSummary:
-    """The machines that the plan is for."""
-
-    name: str
-    device: Literal["cpu", "cuda", "tpu"]
-    gpu: str
-    gpus: int
-    nodes: int
-    memory: float
-    """Bytes of one device."""
-    price: float | None
-    """US dollars of a device-hour."""
-    failures: float | None
-    """Interruptions per device-hour; None: no rate is known."""
-    sources: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainSummary:
-    """The size of the planned training."""
-
-    batch: int
-    sequence_length: int
-    steps: int
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class PartChange:
-    """How much longer (or, below zero, shorter) one part of the step takes in another candidate than in the best."""
-
-    part: str
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanReport:
+class PlanReport(SearchResult):
     """The best layout of a run on a cluster, the layouts it was compared with, and the reasons."""
 
-    model: ModelSummary
-    cluster: ClusterSummary
-    train: TrainSummary
+    run: Run
+    hardware: Hardware
     aim: Literal["time", "price"]
-    best: Candidate
-    runners_up: tuple[Candidate, ...]
-    """The next layouts, fastest first."""
     why: tuple[str, ...]
     """Sentences: why the best is the best."""
-    alternatives: tuple[Alternative, ...]
-    """Layouts that a reader may expect, each with the reason why it is not the best."""
-    curve: tuple[Candidate, ...]
-    """The trade-off of memory against time, least memory first."""
-    considered: int
-    """Legal layouts that the search covered."""
-    fitting: int
-    timed: int
-    """Layouts that were timed one by one."""
-    seconds: float
-    """CPU time of the search."""
-    assumptions: tuple[str, ...]
     placement: Placement
-    placement_lines: tuple[str, ...]
-    """Sentences: which groups of ranks share a node, an island or a rail."""
     scaling: tuple[Candidate, ...] = ()
     """The fastest layout on fewer and on more devices; empty where nobody asked."""
 
+    @property
+    def model_name(self) -> str:
+        model = self.run.model
+        return model.preset or model.module or model.from_ or "a model"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole run."""
+        return self.run.steps * self.run.batch_tokens
+
     def to_json(self) -> dict[str, Any]:
         """The object that `phalanx plan --json` prints: numbers, strings, lists and dicts alone."""
+        run, hardware = self.run, self.hardware
         return {
-            "model": asdict(self.model),
-            "cluster": asdict(self.cluster) | {"sources": list(self.cluster.sources)},
-            "train": asdict(self.train),
+            "model": {
+                "name": self.model_name,
+                "parameters": run.model.parameters(),
+                "active": run.model.active_parameters(),
+            },
+            "cluster": {
+                "name": hardware.name,
+                "device": hardware.device,
+                "gpu": hardware.gpu.name,
+                "gpus": hardware.gpus,
+                "nodes": hardware.nodes,
+                "memory": hardware.gpu.memory,
+                "price": hardware.price,
+                "failures": None if hardware.failures is None else hardware.failures.rate,
+                "sources": list(hardware.sources),
+            },
+            "train": {
+                "batch": run.batch,
+                "sequence_length": run.train.sequence_length,
+                "steps": run.steps,
+                "tokens": self.tokens,
+            },
             "aim": self.aim,
             "best": candidate_json(self.best),
             "others": [self._compared(other) for other in self.runners_up],
@@ -132,7 +104,7 @@ class PlanReport:
             "timed": self.timed,
             "seconds": self.seconds,
             "assumed": list(self.assumptions),
-            "placement": asdict(self.placement) | {"lines": list(self.placement_lines)},
+            "placement": asdict(self.placement) | {"lines": self.placement.lines},
             "words": PART_LABELS | {name: MEMORY_LABELS[name] for name in ("gathered", "buffers", "fixed")},
         } | ({"scaling": [candidate_json(candidate) for candidate in self.scaling]} if self.scaling else {})
 
@@ -144,83 +116,113 @@ class PlanReport:
         return candidate_json(other) | {"beside": changes, "change": keys_to_change(self.best, other)}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WhatIf:
-    """The same run on a changed cluster."""
-
-    name: str
-    """Such as "twice the devices"."""
-    sentence: str
-    faster: float
-    """Tokens per second on the changed cluster, over those on the given one; 0 where nothing fits."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SolveReport:
-    """The smallest cluster, the largest model or the best batch, with the plan that the answer rests on."""
-
-    what: Literal["gpus", "model", "batch"]
-    value: int
-    """Devices, parameters or sequences."""
-    sentence: str
-    plan: PlanReport
-    tried: tuple[tuple[int, float], ...]
-    """(value, tokens per second) of the other values that were tried."""
-    what_if: tuple[WhatIf, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "what": self.what,
-            "value": self.value,
-            "sentence": self.sentence,
-            "tried": [list(pair) for pair in self.tried],
-            "what_if": [asdict(change) for change in self.what_if],
-            "plan": self.plan.to_json(),
-        }
+def report_of(run: Run, hardware: Hardware, result: SearchResult, *, aim: Literal["time", "price"] = "time") -> PlanReport:
+    """The report of a search for this run on these machines."""
+    searched = {item.name: getattr(result, item.name) for item in fields(SearchResult)}
+    searched["alternatives"] = _distinct(result)
+    searched["assumptions"] = tuple(dict.fromkeys((*_own_module(run), *result.assumptions, *hardware.assumed)))
+    return PlanReport(
+        **searched,
+        run=run,
+        hardware=hardware,
+        aim=aim,
+        why=(*why(result, aim), *_fixed_keys(run, result)),
+        placement=placement(result.best.layout, hardware),
+    )
 
 
-def candidate_json(candidate: Candidate) -> dict[str, Any]:
-    """One candidate as numbers, strings, lists and dicts."""
-    return {
-        "name": candidate.name,
-        "layout": asdict(candidate.layout),
-        "ranks": candidate.layout.ranks,
-        "toml": run_file_tables(candidate),
-        "micro_batch": candidate.micro_batch,
-        "accumulation": candidate.accumulation,
-        "compute": candidate.compute,
-        "compiled": candidate.compiled,
-        "recompute": candidate.recompute,
-        "recompute_every": candidate.recompute_every,
-        "offload": candidate.offload,
-        "memory": dict(candidate.memory),
-        "bytes": candidate.bytes,
-        "fullest": candidate.fullest,
-        "capacity": candidate.capacity,
-        "fits": candidate.fits,
-        "low": candidate.low,
-        "high": candidate.high,
-        "split": {part: candidate.split.get(part, 0.0) for part in PARTS},
-        "pieces": dict(candidate.pieces),
-        "goodput": candidate.goodput,
-        "save_every": candidate.save_every,
-        "ranges": {name: list(ends) for name, ends in candidate.ranges.items()},
-        "seconds": candidate.seconds,
-        "days": candidate.days,
-        "expected_days": candidate.expected_days,
-        "gpu_hours": candidate.gpu_hours,
-        "price": candidate.price,
-        "energy": candidate.energy,
-        "tokens_per_second": candidate.tokens_per_second,
-        "mfu": candidate.mfu,
-    }
+def _distinct(result: SearchResult) -> tuple[Alternative, ...]:
+    """Each layout once, with its first reason: a neighbor of the best can also be one of the expected layouts."""
+    seen = {run_file_tables(result.best)}
+    distinct = []
+    for alternative in result.alternatives:
+        tables = None if alternative.candidate is None else run_file_tables(alternative.candidate)
+        if tables is None or tables not in seen:
+            distinct.append(alternative)
+            seen |= set() if tables is None else {tables}
+    return tuple(distinct)
+
+
+def _fixed_keys(run: Run, result: SearchResult) -> list[str]:
+    """The keys that the search was not free to choose."""
+    default = asdict(Layout())
+    keys = [key for key, value in asdict(run.layout).items() if value != default[key]]
+    if not keys or result.considered <= 1:
+        return []
+    return [f"The run file's [layout] was kept ({', '.join(keys)}): --free searches all layouts, and compares."]
+
+
+def _own_module(run: Run) -> list[str]:
+    if run.model.module is None:
+        return []
+    return [f"What {run.model.module} computes is not known: it is judged as a decoder of the run file's sizes."]
+
+
+def why(result: SearchResult, aim: Literal["time", "price"]) -> list[str]:
+    """Why the best candidate is the best, in a few sentences."""
+    best, others, considered = result.best, result.runners_up, f"{result.considered:,} legal layouts"
+    first = f"It is the {'quickest' if aim == 'time' else 'cheapest'} that fits, of {considered}."
+    if any(other.seconds < best.seconds for other in others):
+        first = f"It is the simplest of those as quick as the quickest that fits, of {considered}."
+    if any(other.seconds < best.seconds / NEAR for other in others) and best.layout == Layout(data=best.layout.data):
+        first = f"It is what `phalanx train` takes here: replicas, as none of {considered} is clearly better."
+    if result.considered <= 1:
+        first = f"It is the run file's own layout, judged as it stands{'' if best.fits else '; it does not fit'}."
+    sentences = [
+        first,
+        f"Of a step, {_largest_parts(best)}; the fullest rank uses {best.bytes / best.capacity:.0%} of its memory.",
+    ]
+    if not others:
+        return sentences
+    near = [other.name for other in others if other.seconds <= (1 + _EQUAL) * best.seconds]
+    if near:
+        sentences.append(
+            f"{listed(near[:3])} {'are' if len(near) > 1 else 'is'} within {_EQUAL:.0%} of it, which no prediction resolves: a few steps of each "
+            "would tell."
+        )
+    else:
+        behind = others[0].seconds / best.seconds - 1
+        sentences.append(f"The next, {others[0].name}, takes {behind:.1%} longer{largest_loss(best, others[0])}.")
+    return sentences
+
+
+def _largest_parts(candidate: Candidate) -> str:
+    """The share of computing in a step, and of the three largest other parts that show in whole percents."""
+    share = {part: seconds / candidate.seconds for part, seconds in candidate.split.items()}
+    others = sorted((part for part in share if part != "compute"), key=lambda part: -share[part])[:3]
+    shown = [f"{share[part]:.0%} {PART_LABELS[part]}" for part in others if share[part] >= 0.005]
+    return ", ".join([f"{share['compute']:.0%} is {PART_LABELS['compute']}", *shown])
+
+
+class PartChange(NamedTuple):
+    """How much longer (or, below zero, shorter) one part of the step takes in another candidate than in the best."""
+
+    part: str
+    seconds: float
 
 
 def part_changes(best: Candidate, other: Candidate) -> tuple[PartChange, ...]:
     """Where another candidate loses or gains time against the best, the largest difference first."""
-    changes = [PartChange(part, other.split.get(part, 0.0) - best.split.get(part, 0.0)) for part in PARTS]
+    changes = [PartChange(part, other.split[part] - best.split[part]) for part in PARTS]
     noticeable = [change for change in changes if abs(change.seconds) >= _NOTICEABLE * best.seconds]
     return tuple(sorted(noticeable, key=lambda change: -abs(change.seconds)))
+
+
+def largest_loss(best: Candidate, other: Candidate) -> str:
+    """The part that another candidate loses most time to, as the end of a sentence."""
+    losses = [change for change in part_changes(best, other) if change.seconds > 0]
+    return f", most of it {PART_LABELS[losses[0].part]}" if losses else ""
+
+
+def candidate_json(candidate: Candidate) -> dict[str, Any]:
+    """One candidate as numbers, strings, lists and dicts."""
+    derived = ("name", "bytes", "fits", "expected_days", "gpu_hours")
+    return asdict(candidate) | {
+        **{name: getattr(candidate, name) for name in derived},
+        "ranks": candidate.layout.ranks,
+        "toml": run_file_tables(candidate),
+        "ranges": {name: list(ends) for name, ends in candidate.ranges.items()},
+    }
 
 
 def run_file_tables(candidate: Candidate) -> str:

@@ -13,6 +13,7 @@ from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.cpu import cpu_hardware
 from phalanx.planning.machines.hardware import hardware
 from phalanx.planning.search.search import NO_LIMITS, Aim, Limits
+from phalanx.planning.search.space import largest_divisor
 from phalanx.schedules.makers import schedule_for
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError
@@ -229,11 +230,6 @@ def machine_name(machine: Machine) -> str:
     gpus = sorted({(gpu.name, gpu.memory) for gpu in machine.gpus})
     cards = "".join(f", {sum(gpu.name == name for gpu in machine.gpus)} × {name} with {gib(memory)}" for name, memory in gpus)
     return f"{machine.cores} cores of {machine.cpu} with {gib(machine.memory)}{cards}"
-
-
-def largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of `number` that is at most `most`; 1 where `most` is less."""
-    return next(n for n in range(max(1, min(number, most)), 0, -1) if number % n == 0)
 
 
 def gib(size: float) -> str:

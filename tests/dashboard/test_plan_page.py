@@ -14,8 +14,7 @@ import plans
 import pytest
 
 from phalanx.dashboard.plan_page import page, page_data
-from phalanx.planning.explain import report_of
-from phalanx.planning.report import PlanReport
+from phalanx.planning.report import PlanReport, report_of
 from phalanx.planning.search.candidate import Alternative
 
 DOM = """
@@ -70,7 +69,7 @@ console.log(JSON.stringify(said));
 @pytest.fixture(scope="module")
 def report() -> PlanReport:
     made = report_of(plans.run(), plans.hardware(), plans.found())
-    return replace(made, placement_lines=("tensor <ranks> are a node",))
+    return replace(made, placement=replace(made.placement, advice="tensor <ranks> are a node"))
 
 
 class Parts(HTMLParser):
@@ -143,7 +142,8 @@ def test_page_uses_units_that_suit_the_size_and_shows_recomputed_fraction(report
 def test_page_escapes_names(report: PlanReport) -> None:
     bad = "</script><script>alert(1)</script>"
     other = replace(report.alternatives[0], name=bad, reason=bad)
-    text = page(replace(report, model=replace(report.model, name=bad), assumptions=(bad,), alternatives=(other,)))
+    run = replace(report.run, model=replace(report.run.model, preset=bad))
+    text = page(replace(report, run=run, assumptions=(bad,), alternatives=(other,)))
     assert text.count("<script") == 2 and "alert(1)</script>" not in text
 
 

@@ -10,8 +10,7 @@ import plans
 import pytest
 
 from phalanx.dashboard.plan_picture import MEMORY, STEP, compared, draw_plan, long_unit, memory_unit, step_unit
-from phalanx.planning.explain import report_of
-from phalanx.planning.report import PlanReport
+from phalanx.planning.report import PlanReport, report_of
 from phalanx.planning.search.candidate import Alternative
 
 GAP = 2

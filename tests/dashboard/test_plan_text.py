@@ -13,9 +13,9 @@ from rich.console import Console
 
 from phalanx.dashboard.numbers import dollars, energy, short_duration
 from phalanx.dashboard.plan_text import bar, days, interval, show_plan, show_solution
-from phalanx.planning.explain import report_of
-from phalanx.planning.report import SolveReport, WhatIf, run_file_tables
+from phalanx.planning.report import report_of, run_file_tables
 from phalanx.planning.search.candidate import SearchResult
+from phalanx.planning.solve import SolveReport, WhatIf
 from phalanx.spec.layout import Layout
 
 

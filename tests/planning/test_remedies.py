@@ -12,8 +12,8 @@ from phalanx.planning.machines.catalogue import gpus
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.hardware import hardware as cluster_of
 from phalanx.planning.planner import search
-from phalanx.planning.remedies import remedies, with_sequence
 from phalanx.planning.search.search import find
+from phalanx.planning.solve import remedies, with_sequence
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Cluster, Memory, Run
@@ -67,20 +67,20 @@ def changed(run: Run, hardware: Hardware, sentence: str) -> tuple[Run, Hardware]
 def test_each_remedy_makes_the_run_fit(run: Run, hardware: Hardware) -> None:
     assert find(run, hardware, most=1) is None
     found = remedies(run, hardware)
-    assert re.search(r"needs [\d.,]+ GiB of [\d.,]+ GiB, of which [\d.,]+ GiB are \w+", found.sentence)
-    assert len(found.changes) == 3
-    for sentence in found.changes:
+    assert re.search(r"needs [\d.,]+ GiB of [\d.,]+ GiB, of which [\d.,]+ GiB are \w+", found[0])
+    assert len(found) == 4
+    for sentence in found[1:]:
         assert find(*changed(run, hardware, sentence), most=1) is not None, sentence
 
 
 def test_search_raises_the_remedies() -> None:
     with pytest.raises(RunError) as refused:
         search(LARGE, cluster(2))
-    assert list(refused.value.problems) == remedies(LARGE, cluster(2)).sentences
+    assert list(refused.value.problems) == remedies(LARGE, cluster(2))
 
 
 def test_fewer_devices_than_proposed_do_not_fit() -> None:
-    sentence = next(one for one in remedies(LARGE, cluster(2)).changes if "devices of this kind" in one)
+    sentence = next(one for one in remedies(LARGE, cluster(2))[1:] if "devices of this kind" in one)
     _, larger = changed(LARGE, cluster(2), sentence)
     assert find(LARGE, replace(larger, gpus=larger.gpus // 2), most=1) is None
 
@@ -89,14 +89,14 @@ def test_laptop_gets_three_remedies() -> None:
     """Cores of a laptop have no larger kind, so that what is left is more of them, or less to do."""
     run = replace(run_of("llama3-8b", 1024, 4096), cluster=Cluster(name="laptop"))
     found = remedies(run, cluster_of(run, None))
-    assert len(found.changes) == 3
-    assert any("Take a smaller model: model.dim" in change for change in found.changes)
+    assert len(found) == 4
+    assert any("Take a smaller model: model.dim" in change for change in found)
 
 
 def test_a_limit_below_what_any_device_needs_can_only_be_raised() -> None:
     run, here = run_of("llama3.2-1b", 64, 4096), cluster(8)
     found = remedies(run, here, 2.0**30)
-    limits = [float(number) * 2**30 for change in found.changes for number in re.findall(r"--fits-in ([\d.]+)GiB", change)]
+    limits = [float(number) * 2**30 for change in found for number in re.findall(r"--fits-in ([\d.]+)GiB", change)]
     assert len(limits) == 3 and limits[0] == max(limits)
     assert find(run, here, limits[0], 1) is not None and find(run, here, 0.97 * limits[0], 1) is None
     assert find(run, here.sized(16), limits[1], 1) is not None
@@ -106,7 +106,7 @@ def test_a_limit_below_what_any_device_needs_can_only_be_raised() -> None:
 def test_indivisible_run_is_refused() -> None:
     run = run_of(replace(SMALL, heads=7, dim=448, kv_heads=7, layers=3), 5, 30, layout=Layout(tensor=2))
     found = remedies(run, cluster(8))
-    assert found.sentence.startswith("The run file's [layout] does not fit 8 devices")
-    assert found.changes
+    assert found[0].startswith("The run file's [layout] does not fit 8 devices")
+    assert found[1:]
     bare = remedies(replace(run, layout=Layout()), cluster(11))
-    assert bare.sentence.startswith("No layout divides this run")
+    assert bare[0].startswith("No layout divides this run")

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 from planning_cases import SMALL, SPARSE, cluster, run_of
 
-from phalanx.planning.remedies import scaled
 from phalanx.planning.search.search import Limits, find
-from phalanx.planning.solve import solve, what_if
+from phalanx.planning.solve import scaled, solve, what_if
 from phalanx.spec.model import PRESETS
 
 RUN = run_of("llama3-8b", 32, 4096)
@@ -18,35 +17,35 @@ RUN = run_of("llama3-8b", 32, 4096)
 
 def test_the_smallest_cluster_fits_and_half_of_it_does_not() -> None:
     answer = solve(RUN, cluster(64), "gpus")
-    assert answer.result.best.layout.ranks == answer.value
+    assert answer.plan.best.layout.ranks == answer.value
     assert str(answer.value) in answer.sentence
     assert answer.value == 1 or find(RUN, cluster(answer.value // 2), most=1) is None
 
 
 def test_a_deadline_asks_for_more_devices() -> None:
     free = solve(RUN, cluster(64), "gpus")
-    limit = free.result.best.expected_days / 3
+    limit = free.plan.best.expected_days / 3
     hurried = solve(RUN, cluster(64), "gpus", Limits(deadline=limit))
     assert hurried.value > free.value
-    assert hurried.result.best.expected_days <= limit
+    assert hurried.plan.best.expected_days <= limit
 
 
 def test_a_budget_may_ask_for_more_devices() -> None:
     """The smallest cluster that it fits on recomputes and offloads, which a larger one need not."""
     hardware = cluster(64, failures=None)
-    smallest = solve(RUN, hardware, "gpus").result.best
+    smallest = solve(RUN, hardware, "gpus").plan.best
     dearest, roomy = smallest.price, find(RUN, cluster(4 * smallest.layout.ranks), most=1)
     assert roomy is not None and dearest is not None and roomy.best.price is not None and roomy.best.price < dearest
     limit = (dearest + roomy.best.price) / 2
     answer = solve(RUN, hardware, "gpus", Limits(budget=limit))
-    assert answer.value > smallest.layout.ranks and answer.result.best.price is not None and answer.result.best.price <= limit
+    assert answer.value > smallest.layout.ranks and answer.plan.best.price is not None and answer.plan.best.price <= limit
 
 
 def test_the_largest_model_fits_and_a_tenth_more_does_not() -> None:
     hardware = cluster(4)
     answer = solve(RUN, hardware, "model")
-    assert answer.value == answer.run.model.parameters() > 8e9
-    assert find(replace(RUN, model=scaled(answer.run.model, 1.15)), hardware, most=1) is None
+    assert answer.value == answer.plan.run.model.parameters() > 8e9
+    assert find(replace(RUN, model=scaled(answer.plan.run.model, 1.15)), hardware, most=1) is None
     sizes = {key: int(value) for key, value in re.findall(r"model\.(\w+) = (\d+)", answer.sentence)}
     assert replace(RUN.model, **sizes).parameters() == answer.value  # what one would type
 

@@ -18,7 +18,7 @@ from phalanx.planning.machines.rates import Rates
 from phalanx.planning.report import PART_LABELS
 from phalanx.planning.search.candidate import Alternative, Candidate, candidates_of
 from phalanx.planning.search.search import SAFE, judge
-from phalanx.planning.search.space import Columns, Space, compute_of
+from phalanx.planning.search.space import Columns, Space, compute_of, largest_divisor
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError, toml
 from phalanx.spec.layout import Layout, Schedule
@@ -125,9 +125,7 @@ def _resized(space: Space, layout: Layout, key: str, degree: int, micro: int) ->
     if replicas % degree:
         return []
     replicas //= degree
-    shard = min(layout.shard, replicas) if layout.shard < layout.replicas else replicas
-    while replicas % shard:
-        shard -= 1
+    shard = largest_divisor(replicas, layout.shard) if layout.shard < layout.replicas else replicas
     changed: dict[str, Any] = {key: degree, "shard": shard, "data": replicas // shard}
     if shard == 1:
         changed["zero"] = 3

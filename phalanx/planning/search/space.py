@@ -400,3 +400,8 @@ def divisors(number: int) -> list[int]:
     """All divisors, ascending."""
     small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
     return sorted({*small, *(number // size for size in small)})
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` that is at most `most`; 1 where `most` is less."""
+    return next(n for n in range(max(1, min(number, most)), 0, -1) if number % n == 0)

@@ -10,8 +10,7 @@ import plans
 import pytest
 
 from phalanx.planning.cost.step_time import PARTS
-from phalanx.planning.explain import report_of, why
-from phalanx.planning.report import PART_LABELS, candidate_json, keys_to_change, part_changes, run_file_tables
+from phalanx.planning.report import PART_LABELS, candidate_json, keys_to_change, part_changes, report_of, run_file_tables, why
 from phalanx.planning.search.candidate import Alternative, layout_name
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
