@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpointing.format import RunMetadata
-from phalanx.checkpointing.location import Location
+from phalanx.checkpointing.location import Location, open_location
 from phalanx.checkpointing.restore import CheckpointReader
 from phalanx.checkpointing.save import Saver
 from phalanx.checkpointing.state_tensor import StateTensor
-from phalanx.checkpointing.storage import open_location
 from phalanx.parallel.mesh import Mesh
 
 

@@ -54,7 +54,7 @@ data = 2
 device = "cpu"
 threads = 1
 """
-SURVIVED = ("a rank", "the other rank", "both ranks", "the nursery", "the holder")
+SURVIVED = ("a rank", "the other rank", "both ranks", "the fork server", "the replica server")
 """What a launch goes on without, if it may."""
 TARGETS = (*SURVIVED, "the supervisor", "the launcher", "everything")
 
@@ -75,19 +75,19 @@ def steps(folder: Path) -> list[tuple[int, float, str]]:
 
 
 def victims(process: psutil.Process, target: str) -> list[psutil.Process]:
-    """The launcher has one child, whose children are the holder, the nursery and the ranks, which a nursery has forked."""
+    """The launcher has one child, whose children are the replica server, the fork server and the ranks, which a fork server has forked."""
     (supervisor,) = process.children()
     children = supervisor.children()
-    (holder,) = (child for child in children if "phalanx.checkpointing.replicas.replica_server" in child.cmdline())
+    (server,) = (child for child in children if "phalanx.checkpointing.replicas.replica_server" in child.cmdline())
     forks = [child for child in children if "phalanx.worker.fork_server" in child.cmdline()]
-    (nursery,) = (child for child in forks if os.getsid(child.pid) == child.pid)
-    ranks = [child for child in forks if child != nursery]
+    (fork_server,) = (child for child in forks if os.getsid(child.pid) == child.pid)
+    ranks = [child for child in forks if child != fork_server]
     choice = {
         "a rank": ranks[:1],
         "the other rank": ranks[1:],
         "both ranks": ranks,
-        "the nursery": [nursery],
-        "the holder": [holder],
+        "the fork server": [fork_server],
+        "the replica server": [server],
         "the supervisor": [supervisor],
         "the launcher": [process],
         "everything": [*children, supervisor, process],

@@ -35,8 +35,7 @@ from phalanx.checkpointing.format import (
     sidecar_name,
     write_file,
 )
-from phalanx.checkpointing.location import Location
-from phalanx.checkpointing.storage import Unreachable, open_location
+from phalanx.checkpointing.location import Location, Unreachable, open_location
 from phalanx.spec.errors import PhalanxError
 
 MARKER = "commit.json"

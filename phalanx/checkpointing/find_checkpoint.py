@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from phalanx.checkpointing import directory
-from phalanx.checkpointing.location import Local, Location
-from phalanx.checkpointing.storage import open_location
+from phalanx.checkpointing.location import Local, Location, open_location
 from phalanx.spec.errors import RunError
 
 _EXAMPLE = "runs/quickstart/checkpoints/step-00000300"

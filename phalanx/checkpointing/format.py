@@ -27,13 +27,12 @@ import json
 import math
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
-from phalanx.checkpointing.location import Location
-from phalanx.checkpointing.storage import retry
+from phalanx.checkpointing.location import Chunks, Location, retry
 from phalanx.spec.json_value import Json
 from phalanx.spec.layout import SavedLayout
 from phalanx.spec.safetensors_index import SIZES
@@ -48,8 +47,6 @@ SUFFIX = ".safetensors"
 _PLACES = "DCP_SHARDING_INFO"
 _PAGE = 4096  # header and values begin at whole pages, so that they can be written with direct I/O
 _CACHED_BLOCKS = 4  # per open file: adjacent rows share a block
-
-Chunks = Iterable[memoryview | bytes]
 
 
 # Checksums.
@@ -90,40 +87,27 @@ class _BlockSums:
                 self._sums.append(self._current)
                 self._current, self._filled = 0, 0
 
-    def add_all(self, chunks: Chunks) -> None:
-        for chunk in chunks:
-            self.add(chunk)
-
     def result(self) -> list[int]:
         return [*self._sums, self._current] if self._filled or not self._sums else self._sums
 
 
 def write_file(file: Location, chunks: Chunks) -> list[int]:
-    """Write a file from chunks of any length; returns the checksums of its blocks.
-
-    Checksums are computed in a thread: of a list, whose chunks do not change, independently of the writing; of an iterator, which may
-    reuse a chunk's memory for the next, chunk by chunk.
-    """
-    sums, sink = _BlockSums(), file.sink()
-    try:
-        with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
-            summed = pool.submit(sums.add_all, chunks) if isinstance(chunks, list) else None
-            for part in _split(chunks):
-                part_summed = None if summed else pool.submit(sums.add, part)
-                sink.write(part)
-                if part_summed is not None:
-                    part_summed.result()
-            sink.close()
-    except BaseException:
-        sink.abort()
-        raise
+    """Write a file from chunks of any length; returns the checksums of its blocks, which a thread computes meanwhile."""
+    sums = _BlockSums()
+    with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
+        file.write(_summed(chunks, sums, pool))
     return sums.result()
 
 
-def _split(chunks: Chunks) -> Iterator[memoryview]:
+def _summed(chunks: Chunks, sums: _BlockSums, pool: ThreadPoolExecutor) -> Iterator[memoryview]:
+    """The same bytes in short chunks. The sum of each is done before the next one, which may be in the same memory."""
     for chunk in chunks:
         view = memoryview(chunk).cast("B")
-        yield from (view[begin : begin + BLOCK] for begin in range(0, len(view), BLOCK))
+        for begin in range(0, len(view), BLOCK):
+            part = view[begin : begin + BLOCK]
+            summed = pool.submit(sums.add, part)
+            yield part
+            summed.result()
 
 
 class DamagedFile(Exception):
@@ -359,8 +343,7 @@ def write_rank_file(folder: Location, rank_file: RankFile, values: Callable[[], 
     header, file = encode_header(rank_file.boxes), folder / rank_file.name
 
     def write() -> list[int]:
-        chunks = values()
-        return write_file(file, [header, *chunks] if isinstance(chunks, list) else itertools.chain([header], chunks))
+        return write_file(file, itertools.chain([header], values()))
 
     try:
         sums = write()

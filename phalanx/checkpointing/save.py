@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpointing import directory
-from phalanx.checkpointing.format import Chunks, RankFile, RunMetadata, write_rank_file
-from phalanx.checkpointing.location import Location
+from phalanx.checkpointing.format import RankFile, RunMetadata, write_rank_file
+from phalanx.checkpointing.location import Chunks, Location
 from phalanx.checkpointing.staging import Staging, live_bytes
 from phalanx.checkpointing.state_tensor import StateTensor, WrittenBox, as_state_tensors, written_boxes
 from phalanx.spec.errors import PhalanxError
@@ -199,9 +199,9 @@ class Saver:
             )
         first_byte = time.perf_counter()
         try:
-            chunks = save.values()  # waits for the copy
+            save.values()  # waits for the copy
             first_byte = time.perf_counter()
-            size = write_rank_file(save.partial, save.file, _first(chunks, save.values))
+            size = write_rank_file(save.partial, save.file, save.values)
         except BaseException as error:
             failure = failure_text(error)
             save.ballot.fail(failure)
@@ -283,9 +283,3 @@ def rank_file(ranks: Ranks, state: Mapping[str, StateTensor], boxes: list[Writte
     """This rank's file of a checkpoint of `state`, of which it writes `boxes`."""
     names = {name: tensor.whole_bytes for name, tensor in state.items()} if ranks.is_stage_leader else None
     return RankFile(ranks.rank, ranks.ranks, [box.saved for box in boxes], ranks.stage, names)
-
-
-def _first(chunks: Chunks, again: Callable[[], Chunks]) -> Callable[[], Chunks]:
-    """Returns `chunks` on the first call, and new ones on later calls."""
-    given = [chunks]
-    return lambda: given.pop() if given else again()

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.format import BLOCK, FileRecord, file_checksum, sidecar_name, write_file
-from phalanx.checkpointing.location import Location
+from phalanx.checkpointing.location import Location, retry
 from phalanx.checkpointing.save import Ballot, Ranks, failure_text
-from phalanx.checkpointing.storage import retry
 from phalanx.spec.errors import PhalanxError
 
 _SHORT_POLL, _LONG_POLL = 0.05, 2.0  # seconds between two looks at rank 0's decisions: soon after an event, and later

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich.progress import Progress
 
-from phalanx.checkpointing import directory
+from phalanx.checkpointing import checkpoint_info, directory
+from phalanx.checkpointing.checkpoint_info import find_damage
 from phalanx.checkpointing.find_checkpoint import (
     all_checkpoints,
     checkpoint_locations,
@@ -27,8 +28,6 @@ from phalanx.checkpointing.find_checkpoint import (
     no_checkpoint_message,
 )
 from phalanx.checkpointing.location import Local
-from phalanx.checkpointing.tools import checkpoint_info
-from phalanx.checkpointing.tools.checkpoint_info import find_damage
 from phalanx.cli.export_cmd import Dtype, ShardSize, import_
 from phalanx.cli.export_cmd import export as export_hf
 from phalanx.cli.options import CHECKPOINT, AsJson, parse_size
@@ -111,7 +110,7 @@ def _table(held: SavedTensor) -> dict[str, Any]:
 
 def _change(path: str, tensors: dict[str, SavedTensor], asked: str) -> show.LayoutChange:
     """What the ranks of another layout would read, and which tensors they shard differently."""
-    from phalanx.checkpointing.tools.offline_writer import Cuts, read_needs
+    from phalanx.checkpointing.offline_writer import Cuts, read_needs
     from phalanx.training.reshard_run import on_layout, on_saved_layout
 
     found = find_unverified(path)
@@ -176,8 +175,8 @@ def diff(
 ) -> None:
     """Compare two checkpoints of any layouts, tensor by tensor. The exit code is 1 if any bit differs."""
     places = locate(a), locate(b)
+    from phalanx.checkpointing.checkpoint_diff import Difference, compare, compare_metadata
     from phalanx.checkpointing.restore import CheckpointReader
-    from phalanx.checkpointing.tools.diff import Difference, compare, compare_metadata
 
     one_, other = (CheckpointReader(place) for place in places)
     different: list[Difference] = []
@@ -300,8 +299,8 @@ def export(
         export_hf(checkpoint, out, dtype, shard_size, json=json)
         return
     limit = parse_size("--shard-size", shard_size)
+    from phalanx.checkpointing.offline_writer import to_safetensors, to_torch
     from phalanx.checkpointing.restore import CheckpointReader
-    from phalanx.checkpointing.tools.plain_export import to_safetensors, to_torch
     from phalanx.evaluation.convert import TORCH
 
     if dtype is not None and dtype not in TORCH:

@@ -288,7 +288,7 @@ class Agent:
             ranks=len(order.ranks),
             local_rank=worker.slot,
             store=(order.store[0], order.store[1]),
-            holder=str(self.replica_process.folder),
+            replica_folder=str(self.replica_process.folder),
             generation=order.generation,
             token=self.token,
             node=self.node,

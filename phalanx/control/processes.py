@@ -204,7 +204,7 @@ class ReplicaProcess:
 
     def __init__(self, rundir: RunDir, node: int = 0, bind: str = "127.0.0.1", token: str | None = None):
         self.token, self._node, self._bind = token or secrets.token_hex(16), node, bind
-        self._log = rundir.logs / f"holder-{node}.log"
+        self._log = rundir.logs / f"replicas-{node}.log"
         # A folder of its own for each launch; what an earlier one left behind is removed.
         run = hashlib.sha256(str(rundir.path.absolute()).encode()).hexdigest()[:8]
         self.folder, self._lock = shm_slots.claim(shm_slots.default_root(), f"{run}-{secrets.token_hex(4)}-node{node}")

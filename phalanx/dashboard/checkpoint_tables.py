@@ -17,7 +17,7 @@ _RIGHT = ("step", "size", "ranks", "bytes", "rank", "reads", "from files", "of t
 
 
 class ListedCheckpoint(Protocol):
-    """A checkpoint of a folder, as `checkpointing/tools/checkpoint_info` describes it."""
+    """A checkpoint of a folder, as `checkpointing/checkpoint_info` describes it."""
 
     @property
     def step(self) -> int | None: ...
@@ -214,7 +214,7 @@ def show_verified(console: Console, path: str, count: int, damages: Sequence[Dam
 
 
 class DifferentTensor(Protocol):
-    """A tensor that differs between two checkpoints, as `checkpointing/tools/diff` describes it."""
+    """A tensor that differs between two checkpoints, as `checkpointing/checkpoint_diff` describes it."""
 
     @property
     def name(self) -> str: ...

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 
 from phalanx._version import __version__
+from phalanx.checkpointing import offline_writer
 from phalanx.checkpointing.find_checkpoint import find, find_unverified
 from phalanx.checkpointing.format import RunMetadata
 from phalanx.checkpointing.hf_folder import ReferenceLogits, WeightsFolder, WeightsWriter
-from phalanx.checkpointing.location import atomic_directory
 from phalanx.checkpointing.restore import CheckpointReader
-from phalanx.checkpointing.tools import offline_writer
 from phalanx.evaluation.matching import Match, check
 from phalanx.evaluation.open_model import run_for, run_of, tokenizer_of
 from phalanx.models import hf_mapping
@@ -75,7 +74,7 @@ def import_folder(folder: Path, out: Path) -> Converted:
     if has_tokenizer:
         run = replace(run, data=replace(run.data, tokenizer=str(out.absolute() / "tokenizer")))
     metadata = RunMetadata(progress={"step": 0, "samples": 0, "skipped_in_a_row": 0}, version=__version__, run=dump(run))
-    with atomic_directory(out) as unfinished:
+    with offline_writer.atomic_directory(out) as unfinished:
         if tokenizer_files:
             (unfinished / "tokenizer").mkdir()
         for file in tokenizer_files:
@@ -145,7 +144,7 @@ def export_checkpoint(
         notes.append(
             f"{hf_config_write.NAMES[family]} has no multi-token prediction: its {spec.mtp_depth} modules are not exported."
         )
-    with atomic_directory(out) as unfinished:
+    with offline_writer.atomic_directory(out) as unfinished:
         for name, text in tokenizer_files.items():
             (unfinished / name).write_bytes(text)
         config = hf_config_write.config(spec, dtype=str(TORCH[written]).removeprefix("torch."), tokens=special)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.format import Marker
-from phalanx.checkpointing.location import Location
-from phalanx.checkpointing.storage import Remote, error_text, open_location
+from phalanx.checkpointing.location import Location, Remote, error_text, open_location
 from phalanx.events.log import read_events
 from phalanx.events.records import Saved
 from phalanx.events.rundir import RunDir

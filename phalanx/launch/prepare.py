@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.checkpointing import directory
-from phalanx.checkpointing.storage import open_location
+from phalanx.checkpointing.location import open_location
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.events.log import read_events
 from phalanx.events.records import Finished

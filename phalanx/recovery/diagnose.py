@@ -351,7 +351,7 @@ _OWN_PLUMBING = ("parallel/store.py", "events/frames.py", "observe/comm_timer.py
 _TASKS = (
     (("data/",), "the data loader"),
     (("training/evaluate.py", "evaluation/"), "evaluation"),
-    (("checkpointing/restore.py", "checkpointing/tools/offline_writer.py", "training/initial_weights.py"), "restoring"),
+    (("checkpointing/restore.py", "checkpointing/offline_writer.py", "training/initial_weights.py"), "restoring"),
     (("checkpointing/", "training/saving.py", "training/exports.py"), "saving"),
     (("optim/",), "the optimizer"),
     (("training/build.py", "parallel/apply.py"), "building the model"),

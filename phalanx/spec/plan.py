@@ -53,8 +53,8 @@ class Place:
     """Host and port of the key-value store for rendezvous; None: a single rank, or torchrun has set torch's own variables."""
     token: str | None = field(default=None, repr=False)
     """The run's secret, for a store that an agent serves; None: the store is torch's own."""
-    holder: str | None = None
-    """Folder of the process on this machine that holds in-memory replicas of the state; None: there is none."""
+    replica_folder: str | None = None
+    """Folder of the replica server of this machine, which keeps in-memory copies of the state; None: there is none."""
     generation: int = 0
     """Counts rebuilt process groups. Each generation uses its own keys in the store, so that stale addresses are never read."""
     copy_every: int | None = None

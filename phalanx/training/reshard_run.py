@@ -1,5 +1,5 @@
 """A checkpoint's run on another layout: parses and checks the layout, computes what each rank would hold, and writes the resharded
-checkpoint. `phalanx checkpoint reshard` and `inspect --layout` call it; `checkpointing/tools/offline_writer` moves the bytes.
+checkpoint. `phalanx checkpoint reshard` and `inspect --layout` call it; `checkpointing/offline_writer` moves the bytes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import Any
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.find_checkpoint import FoundCheckpoint, is_url
 from phalanx.checkpointing.format import Marker, RunMetadata
-from phalanx.checkpointing.location import Location, atomic_directory
+from phalanx.checkpointing.location import Location, open_location
+from phalanx.checkpointing.offline_writer import atomic_directory, reshard
 from phalanx.checkpointing.restore import CheckpointReader
 from phalanx.checkpointing.state_tensor import StateTensor
-from phalanx.checkpointing.storage import open_location
-from phalanx.checkpointing.tools.offline_writer import reshard
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout

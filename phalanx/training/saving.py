@@ -19,13 +19,12 @@ from phalanx.checkpointing import directory
 from phalanx.checkpointing.directory import DamagedCheckpoint
 from phalanx.checkpointing.format import Marker, RunMetadata, SavedProgress
 from phalanx.checkpointing.hf_folder import ReferenceLogits
-from phalanx.checkpointing.location import Location
+from phalanx.checkpointing.location import Location, open_location
 from phalanx.checkpointing.replicas.memory_checkpoint import CopyOutcome, MemoryCopies
 from phalanx.checkpointing.replicas.replica_index import MemoryLocation
 from phalanx.checkpointing.restore import load
 from phalanx.checkpointing.save import SaveOutcome, Saver, failure_text
 from phalanx.checkpointing.state_tensor import StateTensor
-from phalanx.checkpointing.storage import open_location
 from phalanx.checkpointing.upload import Uploader, UploadOutcome
 from phalanx.data.dataset import Dataset
 from phalanx.events.records import (
@@ -266,7 +265,7 @@ class _MemoryCopies:
     """In-memory copies of one rank's state, if the run file asks for them and the launcher has started a replica server."""
 
     def __init__(self, run: Run, mesh: Mesh):
-        self._every, folder = run.checkpoint.memory_every or mesh.place.copy_every, mesh.place.holder
+        self._every, folder = run.checkpoint.memory_every or mesh.place.copy_every, mesh.place.replica_folder
         self._copies: MemoryCopies | None = None
         if self._every is not None and folder is not None:
             is_default, on_gpu = run.checkpoint.memory_every is None, accelerator.of(mesh.device).asynchronous

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from phalanx.checkpointing.checkpoint_diff import Difference, compare
 from phalanx.checkpointing.find_checkpoint import locate
 from phalanx.checkpointing.replicas import shm_slots
 from phalanx.checkpointing.restore import CheckpointReader
-from phalanx.checkpointing.tools.diff import Difference, compare
 from phalanx.dashboard.verify_report import CampaignTable
 from phalanx.events.fault_log import FaultClaims
 from phalanx.events.log import read_events

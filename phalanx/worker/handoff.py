@@ -46,11 +46,11 @@ def hand_off(trainer: Trainer, contributors: list[int]) -> bool:
         mesh.covers(*tensor.replicas.key) for tensor in {tensor.replicas: tensor for tensor in tensors.values()}.values()
     ):
         return False
-    assert mesh.place.holder is not None
+    assert mesh.place.replica_folder is not None
     share = HandoffShare(
         mesh.place.generation, contributors.index(mesh.rank), len(contributors), mesh.stage, mesh.is_stage_leader
     )
     write_handoff(
-        Path(mesh.place.holder), share, trainer.progress.step, tensors, trainer.checkpointer.metadata(trainer.progress)
+        Path(mesh.place.replica_folder), share, trainer.progress.step, tensors, trainer.checkpointer.metadata(trainer.progress)
     )
     return True

@@ -16,10 +16,7 @@ from ranks import ALONE, run_ranks
 from safetensors import safe_open
 
 from phalanx.checkpointing import directory, format
-from phalanx.checkpointing.directory import DamagedCheckpoint
-from phalanx.checkpointing.state_tensor import ReplicaGroup, StateTensor
-from phalanx.checkpointing.storage import open_location
-from phalanx.checkpointing.tools.checkpoint_info import (
+from phalanx.checkpointing.checkpoint_info import (
     FileDamage,
     bytes_by_kind,
     describe,
@@ -29,6 +26,9 @@ from phalanx.checkpointing.tools.checkpoint_info import (
     matching,
     tensors,
 )
+from phalanx.checkpointing.directory import DamagedCheckpoint
+from phalanx.checkpointing.location import open_location
+from phalanx.checkpointing.state_tensor import ReplicaGroup, StateTensor
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.tensor_slice import TensorSlice
 

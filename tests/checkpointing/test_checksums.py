@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import zlib
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from checkpoints import flip
 
-from phalanx.checkpointing import format
+from phalanx.checkpointing import format, location
 from phalanx.checkpointing.format import CheckedFile, DamagedFile, checksum_of, file_checksum, read_checksum, write_file
 from phalanx.checkpointing.location import Local
 
@@ -146,29 +147,17 @@ def test_checked_file_reads_needed_blocks_once(tmp_path: Path) -> None:
     assert sorted(file.begins[2:]) in ([7_000], [7_000, 8_000])  # the next one may be on its way already
 
 
-class Full:
-    """A disk with room for so many bytes."""
+def test_a_full_disk_ends_a_write_and_closes_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, room = location._DirectFile.write, [2_000]
 
-    def __init__(self, room: int):
-        self.room, self.closed, self.abandoned = room, False, False
-
-    def sink(self) -> Full:
-        return self
-
-    def write(self, data: memoryview | bytes) -> None:
-        self.room -= len(data)
-        if self.room < 0:
+    def limited(file: location._DirectFile, data: memoryview | bytes) -> None:
+        room[0] -= len(data)
+        if room[0] < 0:
             raise OSError(28, "No space left on device")
+        write(file, data)
 
-    def close(self) -> None:
-        self.closed = True
-
-    def abort(self) -> None:
-        self.abandoned = True
-
-
-def test_write_file_aborts_the_sink_on_failure() -> None:
-    full = Full(2_000)
+    monkeypatch.setattr(location._DirectFile, "write", limited)
+    before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="No space left"):
-        write_file(full, [bytes(700)] * 5)  # type: ignore[arg-type]
-    assert full.abandoned and not full.closed
+        write_file(Local(tmp_path / "file"), [bytes(700)] * 5)
+    assert (tmp_path / "file").stat().st_size == 1400 and os.listdir("/proc/self/fd") == before

@@ -26,8 +26,7 @@ from phalanx.checkpointing.directory import (
     verify,
 )
 from phalanx.checkpointing.format import RunMetadata
-from phalanx.checkpointing.location import Local
-from phalanx.checkpointing.storage import open_location
+from phalanx.checkpointing.location import Local, open_location
 from phalanx.spec.errors import PhalanxError
 
 DATA, LATER = format.rank_file_name(0, 2), format.rank_file_name(1, 2)

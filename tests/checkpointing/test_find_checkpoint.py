@@ -18,8 +18,8 @@ from phalanx.checkpointing.find_checkpoint import (
     path_or_url,
 )
 from phalanx.checkpointing.format import RunMetadata
-from phalanx.checkpointing.storage import open_location
-from phalanx.checkpointing.tools.offline_writer import StreamedBox, StreamedTensor, write_checkpoint
+from phalanx.checkpointing.location import open_location
+from phalanx.checkpointing.offline_writer import StreamedBox, StreamedTensor, write_checkpoint
 from phalanx.spec.errors import RunError
 from phalanx.spec.tensor_slice import Box
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from holders import TOKEN, Node, nodes
 from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
+from replica_nodes import TOKEN, Node, nodes
 from torch import Tensor
 
 from phalanx.checkpointing import directory
@@ -197,7 +197,7 @@ def die_in_a_copy(mesh: Mesh, folders: list[Path]) -> None:
 
 
 def test_a_rank_killed_during_a_copy_leaves_the_older_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A rank's word to its holder comes too late, as if the copy had taken so long.
+    # A rank's message to its replica server comes too late, as if the copy had taken so long.
     seal = MemoryCopies._seal
     monkeypatch.setattr(MemoryCopies, "_seal", lambda self, copy, *rest: _late(copy) or seal(self, copy, *rest))
     with nodes(tmp_path, 2) as found:

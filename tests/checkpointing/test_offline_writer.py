@@ -12,8 +12,8 @@ from ranks import ALONE
 
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.format import BLOCK, RunMetadata
+from phalanx.checkpointing.offline_writer import StreamedBox, StreamedTensor, write_checkpoint
 from phalanx.checkpointing.restore import CheckpointReader, load
-from phalanx.checkpointing.tools.offline_writer import StreamedBox, StreamedTensor, write_checkpoint
 from phalanx.spec.tensor_slice import Box
 
 WHOLE = torch.arange(60.0).view(6, 10)
@@ -99,7 +99,7 @@ def test_streamed_boxes_of_any_order_and_shape_are_assembled(tmp_path: Path) -> 
 PROGRAM = """
 import resource, sys, torch
 from pathlib import Path
-from phalanx.checkpointing.tools.offline_writer import StreamedBox, StreamedTensor, write_checkpoint
+from phalanx.checkpointing.offline_writer import StreamedBox, StreamedTensor, write_checkpoint
 from phalanx.checkpointing.restore import CheckpointReader
 from phalanx.spec.tensor_slice import Box
 rows = 4 << 20

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from phalanx.checkpointing.format import RunMetadata
+from phalanx.checkpointing.offline_writer import StreamedBox, StreamedTensor, write_checkpoint
 from phalanx.checkpointing.restore import CheckpointReader, load
-from phalanx.checkpointing.tools.offline_writer import StreamedBox, StreamedTensor, write_checkpoint
 from phalanx.spec.tensor_slice import Box
 
 VALUES = torch.arange(24.0).view(6, 4)

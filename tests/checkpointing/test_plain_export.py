@@ -9,9 +9,9 @@ from checkpoints import saved
 from ranks import ALONE
 from safetensors.torch import load_file
 
+from phalanx.checkpointing import offline_writer
+from phalanx.checkpointing.offline_writer import to_safetensors, to_torch
 from phalanx.checkpointing.restore import CheckpointReader
-from phalanx.checkpointing.tools import plain_export
-from phalanx.checkpointing.tools.plain_export import to_safetensors, to_torch
 from phalanx.spec.errors import RunError
 
 STATE = {
@@ -87,7 +87,7 @@ def test_plain_export_keeps_existing_files_and_removes_partial_ones(
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(plain_export, "_write_values", full)
-    with pytest.raises(plain_export.RunFailed, match=r"out.pt could not be written: No space left on device"):
+    monkeypatch.setattr(offline_writer, "_write_values", full)
+    with pytest.raises(offline_writer.RunFailed, match=r"out.pt could not be written: No space left on device"):
         to_torch(checkpoint, tmp_path / "out.pt", optimizer=False, dtype=None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "taken"]

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from phalanx.checkpointing import directory, location
 from phalanx.checkpointing.directory import DamagedCheckpoint, newest_verified
-from phalanx.checkpointing.location import Local
+from phalanx.checkpointing.location import Local, open_location
 from phalanx.checkpointing.restore import load
-from phalanx.checkpointing.storage import open_location
 from phalanx.parallel.mesh import Mesh
 
 
@@ -191,10 +190,10 @@ def killed_at(call: int, work: Callable[[], Any]) -> bool:
         return counted
 
     def work_once() -> NoReturn:
-        for name in ("make", "sink", "sync", "rename", "remove"):
+        for name in ("make", "write", "sync", "rename", "remove"):
             setattr(Local, name, count(getattr(Local, name)))
-        for name in ("write", "close"):
-            setattr(location._LocalSink, name, count(getattr(location._LocalSink, name)))
+        for name in ("write", "sync", "close"):
+            setattr(location._DirectFile, name, count(getattr(location._DirectFile, name)))
         os.fsync = count(os.fsync)  # type: ignore[assignment]
         work()
         os._exit(0)

@@ -13,9 +13,8 @@ from checkpoints import contents, various
 from ranks import ALONE, differing, run_ranks, tiny_run, tiny_trainer
 
 from phalanx.checkpointing import directory, location, staging
-from phalanx.checkpointing.location import Local
+from phalanx.checkpointing.location import Local, open_location
 from phalanx.checkpointing.save import Saver
-from phalanx.checkpointing.storage import open_location
 from phalanx.events.records import Saved, SaveFailed, Step
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.errors import RunFailed
@@ -39,34 +38,34 @@ def part_of_rank_1(mesh: Mesh, trouble: Trouble) -> None:
     """The disk is full after rank 1 has written the half of its file."""
     if mesh.rank != 1:
         return
-    made, write = location._LocalSink.__init__, location._LocalSink.write
+    made, write = location._DirectFile.__init__, location._DirectFile.write
 
-    def make(sink: Any, path: Path) -> None:
-        made(sink, path)
-        sink.full = trouble.meets(path)
+    def make(file: Any, path: Path) -> None:
+        made(file, path)
+        file.full = trouble.meets(path)
 
-    def fail(sink: Any, data: Any) -> None:
-        write(sink, memoryview(data)[: len(data) // 2])
-        if sink.full:
+    def fail(file: Any, data: Any) -> None:
+        write(file, memoryview(data)[: len(data) // 2])
+        if file.full:
             raise FULL
-        write(sink, memoryview(data)[len(data) // 2 :])
+        write(file, memoryview(data)[len(data) // 2 :])
 
-    location._LocalSink.__init__ = make  # type: ignore[method-assign]
-    location._LocalSink.write = fail  # type: ignore[method-assign]
+    location._DirectFile.__init__ = make  # type: ignore[method-assign]
+    location._DirectFile.write = fail  # type: ignore[method-assign]
 
 
 def commit_of_rank_0(mesh: Mesh, trouble: Trouble) -> None:
     """It is full when the marker is to be written."""
     if mesh.rank:
         return
-    sink = Local.sink
+    write = Local.write
 
-    def fail(file: Local) -> Any:
+    def fail(file: Local, chunks: Any) -> None:
         if file.name == directory.MARKER and trouble.meets(file.path):
             raise FULL
-        return sink(file)
+        write(file, chunks)
 
-    Local.sink = fail  # type: ignore[method-assign]
+    Local.write = fail  # type: ignore[method-assign]
 
 
 def sync_of_rank_1(mesh: Mesh, trouble: Trouble) -> None:
@@ -224,7 +223,7 @@ def test_a_new_saver_does_not_see_failures_of_an_earlier_one(tmp_path: Path, mon
     """A program may build a second trainer on the same mesh."""
     with monkeypatch.context() as patched:
         patched.setattr(directory, "commit", lambda *args: (_ for _ in ()).throw(FULL))
-        patched.setattr(Local, "sink", lambda self: (_ for _ in ()).throw(FULL))
+        patched.setattr(Local, "write", lambda self, chunks: (_ for _ in ()).throw(FULL))
         (failed,) = Saver(open_location(tmp_path), ALONE).save(1, various(1), wait=True)
         assert failed.failure == "rank 0: No space left on device"
     (ended,) = Saver(open_location(tmp_path), ALONE).save(1, various(1), wait=True)

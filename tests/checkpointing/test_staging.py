@@ -15,10 +15,10 @@ from torch import Tensor
 
 from phalanx.checkpointing import directory, format, location, save, staging
 from phalanx.checkpointing.format import RunMetadata
+from phalanx.checkpointing.location import open_location
 from phalanx.checkpointing.save import Saver
 from phalanx.checkpointing.staging import Staging
 from phalanx.checkpointing.state_tensor import ReplicaGroup, StateTensor, written_boxes
-from phalanx.checkpointing.storage import open_location
 from phalanx.events.records import Saved
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
@@ -43,13 +43,13 @@ def slow_copies(monkeypatch: Any, seconds: float) -> None:
 
 
 def slow_writing(monkeypatch: Any, seconds: float) -> None:
-    close = location._LocalSink.close
+    sync = location._DirectFile.sync
 
-    def slowly(sink: Any) -> None:
+    def slowly(file: Any) -> None:
         time.sleep(seconds)
-        close(sink)
+        sync(file)
 
-    monkeypatch.setattr(location._LocalSink, "close", slowly)
+    monkeypatch.setattr(location._DirectFile, "sync", slowly)
 
 
 def test_changes_after_release_do_not_reach_the_checkpoint(tmp_path: Path, monkeypatch: Any) -> None:

@@ -11,8 +11,7 @@ import pytest
 from ranks import ALONE
 
 from phalanx.checkpointing import directory, format, upload
-from phalanx.checkpointing.location import Location
-from phalanx.checkpointing.storage import open_location
+from phalanx.checkpointing.location import Location, open_location
 from phalanx.checkpointing.upload import Uploader
 from phalanx.spec.tensor_slice import Box
 

@@ -19,7 +19,7 @@ from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
 from safetensors.torch import load_file
 
 from phalanx.checkpointing import directory
-from phalanx.checkpointing.storage import open_location
+from phalanx.checkpointing.location import open_location
 from phalanx.events.rundir import RunDir
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.dump import dump
@@ -312,7 +312,7 @@ def test_checkpoint_verbs_at_a_url(phalanx: Phalanx, trained: Path, one: Path) -
     # A run directory whose checkpoints lie there; and what an interrupted save left, which has a name but no marker.
     text = (one / "run.toml").read_text().replace("[checkpoint]\n", f'[checkpoint]\nurl = "{url}"\n')
     (one / "run.toml").write_text(text)
-    (open_location(url) / "step-00000004" / "state-00000-of-00001.safetensors").sink().close()
+    (open_location(url) / "step-00000004" / "state-00000-of-00001.safetensors").write([])
     rows = phalanx("list", "one", "--json").json["checkpoints"]
     assert [(row["step"], row["problem"] is None) for row in rows] == [(4, False), (3, True)]
     assert phalanx("prune", "one", "--json").json["removed"] == [f"{url}/step-00000004"]

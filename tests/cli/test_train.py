@@ -70,7 +70,7 @@ def test_train_writes_the_run_directory(finished: FinishedRuns, ranks: int) -> N
     assert (run.path / "loss.png").read_bytes().startswith(PNG)
     logs = {path.name: path.read_text() for path in (run.path / "logs").iterdir()}
     assert logs == dict.fromkeys(
-        ["launch.log", "node-0.log", "holder-0.log", *(f"rank-{rank}.log" for rank in range(ranks))], ""
+        ["launch.log", "node-0.log", "replicas-0.log", *(f"rank-{rank}.log" for rank in range(ranks))], ""
     )
     assert not (run.path / "control").exists(), "what supervisors told each other is left behind"
 

@@ -94,7 +94,7 @@ def test_both_sides_must_know_the_token() -> None:
                 await connect(listener.address, "another secret")
             with pytest.raises(Refused, match="refused this one's token"):
                 await asyncio.to_thread(frames.open_channel, listener.address, "another secret", frames.CONTROL)
-            with pytest.raises(Refused, match="refused this one's token"):  # a proof for holders of copies is none here
+            with pytest.raises(Refused, match="refused this one's token"):  # a proof for replica servers is none here
                 await asyncio.to_thread(frames.connect, listener.address, TOKEN, frames.REPLICAS)
             assert refused == ["it does not know the token of this run"] * 3
 

@@ -47,7 +47,7 @@ def test_a_run_has_its_newest_state_in_memory_and_a_killed_launcher_leaves_none(
     told = json.loads((folder / shm_slots.ADDRESS).read_text())
     pids = {event.rank: event.pid for event in workshop.events("run") if event.kind == "worker_started"}
     for pid in pids.values():
-        os.kill(pid, signal.SIGSTOP)  # the holder needs none of them
+        os.kill(pid, signal.SIGSTOP)  # the replica server needs none of them
     state = replica_index.newest_state([tuple(told["address"])], told["token"])
     assert state is not None and state.step % 5 == 0 and state.nodes == {0: (0,), 1: (0,)}
     place = replica_index.MemoryLocation(state, told["token"])

@@ -11,7 +11,7 @@ from object_store import ACCESS
 from ranks import tiny_run
 
 from phalanx.checkpointing.format import Marker, RunMetadata
-from phalanx.checkpointing.storage import open_location
+from phalanx.checkpointing.location import open_location
 from phalanx.events.log import EventLog
 from phalanx.events.records import Saved
 from phalanx.events.rundir import RunDir

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from holders import TOKEN, nodes
 from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
+from replica_nodes import TOKEN, nodes
 from torch import Tensor
 
 from phalanx.checkpointing.replicas import replica_index
@@ -137,7 +137,7 @@ def test_an_interrupted_update_leaves_a_state_of_no_step(tmp_path: Path) -> None
 
 def hand(mesh: Mesh, folder: Path, folders: Sequence[Path], dead: Sequence[int]) -> bool | None:
     """Three steps, saved on disk; then these ranks are gone."""
-    mesh = replace(mesh, place=replace(mesh.place, holder=str(folders[mesh.rank % len(folders)]), generation=5))
+    mesh = replace(mesh, place=replace(mesh.place, replica_folder=str(folders[mesh.rank % len(folders)]), generation=5))
     trainer = after(mesh, tiny_run(), folder, 3)
     trainer.save()
     found = None if mesh.rank in dead else hand_off(trainer, [rank for rank in range(mesh.ranks) if rank not in dead])
@@ -176,5 +176,5 @@ def test_surviving_ranks_hand_off_the_whole_state(tmp_path: Path, layout: Layout
 
 @pytest.mark.parametrize(("layout", "dead"), [(Layout(shard=2, zero=1), (1,)), (Layout(tensor=2), (0,))])
 def test_survivors_without_the_whole_state_hand_off_nothing(tmp_path: Path, layout: Layout, dead: tuple[int]) -> None:
-    nobody = [tmp_path / "no holder is asked"]
+    nobody = [tmp_path / "no server is asked"]
     assert sorted(map(str, run_ranks(hand, 2, tmp_path / "saved", nobody, dead, layout=layout))) == ["False", "None"]

@@ -16,8 +16,7 @@ import pytest
 from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
 
 from phalanx.events.records import Step, StepAccounted, StepTimed
-from phalanx.observe.comm_timer import COMM_TIMER
-from phalanx.observe.step_clock import PARTS, Clock
+from phalanx.observe.comm_timer import COMM_TIMER, PARTS, Clock
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Run

@@ -17,7 +17,7 @@ import torch
 from ranks import copied, differing, run_ranks, tiny_run, tiny_trainer
 from torch import Tensor, nn
 
-from phalanx.checkpointing.storage import open_location
+from phalanx.checkpointing.location import open_location
 from phalanx.events.fault_log import DISK, FaultClaims, fill_disk
 from phalanx.events.log import EventLog, read_events
 from phalanx.events.records import FaultInjected, Warned
@@ -283,22 +283,20 @@ def test_an_injected_full_disk_affects_this_run_only_and_ends(
     log.emit(Warned(message="nobody watches yet"))
     faults_of("fill-disk from=2 for=1s", tmp_path)
     with pytest.raises(OSError) as error:
-        open_location(tmp_path / "file").sink().write(b"data")
+        open_location(tmp_path / "file").write([b"data"])
     assert error.value.errno == errno.ENOSPC
     log.emit(Warned(message="waits"))
     assert len(read_events(tmp_path / "events.jsonl")) == 1
     (tmp_path / "of somebody else").write_text("is written")
     real_time = time.time
     monkeypatch.setattr(time, "time", lambda: real_time() + 101)
-    sink = open_location(tmp_path / "file").sink()
-    sink.write(b"data")
-    sink.close()
+    open_location(tmp_path / "file").write([b"data"])
     log.emit(Warned(message="after"))
     said = [event.message for event in read_events(tmp_path / "events.jsonl") if isinstance(event, Warned)]
     assert said == ["nobody watches yet", "waits", "after"]
     fill_disk(tmp_path, 100)
     FaultClaims(tmp_path).clear()
-    open_location(tmp_path / "file").sink().write(b"data")
+    open_location(tmp_path / "file").write([b"data"])
 
 
 def test_faults_of_other_ranks_and_of_nodes_strike_nothing_here(tmp_path: Path) -> None:

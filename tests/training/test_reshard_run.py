@@ -11,11 +11,11 @@ from checkpoints import saved
 from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
 
 from phalanx.checkpointing import directory
+from phalanx.checkpointing.checkpoint_info import tensors
 from phalanx.checkpointing.find_checkpoint import find_unverified
+from phalanx.checkpointing.location import open_location
+from phalanx.checkpointing.offline_writer import Cuts, read_needs
 from phalanx.checkpointing.restore import CheckpointReader
-from phalanx.checkpointing.storage import open_location
-from phalanx.checkpointing.tools.checkpoint_info import tensors
-from phalanx.checkpointing.tools.offline_writer import Cuts, read_needs
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError

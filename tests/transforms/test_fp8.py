@@ -111,9 +111,9 @@ def test_only_linear_layers_of_blocks_change_and_parameters_do_not() -> None:
 def test_whoever_takes_a_forward_over_asks_how_to_multiply() -> None:
     module = nn.Linear(16, 16)
     assert product_of(module) is F.linear
-    holder = nn.Module()
-    holder.blocks = nn.ModuleList([module])
-    fp8.apply([holder], "row", CPU)
+    model = nn.Module()
+    model.blocks = nn.ModuleList([module])
+    fp8.apply([model], "row", CPU)
     x = numbers(4, 16)
     assert torch.equal(product_of(module)(x, module.weight, None), linear(x, module.weight, scaling="row"))
     assert torch.equal(module(x), linear(x, module.weight, module.bias, scaling="row"))

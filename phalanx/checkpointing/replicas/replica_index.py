@@ -18,7 +18,7 @@ from typing import Any
 
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.format import sidecar_name
-from phalanx.checkpointing.location import Location, Sink
+from phalanx.checkpointing.location import Location
 from phalanx.checkpointing.replicas.replica_protocol import Address, Caller
 from phalanx.checkpointing.replicas.shm_slots import RankCopy, SlotDir, machine_id
 
@@ -118,10 +118,8 @@ def _ask_once(address: Address, token: str, message: dict[str, Any]) -> dict[str
         caller.close()
 
 
-class MemoryLocation:
+class MemoryLocation(Location):
     """A complete state in memory as a read-only folder, or a file in it. Ranks send it to each other."""
-
-    can_rename = False
 
     def __init__(self, state: ReplicaState, token: str, *, local: bool = True):
         """`local`: read replicas in this machine's own memory without asking its replica server."""
@@ -188,8 +186,6 @@ class MemoryLocation:
                 problems.append(f"node {replica.node}: {error}")
         raise OSError(f"no node has {self._file} any more ({'; '.join(problems)})")
 
-    read_block = read
-
     def _is_local(self, replica: Replica) -> bool:
         return self._local and replica.machine == machine_id() and Path(replica.folder).is_dir()
 
@@ -203,25 +199,6 @@ class MemoryLocation:
 
     def close(self) -> None:
         self._callers.close()
-
-    def unfinished(self) -> list[str]:
-        return []
-
-    def make(self) -> None:
-        raise self._read_only()
-
-    def sink(self) -> Sink:
-        raise self._read_only()
-
-    def sync(self) -> None: ...
-    def rename(self, to: Location) -> None:
-        raise self._read_only()
-
-    def remove(self) -> None:
-        raise self._read_only()
-
-    def _read_only(self) -> OSError:
-        return OSError(errno.EROFS, "memory replicas are written by their ranks only", str(self))
 
 
 class _Callers:

@@ -16,9 +16,8 @@ from torch import Tensor
 from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.events.heartbeat import Heartbeat, Phase
 from phalanx.events.records import ModelPlaced, Step, StepAccounted, StepSkipped, StepTimed
-from phalanx.observe.comm_timer import COMM_TIMER, span
+from phalanx.observe.comm_timer import COMM_TIMER, Clock, span
 from phalanx.observe.counters import MemoryCounter, TrafficCounter, count_flops
-from phalanx.observe.step_clock import Clock
 from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.spec.plan import Plan
 from phalanx.training.hooks import StepContext, StepHook

@@ -12,9 +12,8 @@ import pytest
 from object_store import Store, after, serve, wire
 from ranks import run_ranks, tiny_run, tiny_trainer
 
-from phalanx.checkpointing import directory, format, storage
-from phalanx.checkpointing.location import Local, Location
-from phalanx.checkpointing.storage import Remote, open_location
+from phalanx.checkpointing import directory, format, location
+from phalanx.checkpointing.location import Local, Location, Remote, open_location
 from phalanx.events.records import CheckpointDamaged, Event, Finished, Restored, Saved, Step, Uploaded, UploadFailed
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.tensor_slice import Box
@@ -34,7 +33,7 @@ def s3(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """This process finds the server."""
     for key, value in store.env().items():
         monkeypatch.setenv(key, value)
-    monkeypatch.setattr(storage, "PART", SMALLEST)
+    monkeypatch.setattr(location, "PART", SMALLEST)
     _forget()
     yield store
     _forget()
@@ -43,7 +42,7 @@ def s3(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 def _forget() -> None:
     import s3fs
 
-    storage._filesystem.cache_clear()
+    location._filesystem.cache_clear()
     s3fs.S3FileSystem.clear_instance_cache()
 
 
@@ -90,10 +89,13 @@ def test_every_location_implements_the_contract(place: Location) -> None:
 
 
 def test_an_aborted_file_does_not_exist(place: Location) -> None:
+    def chunks() -> Iterator[bytes]:
+        yield BYTES
+        raise RuntimeError("the run ended")
+
     place.make()
-    sink = (place / "half").sink()
-    sink.write(BYTES)
-    sink.abort()
+    with pytest.raises(RuntimeError, match="the run ended"):
+        (place / "half").write(chunks())
     if not place.can_rename:
         assert place.entries() == [] and place.unfinished() == []
 
@@ -118,13 +120,14 @@ def test_in_a_store_only_a_marker_makes_a_checkpoint(s3: Store) -> None:
         written(place, step, step)
     interrupted = directory.begin(place, 2)  # a step that is taken again, and killed
     format.write_file(interrupted / format.rank_file_name(0, 1), [b"half"])
-    unseen = (directory.begin(place, 4) / "file").sink()  # killed while the first parts were on their way
-    unseen.write(BYTES)
+    unseen = Remote(str(directory.begin(place, 4) / "file"))  # killed while the first parts were on their way
+    bucket, key, _ = unseen._fs.split_path(unseen._path)
+    upload = unseen._fs.call_s3("create_multipart_upload", Bucket=bucket, Key=key)["UploadId"]
+    unseen._fs.call_s3("upload_part", Bucket=bucket, Key=key, UploadId=upload, PartNumber=1, Body=BYTES)
     newest, damaged = directory.newest_verified(place)
     assert newest == directory.step_dir(place, 3) and damaged == []
     assert place.unfinished() == ["step-00000004"]
     saved = written(place, 5, 5)
-    unseen._shut_down()  # type: ignore[attr-defined]  # the parts have arrived; nobody will ever complete them
     assert directory.prune(place, 2, saved) == ["step-00000001"]
     assert place.entries() == ["step-00000003", "step-00000005"]
     assert place.unfinished() == []
@@ -159,13 +162,13 @@ def test_uploads_survive_cut_connections(s3: Store, monkeypatch: pytest.MonkeyPa
 def test_an_unreachable_store_is_not_damage(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     place = open_location(f"s3://{s3.bucket()}/run")
     written(place, 1, 1)
-    monkeypatch.setattr(storage, "PAUSES", (0.01,))
+    monkeypatch.setattr(location, "PAUSES", (0.01,))
     with wire(s3.port, lambda sent, data: True) as cut:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{cut.port}")
         _forget()
-        with pytest.raises(storage.Unreachable, match=r"step-00000001.* cannot be read"):
+        with pytest.raises(location.Unreachable, match=r"step-00000001.* cannot be read"):
             directory.read_marker(directory.step_dir(place, 1))
-        assert isinstance(pickle.loads(pickle.dumps(storage.Unreachable("x"))), OSError)
+        assert isinstance(pickle.loads(pickle.dumps(location.Unreachable("x"))), OSError)
 
 
 def test_retry_repeats_temporary_errors_only() -> None:
@@ -175,11 +178,11 @@ def test_retry_repeats_temporary_errors_only() -> None:
         asked.append(error)
         raise error
 
-    with pytest.raises(storage.Unreachable, match="x: no way"):
-        storage.retry("x", lambda: refuse(PermissionError("no way")), (0.0, 0.0))
+    with pytest.raises(location.Unreachable, match="x: no way"):
+        location.retry("x", lambda: refuse(PermissionError("no way")), (0.0, 0.0))
     assert len(asked) == 1
-    with pytest.raises(storage.Unreachable, match="x: later"):
-        storage.retry("x", lambda: refuse(TimeoutError("later")), (0.0, 0.0))
+    with pytest.raises(location.Unreachable, match="x: later"):
+        location.retry("x", lambda: refuse(TimeoutError("later")), (0.0, 0.0))
     assert len(asked) == 4
 
 
@@ -243,7 +246,7 @@ def test_local_damage_is_restored_from_the_store(s3: Store, tmp_path: Path) -> N
 
 def test_a_failing_store_is_reported_and_training_continues(s3: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"s3://{s3.bucket()}/run"
-    monkeypatch.setattr(storage, "PAUSES", (0.01,))
+    monkeypatch.setattr(location, "PAUSES", (0.01,))
     with wire(s3.port, lambda sent, data: sent > 100_000) as bad:  # nothing large gets through, ever
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{bad.port}")
         _forget()

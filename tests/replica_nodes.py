@@ -1,4 +1,4 @@
-"""Holders for tests: each a process of its own, as many on this machine as a test wants nodes. Imported as `holders`."""
+"""Replica servers for tests, each in its own process: as many nodes on this machine as a test needs. Imported as `replica_nodes`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ TOKEN = "a secret of the test"
 
 
 class Node:
-    """A node that is only a holder with a folder of its own."""
+    """A node that has only a replica server, with its own folder."""
 
     def __init__(self, root: Path, number: int):
-        self.number, self.log = number, root / f"holder-{number}.log"
+        self.number, self.log = number, root / f"replicas-{number}.log"
         command = [sys.executable, "-m", "phalanx.checkpointing.replicas.replica_server"]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
