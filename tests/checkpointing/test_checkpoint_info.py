@@ -135,7 +135,7 @@ def test_find_damage_names_every_damaged_file(tmp_path: Path, monkeypatch: pytes
 
 
 def test_find_damage_reports_block_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("format", "tools.checkpoint_info"):
+    for module in ("format", "checkpoint_info"):
         monkeypatch.setattr(f"phalanx.checkpointing.{module}.BLOCK", 4096)
     assert format.BLOCK == 4096
     big = {"model/w": torch.arange(4096.0)}

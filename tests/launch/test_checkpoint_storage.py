@@ -54,7 +54,7 @@ def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in (ACCESS | {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}).items():
         monkeypatch.setenv(key, value)
     (problem,) = storage_problems(run_at("s3://bucket/run"))
-    assert "cannot be used (s3://bucket/run cannot be listed: Could not connect" in problem
+    assert "cannot be used (s3://bucket/run cannot be listed and written: Could not connect" in problem
 
 
 def test_checkpoints_of_another_run_are_left_alone(tmp_path: Path) -> None:
