@@ -12,26 +12,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from phalanx import accelerator
 from phalanx.calibration import op_bench
+from phalanx.calibration.bench_process import Compute, Device, jobs, plan_of
 from phalanx.calibration.op_bench import Measurement
-from phalanx.calibration.step_bench import Compute, jobs, plan_of
 from phalanx.host.env import worker_env
 from phalanx.planning.feedback import EIGHT_BITS, WIDTHS, Measured, corrected, refitted
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.cpu import cpu_hardware
 from phalanx.planning.machines.hardware import hardware
 from phalanx.spec.errors import RunFailed
-from phalanx.spec.plan import Machine, Plan
+from phalanx.spec.plan import Machine
 from phalanx.spec.run import Cluster, Run, Train
-
-Device = Literal["cpu", "cuda"]
 
 _SPREAD = {"low": 0.87, "high": 1.18}
 """P10 and P90 of a step as fractions of its promise, on a measured machine."""
@@ -127,7 +125,7 @@ def _links(report: BenchReport, ranks: int, budget: float) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     arguments = [["links", report.device, str(rank), str(ranks), str(port), f"{budget:.1f}"] for rank in range(ranks)]
-    answers = _run_processes(arguments, _plan(report, 1))
+    answers = _run_processes(report.device, arguments)
     times = {(row["name"], row["bytes"]): row["seconds"] for row in answers[0]}
     for (name, size), seconds in times.items():
         factor = {"all-reduce": 2 * (ranks - 1) / ranks, "all-gather": (ranks - 1) / ranks, "message": 2.0}[name]
@@ -148,10 +146,10 @@ def _links(report: BenchReport, ranks: int, budget: float) -> None:
 
 def _steps(report: BenchReport, compute: Compute, budget: float, widths: Mapping[str, float] = WIDTHS) -> None:
     device = report.device
-    answer = _run_processes([["steps", device, compute, "1", f"{budget:.1f}"]], _plan(report, 1))[0]
+    answer = _run_processes(device, [["steps", device, compute, f"{budget:.1f}"]])[0]
     devices = _one_device(report)
     steps = [
-        (Measured(run=run, plan=plan_of(run, device, compute, 1), seconds=seconds), devices)
+        (Measured(run=run, plan=plan_of(run), seconds=seconds), devices)
         for run, seconds in zip(jobs(device, compute), answer["seconds"], strict=True)
         if seconds is not None
     ]
@@ -168,27 +166,14 @@ def _steps(report: BenchReport, compute: Compute, budget: float, widths: Mapping
 
 def _one_device(report: BenchReport) -> Hardware:
     """One device of this machine, with the constants measured so far."""
-    machine = Machine(
-        host=report.machine.host,
-        cpu=report.machine.cpu,
-        cores=report.machine.cores,
-        memory=report.machine.memory,
-        core_flops=report.machine.core_flops,
-        gpus=report.machine.gpus[:1],
-        measured=tuple(report.constants.items()),
-    )
+    machine = replace(report.machine, gpus=report.machine.gpus[:1], measured=tuple(report.constants.items()))
     return cpu_hardware(machine, 1, 1) if report.device == "cpu" else hardware(_any_run("cuda"), machine)
 
 
-def _plan(report: BenchReport, threads: int) -> Plan:
-    run = jobs(report.device, "fp32")[0]
-    return plan_of(run, report.device, "fp32", threads)
-
-
-def _run_processes(commands: list[list[str]], plan: Plan) -> list[Any]:
+def _run_processes(device: Device, commands: list[list[str]]) -> list[Any]:
     """Runs `bench_process` with each list of arguments at the same time, in the environment of a rank; returns their answers."""
     program = [sys.executable, "-P", "-m", "phalanx.calibration.bench_process"]
-    environment = worker_env(plan)
+    environment = worker_env(plan_of(jobs(device, "fp32")[0]))
     running = [
         subprocess.Popen([*program, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
         for arguments in commands

@@ -38,8 +38,9 @@ class Measurement:
     """Seconds of one repetition, for collectives."""
 
 
-def best_seconds(work: Callable[[], object], device: torch.device, budget: float) -> float:
-    """The fastest of as many repetitions as fit into `budget` seconds: other programs on the machine only add time."""
+def best_seconds(work: Callable[[], object], device: torch.device, budget: float, *, launch_only: bool = False) -> float:
+    """The fastest of as many repetitions as fit into `budget` seconds: other programs on the machine only add time. `launch_only`: until
+    the host has launched the work, not until the device has done it."""
     synchronize = accelerator.of(device).synchronize
     work()
     synchronize(device)
@@ -48,8 +49,9 @@ def best_seconds(work: Callable[[], object], device: torch.device, budget: float
     while len(taken) < 3 or (time.perf_counter() - begin < budget and len(taken) < 100):
         start = time.perf_counter()
         work()
+        launched = time.perf_counter() - start
         synchronize(device)
-        taken.append(time.perf_counter() - start)
+        taken.append(launched if launch_only else time.perf_counter() - start)
     return min(taken)
 
 
@@ -127,21 +129,9 @@ def launch(device: torch.device, budget: float) -> Measurement:
     """Seconds that the host needs to launch one small operation."""
     small = torch.zeros(64, device=device)
 
-    def many() -> None:
-        for _ in range(200):
-            small.add_(1.0)
-
-    synchronize = accelerator.of(device).synchronize
-    many()
-    synchronize(device)
-    taken: list[float] = []
-    begin = time.perf_counter()
-    while len(taken) < 5 or time.perf_counter() - begin < budget:
-        start = time.perf_counter()
-        many()  # a GPU's queue accepts all of them before the first is done
-        taken.append((time.perf_counter() - start) / 200)
-        synchronize(device)
-    return Measurement("launch of an operation", "64 numbers", min(taken), "s")
+    # A GPU's queue accepts all of them before the first is done.
+    seconds = best_seconds(partial(_repeat, lambda: small.add_(1.0), 200), device, budget, launch_only=True) / 200
+    return Measurement("launch of an operation", "64 numbers", seconds, "s")
 
 
 def host_copies(device: torch.device, budget: float) -> Iterator[Measurement]:

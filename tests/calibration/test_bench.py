@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 
 from phalanx.calibration import op_bench
+from phalanx.calibration.bench_process import jobs, plan_of, step_seconds
 from phalanx.calibration.measure_machine import bench
-from phalanx.calibration.step_bench import jobs, plan_of, step_seconds
 from phalanx.dashboard.plan_text import show_bench
 from phalanx.host.probe import probe
 from phalanx.planning.feedback import EIGHT_BITS, Measured, corrected, refitted
@@ -58,7 +58,7 @@ def test_more_work_takes_a_real_step_longer() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        quick, slow = (step_seconds(run, plan_of(run, "cpu", "fp32", 1), 0.2) for run in (small, large))
+        quick, slow = (step_seconds(run, 0.2) for run in (small, large))
     finally:
         torch.set_num_threads(before)
     assert 0 < 2 * quick < slow
@@ -90,7 +90,7 @@ def test_a_format_of_its_own_is_fitted_to_steps_in_it() -> None:
         measured=(("cuda.fp8.gemm", 0.7),),
     )
     devices = hardware(ASKING, machine)
-    steps = [Measured(run=run, plan=plan_of(run, "cuda", "fp8", 1), seconds=0.1) for run in jobs("cuda", "fp8")]
+    steps = [Measured(run=run, plan=plan_of(run), seconds=0.1) for run in jobs("cuda", "fp8")]
     found = corrected(refitted([(step, devices) for step in steps], "fp8", EIGHT_BITS), devices, "fp8", {})
     assert list(found) == ["cuda.fp8.gemm", "cuda.rounding"] and 0 < found["cuda.fp8.gemm"] < 0.7
     assert found["cuda.rounding"] > 1.2 * rates_for(devices, "fp8").rounding

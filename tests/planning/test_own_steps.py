@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from phalanx.calibration.step_bench import Compute, plan_of, small_run
+from phalanx.calibration.bench_process import Compute, plan_of, small_run
 from phalanx.planning.cost.step_time import step_times
 from phalanx.planning.feedback import jobs_of
 from phalanx.planning.machines.hardware import hardware
@@ -34,7 +34,7 @@ BILLION = (2048, 16, 4096, 4)
 def predicted(run: Run, compute: Compute) -> float:
     """Milliseconds on an H200 that nobody has measured."""
     devices = hardware(replace(run, layout=None, cluster=Cluster(name="h200")), None)
-    plan = plan_of(run, "cuda", compute, 1)
+    plan = plan_of(run)
     rates = rates_for(devices, compute, moe=run.model.moe is not None)
     return 1e3 * float(np.sum(step_times(jobs_of(run, plan, devices), rates).step))
 
