@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-import weakref
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar
@@ -19,8 +18,6 @@ T = TypeVar("T")
 
 
 class SampleReader(Protocol):
-    """Reads samples by their global indices."""
-
     def batch(self, indices: npt.NDArray[np.int64]) -> Batch: ...
 
 
@@ -55,78 +52,48 @@ class ReplicaShare:
 class Loader(Generic[T]):
     """An endless iterator over steps, from sample `start` on; each step is the list of this replica's micro-batches.
 
-    The thread serves requests, one position per step, and `prefetch` requests are outstanding at any time. Nothing ever
-    blocks on a full queue: the thread waits for requests only, and withdrawing them stops it.
+    `prefetch` steps are read or being read at any time.
     """
 
     def __init__(self, samples: SampleReader, share: ReplicaShare, *, start: int, prefetch: int, prepare: Callable[[Batch], T]):
         """`prepare` converts a batch for the trainer, in the background thread."""
-        self.position = start
-        """First sample of the next step."""
-        self._stride = share.batch
-        self._ahead = share.batch * prefetch
-        self._requests: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._steps: queue.SimpleQueue[list[T] | BaseException] = queue.SimpleQueue()
-        for step in range(prefetch):
-            self._requests.put(start + step * share.batch)
 
         def make(position: int) -> list[T]:
             # One read for all micro-batches of a step, so that the fixed cost of a read is paid once.
             return [prepare(batch) for batch in share.cut(samples.batch(share.samples(position)))]
 
-        # The thread refers to the queues, not to the loader: a loader without references is collected and stops its thread.
-        self._thread = threading.Thread(target=_serve, args=(self._requests, self._steps, make), name="loader", daemon=True)
-        self._stop = weakref.finalize(self, _end, self._requests, self._thread)
-        self._thread.start()
+        self.position = start
+        """First sample of the next step."""
+        self._make = make  # refers to no loader: one without references is collected, which stops its thread
+        self._stride, self._ahead = share.batch, share.batch * prefetch
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        positions = range(start, start + self._ahead, self._stride)
+        self._steps: deque[Future[list[T]]] = deque(self._thread.submit(make, position) for position in positions)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> list[T]:
-        if not self._stop.alive:
-            raise RuntimeError("the loader was closed")
-        step = self._steps.get()
-        if isinstance(step, BaseException):
+        try:
+            if not self._steps:
+                raise CancelledError
+            step = self._steps.popleft().result()
+        except CancelledError:
+            raise RuntimeError("the loader was closed") from None
+        except Exception:
             self.close()  # continuing would skip this step's samples
-            raise step
-        self._requests.put(self.position + self._ahead)
+            raise
+        self._steps.append(self._thread.submit(self._make, self.position + self._ahead))
         self.position += self._stride
         return step
 
     def close(self) -> None:
         """Stop the thread after its current step at the latest, and wait for it. May be called twice."""
-        self._stop()
+        self._thread.shutdown(cancel_futures=True)
+        self._steps.clear()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-def _serve(
-    requests: queue.SimpleQueue[int | None],
-    steps: queue.SimpleQueue[list[T] | BaseException],
-    make: Callable[[int], list[T]],
-) -> None:
-    while (position := requests.get()) is not None:
-        try:
-            steps.put(make(position))
-        except BaseException as error:  # the consumer raises it, with this thread's traceback
-            steps.put(error)
-            return
-    steps.put(RuntimeError("the loader was closed"))  # wakes a consumer that still waits for a step
-
-
-def _end(requests: queue.SimpleQueue[int | None], thread: threading.Thread) -> None:
-    """Withdraw pending requests, tell the thread to end, and wait for it.
-
-    Also runs at interpreter exit: a thread that is still inside a library at that time can crash the process.
-    """
-    try:
-        while True:
-            requests.get_nowait()
-    except queue.Empty:
-        requests.put(None)
-    if thread is not threading.current_thread():
-        thread.join()

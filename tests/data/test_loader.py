@@ -40,7 +40,7 @@ def before() -> None:
 
 
 def threads() -> int:
-    return sum(thread.name == "loader" for thread in set(threading.enumerate()) - BEFORE)
+    return sum(thread.name.startswith("loader") for thread in set(threading.enumerate()) - BEFORE)
 
 
 def wait_until(true: threading.Event) -> None:
@@ -102,7 +102,6 @@ def test_loader_prepares_batches_in_its_thread() -> None:
         (thread, other) = next(steps)
         assert thread is other
         assert thread is not threading.current_thread()
-        assert thread.daemon
 
 
 def test_loader_error_reaches_the_consumer_at_its_step() -> None:
@@ -174,7 +173,8 @@ def test_loader_close_wakes_a_waiting_consumer() -> None:
 def test_collected_loader_stops_its_thread() -> None:
     steps = loader()
     next(steps)
-    thread, gone = steps._thread, weakref.ref(steps)
+    (thread,) = set(threading.enumerate()) - BEFORE
+    gone = weakref.ref(steps)
     del steps
     gc.collect()
     assert gone() is None
