@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.data.corpus import IndexedCorpus
-from phalanx.data.token_files import Part, TokenMeta, TokenWriter, Vocabulary, write_meta
-from phalanx.data.tokenizer import ByteTokenizer
+from phalanx.data.pack import Packing, Samples, Window
+from phalanx.data.token_files import Part, TokenMeta, TokenWriter, write_meta
+from phalanx.data.tokenizer import ByteTokenizer, Tokenizer
 
 END = 256
 
@@ -34,6 +35,11 @@ class Masked(IndexedCorpus):
 
     def mask(self, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
         return None if self.trained is None else self.trained[start:stop]
+
+
+def one_window(windows: Packing | Samples, number: int) -> Window:
+    """One window or sample by its number."""
+    return Window(*(array[0] for array in windows.windows(np.array([number]))))
 
 
 def some_documents(rng: random.Random, count: int, longest: int) -> list[list[int]]:
@@ -78,20 +84,22 @@ def write_tokens(
 
 def write_token_files(
     folder: Path,
-    words: Vocabulary,
-    documents: Iterable[npt.ArrayLike],
-    masks: Iterable[npt.ArrayLike] | None = None,
+    words: Tokenizer,
+    documents: Iterable[Sequence[int]],
+    masks: Iterable[Sequence[int]] | None = None,
     *,
     per_part: int | None = None,
 ) -> TokenMeta:
-    """Token files of documents that are ids already, `per_part` documents to a part."""
+    """Token files of documents that are ids already, `per_part` documents to a part. An end token is trained on like the id before."""
+    folder.mkdir(parents=True, exist_ok=True)
     parts: list[Part] = []
     writer: TokenWriter | None = None
     paired = ((ids, None) for ids in documents) if masks is None else zip(documents, masks, strict=True)
     for ids, mask in paired:
         if writer is None:
             writer = TokenWriter(folder, f"part-{len(parts):06d}", words, masked=masks is not None)
-        writer.add(ids, mask)
+        trained = None if mask is None else [np.array([*mask, *mask[-1:]] if len(mask) else [False], dtype=np.bool_)]
+        writer.add_batch([np.asarray(ids)], trained)
         if writer.documents == per_part:
             parts += [part] if (part := writer.close()) else []
             writer = None

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from phalanx.data.corpus import Corpus, OpenFile
 from phalanx.data.pack import IGNORED, DocumentSpan, Window, positions_and_documents, spans_between
 from phalanx.data.shuffle import Intervals
-from phalanx.spec.errors import RunError, RunFailed
+from phalanx.spec.errors import RunError
 
 
 class DiskArray:
@@ -34,7 +34,7 @@ class DiskArray:
     def __init__(self, path: Path):
         header = np.load(path, mmap_mode="r")
         self._dtype, self._offset, self._length = header.dtype, header.offset, len(header)
-        self._path, self._file = path, OpenFile(str(path))
+        self._file = OpenFile(str(path), remedy="remove its folder")
 
     def __len__(self) -> int:
         return self._length
@@ -46,19 +46,9 @@ class DiskArray:
     def __getitem__(self, at: int | slice) -> int | npt.NDArray[Any]:
         if not isinstance(at, slice):
             first = range(self._length)[at]
-            return int(self._read(first, first + 1)[0])
+            return int(self[first : first + 1][0])
         first, last, step = at.indices(self._length)
-        return self._read(first, max(first, last))[::step]
-
-    def _read(self, first: int, last: int) -> npt.NDArray[Any]:
-        values = np.empty(last - first, dtype=self._dtype)
-        try:
-            complete = self._file.fill(values.view(np.uint8).data, self._offset + first * self._dtype.itemsize)
-        except OSError as error:
-            raise RunFailed(f"{self._path} can no longer be read ({error.strerror}): remove its folder and resume.") from error
-        if not complete:
-            raise RunFailed(f"{self._path} has shrunk since the run started: remove its folder and resume.")
-        return values
+        return self._file.read(self._dtype, first, max(first, last), header=self._offset)[::step]
 
 
 _STORED = 1 << 16
@@ -129,9 +119,6 @@ class BestFitPacking:
             if column < self.length:
                 begins[row, column] = True
         return Window(tokens, targets, *positions_and_documents(begins, self._document_mask))
-
-    def window(self, number: int) -> Window:
-        return Window(*(array[0] for array in self.windows(np.array([number]))))
 
     def trace(self, number: int) -> tuple[DocumentSpan, ...]:
         pieces = self._pieces(number)

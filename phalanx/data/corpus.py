@@ -6,10 +6,11 @@ held-out parts; `data/pack` and `data/bestfit` cut windows out of it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -103,26 +104,39 @@ def _offsets(counts: Iterable[int]) -> Positions:
 
 
 class OpenFile:
-    """A file descriptor that is closed with its last reference, so that no thread closes a file that another one reads."""
+    """A file to read arrays from, at any offset and from any thread. Closed with its last reference, so that no thread closes a file
+    that another one reads. Raises RunFailed if the file has changed since the run started."""
 
-    fd = -1
+    _fd = -1
 
-    def __init__(self, path: str):
-        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, path: str, remedy: str = "restore the former file"):
+        self._path, self._remedy = path, remedy
+        with self._errors():
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
-    def fill(self, view: memoryview, offset: int) -> bool:
-        """Fill `view` with the bytes from `offset` on; False if the file ends before."""
-        filled = 0
-        while filled < len(view):  # one call may return less than requested
-            got = os.preadv(self.fd, [view[filled:]], offset + filled)
-            if got == 0:
-                return False
-            filled += got
-        return True
+    def read(self, dtype: npt.DTypeLike, first: int, last: int, header: int = 0) -> npt.NDArray[Any]:
+        """Elements first … last (exclusive) of an array that begins after `header` bytes."""
+        values = np.empty(last - first, dtype=dtype)
+        view, offset = values.view(np.uint8).data, header + first * values.itemsize
+        while view:  # one call may return less than requested
+            with self._errors():
+                count = os.preadv(self._fd, [view], offset)
+            if not count:
+                size = os.fstat(self._fd).st_size
+                raise RunFailed(f"{self._path} has shrunk to {size} bytes since the run started: {self._remedy} and resume.")
+            view, offset = view[count:], offset + count
+        return values
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunFailed(f"{self._path} can no longer be read ({error.strerror}): {self._remedy} and resume.") from error
 
     def __del__(self) -> None:
-        if self.fd >= 0:  # opening may have failed
-            os.close(self.fd)
+        if self._fd >= 0:  # opening may have failed
+            os.close(self._fd)
 
 
 class ChainedCorpus:
@@ -148,13 +162,12 @@ class ChainedCorpus:
         return np.concatenate([np.ones(length, dtype=np.bool_) if mask is None else mask for mask, length in parts])
 
     def bounds(self, first: int, last: int) -> Positions:
-        begins = [np.array([], dtype=np.int64)]
-        for i, corpus in enumerate(self._corpora):
-            base = int(self._documents[i])
-            low, high = max(first - base, 0), min(last - base, corpus.documents)
-            if low < high:
-                begins.append(corpus.bounds(low, high)[:-1] + self._tokens[i])
-        return np.append(np.concatenate(begins), self._begin(last))
+        bounds = [
+            corpus.bounds(max(first - base, 0), min(last - base, corpus.documents)) + start
+            for corpus, base, start in zip(self._corpora, self._documents.tolist(), self._tokens.tolist(), strict=False)
+            if base <= last and first <= base + corpus.documents
+        ]
+        return np.concatenate([*(part[:-1] for part in bounds), bounds[-1][-1:]])
 
     def find(self, position: int) -> int:
         i = int(self._tokens.searchsorted(position, "right")) - 1
@@ -166,13 +179,6 @@ class ChainedCorpus:
     def blocks(self) -> Positions:
         own = [corpus.blocks()[:-1] + base for corpus, base in zip(self._corpora, self._tokens.tolist(), strict=False)]
         return _every_nth(np.append(np.concatenate(own), self.tokens))
-
-    def _begin(self, document: int) -> int:
-        if document >= self.documents:
-            return self.tokens
-        i = int(self._documents.searchsorted(document, "right")) - 1
-        own = document - int(self._documents[i])
-        return int(self._corpora[i].bounds(own, own + 1)[0]) + int(self._tokens[i])
 
     def _inside(self, start: int, stop: int) -> list[tuple[Corpus, int, int, int]]:
         """The corpora that overlap start … stop: corpus, its first position, and start and stop relative to that."""
@@ -214,7 +220,7 @@ class TextFileCorpus(IndexedCorpus):
         return digest.hexdigest()
 
     def read(self, start: int, stop: int) -> Ids:
-        document = int(self._begins.searchsorted(start, "right")) - 1
+        document = self.find(start)
         begin, end = int(self._begins[document]), int(self._begins[document + 1]) - 1
         if stop <= end:  # inside one file: the usual case
             return self._bytes(document, start - begin, stop - begin)
@@ -229,24 +235,7 @@ class TextFileCorpus(IndexedCorpus):
         return ids
 
     def _bytes(self, document: int, start: int, stop: int) -> npt.NDArray[np.uint8]:
-        path = self._root + self.names[document]
-        ids = np.empty(stop - start, dtype=np.uint8)
-        try:
-            file = self._open(path)
-            if not file.fill(ids.data, start):
-                raise RunFailed(
-                    f"{path} has shrunk: it had {self._size(document)} bytes when the run started "
-                    f"and has {os.fstat(file.fd).st_size} now; restore the former text and resume."
-                )
-        except OSError as error:
-            raise RunFailed(
-                f"{path} can no longer be read ({error.strerror}): it had {self._size(document)} bytes "
-                "when the run started; make it readable again and resume."
-            ) from error
-        return ids
-
-    def _size(self, document: int) -> int:
-        return int(self._begins[document + 1] - self._begins[document]) - 1
+        return self._open(self._root + self.names[document]).read(np.uint8, start, stop)
 
 
 class MemoryCorpus(IndexedCorpus):

@@ -132,9 +132,6 @@ class StreamPacking:
         targets[begins[:, 1:] if trained is None else begins[:, 1:] | ~trained[:, 1:]] = IGNORED
         return Window(stream[:, :-1].copy(), targets, *positions_and_documents(begins[:, :-1], self._document_mask))
 
-    def window(self, number: int) -> Window:
-        return Window(*(array[0] for array in self.windows(np.array([number]))))
-
     def trace(self, number: int) -> tuple[DocumentSpan, ...]:
         low = np.array([number * self.length])
         spans = [(start, stop) for _, _, start, stop in self._spans(low, low + self.length)]
@@ -196,9 +193,6 @@ class Samples:
     def count(self) -> int:
         """Samples in one epoch."""
         return self.packing.count
-
-    def sample(self, index: int) -> Window:
-        return Window(*(array[0] for array in self.windows(np.array([index]))))
 
     def windows(self, indices: npt.NDArray[np.int64]) -> Window:
         return self.packing.windows(self.order(indices))

@@ -15,13 +15,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from phalanx.data.corpus import BLOCKS, OPEN_FILES, OpenFile
-from phalanx.spec.errors import RunError, RunFailed
+from phalanx.data.tokenizer import Tokenizer
+from phalanx.spec.errors import RunError
 
 FORMAT, VERSION = "phalanx-tokens", 1
 META = "tokens.json"
@@ -114,10 +115,10 @@ class TokenFiles:
         self._check_sizes()
 
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
-        return self._gather("tokens", self._dtype, start, stop)
+        return self._gather("tokens", self._dtype, self._token_starts, start, stop)
 
     def mask(self, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
-        return self._gather("mask", np.dtype(np.bool_), start, stop) if self.meta.masked else None
+        return self._gather("mask", np.bool_, self._token_starts, start, stop) if self.meta.masked else None
 
     def bounds(self, first: int, last: int) -> npt.NDArray[np.int64]:
         end = self._begins(last, last + 1)[0] if last < self.documents else self.tokens
@@ -156,36 +157,19 @@ class TokenFiles:
 
     def _begins(self, first: int, last: int) -> npt.NDArray[np.int64]:
         """Start positions of documents first … last (exclusive)."""
-        part = bisect.bisect_right(self._document_starts, first) - 1
-        parts = []
+        return self._gather("index", _INDEX, self._document_starts, first, last)
+
+    def _gather(self, suffix: str, dtype: npt.DTypeLike, starts: list[int], first: int, last: int) -> npt.NDArray[Any]:
+        """Elements first … last (exclusive) over all parts; `starts`: the first element of each part. Positions count from the start
+        of the stream."""
+        part = bisect.bisect_right(starts, first) - 1
+        pieces = []
         while first < last:
-            own, until = self._document_starts[part], min(last, self._document_starts[part + 1])
-            parts.append(self._slice(part, "index", _INDEX, first - own, until - own) + self._token_starts[part])
+            own, until = starts[part], min(last, starts[part + 1])
+            values = self._open(f"{self._paths[part]}.{suffix}").read(dtype, first - own, until - own)
+            pieces.append(values + self._token_starts[part] if suffix == "index" else values)
             first, part = until, part + 1
-        return parts[0] if len(parts) == 1 else np.concatenate([np.array([], dtype=np.int64), *parts])
-
-    def _gather(self, suffix: str, dtype: np.dtype[Any], start: int, stop: int) -> npt.NDArray[Any]:
-        part = bisect.bisect_right(self._token_starts, start) - 1
-        base = self._token_starts[part]
-        if start < stop <= self._token_starts[part + 1]:
-            return self._slice(part, suffix, dtype, start - base, stop - base)
-        pieces = [np.array([], dtype=dtype)]
-        while start < stop:
-            base, until = self._token_starts[part], min(stop, self._token_starts[part + 1])
-            pieces.append(self._slice(part, suffix, dtype, start - base, until - base))
-            start, part = until, part + 1
-        return np.concatenate(pieces)
-
-    def _slice(self, part: int, suffix: str, dtype: np.dtype[Any], start: int, stop: int) -> npt.NDArray[Any]:
-        path = f"{self._paths[part]}.{suffix}"
-        values = np.empty(stop - start, dtype=dtype)
-        try:
-            complete = self._open(path).fill(values.view(np.uint8).data, start * dtype.itemsize)
-        except OSError as error:
-            raise RunFailed(f"{path} can no longer be read ({error.strerror}): make it readable again and resume.") from error
-        if not complete:
-            raise RunFailed(f"{path} has shrunk since the run started: restore the former file and resume.")
-        return values
+        return pieces[0] if len(pieces) == 1 else np.concatenate([np.array([], dtype=dtype), *pieces])
 
     def _check_sizes(self) -> None:
         """Compares file sizes with the meta file, so that a truncated copy is reported before the first step."""
@@ -207,15 +191,6 @@ class TokenFiles:
 _TEMPORARY = ".unfinished"
 
 
-class Vocabulary(Protocol):
-    """The properties of a tokenizer that token files store."""
-
-    name: str
-    vocab: int
-    end: int
-    sha256: str
-
-
 def dtype_of(vocab: int) -> str:
     """The smallest integer type that holds every id."""
     return "uint16" if vocab <= 1 << 16 else "uint32"
@@ -224,40 +199,36 @@ def dtype_of(vocab: int) -> str:
 class TokenWriter:
     """Writes one part: documents are added in order, and `close` renames the files to their final names."""
 
-    def __init__(self, folder: Path, name: str, tokenizer: Vocabulary, *, masked: bool = False):
+    def __init__(self, folder: Path, name: str, tokenizer: Tokenizer, *, masked: bool):
         self.documents = self.tokens = 0
         self._folder, self._name, self._end = folder, name, tokenizer.end
         self._dtype = np.dtype(dtype_of(tokenizer.vocab)).newbyteorder("<")
         self._lengths: list[int] = []
         self._digest = hashlib.sha256()
-        folder.mkdir(parents=True, exist_ok=True)
-        self._tokens = self._begin("tokens")
-        self._mask = self._begin("mask") if masked else None
-
-    def add(self, ids: npt.ArrayLike, mask: npt.ArrayLike | None = None) -> None:
-        """Add a document, and the end token unless it is the last id. `mask`: which ids are trained on, if the part has masks;
-        an added end token is trained on if the id before it is."""
-        self.add_batch([np.asarray(ids)], None if mask is None else [np.asarray(mask, dtype=np.bool_)])
+        suffixes = ("tokens", "index", "mask") if masked else ("tokens", "index")
+        self._files = {suffix: (folder / unfinished(f"{name}.{suffix}")).open("wb") for suffix in suffixes}
 
     def add_batch(
         self, documents: Sequence[npt.NDArray[np.integer]], masks: Sequence[npt.NDArray[np.bool_]] | None = None
     ) -> None:
-        """Add many documents, like `add`."""
-        assert (masks is None) == (self._mask is None), "every document of a part has a mask, or none has"
+        """Add documents, each with the end token unless that is its last id. `masks`: which ids, end tokens included, are trained on,
+        if the part has masks."""
+        assert (masks is None) == ("mask" not in self._files), "every document of a part has a mask, or none has"
         if not documents:
             return
-        pieces: list[npt.NDArray[np.integer]] = []
         end = np.array([self._end])
+        pieces: list[npt.NDArray[np.integer]] = []
         for ids in documents:
             document = [ids] if len(ids) and ids[-1] == self._end else [ids, end]
             pieces += document
             self._lengths.append(sum(map(len, document)))
-        self._write(self._tokens, np.concatenate(pieces, dtype=self._dtype, casting="unsafe"), self._digest)
-        if masks is not None and self._mask is not None:
-            marks: list[npt.NDArray[np.bool_]] = []
-            for mask, length in zip(masks, self._lengths[len(self._lengths) - len(documents) :], strict=True):
-                marks += [mask] if len(mask) == length else [mask, mask[-1:] if len(mask) else np.zeros(1, dtype=np.bool_)]
-            self._write(self._mask, np.concatenate(marks), None)
+        tokens = np.concatenate(pieces, dtype=self._dtype, casting="unsafe")
+        self._write("tokens", tokens)
+        if masks is not None:
+            mask = np.concatenate(masks)
+            assert len(mask) == len(tokens), "a mask covers the end token"
+            self._files["mask"].write(mask.data)
+        self.tokens += len(tokens)
         self.documents = len(self._lengths)
 
     def close(self) -> Part | None:
@@ -265,53 +236,32 @@ class TokenWriter:
         if not self._lengths:
             self.discard()
             return None
-        self._finish(self._tokens)
-        index = self._begin("index")
-        self._write(index, np.concatenate([[0], np.cumsum(self._lengths)]).astype("<i8"), self._digest, count=False)
-        self._finish(index)
-        if self._mask is not None:
-            self._finish(self._mask)
-            with self._path("mask").open("rb") as written:
+        self._write("index", np.concatenate([[0], np.cumsum(self._lengths)]).astype(_INDEX))
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())  # a finished part survives a power failure
+            file.close()
+        if "mask" in self._files:
+            with open(self._files["mask"].name, "rb") as written:
                 while block := written.read(1 << 20):
                     self._digest.update(block)
-        for suffix in self._suffixes():
-            self._path(suffix).rename(self._folder / f"{self._name}.{suffix}")
+        for suffix, file in self._files.items():
+            os.rename(file.name, self._folder / f"{self._name}.{suffix}")
         return Part(name=self._name, documents=self.documents, tokens=self.tokens, sha256=self._digest.hexdigest())
 
     def discard(self) -> None:
         """Remove the unfinished files."""
-        for file in (self._tokens, self._mask):
-            if file is not None:
-                file.close()
-        for suffix in self._suffixes():
-            self._path(suffix).unlink(missing_ok=True)
+        for file in self._files.values():
+            file.close()
+            Path(file.name).unlink(missing_ok=True)
 
-    def _suffixes(self) -> tuple[str, ...]:
-        return ("tokens", "index", "mask") if self._mask is not None else ("tokens", "index")
-
-    def _path(self, suffix: str) -> Path:
-        return self._folder / f"{self._name}.{suffix}{_TEMPORARY}"
-
-    def _begin(self, suffix: str) -> BinaryIO:
-        return self._path(suffix).open("wb")
-
-    def _write(
-        self, file: BinaryIO, values: npt.NDArray[np.generic], digest: hashlib._Hash | None, *, count: bool = True
-    ) -> None:
-        file.write(values.data)
-        if digest is not None:
-            digest.update(values.data)
-            self.tokens += len(values) if count else 0
-
-    @staticmethod
-    def _finish(file: BinaryIO) -> None:
-        file.flush()
-        os.fsync(file.fileno())  # a finished part survives a power failure
-        file.close()
+    def _write(self, suffix: str, values: npt.NDArray[np.integer]) -> None:
+        self._files[suffix].write(values.data)
+        self._digest.update(values.data)
 
 
 def write_meta(
-    folder: Path, tokenizer: Vocabulary, parts: Sequence[Part], *, masked: bool, skipped: Mapping[str, int]
+    folder: Path, tokenizer: Tokenizer, parts: Sequence[Part], *, masked: bool, skipped: Mapping[str, int]
 ) -> TokenMeta:
     """Writes the meta file, which completes a folder of parts."""
     dtype = dtype_of(tokenizer.vocab)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import END, Masked, some_documents
+from corpora import END, Masked, one_window, some_documents
 
 from phalanx.data import bestfit
 from phalanx.data.bestfit import BestFitPacking, DiskArray, best_fit
@@ -73,7 +73,7 @@ def test_best_fit_shows_every_token_once_and_separates_documents() -> None:
             seen: Counter[int] = Counter()
             full = 0
             for k in range(windows.count):
-                shown, origin = windows.window(k), where.window(k)
+                shown, origin = one_window(windows, k), one_window(where, k)
                 own = origin.targets != IGNORED
                 assert own.tolist() == sorted(own.tolist(), reverse=True)  # padding comes last
                 seen.update(origin.tokens[own].tolist())
@@ -118,18 +118,18 @@ def test_best_fit_window_by_hand() -> None:
     corpus = Masked([list(b"abc"), list(b"defghij"), list(b"k")])
     windows = packed(corpus, np.array([[0, corpus.tokens]]), 5)
     assert windows.count == 3
-    assert windows.window(0).tokens.tolist() == [*b"defgh"]
-    assert windows.window(0).targets.tolist() == [*b"efghi"]  # a document that goes on elsewhere knows its next token
-    assert windows.window(1).tokens.tolist() == [*b"abcij"]
-    assert windows.window(1).targets.tolist() == [*b"bc", END, *b"j", END]
-    assert windows.window(2).tokens.tolist() == [*b"k", END, END, END, END]
-    assert windows.window(2).targets.tolist() == [END, IGNORED, IGNORED, IGNORED, IGNORED]
-    assert windows.window(2).documents.tolist() == [0, 1, 1, 1, 1]
-    assert windows.window(2).positions.tolist() == [0, 0, 1, 2, 3]
+    assert one_window(windows, 0).tokens.tolist() == [*b"defgh"]
+    assert one_window(windows, 0).targets.tolist() == [*b"efghi"]  # a document that goes on elsewhere knows its next token
+    assert one_window(windows, 1).tokens.tolist() == [*b"abcij"]
+    assert one_window(windows, 1).targets.tolist() == [*b"bc", END, *b"j", END]
+    assert one_window(windows, 2).tokens.tolist() == [*b"k", END, END, END, END]
+    assert one_window(windows, 2).targets.tolist() == [END, IGNORED, IGNORED, IGNORED, IGNORED]
+    assert one_window(windows, 2).documents.tolist() == [0, 1, 1, 1, 1]
+    assert one_window(windows, 2).positions.tolist() == [0, 0, 1, 2, 3]
     assert windows.padding_ratio == pytest.approx(4 / 15)
-    assert packed(corpus, np.array([[0, corpus.tokens]]), 5, document_mask=False).window(2).documents.tolist() == [0] * 5
+    assert one_window(packed(corpus, np.array([[0, corpus.tokens]]), 5, document_mask=False), 2).documents.tolist() == [0] * 5
     with pytest.raises(IndexError):
-        windows.window(3)
+        one_window(windows, 3)
 
 
 def test_stored_packing_plan_is_made_once_and_gives_the_same_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

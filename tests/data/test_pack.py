@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from corpora import END, Masked, some_documents
+from corpora import END, Masked, one_window, some_documents
 
 from phalanx.data.corpus import Corpus, MemoryCorpus
 from phalanx.data.pack import IGNORED, Samples, StreamPacking
@@ -62,7 +62,7 @@ def test_stream_window_equals_its_slice_of_the_corpus(document_mask: bool) -> No
 
 
 def test_stream_window_by_hand() -> None:
-    window = windows_of("abc", "d", "efgh", length=8).window(0)
+    window = one_window(windows_of("abc", "d", "efgh", length=8), 0)
     a, b, c, d, e, f, g = b"abcdefg"
     assert window.tokens.tolist() == [a, b, c, END, d, END, e, f]
     assert window.targets.tolist() == [b, c, END, IGNORED, END, IGNORED, f, g]
@@ -74,15 +74,15 @@ def test_stream_window_by_hand() -> None:
 def test_window_that_ends_with_a_document_has_no_target_in_the_next() -> None:
     windows = windows_of("abc", "defg", length=4)
     assert windows.count == 2
-    assert windows.window(0).targets.tolist() == [*b"bc", END, IGNORED]
-    assert windows.window(0).documents.tolist() == [0, 0, 0, 0]
-    assert windows.window(1).tokens.tolist() == [*b"defg"]
-    assert windows.window(1).targets.tolist() == [*b"efg", END]
+    assert one_window(windows, 0).targets.tolist() == [*b"bc", END, IGNORED]
+    assert one_window(windows, 0).documents.tolist() == [0, 0, 0, 0]
+    assert one_window(windows, 1).tokens.tolist() == [*b"defg"]
+    assert one_window(windows, 1).targets.tolist() == [*b"efg", END]
 
 
 def test_text_before_a_gap_has_no_target_behind_it() -> None:
     corpus = MemoryCorpus(["abcdefgh"])
-    window = StreamPacking(corpus, np.array([[0, 3], [5, 8]]), 5).window(0)
+    window = one_window(StreamPacking(corpus, np.array([[0, 3], [5, 8]]), 5), 0)
     assert bytes(window.tokens.tolist()) == b"abcfg"
     assert window.targets.tolist() == [*b"bc", IGNORED, *b"gh"]
     assert window.positions.tolist() == [0, 1, 2, 0, 1]
@@ -101,9 +101,9 @@ def test_window_numbers_out_of_range_are_refused() -> None:
     windows = windows_of("abcdefgh", length=2)
     for k in (-1, windows.count):
         with pytest.raises(IndexError):
-            windows.window(k)
+            one_window(windows, k)
     with pytest.raises(IndexError, match="sample -1"):
-        Samples(windows, 0, shuffle=True).sample(-1)
+        one_window(Samples(windows, 0, shuffle=True), -1)
 
 
 def test_each_epoch_visits_every_window_once_in_its_own_order() -> None:
@@ -140,7 +140,7 @@ def test_batch_stacks_samples_across_epochs() -> None:
     assert batch.samples.tolist() == indices.tolist()
     assert batch.tokens.shape == batch.targets.shape == batch.positions.shape == batch.documents.shape == (6, 9)
     for row, index in enumerate(indices.tolist()):
-        sample = samples.sample(index)
+        sample = one_window(samples, index)
         for stacked, array in zip((batch.tokens, batch.targets, batch.positions, batch.documents), sample, strict=True):
             assert stacked[row].tolist() == array.tolist()
 
@@ -163,5 +163,5 @@ def test_trace_names_the_documents_of_a_sample() -> None:
     for index in range(3 * samples.count):
         trace = samples.trace(index)
         assert (trace.source, trace.epoch) == ("some", index // samples.count)
-        assert text_of(corpus, trace.spans) == samples.sample(index).tokens.tolist()
-        assert len({document for document, _, _ in trace.spans}) <= samples.sample(index).documents[-1] + 1
+        assert text_of(corpus, trace.spans) == one_window(samples, index).tokens.tolist()
+        assert len({document for document, _, _ in trace.spans}) <= one_window(samples, index).documents[-1] + 1

@@ -56,17 +56,17 @@ def test_token_file_fingerprint_covers_ids_borders_masks_and_tokenizer(tmp_path:
 
 
 def test_token_file_is_renamed_only_when_complete(tmp_path: Path) -> None:
-    writer = TokenWriter(tmp_path, "part-000000", WORDS)
-    writer.add([1, 2])
+    writer = TokenWriter(tmp_path, "part-000000", WORDS, masked=False)
+    writer.add_batch([np.array([1, 2])])
     assert not list(tmp_path.glob("*.tokens")) and not list(tmp_path.glob("*.index"))
     writer.discard()
     assert not list(tmp_path.iterdir())
-    assert TokenWriter(tmp_path, "part-000000", WORDS).close() is None
+    assert TokenWriter(tmp_path, "part-000000", WORDS, masked=False).close() is None
     assert not list(tmp_path.iterdir()), "a part without documents is none"
 
 
 def test_token_writer_needs_masks_for_all_documents_or_none(tmp_path: Path) -> None:
     writer = TokenWriter(tmp_path, "part-000000", WORDS, masked=True)
     with pytest.raises(AssertionError, match="every document of a part has a mask"):
-        writer.add([1, 2])
+        writer.add_batch([np.array([1, 2])])
     writer.discard()
