@@ -124,7 +124,7 @@ def steps(name: str, micro_batch: int | None = None, count: int = 3) -> dict[str
     measured: dict[str, Any] = {"name": name, "micro_batch": plan.micro_batch, "allocated": [], "reserved": []}
     try:
         trainer.build()
-        placed = trainer.placement()
+        placed = trainer.state.placement()
         measured |= {"parameters": placed.parameters, "gradients": placed.gradients, "optimizer": placed.optimizer}
         for _ in range(count):
             trainer.step()

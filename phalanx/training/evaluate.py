@@ -7,60 +7,43 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.data.pack import Batch, Samples
+from phalanx.data.pack import Samples
 from phalanx.events.records import Evaluated
 from phalanx.observe import comm_timer
 from phalanx.parallel.mesh import Mesh
-from phalanx.training.micro_batch import MicroBatch
-from phalanx.training.step import Stepper, StopRequest
+from phalanx.training.micro_batch import BatchFeed
+from phalanx.training.step import Stepper
+from phalanx.training.step_totals import StopSignal
 
-Prepare = Callable[[Batch], MicroBatch]
 
-
-class EvaluationStopped(Exception):
+class _Stopped(Exception):
     """A rank was asked to stop before the evaluation was complete; all ranks have left it."""
-
-    def __init__(self, request: int):
-        super().__init__(request)
-        self.request = request
-
-
-@dataclass(frozen=True, slots=True)
-class EvalSize:
-    """How much of each source is evaluated."""
-
-    sequences: int
-    """Of each source, at most."""
-    micro_batch: int
 
 
 @torch.no_grad()
 def evaluate(
-    sources: Mapping[str, Samples],
-    stepper: Stepper,
-    prepare: Prepare,
-    size: EvalSize,
-    step: int,
-    stop_request: StopRequest = lambda: 0,
+    sources: Mapping[str, Samples], stepper: Stepper, feed: BatchFeed, step: int, stop_signal: StopSignal
 ) -> Evaluated | None:
-    """Mean loss over the first held-out sequences of each source; None if nothing is held out. All ranks call it together."""
+    """Mean loss over the first held-out sequences of each source; all ranks call it together. None: nothing is held out, or a rank was
+    asked to stop, and `stop_signal` says so."""
     if not sources:
         return None
     started = time.perf_counter()
     model = stepper.sharded
     for part in model.parts:
         part.eval()  # a custom model may have dropout
-    exchange = _StopExchange(model.mesh, stop_request)
+    exchange = _StopExchange(model.mesh, stop_signal)
     try:
-        rows = [_loss_and_tokens(samples, stepper, prepare, size, exchange) for samples in sources.values()]
+        rows = [_loss_and_tokens(samples, stepper, feed, exchange) for samples in sources.values()]
+    except _Stopped:
+        return None
     finally:
         for part in model.parts:
             part.train()
@@ -80,8 +63,8 @@ def evaluate(
 class _StopExchange:
     """Exchanges stop requests while the ranks compute: before each forward, ranks learn the requests of one forward earlier."""
 
-    def __init__(self, mesh: Mesh, stop_request: StopRequest):
-        self._mesh, self._stop_request = mesh, stop_request
+    def __init__(self, mesh: Mesh, stop_signal: StopSignal):
+        self._mesh, self._stop_signal = mesh, stop_signal
         self._request = torch.zeros(1)
         self._work: dist.Work | None = None
 
@@ -92,17 +75,18 @@ class _StopExchange:
         return int(self._request.item())
 
     def exchange(self) -> None:
-        """Raises EvaluationStopped, on all ranks at the same time."""
+        """Raises `_Stopped`, on all ranks at the same time."""
         if request := self.wait():
-            raise EvaluationStopped(request)
-        self._request = torch.full((1,), float(self._stop_request()))
+            self._stop_signal.agree(request)
+            raise _Stopped
+        self._request = torch.full((1,), float(self._stop_signal.requested()))
         self._work = self._mesh.start_all_reduce(self._request, dist.ReduceOp.MAX)
 
 
-def _loss_and_tokens(samples: Samples, stepper: Stepper, prepare: Prepare, size: EvalSize, exchange: _StopExchange) -> Tensor:
+def _loss_and_tokens(samples: Samples, stepper: Stepper, feed: BatchFeed, exchange: _StopExchange) -> Tensor:
     """This rank's sums of loss and target tokens of one source."""
-    mesh, micro_batch = stepper.sharded.mesh, size.micro_batch
-    count = min(size.sequences, samples.count)
+    mesh, micro_batch = stepper.sharded.mesh, feed.plan.micro_batch
+    count = min(feed.run.train.eval_sequences, samples.count)
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     # Replicas take whole micro-batches in turn: the numbers added are the same for any number of replicas.
     for first in range(0, count, micro_batch * mesh.layout.replicas):
@@ -110,13 +94,12 @@ def _loss_and_tokens(samples: Samples, stepper: Stepper, prepare: Prepare, size:
         begin = first + mesh.replica * micro_batch
         own = np.arange(begin, min(begin + micro_batch, count))
         # All ranks run the same number of forwards, which may wait for each other; a rank without a sequence repeats another's.
-        batch = prepare(samples.batch(own if len(own) else np.arange(first, min(first + micro_batch, count))))
+        batch = feed.prepare(samples.batch(own if len(own) else np.arange(first, min(first + micro_batch, count))))
         measured = stepper.measure(batch)
         sums += measured if len(own) else 0
     return sums
 
 
 def _metrics(loss: float, tokens: float) -> dict[str, float]:
-    """The metrics of sums of loss and tokens."""
     mean = loss / max(tokens, 1)
     return {"loss": mean, "perplexity": math.inf if mean > 700 else math.exp(mean), "tokens": int(tokens)}

@@ -71,21 +71,16 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         if not accelerator.of(device).asynchronous:
             return self
-        return replace(
-            self,
-            tokens=self.tokens.to(device, non_blocking=True),
-            targets=self.targets.to(device, non_blocking=True),
-            positions=self.positions.to(device, non_blocking=True),
-            documents=None if self.documents is None else self.documents.to(device, non_blocking=True),
-        )
+        tensors = {name: getattr(self, name) for name in ("tokens", "targets", "positions", "documents")}
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items() if tensor is not None}
+        return replace(self, **moved)
 
 
 class BatchFeed:
     """Gives this rank its micro-batches of each step; reads ahead in a thread."""
 
     def __init__(self, run: Run, plan: Plan, mesh: Mesh, data: Dataset):
-        self._run, self._mesh, self._data = run, mesh, data
-        self._plan = plan
+        self.run, self.plan, self._mesh, self._data = run, plan, mesh, data
         self.share: ReplicaShare | None = None
         """This rank's part of each global batch, if it is not the one of the plan."""
         self._own: np.ndarray | None = None
@@ -98,18 +93,18 @@ class BatchFeed:
         """The micro-batches of the next step. `samples`: the position in the data, which is read at the first call and after `close`."""
         if self._loader is None:
             share = self.share or ReplicaShare(
-                batch=self._run.batch,
+                batch=self.run.batch,
                 replica=self._mesh.replica,
-                replicas=self._plan.layout.replicas,
-                micro_batch=self._plan.micro_batch,
+                replicas=self.plan.layout.replicas,
+                micro_batch=self.plan.micro_batch,
             )
-            prefetch = self._run.data.prefetch
+            prefetch = self.run.data.prefetch
             self._loader = Loader(self._data.train, share, start=samples, prefetch=prefetch, prepare=self.prepare)
         return next(self._loader)
 
     def prepare(self, batch: Batch) -> MicroBatch:
         """A batch as this rank reads it."""
-        return MicroBatch.prepare(batch, self._mesh.device, self._run.data.document_mask, self._own)
+        return MicroBatch.prepare(batch, self._mesh.device, self.run.data.document_mask, self._own)
 
     def close(self) -> None:
         """Ends the reader and drops what it has read ahead."""

@@ -13,11 +13,25 @@ from pathlib import Path
 
 from torch import nn
 
+from phalanx.checkpointing.directory import DamagedCheckpoint
 from phalanx.checkpointing.location import Location
 from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.events.heartbeat import Heartbeat
-from phalanx.events.records import Evaluated, Event, ModelPlaced, Saved, SaveFailed, Step, StepSkipped, WeightsLoaded
+from phalanx.events.records import (
+    CheckpointDamaged,
+    Evaluated,
+    Event,
+    Finished,
+    Rewound,
+    Saved,
+    SaveFailed,
+    Step,
+    StepSkipped,
+    Stopped,
+    Warned,
+    WeightsLoaded,
+)
 from phalanx.observe.comm_timer import COMM_TIMER, span
 from phalanx.optim.optimizer import Optimizer, learning_rate
 from phalanx.optim.param_optimizer import Resources
@@ -27,9 +41,8 @@ from phalanx.spec.errors import RunFailed
 from phalanx.spec.origin import origin_folder
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
-from phalanx.training import loop
 from phalanx.training.build import TrainState, build
-from phalanx.training.evaluate import EvalSize, EvaluationStopped, evaluate
+from phalanx.training.evaluate import evaluate
 from phalanx.training.exports import reference_logits
 from phalanx.training.hooks import Hooks, StepRefused
 from phalanx.training.hooks.measurements import HeartbeatHook, StepAccounting, StepTiming
@@ -37,14 +50,21 @@ from phalanx.training.hooks.nonfinite import NonFiniteRetry
 from phalanx.training.hooks.replica_check import ReplicaCheck
 from phalanx.training.hooks.spikes import SpikeGuard
 from phalanx.training.micro_batch import BatchFeed, step_seed
-from phalanx.training.run_progress import Progress, step_record
+from phalanx.training.run_progress import Progress, step_record, too_many_rollbacks, too_many_skipped
 from phalanx.training.saving import Checkpointer
 from phalanx.training.step import Stepper
-from phalanx.training.step_totals import StopSignal
+from phalanx.training.step_totals import PAUSE, StopSignal
+
+_MAX_ROLLBACKS = 3
+"""Times that a run goes back to the same step."""
 
 
 class Trainer:
     """Trains one rank's part of a run."""
+
+    state: TrainState
+    """Set by `build`, as is `stepper`."""
+    stepper: Stepper
 
     def __init__(
         self,
@@ -62,48 +82,31 @@ class Trainer:
         self.stop_signal = StopSignal()
         self.checkpointer = Checkpointer(run, plan, mesh, checkpoints, self.data)
         self.feed = BatchFeed(run, plan, mesh, self.data)
-        self.hooks = Hooks([HeartbeatHook(self.heartbeat)])
+        self.hooks = Hooks(HeartbeatHook(self.heartbeat))
         self.last_record: Step | StepSkipped | None = None
         """The record of the last step, on every rank."""
+        self.is_built = False
         self.ready = False
         """The state is complete: initialized, loaded or restored."""
-        self._built: tuple[TrainState, Stepper] | None = None
-        self._loaded_weights = False
 
     # Build and restore.
 
     def build(self) -> None:
         """Builds model, optimizer and hooks at step 0, on this rank's device."""
         self.hooks.on_phase("building")
-        state = build(self.run, self.plan, self.mesh, Resources(self.checkpoints.parent / "offload"))
-        stepper = Stepper(self.run, self.plan, state.sharded, state.experts, state.pipeline(self.run))
-        compiled = self.run.memory.compile
+        self.state = state = build(self.run, self.plan, self.mesh, Resources(self.checkpoints.parent / "offload"))
+        self.stepper = Stepper(self.run, self.plan, state.sharded, state.experts, state.pipeline(self.run))
+        self.stepper.hooks = self.hooks
         self.hooks.add(
             ReplicaCheck(self.run.resilience.check_every, state.sharded, state.tensors),
-            SpikeGuard(lambda: self.progress.limits(self.run.resilience.spike)),
+            SpikeGuard(lambda: self.progress.limits(self.run.resilience.spike), state.sharded),
             self.checkpointer,
-            StepAccounting(state.placement, state.tensors, enabled=not compiled),
-            StepTiming(self.plan, compiled=compiled),
-            NonFiniteRetry(stepper, state.optimizer, lambda: self.progress.skipped_in_a_row),
+            StepAccounting(self.run, state),
+            StepTiming(self.run, self.plan, state.sharded),
+            NonFiniteRetry(self.stepper, state.optimizer, lambda: self.progress.skipped_in_a_row),
         )
-        self.hooks.on_build(state.sharded)
-        stepper.hooks = self.hooks
         COMM_TIMER.watch(self.mesh.device)
-        self._built = state, stepper
-
-    @property
-    def is_built(self) -> bool:
-        return self._built is not None
-
-    @property
-    def state(self) -> TrainState:
-        assert self._built is not None, "call build() first"
-        return self._built[0]
-
-    @property
-    def stepper(self) -> Stepper:
-        assert self._built is not None, "call build() first"
-        return self._built[1]
+        self.is_built = True
 
     @property
     def sharded(self) -> ShardedModel:
@@ -122,14 +125,11 @@ class Trainer:
         """This rank's part of the live state by name: what is saved and restored."""
         return self.state.tensors()
 
-    def placement(self) -> ModelPlaced:
-        """What this rank holds, read from its tensors."""
-        return self.state.placement()
-
     def load_initial_weights(self) -> list[Event]:
         """Loads the weights that `model.from` names, if any: once, before the first step."""
         source = self.run.model.from_
-        if source is None or self._loaded_weights or self.progress.step:
+        if source is None or self.ready or self.progress.step:
+            self.ready = True
             return []
         from phalanx.training import initial_weights  # imports file readers that most runs do not need
 
@@ -139,7 +139,7 @@ class Trainer:
         if self.state.outer is not None:
             self.state.outer.adopt()
         self._adopt_state()
-        self._loaded_weights = True
+        self.ready = True
         return [WeightsLoaded(path=source, seconds=time.perf_counter() - started)]
 
     def restore(self, path: Path | Location | None = None) -> list[Event]:
@@ -147,9 +147,7 @@ class Trainer:
         self.hooks.on_phase("restoring")
         progress, events = self.checkpointer.restore(self.tensors(), path)
         if progress is None:
-            loaded = self.load_initial_weights()
-            self.ready = True
-            return [*events, *loaded]
+            return [*events, *self.load_initial_weights()]
         self.progress = progress
         self.stepper.scale.restore(self.progress.loss_scale)
         self._adopt_state()
@@ -222,42 +220,24 @@ class Trainer:
     def evaluate(self) -> Evaluated | None:
         """Mean loss of the first held-out sequences of each source. None: nothing is held out, or a rank was asked to stop."""
         self.hooks.before_evaluate(self.progress.step)
-        try:
-            size = EvalSize(self.run.train.eval_sequences, self.plan.micro_batch)
-            requested = self.stop_signal.requested
-            return evaluate(self.data.eval, self.stepper, self.feed.prepare, size, self.progress.step, requested)
-        except EvaluationStopped as stopped:
-            self.stop_signal.agree(stopped.request)
-            return None
-
-    def take_measurement(self) -> Event | None:
-        """What a hook measured in an early step on this rank: traffic and memory, or time by part. Returned once."""
-        return self.hooks.take_measurement()
+        return evaluate(self.data.eval, self.stepper, self.feed, self.progress.step, self.stop_signal)
 
     # Save.
 
     def save(self) -> Saved:
         """Writes a checkpoint and waits until it is complete; all ranks call it together. Raises RunFailed if it cannot be written."""
-        (*_, saved) = self.save_now()
+        (*_, saved) = self._save(wait=True)
         assert isinstance(saved, Saved)
         return saved
 
-    def save_now(self) -> Iterator[Event]:
-        """As `save`; yields the events of earlier saves too."""
-        self._before_save()
-        for event in self.checkpointer.save(self.progress, self.tensors(), wait=True):
-            yield event
-            if isinstance(event, SaveFailed) and event.step == self.progress.step:
-                raise RunFailed(f"Step {event.step} could not be saved: {event.reason}.")
-
-    def start_save(self) -> Iterator[Event]:
-        """Starts to write a checkpoint in the background; yields the events of earlier saves."""
-        self._before_save()
-        yield from self.checkpointer.save(self.progress, self.tensors(), wait=False)
-
-    def _before_save(self) -> None:
+    def _save(self, *, wait: bool) -> Iterator[Event]:
+        """As `save`, or, without `wait`, in the background where that is possible; yields the events of earlier saves too."""
         self.hooks.before_save(self.progress.step)
         self._record_reference()
+        for event in self.checkpointer.save(self.progress, self.tensors(), wait=wait):
+            yield event
+            if wait and isinstance(event, SaveFailed) and event.step == self.progress.step:
+                raise RunFailed(f"Step {event.step} could not be saved: {event.reason}.")
 
     def _record_reference(self) -> None:
         """Computes the reference logits that an export of the next checkpoint is compared with; all ranks together."""
@@ -286,12 +266,109 @@ class Trainer:
         self.heartbeat.begin(self.progress.step)
         self.stop_signal.agreed = 0
         if not save_only:
-            yield from loop.train(self)
-        yield from loop.end(self)
+            yield from self._train()
+        if self.stop_signal.agreed != PAUSE:
+            yield from self._finish()
+
+    def _train(self) -> Iterator[Event]:
+        """Steps, evaluations and saves, until the run is finished or all ranks have agreed to stop."""
+        self.checkpointer.prepare(self.tensors())
+        while not self.finished:
+            try:
+                record = self.step()
+            except StepRefused as refused:
+                yield from refused.events
+                raise
+            if record is None:
+                return
+            yield record
+            yield from self.hooks.take_events()
+            yield from self.checkpointer.ended()
+            yield from self._after_bad_steps()
+            if self.progress.step < record.step:
+                continue  # the run was rolled back
+            if self._is_due(self.run.train.eval_every) or self.finished:
+                if (evaluated := self.evaluate()) is not None:
+                    yield evaluated
+                if self.stop_signal.agreed:
+                    return
+            if not self.finished:
+                self.checkpointer.copy(self.progress, self.tensors)
+            if self._is_due(self.run.checkpoint.every) and not self.finished:
+                self.hooks.on_phase("saving")
+                yield from self._save(wait=False)
+
+    def _is_due(self, every: int | None) -> bool:
+        return every is not None and self.progress.step % every == 0
+
+    def _finish(self) -> Iterator[Event]:
+        """Saves the final state and waits for everything in the background."""
+        self.hooks.on_phase("saving")
+        yield from self.checkpointer.settle()
+        if self.checkpointer.step != self.progress.step:
+            yield from self._save(wait=True)
+        self.hooks.on_phase("ending")
+        yield from self.checkpointer.finish()
+        if self.finished:
+            yield Finished(step=self.progress.step)
+        else:
+            yield Stopped(step=self.progress.step, reason=self.stop_signal.reason)
 
     def close(self) -> None:
         """Ends threads and closes files. Offloaded optimizer states in files are lost."""
         self.feed.close()
         self.checkpointer.close()
-        if self._built is not None:
+        if self.is_built:
             self.optimizer.close()
+
+    # Roll back.
+
+    def _after_bad_steps(self) -> Iterator[Event]:
+        """After too many skipped steps in a row, rolls back or ends the run."""
+        limits = self.run.resilience
+        if limits.rollback_after is not None and self.progress.skipped_in_a_row >= limits.rollback_after:
+            yield from self._roll_back()
+        if self.progress.skipped_in_a_row > limits.max_skipped:
+            yield from self._save(wait=True)
+            raise RunFailed(too_many_skipped(self.progress, self.run))
+
+    def _roll_back(self) -> Iterator[Event]:
+        """Restores the last good checkpoint and skips the data read since; all ranks together. Without a checkpoint, does nothing.
+
+        No resumption may find checkpoints of the steps that were undone. So the restored state is saved at once, with the new position
+        in the data, and only when that save is complete are the later checkpoints removed.
+        """
+        before = self.progress
+        yield from self.checkpointer.settle()
+        path, events = self._restore_until(before.last_good)
+        yield from events
+        if path is None:
+            if before.skipped_in_a_row == self.run.resilience.rollback_after:
+                message = f"There is no checkpoint of step {before.last_good} or before to go back to: bad steps are skipped."
+                yield Warned(message=message)
+            return
+        step = self.progress.step
+        self.progress = after = before.back_to(self.progress)
+        if sum(to == step for _, _, to in after.left_out) > _MAX_ROLLBACKS:
+            raise RunFailed(too_many_rollbacks(before, step, self.run))
+        yield from self._save(wait=True)
+        self.checkpointer.remove_after(step)
+        first, beyond, _ = after.left_out[-1]
+        yield Rewound(step=before.step, to_step=step, skipped_samples=[first, beyond], path=str(path))
+
+    def _restore_until(self, step: int) -> tuple[Location | None, list[Event]]:
+        """Restores the newest valid checkpoint of this step or an earlier one, and returns its location."""
+        events: list[Event] = []
+        damaged: set[str] = set()
+        while (path := self.checkpointer.newest_until(step, damaged)) is not None:
+            try:
+                return path, [*events, *self.restore(path)]
+            except DamagedCheckpoint as problem:  # on all ranks alike; tensors that were read already are read again
+                damaged.add(problem.path)
+                events.append(CheckpointDamaged(path=problem.path, reason=problem.reason))
+        if damaged:
+            paths = ", ".join(sorted(damaged))
+            raise RunFailed(
+                f"No checkpoint of step {step} or before can be loaded, and parts of {paths} have overwritten the state."
+            )
+        return None, events

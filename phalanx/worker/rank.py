@@ -179,7 +179,7 @@ class _Rank:
                 if first:
                     control.report(protocol.FirstStepDone(generation=generation))
                 first = False
-            if (account := trainer.take_measurement()) is not None:
+            if (account := trainer.hooks.take_measurement()) is not None:
                 self._log.emit(account)
         if trainer.stop_signal.paused and not isinstance(last, Stopped):
             control.report(protocol.RankPaused(generation=generation))
@@ -201,7 +201,7 @@ class _Rank:
         self._trainer = trainer
         self._signals.pass_to(trainer.stop)
         trainer.build()
-        self._log.emit(trainer.placement())
+        self._log.emit(trainer.state.placement())
         return trainer
 
     def _listeners(self, rank: int) -> list[Callable[[Event], Any]]:
@@ -313,7 +313,7 @@ def train_rank(
     trainer = Trainer(run, plan, mesh, rundir.checkpoints, data)
     signals.pass_to(trainer.stop)
     trainer.build()
-    log.emit(trainer.placement())
+    log.emit(trainer.state.placement())
     listeners = [log.emit, *sinks(run, rundir.path), *([also] if also else [])] if mesh.rank == 0 else []
     for event in trainer.restore():
         for listener in listeners:
@@ -322,7 +322,7 @@ def train_rank(
     for last in trainer.events():
         for listener in listeners:
             listener(last)
-        if (account := trainer.take_measurement()) is not None:
+        if (account := trainer.hooks.take_measurement()) is not None:
             log.emit(account)
     disconnect(mesh)
     log.close()

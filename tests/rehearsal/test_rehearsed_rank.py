@@ -83,7 +83,7 @@ def real(mesh: Mesh, run: Run, folder: Path) -> dict[str, Any]:
     trainer = tiny_trainer(mesh, run, folder / "checkpoints")
     for _ in range(2):
         trainer.step()
-    placed, account = trainer.placement(), trainer.take_measurement()
+    placed, account = trainer.state.placement(), trainer.hooks.take_measurement()
     trainer.close()
     assert account is not None
     state = {kind: getattr(placed, kind) for kind in ("parameters", "gradients", "optimizer", "files")}

@@ -74,7 +74,7 @@ def taken(trainer: Trainer, prepare: Callable[[int], Any] = lambda number: None)
         prepare(number)
         step = trainer.step()
         assert isinstance(step, Step)
-        while (told := trainer.take_measurement()) is not None:
+        while (told := trainer.hooks.take_measurement()) is not None:
             assert isinstance(told, StepAccounted if number == 2 else StepTimed)
             if isinstance(told, StepTimed):
                 assert (told.step, told.rank) == (number, trainer.mesh.rank)
@@ -151,7 +151,7 @@ def test_step_timing_parts_add_up_to_the_reported_step(tmp_path: Path) -> None:
     trainer = tiny_trainer(ALONE, tiny_run("train.steps=20"), tmp_path)
     for number in range(1, 6):
         started = time.perf_counter()
-        step, told = trainer.step(), trainer.take_measurement()
+        step, told = trainer.step(), trainer.hooks.take_measurement()
         wall = time.perf_counter() - started
         if number > 2:
             assert isinstance(step, Step) and isinstance(told, StepTimed)
@@ -168,16 +168,16 @@ def test_a_failed_step_leaves_no_clock_running(tmp_path: Path) -> None:
         trainer.step()
     hook.remove()
     assert COMM_TIMER.clock is None
-    assert isinstance(trainer.take_measurement(), StepAccounted) and trainer.take_measurement() is None
+    assert isinstance(trainer.hooks.take_measurement(), StepAccounted) and trainer.hooks.take_measurement() is None
     trainer.close()
 
 
 def test_step_timing_is_off_where_compiled_blocks_communicate(tmp_path: Path) -> None:
     """Compiled blocks say nothing of what they wait for between ranks; without ranks inside them there is nothing to say."""
     trainer = tiny_trainer(ALONE, tiny_run("memory.compile=true"), tmp_path / "one")
-    plan = trainer.plan
+    run, plan, model = trainer.run, trainer.plan, trainer.sharded
     trainer.close()
-    assert measurements.StepTiming(plan, compiled=True).enabled
+    assert measurements.StepTiming(run, plan, model).enabled
     tensor = replace(plan, layout=replace(plan.layout, tensor=2))
-    assert not measurements.StepTiming(tensor, compiled=True).enabled
-    assert measurements.StepTiming(tensor, compiled=False).enabled
+    assert not measurements.StepTiming(run, tensor, model).enabled
+    assert measurements.StepTiming(tiny_run(), tensor, model).enabled

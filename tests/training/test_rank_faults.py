@@ -70,17 +70,17 @@ class States:
         return self.states
 
 
-def context(step: int, owned: Sequence[OwnedParam] = (), states: Any = None) -> StepContext:
-    return StepContext(step, Model(list(owned)), states or States(), lambda: None)  # type: ignore[arg-type]
+def context(step: int, owned: Sequence[OwnedParam] = (), states: Any = None, parts: Sequence[nn.Module] = ()) -> StepContext:
+    return StepContext(step, Model(list(owned), parts), states or States(), lambda: None)  # type: ignore[arg-type]
 
 
-def reach(faults: RankFaults, point: str, step: int) -> None:
+def reach(faults: RankFaults, point: str, step: int, parts: Sequence[nn.Module] = ()) -> None:
     """The rank comes to this point of a step."""
     match point:
         case "data":
             faults.before_batch(step)
         case "compute":
-            faults.before_forward(context(step))
+            faults.before_forward(context(step, parts=parts))
         case "collective":
             faults.before_reduce(step, 0.0)
         case "update":
@@ -219,18 +219,17 @@ def steps_with_nan(mesh: Mesh, folder: Path, text: str) -> list[Any]:
     trainer = tiny_trainer(mesh, tiny_run("train.steps=4", "memory.recompute=full"), folder / str(mesh.rank) / "checkpoints")
     told = Told()
     faults = RankFaults(parse(text), rank=mesh.rank, done=FaultClaims(folder), report=told.append)
-    faults.on_build(trainer.sharded)
     found: list[Any] = []
     for step in (1, 2, 3):
         reach(faults, "data", step)
-        reach(faults, "compute", step)
+        reach(faults, "compute", step, trainer.sharded.parts)
         before = copied(trainer.tensors())
         taken = trainer.step()
         reach(faults, "update", step)
         assert taken is not None
         found.append((taken.kind, bool(differing(before, trainer.tensors()))))
     with faults.around_repeat():
-        reach(faults, "compute", 2)
+        reach(faults, "compute", 2, trainer.sharded.parts)
         found.append(sum(len(module._forward_hooks) for part in trainer.sharded.parts for module in part.modules()))
     found.append(sum(len(module._forward_hooks) for part in trainer.sharded.parts for module in part.modules()))
     found.append(told.faults)
@@ -257,15 +256,13 @@ def test_an_injected_nan_is_one_number_and_the_backward_runs(tmp_path: Path) -> 
 
     model, given = Two(), torch.ones(2, 3)
     faults, told = faults_of("nan rank=0 step=1; nan rank=0 step=1 layer=nowhere", tmp_path)
-    faults.on_build(Model(parts=[model]))  # type: ignore[arg-type]
-    reach(faults, "compute", 1)
+    reach(faults, "compute", 1, [model])
     output, _ = model(given)
     assert output.isnan().sum() == 1 and told.faults == ["nan rank=0 step=1"]
     output.nansum().backward()
     retaken, _ = faults_of("nan rank=0 step=1", tmp_path)
     reach(faults, "data", 1)
-    retaken.on_build(Model(parts=[model]))  # type: ignore[arg-type]
-    reach(retaken, "compute", 1)
+    reach(retaken, "compute", 1, [model])
     assert not model(given)[0].isnan().any()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partialmethod
 
 from torch import Tensor
 
@@ -43,9 +44,6 @@ class StepContext:
 
 class StepHook:
     """Every method does nothing here; a hook overrides those it needs. The methods stand in the order in which they are called."""
-
-    def on_build(self, model: ShardedModel) -> None:
-        """The model has been built and sharded."""
 
     def on_state_replaced(self) -> None:
         """Parameters were written by something other than the optimizer: a checkpoint, initial weights, an outer step."""
@@ -122,17 +120,13 @@ class StepHook:
 
 
 class Hooks(StepHook):
-    """Several hooks as one, called in the order in which they were added."""
+    """Several hooks as one, called in the order in which they were added. The methods that only pass a call on are made below."""
 
-    def __init__(self, hooks: Sequence[StepHook] = ()):
+    def __init__(self, *hooks: StepHook):
         self._hooks = list(hooks)
-        self._model: ShardedModel | None = None
 
     def add(self, *hooks: StepHook) -> None:
         self._hooks += hooks
-        if self._model is not None:
-            for hook in hooks:
-                hook.on_build(self._model)
 
     @contextmanager
     def with_hook(self, hook: StepHook) -> Iterator[None]:
@@ -143,103 +137,34 @@ class Hooks(StepHook):
         finally:
             self._hooks.remove(hook)
 
-    def on_build(self, model: ShardedModel) -> None:
-        self._model = model
-        for hook in self._hooks:
-            hook.on_build(model)
-
-    def on_state_replaced(self) -> None:
-        for hook in self._hooks:
-            hook.on_state_replaced()
-
-    def on_phase(self, phase: Phase) -> None:
-        for hook in self._hooks:
-            hook.on_phase(phase)
-
-    @contextmanager
-    def around_step(self, step: int) -> Iterator[None]:
-        with ExitStack() as stack:
-            for hook in self._hooks:
-                stack.enter_context(hook.around_step(step))
-            yield
-
-    def before_batch(self, step: int) -> None:
-        for hook in self._hooks:
-            hook.before_batch(step)
-
-    @contextmanager
-    def around_compute(self, step: int) -> Iterator[None]:
-        with ExitStack() as stack:
-            for hook in self._hooks:
-                stack.enter_context(hook.around_compute(step))
-            yield
-
-    def before_forward(self, context: StepContext) -> None:
-        for hook in self._hooks:
-            hook.before_forward(context)
-
-    def on_loss(self, loss: Tensor) -> None:
-        for hook in self._hooks:
-            hook.on_loss(loss)
-
-    def before_reduce(self, step: int, busy_seconds: float) -> None:
-        for hook in self._hooks:
-            hook.before_reduce(step, busy_seconds)
-
-    def after_backward(self, context: StepContext) -> None:
-        for hook in self._hooks:
-            hook.after_backward(context)
-
     def exceeds_limits(self, loss: Tensor, norm: Tensor) -> Tensor | None:
         found = (hook.exceeds_limits(loss, norm) for hook in self._hooks)
         return next((exceeds for exceeds in found if exceeds is not None), None)  # only one hook sets limits
-
-    def before_update(self, context: StepContext) -> None:
-        for hook in self._hooks:
-            hook.before_update(context)
-
-    def on_update(self, step: int) -> None:
-        for hook in self._hooks:
-            hook.on_update(step)
-
-    def after_update(self, step: int) -> None:
-        for hook in self._hooks:
-            hook.after_update(step)
 
     def on_outcome(self, outcome: Outcome, batches: Sequence[MicroBatch], retry: Callable[[], Outcome]) -> Outcome:
         for hook in self._hooks:
             outcome = hook.on_outcome(outcome, batches, retry)
         return outcome
 
-    def on_step_taken(self, step: int, outcome: Outcome) -> None:
-        for hook in self._hooks:
-            hook.on_step_taken(step, outcome)
-
-    def on_step_end(self, record: Step | StepSkipped) -> None:
-        for hook in self._hooks:
-            hook.on_step_end(record)
-
-    def before_evaluate(self, step: int) -> None:
-        for hook in self._hooks:
-            hook.before_evaluate(step)
-
-    def before_save(self, step: int) -> None:
-        for hook in self._hooks:
-            hook.before_save(step)
-
-    @contextmanager
-    def around_repeat(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for hook in self._hooks:
-                stack.enter_context(hook.around_repeat())
-            yield
-
-    def on_roll_forward(self) -> None:
-        for hook in self._hooks:
-            hook.on_roll_forward()
-
     def take_events(self) -> list[Event]:
         return [event for hook in self._hooks for event in hook.take_events()]
 
     def take_measurement(self) -> Event | None:
         return next((event for hook in self._hooks if (event := hook.take_measurement()) is not None), None)
+
+    def _call_each(self, method: str, *args: object) -> None:
+        for hook in self._hooks:
+            getattr(hook, method)(*args)
+
+    @contextmanager
+    def _enter_each(self, method: str, *args: object) -> Iterator[None]:
+        with ExitStack() as stack:
+            for hook in self._hooks:
+                stack.enter_context(getattr(hook, method)(*args))
+            yield
+
+
+for _name, _method in vars(StepHook).items():
+    if callable(_method) and _name not in vars(Hooks):
+        _pass_on = Hooks._enter_each if _name.startswith("around_") else Hooks._call_each
+        setattr(Hooks, _name, partialmethod(_pass_on, _name))

@@ -6,20 +6,21 @@ records next to what the plan promised.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
 from torch import Tensor
 
-from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.events.heartbeat import Heartbeat, Phase
-from phalanx.events.records import ModelPlaced, Step, StepAccounted, StepSkipped, StepTimed
+from phalanx.events.records import Step, StepAccounted, StepSkipped, StepTimed
 from phalanx.observe.comm_timer import COMM_TIMER, Clock, span
 from phalanx.observe.counters import MemoryCounter, TrafficCounter, count_flops
 from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.spec.plan import Plan
+from phalanx.spec.run import Run
+from phalanx.training.build import TrainState
 from phalanx.training.hooks import StepContext, StepHook
 from phalanx.training.step_totals import Outcome
 
@@ -61,37 +62,34 @@ class HeartbeatHook(StepHook):
 class StepAccounting(StepHook):
     """Counts bytes sent, memory and FLOPs of one step of a launch."""
 
-    def __init__(self, placement: Callable[[], ModelPlaced], state: Callable[[], dict[str, StateTensor]], *, enabled: bool):
-        """`enabled`: False where blocks are compiled, because tracing every operation would break their graphs."""
-        self._placement, self._state, self._enabled = placement, state, enabled
-        self._model: ShardedModel | None = None
+    def __init__(self, run: Run, state: TrainState):
+        self._state = state
+        self._is_pending = not run.memory.compile  # tracing every operation would break the graphs of compiled blocks
         self._steps = 0
         self._record: StepAccounted | None = None
-
-    def on_build(self, model: ShardedModel) -> None:
-        self._model = model
 
     def before_batch(self, step: int) -> None:
         self._steps += 1
 
     @contextmanager
     def around_compute(self, step: int) -> Iterator[None]:
-        if not self._enabled or self._steps != _ACCOUNTED or self._model is None:
+        if not self._is_pending or self._steps != _ACCOUNTED:
             yield
             return
-        self._enabled = False  # a retry of the step is not counted
-        mesh = self._model.mesh
-        tensors = (state.tensor for state in self._state().values() if isinstance(state.tensor, Tensor))
-        with ExitStack() as stack:
-            account = stack.enter_context(TrafficCounter())
-            live = stack.enter_context(MemoryCounter(tensors, mesh.device))
-            counter = stack.enter_context(count_flops(self._model.parts))
+        self._is_pending = False  # a retry of the step is not counted
+        model = self._state.sharded
+        tensors = (state.tensor for state in self._state.tensors().values() if isinstance(state.tensor, Tensor))
+        with (
+            TrafficCounter() as traffic,
+            MemoryCounter(tensors, model.mesh.device) as live,
+            count_flops(model.parts) as counter,
+        ):
             yield
-        placement = self._placement()
+        placement = self._state.placement()
         self._record = StepAccounted(
             step=step,
-            rank=mesh.rank,
-            sent=account.sent,
+            rank=placement.rank,
+            sent=traffic.sent,
             memory={
                 "parameters": placement.parameters,
                 "gradients": placement.gradients,
@@ -113,27 +111,22 @@ class StepTiming(StepHook):
     clock. A profiler would see every kernel, but doubles the time of a small step and sees no waits on CPUs.
     """
 
-    def __init__(self, plan: Plan, *, compiled: bool):
-        layout = plan.layout
+    def __init__(self, run: Run, plan: Plan, model: ShardedModel):
+        layout, self._model = plan.layout, model
         # Compiled blocks do not report what they wait for, so nothing is timed where ranks communicate inside of blocks.
         inside_blocks = layout.tensor * layout.context * layout.expert * layout.expert_tensor > 1
-        self.enabled = not (compiled and inside_blocks)
-        self._model: ShardedModel | None = None
+        self.enabled = not (run.memory.compile and inside_blocks)
         self._steps = 0
         self._clock: Clock | None = None
         self._record: StepTimed | None = None
 
-    def on_build(self, model: ShardedModel) -> None:
-        self._model = model
-
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:
         self._steps += 1
-        if not self.enabled or self._steps not in _TIMED or self._model is None:
+        if not self.enabled or self._steps not in _TIMED:
             yield
             return
-        device = self._model.mesh.device
-        clock = Clock(device)
+        clock = Clock(self._model.mesh.device)
         with ExitStack() as stack:
             for owner, name in self._model.engine.waits():
                 stack.enter_context(_timed_method(owner, name))
@@ -143,7 +136,7 @@ class StepTiming(StepHook):
 
     def on_step_end(self, record: Step | StepSkipped) -> None:
         clock, self._clock = self._clock, None
-        if clock is not None and self._model is not None and isinstance(record, Step):
+        if clock is not None and isinstance(record, Step):
             self._record = StepTimed(step=record.step, rank=self._model.mesh.rank, seconds=clock.seconds, parts=clock.parts)
 
     def take_measurement(self) -> StepTimed | None:

@@ -19,7 +19,6 @@ from phalanx.checkpointing.state_tensor import OffloadedTensor
 from phalanx.events.fault_log import DISK, FaultClaims, fault_record
 from phalanx.events.records import FaultInjected
 from phalanx.faults.grammar import Fault, Point, is_node_fault
-from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.training.hooks import StepContext, StepHook
 
 _IRREGULAR_POINTS = ("save", "evaluate")
@@ -52,17 +51,12 @@ class RankFaults(StepHook):
         for number, fault in enumerate(faults):
             if fault.rank == rank and not is_node_fault(fault):
                 self._faults.setdefault(_point(fault), []).append((number, fault))
-        self._parts: Sequence[nn.Module] = ()
         self._handles: list[RemovableHandle] = []
         self._repeating = False
         self._planted: set[int] = set()
         """Numbers of the faults that gave this process a NaN."""
         if done is not None and any(fault.kind == "fill-disk" for fault in faults):
             DISK.watch(done.run_dir)
-
-    def on_build(self, model: ShardedModel) -> None:
-        self._remove_handles()
-        self._parts = model.parts
 
     def before_batch(self, step: int) -> None:
         self._strike("data", step)
@@ -72,7 +66,7 @@ class RankFaults(StepHook):
         self._strike("compute", step)
         for number, fault in self._faults.get("nan", ()):
             if step == fault.step:
-                self._plant_nan(number, fault)
+                self._plant_nan(number, fault, context.model.parts)
         self._corrupt("weights", step, lambda: [param.value.detach() for param in context.model.owned])
         self._corrupt("optimizer", step, lambda: list(context.optimizer.state().values()))
 
@@ -133,8 +127,8 @@ class RankFaults(StepHook):
         self._report(fault_record(fault, step))
         return True
 
-    def _plant_nan(self, number: int, fault: Fault) -> None:
-        module = _find_module(self._parts, fault.layer)
+    def _plant_nan(self, number: int, fault: Fault, parts: Sequence[nn.Module]) -> None:
+        module = _find_module(parts, fault.layer)
         if module is None:
             return  # another stage has it
         if self._repeating and number in self._planted:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -54,8 +54,8 @@ class RunningStats:
 class Limits:
     """The largest loss and gradient norm of one step."""
 
-    loss: float = field(default=math.inf)
-    norm: float = field(default=math.inf)
+    loss: float = math.inf
+    norm: float = math.inf
 
     def exceeded(self, loss: Tensor, norm: Tensor | None) -> Tensor:
         """On the device; NaN exceeds nothing. `norm`: None with local SGD, where every replica has a norm of its own."""
@@ -69,13 +69,9 @@ NO_LIMITS = Limits()
 class SpikeGuard(StepHook):
     """Skips steps that exceed the limits."""
 
-    def __init__(self, limits: Callable[[], Limits]):
+    def __init__(self, limits: Callable[[], Limits], model: ShardedModel):
         """`limits` returns those of the step in progress."""
-        self._limits = limits
-        self._has_local_norms = False
-
-    def on_build(self, model: ShardedModel) -> None:
-        self._has_local_norms = model.is_local_sgd
+        self._limits, self._has_local_norms = limits, model.is_local_sgd
 
     def exceeds_limits(self, loss: Tensor, norm: Tensor) -> Tensor | None:
         limits = self._limits()
