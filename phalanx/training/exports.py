@@ -55,8 +55,9 @@ class _Job(NamedTuple):
 class Exports:
     """The exports of one run, in one folder."""
 
-    def __init__(self, folder: Path):
-        self._folder = folder
+    def __init__(self, folder: Path, *, enabled: bool = True):
+        """Not `enabled`: expects nothing, and so exports nothing."""
+        self._folder, self._enabled = folder, enabled
         self._lock = threading.Lock()
         self._expected: dict[int, ReferenceLogits] = {}
         self._waiting: _Job | None = None
@@ -65,7 +66,7 @@ class Exports:
         self._process: subprocess.Popen[str] | None = None
         self._closed = False
         self._events: list[Event] = []
-        for leftover in folder.glob(f"*{PARTIAL}"):  # of a process that was killed
+        for leftover in folder.glob(f"*{PARTIAL}") if enabled else ():  # of a process that was killed
             _remove(leftover)
 
     def has(self, name: str) -> bool:
@@ -74,8 +75,9 @@ class Exports:
 
     def expect(self, step: int, reference: ReferenceLogits) -> None:
         """Sets the logits of the model whose save begins now."""
-        with self._lock:
-            self._expected[step] = reference
+        if self._enabled:
+            with self._lock:
+                self._expected[step] = reference
 
     def on_saved(self, checkpoint: Location) -> None:
         """Exports a complete checkpoint. Called from the saver's thread."""
@@ -102,7 +104,7 @@ class Exports:
 
     def on_pruned(self, names: list[str]) -> None:
         """Removes the exports of checkpoints that were removed."""
-        for name in names:
+        for name in names if self._enabled else ():
             _remove(self._folder / name)
             _remove(self._folder / f"{name}{LOGITS}")
 

@@ -4,11 +4,12 @@ is restored. The trainer decides when to save; `checkpointing` writes and reads.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -61,12 +62,14 @@ class Checkpointer(StepHook):
     def __init__(self, run: Run, plan: Plan, mesh: Mesh, folder: Path, data: Dataset):
         self._run, self._plan, self._mesh, self._data = run, plan, mesh, data
         self._location: Location = open_location(folder if run.checkpoint.local_first else run.checkpoint.url or folder)
-        exports_here = run.checkpoint.export_hf and mesh.rank == 0
-        self._exports = Exports(folder.parent / "hf") if exports_here else None
-        self._uploads = _Uploads(run, mesh, self._location, self._exports)
-        self._locations = [self._location, *([self._uploads.remote] if self._uploads.remote is not None else [])]
+        self._exports = Exports(folder.parent / "hf", enabled=run.checkpoint.export_hf and mesh.rank == 0)
+        uploads = run.checkpoint.local_first and run.checkpoint.url is not None
+        self._uploads = [_Uploads(run, mesh, self._location, self._exports)] if uploads else []
+        self._locations = [self._location, *(uploads.remote for uploads in self._uploads)]
         self._saver = Saver(self._location, mesh, self._on_saved)
-        self._copies = _MemoryCopies(run, mesh)
+        self._copy_every = run.checkpoint.memory_every or mesh.place.copy_every or 0
+        self._copies = [_memory_copies(run, mesh)] if self._copy_every and mesh.place.replica_folder is not None else []
+        self._warned: set[str] = set()
         self._newest: Location | None = None
         self.step: int | None = None
         """Step of the newest checkpoint, the same on all ranks."""
@@ -75,7 +78,8 @@ class Checkpointer(StepHook):
         """Allocates the memory that background saves and copies need."""
         if self._run.checkpoint.every is not None and self._saves_in_background(tensors):
             self._saver.prepare(tensors)
-        self._copies.prepare(tensors)
+        for copies in self._copies:
+            copies.prepare(tensors)
 
     def _saves_in_background(self, tensors: Tensors) -> bool:
         """States in files are too large for a copy in memory: training waits for their saves."""
@@ -83,18 +87,20 @@ class Checkpointer(StepHook):
 
     def save(self, progress: Progress, tensors: Tensors, *, wait: bool) -> list[Event]:
         """Saves the present state; all ranks call it together. Returns the events of saves that have ended, perhaps of this one too."""
-        self._uploads.before_save()
+        for uploads in self._uploads:
+            uploads.expect()
         wait = wait or not self._saves_in_background(tensors)
         return self._record(self._saver.save(progress.step, tensors, self._metadata_on_rank_0(progress), wait=wait))
 
     def copy(self, progress: Progress, tensors: Callable[[], Tensors]) -> None:
         """Copies the present state to host memory, if a copy is due; all ranks call it together."""
-        self._copies.take(progress.step, tensors, lambda: self._metadata_on_rank_0(progress))
+        for copies in self._copies:
+            if progress.step % self._copy_every == 0:
+                copies.take(progress.step, tensors(), self._metadata_on_rank_0(progress))
 
     def expect(self, step: int, reference: ReferenceLogits) -> None:
         """Sets the logits that an export of the next save must reproduce."""
-        if self._exports is not None:
-            self._exports.expect(step, reference)
+        self._exports.expect(step, reference)
 
     def _metadata_on_rank_0(self, progress: Progress) -> RunMetadata:
         return RunMetadata() if self._mesh.rank else self.metadata(progress)
@@ -116,9 +122,11 @@ class Checkpointer(StepHook):
 
     def ended(self) -> list[Event]:
         """Events of saves, copies, exports and uploads that have ended since the last call, on rank 0."""
-        saved = _save_events(self._saver.ended()) if self._mesh.rank == 0 else []
-        exported = self._exports.ended() if self._exports is not None else []
-        return [*saved, *self._copies.ended(), *exported, *self._uploads.ended()]
+        if self._mesh.rank:
+            return []
+        copied = [self._copy_events(copies.ended()) for copies in self._copies]
+        uploaded = [_upload_events(uploads.ended()) for uploads in self._uploads]
+        return list(chain(_save_events(self._saver.ended()), *copied, self._exports.ended(), *uploaded))
 
     def before_update(self, context: StepContext) -> None:
         self.release()
@@ -126,33 +134,38 @@ class Checkpointer(StepHook):
     def release(self) -> None:
         """Waits for saves and copies that still read the live state, which is about to change."""
         self._saver.release()
-        self._copies.release()
+        for copies in self._copies:
+            copies.release()
 
     def settle(self) -> list[Event]:
         """Waits for the save and the copy in progress; all ranks call it together."""
-        return [*self._copies.settle(), *self._record(self._saver.settle())]
+        copied = [self._copy_events(copies.settle()) for copies in self._copies]
+        return list(chain(*copied, self._record(self._saver.settle())))
 
     def lacks_export(self) -> bool:
         """Whether the restored checkpoint was not exported by the run that saved it; all ranks call it together."""
         if not self._run.checkpoint.export_hf:
             return False
-        newest, exports = self._newest, self._exports
-        return bool(self._mesh.broadcast_object(exports is not None and newest is not None and not exports.has(newest.name)))
+        newest = self._newest
+        return bool(self._mesh.broadcast_object(newest is not None and not self._exports.has(newest.name)))
 
     def export_restored(self) -> None:
         """Exports the restored checkpoint; call `expect` before."""
-        if self._exports is not None and self._newest is not None:
+        if self._newest is not None:
             self._exports.on_saved(self._newest)
 
     def finish(self) -> list[Event]:
         """Waits for all exports and uploads, on all ranks together."""
-        if not self._run.checkpoint.export_hf and not self._uploads.enabled:
+        if not self._run.checkpoint.export_hf and not self._uploads:
             return []
         broadcast = self._mesh.slow_broadcast(_EXPORT_TIMEOUT)
-        ended = self._exports.wait() if self._exports is not None else []
-        ended += self._uploads.wait()
-        if self._mesh.rank == 0 and self._newest is not None and self._newest.parent == self._location:
-            self._prune(self._newest)  # checkpoints that exports and uploads needed until now
+        ended: list[Event] = []
+        if self._mesh.rank == 0:
+            ended = self._exports.wait()
+            for uploads in self._uploads:
+                ended += _upload_events(uploads.finish())
+            if self._newest is not None and self._newest.parent == self._location:
+                self._prune(self._newest)  # checkpoints that exports and uploads needed until now
         broadcast(None)
         return ended
 
@@ -165,156 +178,114 @@ class Checkpointer(StepHook):
     def _on_saved(self, checkpoint: Location) -> None:
         """Called on rank 0, in the saver's thread, when a checkpoint is complete."""
         self._newest = checkpoint
-        if self._exports is not None:
-            self._exports.on_saved(checkpoint)  # before pruning: exports protect their checkpoints
-        self._uploads.on_saved(checkpoint)
+        self._exports.on_saved(checkpoint)  # before pruning: exports protect their checkpoints
+        for uploads in self._uploads:
+            uploads.on_saved(checkpoint)
         self._prune(checkpoint)
 
     def _prune(self, newest: Location) -> None:
-        protected = self._uploads.protected | (self._exports.protected if self._exports is not None else set())
+        protected = self._exports.protected.union(*(uploads.in_use for uploads in self._uploads))
         spec = self._run.checkpoint
-        removed = directory.prune(self._location, spec.keep_last, newest, spec.keep_every, protected)
-        if self._exports is not None:
-            self._exports.on_pruned(removed)
+        self._exports.on_pruned(directory.prune(self._location, spec.keep_last, newest, spec.keep_every, protected))
 
-    def restore(self, tensors: Tensors, path: Path | Location | None) -> tuple[Progress | None, list[Event]]:
-        """Restores `path`, or the newest valid checkpoint, on all ranks together; None if there is none."""
+    def restore(
+        self, tensors: Tensors, path: Path | Location | None = None, until: int | None = None
+    ) -> tuple[Progress | None, list[Event]]:
+        """Restores `path`, or the newest valid checkpoint, of step `until` or an earlier one; None if there is none. All ranks call it
+        together."""
         self.release()
-        events: list[Event] = []
-        damaged_paths: set[str] = set()
-        if self._mesh.rank == 0 and not path:
+        resumes = path is None and until is None
+        if self._mesh.rank == 0 and resumes:
             directory.restore_replaced(self._location)
+        damaged: list[DamagedCheckpoint] = []
+        overwritten = False
         while True:
             started = time.perf_counter()
-            chosen, damaged = self._choose(path, damaged_paths)
-            problem, marker = self._load(chosen, tensors) if chosen is not None else (None, None)
-            if problem is not None:
-                if path is not None:
-                    raise problem
-                damaged = [*damaged, problem]
-            events += [CheckpointDamaged(path=bad.path, reason=bad.reason) for bad in damaged]
-            if chosen is not None and marker is not None:
-                progress = Progress(**marker.run.progress)
-                # An in-memory copy is no checkpoint: a state restored from one must still be saved.
-                self.step = None if isinstance(chosen, MemoryLocation) else progress.step
-                self._newest = chosen if path is None else None
-                if self._mesh.rank == 0 and path is None:
-                    self._uploads.on_restored(chosen)
-                seconds = time.perf_counter() - started
-                return progress, [*events, Restored(step=progress.step, path=str(chosen), seconds=seconds)]
-            damaged_paths |= {bad.path for bad in damaged}
+            if path is not None:
+                chosen: Location | None = open_location(path)
+            else:
+                chosen, also_damaged = self.newest(until, {bad.path for bad in damaged})
+                damaged += also_damaged
+            events: list[Event] = [CheckpointDamaged(path=bad.path, reason=bad.reason) for bad in damaged]
             if chosen is None:
-                if damaged_paths:
-                    raise RunFailed(_all_damaged(events))
+                if overwritten or (damaged and resumes):
+                    raise RunFailed(_all_damaged(damaged, until))
                 return None, events
+            try:
+                progress = Progress(**self._load(chosen, tensors).run.progress)
+            except DamagedCheckpoint as problem:  # on all ranks alike
+                if path is not None:
+                    raise
+                damaged.append(problem)
+                overwritten = True
+                continue
+            # An in-memory copy is no checkpoint: a state restored from one must still be saved.
+            self.step = None if isinstance(chosen, MemoryLocation) else progress.step
+            self._newest = chosen if resumes else None
+            if self._mesh.rank == 0 and resumes:
+                for uploads in self._uploads:
+                    uploads.on_restored(chosen)
+            seconds = time.perf_counter() - started
+            return progress, [*events, Restored(step=progress.step, path=str(chosen), seconds=seconds)]
 
-    def _choose(self, path: Path | Location | None, damaged: set[str]) -> tuple[Location | None, list[DamagedCheckpoint]]:
-        """Rank 0 chooses for all ranks, so that they agree while files come and go."""
-        if path:
-            found: Any = (open_location(path), [])
-        else:
-            found = directory.newest(self._locations, damaged) if self._mesh.rank == 0 else None
-        return cast(tuple[Location | None, list[DamagedCheckpoint]], self._mesh.broadcast_object(found))
+    def newest(
+        self, until: int | None = None, damaged: Collection[str] = ()
+    ) -> tuple[Location | None, list[DamagedCheckpoint]]:
+        """The newest checkpoint, of step `until` or an earlier one, except those known to be `damaged`; and newer ones that are damaged.
 
-    def newest_until(self, step: int, damaged: set[str]) -> Location | None:
-        """The newest checkpoint of this step or an earlier one, except the damaged ones; all ranks call it together."""
+        Rank 0 chooses for all ranks, so that they agree while files come and go.
+        """
         found = None
         if self._mesh.rank == 0:
-            checkpoints = [path for location in self._locations for path in directory.list_checkpoints(location)]
-            later = {str(path) for path in checkpoints if (directory.step_of(path) or 0) > step}
-            found, _ = directory.newest(self._locations, {*later, *damaged})
-        return cast(Location | None, self._mesh.broadcast_object(found))
+            skipped = set(damaged)
+            if until is not None:
+                checkpoints = (path for location in self._locations for path in directory.list_checkpoints(location))
+                skipped |= {str(path) for path in checkpoints if (directory.step_of(path) or 0) > until}
+            found = directory.newest(self._locations, skipped)
+        return cast(tuple[Location | None, list[DamagedCheckpoint]], self._mesh.broadcast_object(found))
 
     def remove_after(self, step: int) -> None:
         """Removes checkpoints of later steps after a rollback to `step`; all ranks call it together."""
         failure = None
         if self._mesh.rank == 0:
             try:
-                removed = [name for location in self._locations for name in directory.remove_after(location, step)]
-                if self._exports is not None:
-                    self._exports.on_pruned(removed)
+                for location in self._locations:
+                    self._exports.on_pruned(directory.remove_after(location, step))
             except OSError as error:
                 failure = failure_text(error)
         if failure := self._mesh.broadcast_object(failure):
             raise RunFailed(f"The checkpoints after step {step}, to which the run went back, could not be removed: {failure}.")
 
-    def _load(self, path: Location, tensors: Tensors) -> tuple[DamagedCheckpoint | None, Marker | None]:
-        """Returns how the checkpoint is damaged on any rank, and its marker. Raises other problems on all ranks."""
-        problem: BaseException | None = None
+    def _load(self, path: Location, tensors: Tensors) -> Marker:
+        """Fills the tensors and returns the marker. Raises the problem of any rank on all ranks, damage first."""
+        problem: PhalanxError | None = None
         marker: Marker | None = None
         try:
             marker = load(path, tensors)
         except PhalanxError as error:
             problem = error
-        for of_rank in self._mesh.gather_objects(problem):
-            if isinstance(of_rank, DamagedCheckpoint):
-                return of_rank, None
-            if of_rank is not None:
-                raise of_rank
-        return None, marker
+        problems = [of_rank for of_rank in self._mesh.gather_objects(problem) if of_rank is not None]
+        if problems:
+            raise next((found for found in problems if isinstance(found, DamagedCheckpoint)), problems[0])
+        assert marker is not None
+        return marker
 
     def close(self) -> None:
-        self._saver.close()
-        self._uploads.close()
-        self._copies.close()
-        if self._exports is not None:
-            self._exports.close()
+        closes: list[Saver | Uploader | MemoryCopies | Exports] = [self._saver, *self._uploads, *self._copies, self._exports]
+        for background in closes:
+            background.close()
 
-
-class _MemoryCopies:
-    """In-memory copies of one rank's state, if the run file asks for them and the launcher has started a replica server."""
-
-    def __init__(self, run: Run, mesh: Mesh):
-        self._every, folder = run.checkpoint.memory_every or mesh.place.copy_every, mesh.place.replica_folder
-        self._copies: MemoryCopies | None = None
-        if self._every is not None and folder is not None:
-            is_default, on_gpu = run.checkpoint.memory_every is None, accelerator.of(mesh.device).asynchronous
-            # Default copies protect state that no other rank holds: on CPUs they are taken after every step, at any cost.
-            patient = is_default and not on_gpu
-            self._copies = MemoryCopies(mesh, Path(folder), mesh.place.generation, patient=patient)
-            if is_default and on_gpu:
-                self._copies.pace = _DEFAULT_COPY_SHARE
-        self._rank = mesh.rank
-        self._warned: set[str] = set()
-
-    def prepare(self, tensors: Tensors) -> None:
-        if self._copies is not None:
-            self._copies.prepare(tensors)
-
-    def take(self, step: int, tensors: Callable[[], Tensors], metadata: Callable[[], RunMetadata]) -> None:
-        if self._copies is not None and self._every is not None and step % self._every == 0:
-            self._copies.take(step, tensors(), metadata())
-
-    def release(self) -> None:
-        if self._copies is not None:
-            self._copies.release()
-
-    def ended(self) -> list[Event]:
-        return self._events(self._copies.ended()) if self._copies is not None and self._rank == 0 else []
-
-    def settle(self) -> list[Event]:
-        return self._events(self._copies.settle()) if self._copies is not None else []
-
-    def _events(self, outcomes: list[CopyOutcome]) -> list[Event]:
+    def _copy_events(self, outcomes: list[CopyOutcome]) -> list[Event]:
         events: list[Event] = []
         for copy in outcomes:
             if copy.failure is not None:
                 events += self._warn_once("There is no copy in memory of step {}: {}.", copy.step, copy.failure)
                 continue
             if copy.problem is not None:
-                events += self._warn_once(
-                    "The copy in memory of step {} is not whole on a second node: {}.", copy.step, copy.problem
-                )
-            events.append(
-                Copied(
-                    step=copy.step,
-                    bytes=copy.bytes,
-                    seconds=copy.seconds,
-                    stall=copy.stall,
-                    peer=copy.peer,
-                    skipped=copy.skipped,
-                )
-            )
+                sentence = "The copy in memory of step {} is not whole on a second node: {}."
+                events += self._warn_once(sentence, copy.step, copy.problem)
+            fields = {name: getattr(copy, name) for name in ("step", "bytes", "seconds", "stall", "peer", "skipped")}
+            events.append(Copied(**fields))
         return events
 
     def _warn_once(self, sentence: str, step: int, reason: str) -> list[Event]:
@@ -324,71 +295,52 @@ class _MemoryCopies:
         self._warned.add(reason)
         return [Warned(message=sentence.format(step, reason))]
 
-    def close(self) -> None:
-        if self._copies is not None:
-            self._copies.close()
+
+def _memory_copies(run: Run, mesh: Mesh) -> MemoryCopies:
+    """In-memory copies of one rank's state, in the replica server that the launcher has started."""
+    assert mesh.place.replica_folder is not None
+    is_default, on_gpu = run.checkpoint.memory_every is None, accelerator.of(mesh.device).asynchronous
+    # Default copies protect state that no other rank holds: on CPUs they are taken after every step, at any cost.
+    patient = is_default and not on_gpu
+    copies = MemoryCopies(mesh, Path(mesh.place.replica_folder), mesh.place.generation, patient=patient)
+    if is_default and on_gpu:
+        copies.pace = _DEFAULT_COPY_SHARE
+    return copies
 
 
-class _Uploads:
-    """Uploads of checkpoints that were saved in the run directory first (`checkpoint.local_first`); does nothing otherwise."""
+class _Uploads(Uploader):
+    """Uploads of checkpoints that were saved in the run directory first (`checkpoint.local_first`)."""
 
-    def __init__(self, run: Run, mesh: Mesh, local: Location, exports: Exports | None):
-        self._spec, self._mesh, self._local, self._exports = run.checkpoint, mesh, local, exports
+    def __init__(self, run: Run, mesh: Mesh, local: Location, exports: Exports):
+        assert run.checkpoint.url is not None
+        self._spec, self._local, self._exports = run.checkpoint, local, exports
         self._to_prune: Location | None = None
-        self.remote: Location | None = None
-        self._uploader: Uploader | None = None
-        if run.checkpoint.local_first and run.checkpoint.url is not None:
-            self.remote = open_location(run.checkpoint.url)
-            self._uploader = Uploader(local, self.remote, mesh, self._prune)
-
-    @property
-    def enabled(self) -> bool:
-        return self._uploader is not None
-
-    @property
-    def protected(self) -> set[str]:
-        """Names of checkpoints in the run directory that uploads still need."""
-        return self._uploader.in_use if self._uploader is not None else set()
-
-    def before_save(self) -> None:
-        if self._uploader is not None:
-            self._uploader.expect()
+        self.remote = open_location(run.checkpoint.url)
+        super().__init__(local, self.remote, mesh, self._prune)
 
     def on_saved(self, checkpoint: Location) -> None:
         """Uploads a checkpoint that is complete in the run directory. Rank 0 calls it."""
         step = directory.step_of(checkpoint)
-        if self._uploader is not None and step is not None:
-            self._uploader.saved(step)
+        assert step is not None, f"{checkpoint} is named after a step"
+        self.saved(step)
 
     def on_restored(self, checkpoint: Location) -> None:
         """Uploads the restored checkpoint if the run that saved it ended before it was uploaded. Rank 0 calls it."""
-        if self.remote is None or checkpoint.parent != self._local:
-            return
-        if directory.MARKER not in (self.remote / checkpoint.name).entries():
+        if checkpoint.parent == self._local and directory.MARKER not in (self.remote / checkpoint.name).entries():
             self.on_saved(checkpoint)
 
-    def ended(self) -> list[Event]:
-        return [_upload_event(upload) for upload in self._uploader.ended()] if self._uploader is not None else []
-
-    def wait(self) -> list[Event]:
+    def finish(self) -> list[UploadOutcome]:
         """Waits on rank 0 until everything is uploaded."""
-        if self._uploader is None or self._mesh.rank:
-            return []
-        ended = [_upload_event(upload) for upload in self._uploader.wait()]
+        ended = self.wait()
         if self._to_prune is not None:
             with suppress(OSError):  # then the next run prunes
                 self._prune(self._to_prune)
         return ended
 
     def _prune(self, uploaded: Location) -> None:
-        assert self.remote is not None
-        protected = self._exports.protected if self._exports is not None else set()  # an export may read from the URL
+        protected = self._exports.protected  # an export may read from the URL
         self._to_prune = uploaded if protected else None
         directory.prune(self.remote, self._spec.keep_last, uploaded, self._spec.keep_every, protected)
-
-    def close(self) -> None:
-        if self._uploader is not None:
-            self._uploader.close()
 
 
 def _save_events(outcomes: list[SaveOutcome]) -> list[Event]:
@@ -413,15 +365,19 @@ def _save_events(outcomes: list[SaveOutcome]) -> list[Event]:
     return events
 
 
-def _upload_event(upload: UploadOutcome) -> Event:
-    if upload.failure is not None:
-        return UploadFailed(step=upload.step, url=upload.url, reason=upload.failure)
-    return Uploaded(step=upload.step, url=upload.url, bytes=upload.bytes, seconds=upload.seconds, skipped=upload.skipped)
+def _upload_events(outcomes: list[UploadOutcome]) -> list[Event]:
+    return [
+        UploadFailed(step=upload.step, url=upload.url, reason=upload.failure)
+        if upload.failure is not None
+        else Uploaded(step=upload.step, url=upload.url, bytes=upload.bytes, seconds=upload.seconds, skipped=upload.skipped)
+        for upload in outcomes
+    ]
 
 
-def _all_damaged(events: list[Event]) -> str:
-    damaged = "\n".join(f"  {bad.path}: {bad.reason}" for bad in events if isinstance(bad, CheckpointDamaged))
+def _all_damaged(damaged: list[DamagedCheckpoint], until: int | None) -> str:
+    which = "this run" if until is None else f"step {until} or before"
+    reasons = "\n".join(f"  {bad.path}: {bad.reason}" for bad in damaged)
     return (
-        f"No checkpoint of this run can be loaded:\n{damaged}\nRestore one of them from a copy; or, to begin again from step 0, remove "
+        f"No checkpoint of {which} can be loaded:\n{reasons}\nRestore one of them from a copy; or, to begin again from step 0, remove "
         "them, or start in another run directory."
     )

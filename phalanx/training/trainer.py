@@ -13,16 +13,15 @@ from pathlib import Path
 
 from torch import nn
 
-from phalanx.checkpointing.directory import DamagedCheckpoint
 from phalanx.checkpointing.location import Location
 from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.events.heartbeat import Heartbeat
 from phalanx.events.records import (
-    CheckpointDamaged,
     Evaluated,
     Event,
     Finished,
+    Restored,
     Rewound,
     Saved,
     SaveFailed,
@@ -142,10 +141,11 @@ class Trainer:
         self.ready = True
         return [WeightsLoaded(path=source, seconds=time.perf_counter() - started)]
 
-    def restore(self, path: Path | Location | None = None) -> list[Event]:
-        """Restores `path` or the newest valid checkpoint; without one, loads the initial weights. Returns what it found."""
+    def restore(self, path: Path | Location | None = None, *, until: int | None = None) -> list[Event]:
+        """Restores `path`, or the newest valid checkpoint (of step `until` or before); without one, loads the initial weights. Returns
+        what it found."""
         self.hooks.on_phase("restoring")
-        progress, events = self.checkpointer.restore(self.tensors(), path)
+        progress, events = self.checkpointer.restore(self.tensors(), path, until)
         if progress is None:
             return [*events, *self.load_initial_weights()]
         self.progress = progress
@@ -340,9 +340,9 @@ class Trainer:
         """
         before = self.progress
         yield from self.checkpointer.settle()
-        path, events = self._restore_until(before.last_good)
+        events = self.restore(until=before.last_good)
         yield from events
-        if path is None:
+        if not events or not isinstance(restored := events[-1], Restored):
             if before.skipped_in_a_row == self.run.resilience.rollback_after:
                 message = f"There is no checkpoint of step {before.last_good} or before to go back to: bad steps are skipped."
                 yield Warned(message=message)
@@ -354,21 +354,4 @@ class Trainer:
         yield from self._save(wait=True)
         self.checkpointer.remove_after(step)
         first, beyond, _ = after.left_out[-1]
-        yield Rewound(step=before.step, to_step=step, skipped_samples=[first, beyond], path=str(path))
-
-    def _restore_until(self, step: int) -> tuple[Location | None, list[Event]]:
-        """Restores the newest valid checkpoint of this step or an earlier one, and returns its location."""
-        events: list[Event] = []
-        damaged: set[str] = set()
-        while (path := self.checkpointer.newest_until(step, damaged)) is not None:
-            try:
-                return path, [*events, *self.restore(path)]
-            except DamagedCheckpoint as problem:  # on all ranks alike; tensors that were read already are read again
-                damaged.add(problem.path)
-                events.append(CheckpointDamaged(path=problem.path, reason=problem.reason))
-        if damaged:
-            paths = ", ".join(sorted(damaged))
-            raise RunFailed(
-                f"No checkpoint of step {step} or before can be loaded, and parts of {paths} have overwritten the state."
-            )
-        return None, events
+        yield Rewound(step=before.step, to_step=step, skipped_samples=[first, beyond], path=restored.path)

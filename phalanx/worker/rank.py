@@ -216,7 +216,7 @@ class _Rank:
         """Where to restore from; None: the newest checkpoint on disk."""
         if not source.in_memory:
             assert self._trainer is not None
-            return None if source.newest_step is None else self._trainer.checkpointer.newest_until(source.newest_step, set())
+            return None if source.newest_step is None else self._trainer.checkpointer.newest(source.newest_step)[0]
         memory = None
         if mesh.rank == 0:
             assert place.token is not None
