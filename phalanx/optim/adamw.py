@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from phalanx import accelerator
-from phalanx.optim.fused_adamw import MOMENTS, Chunk, KernelArgs, fused_adamw, split_chunks, weight_decay
+from phalanx.optim.fused_adamw import MOMENTS, Chunk, KernelRow, fused_adamw, split_chunks, weight_decay
 from phalanx.optim.offloaded_adamw import offloaded
 from phalanx.optim.param_optimizer import (
     OptimizerKind,
@@ -50,13 +50,14 @@ class AdamW(ParamOptimizer):
         torch._foreach_add_(steps, 1)
         updated = [i for i, param in enumerate(self._params) if param.gradient is not None and param.value.numel()]
         for decay in dict.fromkeys(self._decays):
-            args, converted = KernelArgs(), []
+            rows: list[KernelRow] = []
+            converted = []
             for i in (i for i in updated if self._decays[i] == decay):
                 if self._converts_moments or self._gradient(i).dtype != torch.float32:
                     converted.append(i)
                 else:
-                    args.add(self._params[i].value.detach(), self._gradient(i), self._moments[i], self._steps[i])
-            fused_adamw(args, decay, update)
+                    rows.append((self._params[i].value.detach(), self._gradient(i), *self._moments[i], self._steps[i]))
+            fused_adamw(rows, decay, update)
             self._step_in_chunks(converted, decay, update)
         torch._foreach_sub_(steps, [update.skip] * len(steps))
 
@@ -91,7 +92,7 @@ class AdamW(ParamOptimizer):
             self._step_chunk(chunk, indices, decay, update)
 
     def _step_chunk(self, chunk: Chunk, indices: list[int], decay: float, update: Update) -> None:
-        args = KernelArgs()
+        rows: list[KernelRow] = []
         stored: list[Tensor] = []
         widened: list[Tensor] = []
         for run in chunk.runs:
@@ -104,10 +105,10 @@ class AdamW(ParamOptimizer):
                 stored += (mean, square)
                 mean, square = (run.within(self._buffer(key, mean, chunk.size)) for key in MOMENTS)
                 widened += (mean, square)
-            args.add(run.of(flat(self._params[i].value)), gradient, (mean, square), self._steps[i])
+            rows.append((run.of(flat(self._params[i].value)), gradient, mean, square, self._steps[i]))
         if stored:
             torch._foreach_copy_(widened, stored)
-        fused_adamw(args, decay, update)
+        fused_adamw(rows, decay, update)
         if stored:
             torch._foreach_copy_(stored, widened)
 

@@ -8,7 +8,7 @@ instructions, whose results differ in the last bit. Cut at multiples of 64, ever
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,36 +20,22 @@ from phalanx.spec.run import Optimizer as OptimizerSpec
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@dataclass(slots=True)
-class KernelArgs:
-    """The tensor lists of the fused kernel."""
-
-    values: list[Tensor] = field(default_factory=list)
-    gradients: list[Tensor] = field(default_factory=list)
-    means: list[Tensor] = field(default_factory=list)
-    squares: list[Tensor] = field(default_factory=list)
-    steps: list[Tensor] = field(default_factory=list)
-    """These count the present step already."""
-
-    def add(self, value: Tensor, gradient: Tensor, moments: tuple[Tensor, Tensor], step: Tensor) -> None:
-        self.values.append(value)
-        self.gradients.append(gradient)
-        self.means.append(moments[0])
-        self.squares.append(moments[1])
-        self.steps.append(step)
+KernelRow = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""One tensor's value, gradient, two moments, and number of steps, which counts the present one already."""
 
 
-def fused_adamw(args: KernelArgs, weight_decay: float, update: Update) -> None:
+def fused_adamw(rows: list[KernelRow], weight_decay: float, update: Update) -> None:
     """torch.optim.AdamW(fused=True) on fp32 tensors. Leaves gradients divided."""
-    if not args.values:
+    if not rows:
         return
+    values, gradients, means, squares, steps = map(list, zip(*rows, strict=True))
     torch._fused_adamw_(
-        args.values,
-        args.gradients,
-        args.means,
-        args.squares,
+        values,
+        gradients,
+        means,
+        squares,
         [],
-        args.steps,
+        steps,
         lr=update.learning_rate,
         beta1=update.spec.beta1,
         beta2=update.spec.beta2,

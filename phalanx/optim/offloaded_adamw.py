@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx import accelerator
-from phalanx.optim.fused_adamw import MOMENTS, Chunk, KernelArgs, fused_adamw, split_chunks, weight_decay
+from phalanx.optim.fused_adamw import MOMENTS, Chunk, KernelRow, fused_adamw, split_chunks, weight_decay
 from phalanx.optim.offload_stores import (
     ALIGNED,
     Allocate,
@@ -76,14 +76,13 @@ class OffloadedAdamW(ParamOptimizer):
 
     def _update(self, chunk: Chunk, kinds: dict[str, Tensor], gradients: list[Tensor | None], update: Update) -> None:
         means, squares = (self._widen(kinds[key], key) for key in MOMENTS)
-        by_decay = {decay: KernelArgs() for decay in self._decays}
+        by_decay: dict[float, list[KernelRow]] = {decay: [] for decay in self._decays}
         for run, gradient in zip(chunk.runs, gradients, strict=True):
             if gradient is not None:
-                moments = (run.within(means), run.within(squares))
-                args = by_decay[self._decays[run.index]]
-                args.add(run.within(kinds["master"]), gradient, moments, self._steps[run.index])
-        for decay, args in by_decay.items():
-            fused_adamw(args, decay, update)
+                master, mean, square = (run.within(kind) for kind in (kinds["master"], means, squares))
+                by_decay[self._decays[run.index]].append((master, gradient, mean, square, self._steps[run.index]))
+        for decay, rows in by_decay.items():
+            fused_adamw(rows, decay, update)
         for key, new in zip(MOMENTS, (means, squares), strict=True):
             if new.dtype != kinds[key].dtype:
                 kinds[key].copy_(new)

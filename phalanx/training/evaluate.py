@@ -27,7 +27,6 @@ class _Stopped(Exception):
     """A rank was asked to stop before the evaluation was complete; all ranks have left it."""
 
 
-@torch.no_grad()
 def evaluate(
     sources: Mapping[str, Samples], stepper: Stepper, feed: BatchFeed, step: int, stop_signal: StopSignal
 ) -> Evaluated | None:
@@ -36,19 +35,15 @@ def evaluate(
     if not sources:
         return None
     started = time.perf_counter()
-    model = stepper.sharded
-    for part in model.parts:
-        part.eval()  # a custom model may have dropout
-    exchange = _StopExchange(model.mesh, stop_signal)
+    mesh = stepper.sharded.mesh
+    exchange = _StopExchange(mesh, stop_signal)
     try:
-        rows = [_loss_and_tokens(samples, stepper, feed, exchange) for samples in sources.values()]
+        with stepper.evaluating():
+            rows = [_loss_and_tokens(samples, stepper, feed, exchange) for samples in sources.values()]
     except _Stopped:
         return None
-    finally:
-        for part in model.parts:
-            part.train()
     exchange.wait()
-    totals = model.mesh.all_reduce(torch.stack(rows))
+    totals = mesh.all_reduce(torch.stack(rows))
     overall = _metrics(*totals.sum(0).tolist())
     return Evaluated(
         step=step,

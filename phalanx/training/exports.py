@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,14 +28,12 @@ from phalanx.checkpointing.hf_folder import ReferenceLogits
 from phalanx.checkpointing.location import Location
 from phalanx.data.pack import Batch
 from phalanx.events.records import Event, Exported, ExportFailed
-from phalanx.parallel.context.context_parallel import rank_positions
-from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.parallel.vocab_parallel import Projected, VocabularyLoss
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
-from phalanx.training.micro_batch import MicroBatch
+from phalanx.training.micro_batch import MicroBatch, own_positions
 from phalanx.training.step import Stepper
 
 LOGITS = ".logits"
@@ -220,31 +217,23 @@ def prompt(run: Run, layout: Layout) -> np.ndarray:
     return generator.integers(run.model.rows, size=length)
 
 
-@torch.no_grad()
 def reference_logits(stepper: Stepper, run: Run, plan: Plan) -> ReferenceLogits:
     """The live model's logits of the prompt, the same on every rank; all ranks call it together."""
-    model, mesh, layout = stepper.sharded, stepper.sharded.mesh, plan.layout
-    tokens_S = prompt(run, layout)
+    model, mesh = stepper.sharded, stepper.sharded.mesh
+    tokens_S = prompt(run, plan.layout)
     kept_K = np.unique(np.linspace(0, len(tokens_S) - 1, _PROMPT_TOKENS).round().astype(np.int64))
-    own = _own_positions(mesh, layout, len(tokens_S))
     logits_KV = torch.zeros(len(kept_K), run.model.rows, device=mesh.device)
-    contributes = mesh.replica == 0  # all replicas compute the same
+    own_S = own_positions(plan.layout, mesh, len(tokens_S))
+    rows, columns = np.nonzero(kept_K[:, None] == own_S)  # where this rank has a kept position
 
     def take(output: Any) -> None:
-        columns_SV, first = _columns(output, model)
-        if contributes and first is not None:
-            for row, position in enumerate(kept_K.tolist()):
-                if position in own:
-                    logits_KV[row, first : first + columns_SV.shape[1]] = columns_SV[own[position]].float()
+        logits_SV, first = _own_logits(output, model)
+        if mesh.replica == 0 and first is not None:  # all replicas compute the same
+            logits_KV[rows, first : first + logits_SV.shape[1]] = logits_SV[columns].float()
 
-    positions = None if len(own) == len(tokens_S) else np.array(list(own), dtype=np.int64)
-    batch = MicroBatch.prepare(_batch(tokens_S), mesh.device, run.data.document_mask, positions)
-    for part in model.parts:
-        part.eval()
-    with _uncompiled(run.memory.compile):
+    batch = MicroBatch.prepare(_batch(tokens_S), mesh.device, run.data.document_mask, own_S)
+    with stepper.evaluating(), stepper.uncompiled():  # the prompt has its own length
         stepper.forward(batch, take)
-    for part in model.parts:
-        part.train()
     # Every number comes from one rank and zeros from all others, so the sum is exact.
     whole_KV = mesh.all_reduce(logits_KV)
     scaling = run.precision.fp8_scaling
@@ -258,15 +247,7 @@ def _batch(tokens_S: np.ndarray) -> Batch:
     return Batch(tokens_S[None].astype(np.int64), np.roll(tokens_S, -1)[None], positions, zeros, np.zeros(1, dtype=np.int64))
 
 
-def _own_positions(mesh: Mesh, layout: Layout, length: int) -> dict[int, int]:
-    """This rank's positions of a sequence, and the local row of each."""
-    if layout.context == 1:
-        return {position: position for position in range(length)}
-    own = rank_positions(length, layout.context, mesh.coordinate("context"), layout.context_method)
-    return {position: row for row, position in enumerate(own.tolist())}
-
-
-def _columns(output: Any, model: ShardedModel) -> tuple[Tensor, int | None]:
+def _own_logits(output: Any, model: ShardedModel) -> tuple[Tensor, int | None]:
     """This rank's columns of the logits and the index of the first; None if another rank contributes the same."""
     if isinstance(output, Projected):
         output = F.linear(output.x_BSD, output.weight_VD)
@@ -275,8 +256,3 @@ def _columns(output: Any, model: ShardedModel) -> tuple[Tensor, int | None]:
     if isinstance(loss, VocabularyLoss) and logits_SV.shape[-1] != loss.rows:
         return logits_SV, loss.share.first
     return logits_SV, 0 if model.mesh.coordinate("tensor") == 0 else None
-
-
-def _uncompiled(compiled: bool) -> AbstractContextManager[Any]:
-    """The prompt has its own length: compiled blocks would be compiled again for it."""
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()

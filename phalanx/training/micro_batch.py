@@ -16,6 +16,7 @@ from phalanx.data.loader import Loader, ReplicaShare
 from phalanx.data.pack import Batch
 from phalanx.parallel.context.context_parallel import rank_positions
 from phalanx.parallel.mesh import Mesh
+from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 
@@ -26,6 +27,13 @@ def step_seed(seed: int, step: int, replica: int) -> int:
     It depends on the step alone, so that a resumed run draws the same numbers, and is the same on all ranks of one replica.
     """
     return int.from_bytes(hashlib.sha256(f"{seed} {step} {replica}".encode()).digest()[:8], "little") >> 1
+
+
+def own_positions(layout: Layout, mesh: Mesh, length: int) -> np.ndarray:
+    """This rank's positions of a sequence."""
+    if layout.context == 1:
+        return np.arange(length)
+    return rank_positions(length, layout.context, mesh.coordinate("context"), layout.context_method)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +91,7 @@ class BatchFeed:
         self.run, self.plan, self._mesh, self._data = run, plan, mesh, data
         self.share: ReplicaShare | None = None
         """This rank's part of each global batch, if it is not the one of the plan."""
-        self._own: np.ndarray | None = None
-        if mesh.size("context") > 1:
-            layout, length = plan.layout, run.train.sequence_length
-            self._own = rank_positions(length, layout.context, mesh.coordinate("context"), layout.context_method)
+        self._own = own_positions(plan.layout, mesh, run.train.sequence_length) if plan.layout.context > 1 else None
         self._loader: Loader[MicroBatch] | None = None
 
     def next(self, samples: int) -> list[MicroBatch]:

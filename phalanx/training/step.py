@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -85,7 +86,7 @@ class Stepper:
         self._recent_loads: deque[Tensor] = deque(maxlen=_LOAD_STEPS)
         self.hooks, self.observer = Hooks(), StepObserver()
         self.scale = LossScale.of(plan.compute, run.precision.loss_scale)
-        self.compiles = run.memory.compile
+        self._compiles = run.memory.compile
         self.stages = tuple((0,) if pipeline is None else pipeline.schedule.stages_of(self._mesh.coordinate("pipeline")))
         """Pipeline stages of this rank's parts."""
         self.number = self.seed = 0
@@ -301,6 +302,10 @@ class Stepper:
         self.begin(self.number, self.seed)
         self.accumulate(batches, lambda: 0)
 
+    def uncompiled(self) -> AbstractContextManager[None]:
+        """Compiled blocks run as they are written: for forwards of another length, or with hooks."""
+        return torch.compiler.set_stance("force_eager") if self._compiles else nullcontext()
+
     def roll_forward(self, optimizer: Optimizer, divisor: float, verdict: float) -> bool:
         """Applies the pending step as another rank did before it was lost or cut off; returns whether the step was good."""
         assert self.pending is not None
@@ -311,6 +316,18 @@ class Stepper:
         self.hooks.before_update(StepContext(self.number, self.sharded, optimizer, lambda: None))
         self._apply(self.pending, optimizer)
         return not verdict
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Forwards change nothing; a custom model may have dropout."""
+        for part in self.sharded.parts:
+            part.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for part in self.sharded.parts:
+                part.train()
 
     @torch.no_grad()
     def forward(self, batch: MicroBatch, take: Callable[[Any], None]) -> None:

@@ -113,7 +113,7 @@ def test_a_nonfinite_value_is_traced_to_its_rank(
 def test_an_injected_nan_is_traced_and_the_retried_step_equals_an_undisturbed_one(tmp_path: Path) -> None:
     trainer = tiny_trainer(ALONE, tiny_run("train.steps=3"), tmp_path / "checkpoints")
     faults = (Fault(kind="nan", rank=0, step=2, layer="blocks.1.mlp"),)
-    trainer.hooks.add(RankFaults(faults, done=FaultClaims(tmp_path)))
+    trainer.hooks.add(RankFaults(faults, rank=0, done=FaultClaims(tmp_path), report=lambda event: None))
     told = list(trainer.events())
     assert [(event.rank, event.layer) for event in told if isinstance(event, NotFinite)] == [(0, "blocks.1.mlp")]
     undisturbed = tiny_trainer(ALONE, tiny_run("train.steps=3"), tmp_path / "undisturbed" / "checkpoints").events()

@@ -297,7 +297,7 @@ def test_an_injected_full_disk_affects_this_run_only_and_ends(
 
 
 def test_faults_of_other_ranks_and_of_nodes_strike_nothing_here(tmp_path: Path) -> None:
-    none = RankFaults()
+    none, _ = faults_of("", tmp_path)
     assert not list(everywhere(none, 3)) and none._slowness(1) == 1
     others, told = faults_of("kill rank=1 step=1; fill-disk; kill node=0 step=1; freeze rank=0 step=1 for=1s", tmp_path)
     DISK.watch(None)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -80,7 +80,7 @@ def trace(stepper: Stepper, optimizer: Optimizer, batches: Sequence[MicroBatch])
     context = StepContext(stepper.number, model, optimizer, partial(stepper.repeat, batches))
     with ExitStack() as stack:
         stack.enter_context(_restored_buffers(model.parts))
-        stack.enter_context(_uncompiled() if stepper.compiles else nullcontext())
+        stack.enter_context(stepper.uncompiled())
         stack.enter_context(stepper.hooks.around_repeat())
         # Before the probe: a fault planted in a module's output counts as that module's output.
         stepper.hooks.before_forward(context)
@@ -166,7 +166,7 @@ class Probe(StepHook):
         self._looks[key] = look = self._looks.get(key, 0) + 1
         if self.finding is not None and (micro_batch, backward) >= (self.finding.micro_batch, self.finding.backward):
             return  # every look waits for the device
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor
         if not torch.isfinite(local).all():
             stage = -self._stages[number] if backward else self._stages[number]
             kind = "NaN" if torch.isnan(local).any() else "an infinite number"
@@ -202,20 +202,14 @@ def conclude(step: int, reports: Sequence[Report]) -> NotFinite:
 
 def common_module(names: Sequence[str]) -> str:
     """The innermost module that contains all of these readers of one tensor."""
-    inner = [
-        name
-        for name in dict.fromkeys(names)
-        if not any(other.startswith(f"{name}.") or not name for other in names if other != name)
-    ]
-    if len(inner) == 1:
-        return inner[0] or "the model"
+    inner = [name for name in dict.fromkeys(names) if not any(_contains(name, other) for other in names)]
     paths = [name.split(".") for name in inner]
-    shared = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared) or "the model"
+    shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+    return ".".join(parts[0] for parts in shared) or "the model"
+
+
+def _contains(module: str, other: str) -> bool:
+    return other != module and (not module or other.startswith(f"{module}."))
 
 
 def _floats(value: Any) -> Iterator[Tensor]:
@@ -231,8 +225,3 @@ def _restored_buffers(parts: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for buffer, value in before:
             buffer.copy_(value)
-
-
-def _uncompiled() -> AbstractContextManager[Any]:
-    stance: Callable[[str], Any] = torch.compiler.set_stance
-    return stance("force_eager")

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -35,14 +36,7 @@ class InjectedFault(RuntimeError):
 class RankFaults(StepHook):
     """The faults of one rank."""
 
-    def __init__(
-        self,
-        faults: Sequence[Fault] = (),
-        *,
-        rank: int = 0,
-        done: FaultClaims | None = None,
-        report: Callable[[FaultInjected], object] = lambda event: None,
-    ):
+    def __init__(self, faults: Sequence[Fault], *, rank: int, done: FaultClaims, report: Callable[[FaultInjected], object]):
         """`faults`: all faults of the run, with those of `random` drawn; a fault's index is its number in `done`. `report` writes the
         record before the fault strikes."""
         assert not any(fault.kind == "random" for fault in faults), "expand random faults first"
@@ -55,7 +49,7 @@ class RankFaults(StepHook):
         self._repeating = False
         self._planted: set[int] = set()
         """Numbers of the faults that gave this process a NaN."""
-        if done is not None and any(fault.kind == "fill-disk" for fault in faults):
+        if any(fault.kind == "fill-disk" for fault in faults):
             DISK.watch(done.run_dir)
 
     def before_batch(self, step: int) -> None:
@@ -121,21 +115,20 @@ class RankFaults(StepHook):
 
     def _claim(self, number: int, fault: Fault, step: int) -> bool:
         """Whether the fault has never struck before; it is reported and marked as done."""
-        assert self._done is not None, "faults need a place to record that they have struck"
-        if not self._done.claim(number):
-            return False
-        self._report(fault_record(fault, step))
-        return True
+        is_first = self._done.claim(number)
+        if is_first:
+            self._report(fault_record(fault, step))
+        return is_first
 
     def _plant_nan(self, number: int, fault: Fault, parts: Sequence[nn.Module]) -> None:
         module = _find_module(parts, fault.layer)
         if module is None:
             return  # another stage has it
-        if self._repeating and number in self._planted:
-            self._handles.append(module.register_forward_hook(_add_nan))
-        elif not self._repeating and self._claim(number, fault, fault.step):
+        if not self._repeating and self._claim(number, fault, fault.step):
             self._planted.add(number)
-            self._handles.append(module.register_forward_hook(_add_nan))
+        elif not (self._repeating and number in self._planted):
+            return
+        self._handles.append(module.register_forward_hook(_add_nan))
 
     def _remove_handles(self) -> None:
         while self._handles:
@@ -157,15 +150,10 @@ def _point(fault: Fault) -> str:
 def _inject(fault: Fault) -> None:
     if fault.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif fault.kind == "raise":
+    if fault.kind == "raise":
         raise InjectedFault(f"injected by --chaos: {fault}")
-    else:
-        _hang(fault.seconds)
-
-
-def _hang(seconds: float | None) -> None:
-    """Hangs as real code does: only an exception from a signal handler ends it early."""
-    end = math.inf if seconds is None else time.monotonic() + seconds
+    # Hangs as real code does: only an exception from a signal handler ends it early.
+    end = math.inf if fault.seconds is None else time.monotonic() + fault.seconds
     while (left := end - time.monotonic()) > 0:
         time.sleep(min(left, _LONG_SLEEP))
 
@@ -193,17 +181,12 @@ def _add_nan(module: nn.Module, given: Any, output: Any) -> Any:
 @torch.no_grad()
 def _flip_bit(tensors: Sequence[Tensor | OffloadedTensor]) -> None:
     """Flips one bit of the largest value of the first tensor that is not all zeros, or of the first tensor if all are."""
-    target: tuple[Tensor | OffloadedTensor, Tensor] | None = None
-    for tensor in tensors:
-        values = tensor if isinstance(tensor, Tensor) else tensor.read()
-        if values.ndim and values.numel() and values.dtype in _LOW_EXPONENT_BIT:
-            target = target or (tensor, values)
-            if values.any():
-                target = (tensor, values)
-                break
-    if target is None:
+    read = ((tensor, tensor if isinstance(tensor, Tensor) else tensor.read()) for tensor in tensors)
+    fit = (pair for pair in read if pair[1].ndim and pair[1].numel() and pair[1].dtype in _LOW_EXPONENT_BIT)
+    first = next(fit, None)
+    if first is None:
         return
-    tensor, values = target
+    tensor, values = next((pair for pair in chain([first], fit) if pair[1].any()), first)
     dtype, bit = _LOW_EXPONENT_BIT[values.dtype]
     largest = int(values.abs().argmax())
     bits = values.view(-1).view(dtype)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -47,29 +47,17 @@ Row = dict[Slot, int]
 class Corruption(StepRefused):
     """Ranks that must hold the same values do not. The step was applied on no rank."""
 
-    def __init__(self, verdict: Verdict, step: int, last_agreed: int | None, message: str):
-        self.verdict, self.step, self.last_agreed, self.message = verdict, step, last_agreed, message
+    def __init__(self, verdict: Verdict, step: int, last_agreed: int | None, names: list[str]):
+        """`names`: tensors that differ."""
+        self.step, self.last_agreed, self._args = step, last_agreed, (verdict, step, last_agreed, names)
+        self.what, self.guilty, self.suspects = verdict.what, verdict.guilty, verdict.suspects
+        message = describe(verdict, step, names)
         super().__init__(message)
         ranks: tuple[int | None, ...] = self.guilty or (None,)
         self.events = [Corrupted(step=step, rank=rank, what=self.what, message=message) for rank in ranks]
 
     def __reduce__(self) -> tuple[type[Corruption], tuple[object, ...]]:
-        return Corruption, (self.verdict, self.step, self.last_agreed, self.message)
-
-    @property
-    def guilty(self) -> tuple[int, ...]:
-        """Ranks whose state or gradient is known to be wrong; that of all other ranks is right. Empty if it cannot be decided."""
-        return self.verdict.guilty
-
-    @property
-    def suspects(self) -> tuple[int, ...]:
-        """Ranks of which some are wrong, where it cannot be decided which."""
-        return self.verdict.suspects
-
-    @property
-    def what(self) -> str:
-        """The first kind that differs. If it is "gradients", the state of every rank is right."""
-        return self.verdict.what
+        return Corruption, self._args
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +65,13 @@ class Verdict:
     """What all ranks conclude from all checksums."""
 
     what: str
+    """The first of KINDS that differs. If it is "gradients", the state of every rank is right."""
     slots: tuple[tuple[Slot, tuple[int, ...]], ...]
     """The groups of tensors that differ, and the ranks that hold them."""
     guilty: tuple[int, ...]
+    """Ranks whose state or gradient is known to be wrong; that of all other ranks is right. Empty if it cannot be decided."""
     suspects: tuple[int, ...]
-    """Empty where the guilty are known."""
+    """Ranks of which some are wrong, where it cannot be decided which."""
     since: dict[int, int]
     """The step in which a guilty rank noticed changed bits by itself, where it did."""
 
@@ -169,7 +159,7 @@ class ReplicaCheck(StepHook):
                 context.repeat()
                 (repeated,) = self._gather([_row(self._checksums((GRADIENTS,)))])
                 verdict = confirm(verdict, rows, repeated)
-        raise Corruption(verdict, step, self.last_agreed, describe(verdict, step, names))
+        raise Corruption(verdict, step, self.last_agreed, names)
 
     def after_update(self, step: int) -> None:
         """Keeps checksums of what this rank has just written. Of two copies, the one that changes later is then known to be wrong.
@@ -197,7 +187,7 @@ class ReplicaCheck(StepHook):
     def _watch_weights(self, step: int) -> None:
         """Between two comparisons: whether the weights are still what this rank wrote."""
         if self._own_sums:
-            now = self._checksums(KINDS[:1])
+            now = self._checksums((WEIGHTS,))
             for slot, value in self._own_sums.items():
                 if slot in now and now[slot].item() != value.item():
                     self._changed.setdefault(slot, step)
@@ -251,16 +241,12 @@ class ReplicaCheck(StepHook):
         mesh = self._mesh
         keys = {key for _, key in (*self._tensors, *self._gradients())}
         coordinates = mesh.gather_objects({key: (mesh.stage, *(mesh.coordinate(axis) for axis in key)) for key in keys})
-        groups = {}
-        for key in sorted({key for of_rank in coordinates for key in of_rank}):
-            ranks: dict[tuple[int, ...], list[int]] = {}
-            for rank, of_rank in enumerate(coordinates):
-                if key in of_rank:
-                    ranks.setdefault(of_rank[key], []).append(rank)
-            replicas = [tuple(group) for group in ranks.values() if len(group) > 1]
-            if replicas:
-                groups[key] = replicas
-        return groups
+        ranks: dict[Key, dict[tuple[int, ...], list[int]]] = {}
+        for rank, of_rank in enumerate(coordinates):
+            for key, coordinate in of_rank.items():
+                ranks.setdefault(key, {}).setdefault(coordinate, []).append(rank)
+        groups = {key: [tuple(group) for group in ranks[key].values() if len(group) > 1] for key in sorted(ranks)}
+        return {key: replicas for key, replicas in groups.items() if replicas}
 
     @cached_property
     def _pair_keys(self) -> set[Key]:
@@ -293,12 +279,12 @@ def confirm(verdict: Verdict, first: list[Row], repeated: list[Row]) -> Verdict:
         if not wrong or len(wrong) == len(ranks):
             return verdict  # GPU kernels may differ each time
         guilty |= wrong
-    return Verdict(verdict.what, verdict.slots, tuple(sorted(guilty)), (), verdict.since)
+    return replace(verdict, guilty=tuple(sorted(guilty)), suspects=())
 
 
 def describe(verdict: Verdict, step: int, names: list[str]) -> str:
     """The message of a Corruption."""
-    what = {WEIGHTS: "weights", OPTIMIZER: "optimizer states", GRADIENTS: "gradients"}[verdict.what]
+    what = "optimizer states" if verdict.what == OPTIMIZER else verdict.what
     ranks = sorted({rank for _, ranks in verdict.slots for rank in ranks})
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     differ = f"Step {step} was not applied: the {what} on {rank_list(ranks)} must be equal but differ"
