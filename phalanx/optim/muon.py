@@ -153,4 +153,4 @@ def _updates(param: OwnedParam) -> bool:
     return len(param.shard.slice.whole) == 2 and param.name.startswith(_LAYERS)
 
 
-KIND = OptimizerKind("Muon", Muon, _updates, no_offload="Newton–Schulz iterations belong on the device")
+KIND = OptimizerKind("Muon", Muon, _updates)

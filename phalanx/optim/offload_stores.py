@@ -20,17 +20,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx import accelerator
-from phalanx.optim.fused_adamw import Chunk, Run
-from phalanx.optim.param_optimizer import State, StateBytes
+from phalanx.optim.fused_adamw import MOMENTS, Chunk, Run
+from phalanx.optim.param_optimizer import StateBytes
 from phalanx.spec.errors import RunFailed
-
-KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 BLOCK = 4096
 """Direct reads and writes begin and end at multiples of this many bytes, in the file and in memory."""
@@ -183,31 +181,8 @@ class Record:
     """Event after the last copy from this memory to the device; None on the host."""
 
 
-class Store(Protocol):
-    """Keeps all kinds of all chunks."""
-
-    def walk(self) -> Iterator[tuple[Chunk, Record]]:
-        """Yields every chunk, to be changed in place before the next one is requested."""
-        ...
-
-    def put(self, number: int, kind: str, values: list[Tensor]) -> None:
-        """Overwrites one kind of a chunk, run by run."""
-
-    def state(self, index: int, kind: str, shape: tuple[int, ...]) -> State:
-        """One kind of one whole tensor."""
-        ...
-
-    def bytes(self) -> StateBytes: ...
-    @property
-    def where(self) -> str:
-        """The location in words."""
-        ...
-
-    def close(self) -> None: ...
-
-
 def _dtypes(moments: torch.dtype) -> dict[str, torch.dtype]:
-    return {"master": torch.float32, "exp_avg": moments, "exp_avg_sq": moments}
+    return {"master": torch.float32, **dict.fromkeys(MOMENTS, moments)}
 
 
 def element_bytes(moments: torch.dtype) -> int:
@@ -219,21 +194,23 @@ class HostStore:
     """All states in host memory, each kind contiguous."""
 
     def __init__(self, chunks: list[Chunk], moments: torch.dtype, *, pin: bool, allocate: Allocate = HostBuffer):
-        self._chunks, self._starts = chunks, _starts([chunk.size for chunk in chunks])
-        total = sum(chunk.size for chunk in chunks)
+        self.chunks, self._pinned = chunks, pin
+        *self._starts, total = accumulate((chunk.size for chunk in chunks), initial=0)
         self._buffers = {kind: allocate(total * dtype.itemsize, pin) for kind, dtype in _dtypes(moments).items()}
         self._kinds = {kind: self._buffers[kind].bytes.view(dtype) for kind, dtype in _dtypes(moments).items()}
-        self._pinned = pin
 
     def walk(self) -> Iterator[tuple[Chunk, Record]]:
-        for number, chunk in enumerate(self._chunks):
-            yield chunk, Record({kind: self._chunk(number, kind) for kind in KINDS})
+        """Yields every chunk, to be changed in place before the next one is requested."""
+        for number, chunk in enumerate(self.chunks):
+            yield chunk, Record({kind: self._chunk(number, kind) for kind in self._kinds})
 
-    def put(self, number: int, kind: str, values: list[Tensor]) -> None:
-        _put(self._chunks[number], self._chunk(number, kind), values)
+    def put_masters(self, number: int, values: list[Tensor]) -> None:
+        """Overwrites the master weights of a chunk, run by run."""
+        _put(self.chunks[number], self._chunk(number, "master"), values)
 
     def state(self, index: int, kind: str, shape: tuple[int, ...]) -> Tensor:
-        runs = _runs_of(self._chunks, index)
+        """One kind of one whole tensor."""
+        runs = _runs_of(self.chunks, index)
         if not runs:
             return torch.empty(shape, dtype=self._kinds[kind].dtype)
         number, first = runs[0]
@@ -245,38 +222,44 @@ class HostStore:
 
     @property
     def where(self) -> str:
+        """The location in words."""
         return f"in {'locked ' if self._pinned else ''}memory of the host, {self.bytes().host} bytes"
 
     def close(self) -> None:
         pass
 
     def _chunk(self, number: int, kind: str) -> Tensor:
-        return self._kinds[kind].narrow(0, self._starts[number], self._chunks[number].size)
+        return self._kinds[kind].narrow(0, self._starts[number], self.chunks[number].size)
 
 
 class FileStore:
-    """All states in a file: chunk after chunk, each with all its kinds, for long reads and writes. Few chunks are in memory at a time."""
+    """As `HostStore`, with all states in a file: chunk after chunk, each with all its kinds, for long reads and writes. Few chunks are in
+    memory at a time."""
 
     def __init__(
         self, file: ScratchFile, chunks: list[Chunk], moments: torch.dtype, *, pin: bool, allocate: Allocate = HostBuffer
     ):
-        self._file, self._chunks, self._dtypes, self._allocate = file, chunks, _dtypes(moments), allocate
-        self._starts = _starts([chunk.size * element_bytes(moments) for chunk in chunks])
+        self._file, self.chunks, self._dtypes, self.allocate = file, chunks, _dtypes(moments), allocate
+        sizes = (dtype.itemsize for dtype in self._dtypes.values())
+        *offsets, self._element_bytes = accumulate(sizes, initial=0)
+        self._offsets = dict(zip(self._dtypes, offsets, strict=True))
+        """Bytes of one element before those of each kind."""
+        self._starts = list(accumulate((chunk.size * self._element_bytes for chunk in chunks), initial=0))
         largest = max((chunk.size for chunk in chunks), default=0)
         # At least one: it also serves to read and write single tensors.
         slots = max(min(_SLOTS, len(chunks)), 1)
-        self._slots = [allocate(largest * element_bytes(moments), pin) for _ in range(slots)]
+        self._slots = [allocate(largest * self._element_bytes, pin) for _ in range(slots)]
         self._records: list[Record | None] = [None] * slots
         self._reader, self._writer = ThreadPoolExecutor(1, "read-ahead"), ThreadPoolExecutor(1, "write-back")
 
     def walk(self) -> Iterator[tuple[Chunk, Record]]:
+        if not self.chunks:
+            return
         written: dict[int, Future[None]] = {}
-        last = len(self._chunks) - 1
-        ahead = self._reader.submit(self._read, 0, None) if self._chunks else None
-        for number, chunk in enumerate(self._chunks):
-            assert ahead is not None
+        ahead = self._reader.submit(self._read, 0, None)
+        for number, chunk in enumerate(self.chunks):
             record = ahead.result()
-            if number < last:
+            if number + 1 < len(self.chunks):
                 # The next chunk overwrites memory that must be written back first.
                 before = written.pop(number + 1 - len(self._slots), None)
                 ahead = self._reader.submit(self._read, number + 1, before)
@@ -285,17 +268,13 @@ class FileStore:
         for future in written.values():
             future.result()
 
-    def put(self, number: int, kind: str, values: list[Tensor]) -> None:
-        chunk, buffer = self._chunks[number], self._free_slot()
-        first, dtype = self._kind_offset(number, kind), self._dtypes[kind]
-        _put(chunk, buffer.elements(dtype, 0, chunk.size), values)
-        self._file.write(buffer.view[: chunk.size * dtype.itemsize], self._starts[number] + first)
+    def put_masters(self, number: int, values: list[Tensor]) -> None:
+        chunk, buffer = self.chunks[number], self._free_slot()
+        _put(chunk, buffer.elements(torch.float32, 0, chunk.size), values)
+        self._file.write(buffer.view[: chunk.size * torch.float32.itemsize], self._starts[number])
 
     def state(self, index: int, kind: str, shape: tuple[int, ...]) -> FileTensor:
-        return FileTensor(self, _runs_of(self._chunks, index), kind, shape, self._dtypes[kind])
-
-    def allocate(self, size: int) -> Any:
-        return self._allocate(size, False)
+        return FileTensor(self, _runs_of(self.chunks, index), kind, shape, self._dtypes[kind])
 
     def read(self, number: int, kind: str, run: Run) -> Tensor:
         """Reads a run into memory that the next call reuses."""
@@ -318,7 +297,7 @@ class FileStore:
         direct = "directly" if self._file.direct else "through the page cache, which is emptied each time"
         size = self._file.path.stat().st_size
         return (
-            f"in {self._file.path}, {size} bytes, read and written {direct}, in {len(self._chunks)} chunks through "
+            f"in {self._file.path}, {size} bytes, read and written {direct}, in {len(self.chunks)} chunks through "
             f"{self.bytes().buffer} bytes"
         )
 
@@ -330,18 +309,17 @@ class FileStore:
     def _read(self, number: int, before: Future[None] | None) -> Record:
         if before is not None:
             before.result()
-        slot = number % len(self._slots)
+        slot, size = number % len(self._slots), self.chunks[number].size
         self._wait_for_copy(slot)
-        chunk, buffer = self._chunks[number], self._slots[slot]
-        self._file.read(buffer.view[: self._chunk_bytes(number)], self._starts[number])
-        kinds = {
-            kind: buffer.elements(dtype, self._kind_offset(number, kind), chunk.size) for kind, dtype in self._dtypes.items()
-        }
+        buffer = self._slots[slot]
+        self._file.read(buffer.view[: size * self._element_bytes], self._starts[number])
+        kinds = {kind: buffer.elements(dtype, size * self._offsets[kind], size) for kind, dtype in self._dtypes.items()}
         record = self._records[slot] = Record(kinds)
         return record
 
     def _write(self, number: int) -> None:
-        self._file.write(self._slots[number % len(self._slots)].view[: self._chunk_bytes(number)], self._starts[number])
+        size = self.chunks[number].size * self._element_bytes
+        self._file.write(self._slots[number % len(self._slots)].view[:size], self._starts[number])
 
     def _free_slot(self) -> Any:
         """The first slot, between steps."""
@@ -353,20 +331,15 @@ class FileStore:
         if record is not None and record.copied is not None:
             record.copied.synchronize()
 
-    def _chunk_bytes(self, number: int) -> int:
-        return self._chunks[number].size * sum(dtype.itemsize for dtype in self._dtypes.values())
-
-    def _kind_offset(self, number: int, kind: str) -> int:
-        """Where a kind begins in its chunk, in bytes."""
-        before = KINDS[: KINDS.index(kind)]
-        return self._chunks[number].size * sum(self._dtypes[name].itemsize for name in before)
-
     def _blocks(self, number: int, kind: str, run: Run) -> tuple[int, int, int]:
         """Begin and end of the blocks that hold a run, and where the run begins in them, in bytes."""
         itemsize = self._dtypes[kind].itemsize
-        first = self._starts[number] + self._kind_offset(number, kind) + run.start * itemsize
+        first = self._starts[number] + self.chunks[number].size * self._offsets[kind] + run.start * itemsize
         begin = first // BLOCK * BLOCK
         return begin, -(-(first + run.length * itemsize) // BLOCK) * BLOCK, first - begin
+
+
+Store = HostStore | FileStore
 
 
 @dataclass(slots=True)
@@ -382,7 +355,7 @@ class FileTensor:
     def read(self, into: Tensor | None = None) -> Tensor:
         # Not from torch's allocator, which does not always return freed memory.
         size = math.prod(self.shape) * self.dtype.itemsize
-        whole = self.store.allocate(size).bytes.view(self.dtype).view(self.shape) if into is None else into
+        whole = self.store.allocate(size, False).bytes.view(self.dtype).view(self.shape) if into is None else into
         for number, run in self.runs:
             run.of(whole.view(-1)).copy_(self.store.read(number, self.kind, run))
         return whole
@@ -399,7 +372,3 @@ def _runs_of(chunks: list[Chunk], index: int) -> list[tuple[int, Run]]:
 def _put(chunk: Chunk, target: Tensor, values: list[Tensor]) -> None:
     for run, value in zip(chunk.runs, values, strict=True):
         run.within(target).copy_(value)
-
-
-def _starts(sizes: list[int]) -> list[int]:
-    return [0, *accumulate(sizes)][:-1] if sizes else []

@@ -39,12 +39,12 @@ _CHUNK = 1 << 22
 class OffloadedAdamW(ParamOptimizer):
     """AdamW on states in a store."""
 
-    def __init__(self, params: Sequence[OwnedParam], setup: OptimizerSetup, store: Store, chunks: list[Chunk]):
-        self._params, self._store, self._chunks = list(params), store, chunks
+    def __init__(self, params: Sequence[OwnedParam], setup: OptimizerSetup, store: Store):
+        self._params, self._store, self._chunks = list(params), store, store.chunks
         self._decays = [weight_decay(param, setup.spec) for param in params]
         self._steps = [torch.zeros((), dtype=torch.float32) for _ in params]
         self._moments = moments = setup.moments
-        largest = max((chunk.size for chunk in chunks), default=0)
+        largest = max((chunk.size for chunk in self._chunks), default=0)
         allocate = setup.resources.host_buffer or HostBuffer
         self._transfer: _DeviceTransfer | _HostTransfer
         self._transfer = _DeviceTransfer(params, largest, allocate) if _on_device(params) else _HostTransfer(params)
@@ -54,7 +54,7 @@ class OffloadedAdamW(ParamOptimizer):
     def adopt(self) -> None:
         for number, chunk in enumerate(self._chunks):
             values = [run.of(flat(self._params[run.index].value)) for run in chunk.runs]
-            self._store.put(number, "master", values)
+            self._store.put_masters(number, values)
         trim()  # memory that initialization or reading a checkpoint took
 
     def step(self, update: Update) -> None:
@@ -97,11 +97,6 @@ class OffloadedAdamW(ParamOptimizer):
             for key in MOMENTS:
                 states[f"{param.name}/{key}"] = self._store.state(index, key, tuple(param.value.shape))
         return states
-
-    def masters(self) -> dict[str, State]:
-        """Master weights by parameter name. They equal the parameters, which a checkpoint takes."""
-        params = enumerate(self._params)
-        return {param.name: self._store.state(index, "master", tuple(param.value.shape)) for index, param in params}
 
     def bytes(self) -> StateBytes:
         widened = sum(tensor.nbytes for tensor in self._widened.values())
@@ -202,17 +197,17 @@ class _DeviceTransfer:
 
 def offloaded(params: Sequence[OwnedParam], setup: OptimizerSetup) -> OffloadedAdamW:
     """AdamW with states where `memory.offload` says: "cpu" or "nvme"."""
-    return _in_host_memory(params, setup) if setup.memory.offload == "cpu" else _in_file(params, setup)
+    make = _host_store if setup.memory.offload == "cpu" else _file_store
+    return OffloadedAdamW(params, setup, make(params, setup))
 
 
-def _in_host_memory(params: Sequence[OwnedParam], setup: OptimizerSetup) -> OffloadedAdamW:
+def _host_store(params: Sequence[OwnedParam], setup: OptimizerSetup) -> Store:
     chunks = split_chunks([param.value.numel() for param in params], _CHUNK)
     allocate = setup.resources.host_buffer or HostBuffer
-    store = HostStore(chunks, setup.moments, pin=_on_device(params), allocate=allocate)
-    return OffloadedAdamW(params, setup, store, chunks)
+    return HostStore(chunks, setup.moments, pin=_on_device(params), allocate=allocate)
 
 
-def _in_file(params: Sequence[OwnedParam], setup: OptimizerSetup) -> OffloadedAdamW:
+def _file_store(params: Sequence[OwnedParam], setup: OptimizerSetup) -> Store:
     """States pass through memory.offload_buffer MiB. If a rank cannot create its file, all ranks fail before any step."""
     memory, mesh, moments, resources = setup.memory, setup.mesh, setup.moments, setup.resources
     folder = Path(memory.offload_path).expanduser() if memory.offload_path else resources.folder
@@ -233,8 +228,7 @@ def _in_file(params: Sequence[OwnedParam], setup: OptimizerSetup) -> OffloadedAd
             file.close()
         raise RunFailed("\n".join(failures))
     assert file is not None
-    store = FileStore(file, chunks, moments, pin=pin, allocate=resources.host_buffer or HostBuffer)
-    return OffloadedAdamW(params, setup, store, chunks)
+    return FileStore(file, chunks, moments, pin=pin, allocate=resources.host_buffer or HostBuffer)
 
 
 def _on_device(params: Sequence[OwnedParam]) -> bool:

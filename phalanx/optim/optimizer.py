@@ -26,7 +26,6 @@ from phalanx.optim.param_optimizer import (
 )
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.sharded_model import OwnedParam
-from phalanx.spec.errors import RunError
 from phalanx.spec.run import Memory, Precision
 from phalanx.spec.run import Optimizer as OptimizerSpec
 
@@ -55,13 +54,7 @@ class Optimizer:
     ):
         """All ranks of a job call it at the same time."""
         kind, fallback = optimizer_kind(spec.name), optimizer_kind("adamw")
-        if memory.offloads and kind.no_offload is not None:
-            raise RunError(
-                [
-                    f'optimizer.name = "{spec.name}" and memory.offload = "{memory.offload}" do not go together: {kind.no_offload}; '
-                    'take optimizer.name = "adamw", or memory.offload = "none".'
-                ]
-            )
+        assert not memory.offloads or spec.traits.no_offload is None, "the checks of the run file refuse it"
         assert all(param.value.dtype == torch.float32 for param in params), "the optimizer updates fp32 master weights"
         self._order, self._spec = {param.name: number for number, param in enumerate(params)}, spec
         moments = torch.bfloat16 if precision.optimizer == "bf16" else torch.float32

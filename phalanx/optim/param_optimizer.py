@@ -1,7 +1,7 @@
 """The protocol of an optimizer and what its implementations share. `optim/optimizer` combines implementations and drives them.
 
-To add an optimizer "lion": write `optim/lion.py` with a class that follows `ParamOptimizer` and a constant `KIND`, and add the name to
-`spec.run.Optimizer.name`.
+To add an optimizer "lion": write `optim/lion.py` with a class that follows `ParamOptimizer` and a constant `KIND`, and add the name and
+its traits to `spec.run.Optimizer.name` and `spec.run.OPTIMIZERS`.
 """
 
 from __future__ import annotations
@@ -121,8 +121,6 @@ class OptimizerKind:
     make: Callable[[Sequence[OwnedParam], OptimizerSetup], ParamOptimizer]
     updates: Callable[[OwnedParam], bool]
     """Whether this optimizer updates a parameter; AdamW updates the others."""
-    no_offload: str | None = None
-    """Why its states cannot be offloaded; None if they can."""
 
 
 def is_updated(param: OwnedParam) -> bool:

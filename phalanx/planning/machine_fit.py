@@ -208,7 +208,7 @@ def _savings(request: PlanRequest, save_memory: bool) -> Iterator[Memory]:
         yield replace(last, recompute="selective")
         last = replace(last, recompute="full")
         yield last
-    if memory.offload == "auto" and request.run.optimizer.name != "muon":
+    if memory.offload == "auto" and request.run.optimizer.traits.no_offload is None:
         # On CPUs, "cpu" would put the states where they already are.
         yield replace(last, offload="nvme" if request.device == "cpu" else "cpu")
 

@@ -254,7 +254,7 @@ def _settings(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
     memory = run.memory
     changes = {
         "Leave memory.recompute and memory.offload out: the plan then recomputes and offloads as much as it must.": replace(
-            run, memory=memory if run.optimizer.name == "muon" else free_run(run).memory
+            run, memory=memory if run.optimizer.traits.no_offload else free_run(run).memory
         ),
         "Leave [layout] out: the plan then chooses all of it.": replace(run, layout=Layout()),
         "Leave train.micro_batch out: smaller micro-batches fit.": replace(run, train=replace(run.train, micro_batch=None)),

@@ -218,11 +218,12 @@ def _memory(run: Run) -> Iterator[Finding]:
     if not memory.recomputes and memory.recompute_every > 1:
         text = '{memory.recompute_every} has no effect, as {memory.recompute}: set memory.recompute = "full", or remove it.'
         yield finding(run, text)
-    if memory.offloads and run.optimizer.name == "muon":
+    if memory.offloads and (no_offload := run.optimizer.traits.no_offload) is not None:
         yield finding(
             run,
-            "{memory.offload} cannot be combined with {optimizer.name}, whose iterations run on the device: "
+            "{memory.offload} cannot be combined with {optimizer.name}, {reason}: "
             'set optimizer.name = "adamw", or memory.offload = "none".',
+            reason=no_offload,
         )
     if memory.offload_path is not None and memory.offload != "nvme":
         yield finding(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from phalanx.spec.fields import NO_EFFECT, later, read_by, within
 from phalanx.spec.layout import Layout
@@ -110,6 +110,23 @@ class Train:
     """Held-out sequences per evaluation."""
 
 
+class OptimizerTraits(NamedTuple):
+    """What the checks and the planner need to know about an optimizer. `optim/NAME.py` implements it."""
+
+    moments: int
+    """States of each parameter."""
+    no_offload: str | None = None
+    """Why its states cannot be offloaded; None if they can."""
+    arithmetic: str = "fp32"
+    """What it computes in, where the run computes in fp32: a key of `verification.tolerance.TOLERANCES`."""
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerTraits(moments=2),
+    "muon": OptimizerTraits(moments=1, no_offload="whose iterations run on the device", arithmetic="muon"),
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Optimizer:
     """Optimizer and learning-rate schedule."""
@@ -142,6 +159,10 @@ class Optimizer:
     """sync_every > 1: learning rate of the outer optimizer, whose gradient is the replicas' mean change since the last synchronization."""
     outer_momentum: float = field(default=0.9, metadata=within(0.0, 0.9999999))
     """sync_every > 1: Nesterov momentum of the outer optimizer."""
+
+    @property
+    def traits(self) -> OptimizerTraits:
+        return OPTIMIZERS[self.name]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

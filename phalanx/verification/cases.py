@@ -177,8 +177,8 @@ class Case:
         precision, numbers = self.run.precision, str(self.plan.compute)
         if numbers == "fp32" and "bf16" in (precision.reduce, precision.optimizer):
             numbers = "bf16"
-        if numbers == "fp32" and self.run.optimizer.name == "muon":
-            numbers = "muon"
+        if numbers == "fp32":
+            numbers = self.run.optimizer.traits.arithmetic
         return "experts" if self.run.model.moe is not None and numbers != "fp32" else numbers
 
 

@@ -147,7 +147,7 @@ class Space:
         memory = self.run.memory
         open_ = [0, 2] if self.hardware.device == "cpu" else [0, 1, 2]  # cores compute where "cpu" would put things
         offload = [OFFLOAD.index(memory.offload)] if memory.offload != _MEMORY.offload else open_
-        if self.run.optimizer.name == "muon":
+        if self.run.optimizer.traits.no_offload:
             offload = [place for place in offload if not place]
         if memory.offload_path is not None:
             offload = [place for place in offload if place == OFFLOAD.index("nvme")]
@@ -322,13 +322,13 @@ def layout_of(run: Run, jobs: JobTable, row: int) -> Layout:
 
 def _kept_columns(run: Run, hardware: Hardware) -> dict[str, int]:
     """The fields of JobTable that only memory depends on."""
-    model, states = run.model, 4 if run.precision.optimizer == "bf16" else 8
+    model, moment = run.model, 2 if run.precision.optimizer == "bf16" else 4
     return {
         "latent": model.mla.kv_rank + (model.mla.q_rank or 0) if model.mla else 0,
         "rotated": model.rotated if model.positions == "rope" else 0,
         "qk_norm": int(model.qk_norm),
         "recompute_every": run.memory.recompute_every,
-        "moments": states if run.optimizer.name == "adamw" else states // 2,  # Muon has one moment, of the matrices at least
+        "moments": moment * run.optimizer.traits.moments,  # of the matrices at least
         "wire": 2 if run.precision.reduce == "bf16" else 4,
         "scores": kept_scores(run, hardware),
         "on_cpu": int(hardware.device == "cpu"),
