@@ -11,7 +11,7 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 from optim.holding import ADAMW, MODEL, MUON, NO, ONE, YES, everything, give_gradients, holding, read, values
-from ranks import copied, differing
+from ranks import copied, differing, tiny_run
 from torch import nn
 
 from phalanx.optim.fused_adamw import split_chunks
@@ -19,7 +19,7 @@ from phalanx.optim.optimizer import Optimizer, optimizer_kind
 from phalanx.optim.param_optimizer import OptimizerKind, OptimizerSetup, ParamOptimizer, State, StateBytes, Update
 from phalanx.parallel.sharded_model import OwnedParam, ParamShard
 from phalanx.spec.errors import RunError
-from phalanx.spec.run import Memory, Precision
+from phalanx.spec.run import OPTIMIZERS, Precision
 from phalanx.spec.run import Optimizer as OptimizerSpec
 
 BF16 = Precision(optimizer="bf16")
@@ -237,15 +237,16 @@ def test_a_parameter_without_gradient_stays_and_an_empty_part_counts_its_steps()
     assert {"a", "c", "d", "f", "e/step"} <= set(changed)
 
 
-def test_muon_with_offload_is_refused() -> None:
+def test_muon_with_offload_is_refused_when_the_run_file_is_read() -> None:
     with pytest.raises(RunError) as caught:
-        Optimizer(holding(spec=MODEL), MUON, memory=Memory(offload="cpu"))
+        tiny_run("optimizer.name=muon", "memory.offload=cpu")
     assert "optimizer.name" in str(caught.value)
     assert "memory.offload" in str(caught.value)
 
 
 def test_every_name_of_the_run_file_is_a_registered_optimizer() -> None:
     names = get_args(get_type_hints(OptimizerSpec)["name"])
+    assert OPTIMIZERS.keys() == set(names)
     assert {name: optimizer_kind(name).label for name in names} == {"adamw": "AdamW", "muon": "Muon"}
 
 
