@@ -10,7 +10,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 import torch
-from optim.holding import ADAMW, MODEL, MUON, NO, ONE, YES, everything, give_gradients, holding, read, values
+from optim.holding import ADAMW, MUON, NO, ONE, YES, everything, give_gradients, holding, read, values
 from ranks import copied, differing, tiny_run
 from torch import nn
 
