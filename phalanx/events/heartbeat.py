@@ -7,15 +7,15 @@ import os
 import struct
 import time
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 Phase = Literal[
     "starting", "building", "restoring", "data", "computing", "updating", "between", "evaluating", "saving", "ending"
 ]
 PHASES: tuple[str, ...] = get_args(Phase)
 
-# write count, generation, step, phase, since, step seconds, busy seconds, steps taken, memory, write count again
-_PAGE = struct.Struct("=QqqqdddqqQ")
+_PAGE = struct.Struct("=QqqdddqqqQ")
+"""A count of writes, the fields of a `Beat`, and the count again: a reader that sees two different counts has read a half-written page."""
 
 
 class Beat(NamedTuple):
@@ -47,50 +47,35 @@ class Heartbeat:
             os.ftruncate(fd, mmap.PAGESIZE)
             self._page = mmap.mmap(fd, mmap.PAGESIZE)
             os.close(fd)
-        self._writes = 0
-        self.generation = -1
-        self.step = 0
-        self.steps_taken = 0
-        self.memory = 0
-        self.phase: Phase = "starting"
-        self._step_seconds = self._busy_seconds = 0.0
+        self._writes, self._beat = 0, Beat()
         self._write()
+
+    @property
+    def phase(self) -> str:
+        return self._beat.phase
 
     def enter(self, phase: Phase) -> None:
         """Start another phase now."""
-        self.phase = phase
-        self._write()
+        self._write(phase=phase)
 
     def start(self, generation: int) -> None:
         """Start a generation; the rank has no state yet."""
-        self.generation, self.steps_taken = generation, 0
-        self.enter("starting")
+        self._write(generation=generation, steps_taken=0, phase="starting")
 
     def begin(self, step: int) -> None:
         """Start training after `step` complete steps."""
-        self.step, self.steps_taken = step, 0
-        self._write()
+        self._write(step=step, steps_taken=0)
 
     def stepped(self, step: int, seconds: float, busy: float, memory: int) -> None:
         """A step is complete."""
-        self.step, self.steps_taken, self.memory = step, self.steps_taken + 1, memory
-        self._step_seconds, self._busy_seconds = seconds, busy
-        self.enter("between")
+        taken = self._beat.steps_taken + 1
+        self._write(step=step, phase="between", step_seconds=seconds, busy_seconds=busy, steps_taken=taken, memory=memory)
 
-    def _write(self) -> None:
+    def _write(self, **changes: Any) -> None:
         self._writes += 1
-        values = (
-            self.generation,
-            self.step,
-            PHASES.index(self.phase),
-            time.monotonic(),
-            self._step_seconds,
-            self._busy_seconds,
-            self.steps_taken,
-            self.memory,
-        )
-        # The count comes first and last: a reader that sees two different counts has read a page while it was written.
-        _PAGE.pack_into(self._page, 0, self._writes, *values, self._writes)
+        self._beat = self._beat._replace(since=time.monotonic(), **changes)
+        step, phase, *rest = self._beat
+        _PAGE.pack_into(self._page, 0, self._writes, step, PHASES.index(phase), *rest, self._writes)
 
 
 def read(path: Path) -> Beat | None:
@@ -101,7 +86,7 @@ def read(path: Path) -> Beat | None:
         return None
     if len(page) < _PAGE.size:
         return None
-    before, generation, step, phase, since, seconds, busy, steps_taken, memory, after = _PAGE.unpack(page)
+    before, step, phase, *rest, after = _PAGE.unpack(page)
     if before != after or not before or not 0 <= phase < len(PHASES):
         return None
-    return Beat(step, PHASES[phase], since, seconds, busy, steps_taken, memory, generation)
+    return Beat(step, PHASES[phase], *rest)

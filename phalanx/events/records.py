@@ -7,27 +7,35 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, dataclass_transform
 
 from phalanx.spec.layout import SavedLayout
 from phalanx.spec.plan import SavedPromise
 
+KINDS: dict[str, type[Event]] = {}
+"""Every kind of record by its name in events.jsonl, in the order of this file."""
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+@dataclass(frozen=True, kw_only=True)
 class Event:
-    """Base class of all records."""
+    """Base class of all records. A subclass is a frozen dataclass of its kind: `RunStarted` is written as "run_started"."""
 
-    kind: ClassVar[str] = "event"
-    time: float = field(default=0.0)
+    kind: ClassVar[str]
+    time: float = 0.0
     """Seconds since 1970, set when the record is written."""
 
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
+        cls.kind = re.sub(r"\B(?=[A-Z])", "_", cls.__name__).lower()
+        KINDS[cls.kind] = cls
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+
 class RunStarted(Event):
     """One launch of the run: the first in its directory, or a resumption."""
 
-    kind: ClassVar[str] = "run_started"
     version: str
     ranks: int
     device: str
@@ -42,22 +50,18 @@ class RunStarted(Event):
     in bytes by component and `total_memory` of the fullest rank, `mfu`, `days`, `price`."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerStarted(Event):
     """The process of a rank is running."""
 
-    kind: ClassVar[str] = "worker_started"
     rank: int
     host: str
     pid: int
     device: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelPlaced(Event):
     """The part of the model on one rank, and the techniques applied to it, read from the actual tensors and modules."""
 
-    kind: ClassVar[str] = "model_placed"
     rank: int
     applied: dict[str, str]
     """Technique to a short description."""
@@ -70,11 +74,9 @@ class ModelPlaced(Event):
     """Optimizer states in files."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class StepAccounted(Event):
     """Communication, memory and FLOPs of one step on one rank."""
 
-    kind: ClassVar[str] = "step_accounted"
     step: int
     rank: int
     sent: dict[str, dict[str, int]]
@@ -85,11 +87,9 @@ class StepAccounted(Event):
     """Floating-point operations of matrix products and attention: "all", and the part that recomputation "repeated"."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimed(Event):
     """Where the time of one early step went on one rank."""
 
-    kind: ClassVar[str] = "step_timed"
     step: int
     rank: int
     seconds: float
@@ -99,30 +99,24 @@ class StepTimed(Event):
     of that technique), "bubble" (waiting for another pipeline stage), "optimizer", "loading" (waiting for the batch), "other"."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Restored(Event):
     """The state was read from a checkpoint; training continues after `step`."""
 
-    kind: ClassVar[str] = "restored"
     step: int
     path: str
     seconds: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class WeightsLoaded(Event):
     """The run starts from the weights of model.from instead of initialized ones."""
 
-    kind: ClassVar[str] = "weights_loaded"
     path: str
     seconds: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Step(Event):
     """One optimizer step."""
 
-    kind: ClassVar[str] = "step"
     step: int
     """Counts from 1."""
     loss: float
@@ -146,11 +140,9 @@ class Step(Event):
     """Load of the fullest expert divided by the mean, in the worst layer, over the last 20 steps of this launch. None without experts."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class StepSkipped(Event):
     """A step without an update: loss or gradient was not finite, or a spike. The position in the data advances."""
 
-    kind: ClassVar[str] = "step_skipped"
     step: int
     samples: int
     loss: float
@@ -160,11 +152,9 @@ class StepSkipped(Event):
     """"not finite" or "spike"."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluated(Event):
     """Held-out loss after `step`."""
 
-    kind: ClassVar[str] = "evaluated"
     step: int
     loss: float
     """Mean over the held-out target tokens of all sources."""
@@ -176,11 +166,9 @@ class Evaluated(Event):
     """The same by source: {name: {"loss", "perplexity", "tokens"}}."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Saved(Event):
     """A checkpoint is complete."""
 
-    kind: ClassVar[str] = "saved"
     step: int
     path: str
     bytes: int
@@ -194,21 +182,17 @@ class Saved(Event):
     """Write throughput."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SaveFailed(Event):
     """The checkpoint of this step could not be written. Earlier checkpoints are untouched and the run continues."""
 
-    kind: ClassVar[str] = "save_failed"
     step: int
     path: str
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Exported(Event):
     """A checkpoint was exported for transformers, and the export reproduces the logits of the model in training."""
 
-    kind: ClassVar[str] = "exported"
     step: int
     path: str
     seconds: float
@@ -217,21 +201,17 @@ class Exported(Event):
     """Largest difference of the logits of a fixed prompt, relative to the largest logit."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ExportFailed(Event):
     """The checkpoint of this step was not exported. The checkpoint is untouched and the run continues."""
 
-    kind: ClassVar[str] = "export_failed"
     step: int
     path: str
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Copied(Event):
     """A replica of the state is complete in host memory, outside the workers."""
 
-    kind: ClassVar[str] = "copied"
     step: int
     bytes: int
     seconds: float
@@ -244,11 +224,9 @@ class Copied(Event):
     """Replicas skipped before this one because the previous one was still being written."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Uploaded(Event):
     """A checkpoint of the run directory is complete at checkpoint.url, too."""
 
-    kind: ClassVar[str] = "uploaded"
     step: int
     url: str
     bytes: int
@@ -258,48 +236,38 @@ class Uploaded(Event):
     """Earlier steps that are not uploaded because this one is newer."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class UploadFailed(Event):
     """A checkpoint could not be uploaded to checkpoint.url. The run continues; the next checkpoint is tried again."""
 
-    kind: ClassVar[str] = "upload_failed"
     step: int
     url: str
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointDamaged(Event):
     """A damaged checkpoint was skipped in the search for the newest valid one."""
 
-    kind: ClassVar[str] = "checkpoint_damaged"
     path: str
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Warned(Event):
     """Something the user should know. The run continues."""
 
-    kind: ClassVar[str] = "warned"
     message: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerFailed(Event):
     """The failure that ends the run: the rank that failed first, and why."""
 
-    kind: ClassVar[str] = "worker_failed"
     rank: int | None
     reason: str
     traceback: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class FailureNoticed(Event):
     """A failure was detected. `recovered` follows, or the run ends."""
 
-    kind: ClassVar[str] = "failure_noticed"
     number: int
     """Counts the failures of a launch from 1. `recovered` refers to it."""
     cause: str
@@ -314,11 +282,9 @@ class FailureNoticed(Event):
     """Traceback or stack of the failed rank, if there is one."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Recovered(Event):
     """The first step after failures, or after nodes joined, is complete."""
 
-    kind: ClassVar[str] = "recovered"
     failures: list[int]
     """Numbers of the failures; empty if nodes joined."""
     action: str
@@ -342,20 +308,16 @@ class Recovered(Event):
     """From `noticed` to `first_step`."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ControllerChanged(Event):
     """The node of the controller was lost and another node took over."""
 
-    kind: ClassVar[str] = "controller_changed"
     term: int
     node: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Straggling(Event):
     """A rank is persistently slower than the others, which wait for it."""
 
-    kind: ClassVar[str] = "straggling"
     rank: int
     node: int | None
     step: int
@@ -364,11 +326,9 @@ class Straggling(Event):
     message: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Corrupted(Event):
     """Replicas that must be equal differ. The step was not applied."""
 
-    kind: ClassVar[str] = "corrupted"
     step: int
     rank: int | None
     """The rank with the wrong values; None if that is unknown."""
@@ -377,11 +337,9 @@ class Corrupted(Event):
     message: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class NotFinite(Event):
     """Where a loss or gradient first became infinite or NaN."""
 
-    kind: ClassVar[str] = "not_finite"
     step: int
     rank: int | None
     """None if the repeated step was finite."""
@@ -389,11 +347,9 @@ class NotFinite(Event):
     message: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Rewound(Event):
     """The run rolled back to a good checkpoint after bad steps and skips the data since."""
 
-    kind: ClassVar[str] = "rewound"
     step: int
     """Step it rolled back from."""
     to_step: int
@@ -403,11 +359,9 @@ class Rewound(Event):
     path: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class StrangerRefused(Event):
     """A connection without the token of this run was refused."""
 
-    kind: ClassVar[str] = "stranger_refused"
     address: str
     node: int
     reason: str
@@ -415,11 +369,9 @@ class StrangerRefused(Event):
     """Refusals since the last such record; records are rate-limited."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class FaultInjected(Event):
     """A fault of --chaos is about to happen."""
 
-    kind: ClassVar[str] = "fault_injected"
     fault: str
     """The fault as written on the command line."""
     rank: int | None
@@ -427,32 +379,17 @@ class FaultInjected(Event):
     step: int | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Stopped(Event):
     """The run was asked to stop and has saved; it can be resumed."""
 
-    kind: ClassVar[str] = "stopped"
     step: int
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Finished(Event):
     """All steps are complete."""
 
-    kind: ClassVar[str] = "finished"
     step: int
-
-
-KINDS: dict[str, type[Event]] = {
-    record.kind: record
-    for record in (
-        RunStarted, WorkerStarted, ModelPlaced, StepAccounted, StepTimed, Restored, WeightsLoaded, Step, StepSkipped, Evaluated,
-        Saved, SaveFailed, Copied, Exported, ExportFailed, Uploaded, UploadFailed, CheckpointDamaged, Warned, WorkerFailed,
-        FailureNoticed, Recovered, ControllerChanged, Straggling, Corrupted, NotFinite, Rewound, StrangerRefused, FaultInjected,
-        Stopped, Finished,
-    )
-}  # fmt: skip
 
 
 _RENAMED_FIELDS = {"copied": {"passed_over": "skipped"}, "rewound": {"to": "to_step", "left_out": "skipped_samples"}}

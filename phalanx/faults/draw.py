@@ -6,10 +6,8 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from phalanx.faults.grammar import POINTS, RANDOM_KINDS, TARGETS, Fault, Kind
+from phalanx.faults.grammar import DEFAULT_KINDS, POINTS, RANDOM_KINDS, TARGETS, Fault, Kind, needs_nodes
 
-DEFAULT_KINDS = ("kill", "hang", "slow", "corrupt", "nan", "raise", "fill-disk", "drop-link", "kill-node")
-"""Default kinds."""
 _IN_STEP = tuple(point for point in POINTS if point not in ("save", "evaluate"))  # points that every step passes
 
 
@@ -25,7 +23,7 @@ class Extent:
 
     def kinds(self, requested: Sequence[str] = ()) -> tuple[str, ...]:
         """The requested kinds that are possible with this number of nodes."""
-        return tuple(kind for kind in requested or DEFAULT_KINDS if self.nodes > 1 or not _needs_nodes(kind))
+        return tuple(kind for kind in requested or DEFAULT_KINDS if self.nodes > 1 or not needs_nodes(kind))
 
 
 def expand_random(faults: Iterable[Fault], *, steps: int, ranks: int, nodes: int) -> tuple[Fault, ...]:
@@ -68,16 +66,12 @@ def _fill_disk_early(kinds: list[str]) -> None:
         kinds[last], kinds[first] = kinds[first], kinds[last]
 
 
-def _needs_nodes(kind: str) -> bool:
-    return kind == "drop-link" or kind.endswith("-node")
-
-
 def _draw(dice: random.Random, drawn: str, step: int, extent: Extent) -> Fault:
     """Draw one fault of this kind in this step. Durations are short, because random faults are frequent."""
     assert drawn in RANDOM_KINDS, drawn
     kind: Kind = drawn.removesuffix("-node")  # type: ignore[assignment]
     rank = dice.randrange(extent.ranks)
-    if drawn == "kill":
+    if drawn in ("kill", "raise"):
         return Fault(kind=kind, rank=rank, step=step, point=dice.choice(_IN_STEP))
     if drawn == "hang":  # some end before they are noticed, some do not
         return Fault(kind=kind, rank=rank, step=step, point=dice.choice(_IN_STEP), seconds=dice.choice((1.0, 30.0)))
@@ -89,8 +83,6 @@ def _draw(dice: random.Random, drawn: str, step: int, extent: Extent) -> Fault:
     if drawn == "nan":
         # Rank 0 exists on every layout, so the same step is skipped whatever else has happened.
         return Fault(kind=kind, rank=0, step=step)
-    if drawn == "raise":
-        return Fault(kind=kind, rank=rank, step=step, point=dice.choice(_IN_STEP))
     if drawn == "freeze":
         return Fault(kind=kind, rank=rank, step=step, seconds=dice.choice((1.0, 10.0)))
     if drawn == "fill-disk":

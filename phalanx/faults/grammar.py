@@ -1,7 +1,5 @@
-"""The faults of `--chaos` as values: parsed from text, formatted, and checked against a run. docs/chaos.md has the grammar.
-
-The command line parses them, `faults/draw` draws random ones, `training/hooks/rank_faults` injects them inside a rank, and
-`control/node_faults` injects those that no rank can (`is_node_fault`).
+"""The faults of `--chaos` as values: parsed from text, formatted, and checked against a run. docs/chaos.md has the grammar;
+`faults/draw` draws random ones, `training/hooks/rank_faults` injects them inside a rank, and `control/node_faults` those that no rank can.
 """
 
 from __future__ import annotations
@@ -18,19 +16,9 @@ Point = Literal["data", "compute", "collective", "update", "save", "evaluate"]
 Target = Literal["weights", "gradients", "optimizer"]
 POINTS: tuple[str, ...] = get_args(Point)
 TARGETS: tuple[str, ...] = get_args(Target)
-RANDOM_KINDS = (
-    "kill",
-    "hang",
-    "slow",
-    "corrupt",
-    "nan",
-    "raise",
-    "fill-disk",
-    "drop-link",
-    "kill-node",
-    "freeze",
-    "freeze-node",
-)
+DEFAULT_KINDS = ("kill", "hang", "slow", "corrupt", "nan", "raise", "fill-disk", "drop-link", "kill-node")
+"""Kinds that `random` draws unless it is given others."""
+RANDOM_KINDS = (*DEFAULT_KINDS, "freeze", "freeze-node")
 """Kinds that `random` can draw."""
 
 _DEFAULT_SECONDS = 10.0  # default seconds of a full disk or broken link, short enough to survive
@@ -77,10 +65,12 @@ class _Word:
     """How one word of a fault is parsed."""
 
     field: str
-    read: Callable[[str], Any]
-    """Raises ValueError for an invalid value."""
     allowed: str
     """Description of valid values."""
+    read: Callable[[str], Any]
+    """Raises ValueError for an invalid value."""
+    choices: tuple[str, ...] = ()
+    """The valid values, where they are few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,84 +83,68 @@ class _Kind:
     """One word of each of these groups must be given."""
 
 
-def _integer(least: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        if not re.fullmatch(r"[0-9]{1,12}", text) or int(text) < least:
+_NUMBER = r"[0-9]*\.?[0-9]+(?:e-?[0-9]+)?"
+_UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
+
+
+def _match(pattern: str, text: str) -> re.Match[str]:
+    match = re.fullmatch(pattern, text)
+    if match is None:
+        raise ValueError
+    return match
+
+
+def _number(pattern: str, low: float, high: float) -> Callable[[str], float]:
+    """Reads a number of this pattern, low < number ≤ high, in the unit that follows it, if there is one."""
+
+    def read(text: str) -> float:
+        number, *unit = _match(pattern, text).groups()
+        value = float(number) * _UNITS[unit[0]] if unit else float(number)
+        if not low < value <= high:
             raise ValueError
-        return int(text)
+        return value
 
     return read
-
-
-_NUMBER = r"[0-9]*\.?[0-9]+(?:e-?[0-9]+)?"
-
-
-def _duration(text: str) -> float:
-    match = re.fullmatch(f"({_NUMBER})(ms|s|m|h)", text)
-    seconds = float(match[1]) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600}[match[2]] if match else 0.0
-    if not 0 < seconds <= 1e6:
-        raise ValueError
-    return seconds
-
-
-def _factor(text: str) -> float:
-    if not re.fullmatch(_NUMBER, text) or not 1 < float(text) <= 1e6:
-        raise ValueError
-    return float(text)
-
-
-def _link(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})", text)
-    if not match or match[1] == match[2]:
-        raise ValueError
-    return int(match[1]), int(match[2])
-
-
-def _rate(text: str) -> float:
-    if not re.fullmatch(_NUMBER, text) or not 0 < float(text) <= 1:
-        raise ValueError
-    return float(text)
-
-
-def _layer(text: str) -> str:
-    if not re.fullmatch(r"[\w.]+", text):
-        raise ValueError
-    return text
 
 
 def _one_of(names: Sequence[str]) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if text not in names:
-            raise ValueError
-        return text
-
-    return read
+    return lambda text: _match("|".join(names), text)[0]
 
 
-def _several_of(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    if not set(names) <= set(RANDOM_KINDS):
+def _integer(least: int) -> Callable[[str], int]:
+    number = _number("([0-9]{1,12})", least - 1, 1e12)
+    return lambda text: int(number(text))
+
+
+def _link(text: str) -> tuple[int, int]:
+    first, second = map(int, _match(r"([0-9]{1,9})-([0-9]{1,9})", text).groups())
+    if first == second:
         raise ValueError
-    return names
+    return first, second
 
 
 _X, _A_B = "x", "A-B"  # the two words that are not written as NAME=
 _WORDS = {
-    "rank": _Word("rank", _integer(0), "a rank, counted from 0"),
-    "node": _Word("node", _integer(0), "a node, counted from 0"),
-    "step": _Word("step", _integer(1), "a step, counted from 1"),
-    "from": _Word("step", _integer(1), "a step, counted from 1"),
-    "to": _Word("to", _integer(1), "a step, counted from 1"),
-    "for": _Word("seconds", _duration, "a duration such as 20s, 1.5s or 2m"),
-    "in": _Word("point", _one_of(POINTS), either(POINTS)),
-    "during": _Word("point", _one_of(POINTS), either(POINTS)),
-    "what": _Word("what", _one_of(TARGETS), either(TARGETS)),
-    "layer": _Word("layer", _layer, "the name of a module, such as blocks.3.attention"),
-    "rate": _Word("rate", _rate, "a probability above 0 and at most 1"),
-    "seed": _Word("seed", _integer(0), "a whole number"),
-    "kinds": _Word("kinds", _several_of, f"names separated by commas, out of {', '.join(RANDOM_KINDS)}"),
-    _X: _Word("factor", _factor, "a factor above 1 such as x3"),
-    _A_B: _Word("link", _link, "two different nodes such as 0-1"),
+    "rank": _Word("rank", "a rank, counted from 0", _integer(0)),
+    "node": _Word("node", "a node, counted from 0", _integer(0)),
+    "step": _Word("step", "a step, counted from 1", _integer(1)),
+    "from": _Word("step", "a step, counted from 1", _integer(1)),
+    "to": _Word("to", "a step, counted from 1", _integer(1)),
+    "for": _Word("seconds", "a duration such as 20s, 1.5s or 2m", _number(f"({_NUMBER})(ms|s|m|h)", 0, 1e6)),
+    "in": _Word("point", either(POINTS), _one_of(POINTS), POINTS),
+    "during": _Word("point", either(POINTS), _one_of(POINTS), POINTS),
+    "what": _Word("what", either(TARGETS), _one_of(TARGETS), TARGETS),
+    "layer": _Word("layer", "the name of a module, such as blocks.3.attention", lambda text: _match(r"[\w.]+", text)[0]),
+    "rate": _Word("rate", "a probability above 0 and at most 1", _number(f"({_NUMBER})", 0, 1)),
+    "seed": _Word("seed", "a whole number", _integer(0)),
+    "kinds": _Word(
+        "kinds",
+        f"names separated by commas, out of {', '.join(RANDOM_KINDS)}",
+        lambda text: tuple(map(_one_of(RANDOM_KINDS), text.split(","))),
+        RANDOM_KINDS,
+    ),
+    _X: _Word("factor", "a factor above 1 such as x3", _number(f"({_NUMBER})", 1, 1e6)),
+    _A_B: _Word("link", "two different nodes such as 0-1", _link),
 }
 _RANK, _STEP = ("rank",), ("step",)
 _KINDS = {
@@ -214,11 +188,10 @@ def check(faults: Iterable[Fault], ranks: int, nodes: int, steps: int) -> list[s
     """Sentences about ranks, nodes and steps that the run does not have."""
     problems = []
     for fault in faults:
-        links = fault.link or ()
-        for name, number, count in [
+        for name, number, count in (
             ("rank", fault.rank, ranks),
-            *(("node", node, nodes) for node in (fault.node, *links)),
-        ]:
+            *(("node", n, nodes) for n in (fault.node, *(fault.link or ()))),
+        ):
             if number is not None and number >= count:
                 remedy = "" if name == "rank" else "; cluster.nodes sets their number"
                 problems.append(
@@ -226,10 +199,15 @@ def check(faults: Iterable[Fault], ranks: int, nodes: int, steps: int) -> list[s
                 )
         if fault.step > steps:
             problems.append(f'--chaos: "{fault}": there is no step {fault.step}, the run has steps 1 to {steps}.')
-        needs_nodes = [kind for kind in fault.kinds if kind == "drop-link" or kind.endswith("-node")]
-        if needs_nodes and nodes == 1:
-            problems.append(f'--chaos: "{fault}": {either(needs_nodes)} needs several nodes, but cluster.nodes = 1.')
+        impossible = [kind for kind in fault.kinds if needs_nodes(kind)]
+        if impossible and nodes == 1:
+            problems.append(f'--chaos: "{fault}": {either(impossible)} needs several nodes, but cluster.nodes = 1.')
     return problems
+
+
+def needs_nodes(kind: str) -> bool:
+    """Whether faults of this kind need several nodes."""
+    return kind == "drop-link" or kind.endswith("-node")
 
 
 def _fault(part: str) -> Fault:
@@ -302,7 +280,7 @@ def _meant(name: str, known: Iterable[str]) -> str:
 
 def _meant_value(word: str, value: str) -> str:
     """A suggestion, for words with a few choices."""
-    choices = {"in": POINTS, "during": POINTS, "what": TARGETS, "kinds": RANDOM_KINDS}.get(word, ())
+    choices = _WORDS[word].choices
     for name in value.split(","):
         if name not in choices and (guesses := near(name, choices)):
             return f": did you mean {guesses[0]}?"

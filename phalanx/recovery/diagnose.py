@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
-from phalanx.recovery.state import Beat
+from phalanx.events.heartbeat import Beat
 
 _MESSAGES = ("send", "recv", "send and recv")
 _PHASES = {

@@ -6,24 +6,9 @@ Frozen values. The controller of a live run fills them in from the reports of it
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 from phalanx.spec.layout import Layout
-
-
-class Beat(Protocol):
-    """One reading of a rank's heartbeat (`events/heartbeat.Beat`)."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def phase(self) -> str: ...
-    @property
-    def since(self) -> float: ...
-    @property
-    def step_seconds(self) -> float: ...
-    @property
-    def steps_taken(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)

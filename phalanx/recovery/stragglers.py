@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Hashable, Mapping
 from statistics import median
 
-from phalanx.recovery.state import Beat
+from phalanx.events.heartbeat import Beat
 
 _STEPS = 30
 """Steps whose median is the usual duration."""
