@@ -23,8 +23,7 @@ from phalanx.dashboard.progress import display
 from phalanx.events.log import EventLog
 from phalanx.events.records import Event, Warned
 from phalanx.events.rundir import RunDir
-from phalanx.faults.draw import expand_random
-from phalanx.faults.grammar import Fault, check, format_faults, parse
+from phalanx.faults.grammar import Fault, check, expand_random, format_faults, parse
 from phalanx.host.env import torchrun_place, visible_gpus
 from phalanx.host.probe import probe
 from phalanx.launch.local import Job, run_started

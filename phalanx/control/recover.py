@@ -16,8 +16,7 @@ from phalanx.control import protocol
 from phalanx.control.controller_state import Control, Generation, RecoveryRecord
 from phalanx.control.processes import BYTES_PER_PARAMETER
 from phalanx.events.records import FailureNoticed, Warned
-from phalanx.recovery.history import updated_history
-from phalanx.recovery.policy import decide
+from phalanx.recovery.policy import decide, updated_history
 from phalanx.recovery.relayout import replicated_elsewhere
 from phalanx.recovery.state import (
     Action,

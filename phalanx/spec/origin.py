@@ -1,4 +1,4 @@
-"""The folder that `model.from` names: which model it holds, and which tokenizer. Called by `spec/load` and `spec/check_model`;
+"""The folder that `model.from` names: which model it holds, and which tokenizer. Called by `spec/load` and `spec/check`;
 training reads the weights from `origin_folder`."""
 
 from __future__ import annotations

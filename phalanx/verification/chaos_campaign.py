@@ -23,8 +23,7 @@ from phalanx.events.fault_log import FaultClaims
 from phalanx.events.log import read_events
 from phalanx.events.records import Event, Recovered
 from phalanx.events.rundir import RunDir
-from phalanx.faults.draw import draw_faults
-from phalanx.faults.grammar import Fault, check, format_faults, parse
+from phalanx.faults.grammar import Fault, check, draw_faults, format_faults, parse
 from phalanx.host.process_tree import adopt_orphans, die_with
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError

@@ -10,8 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.faults.draw import DEFAULT_KINDS, draw_faults, expand_random
-from phalanx.faults.grammar import RANDOM_KINDS, Fault, check, format_faults, is_node_fault, parse
+from phalanx.faults.grammar import (
+    DEFAULT_KINDS,
+    RANDOM_KINDS,
+    Fault,
+    check,
+    draw_faults,
+    expand_random,
+    format_faults,
+    is_node_fault,
+    parse,
+)
 from phalanx.spec.errors import RunError
 
 ISSUED = (

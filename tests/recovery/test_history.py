@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.recovery.history import failures, updated_history, verdict
-from phalanx.recovery.policy import decide
+from phalanx.recovery.policy import decide, failures, updated_history, verdict
 from phalanx.recovery.state import (
     Action,
     Disconnected,

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from phalanx.recovery.history import updated_history
-from phalanx.recovery.policy import decide
+from phalanx.recovery.policy import decide, updated_history
 from phalanx.recovery.relayout import Legal, initial_assignment
 from phalanx.recovery.state import (
     Action,

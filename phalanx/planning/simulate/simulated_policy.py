@@ -15,8 +15,7 @@ from random import Random
 from typing import Literal
 
 from phalanx.planning.machines.cluster import Failures
-from phalanx.recovery.history import failures, updated_history, verdict
-from phalanx.recovery.policy import decide
+from phalanx.recovery.policy import decide, failures, updated_history, verdict
 from phalanx.recovery.relayout import initial_assignment
 from phalanx.recovery.state import (
     Action,
