@@ -35,64 +35,44 @@ _NUMBERS = {int: re.compile(r"[+-]?\d+"), float: re.compile(r"[+-]?(\d+(\.\d+)?(
 
 # What other trainers call the same thing, where spelling alone would not lead there.
 _ALIASES = {
-    "lr": "optimizer.learning_rate",
-    "max_lr": "optimizer.learning_rate",
-    "min_lr": "optimizer.final_fraction",
-    "optimizer": "optimizer.name",
-    "lr_scheduler": "optimizer.schedule",
-    "warmup": "optimizer.warmup_steps",
-    "grad_clip": "train.clip",
-    "gradient_clipping": "train.clip",
-    "max_grad_norm": "train.clip",
-    "max_norm": "train.clip",
-    "batch_size": "train.batch",
-    "global_batch_size": "train.batch",
-    "micro_batch_size": "train.micro_batch",
-    "per_device_train_batch_size": "train.micro_batch",
-    "seq_len": "train.sequence_length",
-    "seq_length": "train.sequence_length",
-    "max_seq_len": "train.sequence_length",
-    "max_restarts": "resilience.restarts",
-    "mtp_num_layers": "model.mtp_depth",
-    "max_steps": "train.steps",
-    "train_iters": "train.steps",
-    "save_interval": "checkpoint.every",
-    "save_steps": "checkpoint.every",
-    "dtype": "precision.compute",
-    "hidden_size": "model.dim",
-    "n_embd": "model.dim",
-    "n_layer": "model.layers",
-    "n_head": "model.heads",
-    "num_layers": "model.layers",
-    "num_hidden_layers": "model.layers",
-    "num_attention_heads": "model.heads",
-    "num_key_value_heads": "model.kv_heads",
-    "n_kv_heads": "model.kv_heads",
-    "intermediate_size": "model.ffn",
-    "vocab_size": "model.vocab",
-    "max_position_embeddings": "model.context",
-    "num_experts": "model.moe.experts",
-    "num_local_experts": "model.moe.experts",
-    "n_routed_experts": "model.moe.experts",
-    "num_experts_per_tok": "model.moe.active",
-    "moe_intermediate_size": "model.moe.ffn",
-    "n_shared_experts": "model.moe.shared",
-    "kv_lora_rank": "model.mla.kv_rank",
-    "q_lora_rank": "model.mla.q_rank",
-    "init_from": "model.from",
-    "pretrained": "model.from",
-    "text_field": "data.field",
-    "text_column": "data.field",
-    "chat_template": "data.template",
-    "dp": "layout.data",
-    "tp": "layout.tensor",
-    "pp": "layout.pipeline",
-    "cp": "layout.context",
-    "ep": "layout.expert",
-    "fsdp": "layout.shard",
-    "tensor_parallel_size": "layout.tensor",
-    "pipeline_parallel_size": "layout.pipeline",
+    "optimizer.learning_rate": "lr max_lr",
+    "optimizer.final_fraction": "min_lr",
+    "optimizer.name": "optimizer",
+    "optimizer.schedule": "lr_scheduler",
+    "optimizer.warmup_steps": "warmup",
+    "train.clip": "grad_clip gradient_clipping max_grad_norm max_norm",
+    "train.batch": "batch_size global_batch_size",
+    "train.micro_batch": "micro_batch_size per_device_train_batch_size",
+    "train.sequence_length": "seq_len seq_length max_seq_len",
+    "resilience.restarts": "max_restarts",
+    "model.mtp_depth": "mtp_num_layers",
+    "train.steps": "max_steps train_iters",
+    "checkpoint.every": "save_interval save_steps",
+    "precision.compute": "dtype",
+    "model.dim": "hidden_size n_embd",
+    "model.layers": "n_layer num_layers num_hidden_layers",
+    "model.heads": "n_head num_attention_heads",
+    "model.kv_heads": "num_key_value_heads n_kv_heads",
+    "model.ffn": "intermediate_size",
+    "model.vocab": "vocab_size",
+    "model.context": "max_position_embeddings",
+    "model.moe.experts": "num_experts num_local_experts n_routed_experts",
+    "model.moe.active": "num_experts_per_tok",
+    "model.moe.ffn": "moe_intermediate_size",
+    "model.moe.shared": "n_shared_experts",
+    "model.mla.kv_rank": "kv_lora_rank",
+    "model.mla.q_rank": "q_lora_rank",
+    "model.from": "init_from pretrained",
+    "data.field": "text_field text_column",
+    "data.template": "chat_template",
+    "layout.data": "dp",
+    "layout.tensor": "tp tensor_parallel_size",
+    "layout.pipeline": "pp pipeline_parallel_size",
+    "layout.context": "cp",
+    "layout.expert": "ep",
+    "layout.shard": "fsdp",
 }
+_BY_ALIAS = {alias: path for path, aliases in _ALIASES.items() for alias in aliases.split()}
 
 
 class Finding(NamedTuple):
@@ -166,17 +146,7 @@ class Key:
 
     def of(self, run: Run) -> Any:
         """The key's value in a run; None if its table is absent."""
-        value: Any = run
-        for name in self.path.split("."):
-            if value is None:
-                return None
-            if not isinstance(value, tuple):
-                value = getattr(value, _attribute(name))
-            elif self.kind is PLAIN:
-                value = dict(value).get(name)
-            else:
-                value = next((entry for entry in value if entry.name == name), None)
-        return value
+        return _value(run, self.path)
 
     def read(self, value: Any, bare: str | None = None) -> Any:
         """The value as the dataclass holds it, or `Wrong`; `bare` is its spelling on the command line, for keys that take text."""
@@ -358,18 +328,23 @@ def keys_in(run: Run, table: str) -> list[Key]:
 
 
 def _value(run: Run, path: str) -> Any:
+    """The value at a path; None if a table on the way is absent."""
     value: Any = run
     for name in path.split("."):
-        value = None if value is None else getattr(value, _attribute(name))
+        if isinstance(value, tuple):  # of a table whose entries the person names: dataclasses or pairs
+            named = dict(pair if isinstance(pair, tuple) else (pair.name, pair) for pair in value)
+            value = named.get(name)
+        elif value is not None:
+            value = getattr(value, _attribute(name))
     return value
 
 
 def near_keys(path: str) -> list[str]:
     """Keys that an unknown dotted key may stand for: misspelled, in the wrong table, or by another trainer's name."""
     table, _, name = path.rpartition(".")
-    if name in _ALIASES:
-        here = [key.path for key in keys_of(table) if key.name == _ALIASES[name].rpartition(".")[2]]
-        return here or [_ALIASES[name]]
+    if name in _BY_ALIAS:
+        here = [key.path for key in keys_of(table) if key.name == _BY_ALIAS[name].rpartition(".")[2]]
+        return here or [_BY_ALIAS[name]]
     guesses = [f"{table}.{match}" for match in near(name, (key.name for key in keys_of(table)))]
     guesses += _in_any_table([name])
     return list(dict.fromkeys(guesses or _in_any_table(near(name, {key.name for key in KEYS.values()}, cutoff=0.75))))[:3]

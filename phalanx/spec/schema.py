@@ -63,49 +63,28 @@ def about(table: str) -> str:
 
 
 def _table(table: str) -> JsonObject:
-    described = documented_fields(TABLES[table])
+    described, required = documented_fields(TABLES[table]), [key.name for key in keys_of(table) if key.default is MISSING]
     properties = {key.name: _key(key, described[key.attribute]) for key in keys_of(table)}
-    properties |= {_last(inner): _table(inner) for inner in TABLES if _above(inner) == table}
-    properties |= {_last(named): _named(named) for named in NAMED if _above(named) == table}
-    properties |= {_last(free): _free(free) for free in FREE if _above(free) == table}
-    result: JsonObject = {
+    plain: JsonObject = {"type": ["string", "number", "boolean"]}
+    inner = {path: _table(path) for path in TABLES if path.rpartition(".")[0] == table}
+    inner |= {path: _person_named(path, _table(f"{path}.*")) for path in NAMED if path.rpartition(".")[0] == table}
+    inner |= {path: _person_named(path, plain) for path in FREE if path.rpartition(".")[0] == table}
+    return {
         "type": "object",
         "description": about(table),
-        "properties": properties,
+        "properties": properties | {path.rpartition(".")[2]: value for path, value in inner.items()},
         "additionalProperties": False,
-    }
-    required = [key.name for key in keys_of(table) if key.default is MISSING]
-    if required:
-        result["required"] = required
-    return result
+    } | ({"required": required} if required else {})
 
 
-def _named(table: str) -> JsonObject:
-    """A table that holds tables under names that the person chooses."""
+def _person_named(table: str, entry: JsonObject) -> JsonObject:
+    """A table whose entries have names that the person chooses."""
     return {
         "type": "object",
         "description": about(table),
         "propertyNames": {"pattern": f"^{BARE.pattern}$"},
-        "additionalProperties": _table(f"{table}.*"),
+        "additionalProperties": entry,
     }
-
-
-def _free(table: str) -> JsonObject:
-    """A table of plain values under names that the person chooses."""
-    return {
-        "type": "object",
-        "description": about(table),
-        "propertyNames": {"pattern": f"^{BARE.pattern}$"},
-        "additionalProperties": {"type": ["string", "number", "boolean"]},
-    }
-
-
-def _above(table: str) -> str:
-    return table.rpartition(".")[0]
-
-
-def _last(table: str) -> str:
-    return table.rpartition(".")[2]
 
 
 def _key(key: Key, description: str) -> JsonObject:
