@@ -135,7 +135,7 @@ class LatentAttention(nn.Module):
     def forward(
         self, x_BSD: Tensor, scope: Scope, rotation: tuple[Tensor, Tensor] | None, kv_cache: KVCache | None = None
     ) -> Tensor:
-        assert rotation is not None, "latent attention needs rotary positions; `spec/check_model` refuses others"
+        assert rotation is not None, "latent attention needs rotary positions; `spec/check` refuses others"
         batch, length, _ = x_BSD.shape
         q_BHSE = self._heads(self._queries(x_BSD), self.mla.nope_dim + self.mla.rope_dim)
         q_plain, q_rotated = q_BHSE.split((self.mla.nope_dim, self.mla.rope_dim), dim=-1)

@@ -18,7 +18,7 @@ from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.search.candidate import Candidate
 from phalanx.planning.simulate.simulated_policy import DecisionCache, FaultSampler, fault_kind, mean_detection_seconds
 from phalanx.planning.simulate.simulated_run import TIME_USES, SaveSchedule, Scenario, StateSource, Trial, run_trial
-from phalanx.recovery.history import WINDOW
+from phalanx.recovery.policy import WINDOW
 from phalanx.recovery.relayout import replicated_elsewhere
 from phalanx.schedules.makers import schedule_for
 from phalanx.spec.check_layout import layout_findings
