@@ -82,7 +82,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The result."""
+    """Who holds up the others."""
 
     culprits: tuple[int, ...]
     """Empty: no rank is to blame, as far as can be seen."""
@@ -101,7 +101,7 @@ def diagnose(reports: Sequence[Report]) -> Diagnosis:
     waits = {rank.number: _blockers(rank, ranks) for rank in ranks.values() if rank.waiting}
     broken = [number for number, rank in ranks.items() if rank.broken]
     if broken or any(not rank.waiting for rank in ranks.values()):
-        awaited = _awaited(waits)
+        awaited = set[int]().union(*waits.values())
         late = [number for number, rank in ranks.items() if not rank.waiting and number in awaited]
         culprits = sorted({*broken, *late})
         if culprits:
@@ -141,6 +141,10 @@ class _Rank:
     @property
     def use(self) -> str | None:
         return self.location.get("use")
+
+    def in_step(self, word: str) -> str:
+        """The step that it has not completed, as in " of step 7"; empty if unknown."""
+        return "" if self.report.beat is None else f" {word} step {self.report.beat.step + 1}"
 
     def collectives(self, group: str | None) -> int | None:
         """How many collectives it has started in a group; None: not a member, or unknown."""
@@ -201,16 +205,13 @@ def _blockers(rank: _Rank, ranks: Mapping[int, _Rank]) -> set[int]:
     return blockers
 
 
-def _awaited(waits: Mapping[int, set[int]]) -> set[int]:
-    """Every rank that some rank waits for."""
-    return set().union(*waits.values()) if waits else set()
-
-
 def _diverged(ranks: Mapping[int, _Rank], waits: Mapping[int, set[int]]) -> list[int]:
     """All ranks wait. To blame are those that others wait for while they wait for nobody, or in another collective than most: they have
     taken another path."""
-    awaited = _awaited(waits)
-    last = [number for number in ranks if number in awaited and not waits[number] and _is_behind(number, ranks, waits)]
+    awaited = set[int]().union(*waits.values())
+    # Behind is who waits for nobody in the same group as a rank that waits for it: no other rank is in that earlier collective.
+    behind = {n for other, blockers in waits.items() for n in blockers if ranks[other].group == ranks[n].group}
+    last = [number for number in ranks if number in behind and not waits[number]]
     if last:
         return last
     # The ranks wait in a circle. Messages do not tell who should have sent; of collectives, most ranks are in the right one.
@@ -219,12 +220,6 @@ def _diverged(ranks: Mapping[int, _Rank], waits: Mapping[int, set[int]]) -> list
     if len(counted) < 2 or counted[0][1] == counted[1][1]:
         return []
     return [number for number, place in places.items() if place != counted[0][0]]
-
-
-def _is_behind(number: int, ranks: Mapping[int, _Rank], waits: Mapping[int, set[int]]) -> bool:
-    """Whether it waits in the same group as a rank that waits for it, in an earlier collective: no other rank is there."""
-    group = ranks[number].group
-    return any(number in blockers and ranks[other].group == group for other, blockers in waits.items())
 
 
 def _blame(culprits: Sequence[int], ranks: Mapping[int, _Rank], waits: Mapping[int, set[int]], *, certain: bool) -> Diagnosis:
@@ -242,7 +237,6 @@ def _blame(culprits: Sequence[int], ranks: Mapping[int, _Rank], waits: Mapping[i
 
 def _missing(culprit: _Rank, ranks: Mapping[int, _Rank], waits: Mapping[int, set[int]]) -> str:
     """What the others wait for: the first collective of theirs that this rank has not started."""
-    step = "" if culprit.report.beat is None else f" of step {culprit.report.beat.step + 1}"
     waiting = [
         ranks[other] for other, blockers in waits.items() if culprit.number in blockers and ranks[other].group is not None
     ]
@@ -252,11 +246,11 @@ def _missing(culprit: _Rank, ranks: Mapping[int, _Rank], waits: Mapping[int, set
         first = min(in_collectives, key=lambda rank: rank.collectives(rank.group) or 0)
         started = culprit.collectives(first.group)
         number = started + 1 if started is not None else first.collectives(first.group)
-        return f"has not reached {first.operation} #{number}{step}"
+        return f"has not reached {first.operation} #{number}{culprit.in_step('of')}"
     if in_messages:
         verb = "taken what it is sent by" if in_messages[0].operation == "send" else "sent what is awaited by"
-        return f"has not {verb} {_list(rank.number for rank in in_messages)}{step and ' in' + step.removeprefix(' of')}"
-    return f"does not go on{step and ' in' + step.removeprefix(' of')}"
+        return f"has not {verb} {_list(rank.number for rank in in_messages)}{culprit.in_step('in')}"
+    return f"does not go on{culprit.in_step('in')}"
 
 
 def _all_work(ranks: Mapping[int, _Rank]) -> Diagnosis:
@@ -278,7 +272,7 @@ def _all_wait(ranks: Mapping[int, _Rank], waits: Mapping[int, set[int]]) -> Diag
     first = stuck[0]
     started = first.collectives(first.group)
     number = "" if started is None or first.operation in _MESSAGES else f" #{started}"
-    step = "" if first.report.beat is None else f" of step {first.report.beat.step + 1}"
+    step = first.in_step("of")
     if len(stuck) == 1:
         verb = f"waits in {first.operation}{number}{step}"
     elif len({(rank.group, rank.operation) for rank in stuck}) == 1:
@@ -320,9 +314,6 @@ def _list(numbers: Iterable[int]) -> str:
 
 _HOME = str(Path(__file__).resolve().parent.parent) + "/"
 
-STORE = "store"
-"""Waiting for a value that another rank puts into the ranks' key-value store."""
-
 
 class Frame(NamedTuple):
     """One call. A stack has the innermost call last."""
@@ -332,16 +323,12 @@ class Frame(NamedTuple):
     function: str
 
     def __str__(self) -> str:
-        return f"{package_path(self.file) or _short(self.file)}:{self.line} {self.function}"
+        path = package_path(self.file) or "/".join(Path(self.file).parts[-2:]).lstrip("/")
+        return f"{path}:{self.line} {self.function}"
 
 
 # torch's function: the usual name of the collective.
-_NAMES = {
-    "isend": "send",
-    "irecv": "recv",
-    "batch_isend_irecv": "send and recv",
-    "monitored_barrier": "barrier",
-}
+_NAMES = {"isend": "send", "irecv": "recv", "batch_isend_irecv": "send and recv", "monitored_barrier": "barrier"}
 _ENDINGS = re.compile(r"(_(into_tensor|tensor|single|object_list|object|coalesced))+$")
 
 _PLUMBING = ("/torch/distributed/c10d_logger.py", "/contextlib.py", "/socket.py", "/ssl.py", "/torch/utils/_contextlib.py")
@@ -377,7 +364,7 @@ def blocking_collective(frames: Sequence[Frame]) -> tuple[str, int] | None:
         if frame.file.endswith("/torch/distributed/distributed_c10d.py"):
             collective = collective_name(frame.function), index
         elif package_path(frame.file) == "parallel/store.py":
-            collective = STORE, index
+            collective = "store", index  # waits for a value that another rank puts into the key-value store
         elif package_path(frame.file) == "observe/comm_timer.py" and frame.function in ("wait", "timed_collective"):
             return collective or ("collective", index)
         elif not frame.file.endswith(_PLUMBING) and package_path(frame.file) not in _OWN_PLUMBING:
@@ -420,7 +407,3 @@ def parse_faulthandler(dump: str) -> list[Frame]:
 def format_stack(frames: Sequence[Frame]) -> str:
     """Format a stack like a traceback."""
     return "".join(f'  File "{frame.file}", line {frame.line}, in {frame.function}\n' for frame in frames)
-
-
-def _short(file: str) -> str:
-    return "/".join(Path(file).parts[-2:]).lstrip("/")

@@ -111,11 +111,9 @@ def _grow(aftermath: _Aftermath, legal: Legal) -> NewGeneration | None:
     if layout == wanted:
         return None
     best = relayout(wanted, aftermath.slots, legal, aftermath.situation.batch)
-    return (
-        None
-        if best is None or relayout_cost(wanted, best) >= relayout_cost(wanted, layout)
-        else _new_generation(aftermath, "grow", best)
-    )
+    if best is None or relayout_cost(wanted, best) >= relayout_cost(wanted, layout):
+        return None
+    return _new_generation(aftermath, "grow", best)
 
 
 def _continue_degraded(aftermath: _Aftermath, legal: Legal) -> NewGeneration | None:
@@ -159,11 +157,12 @@ def _same_layout(aftermath: _Aftermath) -> NewGeneration | None:
 
 def _shrink(aftermath: _Aftermath, legal: Legal) -> NewGeneration | Wait:
     situation, dead = aftermath.situation, tuple(sorted(aftermath.dead))
-    room = f"{len(aftermath.living)} node{'' if len(aftermath.living) == 1 else 's'} with {aftermath.slots} place{'' if aftermath.slots == 1 else 's'}"
+    nodes, slots = len(aftermath.living), aftermath.slots
+    room = f"{nodes} node{'' if nodes == 1 else 's'} with {slots} place{'' if slots == 1 else 's'}"
     needs = f"the layout has {situation.layout.ranks} ranks, but what is left is {room}"
     if not situation.shrink:
         return Wait(f"{needs}, and resilience.shrink = false", dead)
-    best = relayout(situation.wanted, aftermath.slots, legal, situation.batch)
+    best = relayout(situation.wanted, slots, legal, situation.batch)
     if best is None:
         return Wait(f"{needs}, and no layout of so few ranks can be run", dead)
     return _new_generation(aftermath, "shrink", best)
@@ -257,18 +256,13 @@ def verdict(situation: Situation, now: Sequence[Failure]) -> EndRun | None:
         if len(equal) >= SAME_FAILURE_LIMIT:
             why = f"The same failure came {len(equal)} times {_when(failure)}: that is a bug or a broken machine, not bad luck."
             return EndRun(_story(why, equal))
-    counted = recent_failures(situation, now) if now else []
+    counted = _within_steps(WINDOW, situation.first_step, known) if now else []
     if len(counted) > situation.restarts:
         many = len(counted) > 1
         count = f"There {'were' if many else 'was'} {len(counted)} failure{'s' if many else ''}"
         where = "in this launch" if len(counted) == len(known) else f"within {WINDOW:,} steps"
         return EndRun(_story(f"{count} {where}, and resilience.restarts = {situation.restarts}.", counted))
     return None
-
-
-def recent_failures(situation: Situation, now: Sequence[Failure]) -> list[Failure]:
-    """Failures that count against `resilience.restarts`."""
-    return _within_steps(WINDOW, situation.first_step, [*situation.history, *now])
 
 
 def _within_steps(steps: int, first_step: int, failures: list[Failure]) -> list[Failure]:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from operator import attrgetter
 
 from phalanx.recovery.state import Node, Situation
 from phalanx.spec.errors import divisors
@@ -19,6 +20,9 @@ from phalanx.spec.layout import Layout
 
 Legal = Callable[[Layout], bool]
 """Whether a layout can be run: it divides the batch, heads, experts, …, its pipeline has a schedule, and it fits in memory."""
+
+
+_DEGREES = attrgetter("tensor", "context", "expert", "expert_tensor", "pipeline", "shard")
 
 
 def relayout(wanted: Layout, ranks: int, legal: Legal, batch: int | None = None) -> Layout | None:
@@ -58,15 +62,8 @@ def _counts(wanted: Layout, most: int, batch: int) -> list[int]:
 
 def relayout_cost(wanted: Layout, layout: Layout) -> tuple[float, ...]:
     """Sort key of layouts, the best first."""
-    ratios = [
-        _ratio(wanted.tensor, layout.tensor),
-        _ratio(wanted.context, layout.context),
-        _ratio(wanted.expert, layout.expert),
-        _ratio(wanted.expert_tensor, layout.expert_tensor),
-        _ratio(wanted.pipeline, layout.pipeline),
-    ]
-    changes = sum(ratio != 1 for ratio in ratios)
-    return -layout.ranks, changes, math.prod(ratios), *ratios, _ratio(wanted.shard, layout.shard), -layout.shard
+    *ratios, shard = (max(pair) / min(pair) for pair in zip(_DEGREES(wanted), _DEGREES(layout), strict=True))
+    return -layout.ranks, sum(ratio != 1 for ratio in ratios), math.prod(ratios), *ratios, shard, -layout.shard
 
 
 def with_valid_settings(wanted: Layout, layout: Layout) -> Layout:
@@ -108,10 +105,6 @@ def _experts(wanted: Layout, stage: int) -> Iterator[tuple[int, int]]:
 
 def _up_to(most: int, number: int) -> list[int]:
     return [1] if most == 1 else [degree for degree in divisors(number) if degree <= most]
-
-
-def _ratio(wanted: int, degree: int) -> float:
-    return max(wanted, degree) / min(wanted, degree)
 
 
 def initial_assignment(layout: Layout, nodes: Sequence[Node]) -> tuple[int, ...]:
@@ -184,9 +177,8 @@ def _choose_nodes(layout: Layout, living: Mapping[int, int], on: Mapping[int, li
         if room >= layout.ranks:
             break
         chosen.append(node)
-        room += (
-            living[node] // layout.tensor * layout.tensor
-        )  # in whole tensor groups; if these never suffice, all nodes are used
+        # In whole tensor groups; if these never suffice, all nodes are used.
+        room += living[node] // layout.tensor * layout.tensor
     return sorted(chosen, key=lambda node: (not on[node], on[node][:1], node))
 
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from phalanx.spec import safetensors_index
 from phalanx.spec.errors import RunError
@@ -21,9 +21,6 @@ from phalanx.spec.json_value import Json, JsonObject
 from phalanx.spec.model import Mla, ModelSpec, Moe, RopeScaling
 
 CONFIG = "config.json"
-DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-"""Number formats of weights: the name in config.json to the name in a run file."""
-
 _OFF: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -74,11 +71,11 @@ def number(key: str, value: Any, zero: bool = False) -> float:
     return value  # type: ignore[no-any-return]
 
 
-class Config:
+class Config(NamedTuple):
     """A config.json with the defaults of its family."""
 
-    def __init__(self, path: Path, values: JsonObject, defaults: JsonObject):
-        self.path, self.values, self.defaults = path, values, defaults
+    values: JsonObject
+    defaults: JsonObject
 
     def get(self, key: str) -> Any:
         value = self.values.get(key)
@@ -115,7 +112,7 @@ def model_spec(folder: Path) -> ModelSpec:
     values = read_config(folder)
     family = _family(folder / CONFIG, values)
     read, defaults = FAMILIES[family]
-    config = Config(folder / CONFIG, values, defaults)
+    config = Config(values, defaults)
     try:
         for key, allowed in _OFF.items():
             value = values.get(key)
@@ -155,12 +152,6 @@ def read_config(folder: Path) -> JsonObject:
 def interleaved(values: JsonObject) -> bool:
     """Whether DeepSeek's rotated channels are stored as neighboring pairs (the default)."""
     return values.get("rope_interleave") is not False
-
-
-def dtype(values: JsonObject) -> str | None:
-    """The number format of the weights, as a run file writes it; None: not given, or another format."""
-    name = values.get("dtype") or values.get("torch_dtype")
-    return DTYPES.get(str(name).removeprefix("torch."))
 
 
 def _family(path: Path, values: JsonObject) -> str:
@@ -218,10 +209,6 @@ def _head(config: Config, width: str, heads: int) -> int:
     if config.number(width) % heads:
         raise Unsupported(width, config.get(width), f"it does not divide among {heads} heads.")
     return int(config.number(width)) // heads
-
-
-def _llama(config: Config) -> ModelSpec:
-    return _decoder(config)
 
 
 def _qwen3(config: Config) -> ModelSpec:
@@ -377,8 +364,8 @@ _LLAMA: JsonObject = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_
 _QWEN: JsonObject = {**_LLAMA, "max_position_embeddings": 32768}
 _MISTRAL: JsonObject = {**_LLAMA, "max_position_embeddings": 131072, "num_key_value_heads": 8}
 FAMILIES: dict[str, tuple[Callable[[Config], ModelSpec], JsonObject]] = {
-    "LlamaForCausalLM": (_llama, _LLAMA),
-    "MistralForCausalLM": (_llama, {**_MISTRAL, "sliding_window": 4096}),
+    "LlamaForCausalLM": (_decoder, _LLAMA),
+    "MistralForCausalLM": (_decoder, {**_MISTRAL, "sliding_window": 4096}),
     "Qwen3ForCausalLM": (_qwen3, {**_QWEN, "head_dim": 128, "num_key_value_heads": 32}),
     "Qwen3MoeForCausalLM": (
         _qwen3_moe,

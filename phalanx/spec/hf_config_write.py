@@ -11,25 +11,17 @@ from phalanx.spec.errors import RunError
 from phalanx.spec.json_value import JsonObject
 from phalanx.spec.model import ModelSpec
 
-NAMES = {
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "qwen3": "Qwen3",
-    "qwen3_moe": "Qwen3-MoE",
-    "mixtral": "Mixtral",
-    "gpt2": "GPT-2",
-    "deepseek_v3": "DeepSeek-V3",
+_FAMILIES = {
+    "llama": ("Llama", "LlamaForCausalLM"),
+    "mistral": ("Mistral", "MistralForCausalLM"),
+    "qwen3": ("Qwen3", "Qwen3ForCausalLM"),
+    "qwen3_moe": ("Qwen3-MoE", "Qwen3MoeForCausalLM"),
+    "mixtral": ("Mixtral", "MixtralForCausalLM"),
+    "gpt2": ("GPT-2", "GPT2LMHeadModel"),
+    "deepseek_v3": ("DeepSeek-V3", "DeepseekV3ForCausalLM"),
 }
-"""Families by Hugging Face's `model_type`."""
-_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-}
+"""Hugging Face's `model_type` to the family's name and class."""
+NAMES = {model_type: name for model_type, (name, _) in _FAMILIES.items()}
 
 
 def family(spec: ModelSpec) -> str:
@@ -46,9 +38,10 @@ def family(spec: ModelSpec) -> str:
         name = "qwen3"
     else:  # the same architecture, but transformers refuses a Llama whose heads do not divide its width
         name = "mistral" if spec.dim % spec.heads else "llama"
-    problems = _gpt2_problems(spec) if name == "gpt2" else _decoder_problems(spec, name)
+    rules = _gpt2_rules(spec) if name == "gpt2" else [*_decoder_rules(spec), *_moe_rules(spec, name)]
+    problems = [f"{key}: Hugging Face's {NAMES[name]}, the nearest family, {why}." for wrong, key, why in rules if wrong]
     if problems:
-        raise RunError([f"{key}: Hugging Face's {NAMES[name]}, the nearest family, {why}." for key, why in problems])
+        raise RunError(problems)
     return name
 
 
@@ -56,7 +49,7 @@ def config(spec: ModelSpec, *, dtype: str = "float32", tokens: Mapping[str, int 
     """A config.json that `AutoModelForCausalLM` loads. `dtype`: torch's name; `tokens`: token ids by key, such as eos_token_id."""
     name = family(spec)
     common: JsonObject = {
-        "architectures": [_CLASSES[name]],
+        "architectures": [_FAMILIES[name][1]],
         "model_type": name,
         "torch_dtype": dtype,  # newer versions write "dtype" but read this too
         "vocab_size": spec.rows,
@@ -70,70 +63,60 @@ def config(spec: ModelSpec, *, dtype: str = "float32", tokens: Mapping[str, int 
     return common | dict(tokens or {}) | (_gpt2(spec) if name == "gpt2" else _decoder(spec, name))
 
 
-def _gpt2_problems(spec: ModelSpec) -> list[tuple[str, str]]:
-    problems = []
-    if spec.norm != "layer":
-        problems.append((f'model.norm = "{spec.norm}" with learned positions', "has layer norms"))
-    if spec.positions != "learned":
-        problems.append((f'model.positions = "{spec.positions}" with layer norms', "has learned positions"))
-    if spec.activation != "gelu":
-        problems.append((f'model.activation = "{spec.activation}" with layer norms', "has GELU"))
-    if not spec.bias:
-        problems.append(("model.bias = false with layer norms", "has biases"))
-    if spec.qk_norm:
-        problems.append(("model.qk_norm = true with layer norms", "does not normalize queries and keys"))
-    if spec.kv != spec.heads:
-        problems.append((f"model.kv_heads = {spec.kv}", f"has as many as heads ({spec.heads})"))
-    if spec.head * spec.heads != spec.dim:
-        problems.append((f"model.head_dim = {spec.head}", "has heads of dim / heads"))
-    if spec.moe is not None:
-        problems.append(("model.moe", "has no experts"))
-    return problems
+_Rules = list[tuple[bool, str, str]]
+"""Whether the family cannot express the model; the key to blame; what the family has instead."""
 
 
-def _decoder_problems(spec: ModelSpec, name: str) -> list[tuple[str, str]]:
-    problems = []
-    if spec.activation != "swiglu":
-        problems.append((f'model.activation = "{spec.activation}" with rotary positions', "has SwiGLU"))
-    if spec.bias:
-        problems.append(("model.bias = true with rotary positions", "has no such biases"))
-    if spec.mla is not None:
-        if spec.qk_norm:
-            problems.append(("model.qk_norm = true with model.mla", "does not normalize heads"))
-        if spec.norm != "rms":
-            problems.append((f'model.norm = "{spec.norm}" with model.mla', "has RMS norms"))
-        if spec.positions != "rope":
-            problems.append((f'model.positions = "{spec.positions}" with model.mla', "has rotary positions"))
-    return problems + _moe_problems(spec, name)
+def _gpt2_rules(spec: ModelSpec) -> _Rules:
+    with_norms = "with layer norms"
+    return [
+        (spec.norm != "layer", f'model.norm = "{spec.norm}" with learned positions', "has layer norms"),
+        (spec.positions != "learned", f'model.positions = "{spec.positions}" {with_norms}', "has learned positions"),
+        (spec.activation != "gelu", f'model.activation = "{spec.activation}" {with_norms}', "has GELU"),
+        (not spec.bias, f"model.bias = false {with_norms}", "has biases"),
+        (spec.qk_norm, f"model.qk_norm = true {with_norms}", "does not normalize queries and keys"),
+        (spec.kv != spec.heads, f"model.kv_heads = {spec.kv}", f"has as many as heads ({spec.heads})"),
+        (spec.head * spec.heads != spec.dim, f"model.head_dim = {spec.head}", "has heads of dim / heads"),
+        (spec.moe is not None, "model.moe", "has no experts"),
+    ]
 
 
-def _moe_problems(spec: ModelSpec, name: str) -> list[tuple[str, str]]:
-    moe, problems = spec.moe, []
+def _decoder_rules(spec: ModelSpec) -> _Rules:
+    latent = spec.mla is not None
+    return [
+        (spec.activation != "swiglu", f'model.activation = "{spec.activation}" with rotary positions', "has SwiGLU"),
+        (spec.bias, "model.bias = true with rotary positions", "has no such biases"),
+        (latent and spec.qk_norm, "model.qk_norm = true with model.mla", "does not normalize heads"),
+        (latent and spec.norm != "rms", f'model.norm = "{spec.norm}" with model.mla', "has RMS norms"),
+        (latent and spec.positions != "rope", f'model.positions = "{spec.positions}" with model.mla', "has rotary positions"),
+    ]
+
+
+def _moe_rules(spec: ModelSpec, name: str) -> _Rules:
+    moe = spec.moe
     if moe is None:
         return []
     if name == "deepseek_v3":
-        if moe.router != "sigmoid":
-            problems.append((f'model.moe.router = "{moe.router}" with model.mla', 'has a router of "sigmoid"'))
-        if moe.shared == 0:
-            problems.append(("model.moe.shared = 0 with model.mla", "has at least one shared expert"))
-        if moe.experts // moe.groups < 2:
-            problems.append((f"model.moe.groups = {moe.groups}", "needs two experts in a group"))
-        return problems
-    if moe.router != "softmax":
-        problems.append((f'model.moe.router = "{moe.router}"', 'has a router of "softmax"; "sigmoid" needs model.mla'))
-    if moe.bias_rate > 0:
-        problems.append((f"model.moe.bias_rate = {moe.bias_rate:g}", "has no bias in its router; it needs model.mla"))
-    for key, only in (("shared", 0), ("dense_layers", 0), ("groups", 1), ("scale", 1.0)):
-        if getattr(moe, key) != only:
-            problems.append((f"model.moe.{key} = {getattr(moe, key)}", f"supports only {only}; other values need model.mla"))
-    if name == "mixtral" and not moe.normalize:
-        problems.append(
+        return [
+            (moe.router != "sigmoid", f'model.moe.router = "{moe.router}" with model.mla', 'has a router of "sigmoid"'),
+            (moe.shared == 0, "model.moe.shared = 0 with model.mla", "has at least one shared expert"),
+            (moe.experts // moe.groups < 2, f"model.moe.groups = {moe.groups}", "needs two experts in a group"),
+        ]
+    only = {"shared": 0, "dense_layers": 0, "groups": 1, "scale": 1.0}
+    sums = "always divides weights by their sum; Qwen3-MoE, with model.qk_norm, does not have to"
+    return [
+        (moe.router != "softmax", f'model.moe.router = "{moe.router}"', 'has a router of "softmax"; "sigmoid" needs model.mla'),
+        (moe.bias_rate > 0, f"model.moe.bias_rate = {moe.bias_rate:g}", "has no bias in its router; it needs model.mla"),
+        *(
             (
-                "model.moe.normalize = false",
-                "always divides weights by their sum; Qwen3-MoE, with model.qk_norm, does not have to",
+                getattr(moe, key) != value,
+                f"model.moe.{key} = {getattr(moe, key)}",
+                f"supports only {value}; other values need model.mla",
             )
-        )
-    return problems
+            for key, value in only.items()
+        ),
+        (name == "mixtral" and not moe.normalize, "model.moe.normalize = false", sums),
+    ]
 
 
 def _gpt2(spec: ModelSpec) -> JsonObject:
@@ -172,10 +155,10 @@ def _decoder(spec: ModelSpec, name: str) -> JsonObject:
         values["attention_bias"] = False
     if name == "llama":
         values["mlp_bias"] = False
-    if name == "mistral":
+    else:
         values["sliding_window"] = None
     if name.startswith("qwen3"):
-        values |= {"use_sliding_window": False, "sliding_window": None}
+        values["use_sliding_window"] = False
     if spec.moe is not None:
         values |= _experts(spec, name)
     return values
@@ -204,7 +187,7 @@ def _experts(spec: ModelSpec, name: str) -> JsonObject:
     if moe.balance_loss > 0:
         values["router_aux_loss_coef"] = moe.balance_loss
     if name == "mixtral":
-        return values | {"num_local_experts": moe.experts, "intermediate_size": moe.ffn, "sliding_window": None}
+        return values | {"num_local_experts": moe.experts, "intermediate_size": moe.ffn}
     return values | {
         "num_experts": moe.experts,
         "moe_intermediate_size": moe.ffn,

@@ -332,7 +332,7 @@ def _value(run: Run, path: str) -> Any:
     value: Any = run
     for name in path.split("."):
         if isinstance(value, tuple):  # of a table whose entries the person names: dataclasses or pairs
-            named = dict(pair if isinstance(pair, tuple) else (pair.name, pair) for pair in value)
+            named: dict[str, Any] = dict(pair if isinstance(pair, tuple) else (pair.name, pair) for pair in value)
             value = named.get(name)
         elif value is not None:
             value = getattr(value, _attribute(name))

@@ -320,27 +320,16 @@ class Run:
     """Everything that one run file says. Absent tables take their defaults."""
 
     model: ModelSpec = field(default_factory=ModelSpec)
-    """The model: a preset, sizes, or a folder to start from."""
     data: Data = Data()
-    """The text."""
     train: Train = Train()
-    """Batch, length, duration, seed."""
     optimizer: Optimizer = Optimizer()
-    """Optimizer and learning-rate schedule."""
     precision: Precision = Precision()
-    """Number formats."""
     memory: Memory = Memory()
-    """Activation checkpointing, offload, compilation."""
     layout: Layout = field(default_factory=Layout)
-    """Degrees of parallelism."""
     cluster: Cluster = Cluster()
-    """Machines."""
     checkpoint: Checkpoint = Checkpoint()
-    """Saving."""
     resilience: Resilience = Resilience()
-    """Fault tolerance."""
     watch: Watch = Watch()
-    """Logging."""
 
     @property
     def batch(self) -> int:

@@ -39,9 +39,9 @@ class Stored:
 def stored(folder: Path) -> dict[str, Stored]:
     """Every tensor of a folder by name. Raises RunError if something is broken; each file's size is compared with its header."""
     index = folder / INDEX
-    not_files = [path for path in (index, folder / SINGLE) if os.path.lexists(path) and not path.is_file()]
-    if not_files:
-        raise RunError([f"{not_files[0]} is not a file: it is a folder or a broken link. {_AGAIN}"])
+    for path in (index, folder / SINGLE):
+        if os.path.lexists(path) and not path.is_file():
+            raise RunError([f"{path} is not a file: it is a folder or a broken link. {_AGAIN}"])
     if not index.is_file():
         if not (folder / SINGLE).is_file():
             raise RunError([_no_weights(folder)])
@@ -56,13 +56,9 @@ def stored(folder: Path) -> dict[str, Stored]:
             problems += error.problems
             continue
         expected = {name for name, file in shards.items() if file == shard}
-        problems += [
-            f"{index} places the tensor {name} in {shard}, which does not have it." for name in sorted(expected - set(inside))
-        ]
-        problems += [
-            f"{folder / shard} holds the tensor {name}, which {index.name} does not place there."
-            for name in sorted(set(inside) - expected)
-        ]
+        missing, foreign = sorted(expected - inside.keys()), sorted(inside.keys() - expected)
+        problems += [f"{index} places the tensor {name} in {shard}, which does not have it." for name in missing]
+        problems += [f"{folder / shard} holds the tensor {name}, which {index.name} does not place there." for name in foreign]
         tensors |= inside
     if problems:
         raise RunError(problems[:10])
@@ -83,17 +79,14 @@ def header(file: Path) -> dict[str, Stored]:
         with file.open("rb") as stream:
             start = stream.read(8)
             length = int.from_bytes(start, "little")
-            if len(start) < 8 or length > min(size - 8, _LONGEST_HEADER):
-                raise RunError(
-                    [
-                        f"{file} is not a safetensors file, or was cut short: its {size} bytes cannot hold the header it announces. {_AGAIN}"
-                    ]
-                )
-            text = stream.read(length)
+            text = stream.read(length) if length <= min(size - 8, _LONGEST_HEADER) else b""
     except FileNotFoundError:
         raise RunError([f"{file} is missing. {_AGAIN}"]) from None
     except OSError as error:
         raise RunError([f"{file} cannot be read ({error.strerror or error})."]) from None
+    if len(start) < 8 or len(text) < length:
+        short = f"its {size} bytes cannot hold the header it announces"
+        raise RunError([f"{file} is not a safetensors file, or was cut short: {short}. {_AGAIN}"])
     try:
         table = json.loads(text)
         table.pop("__metadata__", None)
@@ -102,7 +95,9 @@ def header(file: Path) -> dict[str, Stored]:
             raise ValueError
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise RunError([f"{file} does not have a safetensors header. {_AGAIN}"]) from None
-    return _consistent(file, tensors, 8 + length, size)
+    if (problem := _inconsistency(tensors, 8 + length, size)) is not None:
+        raise RunError([f"{file}{problem}. {_AGAIN}"])
+    return tensors
 
 
 _AGAIN = "Copy or download the file again."
@@ -117,27 +112,20 @@ def _stored(file: Path, entry: dict[str, Any], base: int) -> Stored:
     return Stored(file, entry["dtype"], shape, base + begin, base + end)
 
 
-def _consistent(file: Path, tensors: dict[str, Stored], base: int, size: int) -> dict[str, Stored]:
-    """The tensors, after checking that each has its bytes and that they fill the file without gap or overlap, as the format requires."""
+def _inconsistency(tensors: dict[str, Stored], base: int, size: int) -> str | None:
+    """Why the tensors do not fill the file without gap or overlap, as the format requires; None if each has its bytes."""
     position = base
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
-        expected = math.prod(tensor.shape) * SIZES.get(tensor.dtype, 0)
-        if tensor.dtype in SIZES and tensor.end - tensor.begin != expected:
-            raise RunError(
-                [
-                    f"{file}: the tensor {name} of shape {list(tensor.shape)} in {tensor.dtype} needs {expected} bytes, but the header gives it {tensor.end - tensor.begin}. {_AGAIN}"
-                ]
-            )
+        given, needed = tensor.end - tensor.begin, math.prod(tensor.shape) * SIZES.get(tensor.dtype, 0)
+        if tensor.dtype in SIZES and given != needed:
+            what = f"the tensor {name} of shape {list(tensor.shape)} in {tensor.dtype}"
+            return f": {what} needs {needed} bytes, but the header gives it {given}"
         if tensor.end > size:
-            raise RunError([f"{file} was cut short: the tensor {name} ends at byte {tensor.end}, the file at {size}. {_AGAIN}"])
+            return f" was cut short: the tensor {name} ends at byte {tensor.end}, the file at {size}"
         if tensor.begin != position:
-            raise RunError(
-                [f"{file}: the tensor {name} begins at byte {tensor.begin}; the one before it ends at {position}. {_AGAIN}"]
-            )
+            return f": the tensor {name} begins at byte {tensor.begin}; the one before it ends at {position}"
         position = tensor.end
-    if position != size:
-        raise RunError([f"{file} has {size} bytes, of which its tensors need {position}. {_AGAIN}"])
-    return tensors
+    return None if position == size else f" has {size} bytes, of which its tensors need {position}"
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -55,11 +55,11 @@ def documented_fields(cls: type) -> dict[str, str]:
 
 
 def about(table: str) -> str:
-    """The description of a table: the docstring of the field that holds it, or of its class for tables that the person names."""
-    if table.endswith(".*"):
+    """The description of a table: the docstring of its class, or of the field for tables that only hold what the person names."""
+    if table in TABLES:
         return " ".join((TABLES[table].__doc__ or "").split())
     above, _, name = table.rpartition(".")
-    return documented_fields(TABLES[above] if above else Run)[name]
+    return documented_fields(TABLES[above])[name]
 
 
 def _table(table: str) -> JsonObject:
@@ -69,12 +69,13 @@ def _table(table: str) -> JsonObject:
     inner = {path: _table(path) for path in TABLES if path.rpartition(".")[0] == table}
     inner |= {path: _person_named(path, _table(f"{path}.*")) for path in NAMED if path.rpartition(".")[0] == table}
     inner |= {path: _person_named(path, plain) for path in FREE if path.rpartition(".")[0] == table}
-    return {
+    result: JsonObject = {
         "type": "object",
         "description": about(table),
         "properties": properties | {path.rpartition(".")[2]: value for path, value in inner.items()},
         "additionalProperties": False,
-    } | ({"required": required} if required else {})
+    }
+    return result | {"required": required} if required else result
 
 
 def _person_named(table: str, entry: JsonObject) -> JsonObject:

@@ -88,10 +88,6 @@ class TensorSlice:
     def empty(self) -> bool:
         return self.numel == 0
 
-    @property
-    def is_full(self) -> bool:
-        return self.shape == self.whole
-
     def narrow(self, dim: int, first: int, length: int) -> Self:
         """The part between `first` and `first + length` of the local tensor along `dim`."""
         if len(self.boxes) == 1 or dim != self.dim:

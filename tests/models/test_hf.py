@@ -94,7 +94,7 @@ def test_blocks_of_any_size_give_the_same_tensors(name: str, most: int) -> None:
     theirs.config.architectures = [type(theirs).__name__]
     state = theirs.state_dict()
     config = hf_config.FAMILIES[type(theirs).__name__]
-    spec = config[0](hf_config.Config(None, theirs.config.to_dict(), config[1]))  # type: ignore[arg-type]
+    spec = config[0](hf_config.Config(theirs.config.to_dict(), config[1]))  # type: ignore[arg-type]
     for entry in hf_mapping.table(spec, state):
         whole, small = torch.empty(entry.shape), torch.full(entry.shape, torch.nan)
         hf_mapping.fill({entry.name: whole}, (entry,), rows_of(state))
