@@ -21,8 +21,8 @@ import torch
 
 from phalanx.checkpointing.format import RunMetadata
 from phalanx.checkpointing.replicas.memory_checkpoint import MemoryCopies
-from phalanx.checkpointing.replicas.replica_index import MemoryLocation, newest_state, set_peers
-from phalanx.checkpointing.replicas.shm_slots import default_root
+from phalanx.checkpointing.replicas.replica_index import MemoryLocation, complete_states, set_peers
+from phalanx.checkpointing.replicas.shm_slots import claim, default_root
 from phalanx.checkpointing.restore import load
 from phalanx.checkpointing.state_tensor import NO_REPLICAS, StateTensor
 from phalanx.parallel.mesh import Mesh
@@ -76,11 +76,13 @@ def restore(mesh: Mesh, place: MemoryLocation, rows: int) -> float:
 
 def start_server(node: int, folder: str) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
     command = [sys.executable, "-m", "phalanx.checkpointing.replicas.replica_server"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    slots, lock = claim(Path(folder) / str(node), "bench")
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[lock])
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(json.dumps({"run": "bench", "node": node, "root": f"{folder}/{node}", "token": TOKEN}).encode() + b"\n")
+    settings = {"node": node, "folder": str(slots), "token": TOKEN, "bind": "127.0.0.1"}
+    process.stdin.write(json.dumps(settings).encode() + b"\n")
     process.stdin.flush()
-    return process, json.loads(process.stdout.readline())
+    return process, json.loads(process.stdout.readline()) | {"folder": str(slots)}
 
 
 def main() -> None:
@@ -97,16 +99,14 @@ def main() -> None:
         print(f"{args.megabytes:.0f} MB per rank, {args.copies} copies, medians of 4 ranks on 2 nodes, all on this machine:")
         print(f"  a step waits           {median(stall for stall, _, _ in copies):.3f} s")
         print(f"  complete, also on peers  {median(seconds for _, seconds, _ in copies):.3f} s")
-        state = newest_state(addresses, TOKEN)
-        assert state is not None
+        state = complete_states(addresses, TOKEN)[0]
         for label, local in (("from this node's memory", True), ("over TCP", False)):
             seconds = pool.run(restore, Layout(data=4), MemoryLocation(state, TOKEN, local=local), rows)
             print(f"  restored {label:24}{max(seconds):.3f} s")
         servers[1][0].kill()
         servers[1][0].wait()
         start = time.perf_counter()
-        state = newest_state(addresses, TOKEN)
-        assert state is not None
+        state = complete_states(addresses, TOKEN)[0]
         print(f"  node 1 lost: found in  {time.perf_counter() - start:.3f} s")
         seconds = pool.run(restore, Layout(data=4), MemoryLocation(state, TOKEN, local=False), rows)
         print(f"  restored from the peer's copy over TCP  {max(seconds):.3f} s")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -11,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from phalanx.checkpointing.replicas.replica_index import set_peers
-from phalanx.checkpointing.replicas.replica_protocol import Address
+from phalanx.checkpointing.replicas import shm_slots
+from phalanx.checkpointing.replicas.replica_index import ReplicaState, complete_states, set_peers
+from phalanx.events.frames import Address
 from phalanx.host.env import python_env
 
 TOKEN = "a secret of the test"
@@ -23,21 +25,22 @@ class Node:
 
     def __init__(self, root: Path, number: int):
         self.number, self.log = number, root / f"replicas-{number}.log"
+        self.folder, lock = shm_slots.claim(root / f"memory-{number}", f"test-node{number}")
         command = [sys.executable, "-m", "phalanx.checkpointing.replicas.replica_server"]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=python_env(), text=True
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=python_env(), text=True, pass_fds=[lock]
             )
-        given = {"run": "test", "node": number, "root": str(root / f"memory-{number}"), "token": TOKEN}
+        os.close(lock)
+        settings = {"node": number, "folder": str(self.folder), "token": TOKEN, "bind": "127.0.0.1"}
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(given) + "\n")
+        self.process.stdin.write(json.dumps(settings) + "\n")
         self.process.stdin.flush()
 
     def listen(self) -> None:
         assert self.process.stdout is not None
-        said = json.loads(self.process.stdout.readline())
-        self.address: Address = (said["address"][0], said["address"][1])
-        self.folder = Path(said["folder"])
+        host, port = json.loads(self.process.stdout.readline())["address"]
+        self.address: Address = (host, port)
 
     def lose(self) -> None:
         """As if the machine had gone: its processes, and what was in its memory."""
@@ -63,3 +66,12 @@ def nodes(root: Path, count: int) -> Iterator[Sequence[Node]]:
     finally:
         for node in found:
             node.end()
+
+
+def newest_state(servers: Sequence[Address], token: str) -> ReplicaState | None:
+    return next(iter(complete_states(servers, token)), None)
+
+
+def nodes_of(state: ReplicaState) -> dict[int, tuple[int, ...]]:
+    """By rank: the nodes that have its copy."""
+    return {rank: tuple(replica.node for replica in replicas) for rank, replicas in enumerate(state.replicas)}

@@ -57,9 +57,13 @@ class DamagedCheckpoint(PhalanxError):
         return type(self), (self.path, self.reason)  # ranks send it to each other; by default only the message would be sent
 
 
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
 def step_dir(checkpoints: Location | Path, step: int) -> Location:
     """The folder of the checkpoint of a step."""
-    return open_location(checkpoints) / f"step-{step:08d}"
+    return open_location(checkpoints) / step_name(step)
 
 
 def partial_dir(checkpoints: Location | Path, step: int) -> Location:
@@ -114,7 +118,7 @@ def publish(partial: Location, marker: bytes) -> Location:
     return final
 
 
-def make_marker(path: Location, step: int, metadata: RunMetadata, sidecars: Mapping[str, bytes], when: float | None) -> Marker:
+def make_marker(path: object, step: int, metadata: RunMetadata, sidecars: Mapping[str, bytes], when: float | None) -> Marker:
     """The marker of a checkpoint of these rank files, given by name with the contents of their sidecars."""
     parsed = {name: Sidecar.from_json(text) for name, text in sidecars.items()}
     files = {}
@@ -124,7 +128,7 @@ def make_marker(path: Location, step: int, metadata: RunMetadata, sidecars: Mapp
     return Marker(step=step, time=when, names=_stage_names(path, list(parsed.values())), files=files, run=metadata)
 
 
-def _stage_names(partial: Location, sidecars: list[Sidecar]) -> list[list[str]]:
+def _stage_names(path: object, sidecars: list[Sidecar]) -> list[list[str]]:
     """The tensors of each stage. Checks that the files contain exactly as many bytes as these tensors have."""
     stages = {sidecar.stage: sidecar.names for sidecar in sidecars if sidecar.names is not None}
     missing = {sidecar.stage for sidecar in sidecars} - stages.keys()
@@ -133,7 +137,7 @@ def _stage_names(partial: Location, sidecars: list[Sidecar]) -> list[list[str]]:
     written = sum(sidecar.tensors for sidecar in sidecars)
     if written != sum(sizes.values()):
         raise PhalanxError(
-            f"{partial} has {written} bytes of tensors that have {sum(sizes.values())} bytes: ranks disagree about who writes what, "
+            f"{path} has {written} bytes of tensors that have {sum(sizes.values())} bytes: ranks disagree about who writes what, "
             "and the checkpoint is discarded."
         )
     return [sorted(stages[stage]) for stage in sorted(stages)]

@@ -57,29 +57,29 @@ class Ballot:
     """Counts in the ranks' shared store for one operation: who is done, who failed and why, and how many bytes that was. For any thread."""
 
     def __init__(self, ranks: Ranks, key: str):
-        self._ranks, self.key = ranks, key
+        self.ranks, self.key = ranks, key
 
     def fail(self, reason: str) -> None:
-        number = self._ranks.store_add(f"{self.key}-failed", 1)
-        self._ranks.store_set(f"{self.key}-why-{number}", f"rank {self._ranks.rank}: {reason}")
+        number = self.ranks.store_add(f"{self.key}-failed", 1)
+        self.ranks.store_set(f"{self.key}-why-{number}", f"rank {self.ranks.rank}: {reason}")
 
     def done(self, size: int = 0) -> None:
-        self._ranks.store_add(f"{self.key}-bytes", size)
-        self._ranks.store_add(f"{self.key}-done", 1)
+        self.ranks.store_add(f"{self.key}-bytes", size)
+        self.ranks.store_add(f"{self.key}-done", 1)
 
     @property
     def complete(self) -> bool:
         """Whether all ranks are done."""
-        return self._ranks.store_add(f"{self.key}-done", 0) >= self._ranks.ranks
+        return self.ranks.store_add(f"{self.key}-done", 0) >= self.ranks.ranks
 
     @property
     def bytes(self) -> int:
-        return self._ranks.store_add(f"{self.key}-bytes", 0)
+        return self.ranks.store_add(f"{self.key}-bytes", 0)
 
     def failures(self) -> str | None:
         """Why ranks failed; None if none did."""
-        count = self._ranks.store_add(f"{self.key}-failed", 0)
-        return "; ".join(self._ranks.store_get(f"{self.key}-why-{number + 1}") for number in range(count)) or None
+        count = self.ranks.store_add(f"{self.key}-failed", 0)
+        return "; ".join(self.ranks.store_get(f"{self.key}-why-{number + 1}") for number in range(count)) or None
 
 
 def failure_text(error: BaseException) -> str:

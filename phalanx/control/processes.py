@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpointing.replicas import shm_slots
-from phalanx.checkpointing.replicas.replica_protocol import Address
 from phalanx.control.protocol import RankFailure, RankReport, decode, encode
 from phalanx.events import heartbeat
+from phalanx.events.frames import Address
 from phalanx.events.rundir import RunDir
 from phalanx.host.env import python_env, worker_env
 from phalanx.host.process_tree import stop_signals_blocked

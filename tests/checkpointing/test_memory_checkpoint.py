@@ -19,17 +19,19 @@ from typing import Any
 import pytest
 import torch
 from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
-from replica_nodes import TOKEN, Node, nodes
+from replica_nodes import TOKEN, Node, newest_state, nodes, nodes_of
 from torch import Tensor
 
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.format import RunMetadata
-from phalanx.checkpointing.replicas import replica_index, replica_protocol, shm_slots
+from phalanx.checkpointing.replicas import replica_index, shm_slots
 from phalanx.checkpointing.replicas.memory_checkpoint import CopyOutcome, MemoryCopies, SharedStaging
 from phalanx.checkpointing.replicas.replica_index import MemoryLocation
+from phalanx.checkpointing.replicas.replica_protocol import request
 from phalanx.checkpointing.replicas.replica_server import ReplicaServer
 from phalanx.checkpointing.restore import load
 from phalanx.checkpointing.state_tensor import ReplicaGroup, StateTensor
+from phalanx.events.frames import Address, Refused
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
 from phalanx.verification.rank_pool import fork
@@ -72,7 +74,7 @@ def restored(mesh: Mesh, place: Any, directory: Path) -> dict[str, Tensor]:
     return found
 
 
-def addresses(found: Sequence[Node]) -> list[replica_protocol.Address]:
+def addresses(found: Sequence[Node]) -> list[Address]:
     return [node.address for node in found]
 
 
@@ -81,16 +83,15 @@ def test_memory_replicas_of_killed_workers_restore_bitwise(
     local: bool, trained: tuple[Path, Sequence[Node]], tmp_path: Path
 ) -> None:
     checkpoints, found = trained
-    state = replica_index.newest_state(addresses(found), TOKEN)
+    state = newest_state(addresses(found), TOKEN)
     assert state is not None
-    assert (state.step, state.ranks, state.nodes) == (3, 4, {0: (0, 1), 1: (0, 1), 2: (1, 0), 3: (1, 0)})
+    assert (state.step, state.ranks, nodes_of(state)) == (3, 4, {0: (0, 1), 1: (0, 1), 2: (1, 0), 3: (1, 0)})
     place = MemoryLocation(state, TOKEN, local=local)
     saved = directory.step_dir(checkpoints, 3)
     on_disk, marker = directory.read_marker(saved), directory.read_marker(place)
     assert replace(marker, time=None) == replace(on_disk, time=None)
     directory.verify(place)
     assert differing(restored(ALONE, place, tmp_path), restored(ALONE, saved, tmp_path)) == []
-    place.close()
 
 
 @pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(shard=2, zero=3)])
@@ -98,7 +99,7 @@ def test_memory_replicas_restore_on_another_layout(
     layout: Layout, trained: tuple[Path, Sequence[Node]], tmp_path: Path
 ) -> None:
     checkpoints, found = trained
-    state = replica_index.newest_state(addresses(found), TOKEN)
+    state = newest_state(addresses(found), TOKEN)
     assert state is not None
     from_memory = run_ranks(restored, 2, MemoryLocation(state, TOKEN), tmp_path, layout=layout)
     from_disk = run_ranks(restored, 2, directory.step_dir(checkpoints, 3), tmp_path, layout=layout)
@@ -138,7 +139,6 @@ def loaded(state: replica_index.ReplicaState | None, rows: int = 1000) -> tuple[
     place = MemoryLocation(state, TOKEN, local=False)
     found = {name: torch.zeros_like(tensor) for name, tensor in values(0, rows).items()}
     step = load(place, found).run.extra["of"]
-    place.close()
     return step, differing(found, values(step, rows)) == []
 
 
@@ -151,21 +151,21 @@ def test_memory_replicas_survive_any_single_node_loss(tmp_path: Path) -> None:
             (10, None, None, True),
         ]
         found[1].lose()
-        state = replica_index.newest_state(addresses(found), TOKEN)
+        state = newest_state(addresses(found), TOKEN)
         assert state is not None
-        assert state.nodes == {0: (0,), 1: (2,), 2: (2, 0)}
+        assert nodes_of(state) == {0: (0,), 1: (2,), 2: (2, 0)}
         assert loaded(state) == (10, True)
         # Those who live close the ring, and a copy of two ranks takes the place of the copy of three.
         living = {node.number: node.address for node in (found[0], found[2])}
-        assert replica_index.set_peers(living, TOKEN) == {0: 2, 2: 0}
+        replica_index.set_peers(living, TOKEN)
         run_ranks(copy, 2, [folders[0], folders[2]], [11, 12], 1)
         states = replica_index.complete_states(addresses(found), TOKEN)
         assert [(state.generation, state.step) for state in states] == [(1, 12), (1, 11)], "the older generation was forgotten"
-        assert states[0].nodes == {0: (0, 2), 1: (2, 0)}
+        assert nodes_of(states[0]) == {0: (0, 2), 1: (2, 0)}
         found[0].lose()
-        assert loaded(replica_index.newest_state(addresses(found), TOKEN)) == (12, True)
+        assert loaded(newest_state(addresses(found), TOKEN)) == (12, True)
         found[2].lose()
-        assert replica_index.newest_state(addresses(found), TOKEN) is None
+        assert newest_state(addresses(found), TOKEN) is None
 
 
 def test_losing_the_only_replica_falls_back_to_an_older_step(tmp_path: Path) -> None:
@@ -177,9 +177,9 @@ def test_losing_the_only_replica_falls_back_to_an_older_step(tmp_path: Path) -> 
         told = run_ranks(copy, 2, folders, [5, 10])[0]
         assert [one.peer for one in told] == [False, False]
         states = replica_index.complete_states(addresses(found), TOKEN)
-        assert [(state.step, state.nodes) for state in states] == [(10, {0: (0,), 1: (1,)}), (5, {0: (0, 1), 1: (1, 0)})]
+        assert [(state.step, nodes_of(state)) for state in states] == [(10, {0: (0,), 1: (1,)}), (5, {0: (0, 1), 1: (1, 0)})]
         found[1].lose()
-        assert loaded(replica_index.newest_state(addresses(found), TOKEN)) == (5, True)
+        assert loaded(newest_state(addresses(found), TOKEN)) == (5, True)
 
 
 def die_in_a_copy(mesh: Mesh, folders: list[Path]) -> None:
@@ -203,7 +203,7 @@ def test_a_rank_killed_during_a_copy_leaves_the_older_replica(tmp_path: Path, mo
     with nodes(tmp_path, 2) as found:
         with pytest.raises(RuntimeError, match="rank 1 ended without a result"):
             run_ranks(die_in_a_copy, 2, [node.folder for node in found])
-        state = replica_index.newest_state(addresses(found), TOKEN)
+        state = newest_state(addresses(found), TOKEN)
         assert loaded(state) == (5, True)
 
 
@@ -243,7 +243,7 @@ def test_a_flipped_byte_in_a_replica_is_detected(tmp_path: Path) -> None:
         contents = bytearray(image.read_bytes())
         contents[len(contents) // 2] ^= 4
         image.write_bytes(contents)
-        state = replica_index.newest_state([node.address], TOKEN)
+        state = newest_state([node.address], TOKEN)
         assert state is not None
         with pytest.raises(directory.DamagedCheckpoint, match=r"step-00000005 .*state-00000-of-00001.* not have the contents"):
             loaded(state)
@@ -251,23 +251,21 @@ def test_a_flipped_byte_in_a_replica_is_detected(tmp_path: Path) -> None:
 
 def test_connections_without_the_token_are_refused_and_logged(tmp_path: Path) -> None:
     with nodes(tmp_path, 1) as (node,):
-        with pytest.raises(replica_protocol.Refused, match="refused this one's token"):
-            replica_protocol.connect(node.address, "another secret")
+        with pytest.raises(Refused, match="refused this one's token"):
+            request(node.address, "another secret", {"op": "list"})
         with socket.create_connection(node.address) as stranger:
             stranger.recv(32)
             stranger.sendall(b"GET / HTTP/1.1".ljust(64))
             assert stranger.recv(64) == bytes(32) and stranger.recv(1) == b""
-        assert replica_index.newest_state([node.address], "another secret") is None
+        assert newest_state([node.address], "another secret") is None
         deadline = time.monotonic() + 10  # a stranger is told first, and written down then
         while (refused := node.log.read_text().count("refused 127.0.0.1")) < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert refused == 3
-        caller = replica_protocol.Caller(node.address, TOKEN)
-        assert caller.ask({"op": "list"})["copies"] == []
+        assert request(node.address, TOKEN, {"op": "list"})[0]["copies"] == []
         with pytest.raises(OSError, match="no operation 'eval'"):
-            caller.ask({"op": "eval"}, b"with bytes")
-        assert caller.ask({"op": "list"})["node"] == 0
-        caller.close()
+            request(node.address, TOKEN, {"op": "eval"})
+        assert request(node.address, TOKEN, {"op": "list"})[0]["node"] == 0
 
 
 def test_many_silent_connections_do_not_block_the_replica_server(tmp_path: Path) -> None:
@@ -275,9 +273,7 @@ def test_many_silent_connections_do_not_block_the_replica_server(tmp_path: Path)
         strangers = [socket.create_connection(node.address) for _ in range(300)]
         tasks = Path(f"/proc/{node.process.pid}/task")
         for _ in range(5):
-            caller = replica_protocol.Caller(node.address, TOKEN, 10.0)  # seconds after which it gives up
-            assert caller.ask({"op": "list"})["copies"] == []
-            caller.close()
+            assert request(node.address, TOKEN, {"op": "list"}, patience=10.0)[0]["copies"] == []
         assert len(list(tasks.iterdir())) < 90, "each stranger has a thread, but only so many are kept"
         for stranger in strangers:
             stranger.close()
@@ -292,8 +288,8 @@ def test_a_server_without_the_token_receives_no_state() -> None:
             link.recv(64)
             link.sendall(secrets.token_bytes(32))
             os._exit(0)
-        with pytest.raises(replica_protocol.Refused, match="does not know the token"):
-            replica_protocol.connect(impostor.getsockname(), TOKEN)
+        with pytest.raises(Refused, match="does not know the token"):
+            request(impostor.getsockname(), TOKEN, {"op": "list"})
         os.waitpid(pid, 0)
 
 
@@ -328,7 +324,7 @@ def test_a_lost_peer_is_reported_and_the_local_replica_counts(tmp_path: Path) ->
         (told,) = copy(ALONE, [found[0].folder], [5])
         assert (told.failure, told.peer) == (None, False)
         assert "rank 0: node 1: " in str(told.problem)
-        assert loaded(replica_index.newest_state(addresses(found), TOKEN)) == (5, True)
+        assert loaded(newest_state(addresses(found), TOKEN)) == (5, True)
 
 
 def test_a_copy_in_progress_skips_later_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,7 +361,7 @@ def test_copies_are_skipped_until_memory_is_ready(pace: float | None, tmp_path: 
         copies._reserving.join()  # type: ignore[union-attr]
         copies.take(3, state_of(ALONE, 3), RunMetadata(extra={"of": 3}))
         assert [(one.step, one.failure, one.skipped) for one in copies.settle()] == [(3, None, 2)]
-        assert loaded(replica_index.newest_state(addresses([node]), TOKEN)) == (3, True)
+        assert loaded(newest_state(addresses([node]), TOKEN)) == (3, True)
         copies.close()
 
 
@@ -392,10 +388,10 @@ def test_a_restarted_replica_server_serves_existing_replicas(tmp_path: Path) -> 
         again = ReplicaServer(node.folder, 0, TOKEN)
         serving = threading.Thread(target=again.serve)
         serving.start()
-        assert loaded(replica_index.newest_state([again.address], TOKEN)) == (5, True)
+        assert loaded(newest_state([again.address], TOKEN)) == (5, True)
         copies.take(15, state_of(ALONE, 15), RunMetadata(extra={"of": 15}))
         assert [one.failure for one in copies.settle()] == [None]
-        assert loaded(replica_index.newest_state([again.address], TOKEN)) == (15, True)
+        assert loaded(newest_state([again.address], TOKEN)) == (15, True)
         copies.close()
         again.close()
         serving.join()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from replica_nodes import newest_state, nodes_of
 
 from phalanx.checkpointing.replicas import replica_index, shm_slots
 from phalanx.checkpointing.restore import CheckpointReader
@@ -48,16 +49,16 @@ def test_a_run_has_its_newest_state_in_memory_and_a_killed_launcher_leaves_none(
     pids = {event.rank: event.pid for event in workshop.events("run") if event.kind == "worker_started"}
     for pid in pids.values():
         os.kill(pid, signal.SIGSTOP)  # the replica server needs none of them
-    state = replica_index.newest_state([tuple(told["address"])], told["token"])
-    assert state is not None and state.step % 5 == 0 and state.nodes == {0: (0,), 1: (0,)}
+    state = newest_state([tuple(told["address"])], told["token"])
+    assert state is not None and state.step % 5 == 0 and nodes_of(state) == {0: (0,), 1: (0,)}
     place = replica_index.MemoryLocation(state, told["token"])
     saved = CheckpointReader(place)
     assert saved.marker.run.progress["step"] == saved.marker.step == state.step
     assert all(torch.isfinite(saved.read(name)).all() for name in saved.names)
     assert {name.partition("/")[0] for name in saved.names} == {"model", "optimizer"}
     saved.close()
-    events = workshop.events("run")
-    assert all(event.bytes == state.bytes and not event.peer for event in events if isinstance(event, Copied))
+    events, bytes_of_copies = workshop.events("run"), sum(replicas[0].copy.size for replicas in state.replicas)
+    assert all(event.bytes == bytes_of_copies and not event.peer for event in events if isinstance(event, Copied))
     assert [event.message for event in events if isinstance(event, Warned)] == [ONE_NODE]
     os.kill(started.pid, signal.SIGKILL)
     started.wait()

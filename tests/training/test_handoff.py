@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
-from replica_nodes import TOKEN, nodes
+from replica_nodes import TOKEN, newest_state, nodes
 from torch import Tensor
 
 from phalanx.checkpointing.replicas import replica_index
@@ -167,7 +167,7 @@ def test_surviving_ranks_hand_off_the_whole_state(tmp_path: Path, layout: Layout
     with nodes(tmp_path, 2) as found:
         handed = run_ranks(hand, 4, tmp_path / "saved", [node.folder for node in found], dead, layout=layout)
         assert handed == [None if rank in dead else True for rank in range(4)]
-        state = replica_index.newest_state([node.address for node in found], TOKEN)
+        state = newest_state([node.address for node in found], TOKEN)
         assert state is not None
         assert (state.generation, state.step, state.ranks) == (5, 3, 4 - len(dead))
         handed_over = restored(tmp_path / "nothing", replica_index.MemoryLocation(state, TOKEN))

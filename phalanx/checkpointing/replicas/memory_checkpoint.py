@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpointing.format import RankFile, RunMetadata, encode_header
-from phalanx.checkpointing.replicas.replica_protocol import Caller
+from phalanx.checkpointing.replicas.replica_protocol import request
 from phalanx.checkpointing.replicas.shm_slots import ADDRESS, HANDOFF_SLOT, SLOTS, RankCopy, SlotDir
 from phalanx.checkpointing.save import Ballot, Ranks, failure_text, rank_file
 from phalanx.checkpointing.staging import Staging
@@ -92,11 +92,7 @@ def ask_server(slots: SlotDir, message: dict[str, Any]) -> dict[str, Any]:
         server = json.loads((slots.folder / ADDRESS).read_text())
     except FileNotFoundError:
         raise OSError(f"there is no replica server in {slots.folder} any more") from None
-    caller = Caller(tuple(server["address"]), server["token"], _PATIENCE)
-    try:
-        return caller.ask(message)
-    finally:
-        caller.close()
+    return request(tuple(server["address"]), server["token"], message, patience=_PATIENCE)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,23 +232,21 @@ class MemoryCopies:
 
     def _seal(self, copy: RankCopy, ballot: Ballot, started: float, discard_older: bool) -> None:
         """In a thread: when the copy is in memory, the server does the rest; rank 0 waits for all ranks."""
-        key, peer, problem = f"{ballot.key}-peer", False, None
-        failure: BaseException | None = None
+        peers, failure = _peer_ballot(ballot), None
+        answer: dict[str, Any] = {"peer": False, "problem": None}
         try:
             if discard_older:
                 ask_server(self._slot_dir, {"op": "discard", "before": self._generation})
             self._slots[copy.slot].chunks()  # waits for the copy
             answer = ask_server(self._slot_dir, {"op": "seal", "copy": copy.to_json()})
-            peer, problem = bool(answer["peer"]), answer["problem"]
         except BaseException as error:
-            failure = error
+            failure = _text(error)
         try:
+            if answer["problem"] is not None:
+                peers.fail(answer["problem"])
+            peers.done(int(answer["peer"]))
             if failure is not None:
-                ballot.fail(_text(failure))
-            self._ranks.store_add(key, int(peer))
-            if problem is not None:
-                self._ranks.store_set(f"{key}-problem", f"rank {copy.rank}: {problem}")
-                self._ranks.store_add(f"{key}-problems", 1)
+                ballot.fail(failure)
             ballot.done(copy.size)
             if copy.rank == 0 and self._wait_for_all(ballot):
                 self._ended.append(self._outcome(copy, ballot, started))
@@ -261,22 +255,15 @@ class MemoryCopies:
 
     def _outcome(self, copy: RankCopy, ballot: Ballot, started: float) -> CopyOutcome:
         """On rank 0, when all ranks are done."""
-        failure, key = ballot.failures(), f"{ballot.key}-peer"
+        failure, peers = ballot.failures(), _peer_ballot(ballot)
         if failure is None:
             self._newest_slot = copy.slot
         skipped, self._skipped = self._skipped, 0
-        seconds, stall = time.perf_counter() - started, self._stall + self._slots[copy.slot].device_wait()
-        self._cost = stall
+        seconds, self._cost = time.perf_counter() - started, self._stall + self._slots[copy.slot].device_wait()
         return CopyOutcome(
-            step=copy.step,
-            failure=failure,
-            bytes=ballot.bytes,
-            seconds=seconds,
-            stall=stall,
-            peer=self._ranks.store_add(key, 0) == self._ranks.ranks,
-            problem=self._ranks.store_get(f"{key}-problem") if self._ranks.store_add(f"{key}-problems", 0) else None,
-            skipped=skipped,
-        )
+            step=copy.step, failure=failure, bytes=ballot.bytes, seconds=seconds, stall=self._cost, skipped=skipped,
+            peer=peers.bytes == self._ranks.ranks, problem=peers.failures(),
+        )  # fmt: skip
 
     def _wait_for_all(self, ballot: Ballot, seconds: float = math.inf) -> bool:
         deadline = time.monotonic() + seconds
@@ -363,6 +350,11 @@ def _rank_copy(file: RankFile, generation: int, slot: str, step: int, metadata: 
         node=0, generation=generation, rank=file.rank, ranks=file.ranks, slot=slot, step=step, sidecar=file.sidecar(),
         metadata=metadata if first else None, time=time.time() if first else None,
     )  # fmt: skip
+
+
+def _peer_ballot(ballot: Ballot) -> Ballot:
+    """Counts, as bytes, the ranks whose copies are also on a peer; and why others are not."""
+    return Ballot(ballot.ranks, f"{ballot.key}-peer")
 
 
 def _text(error: BaseException) -> str:

@@ -19,16 +19,17 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from phalanx.checkpointing.format import BLOCK
-from phalanx.checkpointing.replicas import replica_protocol
-from phalanx.checkpointing.replicas.replica_protocol import Address, Caller, Connection
-from phalanx.checkpointing.replicas.shm_slots import ADDRESS, SLOTS, RankCopy, SlotDir, claim, default_root, machine_id
+from phalanx.checkpointing.replicas.replica_protocol import Connection, request
+from phalanx.checkpointing.replicas.shm_slots import ADDRESS, SLOTS, RankCopy, SlotDir, machine_id, replace_file
+from phalanx.events import frames
+from phalanx.events.frames import Address
 
 _CHECKSUM_THREADS = 2  # per copy: the cores are for training
 _MAX_UNPROVEN = 64  # connections that have not proved the token yet
@@ -45,12 +46,12 @@ class ReplicaServer:
         self.slots, self.node, self._token = SlotDir(folder), node, token
         self._listener = socket.create_server((bind, 0), backlog=1024)
         self.address: Address = self._listener.getsockname()[:2]
-        self._peer: tuple[int, Caller] | None = None
+        self._peer: tuple[int, Address] | None = None
         self._reserving = threading.Lock()
         self._unproven_lock = threading.Lock()
         self._unproven: dict[socket.socket, None] = {}
         """Connections that have not proved the token yet, oldest first."""
-        self._operations: dict[str, Callable[[Message], Message]] = {
+        self._operations: dict[str, Callable[[Message], Message | None]] = {
             "reserve": self._reserve,
             "seal": self._seal,
             "list": self._list,
@@ -58,9 +59,7 @@ class ReplicaServer:
             "peers": self._set_peer,
         }
         # For this node's workers. Only this user can read the folder.
-        partial = folder / f"{ADDRESS}.partial"
-        partial.write_text(json.dumps({"address": self.address, "token": token, "node": node}))
-        os.replace(partial, folder / ADDRESS)
+        replace_file(folder / ADDRESS, json.dumps({"address": self.address, "token": token, "node": node}))
 
     def serve(self) -> None:
         """Accept connections until `close`."""
@@ -74,9 +73,8 @@ class ReplicaServer:
                 continue
             with self._unproven_lock:
                 self._unproven[sock] = None
-                if (
-                    len(self._unproven) > _MAX_UNPROVEN
-                ):  # members of the run prove the token in milliseconds: the oldest is a stranger
+                if len(self._unproven) > _MAX_UNPROVEN:
+                    # Members of the run prove the token in milliseconds: the oldest is a stranger.
                     oldest = next(iter(self._unproven))
                     del self._unproven[oldest]
                     with contextlib.suppress(OSError):
@@ -91,33 +89,30 @@ class ReplicaServer:
     def _serve_connection(self, sock: socket.socket, where: Address) -> None:
         with sock:
             try:
-                link = replica_protocol.accept(sock, self._token)
+                frames.accept_client(sock, self._token, frames.REPLICAS)
             except OSError as error:
                 _log(f"refused {where[0]}:{where[1]}: {error}")
                 return
             finally:
                 with self._unproven_lock:
                     self._unproven.pop(sock, None)
-            link.set_timeout(None)  # hours may pass between two requests
             with contextlib.suppress(ConnectionError):
-                while True:
-                    self._answer(link)
+                self._answer(Connection(sock))
 
     def _answer(self, link: Connection) -> None:
         """Serve one request."""
         message, length = link.receive()
         operation = message.get("op")
         try:
-            if operation == "put":
-                link.send(self._put(link, message, length))
-                return
-            link.drop(length)
             if operation == "read":
                 self._read(link, message)
-                return
-            if operation not in self._operations:
+            elif operation == "put":
+                self._put(link, message, length)
+                link.send({})
+            elif operation in self._operations:
+                link.send(self._operations[operation](message) or {})
+            else:
                 raise ValueError(f"there is no operation {operation!r}")
-            link.send(self._operations[operation](message))
         except ConnectionError:
             raise
         except FileNotFoundError as error:
@@ -126,7 +121,7 @@ class ReplicaServer:
             _log(f"{operation}: {type(error).__name__}: {error}")
             link.send({"error": str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"})
 
-    def _reserve(self, message: Message) -> Message:
+    def _reserve(self, message: Message) -> Message | None:
         """Allocate a worker's slots, here and on the peer."""
         generation, rank, size = (int(message[key]) for key in ("generation", "rank", "bytes"))
         with self._reserving:
@@ -134,14 +129,13 @@ class ReplicaServer:
         peer = self._peer
         if peer is not None and not message.get("for_peer") and not message.get("alone"):
             try:
-                peer[1].ask(message | {"for_peer": True})
+                request(peer[1], self._token, message | {"for_peer": True})
             except OSError as error:
                 return {"problem": f"node {peer[0]}: {error}"}
-        return {}
+        return None
 
     def _seal(self, message: Message) -> Message:
         """A worker has copied: compute checksums, seal the slot, send it to the peer. Returns when all of this is done."""
-        started = time.perf_counter()
         copy = replace(RankCopy.from_json(message["copy"]), node=self.node)
         with self.slots.slot(copy.generation, copy.rank, copy.slot).open("rb") as file:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as area:
@@ -149,17 +143,16 @@ class ReplicaServer:
                     raise ValueError(f"rank {copy.rank} has copied {copy.size} bytes into a slot of {len(area)}")
                 copy = replace(copy, sidecar=replace(copy.sidecar, crc32=_block_sums(area)))
             self.slots.seal(copy)
-            sealed = time.perf_counter() - started
             peer, problem = None if message.get("alone") else self._peer, None
             if peer is not None:
                 try:
-                    peer[1].send_file({"op": "put", "copy": copy.to_json()}, file, copy.size)
+                    request(peer[1], self._token, {"op": "put", "copy": copy.to_json()}, file=file, length=copy.size)
                 except OSError as error:
                     problem = f"node {peer[0]}: {error}"
                     _log(f"step {copy.step} of rank {copy.rank} is not on {problem}")
-        return {"seconds": sealed, "peer": peer is not None and problem is None, "problem": problem}
+        return {"peer": peer is not None and problem is None, "problem": problem}
 
-    def _put(self, link: Connection, message: Message, length: int) -> Message:
+    def _put(self, link: Connection, message: Message, length: int) -> None:
         """Receive another node's copy block by block, and compare it with its checksums."""
         remaining = length
         try:
@@ -186,36 +179,25 @@ class ReplicaServer:
         except BaseException:
             link.drop(remaining)
             raise
-        return {}
 
     def _read(self, link: Connection, message: Message) -> None:
         generation, rank, step, begin, length = (int(message[key]) for key in ("generation", "rank", "step", "begin", "length"))
-        path = self.slots.slot(generation, rank, str(message["slot"]))
-        self.slots.check_step(path, step)
-        with path.open("rb") as file:
+        with self.slots.sealed_slot(generation, rank, str(message["slot"]), step).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            link.send_file({}, file, begin, max(0, min(length, size - begin)))
+            link.send({}, file, begin, max(0, min(length, size - begin)))
 
     def _list(self, message: Message) -> Message:
         copies = [copy.to_json() for copy in self.slots.copies()]
         return {"node": self.node, "folder": str(self.slots.folder), "machine": machine_id(), "copies": copies}
 
-    def _discard(self, message: Message) -> Message:
-        self.slots.discard(int(message["before"]), message.get("keep_step"))
-        return {}
+    def _discard(self, message: Message) -> None:
+        self.slots.discard(int(message["before"]))
 
-    def _set_peer(self, message: Message) -> Message:
+    def _set_peer(self, message: Message) -> None:
         """Given the nodes that are alive: the next one in the ring receives this node's copies from now on."""
-        addresses: Mapping[str, list[Any]] = message["addresses"]
-        others = sorted(int(node) for node in addresses if int(node) != self.node)
-        after = [node for node in others if node > self.node] or others
-        if not after:
-            self._peer = None
-            return {"peer": None}
-        host, port = addresses[str(after[0])]
-        if self._peer is None or self._peer[1].address != (host, port):
-            self._peer = (after[0], Caller((host, port), self._token))
-        return {"peer": after[0]}
+        others = sorted((int(node), (str(host), int(port))) for node, (host, port) in message["addresses"] if node != self.node)
+        after = [other for other in others if other[0] > self.node] or others
+        self._peer = after[0] if after else None
 
 
 def _block_sums(area: mmap.mmap) -> list[int]:
@@ -235,14 +217,10 @@ def _log(message: str) -> None:
 
 def main() -> NoReturn:
     parent, settings = os.getppid(), json.loads(sys.stdin.readline())
-    if settings.get("folder"):  # claimed by the parent process, whose lock this process has inherited
-        folder = Path(settings["folder"])
-    else:
-        root = Path(settings["root"]) if settings.get("root") else default_root()
-        folder, _ = claim(root, f"{settings['run']}-node{settings['node']}")
-    server = ReplicaServer(folder, int(settings["node"]), settings["token"], settings.get("bind", "127.0.0.1"))
+    folder = Path(settings["folder"])  # claimed by the parent process, whose lock this process has inherited
+    server = ReplicaServer(folder, settings["node"], settings["token"], settings["bind"])
     threading.Thread(target=server.serve, daemon=True).start()
-    print(json.dumps({"address": server.address, "folder": str(folder)}), flush=True)
+    print(json.dumps({"address": server.address}), flush=True)
     # Other processes that the parent has forked may keep the pipe open after its death.
     while os.getppid() == parent and not (select.select([0], [], [], _POLL)[0] and not os.read(0, 4096)):
         pass

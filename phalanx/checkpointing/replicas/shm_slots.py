@@ -12,6 +12,7 @@ leaves the older one.
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import os
 import shutil
@@ -23,8 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpointing.format import SUFFIX, RunMetadata, Sidecar, rank_file_name
-from phalanx.checkpointing.location import Local
+from phalanx.checkpointing.format import SUFFIX, RunMetadata, Sidecar
 
 SLOTS = ("a", "b")
 HANDOFF_SLOT = "h"
@@ -60,10 +60,6 @@ class RankCopy:
     def size(self) -> int:
         return self.sidecar.size
 
-    @property
-    def file(self) -> str:
-        return rank_file_name(self.rank, self.ranks)
-
     def to_json(self) -> dict[str, Any]:
         table = {key: getattr(self, key) for key in ("node", "generation", "rank", "ranks", "slot", "step", "time")}
         metadata = None if self.metadata is None else self.metadata.to_json()
@@ -80,7 +76,6 @@ class SlotDir:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._sealed_steps: dict[Path, tuple[tuple[int, int], int]] = {}
 
     def slot(self, generation: int, rank: int, slot: str) -> Path:
         """The file of a slot."""
@@ -99,7 +94,7 @@ class SlotDir:
                 f"{self.folder} has {free / 2**20:,.0f} MiB free, of which {_USABLE:.0%} may be used"
             )
         for path in missing:
-            self._unseal(path)
+            path.with_suffix(_SEAL).unlink(missing_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 os.ftruncate(fd, size)
@@ -113,17 +108,12 @@ class SlotDir:
 
     def unseal(self, generation: int, rank: int, slot: str) -> None:
         """The slot is about to be written: from now on it contains nothing."""
-        self._unseal(self.slot(generation, rank, slot))
-
-    def _unseal(self, path: Path) -> None:
-        path.with_suffix(_SEAL).unlink(missing_ok=True)
+        self.slot(generation, rank, slot).with_suffix(_SEAL).unlink(missing_ok=True)
 
     def seal(self, copy: RankCopy) -> None:
         """The slot is complete: from now on it is a copy, atomically."""
-        path = self.slot(copy.generation, copy.rank, copy.slot).with_suffix(_SEAL)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(copy.to_json()))
-        os.replace(partial, path)
+        path = self.slot(copy.generation, copy.rank, copy.slot)
+        replace_file(path.with_suffix(_SEAL), json.dumps(copy.to_json()))
 
     def copies(self) -> list[RankCopy]:
         """All complete copies."""
@@ -135,33 +125,36 @@ class SlotDir:
                 continue  # unsealed at this moment
         return copies
 
-    def read(self, path: Path, step: int, begin: int, length: int) -> bytes:
-        """Bytes of a slot that contains a step."""
-        self.check_step(path, step)
-        return Local(path).read(begin, length)
-
-    def check_step(self, path: Path, step: int) -> None:
-        """FileNotFoundError unless the slot contains this step."""
-        seal = path.with_suffix(_SEAL)
-        status = seal.stat()
-        version = (status.st_ino, status.st_mtime_ns)
-        known = self._sealed_steps.get(seal)  # a large slot is read in many parts
-        if known is None or known[0] != version:
-            known = self._sealed_steps[seal] = (version, int(json.loads(seal.read_text())["step"]))
-        if known[1] != step:
+    def sealed_slot(self, generation: int, rank: int, slot: str, step: int) -> Path:
+        """The file of a slot that contains this step; else FileNotFoundError."""
+        path = self.slot(generation, rank, slot)
+        status = path.with_suffix(_SEAL).stat()
+        if _sealed_step(path.with_suffix(_SEAL), status.st_ino, status.st_mtime_ns) != step:
             raise FileNotFoundError(f"{path} no longer contains step {step}")
+        return path
 
-    def discard(self, before: int, keep_step: int | None = None) -> None:
-        """Free the memory of generations before this one, except copies of `keep_step`."""
-        kept = {(copy.generation, copy.rank, copy.slot) for copy in self.copies() if copy.step == keep_step}
+    def discard(self, before: int) -> None:
+        """Free the memory of generations before this one."""
         for path in self.folder.glob(f"*-*-?{SUFFIX}"):
-            generation, rank, slot = path.stem.split("-")
-            if int(generation) < before and (int(generation), int(rank), slot) not in kept:
-                self._unseal(path)
+            if int(path.name.split("-")[0]) < before:
+                path.with_suffix(_SEAL).unlink(missing_ok=True)
                 path.unlink(missing_ok=True)
 
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@functools.lru_cache(maxsize=1024)  # a large slot is read in many parts
+def _sealed_step(seal: Path, inode: int, changed: int) -> int:
+    """The step in a seal. A new seal has another inode or time."""
+    return int(json.loads(seal.read_text())["step"])
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file atomically."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    os.replace(partial, path)
 
 
 def free_bytes(folder: Path) -> int:
