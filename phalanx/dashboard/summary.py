@@ -33,7 +33,6 @@ from phalanx.events.records import (
     WorkerFailed,
     plain,
 )
-from phalanx.spec.plan import SavedPromise
 
 LOSS_CURVE = "loss.png"
 """File name of the loss curve in a run directory."""
@@ -200,7 +199,7 @@ def summarize(events: Iterable[Event]) -> Summary:
     steps = [known.steps[step] for step in sorted(known.steps)]
     last_evaluation = known.evaluations[max(known.evaluations)] if known.evaluations else None
     reached = [*known.steps, *(event.step for event in ends), *(event.step for event in known.skipped)]
-    promise: SavedPromise = (started.promise if started else None) or {}
+    promise = started.promise if started else None
     return Summary(
         recoveries=len(recoveries),
         steps_lost=sum(event.steps_lost for event in recoveries),
@@ -217,12 +216,12 @@ def summarize(events: Iterable[Event]) -> Summary:
         mfu=_warm_median([step.mfu for step in known.launch]),
         steps_skipped=len(known.skipped),
         step_seconds=_warm_median([step.seconds for step in known.launch]),
-        promised_step_seconds=promise.get("seconds"),
-        promised_low=promise.get("low"),
-        promised_high=promise.get("high"),
-        promised_tokens_per_second=promise.get("tokens_per_second"),
+        promised_step_seconds=promise.seconds if promise else None,
+        promised_low=promise.low if promise else None,
+        promised_high=promise.high if promise else None,
+        promised_tokens_per_second=promise.tokens_per_second if promise else None,
         memory=max((step.memory for step in known.launch), default=None),
-        promised_memory=promise.get("total_memory"),
+        promised_memory=promise.total_memory if promise else None,
         seconds=launch[-1].time - launch[0].time if launch else 0.0,
         ranks=started.ranks if started else 0,
         parameters=started.parameters if started else 0,

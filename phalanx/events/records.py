@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, dataclass_transform
 
 from phalanx.spec.layout import SavedLayout
-from phalanx.spec.plan import SavedPromise
+from phalanx.spec.plan import Promise
 
 KINDS: dict[str, type[Event]] = {}
 """Every kind of record by its name in events.jsonl, in the order of this file."""
@@ -45,7 +45,7 @@ class RunStarted(Event):
     accumulation: int
     layout: SavedLayout
     compute: str
-    promise: SavedPromise | None = None
+    promise: Promise | None = None
     """What the plan expects, or None: `seconds` of a step with `low` and `high` (P10, P90) and their `split`, `tokens_per_second`, `memory`
     in bytes by component and `total_memory` of the fullest rank, `mfu`, `days`, `price`."""
 
@@ -411,6 +411,8 @@ def decode(line: str) -> Event | None:
     renamed = _RENAMED_FIELDS.get(kind, {})
     types = {field.name: str(field.type) for field in fields(record)}
     values = {renamed.get(key, key): value for key, value in table.items()}
+    if "promise" in types:
+        values["promise"] = Promise.from_saved(values.get("promise"))
     return record(**{key: _number(value) if "float" in types[key] else value for key, value in values.items() if key in types})
 
 

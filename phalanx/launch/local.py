@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from phalanx._version import __version__
 from phalanx.checkpointing.replicas import shm_slots
@@ -31,7 +31,7 @@ from phalanx.host.process_tree import stop_signals_blocked
 from phalanx.launch.prepare import Prepared
 from phalanx.launch.run_checks import ONE_NODE, check_replica_memory
 from phalanx.spec.errors import RunError, RunFailed
-from phalanx.spec.plan import Plan, SavedPromise
+from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 
 FORCED_EXIT = 130
@@ -256,7 +256,7 @@ def run_started(run: Run, plan: Plan) -> RunStarted:
         accumulation=plan.accumulation,
         layout=asdict(plan.layout),
         compute=plan.compute,
-        promise=None if plan.promise is None else cast(SavedPromise, asdict(plan.promise)),
+        promise=plan.promise,
     )
 
 

@@ -10,13 +10,11 @@ from dataclasses import fields, replace
 from phalanx.spec import hf_config_write
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError, around, divisors, either, multiples, nearest_divisors, nearest_multiples, quote, toml
-from phalanx.spec.keys import BARE, KEYS, OPTIONAL, Finding, Wrong, finding, keys_in, tables_in
+from phalanx.spec.keys import BARE, KEYS, OPTIONAL, Finding, Wrong, apply_rules, keys_in, tables_in
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.origin import origin, overridable
 from phalanx.spec.run import Run, Source
 from phalanx.spec.sources import kinds, vocabulary_size
-
-_BATCH = ("train.batch", "train.batch_tokens", "train.sequence_length")
 
 
 def check(run: Run) -> list[str]:
@@ -42,8 +40,11 @@ def check(run: Run) -> list[str]:
 
 def findings(run: Run) -> Iterator[Finding]:
     """Problems between keys, of a run in which every key accepts its value."""
-    for rules in (_batch, model_findings, _data, layout_findings, _duration, _checkpoints, _resilience, _planned_cluster):
-        yield from rules(run)
+    yield from apply_rules(run, _batch)
+    yield from model_findings(run)
+    yield from apply_rules(run, _data)
+    yield from layout_findings(run)
+    yield from apply_rules(run, _duration, _checkpoints, _resilience, _planned_cluster)
 
 
 def _names(run: Run) -> list[str]:
@@ -61,44 +62,39 @@ def _names(run: Run) -> list[str]:
     return problems
 
 
-def _batch(run: Run) -> Iterator[Finding]:
+def _batch(run: Run) -> Iterator[str]:
     """The batch must divide evenly among the replicas, and each replica's share among its micro-batches."""
     yield from _exactly_one(run, "train.batch", "train.batch_tokens", 8)
-    if run.train.batch_tokens is not None and run.train.batch is None and run.train.batch_tokens % run.train.sequence_length:
-        near = nearest_multiples(run.train.batch_tokens, run.train.sequence_length)
-        yield finding(run, "{train.batch_tokens} is not a multiple of {train.sequence_length}: take {near}.", near=near)
+    train, replicas, shard = run.train, run.layout.replicas, run.layout.shard
+    if train.batch_tokens is not None and train.batch is None and train.batch_tokens % train.sequence_length:
+        near = nearest_multiples(train.batch_tokens, train.sequence_length)
+        yield f"$train.batch_tokens is not a multiple of $train.sequence_length: take {near}."
     if not _knows_batch(run):
         return
-    key, unit = ("train.batch", 1) if run.train.batch is not None else ("train.batch_tokens", run.train.sequence_length)
-    batch, replicas, shard, micro = run.batch, run.layout.replicas, run.layout.shard, run.train.micro_batch
-    share = batch // replicas
+    key, unit = ("train.batch", 1) if train.batch is not None else ("train.batch_tokens", train.sequence_length)
+    batch, share = run.batch, run.batch // replicas
+    involved = f"$({key})$(layout.data)$(layout.shard)$(train.sequence_length)"
     if batch % replicas:
         batches = either(unit * size for size in multiples(batch, replicas))
         degrees = either(around(run.layout.data or 1, [degree // shard for degree in divisors(batch) if degree % shard == 0]))
-        yield Finding(
-            ("layout.data", key, "layout.shard", "train.sequence_length"),
-            f"{key} = {batch * unit}{'' if unit == 1 else f' ({batch} sequences)'} does not divide among the {replicas} replicas "
-            f"of layout.data × layout.shard: set {key} to {batches}{f', or layout.data to {degrees}' if degrees else ''}.",
+        yield (
+            f"$(layout.data){involved}${key}{'' if unit == 1 else f' ({batch} sequences)'} does not divide among the {replicas} "
+            f"replicas of layout.data × layout.shard: set {key} to {batches}{degrees and f', or layout.data to {degrees}'}."
         )
-    elif micro is not None and share % micro:
+    elif train.micro_batch is not None and share % train.micro_batch:
         sizes = divisors(share)
-        yield finding(
-            run,
-            "{train.micro_batch} does not divide the {share} sequences that {whose}: set it to {sizes}, or remove it.",
-            *(key, "layout.data", "layout.shard", "train.sequence_length"),
-            share=share,
-            whose="the global batch has" if replicas == 1 else "each replica gets of the global batch",
-            sizes=either(sizes if len(sizes) <= 16 else around(micro, sizes)),
-        )
+        nearest = either(sizes if len(sizes) <= 16 else around(train.micro_batch, sizes))
+        whose = "the global batch has" if replicas == 1 else "each replica gets of the global batch"
+        doubtful = f"$train.micro_batch{involved} does not divide the {share} sequences that {whose}"
+        yield f"{doubtful}: set it to {nearest}, or remove it."
 
 
-def _exactly_one(run: Run, first: str, second: str, example: int) -> Iterator[Finding]:
+def _exactly_one(run: Run, first: str, second: str, example: int) -> Iterator[str]:
     given = [KEYS[path].of(run) is not None for path in (first, second)]
     if all(given):
-        yield finding(run, f"{{{first}}} and {{{second}}} are both given: remove one of them.")
+        yield f"${first} and ${second} are both given: remove one of them."
     elif not any(given):
-        text = f"neither {first} nor {second} is given: set one of them, such as {first} = {example}."
-        yield Finding((first, second), text)
+        yield f"neither $({first}){first} nor $({second}){second} is given: set one of them, such as {first} = {example}."
 
 
 def _knows_batch(run: Run) -> bool:
@@ -107,55 +103,43 @@ def _knows_batch(run: Run) -> bool:
     return (batch is None) != (tokens is None) and (tokens or 0) % run.train.sequence_length == 0
 
 
-def _knows_steps(run: Run) -> bool:
-    steps, tokens = run.train.steps, run.train.tokens
-    return (steps is None) != (tokens is None) and (steps is not None or _knows_batch(run))
-
-
-def _duration(run: Run) -> Iterator[Finding]:
+def _duration(run: Run) -> Iterator[str]:
     yield from _exactly_one(run, "train.steps", "train.tokens", 1000)
-    optimizer, warmup, decay = run.optimizer, run.optimizer.warmup_steps, run.optimizer.decay_steps
-    if decay is not None and optimizer.schedule != "wsd":
-        yield finding(
-            run,
-            '{optimizer.decay_steps} belongs to optimizer.schedule = "wsd", but the schedule is {schedule}: '
-            'remove it, or set optimizer.schedule to "wsd".',
-            "optimizer.schedule",
-            schedule=toml(optimizer.schedule),
+    steps, tokens, decay = run.train.steps, run.train.tokens, run.optimizer.decay_steps
+    known = (steps is None) != (tokens is None) and (steps is not None or _knows_batch(run))
+    warmup, schedule = run.optimizer.warmup_steps, run.optimizer.schedule
+    if decay is not None and schedule != "wsd":
+        yield (
+            f'$optimizer.decay_steps belongs to optimizer.schedule = "wsd", but the schedule is {toml(schedule)}: '
+            'remove it, or set optimizer.schedule to "wsd".$(optimizer.schedule)'
         )
     # A run shorter than its warm-up is legal: trying a run file for a few steps is common.
-    elif decay is not None and _knows_steps(run) and warmup < run.steps < warmup + decay:
-        yield Finding(
-            ("optimizer.decay_steps", "optimizer.warmup_steps", "optimizer.schedule", "train.steps", "train.tokens", *_BATCH),
+    elif decay is not None and known and warmup < run.steps < warmup + decay:
+        yield (
+            "$(optimizer.decay_steps)$(optimizer.warmup_steps)$(optimizer.schedule)$(train.steps)$(train.tokens)$(train.batch)"
             f"optimizer.warmup_steps + optimizer.decay_steps = {warmup + decay} exceeds the run of {run.steps} steps: "
-            f"set optimizer.decay_steps to at most {run.steps - warmup}.",
+            f"set optimizer.decay_steps to at most {run.steps - warmup}.$(train.batch_tokens)$(train.sequence_length)"
         )
     if run.train.eval_every is not None and run.data.eval_fraction == 0:
-        yield Finding(
-            ("train.eval_every", "data.eval_fraction"),
-            f"train.eval_every = {run.train.eval_every} has nothing to evaluate on, as data.eval_fraction = 0: "
-            "remove train.eval_every, or hold out a part such as data.eval_fraction = 0.01.",
+        yield (
+            "$train.eval_every has nothing to evaluate on, as $(data.eval_fraction)data.eval_fraction = 0: "
+            "remove train.eval_every, or hold out a part such as data.eval_fraction = 0.01."
         )
 
 
-def _checkpoints(run: Run) -> Iterator[Finding]:
+def _checkpoints(run: Run) -> Iterator[str | Finding]:
     yield from _export(run)
     if run.checkpoint.local_first and run.checkpoint.url is None:
-        yield finding(
-            run,
-            "{checkpoint.local_first} uploads to checkpoint.url, which is not given: set it, such as "
-            'checkpoint.url = "s3://bucket/folder", or remove checkpoint.local_first.',
-            "checkpoint.url",
+        yield (
+            "$checkpoint.local_first uploads to checkpoint.url, which is not given: set it, such as "
+            'checkpoint.url = "s3://bucket/folder", or remove checkpoint.local_first.$(checkpoint.url)'
         )
     if run.checkpoint.memory_every is not None and run.memory.offload == "nvme":
-        yield finding(
-            run,
-            "{checkpoint.memory_every} keeps the whole state in host memory, which {memory.offload} is meant to avoid: "
-            "remove one of them.",
-        )
+        avoided = "keeps the whole state in host memory, which $memory.offload is meant to avoid"
+        yield f"$checkpoint.memory_every {avoided}: remove one of them."
 
 
-def _export(run: Run) -> Iterator[Finding]:
+def _export(run: Run) -> Iterator[str | Finding]:
     """An export that can never work is refused before the first step, not at the first save."""
     if not run.checkpoint.export_hf or (run.model.module is None and any(model_findings(run))):
         return  # the model's own problems come first
@@ -167,54 +151,45 @@ def _export(run: Run) -> Iterator[Finding]:
             text = f"checkpoint.export_hf = true: {sentence.removesuffix('.')}: {off}."
             yield Finding(("checkpoint.export_hf", "model.module"), text)
     if run.optimizer.sync_every > 1:
-        yield finding(
-            run,
-            "{checkpoint.export_hf} needs a single model, but with {optimizer.sync_every} "
-            f"each replica has its own model between synchronizations: {off}, or set optimizer.sync_every to 1.",
+        yield (
+            "$checkpoint.export_hf needs a single model, but with $optimizer.sync_every each replica has its own model "
+            f"between synchronizations: {off}, or set optimizer.sync_every to 1."
         )
 
 
-def _resilience(run: Run) -> Iterator[Finding]:
+def _resilience(run: Run) -> Iterator[str]:
     after, most = run.resilience.rollback_after, run.resilience.max_skipped
     if after is not None and run.checkpoint.every is None:
-        yield finding(
-            run,
-            "{resilience.rollback_after} has no checkpoint to return to, as checkpoint.every is not given: set it, such as "
-            "checkpoint.every = 100, or remove resilience.rollback_after.",
-            "checkpoint.every",
+        yield (
+            "$resilience.rollback_after has no checkpoint to return to, as $(checkpoint.every)checkpoint.every is not given: "
+            "set it, such as checkpoint.every = 100, or remove resilience.rollback_after."
         )
     if after is not None and after > most:
-        yield finding(
-            run,
-            "{resilience.rollback_after} is never reached, as the run ends after {bad} bad steps in a row: set it to at most "
-            "{resilience.max_skipped}, or raise that.",
-            bad=most + 1,
+        yield (
+            f"$resilience.rollback_after is never reached, as the run ends after {most + 1} bad steps in a row: "
+            "set it to at most $resilience.max_skipped, or raise that."
         )
     spares, nodes = run.resilience.spares, run.cluster.nodes
     if spares >= nodes:
-        yield finding(
-            run,
-            "{resilience.spares} of {cluster.nodes} leaves no node to train on: {fewer}, or raise cluster.nodes to at least {enough}.",
-            fewer=f"set it to at most {nodes - 1}" if nodes > 1 else "remove it",
-            enough=spares + 1,
-        )
+        fewer = f"set it to at most {nodes - 1}" if nodes > 1 else "remove it"
+        remedy = f"{fewer}, or raise cluster.nodes to at least {spares + 1}"
+        yield f"$resilience.spares of $cluster.nodes leaves no node to train on: {remedy}."
 
 
-def _planned_cluster(run: Run) -> Iterator[Finding]:
+def _planned_cluster(run: Run) -> Iterator[str]:
     """Parts of a cluster mean nothing without the GPU, which `cluster.gpu` or `cluster.name` gives; planning looks the names up."""
     if run.cluster.name is not None or run.cluster.gpu is not None:
         return
     for key in ("gpus", "node", "network"):
         if getattr(run.cluster, key) is not None:
-            yield finding(
-                run,
-                f"{{cluster.{key}}} is part of a cluster to plan for, but nothing says which GPU it has: set cluster.gpu, such "
-                f'as cluster.gpu = "h100-sxm", or cluster.name, or remove cluster.{key}; `phalanx clusters` lists the names.',
-                *("cluster.gpu", "cluster.name"),
+            yield (
+                f"$cluster.{key} is part of a cluster to plan for, but nothing says which GPU it has$(cluster.gpu)$(cluster.name): "
+                f'set cluster.gpu, such as cluster.gpu = "h100-sxm", or cluster.name, or remove cluster.{key}; '
+                "`phalanx clusters` lists the names."
             )
 
 
-def _data(run: Run) -> Iterator[Finding]:
+def _data(run: Run) -> Iterator[str | Finding]:
     """Problems between the keys of [data], and with model.vocab."""
     yield from _vocabulary(run)
     if run.data.mix:
@@ -224,14 +199,13 @@ def _data(run: Run) -> Iterator[Finding]:
     else:
         yield from _source(run.data, "data")
     if run.data.packing == "best-fit" and not run.data.document_mask:
-        yield finding(
-            run,
-            "{data.document_mask} makes one text of a window, but {data.packing} fills windows with unrelated documents: "
-            'remove it, or set data.packing to "stream".',
+        yield (
+            "$data.document_mask makes one text of a window, but $data.packing fills windows with unrelated documents: "
+            'remove it, or set data.packing to "stream".'
         )
 
 
-def _vocabulary(run: Run) -> Iterator[Finding]:
+def _vocabulary(run: Run) -> Iterator[str | Finding]:
     try:
         tokens = vocabulary_size(run.data.tokenizer)
     except RunError as error:
@@ -239,11 +213,11 @@ def _vocabulary(run: Run) -> Iterator[Finding]:
         yield from (Finding(("data.tokenizer",), sentence, not_if_resolved=True) for sentence in error.problems)
         return
     if run.model.vocab is not None and run.model.vocab < tokens:
-        text = "{model.vocab} has no row for some of the {tokens} tokens of {data.tokenizer}: set it to at least {tokens}, or remove it."
-        yield finding(run, text, tokens=tokens)
+        remedy = f"set it to at least {tokens}, or remove it"
+        yield f"$model.vocab has no row for some of the {tokens} tokens of $data.tokenizer: {remedy}."
 
 
-def _mixture(run: Run) -> Iterator[Finding]:
+def _mixture(run: Run) -> Iterator[str | Finding]:
     """In a mixture, each source is described in its own table, and all have weights or none."""
     mix = run.data.mix
     for field in fields(Source):
@@ -264,14 +238,13 @@ def _mixture(run: Run) -> Iterator[Finding]:
         )
 
 
-def _source(source: Source, table: str) -> Iterator[Finding]:
+def _source(source: Source, table: str) -> Iterator[str]:
     """A source's kind must read every key that is set: no setting may be ignored."""
     indicated = kinds(source)
     if len(indicated) > 1:
-        yield Finding(
-            (f"{table}.paths", f"{table}.source"),
-            f"{table}.paths names files of {len(indicated)} kinds ({', '.join(indicated)}): choose one, such as "
-            f"{table}.source = {toml(indicated[0])}, or make a mixture of them in [data.mix.NAME] tables.",
+        yield (
+            f"$({table}.paths)$({table}.source){table}.paths names files of {len(indicated)} kinds ({', '.join(indicated)}): "
+            f"choose one, such as {table}.source = {toml(indicated[0])}, or make a mixture of them in [data.mix.NAME] tables."
         )
     if len(indicated) != 1:
         return
@@ -280,23 +253,19 @@ def _source(source: Source, table: str) -> Iterator[Finding]:
         readers = field.metadata.get("read_by", (kind,))
         if kind not in readers and getattr(source, field.name) != field.default:
             inferred = f" ({'inferred from its paths' if source.paths else 'it has no paths'})" if source.source is None else ""
-            yield Finding(
-                (f"{table}.{field.name}", f"{table}.source"),
-                f"{table}.{field.name} is set, but {table}.source = {toml(kind)}{inferred} does not read it: "
-                f"remove it, or set {table}.source to {either(map(toml, readers))}.",
+            key = f"{table}.{field.name}"
+            yield (
+                f"$({key})$({table}.source){key} is set, but {table}.source = {toml(kind)}{inferred} does not read it: "
+                f"remove it, or set {table}.source to {either(map(toml, readers))}."
             )
     if kind not in ("memory", "stdlib") and not source.paths:
         wanted = "folder of it" if kind == "hf" else "file, folder or glob"
-        yield Finding(
-            (f"{table}.paths", f"{table}.source"),
-            f"{table}.source = {toml(kind)} but {table}.paths names nothing: give it at least one {wanted}.",
-        )
+        involved = f"$({table}.paths)$({table}.source)"
+        yield f"{involved}{table}.source = {toml(kind)} but {table}.paths names nothing: give it at least one {wanted}."
     if kind == "memory" and not any(source.documents):
         empty = f"holds {len(source.documents)} empty texts" if source.documents else "is empty"
-        yield Finding(
-            (f"{table}.documents", f"{table}.source"),
-            f'{table}.source = "memory" but {table}.documents {empty}: give it at least one text.',
-        )
+        involved = f"$({table}.documents)$({table}.source)"
+        yield f'{involved}{table}.source = "memory" but {table}.documents {empty}: give it at least one text.'
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -306,20 +275,18 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 def model_findings(run: Run) -> Iterator[Finding]:
     """Problems between the keys of [model], and with train.sequence_length."""
-    yield from _start(run)
-    yield from _module(run)
-    if run.model.module is None:  # otherwise the custom module decides what the sizes mean
-        for rules in (_attention, _latent, _positions, _experts):
-            yield from rules(run)
+    sizes = (
+        (_attention, _latent, _positions, _experts) if run.model.module is None else ()
+    )  # a custom module gives them a meaning
+    return apply_rules(run, _start, _module, *sizes)
 
 
-def _start(run: Run) -> Iterator[Finding]:
+def _start(run: Run) -> Iterator[str | Finding]:
     """Only one of preset, folder and module may define the model."""
     model = run.model
-    if model.preset is not None:
-        for key, value in (("from", model.from_), ("module", model.module)):
-            if value is not None:
-                yield finding(run, f"{{model.{key}}} and {{model.preset}} both define the model: remove one of them.")
+    for key, value in (("from", model.from_), ("module", model.module)):
+        if model.preset is not None and value is not None:
+            yield f"$model.{key} and $model.preset both define the model: remove one of them."
     if model.from_ is None:
         return
     try:
@@ -330,20 +297,19 @@ def _start(run: Run) -> Iterator[Finding]:
             yield Finding(("model.from",), blamed, not_if_resolved=True)
         return
     if start is not None:
-        for difference in _differences(run, start.model):
-            yield difference._replace(not_if_resolved=True)
+        for finding in apply_rules(run, lambda run: _differences(run, start.model)):
+            yield finding._replace(not_if_resolved=True)
     elif model.vocab is None:  # otherwise the sizes were read earlier, and the folder may be gone
-        text = "{model.from} does not exist: name a folder of Hugging Face weights, a run directory or a checkpoint."
-        yield finding(run, text)
+        yield "$model.from does not exist: name a folder of Hugging Face weights, a run directory or a checkpoint."
 
 
-def _differences(run: Run, theirs: ModelSpec) -> Iterator[Finding]:
+def _differences(run: Run, theirs: ModelSpec) -> Iterator[str]:
     """Sizes in the run file that differ from those of the folder's weights."""
     absent = [table for table in OPTIONAL if getattr(theirs, table.removeprefix("model.")) is None]
     for table in absent:
         if getattr(run.model, table.removeprefix("model.")) is not None:
             first = next(path for path in KEYS if path.startswith(f"{table}."))
-            yield Finding((first, "model.from"), f"model.from = {toml(run.model.from_)} has no {table}: remove [{table}].")
+            yield f"$({first})$model.from has no {table}: remove [{table}]."
     for path, key in KEYS.items():
         if not path.startswith("model.") or key.table in absent or overridable(key, run.model):
             continue
@@ -352,124 +318,104 @@ def _differences(run: Run, theirs: ModelSpec) -> Iterator[Finding]:
         their_value = theirs.computed_defaults.get(path, given[1])
         if given != (None, None) and our_value != their_value:
             value = "none" if their_value is None else quote(their_value)
-            yield finding(run, f"{{{path}}} differs from the {{value}} of {{model.from}}: remove it.", value=value)
+            yield f"${path} differs from the {value} of $model.from: remove it."
     if run.model.options != theirs.options:
-        yield finding(run, "model.options differ from those of {model.from}: remove [model.options].")
+        yield "model.options differ from those of $model.from: remove [model.options]."
 
 
-def _module(run: Run) -> Iterator[Finding]:
+def _module(run: Run) -> Iterator[str]:
     model = run.model
     if model.module is None:
         if model.options:
-            yield Finding(
-                (*(f"model.options.{name}" for name, _ in model.options), "model.module"),
-                f"model.options.{model.options[0][0]} is for a custom module, but model.module is not given: "
-                "remove [model.options], or set model.module.",
+            involved = "".join(f"$(model.options.{name})" for name, _ in model.options)
+            yield (
+                f"{involved}model.options.{model.options[0][0]} is for a custom module, but $(model.module)model.module is not given: "
+                "remove [model.options], or set model.module."
             )
         return
     if not _MODULE.fullmatch(model.module):
         example = '"package.module:Class", such as "mypackage.mymodel:MyModel"'
-        yield finding(run, "{model.module} does not name a class: write it as {example}.", example=example)
+        yield f"$model.module does not name a class: write it as {example}."
     if model.mtp_depth:
-        yield finding(run, "{model.mtp_depth} belongs to the built-in decoder, but {model.module}: remove model.mtp_depth.")
+        yield "$model.mtp_depth belongs to the built-in decoder, but $model.module: remove model.mtp_depth."
 
 
-def _attention(run: Run) -> Iterator[Finding]:
+def _attention(run: Run) -> Iterator[str]:
     model = run.model
     if model.mla is not None:
         return  # latent attention has its own head widths
     if model.heads % model.kv:
-        near = nearest_divisors(model.kv, model.heads)
-        yield finding(run, "{model.kv_heads} does not divide {model.heads}: set it to {near}.", near=near)
+        yield f"$model.kv_heads does not divide $model.heads: set it to {nearest_divisors(model.kv, model.heads)}."
     if model.head_dim is None and model.dim % model.heads:
-        text = "{model.heads} does not divide {model.dim}: set model.heads to {near}, or give model.head_dim."
-        yield finding(run, text, "model.head_dim", near=nearest_divisors(model.heads, model.dim))
+        near = nearest_divisors(model.heads, model.dim)
+        yield f"$model.heads does not divide $model.dim: set model.heads to {near}, or give $(model.head_dim)model.head_dim."
     elif model.positions == "rope" and model.head % 2:
-        which = f"model.head_dim = {model.head}" if model.head_dim else f"model.dim / model.heads = {model.head}"
-        yield Finding(
-            ("model.head_dim", "model.heads", "model.dim", "model.positions"),
-            f"{which} is odd, but rotary positions rotate pairs of values: take {nearest_multiples(model.head, 2)}.",
+        width = "model.head_dim" if model.head_dim else "model.dim / model.heads"
+        yield (
+            f"$(model.head_dim)$(model.heads)$(model.dim)$(model.positions){width} = {model.head} is odd, but rotary positions "
+            f"rotate pairs of values: take {nearest_multiples(model.head, 2)}."
         )
 
 
-def _latent(run: Run) -> Iterator[Finding]:
+def _latent(run: Run) -> Iterator[str]:
     model, latent = run.model, run.model.mla
     if latent is None:
         return
     if model.positions != "rope":
-        yield finding(
-            run,
-            "{model.positions} cannot be combined with [model.mla], whose heads have a rotated part: "
-            'set it to "rope", or remove [model.mla].',
-            "model.mla.kv_rank",
+        yield (
+            "$model.positions cannot be combined with $(model.mla.kv_rank)[model.mla], whose heads have a rotated part: "
+            'set it to "rope", or remove [model.mla].'
         )
     if latent.rope_dim % 2:
-        text = "{model.mla.rope_dim} is odd, but rotary positions rotate pairs of values: take {near}."
-        yield finding(run, text, near=nearest_multiples(latent.rope_dim, 2))
+        near = nearest_multiples(latent.rope_dim, 2)
+        yield f"$model.mla.rope_dim is odd, but rotary positions rotate pairs of values: take {near}."
     for key in ("kv_heads", "head_dim", "qk_norm", "bias"):
         if getattr(model, key):
-            text = f"{{model.{key}}} has no meaning with [model.mla]: remove one of the two."
-            yield finding(run, text, "model.mla.kv_rank")
+            yield f"$model.{key} has no meaning with $(model.mla.kv_rank)[model.mla]: remove one of the two."
 
 
-def _positions(run: Run) -> Iterator[Finding]:
+def _positions(run: Run) -> Iterator[str]:
     model, scaling = run.model, run.model.rope_scaling
     if model.positions == "learned" and model.context < run.train.sequence_length:
-        yield finding(
-            run,
-            "{train.sequence_length} exceeds the table of learned positions, {model.context}: "
-            "set train.sequence_length to at most {most}, or enlarge model.context.",
-            "model.positions",
-            "model.preset",
-            most=model.context,
+        yield (
+            "$train.sequence_length exceeds the table of learned positions, $model.context$(model.positions)$(model.preset): "
+            f"set train.sequence_length to at most {model.context}, or enlarge model.context."
         )
     if scaling is None:
         return
     if model.positions != "rope":
-        yield Finding(
-            ("model.rope_scaling.factor", "model.positions"),
-            f"model.rope_scaling scales rotary positions, but model.positions = {toml(model.positions)}: "
-            'remove model.rope_scaling, or set model.positions to "rope".',
+        yield (
+            "$(model.rope_scaling.factor)model.rope_scaling scales rotary positions, but $model.positions: "
+            'remove model.rope_scaling, or set model.positions to "rope".'
         )
     if scaling.kind == "yarn" and scaling.beta_fast <= scaling.beta_slow:
         remedy = "raise the one or lower the other"
-        yield finding(run, f"{{model.rope_scaling.beta_fast}} is not above {{model.rope_scaling.beta_slow}}: {remedy}.")
+        yield f"$model.rope_scaling.beta_fast is not above $model.rope_scaling.beta_slow: {remedy}."
     if scaling.kind == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
-        text = "{model.rope_scaling.low_freq_factor} is not below {model.rope_scaling.high_freq_factor}: {remedy}."
-        yield finding(run, text, remedy="lower the one or raise the other")
+        remedy = "lower the one or raise the other"
+        yield f"$model.rope_scaling.low_freq_factor is not below $model.rope_scaling.high_freq_factor: {remedy}."
 
 
-def _experts(run: Run) -> Iterator[Finding]:
+def _experts(run: Run) -> Iterator[str]:
     model, moe = run.model, run.model.moe
     if moe is None:
         return
+    excluded = "cannot be combined with $(model.moe.experts)[model.moe], whose experts"
     if model.activation != "swiglu":
-        yield finding(
-            run,
-            "{model.activation} cannot be combined with [model.moe], whose experts are gated: "
-            'set it to "swiglu", or remove [model.moe].',
-            "model.moe.experts",
-        )
+        yield f'$model.activation {excluded} are gated: set it to "swiglu", or remove [model.moe].'
     if model.bias:
-        text = "{model.bias} cannot be combined with [model.moe], whose experts have no biases: remove one of the two."
-        yield finding(run, text, "model.moe.experts")
-    exceeds = "{%s} exceeds {%s}: set it to at most {most}."
+        yield f"$model.bias {excluded} have no biases: remove one of the two."
     if moe.dense_layers > model.layers:
-        yield finding(run, exceeds % ("model.moe.dense_layers", "model.layers"), most=model.layers)
+        yield f"$model.moe.dense_layers exceeds $model.layers: set it to at most {model.layers}."
     choice = moe.experts // moe.groups * moe.active_groups
     if moe.active > moe.experts:
-        yield finding(run, exceeds % ("model.moe.active", "model.moe.experts"), most=moe.experts)
+        yield f"$model.moe.active exceeds $model.moe.experts: set it to at most {moe.experts}."
     elif moe.experts % moe.groups:
-        near = nearest_divisors(moe.groups, moe.experts)
-        yield finding(run, "{model.moe.groups} does not divide {model.moe.experts}: set it to {near}.", near=near)
+        yield f"$model.moe.groups does not divide $model.moe.experts: set it to {nearest_divisors(moe.groups, moe.experts)}."
     elif moe.active_groups > moe.groups:
-        yield finding(run, exceeds % ("model.moe.active_groups", "model.moe.groups"), most=moe.groups)
+        yield f"$model.moe.active_groups exceeds $model.moe.groups: set it to at most {moe.groups}."
     elif moe.active > choice:
-        yield finding(
-            run,
-            "{model.moe.active} exceeds the {choice} experts of {model.moe.active_groups}: "
-            "set it to at most {choice}, or raise model.moe.active_groups.",
-            "model.moe.groups",
-            "model.moe.experts",
-            choice=choice,
+        exceeds = (
+            f"$model.moe.active exceeds the {choice} experts of $model.moe.active_groups$(model.moe.groups)$(model.moe.experts)"
         )
+        yield f"{exceeds}: set it to at most {choice}, or raise model.moe.active_groups."

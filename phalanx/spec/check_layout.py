@@ -9,70 +9,66 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from phalanx.spec.errors import around, divisors, either, nearest_divisors, nearest_multiples, toml
-from phalanx.spec.keys import Finding, finding
+from phalanx.spec.keys import Finding, apply_rules
 from phalanx.spec.layout import FIXED_STAGES, Layout
 from phalanx.spec.run import Run
 
 
 def layout_findings(run: Run) -> Iterator[Finding]:
-    for rules in (_data, _tensor, _sequence, _context, _pipeline, _schedule, _expert, _custom_module, _memory):
-        yield from rules(run)
+    rules = (_data, _tensor, _sequence, _context, _pipeline, _schedule, _expert, _custom_module, _memory)
+    return apply_rules(run, *rules)
 
 
-def _data(run: Run) -> Iterator[Finding]:
+def _data(run: Run) -> Iterator[str]:
     layout = run.layout
     if layout.shard == 1 and layout.zero != 3:
         replicas = layout.data or 1
         remedy = (
             f"set layout.shard = {replicas} and layout.data = 1" if replicas > 1 else "set layout.shard to a number of ranks"
         )
-        text = "{layout.zero} has nothing to shard, as {layout.shard}: {remedy}, or remove layout.zero."
-        yield finding(run, text, "layout.data", remedy=remedy)
+        yield f"$layout.zero has nothing to shard, as $layout.shard: {remedy}, or remove layout.zero.$(layout.data)"
     if run.optimizer.sync_every == 1:
         return
-    alone = "{optimizer.sync_every} lets replicas train independently, but "
+    alone = "$optimizer.sync_every lets replicas train independently, but"
     if layout.data == 1:
-        yield finding(run, alone + "{layout.data}: set layout.data to 2 or more, or remove optimizer.sync_every.")
+        yield f"{alone} $layout.data: set layout.data to 2 or more, or remove optimizer.sync_every."
     if layout.expert * layout.expert_tensor > 1:
-        text = "{layout.expert} (× expert_tensor = {degree}) divides the experts among them: set one of them to 1."
-        yield finding(run, alone + text, "layout.expert_tensor", degree=layout.expert_tensor)
+        expert_tensor = f"$(layout.expert_tensor)expert_tensor = {layout.expert_tensor}"
+        yield f"{alone} $layout.expert (× {expert_tensor}) divides the experts among them: set one of them to 1."
 
 
-def _tensor(run: Run) -> Iterator[Finding]:
+def _tensor(run: Run) -> Iterator[str]:
     model, tensor = run.model, run.layout.tensor
     if tensor == 1 or model.module is not None:
         return
     if model.heads % tensor:
         # Fewer key/value heads than ranks are legal: each rank computes those that its own queries read.
-        near = nearest_divisors(tensor, model.heads)
-        yield finding(run, "{layout.tensor} does not divide {model.heads}: set it to {near}.", near=near)
+        yield f"$layout.tensor does not divide $model.heads: set it to {nearest_divisors(tensor, model.heads)}."
     shared = model.moe.shared * model.moe.ffn if model.moe is not None and model.moe.shared else None
     for key, size in (("model.ffn", model.hidden), ("model.vocab", model.vocab), ("model.moe.ffn", shared)):
         if size is not None:
-            yield from _empty_parts(run, "layout.tensor", tensor, key, size)
+            yield from _empty_parts("layout.tensor", tensor, key, size)
 
 
-def _sequence(run: Run) -> Iterator[Finding]:
+def _sequence(run: Run) -> Iterator[str]:
     layout, length = run.layout, run.train.sequence_length
     if layout.sequence and layout.tensor == 1:
-        yield finding(
-            run,
-            "{layout.sequence} divides norms and residuals over the tensor group, but {layout.tensor}: set layout.tensor to 2 "
-            "or more, or remove layout.sequence.",
+        yield (
+            "$layout.sequence divides norms and residuals over the tensor group, but $layout.tensor: set layout.tensor to 2 "
+            "or more, or remove layout.sequence."
         )
     experts = run.model.moe is not None and run.model.module is None
     unit = layout.tensor * layout.context
     if layout.tensor > 1 and (layout.sequence or experts) and length % unit and not length % layout.context:
         product = "layout.tensor" if layout.context == 1 else "layout.context × layout.tensor"
         reason = "layout.sequence = true" if layout.sequence else "a mixture of experts"
-        yield Finding(
-            ("layout.tensor", "train.sequence_length", "layout.sequence", "layout.context"),
-            f"train.sequence_length = {length} is not a multiple of {product} = {unit}, as {reason} requires: "
-            f"set train.sequence_length to {nearest_multiples(length, unit)}.",
+        yield (
+            f"$(layout.tensor)$train.sequence_length is not a multiple of {product} = {unit}, as {reason} requires: "
+            f"set train.sequence_length to {nearest_multiples(length, unit)}.$(layout.sequence)$(layout.context)"
         )
 
 
-def _context(run: Run) -> Iterator[Finding]:
+def _context(run: Run) -> Iterator[str]:
     model, layout, length = run.model, run.layout, run.train.sequence_length
     if layout.context == 1:
         return
@@ -80,57 +76,47 @@ def _context(run: Run) -> Iterator[Finding]:
     # Each rank takes one chunk from either end of the sequence, which balances causal attention.
     chunks, product = (2 * layout.context, "2 × layout.context") if zigzag else (layout.context, "layout.context")
     if length % chunks:
-        yield Finding(
-            ("layout.context", "train.sequence_length"),
-            f"train.sequence_length = {length} is not a multiple of {product} = {chunks}: "
-            f"set train.sequence_length to {nearest_multiples(length, chunks)}.",
+        yield (
+            f"$(layout.context)$train.sequence_length is not a multiple of {product} = {chunks}: "
+            f"set train.sequence_length to {nearest_multiples(length, chunks)}."
         )
     heads = model.heads // layout.tensor
     if not zigzag and model.heads % layout.tensor == 0 and heads % layout.context:
-        yield Finding(
-            ("layout.context", "layout.context_method", "model.heads", "layout.tensor"),
-            f'layout.context_method = "ulysses" divides the {heads} heads of a rank (model.heads / layout.tensor) among layout.context = '
-            f"{layout.context} ranks, which is not a divisor: set layout.context to {nearest_divisors(layout.context, heads)}, "
-            'or layout.context_method to "ring".',
+        yield (
+            f"$(layout.context)$layout.context_method divides the {heads} heads of a rank (model.heads / layout.tensor) among "
+            f"$layout.context ranks, which is not a divisor: set layout.context to {nearest_divisors(layout.context, heads)}, "
+            'or layout.context_method to "ring".$(model.heads)$(layout.tensor)'
         )
     if model.mtp_depth:
-        yield finding(
-            run,
-            "{layout.context} divides sequences, but {model.mtp_depth} predicts tokens across the boundaries: "
-            "set layout.context = 1 or model.mtp_depth = 0.",
+        yield (
+            "$layout.context divides sequences, but $model.mtp_depth predicts tokens across the boundaries: "
+            "set layout.context = 1 or model.mtp_depth = 0."
         )
 
 
-def _pipeline(run: Run) -> Iterator[Finding]:
+def _pipeline(run: Run) -> Iterator[str]:
     model, layout = run.model, run.layout
     if layout.pipeline == 1:
-        text = (
-            "{layout.KEY} belongs to a pipeline, but {layout.pipeline}: set layout.pipeline to 2 or more, or remove layout.KEY."
-        )
         for key in _given(layout, "schedule", "schedule_file", "stages"):
-            yield finding(run, text.replace("KEY", key))
+            remedy = f"set layout.pipeline to 2 or more, or remove layout.{key}"
+            yield f"$layout.{key} belongs to a pipeline, but $layout.pipeline: {remedy}."
         return
     # The number of stages of a schedule file is known only when it is read.
     stages = layout.pipeline * (layout.stages_per_rank if layout.schedule_file is None else 1)
     if stages > model.layers:
         most = model.layers // layout.stages_per_rank
-        yield finding(
-            run,
-            "{layout.pipeline}{each} leaves stages without a layer, as {model.layers}: {remedy}.",
-            "layout.schedule",
-            "layout.stages",
-            each="" if layout.stages_per_rank == 1 else f" with {layout.stages_per_rank} stages each",
-            remedy=f"set layout.pipeline to at most {most}" if most > 1 else "take fewer stages or more layers",
-        )
+        remedy = f"set layout.pipeline to at most {most}" if most > 1 else "take fewer stages or more layers"
+        each = "" if layout.stages_per_rank == 1 else f" with {layout.stages_per_rank} stages each"
+        without = f"$layout.pipeline{each} leaves stages without a layer, as $model.layers"
+        yield f"{without}: {remedy}.$(layout.schedule)$(layout.stages)"
     if model.mtp_depth:
-        yield finding(
-            run,
-            "{layout.pipeline} puts embedding and head on different ranks, but {model.mtp_depth} needs both at the end: "
-            "set layout.pipeline = 1 or model.mtp_depth = 0.",
+        yield (
+            "$layout.pipeline puts embedding and head on different ranks, but $model.mtp_depth needs both at the end: "
+            "set layout.pipeline = 1 or model.mtp_depth = 0."
         )
 
 
-def _schedule(run: Run) -> Iterator[Finding]:
+def _schedule(run: Run) -> Iterator[str]:
     """The contents of a schedule file are checked once the number of micro-batches is known."""
     layout = run.layout
     if layout.pipeline == 1:
@@ -138,17 +124,15 @@ def _schedule(run: Run) -> Iterator[Finding]:
     if layout.schedule_file is None:
         fixed = FIXED_STAGES.get(layout.schedule, layout.stages)
         if layout.stages is not None and layout.stages != fixed:
-            other = "interleaved-1f1b" if fixed == 1 else "interleaved-zero-bubble"
-            text = '{layout.stages} does not fit {layout.schedule}, which has {fixed} per rank: remove layout.stages, or use "{other}".'
-            yield finding(run, text, fixed=fixed, other=other)
+            remedy = f'remove layout.stages, or use "interleaved-{"1f1b" if fixed == 1 else "zero-bubble"}"'
+            yield f"$layout.stages does not fit $layout.schedule, which has {fixed} per rank: {remedy}."
         return
     for key in _given(layout, "schedule", "stages"):
-        yield finding(run, f"{{layout.{key}}} and {{layout.schedule_file}} both set the pipeline schedule: remove one of them.")
+        yield f"$layout.{key} and $layout.schedule_file both set the pipeline schedule: remove one of them."
     if not Path(layout.schedule_file).is_file():
-        yield finding(
-            run,
-            "{layout.schedule_file} is not a file: write one with `phalanx schedule NAME --csv FILE`, or remove it and name a "
-            "layout.schedule.",
+        yield (
+            "$layout.schedule_file is not a file: write one with `phalanx schedule NAME --csv FILE`, or remove it and name a "
+            "layout.schedule."
         )
 
 
@@ -156,85 +140,73 @@ def _given(layout: Layout, *keys: str) -> list[str]:
     return [key for key in keys if getattr(layout, key) != getattr(Layout(), key)]
 
 
-def _expert(run: Run) -> Iterator[Finding]:
+def _expert(run: Run) -> Iterator[str]:
     moe, layout = run.model.moe, run.layout
     product = layout.expert * layout.expert_tensor
     if product == 1 or run.model.module is not None:
         return
-    key = "layout.expert" if layout.expert > 1 else "layout.expert_tensor"
+    divides = f"${'layout.expert' if layout.expert > 1 else 'layout.expert_tensor'} divides the experts, but"
     if moe is None:
-        text = f"{{{key}}} divides the experts, but the model has none: remove it, or add [model.moe]."
-        yield finding(run, text, "model.moe.experts")
+        yield f"{divides} the model has none: remove it, or add [model.moe].$(model.moe.experts)"
         return
     if run.model.dense_layers == run.model.layers:
-        yield finding(
-            run,
-            f"{{{key}}} divides the experts, but no block has any, as {{model.moe.dense_layers}} and {{model.layers}}: "
-            f"remove it, or set model.moe.dense_layers to at most {run.model.layers - 1}.",
-        )
+        remedy = f"remove it, or set model.moe.dense_layers to at most {run.model.layers - 1}"
+        yield f"{divides} no block has any, as $model.moe.dense_layers and $model.layers: {remedy}."
     if moe.experts % layout.expert:
-        near = nearest_divisors(layout.expert, moe.experts)
-        yield finding(run, "{layout.expert} does not divide {model.moe.experts}: set it to {near}.", near=near)
-    yield from _empty_parts(run, "layout.expert_tensor", layout.expert_tensor, "model.moe.ffn", moe.ffn)
+        yield f"$layout.expert does not divide $model.moe.experts: set it to {nearest_divisors(layout.expert, moe.experts)}."
+    yield from _empty_parts("layout.expert_tensor", layout.expert_tensor, "model.moe.ffn", moe.ffn)
     ranks = layout.replicas * layout.context * layout.tensor
     if layout.data is not None and ranks % product:
         sizes = [size for size in divisors(ranks) if size % layout.expert_tensor == 0]
         legal = around(product, [size for size in sizes if moe.experts % (size // layout.expert_tensor) == 0])
         remedy = f"set layout.expert to {either(size // layout.expert_tensor for size in legal)}" if legal else "set both to 1"
-        yield Finding(
-            ("layout.expert", "layout.expert_tensor", "layout.data", "layout.shard", "layout.context", "layout.tensor"),
+        yield (
+            "$(layout.expert)$(layout.expert_tensor)$(layout.data)$(layout.shard)$(layout.context)$(layout.tensor)"
             f"layout.expert × layout.expert_tensor = {product} does not divide the {ranks} ranks of a pipeline stage "
-            f"(data × shard × context × tensor): {remedy}.",
+            f"(data × shard × context × tensor): {remedy}."
         )
 
 
-def _custom_module(run: Run) -> Iterator[Finding]:
+def _custom_module(run: Run) -> Iterator[str]:
     if run.model.module is None:
         return
-    text = "{%s} cannot be combined with a custom model.module, %s."
-    for key, reason in {
-        "pipeline": "how to split it into stages is unknown",
-        "context": "how it computes attention is unknown",
-        "expert": "where its experts are is unknown",
-        "expert_tensor": "where its experts are is unknown",
+    refused = "cannot be combined with a custom model.module$(model.module)"
+    for key, what in {
+        "pipeline": "how to split it into stages",
+        "context": "how it computes attention",
+        "expert": "where its experts are",
+        "expert_tensor": "where its experts are",
     }.items():
         if getattr(run.layout, key) > 1:
-            yield finding(run, text % (f"layout.{key}", f"as {reason}: set layout.{key} = 1"), "model.module")
+            yield f"$layout.{key} {refused}, as {what} is unknown: set layout.{key} = 1."
     if run.layout.sequence:
-        yield finding(run, text % ("layout.sequence", "which may mix positions anywhere: remove it"), "model.module")
+        yield f"$layout.sequence {refused}, which may mix positions anywhere: remove it."
     if run.memory.loss_chunk is not None:
-        yield finding(run, text % ("memory.loss_chunk", "which computes its own logits: remove it"), "model.module")
+        yield f"$memory.loss_chunk {refused}, which computes its own logits: remove it."
 
 
-def _memory(run: Run) -> Iterator[Finding]:
+def _memory(run: Run) -> Iterator[str]:
     memory = run.memory
     for key, used, reason in (
         ("memory.compile", memory.compile, "compiled blocks choose themselves which results they store"),
         ("memory.activations", memory.activations == "cpu", "the results that it stores would stay on the device"),
     ):
         if memory.recompute == "selective" and used:
-            text = '{memory.recompute} cannot be combined with {KEY}: {reason}. Set memory.recompute = "full" or "none", or remove KEY.'
-            yield finding(run, text.replace("KEY", key), reason=reason)
+            remedy = f'Set memory.recompute = "full" or "none", or remove {key}'
+            yield f"$memory.recompute cannot be combined with ${key}: {reason}. {remedy}."
     if not memory.recomputes and memory.recompute_every > 1:
-        text = '{memory.recompute_every} has no effect, as {memory.recompute}: set memory.recompute = "full", or remove it.'
-        yield finding(run, text)
+        yield '$memory.recompute_every has no effect, as $memory.recompute: set memory.recompute = "full", or remove it.'
     if memory.offloads and (no_offload := run.optimizer.traits.no_offload) is not None:
-        yield finding(
-            run,
-            "{memory.offload} cannot be combined with {optimizer.name}, {reason}: "
-            'set optimizer.name = "adamw", or memory.offload = "none".',
-            reason=no_offload,
-        )
+        remedy = 'set optimizer.name = "adamw", or memory.offload = "none"'
+        yield f"$memory.offload cannot be combined with $optimizer.name, {no_offload}: {remedy}."
     if memory.offload_path is not None and memory.offload != "nvme":
-        yield finding(
-            run,
-            '{memory.offload_path} belongs to memory.offload = "nvme", but that is {offload}: remove it, or set memory.offload.',
-            "memory.offload",
-            offload=toml(memory.offload),
+        yield (
+            f'$memory.offload_path belongs to memory.offload = "nvme", but that is {toml(memory.offload)}: '
+            "remove it, or set memory.offload.$(memory.offload)"
         )
 
 
-def _empty_parts(run: Run, key: str, parts: int, divided: str, size: int) -> Iterator[Finding]:
+def _empty_parts(key: str, parts: int, divided: str, size: int) -> Iterator[str]:
     """Cutting into equal parts, the last ones shorter, must leave no part empty."""
 
     def leaves_none(parts: int) -> bool:
@@ -242,5 +214,4 @@ def _empty_parts(run: Run, key: str, parts: int, divided: str, size: int) -> Ite
 
     if leaves_none(parts):
         most = next(count for count in range(min(parts, size), 0, -1) if not leaves_none(count))
-        text = f"{{{key}}} leaves a rank without any of {divided} = {size}: set it to at most {most}."
-        yield finding(run, text, divided)
+        yield f"${key} leaves a rank without any of $({divided}){divided} = {size}: set it to at most {most}."

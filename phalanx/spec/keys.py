@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from keyword import iskeyword
 from types import NoneType
@@ -32,6 +31,8 @@ _EXPECTED = {
     PLAIN: "a plain value (a string, a number, true or false)",
 }
 _NUMBERS = {int: re.compile(r"[+-]?\d+"), float: re.compile(r"[+-]?(\d+(\.\d+)?(e[+-]?\d+)?|inf)")}
+
+_MENTION = re.compile(r"\$\(([\w.-]+)\)|\$([a-z]+(?:\.[\w-]+)+)")
 
 # What other trainers call the same thing, where spelling alone would not lead there.
 _ALIASES = {
@@ -76,7 +77,7 @@ _BY_ALIAS = {alias: path for path, aliases in _ALIASES.items() for alias in alia
 
 
 class Finding(NamedTuple):
-    """One problem between keys of the run file. The files `spec/check*` make it, `spec/load` reports it."""
+    """One problem between keys of the run file. The rules in `spec/check*` make it, `spec/load` reports it."""
 
     keys: tuple[str, ...]
     """The keys involved, the likeliest mistake first. The problem is reported at that key's line, and not at all if one of the
@@ -86,26 +87,27 @@ class Finding(NamedTuple):
     """Not reported for a resolved file, which no longer needs the folders its values came from."""
 
 
-def finding(run: Run, template: str, *more: str, **words: object) -> Finding:
-    """A problem between the keys that the template names, and `more`. `{train.steps}` in it becomes "train.steps = 20"."""
-    sentence = _Sentence(run)
-    text = sentence.format(template, **words)
-    return Finding((*sentence.keys, *more), text)
+def apply_rules(run: Run, *rules: Callable[[Run], Iterable[str | Finding]]) -> Iterator[Finding]:
+    """The problems that rules find. A rule words a problem as a sentence that names its keys: `$train.steps` becomes
+    "train.steps = 20", and `$(train.steps)` becomes nothing but counts the key as involved."""
+    for rule in rules:
+        for problem in rule(run):
+            yield problem if isinstance(problem, Finding) else _fill_in(run, problem)
 
 
-class _Sentence(string.Formatter):
-    """Fills in the values of the keys that a template names."""
+def _fill_in(run: Run, sentence: str) -> Finding:
+    keys: dict[str, None] = {}
 
-    def __init__(self, run: Run):
-        self.run, self.keys = run, list[str]()
+    def render(mention: re.Match[str]) -> str:
+        path = mention[1] or mention[2]
+        if mention[2] and find_key(path) is None:
+            return mention[0]  # part of a value
+        keys[path] = None
+        value = run.model.computed_defaults.get(path, _value(run, path))
+        return "" if mention[1] else f"{path} = {toml(value)}"
 
-    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
-        key = find_key(field_name) if "." in field_name else None
-        if key is None:
-            return kwargs[field_name], field_name
-        self.keys.append(key.path)
-        value = self.run.model.computed_defaults.get(key.path, key.of(self.run))
-        return f"{key.path} = {toml(value)}", field_name
+    text = _MENTION.sub(render, sentence)
+    return Finding(tuple(keys), text)
 
 
 class Wrong(ValueError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from phalanx.spec.json_value import JsonObject
 from phalanx.spec.layout import Layout
@@ -95,20 +95,11 @@ class Promise:
     split: dict[str, float] = field(default_factory=dict)
     """Seconds of a step by cause, such as "compute", "data", "bubble"."""
 
-
-class SavedPromise(TypedDict, total=False):
-    """The fields of a Promise as a file of this or an earlier version has them."""
-
-    seconds: float
-    low: float
-    high: float
-    tokens_per_second: float
-    memory: dict[str, float]
-    total_memory: float
-    mfu: float | None
-    days: float | None
-    price: float | None
-    split: dict[str, float]
+    @staticmethod
+    def from_saved(table: JsonObject | None) -> Promise | None:
+        """The promise in a plan or an event, of this or an earlier version."""
+        names = {field.name for field in fields(Promise)}
+        return None if table is None else Promise(**{name: value for name, value in table.items() if name in names})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,8 +139,7 @@ class Plan:
     def from_json(text: str) -> Plan:
         table: dict[str, Any] = json.loads(text)
         table["layout"] = Layout.from_saved(table["layout"])
-        if (promise := table.get("promise")) is not None:
-            table["promise"] = Promise(**{f.name: promise[f.name] for f in fields(Promise) if f.name in promise})
+        table["promise"] = Promise.from_saved(table.get("promise"))
         return Plan(**{f.name: table[f.name] for f in fields(Plan) if f.name in table})
 
     def explain(self) -> str:

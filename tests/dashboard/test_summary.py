@@ -14,6 +14,7 @@ from rich.console import Console
 
 from phalanx.dashboard.summary import summarize
 from phalanx.events.records import Evaluated, Finished, Restored, Saved, StepSkipped, Stopped, WorkerFailed
+from phalanx.spec.plan import Promise
 
 Make = Callable[..., Any]
 
@@ -114,7 +115,7 @@ def test_sources_and_experts_are_summed_up(tmp_path: Path, step: Make, started: 
 
 
 def test_the_promise_stands_beside_what_was_measured(tmp_path: Path, step: Make, started: Make) -> None:
-    promise = {"seconds": 1.5, "low": 1.2, "high": 1.875, "tokens_per_second": 650.0, "total_memory": 2.0 * 2**30, "memory": {}}
+    promise = Promise(seconds=1.5, low=1.2, high=1.875, tokens_per_second=650.0, total_memory=2.0 * 2**30, memory={})
     steps = [step(1, seconds=9.0), *(step(n, seconds=2.0, memory=n * 2**30) for n in (2, 3, 4))]
     summary = summarize([started(promise=promise), *steps])
     assert (summary.step_seconds, summary.promised_step_seconds) == (2.0, 1.5), "the first step warms up"

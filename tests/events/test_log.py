@@ -19,6 +19,7 @@ from phalanx.events import records as records_module
 from phalanx.events.log import EventLog, EventReader, read_events
 from phalanx.events.records import KINDS, Event, Finished, Step, Warned, decode, encode
 from phalanx.events.rundir import RunDir
+from phalanx.spec.plan import Promise
 
 VALUES: dict[str, Any] = {
     "list[int]": [3, 4],
@@ -30,7 +31,9 @@ VALUES: dict[str, Any] = {
     "int | None": 3,
     "dict[str, dict[str, float]]": {"wiki": {"loss": 0.1 + 0.2, "perplexity": math.inf}},
     "SavedLayout": {"data": 4, "schedule": "1f1b", "sequence": False},
-    "SavedPromise | None": {"seconds": 0.1 + 0.2, "memory": {"parameters": 7.0}, "price": None},
+    "Promise | None": Promise(
+        seconds=0.1 + 0.2, low=0.1, high=0.7, tokens_per_second=9.0, memory={"parameters": 7.0}, total_memory=8.0
+    ),
     "dict[str, str]": {"tensor": "32 of 64 rows"},
     "dict[str, int]": {"parameters": 1 << 40},
     "dict[str, float]": {"compute": 0.1 + 0.2},
@@ -194,6 +197,7 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from phalanx.events.rundir import RunDir
+from phalanx.spec.plan import Promise
 rundir = RunDir(Path(sys.argv[1]))
 print(rundir.acquire(), flush=True)
 time.sleep(600)

@@ -49,9 +49,7 @@ def directory(
     (tmp_path / "plan.json").write_text(plan.to_json())
     log = EventLog(tmp_path / "events.jsonl")
     about = {"version": "1", "steps": steps, "parameters": 1, "micro_batch": 1, "accumulation": 1, "compute": plan.compute}
-    log.emit(
-        RunStarted(ranks=plan.ranks, device=plan.device, layout=asdict(plan.layout), promise=asdict(plan.promise), **about)
-    )  # type: ignore[arg-type]
+    log.emit(RunStarted(ranks=plan.ranks, device=plan.device, layout=asdict(plan.layout), promise=plan.promise, **about))  # type: ignore[arg-type]
     parts: dict[str, float] = {}
     if isinstance(slower, dict):
         for name, spent in plan.promise.split.items():
