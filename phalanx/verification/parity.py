@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, cast
 
@@ -22,12 +21,10 @@ from phalanx.models.attention import attend_locally
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.sharded_model import ParamShard, extract
 from phalanx.spec.run import Run
-from phalanx.training.trainer import Trainer
 from phalanx.verification import step_cost as accounts
 from phalanx.verification.cases import MAX_RANKS, Case, generate_layouts, make_case
-from phalanx.verification.local_sgd_reference import replicas
 from phalanx.verification.rank_pool import RankFailed, RankPool
-from phalanx.verification.recorder import ShardValue, StepRecord, copied, record_steps
+from phalanx.verification.reference import Reference, ShardValue, StepRecord, case_trainer, record_steps, train_reference
 from phalanx.verification.step_cost import RankAccount, Theory, measure_step
 from phalanx.verification.tolerance import (
     FLOOR,
@@ -39,15 +36,6 @@ from phalanx.verification.tolerance import (
     judge,
     number_difference,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """The recorded steps of one process, in a file."""
-
-    path: Path
-    shapes: dict[str, tuple[int, ...]]
-    """Shapes of parameters and buffers, in the order of the model."""
 
 
 @dataclass(slots=True)
@@ -64,26 +52,11 @@ class RankResult:
     account: RankAccount | None = None
 
 
-def train_reference(mesh: Mesh, case: Case, path: Path) -> Reference:
-    """Trains the reference and saves its steps; with local SGD, those of every replica."""
-    local = case.run.optimizer.sync_every > 1
-    records = list(replicas(mesh, case)) if local else [list(_copies(_trainer(mesh, case, reference=True), case.steps))]
-    torch.save(records, path)
-    return Reference(path, {name: shard.slice.whole for name, (_, shard) in records[0][0].parameters.items()})
-
-
-def _copies(trainer: Trainer, steps: int) -> Iterator[StepRecord]:
-    for record in record_steps(trainer, steps):
-        record.gradients, record.parameters = copied(record.gradients), copied(record.parameters)
-        yield record
-    trainer.close()
-
-
 def compare_rank(mesh: Mesh, case: Case, reference: Reference, account: bool) -> RankResult:
     """Trains one rank and compares each step with the reference."""
     expected = torch.load(reference.path, weights_only=False, mmap=True)
     theirs = expected[mesh.coordinate("data") if len(expected) > 1 else 0]
-    trainer = _trainer(mesh, case, reference=False)
+    trainer = case_trainer(mesh, case, reference=False)
     result = RankResult()
     for ours, their in zip(record_steps(trainer, case.steps), theirs, strict=True):
         result.comparisons += _numbers(ours, their, mesh.rank)
@@ -101,15 +74,6 @@ def compare_rank(mesh: Mesh, case: Case, reference: Reference, account: bool) ->
         result.account = measure_step(trainer)
     trainer.close()
     return result
-
-
-def _trainer(mesh: Mesh, case: Case, *, reference: bool) -> Trainer:
-    run, plan = (case.reference, case.reference_plan) if reference else (case.run, case.plan)
-    run = replace(run, resilience=replace(run.resilience, check_every=0))  # the comparison covers replicas
-    # No checkpoint is ever saved there; offloading writes its files there.
-    trainer = Trainer(run, plan, mesh, Path(case.folder) / ("reference" if reference else "ranks") / "checkpoints")
-    trainer.build()
-    return trainer
 
 
 def _is_remote(attend: Any) -> bool:

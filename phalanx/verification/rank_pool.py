@@ -11,17 +11,16 @@ import faulthandler
 import gc
 import os
 import pickle
-import selectors
 import signal
 import socket
-import struct
 import sys
 import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -37,7 +36,6 @@ from phalanx.parallel.mesh import connect, disconnect
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Place
 
-_LENGTH = struct.Struct("!Q")
 _GRACE = 0.5  # seconds to wait for the failures of other ranks: the earliest one is the cause
 _LINES = 12  # lines of a traceback to report
 
@@ -73,12 +71,10 @@ class _Raised:
 class _Worker:
     rank: int
     pid: int
-    tasks: int
-    """File descriptor to which this process writes tasks."""
-    results: int
+    pipe: Connection
+    """Tasks go out as pickles, results come back."""
     log: Path
     """Standard error of the rank, and its stack on request."""
-    received: bytearray = field(default_factory=bytearray)
 
 
 class RankPool:
@@ -135,31 +131,27 @@ class RankPool:
             self._address = listener.getsockname()
             self._store = fork(serve_store, *self._address, listener.fileno())
         for rank in range(self.ranks):
-            tasks, task_writer = os.pipe()
-            result_reader, results = os.pipe()
+            ours, theirs = Pipe()
             log = self.folder / f"rank-{rank}.log"
-            pid = fork(_serve, tasks, results, log)
-            os.close(tasks)
-            os.close(results)  # before the next fork, so that only this rank has it: end-of-file then shows its death
-            self._workers.append(_Worker(rank, pid, task_writer, result_reader, log))
+            pid = fork(_serve, theirs, log)
+            theirs.close()  # before the next fork, so that only this rank has it: end-of-file then shows its death
+            self._workers.append(_Worker(rank, pid, ours, log))
 
     def _kill(self) -> None:
         for pid in (*([self._store] if self._store else []), *(worker.pid for worker in self._workers)):
             os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is still valid
             os.waitpid(pid, 0)
         for worker in self._workers:
-            os.close(worker.tasks)
-            os.close(worker.results)
+            worker.pipe.close()
         self._workers, self._store = [], None
 
     def _execute(self, tasks: list[Task]) -> list[Any]:
         workers = self._workers[: len(tasks)]
         try:
             for worker, task in zip(workers, tasks, strict=True):
-                worker.received.clear()
                 try:
-                    _write(worker.tasks, pickle.dumps(task))
-                except BrokenPipeError:
+                    worker.pipe.send_bytes(pickle.dumps(task))
+                except OSError:
                     raise RankFailed(worker.rank, _death(worker), _last_lines(worker.log)) from None
             return self._collect(workers)
         except BaseException:
@@ -170,23 +162,15 @@ class RankPool:
         results: dict[int, Any] = {}
         raised: dict[int, _Raised] = {}
         deadline = time.monotonic() + self.timeout
-        with selectors.DefaultSelector() as selector:
-            for worker in workers:
-                selector.register(worker.results, selectors.EVENT_READ, worker)
-            while len(results) + len(raised) < len(workers):
-                ready = selector.select(max(0.0, deadline - time.monotonic()))
-                if not ready:
-                    break
-                for worker in (key.data for key, _ in ready):
-                    result = _result(worker)
-                    if result is None:
-                        continue
-                    selector.unregister(worker.results)
-                    if isinstance(result[0], _Raised):
-                        raised[worker.rank] = result[0]
-                        deadline = min(deadline, time.monotonic() + _GRACE)
-                    else:
-                        results[worker.rank] = result[0]
+        waiting: dict[Any, _Worker] = {worker.pipe: worker for worker in workers}
+        while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+            for worker in [waiting.pop(pipe) for pipe in ready]:
+                result = _result(worker)
+                if isinstance(result, _Raised):
+                    raised[worker.rank] = result
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+                else:
+                    results[worker.rank] = result
         if raised:
             # A death comes before any exception: ranks raise because another died, but none dies because another raised.
             rank, first = min(raised.items(), key=lambda pair: (not pair[1].died, pair[1].when))
@@ -223,7 +207,7 @@ def serve_store(host: str, port: int, listener: int) -> NoReturn:
     raise AssertionError
 
 
-def _serve(tasks: int, results: int, log: Path) -> NoReturn:
+def _serve(pipe: Connection, log: Path) -> NoReturn:
     """The main loop of a rank: executes tasks until it is killed."""
     with log.open("w") as file:
         os.dup2(file.fileno(), 2)
@@ -232,7 +216,7 @@ def _serve(tasks: int, results: int, log: Path) -> NoReturn:
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)
     torch.set_num_threads(1)
     while True:
-        task: Task = pickle.loads(_read(tasks))
+        task: Task = pickle.loads(pipe.recv_bytes())
         try:
             mesh = connect(task.place, "cpu", task.timeout, task.layout)
             result = pickle.dumps(task.function(mesh, *task.args))
@@ -240,43 +224,19 @@ def _serve(tasks: int, results: int, log: Path) -> NoReturn:
         except BaseException as error:
             lines = traceback.format_exc().strip().splitlines()
             message = f"{type(error).__name__}: {error}"
-            _write(results, pickle.dumps(_Raised(message, lines[-_LINES:], time.monotonic())))
+            pipe.send_bytes(pickle.dumps(_Raised(message, lines[-_LINES:], time.monotonic())))
             while True:  # stays alive, so that its end causes no further failures
                 signal.pause()
-        _write(results, result)
+        pipe.send_bytes(result)
         gc.collect()  # models are reference cycles; the next case needs the memory
 
 
-def _write(pipe: int, message: bytes) -> None:
-    rest = memoryview(_LENGTH.pack(len(message)) + message)
-    while rest:
-        rest = rest[os.write(pipe, rest) :]
-
-
-def _read(pipe: int) -> bytes:
-    def exactly(count: int) -> bytes:
-        got = bytearray()
-        while len(got) < count:
-            if not (part := os.read(pipe, count - len(got))):
-                os._exit(0)  # the parent is gone
-            got += part
-        return bytes(got)
-
-    return exactly(*_LENGTH.unpack(exactly(_LENGTH.size)))
-
-
-def _result(worker: _Worker) -> tuple[Any] | None:
-    """The complete message of a rank, or its death; None while a message is incomplete."""
-    part = os.read(worker.results, 1 << 20)
-    worker.received += part
-    if not part:
-        return (_Raised(_death(worker), _last_lines(worker.log), time.monotonic(), died=True),)
-    if len(worker.received) < _LENGTH.size:
-        return None
-    (length,) = _LENGTH.unpack_from(worker.received)
-    if len(worker.received) < _LENGTH.size + length:
-        return None
-    return (pickle.loads(worker.received[_LENGTH.size :]),)
+def _result(worker: _Worker) -> Any:
+    """The result of a rank, or how it died."""
+    try:
+        return pickle.loads(worker.pipe.recv_bytes())
+    except (EOFError, OSError):
+        return _Raised(_death(worker), _last_lines(worker.log), time.monotonic(), died=True)
 
 
 def _death(worker: _Worker) -> str:

@@ -16,8 +16,9 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.tensor_slice import TensorSlice
 from phalanx.verification import parity
 from phalanx.verification.cases import MODELS, make_case
-from phalanx.verification.parity import RankResult, Reference, Report, prove, verify
+from phalanx.verification.parity import RankResult, Report, prove, verify
 from phalanx.verification.rank_pool import RankPool
+from phalanx.verification.reference import Reference
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from phalanx.models import hf_mapping
 from phalanx.optim.optimizer import learning_rate
 from phalanx.spec import hf_config
 from phalanx.spec.model import ModelSpec
-from phalanx.verification.recorder import record_steps
+from phalanx.verification.reference import record_steps
 
 STEPS = 6
 
