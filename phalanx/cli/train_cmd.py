@@ -21,12 +21,12 @@ from phalanx.control.protocol import RESUMABLE
 from phalanx.dashboard.data_tables import tokenizing
 from phalanx.dashboard.progress import display
 from phalanx.events.log import EventLog
-from phalanx.events.records import Event, Warned
+from phalanx.events.records import Event
 from phalanx.events.rundir import RunDir
 from phalanx.faults.grammar import Fault, check, expand_random, format_faults, parse
 from phalanx.host.env import torchrun_place, visible_gpus
 from phalanx.host.probe import probe
-from phalanx.launch.local import Job, run_started
+from phalanx.launch.launcher import Job, first_events
 from phalanx.launch.prepare import Prepared, Request, prepare
 from phalanx.spec.errors import PhalanxError, RunError, RunFailed
 from phalanx.spec.load import load
@@ -156,7 +156,7 @@ def _train_under_torchrun(place: Place, run_file: Path, overrides: list[str], re
     mesh = replace(mesh, layout=plan.layout)
     torch.set_num_threads(plan.threads)
     rundir = RunDir(path)
-    show = None if prepared is None else _show_start(prepared, rundir)
+    show = None if prepared is None else _show_start(prepared)
     try:
         code = train_rank(run, plan, mesh, rundir, StopSignals(), also=show)
     except PhalanxError as error:
@@ -172,15 +172,11 @@ def _train_under_torchrun(place: Place, run_file: Path, overrides: list[str], re
     return code
 
 
-def _show_start(prepared: Prepared, rundir: RunDir) -> Callable[[Event], None]:
+def _show_start(prepared: Prepared) -> Callable[[Event], None]:
     """Logs and shows the first events of rank 0; returns the callback that shows the others."""
-    from phalanx.launch.run_checks import NO_COPIES
-
-    run = prepared.run
-    view = display(console, run.steps, run.watch.log_every, live=False)
-    log = EventLog(rundir.events_file)
-    notices = (*prepared.notices, *([NO_COPIES] if run.checkpoint.memory_every is not None else []))
-    for event in (run_started(run, prepared.plan), *(Warned(message=notice) for notice in notices)):
+    view = display(console, prepared.run.steps, prepared.run.watch.log_every, live=False)
+    log = EventLog(prepared.rundir.events_file)
+    for event in first_events(prepared):
         view.show(log.emit(event))
     log.close()
     return view.show

@@ -16,7 +16,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,11 +45,10 @@ _LAST_WORDS = 0.02  # seconds after a worker's death in which its last report is
 class Agent:
     """The agent of one node of one run. Serves its parts as `NodeServices`, `FollowerNode` and `FaultyNode`."""
 
-    def __init__(self, settings: dict[str, Any]):
-        self.rundir = RunDir(Path(settings["run_dir"]))
-        self.node, self.nodes, self.slots = int(settings["node"]), int(settings["nodes"]), int(settings["slots"])
-        self.token, self._bind = str(settings["token"]), str(settings["bind"])
-        self._chaos = str(settings.get("chaos") or "")
+    def __init__(self, settings: protocol.AgentSettings):
+        self.rundir = RunDir(Path(settings.run_dir))
+        self.node, self.nodes, self.slots = settings.node, settings.nodes, settings.slots
+        self.token, self._bind, self._chaos = settings.token, settings.bind, settings.chaos
         self.run, self.plan = load(self.rundir.run_file), Plan.from_json(self.rundir.plan_file.read_text())
         self.name = f"{self.node}-{secrets.token_hex(4)}"
         self.terms = Terms(self.rundir.control)
@@ -139,7 +138,7 @@ class Agent:
     def finish(self, outcome: protocol.Outcome) -> None:
         """Report the outcome to the launcher and end the node."""
         self.outcome = outcome
-        print(json.dumps({"outcome": protocol.encode(outcome)}), flush=True)
+        print(json.dumps(protocol.encode(outcome)), flush=True)
         self._over.set()
 
     def stop(self, reason: str) -> None:
@@ -374,30 +373,29 @@ def _read_first_line() -> bytes | None:
     return line
 
 
-def _follow_parent(loop: asyncio.AbstractEventLoop, on_message: Callable[[dict[str, Any]], None]) -> None:
-    """Pass on every further line of standard input. Its end ends this process at once, and the workers with it."""
-    buffer = bytearray()
+def _follow_parent(agent: Agent) -> None:
+    """Obey every further line of standard input. Its end ends this process at once, and the workers with it."""
+    buffer = b""
 
     def read() -> None:
+        nonlocal buffer
         block = os.read(0, 65536)
         if not block:
             os._exit(1)
-        buffer.extend(block)
-        while (end := buffer.find(b"\n")) >= 0:
-            line = bytes(buffer[:end])
-            del buffer[: end + 1]
-            on_message(json.loads(line))
+        *lines, buffer = (buffer + block).split(b"\n")
+        for line in lines:
+            agent.stop(protocol.decode(json.loads(line)).reason)
 
-    loop.add_reader(0, read)
+    asyncio.get_running_loop().add_reader(0, read)
 
 
-async def _main(settings: dict[str, Any]) -> None:
+async def _main(settings: protocol.AgentSettings) -> None:
     agent = Agent(settings)
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, agent.stop, signal.Signals(number).name)
     unblock_stop_signals()
-    _follow_parent(loop, lambda message: agent.stop(message["stop"]) if "stop" in message else None)
+    _follow_parent(agent)
     await agent.live()
 
 
@@ -405,8 +403,8 @@ def main() -> None:
     line = _read_first_line()
     if line is None:
         return
-    settings = json.loads(line)
-    die_with(int(settings["parent"]))
+    settings: protocol.AgentSettings = protocol.decode(json.loads(line))
+    die_with(settings.parent)
     adopt_orphans()
     asyncio.run(_main(settings))
     sys.stdout.flush()

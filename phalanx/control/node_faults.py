@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from phalanx.control.processes import ForkClient, ReplicaProcess, Worker
+from phalanx.control.protocol import NodeAway, encode
 from phalanx.events.fault_log import DISK, FaultClaims, fault_record, fill_disk
 from phalanx.events.records import Event
 from phalanx.events.rundir import RunDir
@@ -91,7 +92,7 @@ class NodeFaults:
 
     def _kill_node(self, seconds: float | None) -> None:
         """Kill every process of the node at once, like a power failure: no memory is given back."""
-        print(json.dumps({"away": seconds}), flush=True)
+        print(json.dumps(encode(NodeAway(seconds=seconds))), flush=True)
         pids = [self._agent.replica_process.pid, self._agent.fork_client.pid, *(worker.pid for worker in self._living())]
         for pid in [*pids, os.getpid()]:
             if pid is not None:

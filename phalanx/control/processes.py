@@ -11,7 +11,6 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,8 +21,8 @@ from phalanx.control.protocol import RankFailure, RankReport, decode, encode
 from phalanx.events import heartbeat
 from phalanx.events.frames import Address
 from phalanx.events.rundir import RunDir
-from phalanx.host.env import python_env, worker_env
-from phalanx.host.process_tree import stop_signals_blocked
+from phalanx.host.env import worker_env
+from phalanx.host.process_tree import python_command, start_module, stop_signals_blocked
 from phalanx.spec.plan import Plan
 
 BYTES_PER_PARAMETER = 12  # weights and two Adam moments in fp32
@@ -104,11 +103,10 @@ class ForkClient:
 
     def start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # -P: a file in the working directory must not shadow a module of the same name.
         arguments = [str(self._rundir.path), str(theirs.fileno()), str(os.getpid())]
         with theirs, (self._rundir.logs / "launch.log").open("ab") as log, stop_signals_blocked():
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "phalanx.worker.fork_server", *arguments],
+                python_command("phalanx.worker.fork_server", *arguments),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -211,23 +209,12 @@ class ReplicaProcess:
         self._start()
 
     def _start(self) -> None:
-        with self._log.open("ab") as log, stop_signals_blocked():  # it ends when its standard input does, after the workers
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "phalanx.checkpointing.replicas.replica_server"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                pass_fds=(self._lock,),  # the folder is in use as long as either process lives
-                env=python_env(),
-                start_new_session=True,
-            )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        # The token is not an argument: every user of the machine can read those.
         settings = {"folder": str(self.folder), "node": self._node, "bind": self._bind, "token": self.token}
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(settings).encode() + b"\n")
-            self._process.stdin.flush()
-        answer = self._process.stdout.readline()
+        # It ends when its input does, after the workers. The folder is in use as long as either process lives.
+        self._process, self._input, self._output = start_module(
+            "phalanx.checkpointing.replicas.replica_server", settings, self._log, (self._lock,)
+        )
+        answer = self._output.readline()
         if not answer:
             self.close()
             raise OSError(f"the process that keeps them ended at once; {self._log} says why")
@@ -245,23 +232,21 @@ class ReplicaProcess:
 
     def restart(self) -> None:
         """Start a new process on the same folder, at another address. Complete replicas in it remain. Raises OSError."""
-        assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        self._process.stdout.close()
+            self._input.close()
+        self._output.close()
         self._start()
 
     def close(self) -> None:
         """End the process and free the memory."""
-        assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(OSError):
-            self._process.stdin.close()  # that ends it
+            self._input.close()  # that ends it
         try:
             self._process.wait(_RELEASE_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._process.stdout.close()
+        self._output.close()
         shm_slots.SlotDir(self.folder).remove()  # in case it was killed
         if self._lock >= 0:
             os.close(self._lock)

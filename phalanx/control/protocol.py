@@ -137,6 +137,32 @@ class Outcome:
     traceback: str = ""
 
 
+# --- between a launcher and its agents (also Stop to an agent, and Outcome back) --------------------------------------
+
+
+@message
+class AgentSettings:
+    """What an agent needs to know: the first message of its launcher."""
+
+    run_dir: str
+    node: int = 0
+    nodes: int
+    slots: int
+    """Ranks that a node can run."""
+    token: str
+    bind: str
+    chaos: str
+    parent: int
+    """Process id of the launcher. The agent ends with it."""
+
+
+@message
+class NodeAway:
+    """Injected fault: the node is lost and returns after this time; None: never."""
+
+    seconds: float | None
+
+
 # --- orders: controller to agents -----------------------------------------------------------------------------------
 
 

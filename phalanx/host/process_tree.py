@@ -1,14 +1,20 @@
-"""Ties the lives of processes together, and blocks stop signals while they start. Used by agents and the processes they start, before
-anything heavy is imported."""
+"""Starts Python processes, ties their lives together, and blocks stop signals while they start. Used by agents and the processes they
+start, before anything heavy is imported."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from phalanx.host.env import python_env
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that ask the run to save and end."""
@@ -44,3 +50,33 @@ def stop_signals_blocked() -> Iterator[None]:
 def unblock_stop_signals() -> None:
     """Receive `STOP_SIGNALS` from now on, including pending ones."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """The command of a Python module. -P: a file in the working directory must not shadow a module of the same name."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def start_module(
+    module: str, settings: Mapping[str, Any], log: Path, fds: Sequence[int] = ()
+) -> tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes]]:
+    """Start a Python module in a session of its own. Returns the process, its standard input and its standard output.
+
+    It reads `settings` as its first line of input, because every user of the machine can read the arguments of a process.
+    """
+    pipe = subprocess.PIPE
+    with log.open("ab") as errors, stop_signals_blocked():
+        process = subprocess.Popen(
+            python_command(module),
+            stdin=pipe,
+            stdout=pipe,
+            stderr=errors,
+            pass_fds=fds,
+            env=python_env(),
+            start_new_session=True,
+        )
+    assert process.stdin is not None and process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(json.dumps(settings).encode() + b"\n")
+        process.stdin.flush()
+    return process, process.stdin, process.stdout

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from phalanx.checkpointing.find_checkpoint import find
 from phalanx.host.env import python_env
+from phalanx.host.process_tree import python_command
 from phalanx.spec import hf_config
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
@@ -128,9 +128,8 @@ def _measure(run: Run, key: str) -> dict[str, Any]:
 
 
 def _ask(module: str, question: str, seconds: float) -> subprocess.CompletedProcess[str]:
-    # -P: a file in the working directory must not shadow a module of the same name.
     return subprocess.run(
-        [sys.executable, "-P", "-m", module],
+        python_command(module),
         input=question,
         capture_output=True,
         text=True,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,18 +21,8 @@ from phalanx.events.records import Finished
 from phalanx.events.rundir import RunDir
 from phalanx.host.env import visible_gpus
 from phalanx.host.probe import probe
-from phalanx.launch.checkpoint_storage import check_lost, check_owner, locations, newest_first, storage_problems
+from phalanx.launch import run_checks
 from phalanx.launch.model_check import check_weights, measure, memory_problems
-from phalanx.launch.run_checks import (
-    address_problems,
-    check_disk_space,
-    check_offload_folder,
-    data_notices,
-    missing_packages,
-    node_problems,
-    source_names,
-    too_little_data,
-)
 from phalanx.planning.machines.hardware import mismatch
 from phalanx.spec.dump import changed, dump
 from phalanx.spec.errors import RunError
@@ -82,7 +73,7 @@ def prepare(
     from phalanx.planning.planner import keep_layout, plan_run  # imports numpy
 
     request = request or Request()
-    problems = [*missing_packages(run), *storage_problems(run), *address_problems(run)]
+    problems = [*run_checks.missing_packages(run), *run_checks.storage_problems(run), *run_checks.address_problems(run)]
     planned = data = None
     try:
         machine = probe(visible_gpus())
@@ -91,7 +82,7 @@ def prepare(
         size = measure(run)
         planned = plan_run(run, machine, ranks, size)
         if ranks is None:
-            problems += node_problems(run, planned.plan)
+            problems += run_checks.node_problems(run, planned.plan)
     except RunError as error:
         problems += error.problems
     try:
@@ -99,21 +90,30 @@ def prepare(
             problems += memory_problems(planned.run, planned.plan, machine)
         if not problems:  # slow preparations only for a run that can start
             data = open_dataset(run.data, run.train.sequence_length, run.train.seed, progress)
-            problems += too_little_data(run, data)
+            problems += run_checks.too_little_data(run, data)
     except RunError as error:
         problems += error.problems
     if problems or planned is None or data is None:
         raise RunError(problems)
     base = request.directory or Path("runs") / name
     if run.checkpoint.url is None or run.checkpoint.local_first:
-        check_disk_space(base, planned.plan)
-    check_offload_folder(planned.run, planned.plan)
+        run_checks.check_disk_space(base, planned.plan)
+    run_checks.check_offload_folder(planned.run, planned.plan)
+    if ranks is None:
+        run_checks.check_replica_memory(planned.run, planned.plan)
+    notices = (*run_checks.data_notices(data), *run_checks.replica_notices(run, torchrun=ranks is not None))
     choose = _choose_directory if request.directory is None else _use_directory
     rundir = choose(base, run, request.fresh)
     try:
         if (last := _last_plan(rundir)) is not None:
             planned = keep_layout(run, machine, last, ranks, size) or planned
-        return _write_inputs(rundir, planned, data, request)
+        resumes, changes = _check_resumption(rundir, planned, data, request)
+        if not resumes:  # a resumed run has its weights in its checkpoint
+            check_weights(planned.run)
+        _write(rundir.run_file, dump(planned.run))
+        _write(rundir.plan_file, planned.plan.to_json())
+        _copy_tokenizer(data.tokenizer.files, rundir.tokenizer)
+        return Prepared(planned.run, planned.plan, rundir, resumes, (*changes, *notices))
     except BaseException:
         rundir.release()  # so that the same program can try again
         raise
@@ -125,18 +125,6 @@ def _last_plan(rundir: RunDir) -> Plan | None:
         return Plan.from_json(rundir.plan_file.read_text())
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _write_inputs(rundir: RunDir, planned: PlannedRun, data: Dataset, request: Request) -> Prepared:
-    """Write what the workers read. The directory is locked."""
-    run, plan = planned.run, planned.plan
-    resumes, changes = _check_resumption(rundir, run, plan, data, request)
-    if not resumes:  # a resumed run has its weights in its checkpoint
-        check_weights(run)
-    _write(rundir.run_file, dump(run))
-    _write(rundir.plan_file, plan.to_json())
-    _copy_tokenizer(data.tokenizer.files, rundir.tokenizer)
-    return Prepared(run, plan, rundir, resumes, (*changes, *data_notices(data)))
 
 
 def _copy_tokenizer(files: Sequence[Path], folder: Path) -> None:
@@ -186,15 +174,9 @@ def _choose_directory(base: Path, run: Run, fresh: bool) -> RunDir:
 
 def _is_import(rundir: RunDir) -> bool:
     """Whether `phalanx import` made it: such a directory has weights but no optimizer state, and cannot be resumed."""
-    try:
-        listed = directory.list_checkpoints(rundir.checkpoints)
-    except OSError:
-        return False  # `_create` reports what is wrong with it
-    for path in listed:
-        try:
-            return directory.read_marker(path).run.data is None
-        except directory.DamagedCheckpoint:
-            continue
+    with suppress(OSError):  # `_create` reports what is wrong with the directory
+        newest, _ = directory.newest(rundir.checkpoints)
+        return newest is not None and directory.read_marker(newest).run.data is None
     return False
 
 
@@ -215,10 +197,7 @@ def _create(rundir: RunDir) -> None:
     try:
         rundir.create()
         for folder in (rundir.path, rundir.checkpoints):
-            os.listdir(folder)
-            marker = folder / ".writable"
-            marker.touch()
-            marker.unlink()
+            run_checks.try_writing(folder)
     except OSError as error:
         where = os.path.abspath(error.filename or rundir.path)
         raise RunError(
@@ -226,33 +205,36 @@ def _create(rundir: RunDir) -> None:
         ) from None
 
 
-def _check_resumption(rundir: RunDir, run: Run, plan: Plan, data: Dataset, request: Request) -> tuple[bool, list[str]]:
+def _check_resumption(rundir: RunDir, planned: PlannedRun, data: Dataset, request: Request) -> tuple[bool, list[str]]:
     """Whether there is a checkpoint to resume from, and notices about it.
 
     A run whose text has changed is not resumed unless the user asks: its position in the data means something else now.
     """
-    searched = locations(run, rundir)
-    for path, saved in newest_first(searched):
-        if path.parent != open_location(rundir.checkpoints):
-            check_owner(path, saved, run, new=not rundir.exists, fresh=request.fresh)
-        replicas = saved.run.replicas or plan.layout.data
-        if replicas != plan.layout.data:
-            raise RunError(
-                f"{path} holds {replicas} replicas, each with a state of its own (optimizer.sync_every = "
-                f"{run.optimizer.sync_every}), so it does not go on with layout.data = {plan.layout.data}: set "
-                f"layout.data = {replicas}, or start afresh with --fresh or another --run-dir."
-            )
-        if saved.run.data == data.fingerprint:
-            return True, []
-        text = f"The text of {source_names(run)} has changed since {path} was saved"
-        if request.accept_changed_data:
-            return True, [f"{text}: as asked, the run goes on at the same position of the new text."]
+    run, plan = planned.run, planned.plan
+    searched = run_checks.locations(run, rundir)
+    path, _ = directory.newest(searched)
+    if path is None:
+        run_checks.check_lost(searched, rundir)
+        return False, []
+    saved = directory.read_marker(path)
+    if path.parent != open_location(rundir.checkpoints):
+        run_checks.check_owner(path, saved, run, new=not rundir.exists, fresh=request.fresh)
+    replicas = saved.run.replicas or plan.layout.data
+    if replicas != plan.layout.data:
         raise RunError(
-            f"{text}, so the run cannot go on where it was: restore the files, go on all the same with "
-            "--accept-changed-data, or start afresh with --fresh or another --run-dir."
+            f"{path} holds {replicas} replicas, each with a state of its own (optimizer.sync_every = "
+            f"{run.optimizer.sync_every}), so it does not go on with layout.data = {plan.layout.data}: set "
+            f"layout.data = {replicas}, or start afresh with --fresh or another --run-dir."
         )
-    check_lost(searched, rundir)
-    return False, []
+    if saved.run.data == data.fingerprint:
+        return True, []
+    text = f"The text of {run_checks.source_names(run)} has changed since {path} was saved"
+    if request.accept_changed_data:
+        return True, [f"{text}: as asked, the run goes on at the same position of the new text."]
+    raise RunError(
+        f"{text}, so the run cannot go on where it was: restore the files, go on all the same with "
+        "--accept-changed-data, or start afresh with --fresh or another --run-dir."
+    )
 
 
 def _write(path: Path, text: str) -> None:

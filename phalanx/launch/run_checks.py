@@ -1,21 +1,27 @@
-"""Checks of a run against this machine before anything starts: packages, addresses, nodes, disk space, memory, the amount of text.
-
-Called by `launch/prepare` and `launch/local`. A check returns its problems as sentences, or raises RunError.
-"""
+"""Checks of a run against this machine before anything starts: packages, addresses, nodes, disk space, memory, the amount of text, and the
+storage of its checkpoints. Called by `launch/prepare`. A check returns its problems as sentences, or raises RunError."""
 
 from __future__ import annotations
 
 import importlib.util
 import ipaddress
+import os
 import shutil
 import socket
-import tempfile
 from pathlib import Path
 
+from phalanx.checkpointing import directory
+from phalanx.checkpointing.format import Marker
+from phalanx.checkpointing.location import Location, Remote, error_text, open_location
 from phalanx.checkpointing.replicas import shm_slots
 from phalanx.control.processes import BYTES_PER_PARAMETER
 from phalanx.data.dataset import Dataset
+from phalanx.events.log import read_events
+from phalanx.events.records import Saved
+from phalanx.events.rundir import RunDir
+from phalanx.spec.dump import changed
 from phalanx.spec.errors import RunError, toml
+from phalanx.spec.load import loads
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.spec.sources import kind
@@ -29,6 +35,8 @@ NO_COPIES = (
     "or rely on checkpoint.every."
 )
 _DISK_SLACK = 16 << 20  # bytes for logs, events and the loss curve
+_EXTRAS = {"s3": "s3", "s3a": "s3"}  # extras of this package by fsspec's name of the storage
+_COMMON_STORES = "s3://, gs:// or az://"
 _PADDING_NOTICE = 0.001  # fraction of padding below which nothing is said about it
 
 
@@ -80,6 +88,15 @@ def node_problems(run: Run, plan: Plan) -> list[str]:
     ]
 
 
+def try_writing(folder: Path) -> None:
+    """Raise OSError unless the folder exists or can be made, and can be listed and written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    os.listdir(folder)
+    probe = folder / ".writable"
+    probe.touch()
+    probe.unlink()
+
+
 def check_disk_space(path: Path, plan: Plan) -> None:
     """Raise RunError if the disk cannot take a checkpoint. `path` need not exist yet."""
     existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
@@ -99,9 +116,7 @@ def check_offload_folder(run: Run, plan: Plan) -> None:
         return
     folder, key = Path(run.memory.offload_path).expanduser(), f'memory.offload_path = "{run.memory.offload_path}"'
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        try_writing(folder)
     except OSError as error:
         raise RunError(
             f"{key} cannot be written ({error.strerror}): name a folder on a fast local disk, or leave it out."
@@ -133,6 +148,96 @@ def check_replica_memory(run: Run, plan: Plan) -> None:
             f"{key}: two copies of the state of {_millions(plan)} parameters take {_mib(need)} of memory, "
             f"but {root} has {_mib(free)} free: free some, give a container more shared memory, or leave the key out."
         )
+
+
+def storage_problems(run: Run) -> list[str]:
+    """Why checkpoint.url cannot take checkpoints. The location is tried."""
+    url = run.checkpoint.url
+    if url is None:
+        return []
+    key = f"checkpoint.url = {toml(url)}"
+    protocol = url.partition("://")[0] if "://" in url else "file"
+    if problem := _unusable(protocol):
+        return [f"{key} {problem}"]
+    try:
+        place = open_location(url)
+        if isinstance(place, Remote):
+            place.check_access()
+        else:
+            try_writing(Path(str(place)))
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and protocol != "file":
+            return [f"{key} does not exist ({error_text(error)}): make the bucket first, or name another."]
+        return [
+            f"{key} cannot be used ({error_text(error)}): see that it can be reached and written from here, or name another."
+        ]
+    return []
+
+
+def _unusable(protocol: str) -> str | None:
+    """Why a kind of storage cannot be used at all."""
+    import fsspec
+    from fsspec.registry import known_implementations, registry
+
+    if protocol == "memory":
+        return (
+            "lies in the memory of one process and is gone with it: name a folder, or a store such as " + _COMMON_STORES + "."
+        )
+    if protocol not in registry and protocol not in known_implementations:
+        return (
+            f"begins with {protocol}://, which is no storage that fsspec knows: begin with {_COMMON_STORES}, or name a folder."
+        )
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ImportError as error:
+        extra = _EXTRAS.get(protocol)
+        how = f"pip install 'phalanx[{extra}]'" if extra else error_text(error)
+        return f"needs a package that is not installed: {how}."
+    return None
+
+
+def locations(run: Run, rundir: RunDir) -> list[Location]:
+    """All locations where the run's checkpoints may be; of two checkpoints of the same step, the first location counts."""
+    url, local = run.checkpoint.url, open_location(rundir.checkpoints)
+    if url is None:
+        return [local]
+    return [local, open_location(url)] if run.checkpoint.local_first else [open_location(url)]
+
+
+def check_owner(path: Location, saved: Marker, run: Run, *, new: bool, fresh: bool) -> None:
+    """Raise RunError unless the checkpoint at checkpoint.url belongs to this run. `new`: the run directory is new."""
+    key, other = f"checkpoint.url = {toml(run.checkpoint.url or '')}", "name another URL"
+    if fresh:
+        raise RunError(f"{key} already holds a run ({path.name}) and --fresh was given: {other}.")
+    if differences := changed(loads(saved.run.run or "", name=str(path)), run):
+        raise RunError(
+            f"{key} holds a run with other settings ({'; '.join(differences)}): {other}, or undo the change to go on with that run."
+        )
+    if new and saved.step >= run.steps:
+        raise RunError(f"{key} holds a run that has taken all its {run.steps} steps: {other}, or raise train.steps to go on.")
+
+
+def check_lost(locations: list[Location], rundir: RunDir) -> None:
+    """Raise RunError if the run has saved but its checkpoints are gone: it must not silently begin again."""
+    saved = [event for event in read_events(rundir.events_file) if isinstance(event, Saved)]
+    if not saved:
+        return
+    for place in locations:
+        directory.restore_replaced(place)  # a save may have been killed between its two renames
+    if directory.newest(locations) == (None, []):  # if all are damaged, the workers report what is wrong with each
+        where = " or ".join(map(str, locations))
+        raise RunError(
+            f"The run in {rundir.path} has saved step {saved[-1].step} as {saved[-1].path}, but there is no checkpoint in {where}: "
+            "move it there, let checkpoint.url name where it is (a relative path begins at the working directory), or begin again "
+            "from step 0 with another --run-dir."
+        )
+
+
+def replica_notices(run: Run, *, torchrun: bool) -> list[str]:
+    """What replicas in host memory, which the run file asks for, cannot do here."""
+    if run.checkpoint.memory_every is None:
+        return []
+    return [NO_COPIES] if torchrun else [ONE_NODE] if run.cluster.nodes == 1 else []
 
 
 def too_little_data(run: Run, data: Dataset) -> list[str]:

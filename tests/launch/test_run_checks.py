@@ -15,7 +15,7 @@ from phalanx.checkpointing.location import open_location
 from phalanx.events.log import EventLog
 from phalanx.events.records import Saved
 from phalanx.events.rundir import RunDir
-from phalanx.launch.checkpoint_storage import check_lost, check_owner, locations, storage_problems
+from phalanx.launch.run_checks import check_lost, check_owner, locations, storage_problems
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Run
