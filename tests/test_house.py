@@ -265,14 +265,10 @@ def many_parameters(package: Package) -> list[str]:
             names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
             count = len(names) + bool(arguments.vararg) + bool(arguments.kwarg) - (names[:1] in (["self"], ["cls"]))
             # A verb of the command line declares one parameter per option.
-            verb = module.room == "cli" and (module.path.stem.removesuffix("_cmd") == node.name.rstrip("_") or is_command(node))
+            verb = module.room == "cli" and module.path.stem.endswith("_cmd") and not node.name.startswith("_")
             if count > MAX_PARAMETERS and not verb:
                 found.append(f"{package.file(module)}:{node.name}")
     return found
-
-
-def is_command(node: Function) -> bool:
-    return any(isinstance(mark, ast.Call) and ast.unparse(mark.func).endswith(".command") for mark in node.decorator_list)
 
 
 def missing_docstrings(package: Package) -> list[str]:

@@ -1,4 +1,5 @@
-"""`phalanx checkpoint`: lists, inspects, verifies, compares, reshards, exports and prunes checkpoints.
+"""`phalanx checkpoint`: lists, inspects, verifies, compares, reshards, exports and prunes checkpoints. `phalanx export` and `phalanx import`
+convert them to and from folders that transformers loads.
 
 No verb needs a GPU or as much memory as the model; list, inspect, verify and prune do not need torch either.
 """
@@ -28,8 +29,6 @@ from phalanx.checkpointing.find_checkpoint import (
     no_checkpoint_message,
 )
 from phalanx.checkpointing.location import Local
-from phalanx.cli.export_cmd import Dtype, ShardSize, import_
-from phalanx.cli.export_cmd import export as export_hf
 from phalanx.cli.options import CHECKPOINT, AsJson, parse_size
 from phalanx.cli.output import console, print_json
 from phalanx.dashboard import checkpoint_tables as show
@@ -39,14 +38,18 @@ from phalanx.spec.errors import RunError
 from phalanx.spec.tensor_slice import TensorSlice
 
 if TYPE_CHECKING:
+    import torch
+
     from phalanx.checkpointing.format import SavedTensor
     from phalanx.checkpointing.location import Location
+    from phalanx.evaluation.convert import Converted
 
 app = typer.Typer(help="List, inspect, verify, compare, reshard, export, import and prune checkpoints.", no_args_is_help=True)
-app.command("import")(import_)
 
 _PLACE = "A run directory, a folder of checkpoints or a checkpoint; a path or a URL."
 _FORMATS = ("hf", "safetensors", "torch")
+Dtype = Annotated[str | None, typer.Option(help="fp32, bf16 or fp16. Default: the stored dtype.")]
+ShardSize = Annotated[str, typer.Option(help="Maximum size of one safetensors file, for example 5GB.")]
 
 
 @app.command("list")
@@ -301,12 +304,9 @@ def export(
     limit = parse_size("--shard-size", shard_size)
     from phalanx.checkpointing.offline_writer import to_safetensors, to_torch
     from phalanx.checkpointing.restore import CheckpointReader
-    from phalanx.evaluation.convert import TORCH
 
-    if dtype is not None and dtype not in TORCH:
-        raise RunError(f"--dtype {dtype}: choose {', '.join(TORCH)}.")
+    format_ = _torch_dtype(dtype)
     saved = CheckpointReader(locate(checkpoint))
-    format_ = None if dtype is None else TORCH[dtype]
     if kind == "torch":
         written = to_torch(saved, out, optimizer=optimizer, dtype=format_)
     else:
@@ -320,8 +320,74 @@ def export(
             }
         )  # fmt: skip
         return
-    files = "1 file" if written.files == 1 else f"{written.files} files"
-    print(f"{written.tensors} tensors ({'+'.join(written.formats)}, {format_size(written.bytes)}, {files}) → {out}")
+    dtypes = "+".join(written.formats)
+    print(f"{written.tensors} tensors ({dtypes}, {format_size(written.bytes)}, {_files(written.files)}) → {out}")
+
+
+def export_hf(
+    checkpoint: Annotated[str, typer.Argument(help=CHECKPOINT, metavar="CKPT")],
+    out: Annotated[Path, typer.Argument(help="The folder to write: a new or empty one.", metavar="HF_DIR")],
+    dtype: Dtype = None,
+    shard_size: ShardSize = "5GB",
+    check: Annotated[
+        Path | None,
+        typer.Option(help="Logits that a run wrote at a save (hf/step-N.logits). The exported model must reproduce them."),
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Write a model for transformers: weights in safetensors, config.json and the tokenizer."""
+    from phalanx.checkpointing.hf_folder import read_reference
+    from phalanx.evaluation.convert import export_checkpoint
+
+    _torch_dtype(dtype)
+    reference = None if check is None else read_reference(check)
+    converted = export_checkpoint(checkpoint, out, dtype, parse_size("--shard-size", shard_size), reference)
+    if _print_report(converted, json):
+        return
+    print(f"{converted.parameters:,} parameters ({converted.family}, {converted.dtype}, {_files(converted.files)}) → {out}")
+    if (match := converted.match) is not None:
+        print(
+            f"Loaded by {match.opened}, its logits differ by {match.difference:.2g} of the largest; {match.allowed:.2g} is allowed."
+        )
+
+
+@app.command("import")
+def import_(
+    folder: Annotated[Path, typer.Argument(help="A folder with config.json and weights in safetensors.", metavar="HF_DIR")],
+    out: Annotated[Path, typer.Argument(help="The run directory to write: a new or empty one.", metavar="OUT")],
+    json: AsJson = False,
+) -> None:
+    """Convert a Hugging Face model into a run directory. The model is checked first, then streamed, whatever its size."""
+    from phalanx.evaluation.convert import import_folder
+
+    converted = import_folder(folder, out)
+    if not _print_report(converted, json):
+        print(f"{converted.parameters:,} parameters ({converted.family}, {converted.dtype}) → {out}")
+        print(f'Continue with `phalanx generate {out} "…"`, or with [model] from = "{out}" in a run file.')
+
+
+def _print_report(converted: Converted, json: bool) -> bool:
+    """Prints the object of --json and returns True, or prints the notes for people."""
+    if json:
+        names = ("family", "parameters", "bytes", "files", "dtype", "notes")
+        table = {"path": str(converted.path)} | {name: getattr(converted, name) for name in names}
+        print_json(table | (asdict(converted.match) if converted.match is not None else {}))
+        return True
+    for note in converted.notes:
+        print(f"Note: {note}")
+    return False
+
+
+def _torch_dtype(name: str | None) -> torch.dtype | None:
+    from phalanx.evaluation.convert import TORCH
+
+    if name is not None and name not in TORCH:
+        raise RunError(f"--dtype {name}: choose {', '.join(TORCH)}.")
+    return None if name is None else TORCH[name]
+
+
+def _files(count: int) -> str:
+    return "1 file" if count == 1 else f"{count} files"
 
 
 def _exports(place: Location, removed: list[str], kept: list[str]) -> list[Location]:

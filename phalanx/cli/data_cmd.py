@@ -1,7 +1,9 @@
-"""`phalanx data inspect` and `phalanx data preview`: show text as training will read it. Neither needs torch."""
+"""`phalanx data inspect` and `phalanx data preview` show text as training will read it; `phalanx tokenize` turns it into token files. None
+of them needs torch."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,11 +11,14 @@ from typing import Annotated, Any
 
 import typer
 
-from phalanx.cli.options import SOURCE_KINDS, AsJson, Field, Overrides, RunFile, Template, check_source_kind
+from phalanx.cli.options import SOURCE_KINDS, TEXT_KINDS, AsJson, Field, Overrides, RunFile, Template, check_source_kind
 from phalanx.cli.output import console, print_json
+from phalanx.control.protocol import RESUMABLE
 from phalanx.dashboard.data_tables import SourceFormat, looking_through, show_inspected, show_sample, tokenizing
+from phalanx.dashboard.numbers import count, duration
 from phalanx.data.corpus import Corpus
 from phalanx.data.dataset import open_corpus, open_dataset
+from phalanx.data.ingest import Progress, tokenize_into
 from phalanx.data.inspect import InspectOptions, batches, split_samples
 from phalanx.data.inspect import inspect as inspect_corpus
 from phalanx.data.token_files import META, TokenFiles, TokenMeta
@@ -23,6 +28,8 @@ from phalanx.spec.json_value import JsonObject
 from phalanx.spec.load import load
 from phalanx.spec.run import Data, MixedSource
 from phalanx.spec.sources import kind
+
+_DEFAULT = Data()
 
 app = typer.Typer(help="Inspect sources of text, and preview the batch of a step.", no_args_is_help=True)
 
@@ -163,3 +170,92 @@ def _tokenizer_of(files: TokenFiles) -> Tokenizer | None:
     except RunError:
         return None
     return tokenizer if tokenizer.sha256 == files.meta.tokenizer_sha256 else None
+
+
+def tokenize(
+    paths: Annotated[
+        list[str], typer.Argument(help="Files, folders, globs or URLs, then the folder to write.", metavar="SRC... OUT")
+    ],
+    tokenizer: Annotated[str, typer.Option(help='"byte", a tokenizer.json, or a folder with one.')] = "byte",
+    end_token: Annotated[str | None, typer.Option(help="Token that ends a document. Default: that of the tokenizer.")] = None,
+    source: Annotated[str | None, typer.Option(help=f"{', '.join(TEXT_KINDS)}. Default: derived from the file names.")] = None,
+    field: Field = None,
+    template: Template = None,
+    prompt_field: Annotated[str, typer.Option(help="chat: field with the question.")] = _DEFAULT.prompt_field,
+    answer_field: Annotated[str, typer.Option(help="chat: field with the answer.")] = _DEFAULT.answer_field,
+    split: Annotated[str, typer.Option(help="hf: the split of the dataset.")] = _DEFAULT.split,
+    config: Annotated[str | None, typer.Option(help="hf: the configuration of the dataset.")] = None,
+    streaming: Annotated[
+        bool, typer.Option("--streaming", help="hf: read the dataset as a stream instead of downloading it first.")
+    ] = False,
+    processes: Annotated[int | None, typer.Option(min=1, max=4096, help="Number of processes. Default: one per core.")] = None,
+    max_bad_records: Annotated[
+        int, typer.Option(min=0, help="Maximum number of bad records to skip.")
+    ] = _DEFAULT.max_bad_records,
+    max_record_bytes: Annotated[
+        int, typer.Option(min=1, max=1 << 31, help="Maximum size of a record; a longer one is bad.")
+    ] = _DEFAULT.max_record_bytes,
+    force: Annotated[bool, typer.Option("--force", help="Start over if OUT holds token files of something else.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Turn text into token files. After a stop or a crash, the same command resumes."""
+    *sources, out = paths
+    if not sources and source != "stdlib":
+        raise RunError(f"phalanx tokenize {out}: name the text first and the folder to write last: SRC... OUT.")
+    if problems := check_source_kind(source, TEXT_KINDS):
+        raise RunError(problems)
+    kinds: dict[str, Any] = {"source": source, "template": template}  # checked above, and when it is read
+    data = Data(
+        **kinds,
+        paths=tuple(sources),
+        field=field,
+        prompt_field=prompt_field,
+        answer_field=answer_field,
+        split=split,
+        config=config,
+        streaming=streaming,
+        tokenizer=tokenizer,
+        end_token=end_token,
+        processes=processes,
+        max_bad_records=max_bad_records,
+        max_record_bytes=max_record_bytes,
+    )
+    _tokenize(data, out, force=force, json=json)
+
+
+def _tokenize(data: Data, out: str, *, force: bool, json: bool) -> None:
+    """Makes the token files and reports them."""
+    opened = open_tokenizer(data.tokenizer, data.end_token)
+    begin, kept = time.monotonic(), [0]
+    try:
+        with tokenizing(console) as shown:
+
+            def show(progress: Progress) -> None:
+                kept.append(progress.kept)
+                shown(progress)
+
+            meta = tokenize_into(Path(out).expanduser(), data, data, opened, force=force, progress=show)
+    except KeyboardInterrupt:
+        console.print(f"Stopped. Finished parts are in {out}: run the same command to resume.", soft_wrap=True)
+        raise typer.Exit(RESUMABLE) from None
+    seconds = time.monotonic() - begin
+    speed = (meta.tokens - kept[-1] if len(kept) > 1 else 0) / seconds
+    result = {
+        "out": out,
+        "documents": meta.documents,
+        "tokens": meta.tokens,
+        "skipped": meta.skipped,
+        "parts": len(meta.parts),
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(speed, 1),
+        "fingerprint": meta.fingerprint,
+    }
+    if json:
+        print_json(result)
+        return
+    skipped = "".join(f"; {number} skipped ({reason})" for reason, number in meta.skipped.items())
+    console.print(
+        f"{out}: {meta.documents:,} documents, {meta.tokens:,} tokens in {len(meta.parts)} parts, "
+        f"{duration(seconds)}{f', {count(speed)} tok/s' if speed else ''}{skipped}",
+        soft_wrap=True,
+    )

@@ -1,7 +1,9 @@
-"""`phalanx eval`: loss and perplexity of a model on held-out text or any source, or accuracy on multiple-choice questions."""
+"""`phalanx eval` and `phalanx generate`: loss, perplexity or accuracy of a trained model, and text sampled from it."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,14 +26,14 @@ if TYPE_CHECKING:
     from phalanx.evaluation.open_model import Opened
     from phalanx.evaluation.perplexity import Measured
 
+Model = Annotated[
+    str,
+    typer.Argument(help="A checkpoint, a run directory for its newest checkpoint, or a Hugging Face folder.", metavar="CKPT"),
+]
+
 
 def eval(
-    checkpoint: Annotated[
-        str,
-        typer.Argument(
-            help="A checkpoint, a run directory for its newest checkpoint, or a Hugging Face folder.", metavar="CKPT"
-        ),
-    ],
+    checkpoint: Model,
     source: Annotated[
         str | None, typer.Option(help=f"Kind of text to evaluate instead of the held-out text: {', '.join(SOURCE_KINDS)}.")
     ] = None,
@@ -209,3 +211,48 @@ def _show(measured: dict[str, Measured], whole: Measured) -> None:
         values = (part.loss, part.perplexity, part.bits_per_byte)
         table.add_row(name, *map(number, values), count(part.tokens))
     console.print(table)
+
+
+def generate(
+    checkpoint: Model,
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")] = "",
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Maximum number of tokens to generate.")] = 200,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature; 0 always takes the most likely token.")
+    ] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample only from this many most likely tokens.")] = None,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Sample only from the most likely tokens with this total probability.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    device: Device = None,
+    json: AsJson = False,
+) -> None:
+    """Sample text from a trained model."""
+    prompt = os.fsencode(prompt).decode(errors="replace")  # a command line may contain bytes that are not text
+    from phalanx.evaluation.open_model import open_model
+    from phalanx.models.sampling import Sampling
+    from phalanx.models.sampling import generate as sample
+
+    opened = open_model(checkpoint, device)
+    tokenizer = opened.tokenizer
+    # Without a prompt, the model continues the end of a previous document.
+    start = [int(token) for token in tokenizer.encode(prompt)] or [tokenizer.end]
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    text = tokenizer.stream()
+    generated: list[int] = []
+    if not json:
+        sys.stdout.write(prompt)
+    for token in sample(opened.model, start, tokens, -1, sampling):
+        generated.append(token)
+        if not json and token != tokenizer.end:
+            sys.stdout.write(text.push(token))
+            sys.stdout.flush()
+        if token in opened.stops:
+            break
+    if json:
+        print_json(
+            {"prompt": prompt, "text": tokenizer.decode(generated), "tokens": len(generated), "checkpoint": str(opened.path)}
+        )
+    else:
+        sys.stdout.write("\n")
