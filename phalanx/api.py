@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.host.env import torchrun_place, visible_gpus
-from phalanx.host.probe import probe
+from phalanx.host.env import torchrun_place
+from phalanx.host.probe import this_machine
 from phalanx.launch.launcher import Job
 from phalanx.launch.model_check import measure
 from phalanx.launch.prepare import Request, prepare
@@ -31,7 +31,7 @@ def plan(run: Run) -> Plan:
     run = _checked(run)
     if planned(run) and run.model.module is None:
         return choose(run, None)
-    return choose(run, probe(visible_gpus()), size=measure(run))
+    return choose(run, this_machine(), size=measure(run))
 
 
 def explain(run: Run) -> str:
@@ -46,7 +46,7 @@ def explain(run: Run) -> str:
 
     run = _checked(run)
     text = StringIO()
-    report = plan(PlanRequest(run, None if planned(run) else probe(visible_gpus())))
+    report = plan(PlanRequest(run, None if planned(run) else this_machine()))
     show_plan(Console(file=text, width=100, highlight=False), report)
     return text.getvalue()
 
@@ -76,7 +76,7 @@ def trainer(run: Run, *, checkpoints: str | Path = "checkpoints") -> Trainer:
     from phalanx.training.trainer import Trainer
 
     run, place = _checked(run), torchrun_place() or Place()
-    planned_run = plan_run(run, probe(visible_gpus()), place.ranks, measure(run))
+    planned_run = plan_run(run, this_machine(), place.ranks, measure(run))
     run, plan = planned_run.run, planned_run.plan
     built = Trainer(run, plan, connect(place, plan.device, run.resilience.timeout, plan.layout), Path(checkpoints))
     built.build()
@@ -107,7 +107,7 @@ def rehearse(run: Run, plan: Plan | None = None, *, rank: int = 0, memory: int |
     run = _checked(run)
     if plan is not None:
         run = replace(run, layout=plan.layout, train=replace(run.train, micro_batch=plan.micro_batch))
-    job = rehearsal_job(run, probe(visible_gpus()), measure(run), memory)
+    job = rehearsal_job(run, this_machine(), measure(run), memory)
     return rehearsed(job.run, plan or job.plan, rank, job.device)
 
 

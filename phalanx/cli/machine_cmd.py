@@ -9,8 +9,7 @@ import typer
 
 from phalanx.cli.options import AsJson
 from phalanx.cli.output import console, print_json
-from phalanx.host.env import visible_gpus
-from phalanx.host.probe import probe
+from phalanx.host.probe import this_machine
 
 
 def bench(
@@ -24,7 +23,7 @@ def bench(
     from phalanx.dashboard.plan_text import show_bench
     from phalanx.host.machine_profile import profile_file, write_profile
 
-    machine = probe(visible_gpus())
+    machine = this_machine()
     with console.status("measuring") as status:
         report = measure(machine, Path.cwd(), minutes, status.update)
     path = write_profile(machine, report.constants, report.row_tables(), out)
@@ -42,7 +41,7 @@ def doctor(
     """Show what this machine has and what would stop a run. The exit code is 1 if something would."""
     from phalanx.launch.health_check import examine
 
-    report = examine(directory, probe(visible_gpus()))
+    report = examine(directory, this_machine())
     report.render(console)
     if json:
         print_json(report.to_json())

@@ -81,10 +81,9 @@ def _machine(run: Run) -> Machine | None:
 
     if planned(run):
         return None
-    from phalanx.host.env import visible_gpus
-    from phalanx.host.probe import probe
+    from phalanx.host.probe import this_machine
 
-    return probe(visible_gpus())
+    return this_machine()
 
 
 def _show(wide: Console, request: PlanRequest, top: int, files: tuple[Path | None, Path | None]) -> dict[str, Any]:
@@ -132,12 +131,11 @@ def _solve(wide: Console, request: PlanRequest, what: What) -> dict[str, Any]:
 def _compare(wide: Console, directory: Path, refit: bool) -> dict[str, Any]:
     from phalanx.dashboard.numbers import short_duration, size
     from phalanx.dashboard.plan_text import show_comparison
-    from phalanx.host.env import visible_gpus
     from phalanx.host.machine_profile import write_profile
-    from phalanx.host.probe import probe
+    from phalanx.host.probe import this_machine
     from phalanx.planning.feedback import after, compare, correction
 
-    machine = probe(visible_gpus())
+    machine = this_machine()
     comparison = compare(directory, machine)
     if not refit:
         show_comparison(wide, comparison)

@@ -9,8 +9,7 @@ import typer
 
 from phalanx.cli.options import AsJson, Overrides, RunFile, parse_size
 from phalanx.cli.output import console, print_json
-from phalanx.host.env import visible_gpus
-from phalanx.host.probe import probe
+from phalanx.host.probe import this_machine
 from phalanx.launch.model_check import measure
 from phalanx.spec.load import load
 
@@ -40,7 +39,7 @@ def rehearse(
     from phalanx.rehearsal.result import show, write_trace
 
     torch.set_num_threads(1)
-    job = rehearsal_job(run, probe(visible_gpus()), measure(run), limit)
+    job = rehearsal_job(run, this_machine(), measure(run), limit)
     ranks = distinct_ranks(job.run, job.plan) if all_stages else {rank: 1}
     results = []
     for each in ranks:

@@ -137,10 +137,9 @@ def _hardware(run: Run) -> Hardware:
 
     if planned(run):
         return hardware(run, None)
-    from phalanx.host.env import visible_gpus
-    from phalanx.host.probe import probe
+    from phalanx.host.probe import this_machine
 
-    return hardware(run, probe(visible_gpus()))
+    return hardware(run, this_machine())
 
 
 def _candidate(run: Run, hardware: Hardware) -> Candidate:

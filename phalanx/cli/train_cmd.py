@@ -24,8 +24,8 @@ from phalanx.events.log import EventLog
 from phalanx.events.records import Event
 from phalanx.events.rundir import RunDir
 from phalanx.faults.grammar import Fault, check, expand_random, format_faults, parse
-from phalanx.host.env import torchrun_place, visible_gpus
-from phalanx.host.probe import probe
+from phalanx.host.env import torchrun_place
+from phalanx.host.probe import this_machine
 from phalanx.launch.launcher import Job, first_events
 from phalanx.launch.prepare import Prepared, Request, prepare
 from phalanx.spec.errors import PhalanxError, RunError, RunFailed
@@ -135,7 +135,7 @@ def _train_under_torchrun(place: Place, run_file: Path, overrides: list[str], re
             raise
         time.sleep(_TORCHRUN_STOPS)  # every rank has the same error: rank 0 reports it, and torchrun ends the others
         return 2
-    device = run.cluster.device or ("cuda" if probe(visible_gpus()).gpus else "cpu")
+    device = run.cluster.device or ("cuda" if this_machine().gpus else "cpu")
     mesh = connect(place, device, run.resilience.timeout)
     broadcast = mesh.slow_broadcast(_PREPARATION_TIMEOUT)
     prepared: Prepared | None = None

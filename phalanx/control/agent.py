@@ -293,15 +293,7 @@ class Agent:
             node=self.node,
             copy_every=order.copy_every,
         )
-        return protocol.BeginRank(
-            generation=order.generation,
-            place=place,
-            plan=order.plan,
-            source=order.source,
-            save_only=order.save_only,
-            heartbeat=str(worker.heartbeat),
-            chaos=self._chaos,
-        )
+        return protocol.BeginRank(begin=order, place=place, heartbeat=str(worker.heartbeat), chaos=self._chaos)
 
     async def _fork(self, slot: int) -> Worker:
         self._forked += 1

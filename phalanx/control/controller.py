@@ -10,37 +10,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
-from phalanx.checkpointing.replicas import replica_index
-from phalanx.control import protocol, startup
+from phalanx.control import protocol
 from phalanx.control.channel import Channel
-from phalanx.control.controller_state import ControllerState, Generation, Member, NodeServices
-from phalanx.control.recover import Recovery, Replanner, copy_every
-from phalanx.control.store_server import KeyValueStore
+from phalanx.control.controller_state import Control, Generation, Member, NodeServices, RecoveryRecord
+from phalanx.control.recover import Recovery, Replanner
 from phalanx.control.watchdog import Watchdog
 from phalanx.events.heartbeat import Beat
-from phalanx.host.env import visible_gpus
-from phalanx.host.probe import probe
-from phalanx.recovery.state import NodeLost, WorkerDied
-from phalanx.spec.plan import Plan
+from phalanx.events.log import read_events
+from phalanx.events.records import ControllerChanged, Event, FailureNoticed, Finished, Recovered, RunStarted, Step
+from phalanx.host.probe import this_machine
+from phalanx.recovery.relayout import initial_assignment
+from phalanx.recovery.state import Failure, NodeLost, WorkerDied
 
 _HEARTBEAT = 0.3  # seconds between two heartbeats to the agents
-_STALL = 1.0  # seconds without one, after which this process was itself stopped or starved
+_JOIN_TIMEOUT = 60.0  # seconds in which all nodes must have joined a new launch
+_SPARES_TIMEOUT = 0.3  # seconds more for nodes without ranks
+_TAKEOVER_TIMEOUT = 1.0  # seconds in which living nodes join a new controller
 
 
-class Controller:
+class Controller(Control):
     """The controller of one term."""
 
     def __init__(self, agent: NodeServices, term: int):
-        self.agent, self.term, self.settings = agent, term, agent.run.resilience
-        self.state = ControllerState(wanted=agent.plan.layout)
-        self._replanner = Replanner(agent.run, agent.plan, lambda: probe(visible_gpus()))
+        super().__init__(agent, term)
+        self._replanner = Replanner(agent.run, agent.plan, this_machine)
         self._watchdog = Watchdog(self, self._replanner)
-        self._deposed = False
-        self._changed = asyncio.Event()
-        self._last_heartbeat = time.monotonic()
 
     # --- reports of the agents ---
 
@@ -52,7 +48,7 @@ class Controller:
                 self.receive(join.node, protocol.decode(await channel.receive()))
         member = self.state.members.get(join.node)
         if member is not None and member.channel is channel:
-            self._lose_node(join.node, "its supervisor is gone")
+            self.lose_node(join.node, "its supervisor is gone")
 
     def receive(self, node: int, report: protocol.Report, channel: Channel | None = None) -> None:
         """Handle one report of a node."""
@@ -68,8 +64,10 @@ class Controller:
         match report:
             case protocol.Beats():
                 self._on_beats(report)
-            case protocol.RankLocation() | protocol.RankInspected():
-                self._watchdog.hangs.on_answer(report)
+            case protocol.RankLocation():
+                self.state.locations[report.rank] = report
+            case protocol.RankInspected():
+                self.state.inspections[report.rank] = report
             case protocol.RankReport() if generation is not None and report.generation == generation.number:
                 generation.update(report)
             case protocol.RanksBegan() if generation is not None and report.generation == generation.number:
@@ -82,14 +80,14 @@ class Controller:
                 host, port = report.address
                 self.state.members[node].replica_server = (host, port)
                 if generation is not None and self.state.copy_every is not None:
-                    self.agent.spawn(self._set_replica_peers(generation.assignment))
+                    self.agent.spawn(self.set_replica_peers(generation.assignment))
 
     def _on_join(self, join: protocol.Join, channel: Channel | None) -> None:
         state, node = self.state, join.node
         host, port = join.replica_server
         known = state.members.get(node)
         if known is not None and known.name != join.name:
-            self._lose_node(node, "it was started again")
+            self.lose_node(node, "it was started again")
         state.members[node] = Member(node, join.name, join.slots, (host, port), channel, time.monotonic())
         state.joins[node] = join
         if join.last_begin is not None:
@@ -140,77 +138,12 @@ class Controller:
             self.state.stop_requested = time.monotonic()
             self.order(protocol.Stop(reason=reason))
 
-    def _lose_node(self, node: int, reason: str) -> None:
-        state = self.state
-        if state.members.pop(node, None) is None:
-            return
-        state.joined.discard(node)
-        generation = state.generation
-        if generation is None or node not in generation.assignment:
-            return
-        for rank, place in enumerate(generation.assignment):
-            if place == node and rank not in generation.dead:
-                generation.dead[rank] = WorkerDied(rank, generation.step, "node lost", reason, node_lives=False)
-        state.events.append(NodeLost(node, generation.step, f"node {node}: {reason}"))
-        self._changed.set()
-
     def drop_link(self, node: int) -> None:
         """Injected fault: the connection to that node breaks."""
         member = self.state.members.get(node)
         if member is not None and member.channel is not None:
             member.channel.close()
-            self._lose_node(node, "its link is down")
-
-    # --- orders and waiting ---
-
-    @property
-    def leads(self) -> bool:
-        """Whether this term is still the newest."""
-        if self.agent.terms.newest() != (self.term, self.agent.name):
-            self._deposed = True
-        return not self._deposed
-
-    def order(self, order: protocol.Order) -> None:
-        """Send an order to every node, if this term is still the newest."""
-        if not self.leads:
-            return
-        order = replace(order, term=self.term)
-        for member in self.state.members.values():
-            if member.channel is not None:
-                member.channel.post(protocol.encode(order))
-            else:
-                self.agent.spawn(self.agent.obey(order))
-
-    async def wait(self, seconds: float) -> None:
-        """Wait for a report."""
-        self._changed.clear()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), seconds)
-
-    async def until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Wait until the condition holds; False if it does not in time."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            left = deadline - time.monotonic()
-            if left <= 0 or self._deposed:
-                return False
-            await self.wait(min(left, 0.25))
-            self._check_silent_nodes()
-        return True
-
-    def _check_silent_nodes(self) -> None:
-        if self.stalled:
-            return  # the reports of the others are still waiting to be read
-        now = time.monotonic()
-        for member in list(self.state.members.values()):
-            if member.channel is not None and now - member.last_heard > self.settings.heartbeat:
-                member.channel.close()
-                self._lose_node(member.node, f"no sign of life for {now - member.last_heard:.1f} s")
-
-    @property
-    def stalled(self) -> bool:
-        """Whether this process was stopped or starved, and has not sent a heartbeat since."""
-        return time.monotonic() - self._last_heartbeat > _STALL
+            self.lose_node(node, "its link is down")
 
     async def _send_heartbeats(self) -> None:
         while True:
@@ -226,18 +159,13 @@ class Controller:
                     member.channel.post(protocol.encode(protocol.ControllerAlive(term=self.term)))
             await asyncio.sleep(_HEARTBEAT)
 
-    async def stacks(self, ranks: list[int]) -> dict[int, str]:
-        """The stacks of these ranks."""
-        assert self.state.generation is not None
-        return await self._watchdog.hangs.stacks(self.state.generation, ranks)
-
     # --- the run ---
 
     async def lead(self) -> None:
         """Control the run until it ends or another controller takes over."""
         heartbeats = asyncio.create_task(self._send_heartbeats())
         try:
-            await startup.start(self)
+            await _start(self)
             while self.agent.outcome is None and self.leads:
                 if self._finish_if_complete():
                     break
@@ -246,7 +174,7 @@ class Controller:
                 else:
                     await self._watchdog.check()
                     await self.wait(0.25)
-                self._check_silent_nodes()
+                self.check_silent_nodes()
         finally:
             heartbeats.cancel()
             for store in self.agent.stores.values():
@@ -254,45 +182,6 @@ class Controller:
             for member in self.state.members.values():
                 if member.channel is not None and self._deposed:
                     member.channel.close()
-
-    async def begin(
-        self,
-        plan: Plan,
-        assignment: tuple[int, ...],
-        names: dict[int, str | None],
-        source: protocol.StateSource,
-        *,
-        save_only: bool = False,
-    ) -> None:
-        """Begin a generation. `names`: surviving worker processes by new rank. `save_only`: it restores, saves and ends."""
-        state, stores = self.state, self.agent.stores
-        number = 0
-        if state.generation is not None:
-            number = state.generation.number + 1
-            if state.generation.number in stores:
-                stores[state.generation.number].end(f"generation {state.generation.number} is over")
-        stores[number] = KeyValueStore()
-        state.copy_every = copy_every(self.agent.run, plan, assignment)
-        if state.copy_every is not None:
-            await self._set_replica_peers(assignment)
-        state.generation = Generation(number, plan, assignment, self.term)
-        self.order(
-            protocol.BeginGeneration(
-                generation=number,
-                plan=plan,
-                ranks=[protocol.RankSlot(node=node, worker=names.get(rank)) for rank, node in enumerate(assignment)],
-                source=source,
-                store=list(self.agent.address),
-                copy_every=state.copy_every,
-                save_only=save_only,
-                author=self.agent.node,
-            )
-        )
-
-    async def _set_replica_peers(self, assignment: tuple[int, ...]) -> None:
-        members = self.state.members
-        servers = {node: members[node].replica_server for node in set(assignment) if node in members}
-        await asyncio.to_thread(replica_index.set_peers, servers, self.agent.token)
 
     def _finish_if_complete(self) -> bool:
         generation = self.state.generation
@@ -302,11 +191,103 @@ class Controller:
         self.end(protocol.RESUMABLE if protocol.RESUMABLE in generation.ended.values() else 0)
         return True
 
-    def end(self, code: int, reason: str | None = None, rank: int | None = None, traceback: str = "") -> None:
-        """End the run: tell all other nodes, then this one."""
-        outcome = protocol.Outcome(code=code, reason=reason, rank=rank, traceback=traceback)
-        for member in self.state.members.values():
-            if member.channel is not None:
-                member.channel.post(protocol.encode(protocol.Done(term=self.term, outcome=outcome)))
-        asyncio.get_running_loop().call_later(0.05, self.agent.finish, outcome)
-        self.agent.outcome = outcome
+
+async def _start(control: Control) -> None:
+    """Start the first generation once all nodes have joined; if another controller led before, take over its generation."""
+    state, agent = control.state, control.agent
+    expected = range(agent.nodes)
+    if agent.last_begin is None:
+        await control.until(lambda: all(node in state.members for node in expected) or bool(state.begins), _JOIN_TIMEOUT)
+    if agent.last_begin is None and not state.begins:
+        missing = [node for node in expected if node not in state.members]
+        if missing:
+            logs = agent.rundir.logs
+            control.end(1, f"node {missing[0]} did not start within {_JOIN_TIMEOUT:.0f} s: see its log in {logs}.")
+        else:
+            await _begin_first(control)
+        return
+    newest = max(state.begins, key=lambda begin: begin.generation)
+    nodes = {slot.node for slot in newest.ranks} - {newest.author}
+    await control.until(lambda: nodes <= set(state.members), _TAKEOVER_TIMEOUT)
+    # Spare nodes, too: one that joined a moment later would be too late to replace a lost node.
+    others = set(agent.terms.announced()) - {newest.author}
+    await control.until(lambda: others <= set(state.members), _SPARES_TIMEOUT)
+    unrecovered = _read_history(control)
+    agent.emit(ControllerChanged(term=control.term, node=agent.node))
+    _take_over(control, newest)
+    if state.events and unrecovered:  # the previous controller had begun to recover from them
+        state.recovery = RecoveryRecord(unrecovered[0].time, [event.number for event in unrecovered])
+
+
+def _read_history(control: Control) -> list[FailureNoticed]:
+    """Read the failures of this launch from the event log, so that repeated ones are recognized. Returns those not recovered from."""
+    state = control.state
+    unrecovered: dict[int, FailureNoticed] = {}
+    for event in _launch_events(control):
+        if isinstance(event, FailureNoticed):
+            unrecovered[event.number] = event
+            state.failures = max(state.failures, event.number)
+            state.history += (Failure(event.cause, event.rank, event.step, event.message, event.node),)
+        elif isinstance(event, Recovered):
+            state.history = tuple(replace(failure, tried=failure.tried or event.action) for failure in state.history)
+            for number in event.failures:
+                unrecovered.pop(number, None)
+    return list(unrecovered.values())
+
+
+async def _begin_first(control: Control) -> None:
+    """Begin the first generation of a launch."""
+    state, agent = control.state, control.agent
+    assignment = initial_assignment(agent.plan.layout, state.nodes())
+    state.joined.clear()
+    if control.term > 1:  # every node that knew the previous generation is gone
+        events = _launch_events(control)
+        state.failures = max((event.number for event in events if isinstance(event, FailureNoticed)), default=0) + 1
+        step = _last_step(events)
+        message = "all nodes were lost, and with them what was in memory"
+        agent.emit(FailureNoticed(number=state.failures, cause="node lost", message=message, step=step))
+        now = time.time()
+        state.recovery = RecoveryRecord(now, [state.failures], source="disk", decided=now, step_before=step)
+    await control.begin(agent.plan, assignment, {}, protocol.StateSource(in_memory=False))
+
+
+def _take_over(control: Control, begin: protocol.BeginGeneration) -> None:
+    """Continue with the generation that another controller began, from what the agents report about it."""
+    state = control.state
+    generation = Generation(begin.generation, begin.plan, tuple(slot.node for slot in begin.ranks), begin.term)
+    state.generation = generation
+    for node, join in state.joins.items():
+        for name, worker in join.workers.items():
+            if worker.generation == generation.number and worker.rank is not None:
+                generation.names[worker.rank] = name
+                if worker.exit_code is not None:
+                    generation.ended[worker.rank] = worker.exit_code
+        if node not in generation.assignment:
+            state.joined.add(node)
+    events = _launch_events(control)
+    if any(isinstance(event, Finished) for event in events):
+        control.end(0)
+        return
+    step = _last_step(events)  # no rank has reported to this controller yet
+    for node in dict.fromkeys(generation.assignment):
+        if node not in state.members:
+            for rank, place in enumerate(generation.assignment):
+                if place == node:
+                    generation.dead[rank] = WorkerDied(rank, step, "node lost", "its supervisor is gone", node_lives=False)
+            state.events.append(NodeLost(node, step, f"node {node}: its supervisor is gone, and it decided for all"))
+    for rank, place in enumerate(generation.assignment):
+        if place in state.members and rank not in generation.names and rank not in generation.dead:
+            died = WorkerDied(rank, step, "died", f"rank {rank}: it is gone")
+            generation.dead[rank] = died
+            state.events.append(died)
+
+
+def _launch_events(control: Control) -> list[Event]:
+    """The records of the current launch."""
+    events = read_events(control.agent.rundir.events_file)
+    begin = max((index for index, event in enumerate(events) if isinstance(event, RunStarted)), default=0)
+    return events[begin:]
+
+
+def _last_step(events: list[Event]) -> int | None:
+    return next((event.step for event in reversed(events) if isinstance(event, Step)), None)

@@ -1,29 +1,35 @@
-"""What the controller knows: the nodes, the running generation of ranks, and what has happened and is not handled yet. Plain data.
-
-The parts of the controller (`startup`, `watchdog`, `recover`) read and change this state. They reach the node they run on through
-`NodeServices`, which `control/agent` provides, and the controller's own actions through `Control`.
-"""
+"""What the controller knows, as plain data: the nodes, the running generation of ranks, and what has happened and is not handled yet; and
+`Control`, its orders to the nodes. `controller`, `watchdog` and `recover` share both."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from phalanx.checkpointing.replicas import replica_index, shm_slots
 from phalanx.control import protocol
 from phalanx.control.channel import Channel
 from phalanx.control.election import Terms
+from phalanx.control.processes import BYTES_PER_PARAMETER
 from phalanx.control.store_server import KeyValueStore
 from phalanx.events.heartbeat import Beat
 from phalanx.events.records import Event
 from phalanx.events.rundir import RunDir
 from phalanx.recovery import state as policy
-from phalanx.recovery.state import Failure, Node, NodeJoined, Situation, WorkerDied
+from phalanx.recovery.relayout import replicated_elsewhere
+from phalanx.recovery.state import Failure, Node, NodeJoined, NodeLost, Situation, WorkerDied
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Resilience, Run
+
+_ANSWER_TIMEOUT = 1.0  # seconds in which a rank reports its location
+_INSPECT_TIMEOUT = 1.5  # seconds in which an agent inspects a rank that does not answer
+_STALL = 1.0  # seconds without a heartbeat, after which this process was itself stopped or starved
+_MEMORY_FRACTION = 0.4  # part of the free memory that replicas may take which nobody asked for
 
 
 @dataclass(slots=True)
@@ -195,6 +201,12 @@ class ControllerState:
     joins: dict[int, protocol.Join] = field(default_factory=dict)
     begins: list[protocol.BeginGeneration] = field(default_factory=list)
     """Newest generations that joining nodes know of."""
+    question: int = 0
+    """Number of the last question to the ranks where they are."""
+    locations: dict[int, protocol.RankLocation] = field(default_factory=dict)
+    """Their answers."""
+    inspections: dict[int, protocol.RankInspected] = field(default_factory=dict)
+    """What agents have seen of ranks that did not answer."""
     last_stall_end: float = field(default_factory=time.monotonic)
     """When this process last woke from being stopped or starved: silence before that is not the fault of others."""
 
@@ -252,20 +264,106 @@ class NodeServices(Protocol):
     def finish(self, outcome: protocol.Outcome) -> None: ...
 
 
-class Control(Protocol):
-    """What the parts of the controller need from it."""
+class Control:
+    """What the controller of one term knows and does: orders to the nodes, waiting for their reports, generations."""
 
-    state: ControllerState
-    agent: NodeServices
-    settings: Resilience
-    term: int
+    def __init__(self, agent: NodeServices, term: int):
+        self.agent, self.term, self.settings = agent, term, agent.run.resilience
+        self.state = ControllerState(wanted=agent.plan.layout)
+        self._deposed = False
+        self._changed = asyncio.Event()
+        self._last_heartbeat = time.monotonic()
 
     @property
-    def leads(self) -> bool: ...
+    def leads(self) -> bool:
+        """Whether this term is still the newest."""
+        if self.agent.terms.newest() != (self.term, self.agent.name):
+            self._deposed = True
+        return not self._deposed
+
+    def order(self, order: protocol.Order) -> None:
+        """Send an order to every node, if this term is still the newest."""
+        if not self.leads:
+            return
+        order = replace(order, term=self.term)
+        for member in self.state.members.values():
+            if member.channel is not None:
+                member.channel.post(protocol.encode(order))
+            else:
+                self.agent.spawn(self.agent.obey(order))
+
+    async def wait(self, seconds: float) -> None:
+        """Wait for a report."""
+        self._changed.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), seconds)
+
+    async def until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Wait until the condition holds; False if it does not in time."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            left = deadline - time.monotonic()
+            if left <= 0 or self._deposed:
+                return False
+            await self.wait(min(left, 0.25))
+            self.check_silent_nodes()
+        return True
+
+    def check_silent_nodes(self) -> None:
+        if self.stalled:
+            return  # the reports of the others are still waiting to be read
+        now = time.monotonic()
+        for member in list(self.state.members.values()):
+            if member.channel is not None and now - member.last_heard > self.settings.heartbeat:
+                member.channel.close()
+                self.lose_node(member.node, f"no sign of life for {now - member.last_heard:.1f} s")
+
     @property
-    def stalled(self) -> bool: ...
-    def order(self, order: protocol.Order) -> None: ...
-    async def until(self, condition: Callable[[], bool], seconds: float) -> bool: ...
+    def stalled(self) -> bool:
+        """Whether this process was stopped or starved, and has not sent a heartbeat since."""
+        return time.monotonic() - self._last_heartbeat > _STALL
+
+    def lose_node(self, node: int, reason: str) -> None:
+        """Forget a node. Its ranks are dead."""
+        state = self.state
+        if state.members.pop(node, None) is None:
+            return
+        state.joined.discard(node)
+        generation = state.generation
+        if generation is None or node not in generation.assignment:
+            return
+        for rank, place in enumerate(generation.assignment):
+            if place == node and rank not in generation.dead:
+                generation.dead[rank] = WorkerDied(rank, generation.step, "node lost", reason, node_lives=False)
+        state.events.append(NodeLost(node, generation.step, f"node {node}: {reason}"))
+        self._changed.set()
+
+    async def ask(self, generation: Generation, ranks: list[int]) -> None:
+        """Ask ranks for their location, then their agents about those that do not answer."""
+        state = self.state
+        state.locations.clear()
+        state.inspections.clear()
+        state.question += 1
+        self.order(protocol.LocateRanks(generation=generation.number, question=state.question))
+
+        def unanswered() -> list[int]:
+            return [rank for rank in ranks if rank not in state.locations and rank not in state.inspections]
+
+        await self.until(lambda: bool(state.events) or not unanswered(), _ANSWER_TIMEOUT)
+        if silent := unanswered():
+            self.order(protocol.Inspect(generation=generation.number, ranks=silent))
+            await self.until(lambda: bool(state.events) or not unanswered(), _INSPECT_TIMEOUT)
+
+    async def stacks(self, generation: Generation, ranks: list[int]) -> dict[int, str]:
+        """The stacks of these ranks, from their own reports or from outside."""
+        await self.ask(generation, ranks)
+        stacks = {}
+        for rank in ranks:
+            location, inspection = self.state.locations.get(rank), self.state.inspections.get(rank)
+            own = location.report.get("stack") if location is not None else None
+            stacks[rank] = own or (inspection.stack if inspection is not None else None) or ""
+        return stacks
+
     async def begin(
         self,
         plan: Plan,
@@ -274,6 +372,60 @@ class Control(Protocol):
         source: protocol.StateSource,
         *,
         save_only: bool = False,
-    ) -> None: ...
-    def end(self, code: int, reason: str | None = None, rank: int | None = None, traceback: str = "") -> None: ...
-    async def stacks(self, ranks: list[int]) -> dict[int, str]: ...
+    ) -> None:
+        """Begin a generation. `names`: surviving worker processes by new rank. `save_only`: it restores, saves and ends."""
+        state, stores = self.state, self.agent.stores
+        number = 0
+        if state.generation is not None:
+            number = state.generation.number + 1
+            if state.generation.number in stores:
+                stores[state.generation.number].end(f"generation {state.generation.number} is over")
+        stores[number] = KeyValueStore()
+        state.copy_every = copy_every(self.agent.run, plan, assignment)
+        if state.copy_every is not None:
+            await self.set_replica_peers(assignment)
+        state.generation = Generation(number, plan, assignment, self.term)
+        self.order(
+            protocol.BeginGeneration(
+                generation=number,
+                plan=plan,
+                ranks=[protocol.RankSlot(node=node, worker=names.get(rank)) for rank, node in enumerate(assignment)],
+                source=source,
+                store=list(self.agent.address),
+                copy_every=state.copy_every,
+                save_only=save_only,
+                author=self.agent.node,
+            )
+        )
+
+    async def set_replica_peers(self, assignment: tuple[int, ...]) -> None:
+        """Tell the replica servers of these nodes where the others are."""
+        members = self.state.members
+        servers = {node: members[node].replica_server for node in set(assignment) if node in members}
+        await asyncio.to_thread(replica_index.set_peers, servers, self.agent.token)
+
+    def end(self, code: int, reason: str | None = None, rank: int | None = None, traceback: str = "") -> None:
+        """End the run: tell all other nodes, then this one."""
+        outcome = protocol.Outcome(code=code, reason=reason, rank=rank, traceback=traceback)
+        for member in self.state.members.values():
+            if member.channel is not None:
+                member.channel.post(protocol.encode(protocol.Done(term=self.term, outcome=outcome)))
+        asyncio.get_running_loop().call_later(0.05, self.agent.finish, outcome)
+        self.agent.outcome = outcome
+
+
+def copy_every(run: Run, plan: Plan, assignment: Sequence[int]) -> int | None:
+    """Steps between two replicas of the state in host memory; None: no replicas.
+
+    As the run file says. By default after every step, if the loss of a rank or node would lose state and memory is plentiful.
+    """
+    if run.checkpoint.memory_every is not None:
+        return run.checkpoint.memory_every
+    replicas_equal = run.optimizer.sync_every == 1  # otherwise replicas differ between synchronizations
+    if run.resilience.restarts == 0 or (replicas_equal and replicated_elsewhere(plan.layout, assignment)):
+        return None
+    root, nodes = shm_slots.default_root(), len(set(assignment))
+    free = shm_slots.free_bytes(root if root.is_dir() else root.parent)
+    # Each node holds the replicas of its own ranks and of its neighbor's.
+    need = 2 * plan.parameters * BYTES_PER_PARAMETER * min(nodes, 2) / nodes
+    return 1 if need <= _MEMORY_FRACTION * free else None

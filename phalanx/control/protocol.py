@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, dataclass_transform
 
 from phalanx.events.heartbeat import Beat
 from phalanx.recovery.diagnose import HangReport
@@ -46,15 +46,14 @@ def _place(*, store: list[Any] | None, **fields: Any) -> Place:
 
 MESSAGES: dict[str, Callable[..., Any]] = {"Layout": Layout, "Place": _place, "Plan": Plan, "Promise": Promise}
 """Class name to its constructor, for `decode`: every message, and the values of `spec` inside them."""
-_T = TypeVar("_T")
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
-def message(cls: type[_T]) -> type[_T]:
-    """Declare a frozen dataclass that `decode` knows."""
-    made = dataclass(frozen=True, kw_only=True)(cls)
-    MESSAGES[cls.__name__] = made
-    return made
+class Message:
+    """Base class of messages, and of the values inside them: subclasses are frozen dataclasses that `decode` knows."""
+
+    def __init_subclass__(cls) -> None:
+        MESSAGES[cls.__name__] = dataclass(frozen=True, kw_only=True)(cls)
 
 
 def encode(value: Any) -> Any:
@@ -81,8 +80,7 @@ def decode(value: Any) -> Any:
 # --- values inside messages -----------------------------------------------------------------------------------------
 
 
-@message
-class RankFailure:
+class RankFailure(Message):
     """Why a rank failed, or was killed."""
 
     cause: str = "failed"
@@ -93,8 +91,7 @@ class RankFailure:
     time: float = 0.0
 
 
-@message
-class StateSource:
+class StateSource(Message):
     """Where a generation finds its state: replicas in host memory, or the newest checkpoint on disk."""
 
     in_memory: bool
@@ -108,8 +105,7 @@ class StateSource:
     """Memory: host and port of every replica server."""
 
 
-@message
-class RankSlot:
+class RankSlot(Message):
     """The process of one rank of a new generation."""
 
     node: int
@@ -117,8 +113,7 @@ class RankSlot:
     """Name of the surviving process that becomes this rank; None: a new process."""
 
 
-@message
-class WorkerInfo:
+class WorkerInfo(Message):
     """What an agent tells a new controller about one of its worker processes."""
 
     rank: int | None
@@ -127,8 +122,7 @@ class WorkerInfo:
     """The exit code that the rank announced; None while it works."""
 
 
-@message
-class Outcome:
+class Outcome(Message):
     """How the run ended. `reason` is None unless it failed."""
 
     code: int
@@ -140,8 +134,7 @@ class Outcome:
 # --- between a launcher and its agents (also Stop to an agent, and Outcome back) --------------------------------------
 
 
-@message
-class AgentSettings:
+class AgentSettings(Message):
     """What an agent needs to know: the first message of its launcher."""
 
     run_dir: str
@@ -156,8 +149,7 @@ class AgentSettings:
     """Process id of the launcher. The agent ends with it."""
 
 
-@message
-class NodeAway:
+class NodeAway(Message):
     """Injected fault: the node is lost and returns after this time; None: never."""
 
     seconds: float | None
@@ -166,20 +158,17 @@ class NodeAway:
 # --- orders: controller to agents -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Order:
+class Order(Message):
     """Base class of the controller's messages."""
 
     term: int = 0
     """Term of the controller; set when the order is sent."""
 
 
-@message
 class ControllerAlive(Order):
     """Heartbeat of the controller."""
 
 
-@message
 class BeginGeneration(Order):
     """Start a generation of ranks."""
 
@@ -198,14 +187,12 @@ class BeginGeneration(Order):
     """Node of the controller."""
 
 
-@message
 class Halt(Order):
     """The generation is over: ranks abandon their step and report their `SurvivorReport`."""
 
     generation: int
 
 
-@message
 class HandOff(Order):
     """The contributors bring their state to `step` and copy it into host memory for the next generation."""
 
@@ -219,14 +206,12 @@ class HandOff(Order):
     """The rank that writes step records which may have been lost with rank 0."""
 
 
-@message
 class Pause(Order):
     """Ranks stop after the current step, so that the run can change its layout."""
 
     generation: int
 
 
-@message
 class Kill(Order):
     """Kill these ranks, for the given reason."""
 
@@ -235,7 +220,6 @@ class Kill(Order):
     failure: RankFailure | None = None
 
 
-@message
 class LocateRanks(Order):
     """Every rank reports its `RankLocation`."""
 
@@ -243,7 +227,6 @@ class LocateRanks(Order):
     question: int
 
 
-@message
 class Inspect(Order):
     """Agents inspect the processes of these ranks from outside."""
 
@@ -251,19 +234,16 @@ class Inspect(Order):
     ranks: list[int]
 
 
-@message
 class Evict(Order):
     """The run continued without this node: it kills its workers."""
 
 
-@message
 class Stop(Order):
     """Save and end."""
 
     reason: str
 
 
-@message
 class Done(Order):
     """The run is over."""
 
@@ -273,30 +253,24 @@ class Done(Order):
 # --- orders: agent to rank (also BeginGeneration as BeginRank, Halt, HandOff, Pause, Stop, LocateRanks) ---------------
 
 
-@message
-class BeginRank:
+class BeginRank(Message):
     """Become a rank of a generation."""
 
-    generation: int
+    begin: BeginGeneration
     place: Place
-    plan: Plan
-    source: StateSource
-    save_only: bool
     heartbeat: str
     """Path of the heartbeat page."""
     chaos: str
 
 
-@message
-class CutConnections:
+class CutConnections(Message):
     """Injected fault: shut down all TCP connections of the process once."""
 
 
 # --- reports: rank to agent to controller ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankReport:
+class RankReport(Message):
     """Base class of what ranks report."""
 
     generation: int
@@ -304,38 +278,32 @@ class RankReport:
     """Set by the agent."""
 
 
-@message
 class RankRestored(RankReport):
     """The rank has restored the state after `step`."""
 
     step: int
 
 
-@message
 class FirstStepDone(RankReport):
     """The first step of the generation is complete."""
 
 
-@message
 class RankPaused(RankReport):
     """The rank stopped after a step, as ordered by `Pause`."""
 
 
-@message
 class RankEnded(RankReport):
     """The rank is done and exits with this code."""
 
     code: int
 
 
-@message
 class ConnectionLost(RankReport):
     """The rank failed with a secondary error: another rank, or a connection, was lost."""
 
     reason: str
 
 
-@message
 class ReplicasDiffer(RankReport):
     """Replicas that must be equal differ."""
 
@@ -348,7 +316,6 @@ class ReplicasDiffer(RankReport):
     reason: str
 
 
-@message
 class SurvivorReport(RankReport):
     """The state that a rank holds after its generation ended."""
 
@@ -363,7 +330,6 @@ class SurvivorReport(RankReport):
     """Rollbacks so far. Of two states, the one with more rollbacks is newer."""
 
 
-@message
 class HandedOff(RankReport):
     """The rank has carried out `HandOff`."""
 
@@ -372,14 +338,12 @@ class HandedOff(RankReport):
     problem: str | None = None
 
 
-@message
 class RankFailed(RankReport):
     """The rank failed and ends."""
 
     failure: RankFailure
 
 
-@message
 class RankLocation(RankReport):
     """What the rank is doing, as `worker/hang_report` describes it."""
 
@@ -390,8 +354,7 @@ class RankLocation(RankReport):
 # --- reports: agent to controller -----------------------------------------------------------------------------------
 
 
-@message
-class Join:
+class Join(Message):
     """A node joins, with everything that a new controller must know about it."""
 
     node: int
@@ -404,16 +367,14 @@ class Join:
     stopping: str | None
 
 
-@message
-class RanksBegan:
+class RanksBegan(Message):
     """The processes of this node's ranks, by rank."""
 
     generation: int
     names: dict[str, str]
 
 
-@message
-class RankDied:
+class RankDied(Message):
     """The process of a rank is gone."""
 
     rank: int
@@ -424,22 +385,19 @@ class RankDied:
     """Last complete step, if its heartbeat tells."""
 
 
-@message
-class Beats:
+class Beats(Message):
     """Heartbeats of this node's ranks, by rank; an empty one is the heartbeat of the node itself."""
 
     beats: dict[str, Beat]
 
 
-@message
-class ReplicaServerMoved:
+class ReplicaServerMoved(Message):
     """The node's replica server was restarted and listens elsewhere."""
 
     address: list[Any]
 
 
-@message
-class RankInspected:
+class RankInspected(Message):
     """What can be seen of a rank's process from outside."""
 
     rank: int
@@ -448,8 +406,7 @@ class RankInspected:
     stack: str | None
 
 
-@message
-class StopRequested:
+class StopRequested(Message):
     """The node was asked to stop."""
 
     reason: str

@@ -8,16 +8,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
-from phalanx.checkpointing.replicas import replica_index, shm_slots
+from phalanx.checkpointing.replicas import replica_index
 from phalanx.control import protocol
 from phalanx.control.controller_state import Control, Generation, RecoveryRecord
-from phalanx.control.processes import BYTES_PER_PARAMETER
 from phalanx.events.records import FailureNoticed, Warned
 from phalanx.recovery.policy import decide, updated_history
-from phalanx.recovery.relayout import replicated_elsewhere
 from phalanx.recovery.state import (
     Action,
     Corrupt,
@@ -42,8 +40,6 @@ _GATHER = 0.03  # seconds: failures that come together are handled together
 _HALT_TIMEOUT = 10.0  # seconds in which a rank must have abandoned its step
 _HAND_OFF_TIMEOUT = 120.0  # seconds in which survivors must have copied their state into host memory
 _PAUSE_TIMEOUT = 600.0  # seconds in which ranks reach the end of a step
-_MEMORY_FRACTION = 0.4
-"""Part of the free memory that replicas may take which nobody asked for."""
 
 
 class Recovery:
@@ -160,7 +156,7 @@ class Recovery:
         if await self._control.until(lambda: not missing(), _HALT_TIMEOUT):
             return
         late = missing()
-        stacks = await self._control.stacks(late)
+        stacks = await self._control.stacks(generation, late)
         for rank in late:
             reason = f"rank {rank} did not give up its step within {_HALT_TIMEOUT:.0f} s"
             failure = protocol.RankFailure(cause="hung", reason=reason, traceback=stacks.get(rank, ""))
@@ -284,20 +280,3 @@ class Replanner:
             return choose(run, self._machine(), size=self._size)
         except RunError:
             return None
-
-
-def copy_every(run: Run, plan: Plan, assignment: Sequence[int]) -> int | None:
-    """Steps between two replicas of the state in host memory; None: no replicas.
-
-    As the run file says. By default after every step, if the loss of a rank or node would lose state and memory is plentiful.
-    """
-    if run.checkpoint.memory_every is not None:
-        return run.checkpoint.memory_every
-    replicas_equal = run.optimizer.sync_every == 1  # otherwise replicas differ between synchronizations
-    if run.resilience.restarts == 0 or (replicas_equal and replicated_elsewhere(plan.layout, assignment)):
-        return None
-    root, nodes = shm_slots.default_root(), len(set(assignment))
-    free = shm_slots.free_bytes(root if root.is_dir() else root.parent)
-    # Each node holds the replicas of its own ranks and of its neighbor's.
-    need = 2 * plan.parameters * BYTES_PER_PARAMETER * min(nodes, 2) / nodes
-    return 1 if need <= _MEMORY_FRACTION * free else None

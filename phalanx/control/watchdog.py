@@ -20,8 +20,6 @@ from phalanx.recovery.stragglers import ProgressTimeouts, Stragglers
 
 _DEATH_REPORT = 0.7  # seconds in which the death that broke a connection is reported; later the connection itself is blamed
 _NOTICE_FRACTION = 0.25  # part of the preemption notice after which ranks that do not save yet are halted
-_ANSWER_TIMEOUT = 1.0  # seconds in which a rank reports its location
-_INSPECT_TIMEOUT = 1.5  # seconds in which an agent inspects a rank that does not answer
 _COMPILE_SECONDS = 180.0  # a batch of a new shape may be compiled in any step
 _RENDEZVOUS_SECONDS = 90.0  # in which the ranks of a generation connect to each other: new ones may have to load first
 _DISK_FULL = 1 << 20  # bytes
@@ -147,18 +145,8 @@ class HangDetector:
         self._stragglers: Stragglers | None = None
         self._generation = -1
         self._steps_compared = 0
-        self._question = 0
-        self._locations: dict[int, protocol.RankLocation] = {}
-        self._inspections: dict[int, protocol.RankInspected] = {}
         self._extended: dict[int, float] = {}
         """Longer timeouts of ranks that were suspected while everybody worked."""
-
-    def on_answer(self, answer: protocol.RankLocation | protocol.RankInspected) -> None:
-        """The answer of a rank, or of its agent about it."""
-        if isinstance(answer, protocol.RankLocation):
-            self._locations[answer.rank] = answer
-        else:
-            self._inspections[answer.rank] = answer
 
     async def check(self, generation: Generation) -> None:
         if self._control.stalled:
@@ -197,7 +185,7 @@ class HangDetector:
     async def _investigate(self, generation: Generation, beats: dict[int, Beat], rank: int, silent: float) -> None:
         """A rank made no progress for too long: ask all ranks where they are and act on the diagnosis."""
         state = self._control.state
-        await self._ask(generation, generation.living)
+        await self._control.ask(generation, generation.living)
         if state.events or state.generation is not generation or not generation.living:
             return  # a rank died meanwhile: that was the reason
         diagnosis = self._diagnose(generation, beats)
@@ -225,37 +213,11 @@ class HangDetector:
         failure = protocol.RankFailure(cause="hung", reason=reason, traceback=stack)
         self._control.order(protocol.Kill(generation=generation.number, ranks=ranks, failure=failure))
 
-    async def stacks(self, generation: Generation, ranks: list[int]) -> dict[int, str]:
-        """The stacks of these ranks, from their own reports or from outside."""
-        await self._ask(generation, ranks)
-        stacks = {}
-        for rank in ranks:
-            location, inspection = self._locations.get(rank), self._inspections.get(rank)
-            own = location.report.get("stack") if location is not None else None
-            stacks[rank] = own or (inspection.stack if inspection is not None else None) or ""
-        return stacks
-
-    async def _ask(self, generation: Generation, ranks: list[int]) -> None:
-        """Ask ranks for their location, then their agents about those that do not answer."""
-        control = self._control
-        self._locations.clear()
-        self._inspections.clear()
-        self._question += 1
-        control.order(protocol.LocateRanks(generation=generation.number, question=self._question))
-
-        def unanswered() -> list[int]:
-            return [rank for rank in ranks if rank not in self._locations and rank not in self._inspections]
-
-        await control.until(lambda: bool(control.state.events) or not unanswered(), _ANSWER_TIMEOUT)
-        if silent := unanswered():
-            control.order(protocol.Inspect(generation=generation.number, ranks=silent))
-            await control.until(lambda: bool(control.state.events) or not unanswered(), _INSPECT_TIMEOUT)
-
     def _diagnose(self, generation: Generation, beats: dict[int, Beat]) -> Diagnosis:
-        pipeline = generation.plan.layout.pipeline
+        pipeline, state = generation.plan.layout.pipeline, self._control.state
         reports = []
         for rank in generation.living:
-            location, inspection = self._locations.get(rank), self._inspections.get(rank)
+            location, inspection = state.locations.get(rank), state.inspections.get(rank)
             report = Report(
                 rank=rank,
                 node=generation.assignment[rank],

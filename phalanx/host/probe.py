@@ -14,10 +14,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from phalanx.host.env import visible_gpus
 from phalanx.host.machine_profile import read_profile
 from phalanx.spec.plan import Gpu, Machine
 
 _SMI_TIMEOUT = 10.0  # seconds; without persistence mode the driver wakes every GPU first
+
+
+def this_machine() -> Machine:
+    """This computer, with the GPUs that the user lets programs see."""
+    return probe(visible_gpus())
 
 
 def probe(visible: str | None = None, *, root: Path = Path("/")) -> Machine:

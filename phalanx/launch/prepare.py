@@ -19,8 +19,7 @@ from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.events.log import read_events
 from phalanx.events.records import Finished
 from phalanx.events.rundir import RunDir
-from phalanx.host.env import visible_gpus
-from phalanx.host.probe import probe
+from phalanx.host.probe import this_machine
 from phalanx.launch import run_checks
 from phalanx.launch.model_check import check_weights, measure, memory_problems
 from phalanx.planning.machines.hardware import mismatch
@@ -76,7 +75,7 @@ def prepare(
     problems = [*run_checks.missing_packages(run), *run_checks.storage_problems(run), *run_checks.address_problems(run)]
     planned = data = None
     try:
-        machine = probe(visible_gpus())
+        machine = this_machine()
         if wrong_machine := mismatch(run, machine):
             raise RunError(wrong_machine)
         size = measure(run)

@@ -122,7 +122,7 @@ class _Rank:
     def _run_generation(self, order: protocol.BeginRank) -> int | None:
         """Train until the run or the generation ends; returns an exit code if the run has ended."""
         control = self._control
-        control.generation = order.generation
+        control.generation = generation = order.begin.generation
         if control.over:
             return None
         try:
@@ -138,7 +138,7 @@ class _Rank:
             if isinstance(error, Corruption):
                 control.report(
                     protocol.ReplicasDiffer(
-                        generation=order.generation,
+                        generation=generation,
                         culprits=list(error.guilty),
                         what=error.what,
                         agreed=error.last_agreed,
@@ -149,12 +149,12 @@ class _Rank:
             if not isinstance(error, RuntimeError | ConnectionError) or not protocol.is_secondary_error(str(error)):
                 raise
             # A rank or a connection was lost; the controller knows which, or will find out.
-            control.report(protocol.ConnectionLost(generation=order.generation, reason=f"{type(error).__name__}: {error}"))
+            control.report(protocol.ConnectionLost(generation=generation, reason=f"{type(error).__name__}: {error}"))
             return None
 
     def _train(self, order: protocol.BeginRank) -> int | None:
-        control, generation = self._control, order.generation
-        plan, place = order.plan, order.place
+        control, generation = self._control, order.begin.generation
+        plan, place = order.begin.plan, order.place
         self._rank = place.rank
         _redirect_output(self._rundir.rank_log(place.rank))
         torch.set_num_threads(plan.threads)
@@ -165,13 +165,13 @@ class _Rank:
         mesh = connect(place, plan.device, self._run.resilience.timeout, plan.layout)
         trainer = self._build(plan, mesh, order.chaos)
         listeners = self._listeners(mesh.rank)
-        for event in trainer.restore(self._location(order.source, mesh, place)):
+        for event in trainer.restore(self._location(order.begin.source, mesh, place)):
             for listener in listeners:
                 listener(event)
         control.report(protocol.RankRestored(generation=generation, step=trainer.progress.step))
         last: Event | None = None
         first = True
-        for last in trainer.train(save_only=order.save_only):
+        for last in trainer.train(save_only=order.begin.save_only):
             for listener in listeners:
                 listener(last)
             if isinstance(last, Step | StepSkipped):

@@ -14,9 +14,9 @@ from phalanx.checkpointing.format import RankFile, RunMetadata
 from phalanx.checkpointing.replicas import replica_index
 from phalanx.checkpointing.replicas.replica_index import Replica, ReplicaState
 from phalanx.checkpointing.replicas.shm_slots import RankCopy
-from phalanx.control.controller_state import Control, ControllerState, Generation, Member
+from phalanx.control.controller_state import Control, ControllerState, Generation, Member, copy_every
 from phalanx.control.protocol import HandedOff, HandOff, ReplicasDiffer, StateSource, SurvivorReport
-from phalanx.control.recover import Recovery, Replanner, copy_every, failure_noticed
+from phalanx.control.recover import Recovery, Replanner, failure_noticed
 from phalanx.planning.planner import choose
 from phalanx.recovery.state import Disconnected, NodeLost, WorkerDied
 from phalanx.spec.layout import Layout
