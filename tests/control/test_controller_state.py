@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from controllers import plan_on
 
 from phalanx.control.controller_state import Generation
 from phalanx.control.protocol import (
@@ -34,18 +35,7 @@ from phalanx.spec.plan import Place, Plan, Promise
 
 
 def of(layout: Layout) -> Generation:
-    plan = Plan(
-        layout=layout,
-        device="cpu",
-        threads=1,
-        micro_batch=1,
-        accumulation=1,
-        compute="fp32",
-        parameters=1,
-        flops_per_token=1.0,
-        peak_flops=None,
-    )
-    return Generation(3, plan, (0,) * (layout.ranks // 2) + (1,) * (layout.ranks - layout.ranks // 2))
+    return Generation(3, plan_on(layout), (0,) * (layout.ranks // 2) + (1,) * (layout.ranks - layout.ranks // 2))
 
 
 def stand(current: Generation, rank: int, step: int | None, *, prepared: bool = False, divisor: float | None = None) -> None:
@@ -162,7 +152,7 @@ def test_messages_survive_json() -> None:
     worker = WorkerInfo(rank=0, generation=3, exit_code=None)
     place = Place(rank=1, ranks=2, store=("127.0.0.1", 2), token="t", generation=3)
     for message in (
-        BeginRank(generation=3, place=place, plan=plan, source=source, save_only=False, heartbeat="/h", chaos=""),
+        BeginRank(begin=begin, place=place, heartbeat="/h", chaos=""),
         Kill(term=1, generation=3, ranks=[1], failure=failure),
         Join(node=0, name="0-a", slots=2, replica_server=["h", 1], workers={"0.1": worker}, last_begin=begin, stopping=None),
         SurvivorReport(generation=3, rank=1, step=8, prepared=True),

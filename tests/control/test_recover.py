@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from controllers import OrdersKept, plan_on
 from ranks import tiny_run
 
 from phalanx.checkpointing.format import RankFile, RunMetadata
 from phalanx.checkpointing.replicas import replica_index
 from phalanx.checkpointing.replicas.replica_index import Replica, ReplicaState
 from phalanx.checkpointing.replicas.shm_slots import RankCopy
-from phalanx.control.controller_state import Control, ControllerState, Generation, Member, copy_every
-from phalanx.control.protocol import HandedOff, HandOff, ReplicasDiffer, StateSource, SurvivorReport
+from phalanx.control.controller_state import Generation, Member, copy_every
+from phalanx.control.protocol import HandedOff, HandOff, Order, ReplicasDiffer, StateSource, SurvivorReport
 from phalanx.control.recover import Recovery, Replanner, failure_noticed
 from phalanx.planning.planner import choose
 from phalanx.recovery.state import Disconnected, NodeLost, WorkerDied
@@ -23,46 +23,39 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Machine, Plan, Size
 from phalanx.spec.run import Run
 
-PLAN = Plan(
-    layout=Layout(data=2),
-    device="cpu",
-    threads=1,
-    micro_batch=1,
-    accumulation=1,
-    compute="fp32",
-    parameters=1,
-    flops_per_token=1.0,
-    peak_flops=None,
-)
+PLAN = plan_on(Layout(data=2))
 
 
-class Ranks:
+class Ranks(OrdersKept):
     """A controller whose ranks carry out orders at once."""
 
     def __init__(self, current: Generation, covered: bool | None = True):
         """`covered`: what the survivors report about the state that they hand off; None: one dies instead."""
+        super().__init__(current, token="secret", spawn=self._discard)
         self.current, self.covered = current, covered
-        self.orders: list[HandOff] = []
         self.discarded = 0
-        self.state = ControllerState(wanted=Layout(data=2), generation=current)
         for node in (0, 1):
             self.state.members[node] = Member(node, f"{node}-x", 1, ("127.0.0.1", 1000 + node), None, 0.0)
-        self.agent = SimpleNamespace(token="secret", spawn=self._discard)
 
     def _discard(self, work: Coroutine[Any, Any, Any]) -> None:
         work.close()
         self.discarded += 1
 
-    def order(self, order: HandOff) -> None:
-        self.orders.append(order)
+    def order(self, order: Order) -> None:
+        super().order(order)
+        assert isinstance(order, HandOff)
         for rank in order.contributors:
             if self.covered is None:
                 self.state.events.append(WorkerDied(rank, 8, "died", "it was killed"))
             else:
                 self.current.update(HandedOff(generation=4, rank=rank, covered=self.covered))
 
-    async def until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        return condition()
+    @property
+    def hand_off(self) -> HandOff:
+        """The only order."""
+        (order,) = self.orders
+        assert isinstance(order, HandOff)
+        return order
 
 
 def generation(*steps: int | None, prepared: tuple[int, ...] = ()) -> Generation:
@@ -93,7 +86,7 @@ def choose_source(monkeypatch: pytest.MonkeyPatch) -> Choose:
 
     def chosen(ranks: Ranks, *replicas: ReplicaState) -> tuple[str, StateSource]:
         monkeypatch.setattr(replica_index, "complete_states", lambda addresses, token: list(replicas))
-        recovery = Recovery(cast(Control, ranks), cast(Replanner, None))
+        recovery = Recovery(ranks, cast(Replanner, None))
         source = asyncio.run(recovery._choose_source(ranks.current))
         return recovery._record.source, source
 
@@ -105,7 +98,7 @@ def test_survivors_that_have_everything_are_the_source(choose_source: Choose) ->
     name, source = choose_source(ranks, copy_of(7))
     assert (name, source.in_memory, source.generation, source.step, source.ranks) == ("live", True, 4, 8, 1)
     assert source.servers == [["127.0.0.1", 1000], ["127.0.0.1", 1001]]
-    (order,) = ranks.orders
+    order = ranks.hand_off
     assert (order.contributors, order.step) == ([0], 8)
     assert ranks.discarded == 1, "earlier hand-offs are freed"
 
@@ -113,7 +106,7 @@ def test_survivors_that_have_everything_are_the_source(choose_source: Choose) ->
 def test_survivors_that_are_behind_get_the_values_of_the_applied_step(choose_source: Choose) -> None:
     ranks = Ranks(generation(7, 8, prepared=(0,)))
     _, source = choose_source(ranks)
-    (order,) = ranks.orders
+    order = ranks.hand_off
     assert (order.contributors, order.step, order.divisor, order.bad, order.reporter) == ([0, 1], 8, 1.5, 0.0, 1)
     assert (source.step, source.ranks) == (8, 2)
 

@@ -5,46 +5,30 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
+from controllers import OrdersKept, plan_on
 
-from phalanx.control.controller_state import Control, ControllerState, Generation
-from phalanx.control.protocol import Inspect, Kill, LocateRanks, Order
+from phalanx.control.controller_state import Generation
+from phalanx.control.protocol import Inspect, Kill, LocateRanks
 from phalanx.control.watchdog import HangDetector
 from phalanx.events.heartbeat import Beat
 from phalanx.recovery.state import WorkerDied
 from phalanx.spec.layout import Layout
-from phalanx.spec.plan import Plan
+from phalanx.spec.run import Resilience
 
 HANG = 5.0
 
 
-class Silent:
+class Silent(OrdersKept):
     """A controller of ranks that took one quick step and made no progress since. `meanwhile` happens while they are asked."""
 
     def __init__(self, ranks: int, silent: float, meanwhile: Callable[[Silent], None] = lambda controller: None):
-        plan = Plan(
-            layout=Layout(data=ranks),
-            device="cpu",
-            threads=1,
-            micro_batch=1,
-            accumulation=1,
-            compute="fp32",
-            parameters=1,
-            flops_per_token=1.0,
-            peak_flops=None,
-        )
-        self.generation = Generation(0, plan, (0,) * ranks)
-        self.state = ControllerState(wanted=plan.layout, generation=self.generation, last_stall_end=0.0)
-        self.settings = SimpleNamespace(timeout=600.0, hang=HANG, straggler=2.0)
-        run = SimpleNamespace(memory=SimpleNamespace(compile=False))
-        self.agent = SimpleNamespace(run=run, emit=lambda event: None)
-        self.stalled = False
-        self.orders: list[Order] = []
+        self.generation = Generation(0, plan_on(Layout(data=ranks)), (0,) * ranks)
+        super().__init__(self.generation, Resilience(timeout=600.0, hang=HANG, straggler=2.0), emit=lambda event: None)
+        self.state.last_stall_end = 0.0
         self._meanwhile = meanwhile
-        self.hangs = HangDetector(cast(Control, self))
+        self.hangs = HangDetector(self)
         for taken, age in ((0, silent + 1), (1, silent)):
             for rank in range(ranks):
                 beat = Beat(taken, "computing", time.monotonic() - age, 0.1, 0.1, taken, generation=0)
@@ -57,12 +41,9 @@ class Silent:
         asyncio.run(self.hangs.check(self.generation))
         return [type(order) for order in self.orders]
 
-    def order(self, order: Order) -> None:
-        self.orders.append(order)
-
     async def until(self, condition: Callable[[], bool], seconds: float) -> bool:
         self._meanwhile(self)
-        return condition()
+        return await super().until(condition, seconds)
 
     def die(self, *ranks: int) -> None:
         for rank in ranks:
