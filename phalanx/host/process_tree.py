@@ -10,11 +10,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from phalanx.host.env import python_env
+from phalanx.spec.json_value import JsonObject
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that ask the run to save and end."""
@@ -58,7 +59,7 @@ def python_command(module: str, *arguments: str) -> list[str]:
 
 
 def start_module(
-    module: str, settings: Mapping[str, Any], log: Path, fds: Sequence[int] = ()
+    module: str, settings: JsonObject, log: Path, fds: Sequence[int] = ()
 ) -> tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes]]:
     """Start a Python module in a session of its own. Returns the process, its standard input and its standard output.
 

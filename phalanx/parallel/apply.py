@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from phalanx.parallel import data_parallel, expert, fsdp, tensor, vocab_parallel
+from phalanx.parallel import data_parallel, expert, tensor, vocab_parallel
 from phalanx.parallel.context import context_parallel
 from phalanx.parallel.data_parallel import Sharding
 from phalanx.parallel.mesh import Mesh
@@ -80,6 +80,8 @@ def _engine(parts: list[nn.Module], shards: dict[str, ParamShard], run: Run, pla
         keep_gathered=recipe.schedule is not None and recipe.schedule.splits_backward,
     )
     if sharding.zero == 3:
+        from phalanx.parallel import fsdp  # FSDP2 takes a second of processor time to import
+
         return fsdp.FullySharded(parts, shards, mesh, recipe, sharding)
     return data_parallel.build(parts, shards, mesh, recipe, sharding)
 

@@ -29,12 +29,18 @@ def main() -> None:
     die_with(agent)
     # Stop signals stay blocked here: they must not end this process while it loads, and Python loses a signal that arrives during a fork.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    import torch._dynamo  # noqa: F401  # otherwise the first optimizer imports it, in every rank
-
     from phalanx.events.rundir import RunDir
+    from phalanx.spec.load import load
     from phalanx.worker import rank
+    from phalanx.worker.control_thread import ControlThread
 
     rundir = RunDir(Path(directory))
+    run = load(rundir.run_file)
+    # What every rank would import otherwise when it builds the model and takes its first step. The second costs a second more.
+    import torch.fx.experimental.symbolic_shapes
+
+    if run.memory.compile or run.memory.recomputes or (run.layout.shard > 1 and run.layout.zero == 3):
+        import torch._dynamo  # noqa: F401
     signals = rank.StopSignals()  # inherited by the ranks, so that an early stop signal is not lost
     gc.freeze()  # keeps the pages of everything loaded now shared: the garbage collector never touches them
     control.send(b"{}")  # ready
@@ -46,7 +52,7 @@ def main() -> None:
         pid = _fork_for_agent(control, agent)
         if pid == 0:
             unblock_stop_signals()
-            _exit(rank.serve_rank(socket.socket(fileno=fds[0]), rundir, signals))
+            _exit(rank.Rank(ControlThread(socket.socket(fileno=fds[0])), run, rundir, signals).serve())
         for fd in fds:
             os.close(fd)
         control.send(json.dumps({"worker": request["worker"], "pid": pid}).encode())

@@ -33,7 +33,6 @@ from phalanx.faults.grammar import parse
 from phalanx.parallel.mesh import Mesh, abandoned, connect, disconnect
 from phalanx.recovery.diagnose import HangReport
 from phalanx.spec.errors import PhalanxError
-from phalanx.spec.load import load
 from phalanx.spec.plan import Place, Plan
 from phalanx.spec.run import Run
 from phalanx.training.hooks.rank_faults import RankFaults
@@ -75,15 +74,11 @@ class StopSignals:
         self.stop(signal.Signals(number).name)
 
 
-def serve_rank(connection: socket.socket, rundir: RunDir, signals: StopSignals) -> int:
-    """Be a rank of one generation after the other, as the agent orders. Returns the exit code."""
-    return _Rank(ControlThread(connection), rundir, signals).serve()
+class Rank:
+    """A process that is a rank of one generation after the other, as the agent orders."""
 
-
-class _Rank:
-    def __init__(self, control: ControlThread, rundir: RunDir, signals: StopSignals):
-        self._control, self._rundir, self._signals = control, rundir, signals
-        self._run: Run = load(rundir.run_file)
+    def __init__(self, control: ControlThread, run: Run, rundir: RunDir, signals: StopSignals):
+        self._control, self._run, self._rundir, self._signals = control, run, rundir, signals
         self._data: Dataset | None = None
         self._trainer: Trainer | None = None
         self._log = EventLog(rundir.events_file)
@@ -99,6 +94,7 @@ class _Rank:
         control.start()
 
     def serve(self) -> int:
+        """Returns the exit code."""
         while True:
             order = self._control.orders.get()
             try:

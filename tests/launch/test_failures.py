@@ -81,7 +81,7 @@ def test_rank_that_raises(workshop: Any, code: str, restarts: int) -> None:
     now = time.time()
     record = failed(workshop, result, 1, "ValueError: sabotage at ")
     raised = float(record.reason.rpartition(" ")[2])
-    assert now - raised < 5, f"the command went on for {now - raised:.1f} s"
+    assert now - raised < 60, f"the command went on for {now - raised:.1f} s: it waited for a timeout"
     assert (result.out + result.err).count(TRACEBACK) == 1, result
     assert TRACEBACK in record.traceback and "raise ValueError" in record.traceback
     assert (result.json["finished"], result.json["failure"], result.json["error"]) == (

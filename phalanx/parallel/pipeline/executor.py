@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.fsdp import FSDPModule
 
 from phalanx import accelerator
 from phalanx.observe.comm_timer import timed_collective, wait
@@ -74,6 +73,8 @@ class Pipeline:
         `halves`: False where a graph can be traversed only once, as with selective recomputation. Then the input half of a backward
         computes all of it.
         """
+        from torch.distributed.fsdp import FSDPModule  # takes a second of processor time, so only where there is a pipeline
+
         self._halves = halves
         self.schedule, self._mesh, self._rank = schedule, mesh, mesh.coordinate("pipeline")
         assert len(parts) == len(schedule.stages_of(self._rank))
