@@ -23,6 +23,7 @@ from phalanx.events.frames import Address
 from phalanx.events.rundir import RunDir
 from phalanx.host.env import worker_env
 from phalanx.host.process_tree import python_command, start_module, stop_signals_blocked
+from phalanx.spec.json_value import JsonObject
 from phalanx.spec.plan import Plan
 
 BYTES_PER_PARAMETER = 12  # weights and two Adam moments in fp32
@@ -209,7 +210,7 @@ class ReplicaProcess:
         self._start()
 
     def _start(self) -> None:
-        settings = {"folder": str(self.folder), "node": self._node, "bind": self._bind, "token": self.token}
+        settings: JsonObject = {"folder": str(self.folder), "node": self._node, "bind": self._bind, "token": self.token}
         # It ends when its input does, after the workers. The folder is in use as long as either process lives.
         self._process, self._input, self._output = start_module(
             "phalanx.checkpointing.replicas.replica_server", settings, self._log, (self._lock,)
