@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from phalanx.checkpointing import directory
@@ -23,13 +23,13 @@ class CheckpointInfo:
     step: int | None
     bytes: int
     """Of all its files."""
-    time: float | None
+    time: float | None = None
     """Seconds since 1970 when it was complete."""
-    ranks: int | None
+    ranks: int | None = None
     """Number of ranks that wrote it."""
-    layout: SavedLayout | None
-    version: str | None
-    problem: str | None
+    layout: SavedLayout | None = None
+    version: str | None = None
+    problem: str | None = None
     """Why it cannot be loaded; None: its marker is valid and every file has its size."""
     leftover: bool = False
     """Left by an interrupted save, or a checkpoint that was replaced: ignored, and removed by the next save."""
@@ -40,8 +40,8 @@ def listing(checkpoints: Location) -> list[CheckpointInfo]:
     infos = [describe(path) for path in directory.list_checkpoints(checkpoints)]
     infos += [
         CheckpointInfo(
-            path=str(checkpoints / name), step=_step(name), bytes=sum((checkpoints / name).sizes().values()), time=None, ranks=None,
-            layout=None, version=None, problem="what an interrupted save left, or a checkpoint that was replaced", leftover=True,
+            path=str(checkpoints / name), step=_step(name), bytes=sum((checkpoints / name).sizes().values()),
+            problem="what an interrupted save left, or a checkpoint that was replaced", leftover=True,
         )
         for name in checkpoints.entries()
         if name.startswith("step-") and name.endswith(directory.PARTIAL)
@@ -55,33 +55,20 @@ def _step(name: str) -> int | None:
 
 
 def describe(path: Location) -> CheckpointInfo:
-    marker, problem = None, None
+    info = CheckpointInfo(path=str(path), step=directory.step_of(path), bytes=sum(path.sizes().values()))
     try:
         marker = directory.read_marker(path)
     except DamagedCheckpoint as bad:
-        problem = bad.reason
-    return CheckpointInfo(
-        path=str(path),
-        step=directory.step_of(path) if marker is None else marker.step,
-        bytes=sum(path.sizes().values()),
-        time=marker.time if marker is not None else None,
-        ranks=len(marker.rank_files) if marker is not None else None,
-        layout=marker.run.layout if marker is not None else None,
-        version=marker.run.version if marker is not None else None,
-        problem=problem,
-    )
+        return replace(info, problem=bad.reason)
+    ranks, run = len(marker.rank_files), marker.run
+    return replace(info, step=marker.step, time=marker.time, ranks=ranks, layout=run.layout, version=run.version)
 
 
 def layout_text(layout: SavedLayout | None) -> str:
     """A layout in a few words: its degrees and settings that differ from a single process."""
     plain = {
-        "zero": 3,
-        "sequence": False,
-        "context_method": "ring",
-        "schedule": "1f1b",
-        "cut": "counted",
-        "stage_split": "counted",
-    }
+        "zero": 3, "sequence": False, "context_method": "ring", "schedule": "1f1b", "cut": "counted", "stage_split": "counted",
+    }  # fmt: skip
     words = [
         key if value is True else f"{key} {value}"
         for key, value in (layout or {}).items()
@@ -95,8 +82,8 @@ def tensors(path: Location, marker: Marker) -> dict[str, SavedTensor]:
     found: dict[str, SavedTensor] = {}
     files = CheckpointFiles(path, marker)
     try:
-        for file in marker.rank_files:
-            for saved in files.boxes(file):
+        for file, sidecar in files.sidecars(list(marker.rank_files)):
+            for saved in files.boxes(file, sidecar):
                 found.setdefault(saved.name, SavedTensor(saved.name, saved.dtype, saved.whole)).boxes.append((file, saved))
     finally:
         files.close()

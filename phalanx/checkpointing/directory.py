@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -196,6 +196,8 @@ class CheckpointFiles:
 
     def __init__(self, path: Location, marker: Marker):
         self.path, self.marker = path, marker
+        self._sidecars: dict[str, Sidecar] = {}
+        """Of the files whose boxes were read: of thousands of files a rank needs a few."""
         self._open: OrderedDict[str, CheckedFile] = OrderedDict()
 
     def sidecar(self, file: str) -> Sidecar:
@@ -210,13 +212,13 @@ class CheckpointFiles:
         with ThreadPoolExecutor(_READERS) as pool:
             yield from zip(files, pool.map(self.sidecar, files), strict=True)
 
-    def boxes(self, file: str) -> list[SavedBox]:
+    def boxes(self, file: str, sidecar: Sidecar) -> list[SavedBox]:
         """The boxes of a rank file, from its header."""
-        sidecar, size = self.sidecar(file), self.marker.files[file].bytes
+        self._sidecars[file], size = sidecar, self.marker.files[file].bytes
         with self._damage():
             try:
                 if sidecar.header is None:
-                    return read_header(self.open(file), size)
+                    return read_header(self._opened(file), size)
                 header = (self.path / file).read(0, size - sidecar.tensors)
                 if crc32(header) != sidecar.header:
                     raise DamagedFile(f"its file {file} does not have the contents that were saved (its header)")
@@ -226,13 +228,13 @@ class CheckpointFiles:
 
     def read(self, file: str, begin: int, into: memoryview) -> None:
         with self._damage():
-            self.open(file).read(begin, into)
+            self._opened(file).read(begin, into)
 
-    def open(self, file: str) -> CheckedFile:
+    def _opened(self, file: str) -> CheckedFile:
         if file in self._open:
             self._open.move_to_end(file)
             return self._open[file]
-        self._open[file] = CheckedFile(self.path / file, self.marker.files[file].bytes, self.sidecar(file).crc32)
+        self._open[file] = CheckedFile(self.path / file, self.marker.files[file].bytes, self._sidecars[file].crc32)
         if len(self._open) > _OPEN_FILES:
             self._open.popitem(last=False)[1].close()
         return self._open[file]
@@ -257,11 +259,10 @@ class CheckpointFiles:
 # The folder of checkpoints.
 
 
-def list_checkpoints(checkpoints: Location | Path) -> list[Location]:
-    """Every folder named like a checkpoint, newest first, valid or not."""
-    place = open_location(checkpoints)
-    named = [(int(match[1]), name) for name in place.entries() if (match := _NAME.fullmatch(name))]
-    return [place / name for _, name in sorted(named, reverse=True)]
+def list_checkpoints(*places: Location | Path) -> list[Location]:
+    """Every folder named like a checkpoint, newest first, valid or not; of the same step, in the order of the places."""
+    paths = [place / name for place in map(open_location, places) for name in place.entries() if _NAME.fullmatch(name)]
+    return sorted(paths, key=lambda path: -(step_of(path) or 0))
 
 
 def leftovers(checkpoints: Location) -> list[str]:
@@ -287,21 +288,22 @@ def restore_replaced(checkpoints: Location | Path) -> None:
 
 
 def newest(
-    checkpoints: Location | Path | Sequence[Location], skip: Collection[str] = ()
+    checkpoints: Location | Path | Sequence[Location],
+    skip: Collection[str] = (),
+    check: Callable[[Location], object] = read_marker,
 ) -> tuple[Location | None, list[DamagedCheckpoint]]:
-    """The newest checkpoint with a valid marker and files of the right sizes, and the damaged ones that are newer.
+    """The newest checkpoint that passes a check, and the damaged ones that are newer. Of several locations, the first that has the newest
+    step wins.
 
-    Contents are checked when they are read; `skip` has the paths of checkpoints whose contents turned out to be damaged. Of several
-    locations, the first that has the newest step wins.
+    Without `verify` as the check, contents are checked when they are read; `skip` has the paths of checkpoints whose contents turned out
+    to be damaged.
     """
     damaged = []
-    places = checkpoints if isinstance(checkpoints, Sequence) else [checkpoints]
-    paths = [path for place in places for path in list_checkpoints(place)]
-    for path in sorted(paths, key=lambda path: -(step_of(path) or 0)):
+    for path in list_checkpoints(*(checkpoints if isinstance(checkpoints, Sequence) else [checkpoints])):
         if str(path) in skip:
             continue
         try:
-            read_marker(path)
+            check(path)
         except DamagedCheckpoint as error:
             if path.can_rename or (path / MARKER).size() is not None:
                 damaged.append(error)
@@ -312,18 +314,7 @@ def newest(
 
 def newest_verified(checkpoints: Location | Path) -> tuple[Location | None, list[DamagedCheckpoint]]:
     """The newest checkpoint whose contents are all intact, and the damaged ones that are newer."""
-    damaged: list[DamagedCheckpoint] = []
-    while True:
-        path, more = newest(checkpoints, {bad.path for bad in damaged})
-        damaged += more
-        if path is None:
-            return None, damaged
-        try:
-            verify(path)
-        except DamagedCheckpoint as error:
-            damaged.append(error)
-            continue
-        return path, damaged
+    return newest(checkpoints, check=verify)
 
 
 def prune(
@@ -374,15 +365,14 @@ def _remove_unmarked(place: Location, saved: Location) -> None:
 
 def prunable(checkpoints: Location, keep_last: int, saved: Location, keep_every: int | None = None) -> list[str]:
     """Names of the valid checkpoints that `prune` would remove."""
-    names = [path.name for path in _valid(checkpoints)]
+    names = [path.name for path in list_checkpoints(checkpoints) if _is_valid(path)]
     counted = [checkpoints / name for name in names[names.index(saved.name) :]]
     return [path.name for path in counted[keep_last:] if keep_every is None or (step_of(path) or 0) % keep_every]
 
 
-def _valid(checkpoints: Location) -> Iterator[Location]:
-    for path in list_checkpoints(checkpoints):
-        try:
-            read_marker(path)
-        except DamagedCheckpoint:
-            continue  # left for a person to examine
-        yield path
+def _is_valid(path: Location) -> bool:
+    try:
+        read_marker(path)
+    except DamagedCheckpoint:
+        return False  # left for a person to examine
+    return True

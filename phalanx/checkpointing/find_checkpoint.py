@@ -37,19 +37,15 @@ def path_or_url(place: Location) -> Path | str:
     return place.path if isinstance(place, Local) else str(place)
 
 
-def find(path: Path | str) -> FoundCheckpoint:
-    """The checkpoint that a path names, with all contents verified. Of a run directory, the newest that is valid."""
+def find(path: Path | str, *, verify: bool = True) -> FoundCheckpoint:
+    """The checkpoint that a path names; of a run directory, the newest that is valid. `verify`: check all contents; otherwise only sizes,
+    for callers that check what they read."""
     place = existing_location(path)
+    check = directory.verify if verify else directory.read_marker
     if is_checkpoint(place):
-        directory.verify(place)
+        check(place)
         return _with_run(place)
-    return _with_run(_newest(path, directory.verify), place)
-
-
-def find_unverified(path: Path | str) -> FoundCheckpoint:
-    """Like `find`, but checks only sizes: for callers that check what they read."""
-    place = existing_location(path)
-    return _with_run(locate(path), None if is_checkpoint(place) else place)
+    return _with_run(_newest(path, check), place)
 
 
 def locate(path: Path | str) -> Location:
@@ -65,22 +61,11 @@ def no_checkpoint_message(path: Path | str, places: list[Location], damaged: lis
 
 
 def _newest(path: Path | str, check: Callable[[Location], object]) -> Location:
-    """The newest checkpoint that passes a check."""
-    places, damaged = checkpoint_locations(open_location(path)), []
-    for checkpoint in all_checkpoints(places):
-        try:
-            check(checkpoint)
-        except directory.DamagedCheckpoint as bad:
-            damaged.append(bad)
-            continue
-        return checkpoint
-    raise RunError([no_checkpoint_message(path, places, damaged)])
-
-
-def all_checkpoints(places: list[Location]) -> list[Location]:
-    """All folders named like checkpoints, newest first; of the same step, in the order of `places`."""
-    paths = [path for place in places for path in directory.list_checkpoints(place)]
-    return sorted(paths, key=lambda path: directory.step_of(path) or 0, reverse=True)
+    places = checkpoint_locations(open_location(path))
+    checkpoint, damaged = directory.newest(places, check=check)
+    if checkpoint is None:
+        raise RunError([no_checkpoint_message(path, places, damaged)])
+    return checkpoint
 
 
 def existing_location(path: Path | str) -> Location:

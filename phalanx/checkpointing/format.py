@@ -59,9 +59,7 @@ def file_checksum(block_sums: Sequence[int]) -> str:
 
 def checksum_of(contents: bytes) -> str:
     """The checksum of a file with these contents."""
-    sums = _BlockSums()
-    sums.add(contents)
-    return file_checksum(sums.result())
+    return file_checksum([zlib.crc32(contents[begin : begin + BLOCK]) for begin in range(0, max(len(contents), 1), BLOCK)])
 
 
 def read_checksum(file: Location) -> str:
@@ -285,18 +283,6 @@ class Sidecar:
     """Names and total bytes of all tensors of the stage; written by one rank of each stage."""
 
     @classmethod
-    def of(
-        cls, file: str, boxes: Sequence[SavedBox], crc32: Sequence[int], stage: int, names: Mapping[str, int] | None
-    ) -> Sidecar:
-        """The sidecar of a rank file with these boxes and block checksums."""
-        header, values = encode_header(boxes), sum(saved.bytes for saved in boxes)
-        index = ";".join(" ".join(map(str, (name_hash(saved.name), *saved.box.offset, *saved.box.shape))) for saved in boxes)
-        return cls(
-            file=file, size=len(header) + values, tensors=values, crc32=crc32, header=zlib.crc32(header), boxes=index, stage=stage,
-            names=names,
-        )  # fmt: skip
-
-    @classmethod
     def from_json(cls, text: str | bytes) -> Sidecar:
         """Raises ValueError, KeyError or TypeError if this is not a sidecar."""
         table = json.loads(text)
@@ -312,10 +298,11 @@ class Sidecar:
     def boxes_of(self, name_hashes: Mapping[int, Any]) -> Iterator[tuple[int, Box]]:
         """(name hash, box) of the boxes whose hash is among the given ones."""
         for entry in filter(None, (self.boxes or "").split(";")):
-            hashed, *place = map(int, entry.split())
-            if hashed in name_hashes:
-                half = len(place) // 2
-                yield hashed, Box(tuple(place[:half]), tuple(place[half:]))
+            hashed, _, place = entry.partition(" ")
+            if (key := int(hashed)) in name_hashes:
+                numbers = tuple(map(int, place.split()))
+                half = len(numbers) // 2
+                yield key, Box(numbers[:half], numbers[half:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +321,15 @@ class RankFile:
         return rank_file_name(self.rank, self.ranks)
 
     def sidecar(self, block_sums: Sequence[int] = ()) -> Sidecar:
-        return Sidecar.of(self.name, self.boxes, block_sums, self.stage, self.names)
+        """What stands next to the file, if its blocks have these checksums."""
+        header, values = encode_header(self.boxes), sum(saved.bytes for saved in self.boxes)
+        index = ";".join(
+            " ".join(map(str, (name_hash(saved.name), *saved.box.offset, *saved.box.shape))) for saved in self.boxes
+        )
+        return Sidecar(
+            file=self.name, size=len(header) + values, tensors=values, crc32=block_sums, header=zlib.crc32(header), boxes=index,
+            stage=self.stage, names=self.names,
+        )  # fmt: skip
 
 
 def write_rank_file(folder: Location, rank_file: RankFile, values: Callable[[], Chunks]) -> int:

@@ -1,17 +1,13 @@
-"""Folders of plain safetensors weights, as Hugging Face uses them: read and written a few rows at a time. And `ReferenceLogits`, what a model
-answered when it was saved, to which an export of it is compared. Called by import, export and wherever a model starts from a folder.
-
-Names and shapes are checked against all headers before a value is read. Reads use explicit offsets, not memory maps, whose pages would
-count as memory of this process. A table of names, not this file, knows the model.
-"""
+"""Folders of plain safetensors weights, as Hugging Face uses them, read and written a few rows at a time; and `ReferenceLogits`, to which an
+export is compared. Reads use offsets, not memory maps, whose pages would count as memory of this process."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
@@ -53,11 +49,8 @@ class WeightsFolder:
     def check(self, wanted: dict[str, tuple[int, ...]], ignored: Collection[str], same_format: list[list[str]]) -> None:
         """RunError unless every wanted tensor is there in its shape and a number format for weights, and no tensor is neither wanted nor
         ignored. `same_format`: groups of tensors that become one tensor."""
-        problems = [
-            f"{self.path} lacks the tensor {name}, of shape {list(wanted[name])}."
-            for name in wanted
-            if name not in self.tensors
-        ]
+        missing = [name for name in wanted if name not in self.tensors]
+        problems = [f"{self.path} lacks the tensor {name}, of shape {list(wanted[name])}." for name in missing]
         known = {*wanted, *ignored}
         for name, tensor in self.tensors.items():
             if name not in known:
@@ -91,17 +84,11 @@ class WeightsFolder:
 
 
 def _read(file: Path, offset: int, into: memoryview) -> None:
-    filled = 0
     try:
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            while filled < len(into):  # a call may return fewer bytes than requested
-                count = os.preadv(fd, [into[filled:]], offset + filled)
-                if count == 0:
-                    raise RunFailed(f"{file} has shrunk since it was opened.")
-                filled += count
-        finally:
-            os.close(fd)
+        with file.open("rb") as stream:
+            stream.seek(offset)
+            if stream.readinto(into) < len(into):
+                raise RunFailed(f"{file} has shrunk since it was opened.")
     except OSError as error:
         raise RunFailed(f"{file} can no longer be read ({error.strerror}).") from error
 
@@ -139,41 +126,24 @@ class WeightsWriter:
         place = self.places[name]
         width = place.shape[-1] if len(place.shape) > 1 else 1
         matrix = part.to(place.dtype).contiguous().view(part.shape[0], -1)
-        size = place.dtype.itemsize
-        data = matrix.view(torch.uint8).numpy()
-        fd = os.open(place.file, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            if column is None:
-                write_at(fd, data.reshape(-1).data, place.begin + first * width * size)
-            else:
-                for row in range(len(data)):
-                    write_at(fd, data[row].data, place.begin + ((first + row) * width + column) * size)
-        finally:
-            os.close(fd)
+        rows = [matrix] if column is None else matrix.unbind()
+        with place.file.open("r+b") as stream:
+            for number, row in enumerate(rows):
+                stream.seek(place.begin + ((first + number) * width + (column or 0)) * place.dtype.itemsize)
+                stream.write(row.contiguous().view(torch.uint8).numpy().data)
 
     def _write_header(self, file: Path, tensors: TensorTypes) -> None:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers requires it
-        offset = 0
-        begins = {}
-        for name, (shape, dtype) in tensors.items():
-            begins[name] = offset
-            end = offset + _size(shape, dtype)
-            header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
-            offset = end
+        ends = list(accumulate((_size(*tensor) for tensor in tensors.values()), initial=0))
+        for (name, (shape, dtype)), (begin, end) in zip(tensors.items(), pairwise(ends), strict=True):
+            header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)  # the format wants weights to begin at a multiple of 8
         with file.open("wb") as stream:
             stream.write(len(text).to_bytes(8, "little") + text)
-            stream.truncate(8 + len(text) + offset)
-        for name, (shape, dtype) in tensors.items():
-            self.places[name] = _Place(file, 8 + len(text) + begins[name], shape, dtype)
-
-
-def write_at(fd: int, data: memoryview, offset: int) -> None:
-    """Write all of `data` at an offset of an open file."""
-    while data:
-        count = os.pwrite(fd, data, offset)
-        data, offset = data[count:], offset + count
+            stream.truncate(8 + len(text) + ends[-1])
+        for (name, (shape, dtype)), begin in zip(tensors.items(), ends, strict=False):
+            self.places[name] = _Place(file, 8 + len(text) + begin, shape, dtype)
 
 
 def _size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -211,11 +181,8 @@ class ReferenceLogits:
 
     def write(self, file: Path) -> None:
         tensors = {"tokens": self.tokens_S, "places": self.positions_K, "logits": self.logits_KV}
-        save_file(
-            {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
-            file,
-            {"compute": self.compute, "scaling": self.scaling},
-        )
+        on_host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(on_host, file, {"compute": self.compute, "scaling": self.scaling})
 
 
 def read_reference(file: Path) -> ReferenceLogits:

@@ -1,7 +1,7 @@
-"""Writes a whole checkpoint from one process, with one block in memory at a time: imported weights, or a saved checkpoint as another layout
-would have saved it. Called by `phalanx import` and `phalanx checkpoint reshard`; `read_needs` by `inspect --layout`.
+"""Writes, from one process and with one block in memory at a time: checkpoints of imported weights or of another layout, and exports that
+need nothing of Phalanx. Called by `phalanx import` and `phalanx checkpoint`.
 
-The result is a checkpoint like any other. Resharding is not needed to resume: any layout loads any checkpoint.
+Resharding is not needed to resume: any layout loads any checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.format import BLOCK, RankFile, RunMetadata, SavedBox, SavedTensor, write_rank_file
-from phalanx.checkpointing.hf_folder import WeightsWriter, write_at
+from phalanx.checkpointing.hf_folder import WeightsWriter
 from phalanx.checkpointing.location import Location
 from phalanx.checkpointing.restore import CheckpointReader
 from phalanx.checkpointing.staging import raw_bytes
@@ -228,30 +228,20 @@ class ExportSummary:
     formats: tuple[str, ...]
 
 
-def exported_names(saved: CheckpointReader, *, optimizer: bool) -> dict[str, str]:
-    """Exported name to name in the checkpoint: parameters without "model/", and states as optimizer/NAME/STATE."""
-    model = {name.removeprefix("model/"): name for name in saved.names if name.startswith("model/")}
-    return model | ({name: name for name in saved.names if not name.startswith("model/")} if optimizer else {})
-
-
 class _Export:
     """Which tensors are exported, and in which number formats."""
 
     def __init__(self, saved: CheckpointReader, optimizer: bool, dtype: torch.dtype | None):
-        self.saved, self.names = saved, exported_names(saved, optimizer=optimizer)
-        self.dtypes = {name: self._dtype(original, dtype) for name, original in self.names.items()}
-
-    def _dtype(self, original: str, dtype: torch.dtype | None) -> torch.dtype:
-        stored = self.saved.dtype(original)
-        return dtype if dtype is not None and stored.is_floating_point and original.startswith("model/") else stored
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        shape = self.saved.shape(self.names[name])
-        assert shape is not None
-        return shape
+        self.names = {name.removeprefix("model/"): name for name in saved.names if optimizer or name.startswith("model/")}
+        """Exported name to name in the checkpoint: parameters without "model/", and states as optimizer/NAME/STATE."""
+        self.shapes = {name: saved.shape(original) or () for name, original in self.names.items()}
+        self.dtypes = {name: saved.dtype(original) for name, original in self.names.items()}
+        for name, stored in self.dtypes.items():
+            if dtype is not None and stored.is_floating_point and name != self.names[name]:
+                self.dtypes[name] = dtype
 
     def summary(self, files: int) -> ExportSummary:
-        sizes = {name: math.prod(self.shape(name)) for name in self.names}
+        sizes = {name: math.prod(shape) for name, shape in self.shapes.items()}
         return ExportSummary(
             tensors=len(sizes),
             values=sum(sizes.values()),
@@ -268,9 +258,9 @@ def to_safetensors(
     export = _Export(saved, optimizer, dtype)
     ordered = sorted(export.names, key=lambda name: (-export.dtypes[name].itemsize, name))  # so that each tensor is aligned
     with atomic_directory(out) as partial:
-        writer = WeightsWriter(partial, {name: (export.shape(name), export.dtypes[name]) for name in ordered}, shard_size)
+        writer = WeightsWriter(partial, {name: (export.shapes[name], export.dtypes[name]) for name in ordered}, shard_size)
         for name in ordered:
-            shape = export.shape(name)
+            shape = export.shapes[name]
             rows = math.prod(shape[1:-1])  # the writer sees a matrix: all dimensions but the last are its rows
             for first, last in saved.row_ranges(export.names[name]):
                 part = saved.read(export.names[name], first, last)
@@ -291,10 +281,12 @@ def to_torch(saved: CheckpointReader, out: Path, *, optimizer: bool, dtype: torc
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         for name, begin in _write_without_values(partial, export).items():
-            row = math.prod(export.shape(name)[1:]) * export.dtypes[name].itemsize
+            row = math.prod(export.shapes[name][1:]) * export.dtypes[name].itemsize
             for first, last in saved.row_ranges(export.names[name]):
                 values = saved.read(export.names[name], first, last).to(export.dtypes[name])
-                _write_values(partial, raw_bytes(values), begin + first * row)
+                with partial.open("r+b") as stream:
+                    stream.seek(begin + first * row)
+                    stream.write(raw_bytes(values))
         os.replace(partial, out)
     except OSError as error:
         raise RunFailed(f"{out} could not be written: {error.strerror or error}.") from error
@@ -306,17 +298,9 @@ def to_torch(saved: CheckpointReader, out: Path, *, optimizer: bool, dtype: torc
 def _write_without_values(file: Path, export: _Export) -> dict[str, int]:
     """Write a file of tensors without values; returns the offset of each tensor's values."""
     with FakeTensorMode():
-        empty = {name: torch.empty(export.shape(name), dtype=dtype) for name, dtype in export.dtypes.items()}
+        empty = {name: torch.empty(export.shapes[name], dtype=dtype) for name, dtype in export.dtypes.items()}
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(empty, file)
     with FakeTensorMode():
         tensors = torch.load(file, weights_only=True)
     return {name: tensor.untyped_storage()._checkpoint_offset for name, tensor in tensors.items()}
-
-
-def _write_values(file: Path, data: memoryview, offset: int) -> None:
-    fd = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        write_at(fd, data, offset)
-    finally:
-        os.close(fd)

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from phalanx.checkpointing.directory import CheckpointFiles, read_marker
-from phalanx.checkpointing.format import BLOCK, Marker, SavedBox, SavedTensor, name_hash
+from phalanx.checkpointing.format import BLOCK, Marker, SavedBox, SavedTensor, Sidecar, name_hash
 from phalanx.checkpointing.location import Location, open_location
 from phalanx.checkpointing.staging import raw_bytes
 from phalanx.checkpointing.state_tensor import DTYPES, StateTensor, as_state_tensors
@@ -60,43 +61,50 @@ class CheckpointReader:
         self.marker = read_marker(self.path)
         self._files = CheckpointFiles(self.path, self.marker)
         self._needed = needed
-        self._renames = not has_own_module(self.marker.run.run or "")  # modules of the built-in decoder had other names once
         self._tensors: dict[str, SavedTensor] = {}
-        for file in self._candidate_files():
-            for saved in self._files.boxes(file):
-                self._add(file, replace(saved, name=current_tensor(saved.name)) if self._renames else saved)
+        # Modules of the built-in decoder had other names once.
+        current = (lambda name: name) if has_own_module(self.marker.run.run or "") else current_tensor
+        for file, sidecar in self._files.sidecars(self._files_of_needed_stages(current)):
+            if self._may_need(sidecar):
+                for saved in self._files.boxes(file, sidecar):
+                    self._add(current(saved.name), file, saved)
 
-    def _add(self, file: str, saved: SavedBox) -> None:
-        if self._needed is not None and saved.name not in self._needed:
-            return
-        tensor = self._tensors.get(saved.name)
-        if tensor is None:
-            tensor = self._tensors[saved.name] = SavedTensor(saved.name, saved.dtype, saved.whole)
-        elif self._needed is not None and not _overlaps(saved.box, self._needed[saved.name].slice):
-            return
-        tensor.boxes.append((file, saved))
+    def _files_of_needed_stages(self, current: Callable[[str], str]) -> list[str]:
+        needed = self._needed
+        stages = {
+            stage
+            for stage, names in enumerate(self.marker.names)
+            if needed is None or not needed.keys().isdisjoint(map(current, names))
+        }
+        return [name for name, record in self.marker.rank_files.items() if (record.stage or 0) in stages]
 
-    def _candidate_files(self) -> Iterator[str]:
-        """The rank files that may have needed boxes. Of thousands of files a rank needs a few; the sidecars tell which."""
-        files = [name for name, record in self.marker.rank_files.items() if self._needs_stage(record.stage or 0)]
-        if self._needed is None:
-            yield from files
-            return
+    def _may_need(self, sidecar: Sidecar) -> bool:
+        """Of thousands of files a rank needs a few; the sidecars tell which."""
+        if self._needed is None or sidecar.boxes is None:
+            return True
+        for key, box in sidecar.boxes_of(self._names_of_hashes):
+            for name in self._names_of_hashes[key]:
+                if name not in self._tensors or _overlaps(box, self._needed[name].slice):
+                    return True
+        return False
+
+    @cached_property
+    def _names_of_hashes(self) -> dict[int, list[str]]:
         hashes: dict[int, list[str]] = {}
-        for name in self._needed:
+        for name in self._needed or ():
             for saved_name in {name, original_tensor(name)}:
                 hashes.setdefault(name_hash(saved_name), []).append(name)
-        for file, sidecar in self._files.sidecars(files):
-            if sidecar.boxes is None or any(self._may_need(hashes[key], box) for key, box in sidecar.boxes_of(hashes)):
-                yield file
+        return hashes
 
-    def _may_need(self, names: Iterable[str], box: Box) -> bool:
-        assert self._needed is not None
-        return any(name not in self._tensors or _overlaps(box, self._needed[name].slice) for name in names)
-
-    def _needs_stage(self, stage: int) -> bool:
-        names = self.marker.names[stage]
-        return self._needed is None or any((current_tensor(name) if self._renames else name) in self._needed for name in names)
+    def _add(self, name: str, file: str, saved: SavedBox) -> None:
+        if self._needed is not None and name not in self._needed:
+            return
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            tensor = self._tensors[name] = SavedTensor(name, saved.dtype, saved.whole)
+        elif self._needed is not None and not _overlaps(saved.box, self._needed[name].slice):
+            return
+        tensor.boxes.append((file, saved))
 
     # Loading.
 

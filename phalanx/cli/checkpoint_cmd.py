@@ -19,11 +19,10 @@ from rich.progress import Progress
 from phalanx.checkpointing import checkpoint_info, directory
 from phalanx.checkpointing.checkpoint_info import find_damage
 from phalanx.checkpointing.find_checkpoint import (
-    all_checkpoints,
     checkpoint_locations,
     checkpoint_settings,
     existing_location,
-    find_unverified,
+    find,
     is_checkpoint,
     locate,
     no_checkpoint_message,
@@ -116,7 +115,7 @@ def _change(path: str, tensors: dict[str, SavedTensor], asked: str) -> show.Layo
     from phalanx.checkpointing.offline_writer import Cuts, read_needs
     from phalanx.training.reshard_run import on_layout, on_saved_layout
 
-    found = find_unverified(path)
+    found = find(path, verify=False)
     marker = directory.read_marker(found.checkpoint)
     then, now = on_saved_layout(found, marker), on_layout(found, marker, asked)
     before: Cuts = {}
@@ -150,7 +149,9 @@ def verify(
     """Compare every byte with its checksum. The exit code is 1 if any byte differs."""
     place = existing_location(path)
     chosen = (
-        [place] if is_checkpoint(place) and not all_ else all_checkpoints(checkpoint_locations(place))[: None if all_ else 1]
+        [place]
+        if is_checkpoint(place) and not all_
+        else directory.list_checkpoints(*checkpoint_locations(place))[: None if all_ else 1]
     )
     if not chosen:
         raise RunError(no_checkpoint_message(path, checkpoint_locations(place), []))
@@ -216,7 +217,7 @@ def reshard(
     json: AsJson = False,
 ) -> None:
     """Write a checkpoint in another layout. Training does not need this: any layout loads any checkpoint."""
-    found = find_unverified(path)
+    found = find(path, verify=False)
     from phalanx.checkpointing.restore import CheckpointReader
     from phalanx.training.reshard_run import on_layout, write
 

@@ -18,7 +18,7 @@ import torch
 
 from phalanx._version import __version__
 from phalanx.checkpointing import offline_writer
-from phalanx.checkpointing.find_checkpoint import find, find_unverified
+from phalanx.checkpointing.find_checkpoint import find
 from phalanx.checkpointing.format import RunMetadata
 from phalanx.checkpointing.hf_folder import ReferenceLogits, WeightsFolder, WeightsWriter
 from phalanx.checkpointing.restore import CheckpointReader
@@ -125,9 +125,7 @@ def export_checkpoint(
 
     `reference`: logits that the folder must reproduce before it gets its final name; raises RunFailed if it does not.
     """
-    found = (
-        find(path) if reference is None else find_unverified(path)
-    )  # reading verifies checksums; the checkpoint was just written
+    found = find(path, verify=reference is None)  # with a reference it was just written, and reading verifies checksums
     run = run_of(found)
     spec = run.model
     family = hf_config_write.family(spec)

@@ -7,12 +7,11 @@ import pytest
 import torch
 from checkpoints import flip, values
 
+from phalanx.checkpointing import directory
 from phalanx.checkpointing.directory import DamagedCheckpoint
 from phalanx.checkpointing.find_checkpoint import (
-    all_checkpoints,
     checkpoint_locations,
     find,
-    find_unverified,
     is_checkpoint,
     locate,
     path_or_url,
@@ -55,7 +54,7 @@ def test_find_returns_the_newest_valid_checkpoint_of_a_run(tmp_path: Path) -> No
     with pytest.raises(DamagedCheckpoint, match=r"step-00000003 is damaged: its file state-.* does not have the contents"):
         find(third)
     # Who checks what they read is given the newest by its marker, and reads nothing twice.
-    assert path_or_url(find_unverified(run).checkpoint) == path_or_url(locate(run)) == third
+    assert path_or_url(find(run, verify=False).checkpoint) == path_or_url(locate(run)) == third
     (third / "commit.json").unlink()
     assert path_or_url(locate(run)) == second
 
@@ -86,7 +85,7 @@ def test_checkpoint_locations_follow_the_run_file(tmp_path: Path) -> None:
     for step in (6, 7):
         checkpoint(near, step)
     assert checkpoint_locations(open_location(run)) == [open_location(near), open_location(kept)]
-    assert [path_or_url(path) for path in all_checkpoints(checkpoint_locations(open_location(run)))] == [
+    assert [path_or_url(path) for path in directory.list_checkpoints(*checkpoint_locations(open_location(run)))] == [
         near / "step-00000007",
         kept / "step-00000007",
         near / "step-00000006",

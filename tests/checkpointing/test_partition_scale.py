@@ -101,7 +101,7 @@ def test_a_loading_rank_opens_only_files_with_its_boxes(tmp_path: Path, monkeypa
     saved = write_all(tmp_path, run, layout)
     opened: list[str] = []
     boxes = CheckpointFiles.boxes
-    monkeypatch.setattr(CheckpointFiles, "boxes", lambda self, file: opened.append(file) or boxes(self, file))
+    monkeypatch.setattr(CheckpointFiles, "boxes", lambda self, file, sidecar: opened.append(file) or boxes(self, file, sidecar))
     cases = {
         "the same": (layout, 41, 6),  # its own, the rest of what tensor ranks share, and those that hold single numbers
         "another": (Layout(data=1, shard=2, zero=3), 1, 2 * 32),

@@ -87,7 +87,7 @@ def test_plain_export_keeps_existing_files_and_removes_partial_ones(
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(offline_writer, "_write_values", full)
+    monkeypatch.setattr(offline_writer, "raw_bytes", full)
     with pytest.raises(offline_writer.RunFailed, match=r"out.pt could not be written: No space left on device"):
         to_torch(checkpoint, tmp_path / "out.pt", optimizer=False, dtype=None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "taken"]

@@ -12,7 +12,7 @@ from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
 
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.checkpoint_info import tensors
-from phalanx.checkpointing.find_checkpoint import find_unverified
+from phalanx.checkpointing.find_checkpoint import find
 from phalanx.checkpointing.location import open_location
 from phalanx.checkpointing.offline_writer import Cuts, read_needs
 from phalanx.checkpointing.restore import CheckpointReader
@@ -57,7 +57,7 @@ def saved_again(mesh: Mesh, run: Run, path: Path, folder: Path) -> Path:
 
 
 def resharded(path: Path, asked: str, out: Path) -> Path:
-    found = find_unverified(path)
+    found = find(path, verify=False)
     saved = CheckpointReader(found.checkpoint)
     try:
         return Path(str(write(saved, found, on_layout(found, saved.marker, asked), str(out))))
@@ -101,7 +101,7 @@ def test_resharding_there_and_back_loses_nothing(tmp_path: Path) -> None:
 
 def test_reshard_to_the_layout_of_a_run_file_and_to_the_saved_one(tmp_path: Path) -> None:
     path = trained(tiny_run(), tmp_path / "run")
-    found, marker = find_unverified(path), directory.read_marker(path)
+    found, marker = find(path, verify=False), directory.read_marker(path)
     other = tmp_path / "other.toml"
     other.write_text(dump(tiny_run("layout.tensor=2", "layout.sequence=true", "layout.data=2")))
     assert on_layout(found, marker, str(other)).layout == Layout(tensor=2, sequence=True, data=2)
@@ -114,7 +114,7 @@ def test_reshard_to_the_layout_of_a_run_file_and_to_the_saved_one(tmp_path: Path
 
 def test_tensors_of_all_ranks_of_a_layout_add_up(tmp_path: Path) -> None:
     path = trained(tiny_run(), tmp_path / "run")
-    found, marker = find_unverified(path), directory.read_marker(path)
+    found, marker = find(path, verify=False), directory.read_marker(path)
     held = tensors(open_location(path), marker)
     laid = on_layout(found, marker, "pipeline=2,shard=2")
     cuts: Cuts = {}
@@ -145,7 +145,7 @@ def test_an_impossible_reshard_is_refused_and_leaves_no_files(tmp_path: Path) ->
     (tmp_path / "taken" / "file").touch()
     with pytest.raises(RunError, match="taken already exists"):
         resharded(path, "tensor=2", tmp_path / "taken")
-    found, marker = find_unverified(path), directory.read_marker(path)
+    found, marker = find(path, verify=False), directory.read_marker(path)
     with pytest.raises(RunError, match=r"holds 2 replicas, each with a state of its own .*: take data=2"):
         on_layout(found, replace(marker, run=replace(marker.run, replicas=2)), "data=4")
     smaller = (tmp_path / "run" / "run.toml").read_text().replace("ffn = 64", "ffn = 32")
