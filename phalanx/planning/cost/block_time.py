@@ -51,7 +51,7 @@ def block_time(jobs: JobTable, rates: Rates) -> BlockTime:
     """One block, on one rank of the tensor and expert groups."""
     tokens, tensor, sparse = jobs.tokens, jobs.tensor, sparse_fraction(jobs)
     mean_ffn = (1 - sparse) * jobs.ffn + sparse * jobs.shared_ffn
-    matrices_of_ffn = 2 + np.asarray(jobs.gated)
+    matrices_of_ffn = 2 + jobs.gated
     rate = jobs.peak * rates.gemm
     # The inner and outer sizes of a product are the model's, divided by the tensor group; its rows are the tokens.
     attention = jobs.attention_weights * (1 + rates.knee / jobs.dim)
@@ -62,17 +62,17 @@ def block_time(jobs: JobTable, rates: Rates) -> BlockTime:
     products = ((attention + dense) * rows + cut * narrow) / tensor
     matrices = 2 * tokens * products / rate * _aligned(jobs.dim, 1) * _aligned(jobs.ffn, tensor)
     moved = _moved(jobs, rates, mean_ffn)
-    if np.any(np.asarray(jobs.sparse_layers) > 0):
+    if np.any(jobs.sparse_layers > 0):
         more, traffic = _experts(jobs, rates, sparse)
         matrices = matrices + more
         moved = moved + traffic
     reached = rates.attention * np.minimum(jobs.score_width / jobs.heads / 128, 1.0) ** rates.narrow
     forward = tokens / tensor * (jobs.sequence * (jobs.score_width + jobs.value_width) / (jobs.peak16 * reached))
-    unfused = rates.scores * (np.asarray(jobs.scores) > 1) * jobs.heads * jobs.sequence / (jobs.bandwidth * rates.memory)
+    unfused = rates.scores * (jobs.scores > 1) * jobs.heads * jobs.sequence / (jobs.bandwidth * rates.memory)
     # In ring attention each further part of the sequence adds its values to the running result, in fp32.
-    ring = np.asarray(jobs.method) == METHODS.index("ring")
-    merged = 12.0 * jobs.value_width * ring * (np.asarray(jobs.context) - 1) / (jobs.bandwidth * rates.memory)
-    drained = rates.kernels * rates.drain * np.where(np.asarray(jobs.compiled) > 0, rates.fused, 1.0)
+    ring = jobs.method == METHODS.index("ring")
+    merged = 12.0 * jobs.value_width * ring * (jobs.context - 1) / (jobs.bandwidth * rates.memory)
+    drained = rates.kernels * rates.drain * np.where(jobs.compiled > 0, rates.fused, 1.0)
     moved = moved + tokens / tensor * (unfused + merged) + drained
     return BlockTime(matrices, forward, forward * (2.5 / rates.attention_backward), moved)
 
@@ -80,7 +80,7 @@ def block_time(jobs: JobTable, rates: Rates) -> BlockTime:
 def _aligned(size: Column, parts: Column) -> Column:
     """Slowdown of products whose inner size, divided among ranks, does not fill tensor cores evenly, as measured on an
     H200."""
-    if np.all(np.asarray(size) % (64 * np.max(parts, initial=1)) == 0):
+    if np.all(size % (64 * np.max(parts, initial=1)) == 0):
         return 1.0
     inner = size / parts
     return np.where(inner % 8 > 0, 6.5, np.where(inner % 64 > 0, 1.15, 1.0))
@@ -88,13 +88,13 @@ def _aligned(size: Column, parts: Column) -> Column:
 
 def _moved(jobs: JobTable, rates: Rates, mean_ffn: Column) -> Column:
     """Norms and residuals (ten widths per token), rotary positions and the activation: bytes over bandwidth."""
-    fused = np.where(np.asarray(jobs.compiled) > 0, rates.fused, 1.0)
+    fused = np.where(jobs.compiled > 0, rates.fused, 1.0)
     scale = fused * (rates.traffic * jobs.compute_bytes / (jobs.bandwidth * rates.memory))
     whole = 10 * jobs.dim
-    inside = 2 * jobs.score_width + jobs.kv_width + (2 + np.asarray(jobs.gated)) * mean_ffn
-    fp8 = np.asarray(jobs.fp8)
+    inside = 2 * jobs.score_width + jobs.kv_width + (2 + jobs.gated) * mean_ffn
+    fp8 = jobs.fp8
     casts = (fp8 > 0) * 2 * (2 * jobs.dim + jobs.score_width + mean_ffn)  # read in 16 bits, written twice in 8
-    apart = np.where(np.asarray(jobs.sequence_parallel) > 0, jobs.tensor, 1)
+    apart = np.where(jobs.sequence_parallel > 0, jobs.tensor, 1)
     moved = jobs.tokens * scale * (whole / apart + (inside + casts) / jobs.tensor)
     return moved + _rounded(jobs, rates, mean_ffn) if np.any(fp8 > 1) else moved
 
@@ -102,10 +102,10 @@ def _moved(jobs: JobTable, rates: Rates, mean_ffn: Column) -> Column:
 def _rounded(jobs: JobTable, rates: Rates, mean_ffn: Column) -> Column:
     """Rounding to fp8 in separate passes: over the inputs of the linear layers, the gradients of their outputs, and their
     weights."""
-    gated = 1 + np.asarray(jobs.gated)
+    gated = 1 + jobs.gated
     each = (5 + gated) * jobs.dim + 2 * jobs.score_width + jobs.kv_width + (1 + gated) * mean_ffn
     weights = jobs.attention_weights + (1 + gated) * jobs.dim * mean_ffn
-    left = np.where(np.asarray(jobs.fp8) > 2, rates.fused_rounding, 1.0) * (np.asarray(jobs.fp8) > 1)
+    left = np.where(jobs.fp8 > 2, rates.fused_rounding, 1.0) * (jobs.fp8 > 1)
     return left * (jobs.tokens * each + weights) / jobs.tensor * (rates.rounding / (jobs.bandwidth * rates.memory))
 
 
@@ -120,7 +120,7 @@ def _experts(jobs: JobTable, rates: Rates, sparse: Column) -> tuple[Column, Colu
     slow = 1 + rates.knee * (1 / jobs.dim + 1 / np.maximum(rows, 1) + 2 / 3 * jobs.expert_tensor / width)
     flops = 6 * jobs.dim * width
     router = 2 * tokens * jobs.dim * jobs.experts / (jobs.peak16 * rates.gemm)
-    peak = np.where(np.asarray(rates.eight) > 0, jobs.peak, jobs.peak16)
+    peak = np.where(rates.eight > 0, jobs.peak, jobs.peak16)
     products = routed * flops * slow / (peak * rates.gemm) + router
     # Tokens are sorted by expert and back, each with a read and a write; the activation is read and written too.
     moved = (

@@ -18,7 +18,7 @@ from phalanx.planning.cost.activation_memory import (
     recomputed_fraction,
     residual_tokens,
 )
-from phalanx.planning.cost.job_table import JobTable
+from phalanx.planning.cost.job_table import JobTable, in_chunks
 from phalanx.planning.cost.schedule_cost import CODE, FORWARDS_FIRST, SPLITS_BACKWARD
 from phalanx.planning.cost.state_memory import (
     ParameterBytes,
@@ -76,24 +76,12 @@ class Footprint:
 
 def footprint(jobs: JobTable) -> Footprint:
     """The fullest rank of each job."""
-    size = jobs.size()
-    if size <= 2 * CHUNK:
-        return _judge(jobs)
-    parts = [_judge(jobs.take(slice(begin, begin + CHUNK))) for begin in range(0, size, CHUNK)]
-    lengths = [min(CHUNK, size - begin) for begin in range(0, size, CHUNK)]
-    names = [field.name for field in fields(Footprint)]
-    return Footprint(
-        **{
-            name: np.concatenate(
-                [np.broadcast_to(getattr(part, name), length) for part, length in zip(parts, lengths, strict=True)]
-            )
-            for name in names
-        }
-    )
+    return in_chunks(_judge, CHUNK, jobs)
 
 
 def _judge(jobs: JobTable) -> Footprint:
-    model = _Model(block_activations(jobs), head_activations(jobs), sizes := part_sizes(jobs), parameter_bytes(jobs, sizes))
+    sizes = part_sizes(jobs)
+    model = _Model(block_activations(jobs), head_activations(jobs), sizes, *parameter_bytes(jobs, sizes))
     return reduce(_fuller_rank, (_rank_footprint(jobs, share, model) for share in pipeline_shares(jobs)))
 
 
@@ -103,7 +91,8 @@ class _Model(NamedTuple):
     block: BlockActivations
     head: HeadActivations
     sizes: PartSizes
-    bytes: ParameterBytes
+    dense: ParameterBytes
+    experts: ParameterBytes
 
 
 def _fuller_rank(first: Footprint, second: Footprint) -> Footprint:
@@ -115,48 +104,42 @@ def _fuller_rank(first: Footprint, second: Footprint) -> Footprint:
 def _rank_footprint(jobs: JobTable, share: PipelineShare, model: _Model) -> Footprint:
     """Memory of one rank at the worst moment of a step: at the loss, in a block's backward, or when the embedding gets its
     gradient."""
-    block, head, sizes, each = model
-    held_sizes = rank_sizes(jobs, sizes, share)
-    stages, shard, zero = np.asarray(jobs.stages), np.asarray(jobs.shard), np.asarray(jobs.zero)
-    pipelined, low, spread = np.asarray(jobs.pipeline) > 1, np.asarray(jobs.compute_bytes) < 4, np.asarray(jobs.shard) > 1
-    parameters, gradients, optimizer = state_bytes(held_sizes, each)
+    block, head, sizes, *parameter = model
+    stages, spread, pipelined = jobs.stages, jobs.shard > 1, jobs.pipeline > 1
+    held = rank_sizes(jobs, sizes, share)
+    parameters, gradients, optimizer = state_bytes(held, *parameter)
     unit = (block.dense * (share.blocks - share.sparse) + block.sparse * share.sparse) / stages
-    unit = unit + block.sparse * np.asarray(jobs.ahead) * share.has_head
+    unit = unit + block.sparse * jobs.ahead * share.has_head
     at_end = _waiting_at_last_stage(jobs, share)
-    casts_kept, cast = _casts(jobs, held_sizes, sizes, share, at_end)
+    casts_kept, cast = _casts(jobs, held, sizes, share, at_end)
     activations = _with_deferred(jobs, share, block, unit, _on_device(jobs, share, block, unit)) + casts_kept
-    all_first = FORWARDS_FIRST[np.asarray(jobs.schedule)] & pipelined
+    all_first = FORWARDS_FIRST[jobs.schedule] & pipelined
     activations = activations + share.has_head * (head.states * at_end + np.where(all_first, head.kept * (at_end - 1), 0.0))
-    gathered, in_block = _gathered(jobs, held_sizes, sizes, unit)
-    in_transit = _gradients_in_transit(jobs, held_sizes, sizes, share)
+    gathered, in_block = _gathered(jobs, held, sizes, unit)
     at_loss = head.most * share.has_head
-    in_backward = np.maximum(block.live + block.backward + in_block, cast) + in_transit
+    in_backward = np.maximum(block.live + block.backward + in_block, cast) + _gradients_in_transit(jobs, held, sizes, share)
     # The embedding's gradient is allocated when the activations of its micro-batch are freed.
     at_embedding = np.where(spread, 0.0, 4.0 * sizes.table * share.has_embedding) - unit - casts_kept / share.in_flight
-    left, whole = _zero2_in_transit(jobs, held_sizes, sizes, share)
+    left, whole = _zero2_in_transit(jobs, held, sizes, share)
     worst = np.maximum(np.maximum(at_loss, in_backward), np.maximum(at_embedding, whole - unit))
-    in_logits = np.clip(worst, 0.0, at_loss)
-    peak_activations = activations + worst - in_logits
+    logits = np.clip(worst, 0.0, at_loss)
+    peak_activations = activations + worst - logits
     # Gradients that are allocated while activations are freed never exist next to all of them.
-    once = spread & (share.in_flight > np.asarray(jobs.accumulation) * stages - 0.5)
+    once = spread & (share.in_flight > jobs.accumulation * stages - 0.5)
     peak_activations = np.where(once, np.maximum(peak_activations - gradients, 0.0), peak_activations)
     messages = np.where(pipelined, 3 * 4.0 * jobs.dim * residual_tokens(jobs), 0.0)
-    staged = np.where(
-        spread & low & (zero < 3), np.minimum(4.0 * 2**24, 4 * (held_sizes.dense + held_sizes.experts) / shard), 0.0
-    )
-    buffers = messages + staged + left
-    moving = peak_activations + in_logits + gathered + buffers
-    cpu = np.asarray(jobs.on_cpu) > 0
-    fixed = np.where(cpu, 0.3 * 2**30, CONTEXT + GROUP * _groups(jobs) + FRAGMENTATION * moving)
+    staged = np.minimum(4.0 * 2**24, 4 * (held.dense + held.experts) / jobs.shard)
+    buffers = messages + np.where(spread & (jobs.compute_bytes < 4) & (jobs.zero < 3), staged, 0.0) + left
+    moving = peak_activations + logits + gathered + buffers
     return Footprint(
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
         activations=peak_activations,
-        logits=in_logits,
+        logits=logits,
         gathered=gathered,
         buffers=buffers,
-        fixed=fixed,
+        fixed=np.where(jobs.on_cpu > 0, 0.3 * 2**30, CONTEXT + GROUP * _groups(jobs) + FRAGMENTATION * moving),
         fullest=share.rank,
     )
 
@@ -164,98 +147,82 @@ def _rank_footprint(jobs: JobTable, share: PipelineShare, model: _Model) -> Foot
 def _on_device(jobs: JobTable, share: PipelineShare, block: BlockActivations, unit: Column) -> Column:
     """Activations of all forwards in flight; with activation offload, those of two blocks and the blocks' inputs."""
     activations = unit * share.in_flight
-    away = np.asarray(jobs.activations_on_host) > 0
-    if not np.any(away):
-        return activations
     few = 2 * np.maximum(block.dense, block.sparse) + 4.0 * jobs.dim * residual_tokens(jobs) * share.blocks
-    return np.where(away, np.minimum(few, activations), activations)
+    return np.where(jobs.activations_on_host > 0, np.minimum(few, activations), activations)
 
 
 def _with_deferred(jobs: JobTable, share: PipelineShare, block: BlockActivations, unit: Column, in_flight: Column) -> Column:
     """Activations of forwards in flight together with those of deferred weight backwards, which also hold gradients, and
     what a repeated forward recomputes for them. With selective recomputation nothing is deferred. In a V-shaped schedule
     they pile up at the end of the step, when little else is left."""
-    if not np.any(np.asarray(share.deferred) > 0):
+    if not np.any(share.deferred > 0):
         return in_flight
-    gradients = block.deferred * share.blocks / np.asarray(jobs.stages)
-    logits = share.has_head * np.asarray(jobs.compute_bytes) * jobs.vocab / np.asarray(jobs.tensor) * jobs.tokens
-    looped = np.asarray(jobs.schedule) == CODE["interleaved-zero-bubble"]
-    count = np.where(np.asarray(jobs.recompute) == 1, 0, share.deferred - looped)
+    gradients = block.deferred * share.blocks / jobs.stages
+    logits = share.has_head * jobs.compute_bytes * jobs.vocab / jobs.tensor * jobs.tokens
+    looped = jobs.schedule == CODE["interleaved-zero-bubble"]
+    count = np.where(jobs.recompute == 1, 0, share.deferred - looped)
     looping = in_flight + count * gradients + np.minimum(count, 1) * logits
     return np.where(looped, looping, np.maximum(in_flight, count * (unit + gradients)))
 
 
-def _gradients_in_transit(jobs: JobTable, held_sizes: RankSizes, sizes: PartSizes, share: PipelineShare) -> Column:
+def _gradients_in_transit(jobs: JobTable, held: RankSizes, sizes: PartSizes, share: PipelineShare) -> Column:
     """Gradients in transit while activations are still there: first the head's, then those of blocks, three buckets at a
     time. A pipeline sends its gradients after the last backward. Without sharding, one matrix is cast before it enters its
     bucket."""
-    shard, pipelined = np.asarray(jobs.shard), np.asarray(jobs.pipeline) > 1
-    alone = 6.0 * np.maximum(sizes.table * share.has_head, sizes.matrix)
-    buckets = (
-        np.maximum(sizes.table * share.has_head, 3 * np.maximum(sizes.matrix, _BUCKET / 4))
-        * np.asarray(jobs.wire)
-        * (1 + 1 / shard)
-    )
-    buckets = np.minimum(buckets, np.asarray(jobs.wire) * (held_sizes.dense + held_sizes.experts))
-    return np.where(shard == 1, alone, np.where(pipelined | (np.asarray(jobs.zero) == 3), 0.0, buckets))
+    head = sizes.table * share.has_head
+    buckets = np.maximum(head, 3 * np.maximum(sizes.matrix, _BUCKET / 4)) * jobs.wire * (1 + 1 / jobs.shard)
+    buckets = np.minimum(buckets, jobs.wire * (held.dense + held.experts))
+    sharded = np.where((jobs.pipeline > 1) | (jobs.zero == 3), 0.0, buckets)
+    return np.where(jobs.shard == 1, 6.0 * np.maximum(head, sizes.matrix), sharded)
 
 
-def _zero2_in_transit(jobs: JobTable, held_sizes: RankSizes, sizes: PartSizes, share: PipelineShare) -> tuple[Column, Column]:
+def _zero2_in_transit(jobs: JobTable, held: RankSizes, sizes: PartSizes, share: PipelineShare) -> tuple[Column, Column]:
     """ZeRO-2 sends after every backward. Returns the bytes of the last two buckets, still in transit in the next forward,
     and those of a pipeline stage's gradients, which are whole until its backward ends."""
-    shard, second = np.asarray(jobs.shard), (np.asarray(jobs.zero) == 2) & (np.asarray(jobs.shard) > 1)
+    second = (jobs.zero == 2) & (jobs.shard > 1)
     if not np.any(second):
         return 0.0, 0.0
-    pipelined, several = np.asarray(jobs.pipeline) > 1, np.asarray(jobs.accumulation) > 1.5
-    last = (sizes.table * share.has_embedding + sizes.matrix) * np.asarray(jobs.wire) * (1 + 1 / shard)
-    whole = (
-        np.where(np.asarray(jobs.compute_bytes) < 4, 2, 4) * (held_sizes.dense + held_sizes.experts) / np.asarray(jobs.stages)
-    )
-    return np.where(second & several, last, 0.0), np.where(second & pipelined, whole, 0.0)
+    last = (sizes.table * share.has_embedding + sizes.matrix) * jobs.wire * (1 + 1 / jobs.shard)
+    whole = np.where(jobs.compute_bytes < 4, 2, 4) * (held.dense + held.experts) / jobs.stages
+    return np.where(second & (jobs.accumulation > 1.5), last, 0.0), np.where(second & (jobs.pipeline > 1), whole, 0.0)
 
 
 def _waiting_at_last_stage(jobs: JobTable, share: PipelineShare) -> Column:
     """Forwards of the last stage that wait for their backward: one, or all where all forwards come first or weight
     backwards are deferred."""
-    kind, pipelined = np.asarray(jobs.schedule), np.asarray(jobs.pipeline) > 1
-    some = np.where(kind == CODE["interleaved-zero-bubble"], share.in_flight / np.asarray(jobs.stages), 1.0)
-    return np.where(pipelined, np.where(FORWARDS_FIRST[kind], jobs.accumulation, some), 1.0)
+    some = np.where(jobs.schedule == CODE["interleaved-zero-bubble"], share.in_flight / jobs.stages, 1.0)
+    return np.where(jobs.pipeline > 1, np.where(FORWARDS_FIRST[jobs.schedule], jobs.accumulation, some), 1.0)
 
 
-def _casts(
-    jobs: JobTable, held_sizes: RankSizes, sizes: PartSizes, share: PipelineShare, at_end: Column
-) -> tuple[Column, Column]:
+def _casts(jobs: JobTable, held: RankSizes, sizes: PartSizes, share: PipelineShare, at_end: Column) -> tuple[Column, Column]:
     """16-bit copies of fp32 weights that autocast makes: (bytes that every forward in flight keeps, bytes while one forward
     runs)."""
-    plain = (np.asarray(jobs.shard) == 1) & (np.asarray(jobs.compute_bytes) < 4)
-    blocks = 2.0 * (held_sizes.dense + held_sizes.experts - held_sizes.tables) / np.asarray(jobs.stages)
+    plain = (jobs.shard == 1) & (jobs.compute_bytes < 4)
+    blocks = 2.0 * (held.dense + held.experts - held.tables) / jobs.stages
     head = 2.0 * sizes.table * share.has_head
-    again, some = recomputed_fraction(jobs), np.asarray(jobs.recompute) > 0
+    again, some = recomputed_fraction(jobs), jobs.recompute > 0
     every = (1 - again) * blocks * share.in_flight + np.where(some, 0.0, head * at_end)
     return np.where(plain, every, 0.0), np.where(plain & some, again * blocks + head, 0.0)
 
 
-def _gathered(jobs: JobTable, held_sizes: RankSizes, sizes: PartSizes, unit: Column) -> tuple[Column, Column]:
+def _gathered(jobs: JobTable, held: RankSizes, sizes: PartSizes, unit: Column) -> tuple[Column, Column]:
     """ZeRO-3: (bytes of gathered parameters that stay all the time, bytes that a block's backward adds to its activations)."""
-    shard, stages = np.asarray(jobs.shard), np.asarray(jobs.stages)
-    third, size = (np.asarray(jobs.zero) == 3) & (shard > 1), np.asarray(jobs.compute_bytes)
+    third, pipelined, size = (jobs.zero == 3) & (jobs.shard > 1), jobs.pipeline > 1, jobs.compute_bytes
     if not np.any(third):
         return 0.0, 0.0
-    kind, pipelined = np.asarray(jobs.schedule), np.asarray(jobs.pipeline) > 1
-    splits = SPLITS_BACKWARD[kind] & pipelined
-    experts = np.where(sizes.unsharded > 0, 0.0, held_sizes.experts)
-    everything, block = held_sizes.dense + experts, sizes.block - sizes.unsharded
-    part = size * everything / stages
+    everything = held.dense + np.where(sizes.unsharded > 0, 0.0, held.experts)
+    block, part = sizes.block - sizes.unsharded, size * everything / jobs.stages
     # A stage's blocks stay gathered after its last backward until its next forward; by then the activations of that backward
     # are freed.
-    left = size * everything - part + np.maximum(np.minimum(size * (2 * block + held_sizes.tables), part), part - unit)
-    gathered = np.where(pipelined, np.where(splits, size * everything, left), size * held_sizes.tables)
+    left = size * everything - part + np.maximum(np.minimum(size * (2 * block + held.tables), part), part - unit)
+    staged = np.where(SPLITS_BACKWARD[jobs.schedule], size * everything, left)
+    gathered = np.where(pipelined, staged, size * held.tables)
     # Two gathered blocks and the gradient of one, or the reduced gradient of one in transit.
-    in_block = np.where(pipelined, 0.0, np.maximum(3 * size, np.asarray(jobs.wire)) * block)
+    in_block = np.where(pipelined, 0.0, np.maximum(3 * size, jobs.wire) * block)
     return np.where(third, gathered, 0.0), np.where(third, in_block, 0.0)
 
 
 def _groups(jobs: JobTable) -> Column:
     """Communicators of a rank."""
     degrees = (jobs.pipeline, jobs.data, jobs.shard, jobs.context, jobs.tensor, jobs.expert, jobs.expert_tensor)
-    return 1 + sum((np.asarray(degree) > 1) * 1 for degree in degrees)
+    return 1 + sum((degree > 1) * 1 for degree in degrees)

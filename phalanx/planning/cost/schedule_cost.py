@@ -1,8 +1,7 @@
 """What a pipeline schedule costs: activations in flight, deferred weight backwards, and the bubble, for every job of a table at once.
 
-Traits are read off the schedules' lists of actions (`schedules/makers`). The searches ask for hundreds of thousands of pipelines, so the
-counts of the known schedules have closed forms here, which tests hold against the lists; a schedule without a closed form is counted and
-simulated from its list. `cost/state_memory`, `cost/footprint` and `cost/step_time` call it.
+The search asks for hundreds of thousands of pipelines, so the known schedules have closed forms here, which tests hold against the
+schedules' lists of actions; a schedule without a closed form is counted and simulated from its list.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ _Count = Callable[[str, int, int, int], tuple[int, ...]]
 
 def in_flight(jobs: JobTable, rank: Column) -> Column:
     """Forwards of a rank's stages that wait for their backward, at most."""
-    kind, ranks, stages = np.asarray(jobs.schedule), np.asarray(jobs.pipeline), np.asarray(jobs.stages)
-    count = np.floor(np.asarray(jobs.accumulation) + 0.5)
+    kind, ranks, stages = jobs.schedule, jobs.pipeline, jobs.stages
+    count = np.floor(jobs.accumulation + 0.5)
     # By division: numpy takes far longer for floor division of floats.
     rounds = np.maximum(1, np.floor(count / ranks))
     size = np.ceil(count / rounds)  # micro-batches of a round
@@ -57,11 +56,9 @@ def in_flight(jobs: JobTable, rank: Column) -> Column:
 
 def deferred(jobs: JobTable, rank: Column) -> Column:
     """Backwards of a rank whose weight half is deferred, at most. With few micro-batches a V-shaped schedule defers nothing."""
-    kind, ranks = np.asarray(jobs.schedule), np.asarray(jobs.pipeline)
-    many = np.asarray(jobs.accumulation) > 2 * ranks - 1.5
-    most = np.where(
-        kind == CODE["interleaved-zero-bubble"], np.minimum(rank + 1, jobs.accumulation * np.asarray(jobs.stages)), 0
-    )
+    kind, ranks = jobs.schedule, jobs.pipeline
+    many = jobs.accumulation > 2 * ranks - 1.5
+    most = np.where(kind == CODE["interleaved-zero-bubble"], np.minimum(rank + 1, jobs.accumulation * jobs.stages), 0)
     most = np.where(kind == CODE["zbv"], np.where(many, 2 * rank + 1, 1), most)
     most = np.where(kind == CODE["dualpipev"], np.where(many, rank + 1, 1), most)
     most = _counted(jobs, rank, most, deferred_weight_backwards) if _WITHOUT else most
@@ -70,7 +67,7 @@ def deferred(jobs: JobTable, rank: Column) -> Column:
 
 def bubble(jobs: JobTable, count: Column, forward: Column, back: Column, weight: Column) -> tuple[Column, Column]:
     """Seconds in which a rank waits for its pipeline, and messages on the longest path. Equal to a simulation of equal stages."""
-    ranks, kind = np.asarray(jobs.pipeline), np.asarray(jobs.schedule)
+    ranks, kind = jobs.pipeline, jobs.schedule
     if not np.any(ranks > 1):
         return 0.0, 0.0
     whole = forward + back + weight
@@ -93,7 +90,7 @@ def bubble(jobs: JobTable, count: Column, forward: Column, back: Column, weight:
 
 def _counted(jobs: JobTable, rank: Column, known: Column, count: _Count, codes: list[int] = _WITHOUT) -> Column:
     """`known`, with the jobs of schedules without a closed form counted from their lists."""
-    columns = (jobs.schedule, jobs.pipeline, np.floor(np.asarray(jobs.accumulation) + 0.5), jobs.stages, rank, known)
+    columns = (jobs.schedule, jobs.pipeline, np.floor(jobs.accumulation + 0.5), jobs.stages, rank, known)
     kind, ranks, batches, stages, place, value = (np.atleast_1d(column) for column in np.broadcast_arrays(*columns))
     if not np.isin(kind, codes).any():
         return known

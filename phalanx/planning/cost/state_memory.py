@@ -3,7 +3,6 @@ under ZeRO. Here is also what part of the model a pipeline rank has. `cost/footp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -15,8 +14,7 @@ from phalanx.planning.cost.schedule_cost import V_SHAPED, deferred, in_flight
 from phalanx.planning.machines.rates import Column
 
 
-@dataclass(frozen=True, slots=True)
-class PartSizes:
+class PartSizes(NamedTuple):
     """Parameters of the parts of a model on one rank, before sharding."""
 
     attention: Column
@@ -40,8 +38,7 @@ class PartSizes:
     """Parameters of the largest block that ZeRO-3 leaves whole: experts that no other rank has."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankSizes:
+class RankSizes(NamedTuple):
     """Parameters of a rank, before sharding."""
 
     dense: Column
@@ -53,35 +50,30 @@ class RankSizes:
     """Embedding and head."""
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterBytes:
-    """Bytes per parameter: of dense matrices, and of experts."""
+class ParameterBytes(NamedTuple):
+    """Bytes per parameter."""
 
     parameter: Column
     gradient: Column
     state: Column
-    expert_parameter: Column
-    expert_gradient: Column
-    expert_state: Column
 
 
 def part_sizes(jobs: JobTable) -> PartSizes:
-    tensor, dim = np.asarray(jobs.tensor), jobs.dim
-    latent = np.asarray(jobs.latent)
+    tensor, dim, latent = jobs.tensor, jobs.dim, jobs.latent
     keys = dim * jobs.kv_width * (latent == 0)
-    narrow = dim * latent + dim * np.asarray(jobs.rotated) * (latent > 0)
+    narrow = dim * latent + dim * jobs.rotated * (latent > 0)
     attention = (jobs.attention_weights - keys - narrow) / tensor + keys / kv_division(jobs) + narrow
-    ffn = (2 + np.asarray(jobs.gated)) * dim * jobs.ffn / tensor
-    shared = 3 * dim * np.asarray(jobs.shared_ffn) / tensor
-    routed = 3.0 * dim * np.asarray(jobs.expert_ffn) * jobs.experts / (np.asarray(jobs.expert) * jobs.expert_tensor)
-    has, expert_shard = np.asarray(jobs.sparse_layers) > 0, _experts_shard(jobs)
+    ffn = (2 + jobs.gated) * dim * jobs.ffn / tensor
+    shared = 3 * dim * jobs.shared_ffn / tensor
+    routed = 3.0 * dim * jobs.expert_ffn * jobs.experts / (jobs.expert * jobs.expert_tensor)
+    has, expert_shard = jobs.sparse_layers > 0, _expert_shard(jobs)
     return PartSizes(
         attention=attention,
         ffn=ffn,
         shared=shared,
-        router=dim * np.asarray(jobs.experts),
+        router=dim * jobs.experts,
         routed=routed,
-        norm=dim * (1 + np.asarray(jobs.layer_norm)),
+        norm=dim * (1 + jobs.layer_norm),
         block=attention + np.where(has, shared + routed, ffn),
         table=jobs.vocab * dim / tensor,
         matrix=np.where(has, routed / 3, dim * jobs.ffn / tensor),
@@ -90,66 +82,59 @@ def part_sizes(jobs: JobTable) -> PartSizes:
     )
 
 
+def _expert_shard(jobs: JobTable) -> Column:
+    if not np.any(jobs.sparse_layers > 0):
+        return jobs.shard
+    alike = np.floor(jobs.ranks / (jobs.pipeline * jobs.expert * jobs.expert_tensor))
+    return np.gcd(np.asarray(jobs.shard, np.int64), np.maximum(alike, 1).astype(np.int64))
+
+
 def rank_sizes(jobs: JobTable, sizes: PartSizes, share: PipelineShare) -> RankSizes:
-    dim, ahead = jobs.dim, np.asarray(jobs.ahead) * share.has_head
-    sparse = share.sparse + np.where(np.asarray(jobs.sparse_layers) > 0, ahead, 0)
-    all_ = share.blocks + ahead
-    count = np.where(
-        np.asarray(jobs.tied) > 0,
-        np.maximum(share.has_embedding, share.has_head),
-        share.has_embedding + np.asarray(share.has_head),
-    )
-    tables = sizes.table * count + share.has_embedding * np.asarray(jobs.learned_positions) * dim + ahead * 2 * dim * dim
+    dim, first, last = jobs.dim, share.has_embedding, share.has_head
+    ahead = jobs.ahead * last
+    sparse, blocks = share.sparse + np.where(jobs.sparse_layers > 0, ahead, 0), share.blocks + ahead
+    count = np.where(jobs.tied > 0, np.maximum(first, last), first + last)
+    tables = sizes.table * count + first * jobs.learned_positions * dim + ahead * 2 * dim * dim
     return RankSizes(
-        dense=all_ * sizes.attention + (all_ - sparse) * sizes.ffn + sparse * sizes.shared + tables,
-        fp32=(2 * all_ + share.has_head) * sizes.norm + sparse * sizes.router,
+        dense=blocks * sizes.attention + (blocks - sparse) * sizes.ffn + sparse * sizes.shared + tables,
+        fp32=(2 * blocks + last) * sizes.norm + sparse * sizes.router,
         experts=sparse * sizes.routed,
         tables=tables,
     )
 
 
-def parameter_bytes(jobs: JobTable, sizes: PartSizes) -> ParameterBytes:
-    """Bytes per parameter. In 16 bits, ZeRO-1 and 2 keep a whole 16-bit copy and shard the fp32 master weights."""
-    shard, zero = np.asarray(jobs.shard), np.asarray(jobs.zero)
-    low, pipelined = np.asarray(jobs.compute_bytes) < 4, np.asarray(jobs.pipeline) > 1
-    third, spread = (zero == 3) & (shard > 1), shard > 1
+def parameter_bytes(jobs: JobTable, sizes: PartSizes) -> tuple[ParameterBytes, ParameterBytes]:
+    """Bytes per parameter of dense matrices, and of experts. In 16 bits, ZeRO-1 and 2 keep a whole 16-bit copy and shard
+    the fp32 master weights."""
+    low, pipelined, spread = jobs.compute_bytes < 4, jobs.pipeline > 1, jobs.shard > 1
     value, master = np.where(low, 2.0, 4.0), np.where(low, 4.0, 0.0)
     # A pipeline accumulates gradients on each rank before it reduces them.
-    adding = np.where(low, np.asarray(jobs.wire), 4.0)
+    adding = np.where(low, jobs.wire, 4.0)
+    states = np.where(jobs.offload > 0, 0, jobs.moments)
 
-    def each(shard_size: Column, whole: Column) -> tuple[Column, Column]:
-        """Bytes of parameter and gradient; `whole`: they stay whole although ZeRO-3 shards the rest."""
-        apart = third & ~np.asarray(whole)
-        part = 4.0 / shard_size
-        parameter = np.where(spread, np.where(apart, part, value + master / shard_size), 4.0)
-        kept = np.where((zero == 2) & (np.asarray(shard_size) > 1), value / shard_size, value)
+    def each(shard: Column, whole: Column) -> ParameterBytes:
+        """`whole`: parameter and gradient stay whole although ZeRO-3 shards the rest."""
+        apart = (jobs.zero == 3) & spread & np.logical_not(whole)
+        part = 4.0 / shard
+        parameter = np.where(spread, np.where(apart, part, value + master / shard), 4.0)
+        kept = np.where((jobs.zero == 2) & (shard > 1), value / shard, value)
         gradient = np.where(spread, np.where(apart, np.where(pipelined, adding, part), kept), 4.0)
-        return parameter, gradient
+        return ParameterBytes(parameter, gradient, states / shard)
 
-    states = np.where(np.asarray(jobs.offload) > 0, 0, jobs.moments)
-    dense = each(shard, False)
-    if not np.any(np.asarray(jobs.sparse_layers) > 0):
-        return ParameterBytes(*dense, states / shard, *dense, states / shard)
-    return ParameterBytes(
-        *dense, states / shard, *each(sizes.expert_shard, sizes.expert_shard == 1), states / sizes.expert_shard
-    )
+    dense = each(jobs.shard, False)
+    if not np.any(jobs.sparse_layers > 0):
+        return dense, dense
+    return dense, each(sizes.expert_shard, sizes.expert_shard == 1)
 
 
-def state_bytes(sizes: RankSizes, each: ParameterBytes) -> tuple[Column, Column, Column]:
+def state_bytes(sizes: RankSizes, dense: ParameterBytes, experts: ParameterBytes) -> tuple[Column, Column, Column]:
     """Bytes of parameters, gradients and optimizer states."""
     exact = sizes.fp32 * 4.0
     return (
-        sizes.dense * each.parameter + sizes.experts * each.expert_parameter + exact,
-        sizes.dense * each.gradient + sizes.experts * each.expert_gradient + exact,
-        (sizes.dense + sizes.fp32) * each.state + sizes.experts * each.expert_state,
+        sizes.dense * dense.parameter + sizes.experts * experts.parameter + exact,
+        sizes.dense * dense.gradient + sizes.experts * experts.gradient + exact,
+        (sizes.dense + sizes.fp32) * dense.state + sizes.experts * experts.state,
     )
-
-
-def _experts_shard(jobs: JobTable) -> Column:
-    if not np.any(np.asarray(jobs.sparse_layers) > 0):
-        return jobs.shard
-    alike = np.floor(jobs.ranks / (np.asarray(jobs.pipeline) * np.asarray(jobs.expert) * np.asarray(jobs.expert_tensor)))
-    return np.gcd(np.asarray(jobs.shard).astype(np.int64), np.maximum(alike, 1).astype(np.int64))
 
 
 class PipelineShare(NamedTuple):
@@ -159,8 +144,6 @@ class PipelineShare(NamedTuple):
     blocks: Column
     sparse: Column
     """Blocks of the rank that have experts."""
-    widest: Column
-    """Blocks of its largest stage."""
     in_flight: Column
     """Forwards that wait for their backward, at most."""
     deferred: Column
@@ -173,46 +156,33 @@ class PipelineShare(NamedTuple):
 
 def pipeline_shares(jobs: JobTable) -> tuple[PipelineShare, ...]:
     """The ranks that can be the fullest: the first, the first that has one block more than it, and the last."""
-    ranks = np.asarray(jobs.pipeline)
+    ranks = jobs.pipeline
     if not np.any(ranks > 1):
         one = np.ones_like(ranks)
-        return (PipelineShare(0 * one, jobs.layers, jobs.sparse_layers, jobs.layers, one, 0 * one, one, one),)
-    table = _stage_splits(jobs)
-    stages = (ranks * np.asarray(jobs.stages)).astype(np.int64)
-    small, last, fewer = (column[stages] for column in table)
+        return (PipelineShare(0 * one, jobs.layers, jobs.sparse_layers, one, 0 * one, one, one),)
+    stages = np.asarray(ranks * jobs.stages, np.int64)
+    small, last, fewer = (column[stages] for column in _stage_splits(jobs))
     middle = np.minimum(fewer - ranks * np.floor(fewer / ranks), np.maximum(ranks - 2, 0))
     return tuple(_share(jobs, rank, (small, last, fewer)) for rank in (0 * ranks, middle, ranks - 1))
 
 
-def _share(jobs: JobTable, rank: Column, cut: tuple[Column, Column, Column]) -> PipelineShare:
-    small, last, fewer = cut
-    ranks, stages = np.asarray(jobs.pipeline), np.asarray(jobs.stages)
-    kind = np.asarray(jobs.schedule)
-    total = ranks * stages
-    v_shaped = V_SHAPED[kind]
+def _share(jobs: JobTable, rank: Column, split: tuple[Column, Column, Column]) -> PipelineShare:
+    small, last, fewer = split
+    ranks, stages, v_shaped = jobs.pipeline, jobs.stages, V_SHAPED[jobs.schedule]
+    final = ranks * stages - 1  # the last stage
     # Stages of a rank: in a loop rank, rank + ranks, …; in a V rank and its mirror image.
     passed = np.minimum(np.maximum(np.ceil((fewer - rank) / ranks), 0), stages)  # of its stages, those that have `small` blocks
     looped = stages * small + (stages - passed)
-    mirror = total - 1 - rank
-    turned = 2 * small + (rank >= fewer) + (mirror >= fewer)
+    turned = 2 * small + (rank >= fewer) + (final - rank >= fewer)
     blocks = np.where(v_shaped, turned, looped)
     ends = np.where(v_shaped, rank == 0, rank == ranks - 1) | (ranks == 1)
-    in_last = small + (total - 1 >= fewer)  # what the last stage was counted with
-    blocks = np.where(ends, blocks - in_last + last, blocks)
+    counted = small + (final >= fewer)  # what the last stage was counted with
+    blocks = np.where(ends, blocks - counted + last, blocks)
     blocks = np.where(ranks == 1, jobs.layers, blocks)
-    plain = jobs.layers - np.asarray(jobs.sparse_layers)  # the first ones, on the first rank
-    dense = np.where((np.asarray(jobs.sparse_layers) == 0) | (rank == 0), np.minimum(plain, blocks), 0)
-    widest = np.where(ranks == 1, jobs.layers, np.maximum(small + 1, 1))
-    return PipelineShare(
-        rank,
-        blocks,
-        blocks - dense,
-        np.minimum(widest, blocks),
-        in_flight(jobs, rank),
-        deferred(jobs, rank),
-        (rank == 0) * 1,
-        ends * 1,
-    )
+    plain = jobs.layers - jobs.sparse_layers  # the first ones, on the first rank
+    dense = np.where((jobs.sparse_layers == 0) | (rank == 0), np.minimum(plain, blocks), 0)
+    waiting = in_flight(jobs, rank), deferred(jobs, rank)
+    return PipelineShare(rank, blocks, blocks - dense, *waiting, (rank == 0) * 1, ends * 1)
 
 
 def _stage_splits(jobs: JobTable) -> tuple[npt.NDArray[np.int64], ...]:
@@ -239,8 +209,8 @@ def _stage_splits(jobs: JobTable) -> tuple[npt.NDArray[np.int64], ...]:
 
 def _head_in_blocks(jobs: JobTable) -> Column:
     """FLOPs of the head relative to those of a block."""
-    sparse = np.asarray(jobs.sparse_layers) > 0
-    dense = (2 + np.asarray(jobs.gated)) * jobs.dim * jobs.ffn
-    experts = 3 * jobs.dim * (jobs.active * np.asarray(jobs.expert_ffn) + jobs.shared_ffn) + jobs.dim * np.asarray(jobs.experts)
+    sparse = jobs.sparse_layers > 0
+    dense = (2 + jobs.gated) * jobs.dim * jobs.ffn
+    experts = 3 * jobs.dim * (jobs.active * jobs.expert_ffn + jobs.shared_ffn) + jobs.dim * jobs.experts
     matrices = jobs.attention_weights + np.where(sparse, experts, dense)
     return jobs.vocab * jobs.dim / (matrices + (jobs.score_width + jobs.value_width) * jobs.sequence)

@@ -8,13 +8,13 @@ it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from phalanx.planning.cost.block_time import BlockTime, block_time, expert_tokens, head_time, sparse_fraction
-from phalanx.planning.cost.job_table import METHODS, RECOMPUTE, JobTable
+from phalanx.planning.cost.job_table import METHODS, RECOMPUTE, JobTable, in_chunks
 from phalanx.planning.cost.schedule_cost import CODE, bubble
 from phalanx.planning.machines.rates import Column, Rates
 
@@ -24,27 +24,7 @@ CHUNK = 1 << 15
 
 def step_times(jobs: JobTable, rates: Rates) -> Times:
     """Seconds of a step and of its parts, for each job."""
-    size = jobs.size()
-    if size <= 2 * CHUNK:
-        return _judge(jobs, rates)
-    parts = [slice(begin, begin + CHUNK) for begin in range(0, size, CHUNK)]
-    judged = [_judge(jobs.take(part), _part(rates, part)) for part in parts]
-    names = [field.name for field in fields(Times)]
-    return Times(**{name: _joined([getattr(times, name) for times in judged], parts, size) for name in names})
-
-
-def _part(rates: Rates, part: slice) -> Rates:
-    values = {field.name: getattr(rates, field.name) for field in fields(Rates)}
-    return Rates(**{name: value[part] if np.ndim(value) else value for name, value in values.items()})
-
-
-def _joined(columns: list[Column], parts: list[slice], size: int) -> Column:
-    if not any(np.ndim(column) for column in columns):
-        return columns[0]
-    whole = np.empty(size)
-    for column, part in zip(columns, parts, strict=True):
-        whole[part] = column
-    return whole
+    return in_chunks(_judge, CHUNK, jobs, rates)
 
 
 class Exposed(NamedTuple):
@@ -54,7 +34,6 @@ class Exposed(NamedTuple):
     context: Column
     context_backward: Column
     expert: Column
-
     tensor_backward: Column
 
     @property
@@ -76,7 +55,7 @@ def _judge(jobs: JobTable, rates: Rates) -> Times:
     host_forward, host_backward = _host(jobs, rates)
     gpu_forward = layers * (block.forward + exposed.forward)
     gpu_backward = layers * (block.whole - block.forward + exposed.backward + recomputed)
-    waits = layers * sparse_fraction(jobs) * rates.expert_wait if np.any(np.asarray(jobs.sparse_layers) > 0) else 0.0
+    waits = layers * sparse_fraction(jobs) * rates.expert_wait if np.any(jobs.sparse_layers > 0) else 0.0
     late_forward = _launch_wait(jobs, layers * host_forward, gpu_forward) + waits
     late_backward = _launch_wait(jobs, layers * host_backward, gpu_backward) + waits
     forward = gpu_forward + late_forward
@@ -87,8 +66,8 @@ def _judge(jobs: JobTable, rates: Rates) -> Times:
     # The last stage has the head; where layers do not divide evenly, it has fewer layers.
     of_block = block.whole + recomputed + exposed.forward + exposed.backward
     of_head = head.whole + jobs.ahead * of_block
-    uneven = np.where(np.asarray(rates.balanced) > 0, of_head / jobs.pipeline, np.maximum(0.0, of_head - slack * of_block))
-    extra = np.where(np.asarray(jobs.pipeline) > 1, uneven, of_head)
+    uneven = np.where(rates.balanced > 0, of_head / jobs.pipeline, np.maximum(0.0, of_head - slack * of_block))
+    extra = np.where(jobs.pipeline > 1, uneven, of_head)
 
     one_hop = _hop(jobs, rates)
     waited, hops = bubble(jobs, count, forward, backward - weight, weight)
@@ -129,9 +108,9 @@ def _judge(jobs: JobTable, rates: Rates) -> Times:
 
 def _hop(jobs: JobTable, rates: Rates) -> Column:
     """Seconds of a message between neighboring stages."""
-    shared = (np.asarray(jobs.sequence_parallel) > 0) | (np.asarray(rates.split) > 0)
+    shared = (jobs.sequence_parallel > 0) | (rates.split > 0)
     message = jobs.tokens * jobs.dim * jobs.compute_bytes / np.where(shared, jobs.tensor, 1)
-    return np.where(np.asarray(jobs.pipeline) > 1, hop(jobs, rates, message, jobs.ranks / jobs.pipeline), 0.0)
+    return np.where(jobs.pipeline > 1, hop(jobs, rates, message, jobs.ranks / jobs.pipeline), 0.0)
 
 
 def _launch_wait(jobs: JobTable, host: Column, device: Column) -> Column:
@@ -146,25 +125,25 @@ def _launch_wait(jobs: JobTable, host: Column, device: Column) -> Column:
 
 def _repeated(jobs: JobTable, rates: Rates) -> Column:
     """Fraction of a block's forward that full recomputation repeats, including its communication."""
-    return (np.asarray(jobs.recompute) == RECOMPUTE.index("full")) * (rates.repeated / jobs.recompute_every)
+    return (jobs.recompute == RECOMPUTE.index("full")) * (rates.repeated / jobs.recompute_every)
 
 
 def _recompute(jobs: JobTable, rates: Rates, block: BlockTime, exposed: Exposed) -> Column:
     """Seconds of recomputation in the backward of a block: all of it, or the memory-bound part (and attention, where
     constants say so)."""
-    selective = np.asarray(jobs.recompute) == RECOMPUTE.index("selective")
+    selective = jobs.recompute == RECOMPUTE.index("selective")
     some = (rates.reread * block.moved + rates.selective * block.attention) / jobs.recompute_every
     return _repeated(jobs, rates) * (block.forward + exposed.forward) + selective * some
 
 
 def _host(jobs: JobTable, rates: Rates) -> tuple[Column, Column]:
     """Seconds to launch a block's kernels, forward and backward."""
-    fused = np.where(np.asarray(jobs.compiled) > 0, 0.6, 1.0)
-    each = rates.launch * np.where(np.asarray(jobs.pipeline) > 1, rates.staged, 1.0)
+    fused = np.where(jobs.compiled > 0, 0.6, 1.0)
+    each = rates.launch * np.where(jobs.pipeline > 1, rates.staged, 1.0)
     forward = each * (rates.kernels * fused + sparse_fraction(jobs) * rates.expert_kernels)
-    gathered = (np.asarray(jobs.zero) == 3) & (np.asarray(jobs.shard) > 1)
+    gathered = (jobs.zero == 3) & (jobs.shard > 1)
     waits = gathered * rates.gather_host
-    repeats = (np.asarray(jobs.recompute) > 0) / np.asarray(jobs.recompute_every)
+    repeats = (jobs.recompute > 0) / jobs.recompute_every
     return forward + waits, (2 + repeats) * forward + waits
 
 
@@ -174,12 +153,12 @@ def _exposed(jobs: JobTable, rates: Rates, block: BlockTime) -> Exposed:
     wires = group(jobs, rates, jobs.tensor)
     tensor = 4 * gather(wires, size) * (1 - rates.tensor_hidden)
     # With sequence parallelism the inputs are gathered once more for the weights' gradients.
-    tensor_back = tensor * np.where(np.asarray(jobs.sequence_parallel) > 0, 1.5, 1.0)
+    tensor_back = tensor * np.where(jobs.sequence_parallel > 0, 1.5, 1.0)
     context = back = expert = 0.0
-    if np.any(np.asarray(jobs.context) > 1):
+    if np.any(jobs.context > 1):
         context, back = _contexts(jobs, rates, block)
-    if np.any(np.asarray(jobs.sparse_layers) > 0):
-        paired = np.where(np.asarray(jobs.schedule) == CODE["dualpipev"], rates.paired, 0.0)
+    if np.any(jobs.sparse_layers > 0):
+        paired = np.where(jobs.schedule == CODE["dualpipev"], rates.paired, 0.0)
         expert = _expert_exchange(jobs, rates) * sparse_fraction(jobs) * ((1 - rates.expert_hidden) * (1 - paired))
     return Exposed(tensor, context, back, expert, tensor_back)
 
@@ -191,12 +170,10 @@ def _contexts(jobs: JobTable, rates: Rates, block: BlockTime) -> tuple[Column, C
     each = jobs.tokens * jobs.compute_bytes / jobs.tensor
     sent = gather(wires, each * jobs.kv_width * jobs.context)
     traded = gather(wires, each * (jobs.score_width + jobs.value_width + jobs.kv_width)) + 3 * wires.latency
-    way = np.asarray(jobs.method)
-    behind = np.where(way == METHODS.index("ring"), rates.context_hidden, 0.0)
-    traded_here = way == METHODS.index("ulysses")
-    forward = np.where(traded_here, traded, np.maximum(0.0, sent - behind * block.attention))
-    back = np.where(traded_here, traded, np.maximum(0.0, 2 * sent - behind * block.attention_backward))
-    many = np.asarray(jobs.context) > 1
+    behind = np.where(jobs.method == METHODS.index("ring"), rates.context_hidden, 0.0)
+    trades, many = jobs.method == METHODS.index("ulysses"), jobs.context > 1
+    forward = np.where(trades, traded, np.maximum(0.0, sent - behind * block.attention))
+    back = np.where(trades, traded, np.maximum(0.0, 2 * sent - behind * block.attention_backward))
     return many * forward, many * back
 
 
@@ -253,8 +230,6 @@ class Times:
 
 PARTS = ("compute", "launch", "tensor", "context", "expert", "data", "pipeline", "bubble", "optimizer", "offload", "other")
 """The parts that sum up to the step."""
-
-
 _COMPUTE = 0.07
 _PARTS = {"data": 0.4, "launch": 0.2, "expert": 0.2, "tensor": 0.25, "bubble": 0.1}
 """Relative standard deviation of each part's prediction: matrix products are alike everywhere, networks and hosts are not."""
@@ -283,10 +258,10 @@ class RankParameters(NamedTuple):
 def rank_parameters(jobs: JobTable, layers: Column) -> RankParameters:
     """Parameters of the fullest rank: its layers, and the embedding or the head (both without a pipeline, unless they are
     tied)."""
-    sparse, matrices = sparse_fraction(jobs), 2 + np.asarray(jobs.gated)
+    sparse, matrices = sparse_fraction(jobs), 2 + jobs.gated
     ffn = (1 - sparse) * jobs.ffn + sparse * jobs.shared_ffn
     block_values = jobs.attention_weights + matrices * jobs.dim * ffn + sparse * jobs.experts * jobs.dim
-    ends = np.where((np.asarray(jobs.pipeline) > 1) | (np.asarray(jobs.tied) > 0), 1, 2) * jobs.vocab * jobs.dim
+    ends = np.where((jobs.pipeline > 1) | (jobs.tied > 0), 1, 2) * jobs.vocab * jobs.dim
     # Where layers do not divide evenly, the first and last ranks have fewer layers next to embedding and head.
     spared = layers * jobs.pipeline - jobs.layers
     ends = np.where(spared > 0, np.maximum(0.0, ends - block_values), ends)
@@ -298,25 +273,25 @@ def rank_parameters(jobs: JobTable, layers: Column) -> RankParameters:
 def accumulation_seconds(jobs: JobTable, rates: Rates, parameters: RankParameters) -> Column:
     """Seconds to add a micro-batch's gradients to the fp32 sum, partly hidden by matrix products. Sharded gradients are
     few."""
-    kept = np.where(np.asarray(jobs.zero) == 3, jobs.shard, 1)
+    kept = np.where(jobs.zero == 3, jobs.shard, 1)
     return rates.adding * (parameters.dense + parameters.experts) / kept / (jobs.bandwidth * rates.memory)
 
 
 def data_seconds(jobs: JobTable, rates: Rates, parameters: RankParameters, count: Column, busy: Column) -> Column:
     """Exposed seconds of reducing gradients and gathering parameters. With ZeRO-3, parameters are gathered for every
     micro-batch."""
-    third = (np.asarray(jobs.zero) == 3) & (np.asarray(jobs.shard) > 1)
+    third = (jobs.zero == 3) & (jobs.shard > 1)
     shards = jobs.shard * jobs.context
     inner = group(jobs, rates, shards, jobs.tensor)
     outer = group(jobs, rates, jobs.data, jobs.tensor * shards)
     every = group(jobs, rates, jobs.data * shards, jobs.tensor)
     gradient, value = jobs.wire, jobs.compute_bytes
-    gathered = np.where(np.asarray(jobs.gathered) > 0, jobs.gathered, value)
+    gathered = np.where(jobs.gathered > 0, jobs.gathered, value)
     each = (2 * gathered + gradient) * parameters.dense * inner.per_byte + 3 * inner.latency * jobs.layers / jobs.pipeline
     replicated = 2 * gradient * parameters.dense / np.maximum(shards, 1) * outer.per_byte + 2 * outer.latency
     plain = (gradient + value) * parameters.dense * every.per_byte + 2 * every.latency * jobs.layers / jobs.pipeline
     sent = np.where(third, count * each + replicated, plain)
-    if np.any(np.asarray(jobs.sparse_layers) > 0):
+    if np.any(jobs.sparse_layers > 0):
         apart = jobs.expert * jobs.expert_tensor
         same = np.maximum(jobs.ranks / jobs.pipeline / apart, 1)
         wires = group(jobs, rates, same, apart)
@@ -331,7 +306,7 @@ def optimizer_seconds(jobs: JobTable, rates: Rates, parameters: RankParameters) 
     same = np.clip(jobs.ranks / jobs.pipeline / np.maximum(apart, 1), 1, None)
     mine = parameters.dense / (jobs.shard * jobs.context) + parameters.experts / np.minimum(jobs.shard * jobs.context, same)
     # Two moments of 4 bytes make 16 of the 28 bytes that are read and written.
-    size = rates.optimizer_bytes * (12 + 2 * np.asarray(jobs.moments)) / 28
+    size = rates.optimizer_bytes * (12 + 2 * jobs.moments) / 28
     return size * mine / (jobs.bandwidth * rates.memory)
 
 
@@ -339,15 +314,18 @@ def offload_seconds(jobs: JobTable, parameters: RankParameters, count: Column, l
     """Seconds of offload: optimizer states cross to the host and back every step; activations do so every micro-batch,
     behind computing."""
     mine = (parameters.dense + parameters.experts) / (jobs.shard * jobs.context)
-    states = np.where(np.asarray(jobs.offload) > 0, 16.0 * mine / jobs.host_bandwidth, 0.0)
-    states = np.where(np.asarray(jobs.offload) > 1, 8 * states, states)
-    if not np.any(np.asarray(jobs.activations_on_host) > 0):
+    states = np.where(jobs.offload > 0, 16.0 * mine / jobs.host_bandwidth, 0.0)
+    states = np.where(jobs.offload > 1, 8 * states, states)
+    if not np.any(jobs.activations_on_host > 0):
         return states
     crossing = 2 * jobs.tokens * layers * 2 * jobs.dim * jobs.compute_bytes / jobs.host_bandwidth
-    return states + np.where(np.asarray(jobs.activations_on_host) > 0, count * np.maximum(0.0, crossing - busy), 0.0)
+    return states + np.where(jobs.activations_on_host > 0, count * np.maximum(0.0, crossing - busy), 0.0)
 
 
-# Time of messages
+# --- messages ---
+# Ranks are numbered with tensor groups innermost, then context, shard, data and pipeline; an island of fast links holds
+# neighboring ranks. Collectives are rings: an all-gather or a reduce-scatter of n bytes sends n·(size-1)/size bytes over each
+# rank's link, an all-reduce twice that.
 
 BUS = 64e9
 """Bytes/s in one direction below which devices share a bus instead of having links of their own."""
@@ -360,37 +338,30 @@ class Group(NamedTuple):
     """Seconds of an all-gather or reduce-scatter per byte of the whole tensor."""
     latency: Column
     """Seconds of a collective besides its bytes."""
-    nodes: Column
-    """Islands that the group spans."""
 
 
 def group(jobs: JobTable, rates: Rates, size: Column, stride: Column = 1) -> Group:
     """A group of `size` ranks, `stride` apart. Between islands every member uses a network card of its own, and rings use
     all of them."""
-    if not np.any(np.asarray(size) > 1):
-        return Group(0.0, 0.0, 1.0)
+    if not np.any(size > 1):
+        return Group(0.0, 0.0)
     inside = np.maximum(np.minimum(jobs.island / stride, size), 1.0)
     nodes = size / inside
     near = _near(jobs, rates)
     bandwidth = np.where(nodes > 1, np.minimum(near, inside * (jobs.network * rates.network)), near)
     latency = np.where(size > 1, (rates.latency - rates.far_latency) + rates.far_latency * nodes, 0.0)
-    return Group((size - 1) / (size * bandwidth), latency, nodes)
+    return Group((size - 1) / (size * bandwidth), latency)
 
 
 def _near(jobs: JobTable, rates: Rates) -> Column:
     """Bytes/s of a rank inside its island."""
-    shared = np.where(np.asarray(jobs.island_bandwidth) < BUS, rates.bus, 1.0)
+    shared = np.where(jobs.island_bandwidth < BUS, rates.bus, 1.0)
     return jobs.island_bandwidth * rates.island * shared
 
 
 def gather(wires: Group, size: Column) -> Column:
     """Seconds of an all-gather or a reduce-scatter of `size` bytes in total."""
     return size * wires.per_byte + wires.latency
-
-
-def reduce(wires: Group, size: Column) -> Column:
-    """Seconds of an all-reduce of `size` bytes."""
-    return 2 * gather(wires, size)
 
 
 def exchange(jobs: JobTable, rates: Rates, size: Column, copies: Column, stride: Column = 1) -> Column:
@@ -401,7 +372,7 @@ def exchange(jobs: JobTable, rates: Rates, size: Column, copies: Column, stride:
     """
     inside = np.minimum(np.maximum(jobs.island / stride, 1.0), size)
     nodes = size / inside
-    groups = np.where(np.asarray(jobs.active_groups) > 0, jobs.active_groups, 4)
+    groups = np.where(jobs.active_groups > 0, jobs.active_groups, 4)
     most = np.maximum(np.minimum(np.minimum(jobs.active, nodes), groups), 1)
     away = np.where(nodes > 1, copies * most / np.maximum(jobs.active, 1) * (1 - 1 / nodes), 0.0)
     near = copies * (1 - 1 / inside) / _near(jobs, rates)
