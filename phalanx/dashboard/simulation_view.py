@@ -52,7 +52,7 @@ def run_text(report: SimulationReport) -> list[str]:
     """The lines about a whole run."""
     goodput, finish = report.goodput, report.finish
     lines = [
-        f"{report.ranks:,} ranks on {_nodes(report.nodes - report.spares)}, {report.spares:,} spare; "
+        f"{report.candidate.layout.ranks:,} ranks on {_nodes(report.nodes - report.spares)}, {report.spares:,} spare; "
         f"steps of {report.candidate.seconds:.3g} s; {report.runs} runs of {_days(report.trial.seconds / _DAY)}",
         f"goodput   {percent(goodput.mean)} (P10–P90 {percent(goodput.low)}–{percent(goodput.high)}), "
         f"closed form with enough nodes {percent(report.closed)}",

@@ -95,9 +95,8 @@ def failure_assumptions(hardware: Hardware) -> list[str]:
     """Sentences on what `upkeep` assumes."""
     if hardware.failures is None:
         return ["Nothing fails: no rates are known for these machines."]
-    days = 1 / hardware.failures.rate / 24
     return [
-        f"A device interrupts a run once in {days:,.0f} days ({hardware.failures.source}).",
+        hardware.failures.sentence,
         f"A failure is noticed within {DETECT:.0f} s, spares stand by, and starting again takes {START:.0f} s and {CONNECT * 1000:.0f} ms per "
         "rank; states are copied into the memory of two nodes where it has room, else to storage.",
     ]

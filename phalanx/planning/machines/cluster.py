@@ -23,6 +23,10 @@ class Failures:
         """All components together: one over the mean time between interruptions of one device."""
         return sum(rate for _, rate in self.rates)
 
+    @property
+    def sentence(self) -> str:
+        return f"A device interrupts a run once in {1 / self.rate / 24:,.0f} days ({self.source})."
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:

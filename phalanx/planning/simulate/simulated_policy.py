@@ -2,8 +2,7 @@
 
 A decision about thousands of ranks takes milliseconds, and a simulation needs thousands of decisions. Nodes are equal, so a decision depends
 on the number of nodes and on what the failed node holds, not on which node it is: `recovery/policy.decide` decides each kind of
-situation once, and the result is cached. What depends on earlier failures (repeated failures, too many failures) is decided each time.
-`planning/simulate/simulated_run` calls it.
+situation once. What depends on earlier failures (repeated failures, too many failures) is decided each time.
 """
 
 from __future__ import annotations
@@ -177,12 +176,10 @@ class SimulatedPolicy:
         """Number of healthy nodes."""
         return self.placed.used - len(self.missing) + self.free
 
-    def node_of(self, device: int) -> int:
-        return self.placed.assignment[device]
-
     def on_fault(self, fault: Fault, step: int) -> Action:
         """Decides what to do about a failure of a device in use."""
-        node, rank = self.node_of(fault.device), fault.device
+        rank = fault.device
+        node = self.placed.assignment[rank]
         # The message names the true node and rank: the history tells failures apart by it.
         event = _event(fault, node, rank, step)
         situation = Situation(
@@ -207,10 +204,6 @@ class SimulatedPolicy:
         self.free += 1
         return self._decide(("joined",), NodeJoined(self.placed.used + self._visible_free - 1), frozenset())
 
-    def lose_idle(self) -> None:
-        """A node without ranks is lost: training does not notice."""
-        self.free -= 1
-
     def on_relaunch(self, step: int, nodes: int) -> Action | None:
         """Decides what a new launch on `nodes` nodes does; None if the wanted layout fits."""
         self._history, self._dead, self.missing, self.first_step = (), (), frozenset(), step
@@ -227,11 +220,8 @@ class SimulatedPolicy:
     def _visible_free(self) -> int:
         """Free nodes that a decision is shown. While the wanted layout runs, one free node can replace whatever a single event takes:
         the exact number would only multiply the cached situations."""
-        return (
-            min(self.free, _ENOUGH_SPARES)
-            if self._cache.merge_equal_nodes and self.layout == self._cache.wanted and not self.missing
-            else self.free
-        )
+        whole = self.layout == self._cache.wanted and not self.missing
+        return min(self.free, _ENOUGH_SPARES) if whole and self._cache.merge_equal_nodes else self.free
 
     def _situation(self, lost: frozenset[int]) -> Situation:
         gone = self.missing | lost

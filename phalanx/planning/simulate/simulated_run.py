@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
+from math import inf
 from typing import Literal
 
 from phalanx.planning.machines.cluster import Failures
@@ -187,11 +188,12 @@ class _TrialRunner:
         """Hazard left until the next failure."""
         self.full_speed = scenario.step(scenario.cache.wanted)
         """Seconds of a step on the wanted layout."""
-        self.rate = scenario.failures.rate / 3600.0 if scenario.failures else 0.0
+        rates = scenario.failures.rates if scenario.failures else ()
+        self.rate = sum(rate for _, rate in rates) / 3600.0
         """Failures of one device per second."""
-        self.names = [name for name, _ in scenario.failures.rates] if scenario.failures else []
-        self.weights = list(accumulate(rate for _, rate in scenario.failures.rates)) if scenario.failures else []
-        self.pause = scenario.maintenance[0] if scenario.maintenance else float("inf")
+        self.names, self.weights = [name for name, _ in rates], list(accumulate(rate for _, rate in rates))
+        self.pause = scenario.maintenance[0] if scenario.maintenance else inf
+        """Time of the next planned pause."""
         self.lost_nodes: list[int] = []
         """Nodes lost since the last step: neighbors among them held each other's replicas."""
         self.next: Callable[[], None] = self._train
@@ -210,8 +212,8 @@ class _TrialRunner:
         """Advances time to the next failure, to the return of a node (a time), or to `end` (None)."""
         while True:
             rate = self.rate * self.policy.healthy * self.scenario.cache.slots
-            fails = self.now + self.hazard / rate if rate > 0 else float("inf")
-            returns = self.returns[0] if self.returns else float("inf")
+            fails = self.now + self.hazard / rate if rate > 0 else inf
+            returns = self.returns[0] if self.returns else inf
             time = min(fails, returns, end)
             self.hazard -= rate * (time - self.now)
             self.now = max(self.now, time)
@@ -234,7 +236,7 @@ class _TrialRunner:
         if device >= self.policy.layout.ranks - missing:
             idle = self.policy.free > 0 and device >= self.policy.placed.used * self.scenario.cache.slots - missing
             if kind == "node" and idle:
-                self.policy.lose_idle()
+                self.policy.free -= 1  # training does not notice
                 self._repair()
             if idle or kind != "node":
                 return None
@@ -256,12 +258,10 @@ class _TrialRunner:
             self._span(start, use)
 
     def _span(self, start: float, use: str) -> None:
-        devices = self.policy.layout.ranks if use in ("computing", "slower") else 0
-        spans = self.trial.spans
-        if spans and spans[-1].state == use and spans[-1].devices == devices and spans[-1].stop == start:
-            spans[-1] = Span(spans[-1].start, self.now, use, devices)
-        else:
-            spans.append(Span(start, self.now, use, devices))
+        devices, spans = self.policy.layout.ranks if use in ("computing", "slower") else 0, self.trial.spans
+        if spans and (spans[-1].stop, spans[-1].state, spans[-1].devices) == (start, use, devices):
+            start = spans.pop().start
+        spans.append(Span(start, self.now, use, devices))
 
     # --- steps ---
 
@@ -271,14 +271,12 @@ class _TrialRunner:
         seconds = self.scenario.step(layout)
         segment = Segment(self.scenario.saves, self.step, seconds)
         end = start + segment.seconds_until(self.scenario.steps)
-        event = self._until(min(end, self.scenario.horizon, max(self.pause, start)))
-        while isinstance(event, float):
-            action = self.policy.on_join()
-            if isinstance(action, NewGeneration):  # after the current step
+        latest = min(end, self.scenario.horizon, max(self.pause, start))
+        while isinstance(event := self._until(latest), float):
+            if isinstance(self.policy.on_join(), NewGeneration):  # after the current step
                 self._advance(segment, start, finish_step=True)
                 self.next = partial(self._resume, "grow")
                 return
-            event = self._until(min(end, self.scenario.horizon, max(self.pause, start)))
         if isinstance(event, Fault):
             self._advance(segment, start)
             self.next = partial(self._recover, event)
@@ -319,7 +317,7 @@ class _TrialRunner:
 
     def _decide(self, fault: Fault) -> Action:
         """Asks the policy about a failure, and drops the steps that it costs."""
-        before, node = self.step, self.policy.node_of(fault.device)
+        before, node = self.step, self.policy.placed.assignment[fault.device]
         gone = fault.kind == "node" and self._loses_replicas(node)
         action = self.policy.on_fault(fault, self.step)
         if fault.kind == "node":
@@ -356,10 +354,8 @@ class _TrialRunner:
     def _pass(self, seconds: float, use: str) -> Fault | None:
         """Lets `seconds` pass, or less if something fails meanwhile. Nodes that return stay free until the run trains again."""
         start, end = self.now, min(self.now + seconds, self.scenario.horizon)
-        event = self._until(end)
-        while isinstance(event, float):
+        while isinstance(event := self._until(end), float):
             self.policy.free += 1
-            event = self._until(end)
         self._spend(use, start)
         return event
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -36,6 +36,10 @@ _COPY_BUDGET = 0.005
 """Fraction of the time that default copies into host memory may take, as in the live trainer."""
 _LONGEST = 10.0
 """A run that does not end is given up after this many times its days without failures."""
+_STUDY_RUNS = 6
+"""Runs for each number of spares and each interval: they meet the same failures, so a few runs are enough to compare them."""
+_AROUND = (0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0)
+"""Intervals to try, as multiples of the closed form's best."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,25 +71,27 @@ class SimulationRequest:
 
 
 class ClusterModel:
-    """Builds the scenario of a request, and computes the closed form for it."""
+    """The cluster that a simulation assumes, from the run file, the catalogue and the plan: its nodes, failures, saves and
+    other layouts, and the closed form for them."""
 
     def __init__(
         self, run: Run, hardware: Hardware, candidate: Candidate, request: SimulationRequest, evaluate: EvaluateLayout
     ):
-        self._run, self._hardware, self._candidate, self._request, self._evaluate = run, hardware, candidate, request, evaluate
+        self._run, self.hardware, self._candidate, self.request, self._evaluate = run, hardware, candidate, request, evaluate
         self._candidates: dict[Layout, Candidate | None] = {candidate.layout: candidate}
         self.step = candidate.seconds
         self.used = -(-candidate.layout.ranks // hardware.node)
-        self._up = upkeep(
-            hardware, state=state_bytes(run, candidate.layout), ranks=candidate.layout.ranks, step=candidate.seconds
-        )
-        self.mtbf = float(self._up.mtbf)
+        state = state_bytes(run, candidate.layout)
+        costs = upkeep(hardware, state=state, ranks=candidate.layout.ranks, step=candidate.seconds)
+        self.mtbf = float(costs.mtbf)
         # `upkeep` counts detection as part of the restart. Here detection depends on the kind of failure.
-        self._restart = request.restart if request.restart is not None else float(self._up.restart) - DETECT
-        self._stall = request.stall if request.stall is not None else float(self._up.stall)
-        self._write_seconds = state_bytes(run, candidate.layout) * hardware.node / hardware.storage
-        cache = DecisionCache(candidate.layout, hardware.node, self._legal, run.resilience, run.batch)
-        self.keep = request.keep or self._live_source(cache)
+        self._restart = request.restart if request.restart is not None else float(costs.restart) - DETECT
+        self._stall = request.stall if request.stall is not None else float(costs.stall)
+        self._write_seconds = state * hardware.node / hardware.storage
+        cache = DecisionCache(
+            candidate.layout, hardware.node, lambda layout: self._on(layout) is not None, run.resilience, run.batch
+        )
+        self.keep = request.keep or self._live_source(cache, bool(costs.in_memory))
         self.best = None if self.keep == "replicas" or not math.isfinite(self.mtbf) else self._best()
         self.interval = self._interval()
         self.scenario = Scenario(
@@ -104,28 +110,24 @@ class ClusterModel:
 
     # --- the scenario ---
 
-    def _live_source(self, cache: DecisionCache) -> StateSource:
+    def _live_source(self, cache: DecisionCache, in_memory: bool) -> StateSource:
         """The choice of control/recover: in-memory replicas if some node holds state that no other node has."""
+        copies = self._run.checkpoint.memory_every is not None
         identical = self._run.optimizer.sync_every == 1
-        if (
-            self._run.checkpoint.memory_every is None
-            and identical
-            and replicated_elsewhere(self._candidate.layout, cache.initial.assignment)
-        ):
+        if not copies and identical and replicated_elsewhere(self._candidate.layout, cache.initial.assignment):
             return "replicas"
-        return "memory" if self._up.in_memory or self._run.checkpoint.memory_every is not None else "disk"
+        return "memory" if in_memory or copies else "disk"
 
     def _nodes(self) -> int:
-        spares = self._request.spares if self._request.spares is not None else self._run.resilience.spares
-        return self.used + spares if spares or self._request.spares is not None else max(self._hardware.nodes, self.used)
+        spares = self.request.spares if self.request.spares is not None else self._run.resilience.spares
+        return self.used + spares if spares or self.request.spares is not None else max(self.hardware.nodes, self.used)
 
     def _disk(self) -> tuple[float, float]:
         """Seconds that training waits for a checkpoint, and seconds until it is complete in the background."""
-        if self._request.stall is not None:
-            return self._request.stall, 0.0
-        return (
-            (self._stall, self._write_seconds) if self._run.checkpoint.async_save else (self._stall + self._write_seconds, 0.0)
-        )
+        if self.request.stall is not None:
+            return self._stall, 0.0
+        in_background = self._run.checkpoint.async_save
+        return (self._stall, self._write_seconds) if in_background else (self._stall + self._write_seconds, 0.0)
 
     def _best(self) -> float:
         """The best interval of the closed form, at least one step and the time of writing a checkpoint."""
@@ -134,17 +136,15 @@ class ClusterModel:
 
     def _interval(self) -> float | None:
         """Seconds of training between the saves that a failure rolls back to."""
-        step, checkpoint = self._candidate.seconds, self._run.checkpoint
         if self.keep == "replicas":
             return None
-        if self._request.interval is not None:
-            return self._request.interval
-        every = checkpoint.memory_every if self.keep == "memory" else checkpoint.every
-        if every is not None:
-            return every * step
-        if self.keep == "memory":  # the default of the trainer
-            return max(1, math.ceil(self._stall / _COPY_BUDGET / step)) * step
-        return self.best or _LONGEST * self._candidate.days * DAY
+        if self.request.interval is not None:
+            return self.request.interval
+        in_memory, checkpoint = self.keep == "memory", self._run.checkpoint
+        every = checkpoint.memory_every if in_memory else checkpoint.every
+        if every is None and in_memory:  # the default of the trainer
+            every = max(1, math.ceil(self._stall / _COPY_BUDGET / self.step))
+        return every * self.step if every is not None else self.best or _LONGEST * self._candidate.days * DAY
 
     def saves(self, interval: float | None) -> SaveSchedule:
         """The saves of a run that saves every `interval` seconds."""
@@ -168,23 +168,18 @@ class ClusterModel:
     # --- other layouts ---
 
     def _seconds(self, layout: Layout) -> float:
-        candidate = self._candidate_of(layout)
+        candidate = self._on(layout)
         assert candidate is not None, "the policy uses legal layouts only"
         return candidate.seconds
 
-    def _legal(self, layout: Layout) -> bool:
-        return self._candidate_of(layout) is not None
-
-    def _candidate_of(self, layout: Layout) -> Candidate | None:
+    def _on(self, layout: Layout) -> Candidate | None:
+        """The run on another layout; None if the layout is illegal or does not fit."""
         if layout not in self._candidates:
             self._candidates[layout] = self._evaluated(layout)
         return self._candidates[layout]
 
     def _evaluated(self, layout: Layout) -> Candidate | None:
-        """The run on another layout, as control/recover builds it: the same batch, and a micro-batch that divides a replica's share.
-
-        None if the layout is illegal or does not fit.
-        """
+        """As control/recover builds it: the same batch, and a micro-batch that divides a replica's share."""
         run, candidate = self._run, self._candidate
         if run.batch % layout.replicas or (run.optimizer.sync_every > 1 and layout.data != candidate.layout.data):
             return None
@@ -192,13 +187,13 @@ class ClusterModel:
         train = replace(run.train, micro_batch=math.gcd(share, candidate.micro_batch))
         memory = replace(run.memory, recompute=candidate.recompute, offload=candidate.offload)
         run = replace(run, layout=layout, train=train, memory=memory)
-        if next(iter(layout_findings(run)), None) is not None:
+        if any(layout_findings(run)):
             return None
         try:
             order = schedule_for(layout, share // math.gcd(share, candidate.micro_batch))
             if order is not None and order.stages > run.model.layers:
                 return None
-            evaluated = self._evaluate(run, replace(self._hardware, gpus=layout.ranks))
+            evaluated = self._evaluate(run, replace(self.hardware, gpus=layout.ranks))
         except RunError:
             return None
         return evaluated if evaluated.fits else None
@@ -212,7 +207,7 @@ class ClusterModel:
 
     def closed_form_goodput(self, interval: float | None) -> float:
         """Goodput of the closed form for the simulated saves, with enough nodes."""
-        saves, failures = self.saves(interval), self._hardware.failures
+        saves, failures = self.saves(interval), self.hardware.failures
         every = {"replicas": 1, "memory": saves.memory_every, "disk": saves.disk_every}[self.keep]
         assert every is not None, "state that is saved has an interval"
         stall = saves.memory_stall if self.keep == "memory" else 0.0
@@ -231,34 +226,22 @@ class ClusterModel:
 
     def assumptions(self) -> tuple[str, ...]:
         """Sentences: what the simulation assumes about the cluster."""
-        lines = [*self._hardware.assumed]
-        if self._hardware.failures is None:
-            lines.append("No failures: no failure rate is known for these machines.")
-        else:
-            days = 1 / self._hardware.failures.rate / 24
-            lines.append(f"A device interrupts a run once in {days:,.0f} days ({self._hardware.failures.source}).")
-        if self._run.resilience.node_return is None and self._hardware.failures is not None:
-            lines.append(f"A lost node returns after {self._request.repair / 3600:.1f} h on average.")
-        lines.append(
-            f"The next step follows {self._restart:.0f} s after a decision; a save stops training for {self._stall:.2f} s."
+        failures, resilience = self.hardware.failures, self._run.resilience
+        pauses = f"The next step follows {self._restart:.0f} s after a decision; a save stops training for {self._stall:.2f} s."
+        if failures is None:
+            return *self.hardware.assumed, "No failures: no failure rate is known for these machines.", pauses
+        returns = f"A lost node returns after {self.request.repair / 3600:.1f} h on average."
+        gives_up = (
+            f"A run gives up after more than resilience.restarts = {resilience.restarts} failures within {WINDOW:,} "
+            f"steps; a person restarts it from disk after {self.request.relaunch / 60:.0f} min."
         )
-        if self._hardware.failures is not None:
-            lines.append(
-                f"A run gives up after more than resilience.restarts = {self._run.resilience.restarts} failures within {WINDOW:,} "
-                f"steps; a person restarts it from disk after {self._request.relaunch / 60:.0f} min."
-            )
-        return tuple(lines)
+        lines = [failures.sentence, *([returns] if resilience.node_return is None else []), pauses, gives_up]
+        return *self.hardware.assumed, *lines
 
 
 def state_bytes(run: Run, layout: Layout) -> float:
     """Bytes that a rank saves: its part of the weights and moments, which only one replica saves."""
     return _STATE_BYTES * run.model.parameters() / (layout.pipeline * layout.tensor * layout.shard)
-
-
-_STUDY_RUNS = 6
-"""Runs for each number of spares and each interval: they meet the same failures, so a few runs are enough to compare them."""
-_AROUND = (0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0)
-"""Intervals to try, as multiples of the closed form's best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +273,6 @@ class SimulationReport:
     """The result of a simulation. The dashboard and `--json` render it."""
 
     candidate: Candidate
-    ranks: int
     runs: int
     nodes: int
     spares: int
@@ -327,18 +309,9 @@ class SimulationReport:
 
     def to_json(self) -> dict[str, Any]:
         """The object that `phalanx simulate --json` prints."""
-        return {
-            "ranks": self.ranks,
-            "nodes": self.nodes,
-            "spares": self.spares,
-            "keep": self.keep,
-            "closed": self.closed,
-            "failures": self.failures,
-            "actions": self.actions,
-            "spent": self.spent,
-            "pays": self.pays,
-            "priced": self.priced,
-            "decisions": self.decisions,
+        same = ("runs", "nodes", "spares", "keep", "closed", "failures", "actions", "spent", "pays", "priced", "decisions")
+        return {name: getattr(self, name) for name in same} | {
+            "ranks": self.candidate.layout.ranks,
             "assumed": self.assumptions,
             "goodput": self.goodput.mean,
             "goodput_p10": self.goodput.low,
@@ -355,7 +328,6 @@ class SimulationReport:
             "layout": asdict(self.candidate.layout),
             "cpu_seconds": self.seconds,
             "simulated_days": self.trial.seconds / DAY,
-            "runs": self.runs,
         }
 
 
@@ -366,16 +338,14 @@ def simulate(
     start = time.process_time()
     _check(hardware, candidate, request)
     model = ClusterModel(run, hardware, candidate, request, evaluate)
-    scenario = model.scenario
-    trials = [run_trial(scenario, FaultSampler(request.seed, number)) for number in range(request.runs)]
-    study = _Study(model, hardware, request)
-    intervals, spares = (study.intervals(), study.spares()) if request.study else ((), ())
+    trials = _trials(model, model.scenario, request.runs)
+    intervals, spares = (_other_intervals(model), _other_spares(model)) if request.study else ((), ())
+    seconds = sum(trial.seconds for trial in trials)
     return SimulationReport(
         candidate=candidate,
-        ranks=candidate.layout.ranks,
         runs=request.runs,
-        nodes=scenario.nodes,
-        spares=scenario.nodes - model.used,
+        nodes=model.scenario.nodes,
+        spares=model.scenario.nodes - model.used,
         keep=model.keep,
         interval=model.interval,
         mtbf=model.mtbf if math.isfinite(model.mtbf) else None,
@@ -383,15 +353,15 @@ def simulate(
         finish=_band([model.days(trial) for trial in trials]),
         closed=model.closed_form_goodput(model.interval),
         best=model.best,
-        failures=_mean(trial.components for trial in trials),
-        actions=_mean(trial.actions for trial in trials),
-        spent={name: sum(trial.spent[name] for trial in trials) / sum(trial.seconds for trial in trials) for name in TIME_USES},
+        failures=_mean([trial.components for trial in trials]),
+        actions=_mean([trial.actions for trial in trials]),
+        spent={name: sum(trial.spent[name] for trial in trials) / seconds for name in TIME_USES},
         intervals=intervals,
         spare_nodes=spares,
         pays=int(min(spares, key=lambda variation: (variation.cost, variation.value)).value) if spares else None,
         priced=hardware.price is not None,
         trial=trials[0],
-        decisions=scenario.cache.decided,
+        decisions=model.scenario.cache.decided,
         seconds=time.process_time() - start,
         assumptions=model.assumptions(),
     )
@@ -417,38 +387,35 @@ def _check(hardware: Hardware, candidate: Candidate, request: SimulationRequest)
         raise RunError(problems)
 
 
-class _Study:
-    """Repeats a simulation with other intervals and other numbers of spares."""
+def _trials(model: ClusterModel, scenario: Scenario, runs: int) -> list[Trial]:
+    return [run_trial(scenario, FaultSampler(model.request.seed, number)) for number in range(runs)]
 
-    def __init__(self, model: ClusterModel, hardware: Hardware, request: SimulationRequest):
-        self._model, self._hardware, self._request = model, hardware, request
 
-    def intervals(self) -> tuple[Variation, ...]:
-        """Other intervals between saves."""
-        model = self._model
-        if model.best is None:
-            return ()
-        intervals = sorted({max(model.step, round(model.best * factor / model.step) * model.step) for factor in _AROUND})
-        return tuple(
-            self._variation(interval, replace(model.scenario, saves=model.saves(interval)), model.closed_form_goodput(interval))
-            for interval in intervals
-        )
+def _other_intervals(model: ClusterModel) -> tuple[Variation, ...]:
+    """The same simulation with other intervals between saves."""
+    if model.best is None:
+        return ()
+    intervals = sorted({max(model.step, round(model.best * factor / model.step) * model.step) for factor in _AROUND})
+    return tuple(
+        _variation(model, interval, replace(model.scenario, saves=model.saves(interval)), model.closed_form_goodput(interval))
+        for interval in intervals
+    )
 
-    def spares(self) -> tuple[Variation, ...]:
-        """Other numbers of spare nodes."""
-        model = self._model
-        if model.used == 1 or self._hardware.failures is None:
-            return ()
-        given = model.scenario.nodes - model.used
-        numbers = sorted({0, 1, 2, 4, 8, 16, given} if given <= 16 else {0, 4, 8, 16, given // 2, given})
-        return tuple(self._variation(spares, replace(model.scenario, nodes=model.used + spares), None) for spares in numbers)
 
-    def _variation(self, value: float, scenario: Scenario, closed: float | None) -> Variation:
-        runs = min(self._request.runs, _STUDY_RUNS)
-        trials = [run_trial(scenario, FaultSampler(self._request.seed, number)) for number in range(runs)]
-        days = fmean(self._model.days(trial) for trial in trials)
-        hours = scenario.nodes * self._hardware.node * days * 24
-        return Variation(value, fmean(trial.goodput for trial in trials), closed, days, hours * (self._hardware.price or 1.0))
+def _other_spares(model: ClusterModel) -> tuple[Variation, ...]:
+    """The same simulation with other numbers of spare nodes."""
+    if model.used == 1 or model.hardware.failures is None:
+        return ()
+    given = model.scenario.nodes - model.used
+    numbers = sorted({0, 1, 2, 4, 8, 16, given} if given <= 16 else {0, 4, 8, 16, given // 2, given})
+    return tuple(_variation(model, spares, replace(model.scenario, nodes=model.used + spares), None) for spares in numbers)
+
+
+def _variation(model: ClusterModel, value: float, scenario: Scenario, closed: float | None) -> Variation:
+    trials = _trials(model, scenario, min(model.request.runs, _STUDY_RUNS))
+    days = fmean(model.days(trial) for trial in trials)
+    hours = scenario.nodes * model.hardware.node * days * 24
+    return Variation(value, fmean(trial.goodput for trial in trials), closed, days, hours * (model.hardware.price or 1.0))
 
 
 def _band(values: Sequence[float]) -> Band:
@@ -462,7 +429,6 @@ def _band(values: Sequence[float]) -> Band:
     return Band(fmean(ordered), quantile(0.1), quantile(0.9))
 
 
-def _mean(counters: Iterable[Counter[str]]) -> dict[str, float]:
-    counters = list(counters)
+def _mean(counters: Sequence[Counter[str]]) -> dict[str, float]:
     total: Counter[str] = sum(counters, Counter())
     return {name: count / len(counters) for name, count in total.most_common()}
