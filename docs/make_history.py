@@ -135,7 +135,7 @@ class Row:
         spent = self.spent(option)
         mfu = f", {option.mfu:.1%} MFU" if option.mfu is not None else ""
         price = f", {_money(spent.dollars)}" if spent.dollars is not None else ""
-        energy = f", {spent.kwh / 1e6:.1f} GWh" if spent.kwh is not None else ""
+        energy = f", {spent.joules / 3.6e12:.1f} GWh" if spent.joules is not None else ""
         return [
             f"{what}: {option.seconds:.2f} s a step (P10 {option.low:.2f}, P90 {option.high:.2f}){mfu}, goodput {option.goodput:.1%}:",
             f"  {spent.days:.1f} days, {_hours(spent.gpu_hours)}{price}{energy}; {_memory(option)}.",

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.planning.cost.job_table import RECOMPUTE, JobTable
+from phalanx.planning.cost.job_table import RECOMPUTE, JobTable, take
 from phalanx.spec.errors import RunError
 from planner import step_layout as layouts
 from planner.step_machine import kind_of, machine, precision_of
@@ -85,7 +85,7 @@ class Table:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, value in values.items():
             if name == "work":
-                values[name] = value.take(rows)
+                values[name] = take(value, rows)
             elif isinstance(value, np.ndarray):
                 values[name] = value[rows]
             elif name in ("ids", "jobs"):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from phalanx.planning.cost.job_table import RECOMPUTE
-from phalanx.planning.cost.step_time import family_uncertainty, step_times
+from phalanx.planning.cost.step_time import step_times
 from planner.fit import Solved, predict
 from planner.parameters import Fit, rates_of
 from planner.steps import Table
@@ -20,6 +20,8 @@ COVER = 0.90
 """The upper quantile of an interval; the lower quantile is 1 − COVER."""
 TOGETHER = 5
 """Errors within a publication are correlated: it counts as this many independent rows in the small-sample correction of quantiles."""
+BETWEEN = 1.0
+"""Variance between publications on one family of devices, relative to the variance within one publication."""
 
 
 def left_out(solved: Solved, groups: np.ndarray, wanted: np.ndarray) -> np.ndarray:
@@ -42,7 +44,7 @@ def known_by(families: np.ndarray, known: Table, left: np.ndarray | None = None)
     """The relative width of intervals for these families, by the number of known publications about them without the rows `left`."""
     rows = known.core if left is None else known.core & ~left
     counts = {family: len(set(known.publications[rows & (known.family == family)])) for family in np.unique(families)}
-    return np.array([float(family_uncertainty(counts[family])) for family in families])
+    return np.sqrt(1 + BETWEEN / np.maximum([counts[family] for family in families], 0.5))
 
 
 def factors(misses: np.ndarray, publications: np.ndarray) -> tuple[float, float]:

@@ -32,44 +32,34 @@ from phalanx.spec.run import Run
 
 _SCATTER = 0.05
 """Relative scatter of a measured step."""
-
 _PART_SCATTER = 0.1
 """Relative scatter of one part of a step."""
 _SMALL = 0.01
 """Fraction of the step below which a part is measured badly and matters little."""
 
-COVERED_PARTS = {
-    "compute": ("compute", "launch"),
-    "tensor": ("tensor",),
-    "context": ("context",),
-    "expert": ("expert",),
-    "data": ("data",),
-    "bubble": ("bubble", "pipeline"),
-    "optimizer": ("optimizer", "offload"),
-    "other": ("other",),
+MEASURED_PARTS = {
+    "compute": ("computing, launching", ("compute", "launch")),
+    "tensor": ("tensor exchange", ("tensor",)),
+    "context": ("context exchange", ("context",)),
+    "expert": ("expert exchange", ("expert",)),
+    "data": ("gradients and shards", ("data",)),
+    "bubble": ("bubble, between stages", ("bubble", "pipeline")),
+    "optimizer": ("optimizer, offload", ("optimizer", "offload")),
+    "loading": ("waiting for data", ()),
+    "other": ("everything else", ("other",)),
 }
-"""Parts of a step that a run measures, and the parts of `cost/step_time` that each covers: within a rank these cannot be
-separated."""
+"""Parts of a step that a run measures: the label, and the parts of `cost/step_time` that each covers, which cannot be
+separated within a rank. No equation covers waiting for data."""
 
 WIDTHS = {
-    "gemm": 0.2,
-    "knee": 0.4,
-    "attention": 0.5,
-    "traffic": 0.7,
-    "launch": 0.7,
-    "optimizer_bytes": 0.4,
-    "overhead": 1.0,
-}
+    "gemm": 0.2, "knee": 0.4, "attention": 0.5, "traffic": 0.7, "launch": 0.7, "optimizer_bytes": 0.4, "overhead": 1.0,
+}  # fmt: skip
 """How far each constant may move: the standard deviation of its logarithm."""
-
-
 EIGHT_BITS = {"gemm": 0.2, "rounding": 0.4}
 """The same for steps in fp8, after those in bf16 have determined the rest."""
-
 _ALIKE = {"gemm": -1.0, "attention": -1.0, "traffic": 1.0}
 """Constants that are all worse on a slow device, and in which direction; on CPUs launching is too."""
-
-OF_FORMAT = ("gemm", "attention")
+_OF_FORMAT = ("gemm", "attention")
 """Constants of one number format; the others hold for all formats."""
 
 
@@ -81,27 +71,22 @@ class Measured:
     plan: Plan
     seconds: float
     parts: Mapping[str, float] = field(default_factory=dict)
-    """What the step was made of, by the keys of COVERED_PARTS; empty: not measured."""
+    """What the step was made of, by the keys of MEASURED_PARTS; empty: not measured."""
 
 
 def jobs_of(run: Run, plan: Plan, hardware: Hardware) -> JobTable:
     """The one job that a plan describes."""
-    given = replace(run, layout=plan.layout, train=replace(run.train, micro_batch=plan.micro_batch))
-    layout = plan.layout
-    memory = run.memory
+    layout, memory = plan.layout, run.memory
+    given = replace(run, layout=layout, train=replace(run.train, micro_batch=plan.micro_batch))
     columns = {
-        "pipeline": layout.pipeline,
+        name: getattr(layout, name) for name in ("pipeline", "shard", "context", "tensor", "zero", "expert", "expert_tensor")
+    }
+    columns |= {
         "data": layout.data or 1,
-        "shard": layout.shard,
-        "context": layout.context,
-        "tensor": layout.tensor,
-        "zero": layout.zero,
         "sequence_parallel": int(layout.sequence),
         "method": METHODS.index(layout.context_method),
         "schedule": SCHEDULES.index(layout.schedule),
         "stages": layout.stages_per_rank if layout.pipeline > 1 else 1,
-        "expert": layout.expert,
-        "expert_tensor": layout.expert_tensor,
         "recompute": RECOMPUTE.index(memory.recompute) if memory.recompute != "auto" else 0,
         "offload": OFFLOAD.index(memory.offload) if memory.offload != "auto" else 0,
         "micro_batch": plan.micro_batch,
@@ -155,7 +140,7 @@ def corrected(
     rates = rates_for(hardware, compute, moe=moe)
     constants = {}
     for name, factor in scale.items():
-        prefix = f"{hardware.device}.{compute}" if hardware.device == "cuda" and name in OF_FORMAT else hardware.device
+        prefix = f"{hardware.device}.{compute}" if hardware.device == "cuda" and name in _OF_FORMAT else hardware.device
         constants[f"{prefix}.{name}"] = float(base.get(name, getattr(rates, name))) * factor
     if "island" in scale and hardware.device == "cuda" and hardware.island_bandwidth < BUS:
         constants["cuda.island"] *= float(rates.bus)  # what is measured is taken for that of the bus
@@ -175,12 +160,11 @@ def _errors(times: Times, step: Measured, sure: float) -> npt.NDArray[np.float64
     errors = [np.log(float(np.ravel(times.step)[0]) / step.seconds) / sure]
     small = _SMALL * step.seconds
     for part, seconds in step.parts.items():
-        predicted = sum(float(np.ravel(getattr(times, name))[0]) for name in COVERED_PARTS[part])
+        predicted = sum(float(np.ravel(getattr(times, name))[0]) for name in MEASURED_PARTS[part][1])
         errors.append(np.log((predicted + small) / (seconds + small)) / _PART_SCATTER)
     return np.array(errors)
 
 
-_KINDS = {"parameters": ("parameters",), "gradients": ("gradients",), "optimizer": ("optimizer",)}
 _MOVING = ("activations", "logits", "gathered", "buffers")
 _RUN_WIDTHS = {"gemm": 0.3, "traffic": 0.5, "launch": 0.5, "latency": 0.5, "attention": 0.3, "overhead": 0.5}
 """How far a run may move each constant where it measured only whole steps."""
@@ -264,13 +248,13 @@ class Comparison:
             yield ComparedValue(f"  {name}", predicted, measured, "s")
         if self.accounted:
             work = sum(event.flops.get("all", 0) for event in self.accounted)
-            yield ComparedValue(
-                "operations", self.plan.flops_per_token * self.step_events[-1].tokens, float(work) or None, "FLOP"
-            )
+            predicted = self.plan.flops_per_token * self.step_events[-1].tokens
+            yield ComparedValue("operations", predicted, float(work) or None, "FLOP")
 
     def _memories(self, promise: Promise) -> Iterator[ComparedValue]:
         fullest = max(self.accounted, key=lambda event: sum(event.memory.values()), default=None)
-        for name, parts in (*_KINDS.items(), ("activations", _MOVING)):
+        for name in ("parameters", "gradients", "optimizer", "activations"):
+            parts = _MOVING if name == "activations" else (name,)
             predicted = math.fsum(promise.memory.get(part, 0.0) for part in parts)
             yield ComparedValue(name, predicted, float(fullest.memory[name]) if fullest else None, "B")
         yield ComparedValue("fixed", promise.memory.get("fixed", 0.0), None, "B")
@@ -282,7 +266,7 @@ class Comparison:
         if again is not None:
             later = {row.name: row.predicted for row in self.against(again)}
             rows = [row | {"refitted": later.get(row["name"])} for row in rows]
-        when = None if self.timed is None else self.timed.to_json()
+        when = None if self.timed is None else asdict(self.timed)
         return {"steps": self.steps, "rows": rows, "timed": when, "split": self.predicted.split, "sent": self.sent}
 
 
@@ -293,18 +277,18 @@ def compare(directory: Path, machine: Machine) -> Comparison:
     try:
         plan = Plan.from_json(rundir.plan_file.read_text())
     except (OSError, ValueError, KeyError, TypeError):
-        raise RunError([f"{directory} holds no plan.json: name the directory of a run, such as runs/quickstart."]) from None
+        raise RunError(f"{directory} holds no plan.json: name the directory of a run, such as runs/quickstart.") from None
     run = load(rundir.run_file)
     now = promised(run, machine, plan)
     if now is None:
         raise RunError(
-            [f"{directory} is a run of a model of one's own, or of a schedule of one's own: plans promise nothing for it."]
+            f"{directory} is a run of a model of one's own, or of a schedule of one's own: plans promise nothing for it."
         )
     launch = _last_launch(list(read_events(rundir.events_file)))
     steps = [event for event in launch if isinstance(event, Step)]
     if len(steps) < 3:
         raise RunError(
-            [f"{directory} has {len(steps)} steps in its last launch: train at least 3, of which the first two warm up."]
+            f"{directory} has {len(steps)} steps in its last launch: train at least 3, of which the first two warm up."
         )
     return Comparison(
         run=run,
@@ -321,7 +305,7 @@ def correction(comparison: Comparison, machine: Machine) -> dict[str, float]:
     each from the part of the step that it determines, where the run measured its parts."""
     run, plan, device = comparison.run, comparison.plan, comparison.plan.device
     hardware = devices_of(run, machine, plan.ranks, plan.threads, device)
-    parts = {} if comparison.timed is None else comparison.timed.by_covered_parts(comparison.seconds)
+    parts = {} if comparison.timed is None else comparison.timed.predictable(comparison.seconds)
     steps = [(Measured(run=run, plan=plan, seconds=comparison.seconds, parts=parts), hardware)]
     how = (_APART, _RUN_SCATTER, _TOGETHER) if parts else (_RUN_WIDTHS, _RUN_SCATTER)
     scale = refitted(steps, plan.compute, *how)
@@ -350,18 +334,6 @@ def _last_launch(events: Sequence[Event]) -> Sequence[Event]:
     return events[begin:]
 
 
-NAMES = {
-    "compute": "computing, launching",
-    "tensor": "tensor exchange",
-    "context": "context exchange",
-    "expert": "expert exchange",
-    "data": "gradients and shards",
-    "bubble": "bubble, between stages",
-    "optimizer": "optimizer, offload",
-    "loading": "waiting for data",
-    "other": "everything else",
-}
-"""Labels of the parts of a step as a run measures them."""
 _OWN = ("compute", "optimizer", "loading")
 """Parts in which a rank does not wait for others."""
 _NEGLIGIBLE = 1e-4
@@ -378,22 +350,19 @@ class Timed:
     """Ranks that were timed."""
     seconds: float
     parts: dict[str, float]
-    """Seconds that add up to the step, by the keys of NAMES."""
+    """Seconds that add up to the step, by the keys of MEASURED_PARTS."""
     mean: dict[str, float]
     """The same, averaged over all ranks."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def of(self, seconds: float) -> dict[str, float]:
         """The parts of a step that takes this long."""
         return {part: spent * seconds / self.seconds for part, spent in self.parts.items()}
 
-    def by_covered_parts(self, seconds: float) -> dict[str, float]:
-        """The same by the keys of refit.COVERED_PARTS; no equation covers waiting for data."""
+    def predictable(self, seconds: float) -> dict[str, float]:
+        """The same with waiting for data, which no equation covers, as part of "other"."""
         parts = self.of(seconds)
         parts["other"] = parts.get("other", 0.0) + parts.pop("loading", 0.0)
-        return {part: parts.get(part, 0.0) for part in COVERED_PARTS}
+        return {part: parts.get(part, 0.0) for part, (_, covered) in MEASURED_PARTS.items() if covered}
 
 
 def timed(events: Sequence[StepTimed]) -> Timed | None:
@@ -410,7 +379,7 @@ def timed(events: Sequence[StepTimed]) -> Timed | None:
         return None
     middle = steps[(len(steps) - 1) // 2]
     busiest = max(middle, key=lambda event: sum(event.parts.get(part, 0.0) for part in _OWN))
-    names = [name for name in NAMES if any(event.parts.get(name) for event in middle)]
+    names = [name for name in MEASURED_PARTS if any(event.parts.get(name) for event in middle)]
     return Timed(
         step=busiest.step,
         rank=busiest.rank,
@@ -426,8 +395,8 @@ def part_rows(
 ) -> Iterator[tuple[str, float | None, float | None]]:
     """For each part worth a row: its label, the promised seconds, and the seconds of a measured step of this length."""
     measured = None if timed_step is None else timed_step.of(seconds)
-    for part, name in NAMES.items():
-        promised = sum(split.get(name_, 0.0) for name_ in COVERED_PARTS[part]) if part in COVERED_PARTS else None
+    for part, (label, covered) in MEASURED_PARTS.items():
+        promised_seconds = sum(split.get(name, 0.0) for name in covered) if covered else None
         spent = None if measured is None else measured.get(part, 0.0)
-        if (promised or 0.0) > _NEGLIGIBLE * sum(split.values()) or (spent or 0.0) > _NEGLIGIBLE * seconds:
-            yield name, promised, spent
+        if (promised_seconds or 0.0) > _NEGLIGIBLE * sum(split.values()) or (spent or 0.0) > _NEGLIGIBLE * seconds:
+            yield label, promised_seconds, spent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.planning.machines.catalogue import KINDS, entries, entry, gpus
+from phalanx.planning.machines.catalogue import KINDS, entries, entry, gpu_entry, gpus
 from phalanx.planning.machines.hardware import failure_rates
 from phalanx.spec.errors import RunError
 
@@ -76,6 +76,16 @@ def test_components_are_all_the_interruptions(name: str) -> None:
     table = entry("failures", name, "failures")
     assert sum(table["components"].values()) == pytest.approx(table["observed"]["interruptions"])
     assert 300 < 1 / failure_rates(name).rate / 24 < 30_000  # device-days; the worst and the best that anybody has reported
+
+
+def test_a_gpu_without_a_needed_key_is_refused_by_its_file() -> None:
+    values = {key: value for key, value in entries("gpus")["h100-sxm"].items() if key not in ("family", "node")}
+    with pytest.raises(RunError) as refused:
+        gpu_entry("h100-sxm", values)
+    assert refused.value.problems == (
+        "catalogue/gpus/h100-sxm.toml: family is missing: set it.",
+        "catalogue/gpus/h100-sxm.toml: node is missing: set it.",
+    )
 
 
 def test_unknown_catalogue_name_suggests_nearest() -> None:

@@ -21,7 +21,7 @@ def test_price_of_deepseek_v3() -> None:
     assert spent.gpu_hours == pytest.approx(2.664e6)
     assert spent.dollars == pytest.approx(5.328e6)
     assert spent.days == pytest.approx(54.2, abs=0.05)
-    assert spent.kwh == pytest.approx(2.664e6 * 10.2 / 8)  # a node of 10.2 kW for eight
+    assert spent.joules == pytest.approx(2.664e6 * 10.2 / 8 * 3.6e6)  # a node of 10.2 kW for eight
 
 
 def test_price_includes_lost_time() -> None:
@@ -33,4 +33,4 @@ def test_price_includes_lost_time() -> None:
 def test_price_of_columns_and_of_unknown_power() -> None:
     spent = cost(replace(H800, price=None, power=None), step=np.array([1.0, 2.0]), steps=3600)
     assert spent.gpu_hours == pytest.approx([2048, 4096])
-    assert spent.dollars is None and spent.joules is None and spent.kwh is None
+    assert spent.dollars is None and spent.joules is None

@@ -107,7 +107,6 @@ def _choose(which: Any, yes: Column, no: Column) -> Column:
 
 
 _DAY = 86400.0
-_JOULES_PER_KWH = 3.6e6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,10 +119,6 @@ class Cost:
     """None: no price is known."""
     joules: Column | None
     """At the nodes' full power, without cooling and conversion; None: no power is known."""
-
-    @property
-    def kwh(self) -> Column | None:
-        return None if self.joules is None else self.joules / _JOULES_PER_KWH
 
 
 def cost(hardware: Hardware, *, step: Column, steps: Column, goodput: Column = 1.0, devices: Column | None = None) -> Cost:

@@ -233,19 +233,12 @@ PARTS = ("compute", "launch", "tensor", "context", "expert", "data", "pipeline",
 _COMPUTE = 0.07
 _PARTS = {"data": 0.4, "launch": 0.2, "expert": 0.2, "tensor": 0.25, "bubble": 0.1}
 """Relative standard deviation of each part's prediction: matrix products are alike everywhere, networks and hosts are not."""
-_FAMILY = 1.0
-"""Variance between publications on one family of devices, relative to the variance within one publication."""
 
 
 def uncertainty(parts: Mapping[str, Column], step: Column) -> Column:
     """Uncertainty of a step relative to a step that only computes."""
     squares = sum((doubt / _COMPUTE * parts[name]) ** 2 for name, doubt in _PARTS.items())
     return np.sqrt(1 + squares / (step * step))
-
-
-def family_uncertainty(publications: Column) -> Column:
-    """Uncertainty relative to a well-known family, by the number of publications that a family's constants rest on."""
-    return np.sqrt(1 + _FAMILY / np.maximum(publications, 0.5))
 
 
 class RankParameters(NamedTuple):

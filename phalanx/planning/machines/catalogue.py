@@ -1,8 +1,5 @@
 """The catalogue of GPUs, TPUs, nodes, links, clusters and failure tables: one TOML file per entry, in a folder per kind,
-named by the file. Adding an entry is adding a file.
-
-`machines/hardware` builds clusters from it, `phalanx clusters` lists it, the health check shows its peaks next to what the
-machine has.
+named by the file. Adding an entry is adding a file. `phalanx clusters` lists it.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ def entry(kind: str, name: str, asked_by: str) -> Mapping[str, Any]:
     """One entry. RunError that names `asked_by`, such as "cluster.gpu", where the catalogue has none of that name."""
     known = entries(kind)
     if name not in known:
-        raise RunError([f"{asked_by} = {quote(name)} is not {KINDS[kind]} of the catalogue: {_remedy(name, known)}"])
+        raise RunError(f"{asked_by} = {quote(name)} is not {KINDS[kind]} of the catalogue: {_remedy(name, known)}")
     return known[name]
 
 
@@ -53,9 +50,9 @@ def own_file(path: str, asked_by: str) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
-        raise RunError([f"{asked_by} = {quote(path)} cannot be read ({error.strerror or error}): check the path."]) from error
+        raise RunError(f"{asked_by} = {quote(path)} cannot be read ({error.strerror or error}): check the path.") from error
     except ValueError as error:
-        raise RunError([f"{asked_by} = {quote(path)} is not valid TOML ({error})."]) from error
+        raise RunError(f"{asked_by} = {quote(path)} is not valid TOML ({error}).") from error
 
 
 def _remedy(name: str, known: Mapping[str, Any]) -> str:
@@ -67,6 +64,8 @@ def _remedy(name: str, known: Mapping[str, Any]) -> str:
 
 FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 """Number formats with a peak."""
+_NEEDED = ("name", "match", "family", "memory", "bandwidth", "node", "source")
+"""Keys that every GPU of the catalogue has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,21 +125,9 @@ def named_gpu(key: str, asked_by: str) -> GpuEntry:
 
 
 def gpu_entry(key: str, values: Mapping[str, Any]) -> GpuEntry:
-    """An entry of the catalogue in plain units."""
-    return GpuEntry(
-        key=key,
-        match=values["match"],
-        peaks={name: values[name] * 1e12 for name in FORMATS if name in values},
-        memory=values["memory"] * 2**30,
-        bandwidth=values["bandwidth"] * 1e9,
-        source=values["source"],
-        name=values["name"],
-        device=values.get("device", "cuda"),
-        family=values["family"],
-        power=values.get("power"),
-        node=values["node"],
-        price=values.get("price"),
-        price_source=values.get("price_source", ""),
-        failures=values.get("failures", ""),
-        note=values.get("note", ""),
-    )
+    """An entry of the catalogue in plain units. RunError where a key is missing."""
+    if missing := [name for name in _NEEDED if name not in values]:
+        raise RunError([f"catalogue/gpus/{key}.toml: {name} is missing: set it." for name in missing])
+    fields = {name: value for name, value in values.items() if name not in FORMATS}
+    fields |= {"memory": values["memory"] * 2**30, "bandwidth": values["bandwidth"] * 1e9}
+    return GpuEntry(key=key, peaks={name: values[name] * 1e12 for name in FORMATS if name in values}, **fields)

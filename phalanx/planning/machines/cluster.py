@@ -4,7 +4,7 @@ everything that predicts reads it."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from phalanx.planning.machines.catalogue import GpuEntry
 from phalanx.spec.plan import Machine
@@ -96,16 +96,7 @@ def measured_constants(machine: Machine, device: str) -> tuple[tuple[str, float]
 
 def with_measured(hardware: Hardware, machine: Machine) -> Hardware:
     """This machine's devices with measured values in place of the catalogue's."""
-    own = measured_constants(machine, hardware.device)
-    if not own:
-        return hardware
-    known = dict(own)
+    known = dict(measured_constants(machine, hardware.device))
+    links: dict[str, Any] = {name: known[name] for name in ("island_bandwidth", "host_bandwidth", "storage") if name in known}
     gpu = replace(hardware.gpu, bandwidth=known.get("bandwidth", hardware.gpu.bandwidth))
-    return replace(
-        hardware,
-        gpu=gpu,
-        island_bandwidth=known.get("island_bandwidth", hardware.island_bandwidth),
-        host_bandwidth=known.get("host_bandwidth", hardware.host_bandwidth),
-        storage=known.get("storage", hardware.storage),
-        measured=(*hardware.measured, *own),
-    )
+    return replace(hardware, gpu=gpu, measured=(*hardware.measured, *known.items()), **links)

@@ -35,9 +35,7 @@ def hardware(run: Run, machine: Machine | None) -> Hardware:
         return _named(run)
     if machine is None:
         raise RunError(
-            [
-                'The run file names no cluster to plan for: set cluster.name, such as cluster.name = "h100-8"; `phalanx clusters` lists them.'
-            ]
+            'The run file names no cluster to plan for: set cluster.name, such as cluster.name = "h100-8"; `phalanx clusters` lists them.'
         )
     device = run.cluster.device or ("cuda" if machine.gpus else "cpu")
     if device == "cpu":
@@ -45,9 +43,7 @@ def hardware(run: Run, machine: Machine | None) -> Hardware:
         return cpu_hardware(machine, given, run.cluster.threads)
     if not machine.gpus:
         raise RunError(
-            [
-                'cluster.device = "cuda" but this machine has no GPU that nvidia-smi lists; set cluster.device = "cpu", or name a cluster.'
-            ]
+            'cluster.device = "cuda" but this machine has no GPU that nvidia-smi lists; set cluster.device = "cpu", or name a cluster.'
         )
     return with_measured(_this_machine(machine), machine)
 
@@ -97,29 +93,25 @@ def _named(run: Run) -> Hardware:
     parts = _Parts(base, run)
     if (chosen := parts.pick("gpu", None)) is None:
         raise RunError(
-            ['[cluster] names no GPU to plan for: set cluster.gpu, such as cluster.gpu = "h100-sxm", or cluster.name.']
+            '[cluster] names no GPU to plan for: set cluster.gpu, such as cluster.gpu = "h100-sxm", or cluster.name.'
         )
     gpu = chosen if isinstance(chosen, GpuEntry) else named_gpu(chosen, parts.blame("gpu"))
     if run.cluster.device not in (None, gpu.device):
         raise RunError(
-            [f'cluster.device = "{run.cluster.device}" but {gpu.name} is a "{gpu.device}" device: remove cluster.device.']
+            f'cluster.device = "{run.cluster.device}" but {gpu.name} is a "{gpu.device}" device: remove cluster.device.'
         )
     if run.precision.compute == "fp8" and gpu.device != "cpu" and gpu.peak("fp8") is None:
-        raise RunError([f'precision.compute = "fp8" but {gpu.name} does not multiply in it: set precision.compute = "bf16".'])
+        raise RunError(f'precision.compute = "fp8" but {gpu.name} does not multiply in it: set precision.compute = "bf16".')
     # Another GPU than the named cluster's comes in its own usual node.
-    default_node = (
-        gpu.node if run.cluster.gpu is not None and run.cluster.gpu != base.get("gpu") else base.get("node", gpu.node)
-    )
-    node = entry("nodes", run.cluster.node or default_node, parts.blame("node"))
+    other_gpu = run.cluster.gpu is not None and run.cluster.gpu != base.get("gpu")
+    usual = gpu.node if other_gpu else base.get("node", gpu.node)
+    node = entry("nodes", run.cluster.node or usual, parts.blame("node"))
     gpus = parts.pick("gpus", node["gpus"])
     built = _build(gpu, gpus, node, parts.pick("network", node["network"]), parts.blame("network"))
+    own_name = f"{gpus:,} × {gpu.key}" if name is None else base["name"]
     return replace(
         built,
-        name=f"{gpus:,} × {gpu.key}"
-        if name is None
-        else base["name"]
-        if gpus == base["gpus"]
-        else f"{base['name']}, {gpus:,} devices",
+        name=own_name if name is None or gpus == base["gpus"] else f"{own_name}, {gpus:,} devices",
         rails=base.get("rails", built.rails),
         storage=base["storage"] * 1e9 / -(-base["gpus"] // node["gpus"]) if "storage" in base else built.storage,
         price=base.get("price", built.price),
@@ -131,11 +123,8 @@ def _named(run: Run) -> Hardware:
 
 def _build(gpu: GpuEntry, gpus: int, node: Mapping[str, Any], network: str, asked_by: str) -> Hardware:
     here = min(node["gpus"], gpus)
-    link, wire, host = (
-        entry("links", node["link"], "link"),
-        entry("links", network, asked_by),
-        entry("links", node["host_link"], "host_link"),
-    )
+    link, wire = entry("links", node["link"], "link"), entry("links", network, asked_by)
+    host = entry("links", node["host_link"], "host_link")
     price = f"A device costs {gpu.price:.2f} US dollars an hour ({gpu.price_source})." if gpu.price is not None else None
     notes = [f"{thing['name']}: {thing['note']}." for thing in (node, link, wire) if "note" in thing]
     return Hardware(
@@ -207,34 +196,19 @@ def failure_rates(name: str) -> Failures:
     )
 
 
+_NUMBER = (int, float)
 _KEYS: dict[str, tuple[type, ...]] = {
-    "name": (str,),
+    **dict.fromkeys(("name", "node", "network", "failures", "source", "note"), (str,)),
+    **dict.fromkeys(("storage", "price"), _NUMBER),
     "gpu": (str, dict),
     "gpus": (int,),
-    "node": (str,),
-    "network": (str,),
     "rails": (bool,),
-    "storage": (int, float),
-    "price": (int, float),
-    "failures": (str,),
-    "source": (str,),
-    "note": (str,),
     "measured": (dict,),
 }
-_NEEDED = ("gpu", "gpus")
 _GPU: dict[str, tuple[type, ...]] = {
-    "name": (str,),
-    "match": (str,),
-    "device": (str,),
-    "family": (str,),
-    **dict.fromkeys((*FORMATS, "memory", "bandwidth", "power", "price"), (int, float)),
-    "node": (str,),
-    "price_source": (str,),
-    "failures": (str,),
-    "source": (str,),
-    "note": (str,),
+    **dict.fromkeys(("name", "match", "device", "family", "node", "price_source", "failures", "source", "note"), (str,)),
+    **dict.fromkeys((*FORMATS, "memory", "bandwidth", "power", "price"), _NUMBER),
 }
-_GPU_NEEDED = ("memory", "bandwidth", "node")
 _DEVICES = ("cpu", "cuda", "tpu")
 
 
@@ -243,17 +217,17 @@ def own_cluster(path: str) -> dict[str, Any]:
     wrote: keys name, gpu (of the catalogue, or a table [gpu] like the catalogue's), gpus, node (default: the GPU's usual
     one), network, rails, storage (GB/s of all hosts together), price, failures, measured."""
     values = own_file(path, "cluster.name")
-    problems = _problems(path, values, _KEYS, _NEEDED)
+    problems = _problems(path, values, _KEYS, ("gpu", "gpus"))
     gpu = values.get("gpu")
     if isinstance(gpu, dict):
-        problems += _problems(f"{path}, [gpu]", gpu, _GPU, _GPU_NEEDED)
+        problems += _problems(f"{path}, [gpu]", gpu, _GPU, ("memory", "bandwidth", "node"))
         if gpu.get("device", "cuda") not in _DEVICES:
             problems.append(f"{path}, [gpu]: device = {quote(gpu['device'])} is none of {', '.join(_DEVICES)}.")
         if not any(name in gpu for name in FORMATS):
             problems.append(f"{path}, [gpu] gives no peak: set one of {', '.join(FORMATS)}, in TFLOP/s.")
     measured = values.get("measured")
     if isinstance(measured, dict):
-        problems += _problems(f"{path}, [measured]", measured, dict.fromkeys(NAMES, (int, float)), ())
+        problems += _problems(f"{path}, [measured]", measured, dict.fromkeys(NAMES, _NUMBER))
     if problems:
         raise RunError(problems)
     if isinstance(gpu, dict):
@@ -262,7 +236,9 @@ def own_cluster(path: str) -> dict[str, Any]:
     return {"name": path, "source": path} | values
 
 
-def _problems(where: str, values: dict[str, Any], known: dict[str, tuple[type, ...]], needed: tuple[str, ...]) -> list[str]:
+def _problems(
+    where: str, values: dict[str, Any], known: dict[str, tuple[type, ...]], needed: tuple[str, ...] = ()
+) -> list[str]:
     problems = [f"{where}: {key} is missing: set it." for key in needed if key not in values]
     for key, value in values.items():
         if key not in known:
