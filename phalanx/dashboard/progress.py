@@ -17,34 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.dashboard.numbers import count, duration, flops, number, percent, size
-from phalanx.events.records import (
-    CheckpointDamaged,
-    ControllerChanged,
-    Corrupted,
-    Evaluated,
-    Event,
-    Exported,
-    ExportFailed,
-    FailureNoticed,
-    FaultInjected,
-    NotFinite,
-    Recovered,
-    Restored,
-    Rewound,
-    RunStarted,
-    Saved,
-    SaveFailed,
-    Step,
-    StepSkipped,
-    Stopped,
-    Straggling,
-    StrangerRefused,
-    Uploaded,
-    UploadFailed,
-    Warned,
-    WeightsLoaded,
-    WorkerFailed,
-)
+from phalanx.events import records
+from phalanx.events.records import Evaluated, Event, RunStarted, Step, StepSkipped
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARK = 16  # losses in the sparkline: a third of 80 columns, minus its label
@@ -196,49 +170,16 @@ def sparkline(values: Iterable[float]) -> str:
     finite = [value for value in row if math.isfinite(value)]
     if not finite:
         return ""
-    low, span = min(finite), max(finite) - min(finite)
-    heights = [round((value - low) / span * (len(_BARS) - 1)) if span else 0 for value in finite]
-    bars = iter(heights)
-    return "".join(_BARS[next(bars)] if math.isfinite(value) else " " for value in row)
+    low, span = min(finite), max(finite) - min(finite) or 1.0
+    steps = len(_BARS) - 1
+    return "".join(_BARS[round((value - low) / span * steps)] if math.isfinite(value) else " " for value in row)
 
 
 def event_line(event: Event) -> Text | None:
-    """Returns the line to print for an event; None for events that only update numbers.
-
-    The line is Text, not markup: a path or a message may contain brackets, which rich would read as a style.
-    """
-    match event:
-        case RunStarted():
-            device = _DEVICES.get(event.device, event.device)
-            work = f"{event.accumulation} × {event.micro_batch} sequences per rank and step"
-            return Text(
-                f"training {count(event.parameters)} parameters on {event.ranks} {device} "
-                f"rank{'s' if event.ranks > 1 else ''} in {event.compute}, {work}",
-                style="bold",
-            )
-        case WeightsLoaded():
-            return Text(f"loaded initial weights from {event.path} in {duration(event.seconds)}", style="green")
-        case StepSkipped():
-            why = "" if event.reason == "not finite" else f" as a {event.reason}"
-            return Text(
-                f"step {event.step} skipped{why}: loss {number(event.loss)}, gradient norm {number(event.grad_norm, 2)} "
-                f"({event.in_a_row} in a row); the weights are unchanged",
-                style="yellow",
-            )
-        case Evaluated():
-            return Text(
-                f"step {event.step}  held-out loss {number(event.loss)}  {duration(event.seconds)}{_by_source(event)}",
-                style="cyan",
-            )
-        case Warned():
-            return Text(f"warning: {event.message}", style="yellow")
-        case WorkerFailed():
-            who = "a worker" if event.rank is None else f"rank {event.rank}"
-            return Text(f"{who} failed: {event.reason}", style="bold red")
-        case Stopped():
-            return Text(f"stopped after step {event.step}: {event.reason}", style="yellow")
-        case _:
-            return _checkpoint_line(event) or _failure_line(event)
+    """Returns the line to print for an event; None for events that only update numbers."""
+    line = _training_line(event) or _checkpoint_line(event) or _failure_line(event)
+    # Text, not markup: a path or a message may contain brackets, which rich would read as a style.
+    return None if line is None else Text(line[0], style=line[1])
 
 
 def step_line(event: Step, steps: int, left: float | None) -> Text:
@@ -255,72 +196,88 @@ def step_line(event: Step, steps: int, left: float | None) -> Text:
     return Text("  ".join(parts))
 
 
-def _checkpoint_line(event: Event) -> Text | None:
-    """Events of a checkpoint: restored, saved, uploaded, exported, or why not."""
+_Line = tuple[str, str] | None
+"""Text and style of a line."""
+
+
+def _training_line(event: Event) -> _Line:
     match event:
-        case Restored():
-            return Text(f"restored step {event.step} from {_name(event.path)} in {duration(event.seconds)}", style="green")
-        case Saved():
-            stall = "" if event.stall > 0.9 * event.seconds else f", training waited {duration(event.stall)}"
-            return Text(
-                f"step {event.step}  saved {_name(event.path)}  {size(event.bytes)} in {duration(event.seconds)}{stall}",
-                style="green",
-            )
-        case Uploaded():
-            skipped = f"; {len(event.skipped)} earlier skipped" if event.skipped else ""
-            return Text(
-                f"step {event.step}  uploaded to {event.url}  {size(event.bytes)} in {duration(event.seconds)}{skipped}",
-                style="green",
-            )
-        case UploadFailed():
-            return Text(
-                f"step {event.step}  NOT UPLOADED to {event.url}: {event.reason}; it remains in the run directory",
-                style="bold red",
-            )
-        case SaveFailed():
-            return Text(f"step {event.step}  NOT SAVED: {event.reason}; earlier checkpoints are untouched", style="bold red")
-        case Exported():
-            return Text(
-                f"step {event.step}  exported for transformers: hf/{_name(event.path)} in {duration(event.seconds)}; "
-                f"logits differ by {event.difference:.1g}",
-                style="green",
-            )
-        case ExportFailed():
-            return Text(f"step {event.step}  NOT EXPORTED: {event.reason}; its checkpoint is untouched", style="bold red")
-        case CheckpointDamaged():
-            return Text(f"checkpoint {_name(event.path)} is damaged and was skipped: {event.reason}", style="yellow")
+        case RunStarted():
+            ranks = f"{event.ranks} {_DEVICES.get(event.device, event.device)} rank{'s' if event.ranks > 1 else ''}"
+            work = f"{event.accumulation} × {event.micro_batch} sequences per rank and step"
+            return f"training {count(event.parameters)} parameters on {ranks} in {event.compute}, {work}", "bold"
+        case records.WeightsLoaded():
+            return f"loaded initial weights from {event.path} in {duration(event.seconds)}", "green"
+        case StepSkipped():
+            why = "" if event.reason == "not finite" else f" as a {event.reason}"
+            numbers = f"loss {number(event.loss)}, gradient norm {number(event.grad_norm, 2)} ({event.in_a_row} in a row)"
+            return f"step {event.step} skipped{why}: {numbers}; the weights are unchanged", "yellow"
+        case Evaluated():
+            spent = duration(event.seconds)
+            return f"step {event.step}  held-out loss {number(event.loss)}  {spent}{_by_source(event)}", "cyan"
+        case records.Warned():
+            return f"warning: {event.message}", "yellow"
+        case records.WorkerFailed():
+            who = "a worker" if event.rank is None else f"rank {event.rank}"
+            return f"{who} failed: {event.reason}", "bold red"
+        case records.Stopped():
+            return f"stopped after step {event.step}: {event.reason}", "yellow"
         case _:
             return None
 
 
-def _failure_line(event: Event) -> Text | None:
+def _checkpoint_line(event: Event) -> _Line:
+    """Events of a checkpoint: restored, saved, uploaded, exported, or why not."""
+    match event:
+        case records.Restored():
+            return f"restored step {event.step} from {_name(event.path)} in {duration(event.seconds)}", "green"
+        case records.Saved():
+            stall = "" if event.stall > 0.9 * event.seconds else f", training waited {duration(event.stall)}"
+            written = f"{_name(event.path)}  {size(event.bytes)} in {duration(event.seconds)}"
+            return f"step {event.step}  saved {written}{stall}", "green"
+        case records.Uploaded():
+            skipped = f"; {len(event.skipped)} earlier skipped" if event.skipped else ""
+            sent = f"{event.url}  {size(event.bytes)} in {duration(event.seconds)}"
+            return f"step {event.step}  uploaded to {sent}{skipped}", "green"
+        case records.UploadFailed():
+            why = f"{event.reason}; it remains in the run directory"
+            return f"step {event.step}  NOT UPLOADED to {event.url}: {why}", "bold red"
+        case records.SaveFailed():
+            return f"step {event.step}  NOT SAVED: {event.reason}; earlier checkpoints are untouched", "bold red"
+        case records.Exported():
+            written = f"hf/{_name(event.path)} in {duration(event.seconds)}; logits differ by {event.difference:.1g}"
+            return f"step {event.step}  exported for transformers: {written}", "green"
+        case records.ExportFailed():
+            return f"step {event.step}  NOT EXPORTED: {event.reason}; its checkpoint is untouched", "bold red"
+        case records.CheckpointDamaged():
+            return f"checkpoint {_name(event.path)} is damaged and was skipped: {event.reason}", "yellow"
+        case _:
+            return None
+
+
+def _failure_line(event: Event) -> _Line:
     """Events of failures and of recoveries from them."""
     match event:
-        case FailureNoticed():
-            return Text(f"failure {event.number}: {event.message}", style="bold red")
-        case Recovered():
+        case records.FailureNoticed():
+            return f"failure {event.number}: {event.message}", "bold red"
+        case records.Recovered():
             lost = f", {event.steps_lost} step{'s' if event.steps_lost > 1 else ''} to repeat" if event.steps_lost else ""
+            how = f"{_ACTIONS.get(event.action, event.action)}; {event.ranks} ranks continue after step {event.step}"
             source = _SOURCES.get(event.source, "step 0")
-            return Text(
-                f"recovered in {duration(event.seconds)}: {_ACTIONS.get(event.action, event.action)}; {event.ranks} ranks continue "
-                f"after step {event.step} from {source}{lost}",
-                style="green",
-            )
-        case ControllerChanged():
-            return Text(f"node {event.node} is now the controller", style="yellow")
-        case Straggling() | Corrupted() | NotFinite():
-            return Text(event.message, style="yellow")
-        case Rewound():
+            return f"recovered in {duration(event.seconds)}: {how} from {source}{lost}", "green"
+        case records.ControllerChanged():
+            return f"node {event.node} is now the controller", "yellow"
+        case records.Straggling() | records.Corrupted() | records.NotFinite():
+            return event.message, "yellow"
+        case records.Rewound():
             first, end = event.skipped_samples
-            return Text(
-                f"rolled back from step {event.step} to step {event.to_step}; sequences {first} to {end - 1} are skipped",
-                style="yellow",
-            )
-        case StrangerRefused():
+            where = f"from step {event.step} to step {event.to_step}"
+            return f"rolled back {where}; sequences {first} to {end - 1} are skipped", "yellow"
+        case records.StrangerRefused():
             total = f" ({event.count} in all)" if event.count > 1 else ""
-            return Text(f"node {event.node} refused a connection from {event.address}{total}: {event.reason}", style="yellow")
-        case FaultInjected():
-            return Text(f"chaos: {event.fault}", style="magenta")
+            return f"node {event.node} refused a connection from {event.address}{total}: {event.reason}", "yellow"
+        case records.FaultInjected():
+            return f"chaos: {event.fault}", "magenta"
         case _:
             return None
 
@@ -330,11 +287,10 @@ def _by_source(event: Evaluated) -> str:
     if len(event.sources) < 2:
         return ""
     width = max(len(name) for name in event.sources)
-    lines = [
+    return "".join(
         f"\n    {name:<{width}}  loss {number(values['loss'])}  perplexity {number(values['perplexity'], 2)}"
         for name, values in event.sources.items()
-    ]
-    return "".join(lines)
+    )
 
 
 def _name(path: str) -> str:

@@ -19,20 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.dashboard.numbers import count, duration, number, percent, short_duration, size
-from phalanx.events.records import (
-    Evaluated,
-    Event,
-    Finished,
-    Recovered,
-    Restored,
-    RunStarted,
-    Saved,
-    Step,
-    StepSkipped,
-    Stopped,
-    WorkerFailed,
-    plain,
-)
+from phalanx.events import records
+from phalanx.events.records import Evaluated, Event, RunStarted, Step, StepSkipped
 
 LOSS_CURVE = "loss.png"
 """File name of the loss curve in a run directory."""
@@ -55,7 +43,7 @@ def history(events: Iterable[Event]) -> History:
     for event in events:
         if isinstance(event, RunStarted):
             result.launch, first_step = [], True
-        elif isinstance(event, Restored):
+        elif isinstance(event, records.Restored):
             _drop_from(result, event.step + 1)
         elif isinstance(event, Step | StepSkipped):
             if first_step or event.step in result.steps:
@@ -134,7 +122,7 @@ class Summary:
 
     def to_json(self, run_dir: Path | str) -> dict[str, Any]:
         """Returns the summary for programs. Numbers that JSON lacks become strings, as in events.jsonl."""
-        return {key: plain(value) for key, value in asdict(self).items()} | {"run_dir": str(run_dir)}
+        return {key: records.plain(value) for key, value in asdict(self).items()} | {"run_dir": str(run_dir)}
 
     def render(self, console: Console, run_dir: Path | str) -> None:
         """Prints the closing panel: result, speed, and where the files are."""
@@ -192,10 +180,10 @@ def summarize(events: Iterable[Event]) -> Summary:
     begin = max((index for index, event in enumerate(events) if isinstance(event, RunStarted)), default=0)
     launch = events[begin:]
     started = next((event for event in launch if isinstance(event, RunStarted)), None)
-    ends = [event for event in launch if isinstance(event, Finished | Stopped)]
-    failures = [event.reason for event in launch if isinstance(event, WorkerFailed)]
-    recoveries = [event for event in launch if isinstance(event, Recovered) and event.failures]
-    saved = [event.path for event in events if isinstance(event, Saved)]
+    ends = [event for event in launch if isinstance(event, records.Finished | records.Stopped)]
+    failures = [event.reason for event in launch if isinstance(event, records.WorkerFailed)]
+    recoveries = [event for event in launch if isinstance(event, records.Recovered) and event.failures]
+    saved = [event.path for event in events if isinstance(event, records.Saved)]
     steps = [known.steps[step] for step in sorted(known.steps)]
     last_evaluation = known.evaluations[max(known.evaluations)] if known.evaluations else None
     reached = [*known.steps, *(event.step for event in ends), *(event.step for event in known.skipped)]
@@ -226,7 +214,7 @@ def summarize(events: Iterable[Event]) -> Summary:
         ranks=started.ranks if started else 0,
         parameters=started.parameters if started else 0,
         checkpoint=saved[-1] if saved else None,
-        finished=any(isinstance(event, Finished) for event in ends),
+        finished=any(isinstance(event, records.Finished) for event in ends),
         failure=failures[0] if failures else None,
     )
 
