@@ -10,7 +10,6 @@ import typer
 
 from phalanx.cli.options import AsJson, Overrides, RunFile
 from phalanx.cli.output import console, print_json
-from phalanx.dashboard.verify_report import show_campaign, show_line, show_report
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import load
 from phalanx.spec.run import Run
@@ -61,19 +60,21 @@ def verify(
     result: Mapping[str, object]
     if chaos:
         from phalanx.verification import chaos_campaign as campaigns
+        from phalanx.verification.verify_report import show_campaign
 
         planned = campaigns.campaign(run, steps=steps, faults=faults, seed=seed)
-        campaign = campaigns.verify(planned, lambda text: console.print(text, style="dim")).to_json()
+        campaign = campaigns.verify(planned, lambda text: console.print(text, style="dim"))
         show_campaign(console, campaign)
-        passed, result = campaign["passed"], campaign
+        passed, result = campaign.passed, campaign.to_json()
     elif layouts == "all":
         passed, result = _sweep(run, steps or _STEPS, ranks, count)
     else:
         from phalanx.verification.parity import verify as prove
+        from phalanx.verification.verify_report import show_report
 
-        report = prove(run, steps=steps or _STEPS, ranks=ranks, account=account).to_json()
+        report = prove(run, steps=steps or _STEPS, ranks=ranks, account=account)
         show_report(console, report)
-        passed, result = report["passed"], report
+        passed, result = report.passed, report.to_json()
     if json:
         print_json(result)
     raise typer.Exit(0 if passed else 1)
@@ -81,11 +82,14 @@ def verify(
 
 def _sweep(run: Run, steps: int, ranks: int | None, count: int) -> tuple[bool, Mapping[str, object]]:
     from phalanx.verification.parity import sweep
+    from phalanx.verification.verify_report import show_line
 
     reports = []
     for number, report in enumerate(sweep(run, ranks=ranks, steps=steps, count=count), start=1):
-        reports.append(report.to_json())
-        show_line(console, number, reports[-1])
-    passed = [report["passed"] for report in reports]
-    console.print(f"{sum(passed)} of {len(passed)} layouts passed", style="bold green" if all(passed) else "bold red")
-    return all(passed) and bool(passed), {"passed": all(passed) and bool(passed), "layouts": reports}
+        reports.append(report)
+        show_line(console, number, report)
+    good = sum(report.passed for report in reports)
+    passed = good == len(reports)
+    console.print(f"{good} of {len(reports)} layouts passed", style="bold green" if passed else "bold red")
+    passed = passed and bool(reports)
+    return passed, {"passed": passed, "layouts": [report.to_json() for report in reports]}

@@ -18,7 +18,6 @@ from phalanx.checkpointing.checkpoint_diff import Difference, compare
 from phalanx.checkpointing.find_checkpoint import locate
 from phalanx.checkpointing.replicas import shm_slots
 from phalanx.checkpointing.restore import CheckpointReader
-from phalanx.dashboard.verify_report import CampaignTable
 from phalanx.events.fault_log import FaultClaims
 from phalanx.events.log import read_events
 from phalanx.events.records import Event, Recovered
@@ -191,7 +190,7 @@ class CampaignReport:
     def passed(self) -> bool:
         return bool(self.verdicts) and all(verdict.passed for verdict in self.verdicts)
 
-    def to_json(self) -> CampaignTable:
+    def to_json(self) -> dict[str, object]:
         run = self.campaign.run
         return {
             "passed": self.passed,
@@ -199,8 +198,8 @@ class CampaignReport:
             "ranks": run.layout.ranks,
             "nodes": run.cluster.nodes,
             "steps": run.steps,
-            "checks": [verdict.to_json() for verdict in self.verdicts],
-            "faults": [outcome.to_json() for outcome in self.outcomes],
+            "checks": [asdict(verdict) for verdict in self.verdicts],
+            "faults": [asdict(outcome) for outcome in self.outcomes],
             "recoveries": self.recoveries,
             "steps_lost": self.steps_lost,
             "seconds": {"undisturbed": self.seconds[0], "disturbed": self.seconds[1]},

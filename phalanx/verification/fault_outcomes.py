@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import cast
+from dataclasses import dataclass, replace
 
-from phalanx.dashboard.verify_report import FaultTable, VerdictTable
 from phalanx.events.fault_log import fault_record
 from phalanx.events.records import (
     Corrupted,
@@ -54,9 +52,6 @@ class FaultOutcome:
     passed: bool = True
     """Whether it was detected if it must be, with the right rank or node."""
 
-    def to_json(self) -> FaultTable:
-        return cast(FaultTable, asdict(self))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
@@ -65,9 +60,6 @@ class Verdict:
     name: str
     passed: bool
     said: str
-
-    def to_json(self) -> VerdictTable:
-        return cast(VerdictTable, asdict(self))
 
 
 def fault_outcomes(

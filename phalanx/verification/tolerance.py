@@ -8,11 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from torch import Tensor
-
-from phalanx.dashboard.verify_report import CheckTable
 
 FLOOR = 1e-2
 """Minimum scale of a tensor, relative to the largest element of all tensors: some gradients are zero except for rounding, such as
@@ -103,9 +101,9 @@ class Check:
     def passed(self) -> bool:
         return self.largest <= self.accepted  # false for NaN
 
-    def to_json(self) -> CheckTable:
+    def to_json(self) -> dict[str, object]:
         accepted = self.accepted if self.judged else None
-        return cast(CheckTable, asdict(self) | {"accepted": accepted, "judged": self.judged, "passed": self.passed})
+        return asdict(self) | {"accepted": accepted, "judged": self.judged, "passed": self.passed}
 
 
 def difference(found: Tensor, expected: Tensor, scale: float) -> float:

@@ -17,7 +17,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from phalanx.cli.main import app
-from phalanx.dashboard.verify_report import show_campaign
 from phalanx.events.fault_log import FaultClaims
 from phalanx.events.records import (
     Corrupted,
@@ -49,6 +48,7 @@ from phalanx.verification.fault_outcomes import (
     run_verdicts,
     same_layout,
 )
+from phalanx.verification.verify_report import show_campaign
 
 LAYOUT = {"data": 4}
 
@@ -306,7 +306,7 @@ def test_the_report_shows_every_fault_and_check(capsys: pytest.CaptureFixture[st
         seconds=(5.0, 12.0),
     )
     assert report.passed
-    show_campaign(Console(width=160), report.to_json())
+    show_campaign(Console(width=160), report)
     shown = capsys.readouterr().out
     for words in ("data 4: 4 CPU ranks as 2 nodes, 80 steps, 2 faults", "kill rank=3 step=2", "0.70 s", "rank 3 died", "not injected",
                   "kill: detected after 0.10 s (median of 1)", "the same tokens", "1 recoveries, 1 steps repeated", "passed"):  # fmt: skip

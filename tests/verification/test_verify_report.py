@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import io
-from typing import Any
 
 from rich.console import Console
 
-from phalanx.dashboard.verify_report import show_accounts
+from phalanx.verification.step_cost import RankAccount, Theory
+from phalanx.verification.verify_report import show_accounts
 
 
-def _report(ranks: int) -> dict[str, Any]:
-    accounts = [
-        {
-            "sent": {"shard": {"reduce-scatter": 1000 << 20, "all-gather": 900 << 20}}
-            | ({"pipeline": {"send": 4096}} if rank else {}),
-            "memory": {"parameters": (rank + 1) << 20, "gradients": 1 << 20, "optimizer": 2 << 20, "activations": 1023 << 20},
-        }
+def _accounts(ranks: int) -> list[RankAccount]:
+    sent = {"shard": {"reduce-scatter": 1000 << 20, "all-gather": 900 << 20}}
+    rest = {"gradients": 1 << 20, "optimizer": 2 << 20, "activations": 1023 << 20}
+    return [
+        RankAccount(sent | ({"pipeline": {"send": 4096}} if rank else {}), {"parameters": (rank + 1) << 20} | rest)
         for rank in range(ranks)
     ]
-    memory = {"parameters": 1 << 20, "gradients": 1 << 20, "optimizer": 2 << 20}
-    theory = {"sent": {"shard": 1900 << 20}, "memory": memory, "per_parameter": "2 + 14/4", "said": []}
-    return {"accounts": accounts, "theory": theory}
 
 
 def test_eight_ranks_fit_a_terminal_of_80_columns() -> None:
     out = io.StringIO()
-    show_accounts(Console(file=out, width=80), _report(8))
+    memory = {"parameters": 1 << 20, "gradients": 1 << 20, "optimizer": 2 << 20}
+    theory = Theory(sent={"shard": 1900 << 20}, memory=memory, per_parameter="2 + 14/4")
+    show_accounts(Console(file=out, width=80), _accounts(8), theory)
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.getvalue().splitlines() if line.startswith("│")]
     assert ["shard", "reduce-scatter", "1000.0 MiB", "all", "1000.0 MiB", ""] in rows
     assert ["shard", "all-gather", "900.0 MiB", "all", "900.0 MiB", "1.9 GiB"] in rows
