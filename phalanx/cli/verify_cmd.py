@@ -57,23 +57,19 @@ def verify(
     if faults is not None and not chaos:
         raise RunError(f"--faults {faults} is the number of faults that --chaos draws: add --chaos.")
     run = load(run_file, overrides or [])
+    from phalanx.verification import chaos_campaign, parity, verify_report
+
     result: Mapping[str, object]
     if chaos:
-        from phalanx.verification import chaos_campaign as campaigns
-        from phalanx.verification.verify_report import show_campaign
-
-        planned = campaigns.campaign(run, steps=steps, faults=faults, seed=seed)
-        campaign = campaigns.verify(planned, lambda text: console.print(text, style="dim"))
-        show_campaign(console, campaign)
+        planned = chaos_campaign.campaign(run, steps=steps, faults=faults, seed=seed)
+        campaign = chaos_campaign.verify(planned, lambda text: console.print(text, style="dim"))
+        verify_report.show_campaign(console, campaign)
         passed, result = campaign.passed, campaign.to_json()
     elif layouts == "all":
         passed, result = _sweep(run, steps or _STEPS, ranks, count)
     else:
-        from phalanx.verification.parity import verify as prove
-        from phalanx.verification.verify_report import show_report
-
-        report = prove(run, steps=steps or _STEPS, ranks=ranks, account=account)
-        show_report(console, report)
+        report = parity.verify(run, steps=steps or _STEPS, ranks=ranks, account=account)
+        verify_report.show_report(console, report)
         passed, result = report.passed, report.to_json()
     if json:
         print_json(result)
