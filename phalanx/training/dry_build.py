@@ -11,8 +11,6 @@ from itertools import count
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.parallel.mesh import Mesh
@@ -42,10 +40,8 @@ def dry_build(run: Run, layout: Layout, rank: int) -> Iterator[TrainState]:
     layout = replace(layout, data=layout.data or 1)
     if layout.stage_split == "measured" and layout.pipeline > 1:
         raise RunError(
-            [
-                'layout.stage_split = "measured" splits stages by times measured on the devices of a job, so they cannot be computed '
-                'without one: take "counted".'
-            ]
+            'layout.stage_split = "measured" splits stages by times measured on the devices of a job, so they cannot be computed '
+            'without one: take "counted".'
         )
     assert 0 <= rank < layout.ranks, f"rank {rank} of {layout.ranks}"
     # Offloading and recomputation change no slice of any tensor.
@@ -83,6 +79,8 @@ def fake_process_group(mesh: Mesh) -> Iterator[None]:
         yield
         return
     assert not dist.is_initialized(), "this process is already a rank of a job"
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # seconds of imports, like FSDP2 below
+
     dist.init_process_group("fake", store=FakeStore(), rank=mesh.rank, world_size=mesh.ranks)
     try:
         yield
@@ -94,6 +92,8 @@ def fake_process_group(mesh: Mesh) -> Iterator[None]:
 def lazy_fsdp_chunks() -> Iterator[None]:
     """Makes FSDP2 compute chunks of parameters on demand. It needs only the first chunk and its own, but computes those of all ranks,
     which takes more than ten seconds with thousands of ranks."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
     original = _fsdp_param._chunk_with_empty
     _fsdp_param._chunk_with_empty = _LazyChunks  # type: ignore[assignment]
     try:

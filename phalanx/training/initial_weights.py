@@ -32,27 +32,15 @@ def load(tensors: Mapping[str, StateTensor], shapes: Shapes, folder: Path) -> No
         files = WeightsFolder(folder)
         table = hf_mapping.match(files, spec)
         _check(folder, shapes, {entry.name: entry.shape for entry in table})
-        own = tuple(entry for entry in table if entry.name in tensors)
+        values = {name: state.tensor for name, state in tensors.items() if isinstance(state.tensor, Tensor)}
         offsets = {name: state.slice.offset for name, state in tensors.items()}
-        values = {entry.name: _read(tensors[entry.name]) for entry in own}
-        hf_mapping.fill(values, own, files.rows, offsets)
-        for name, value in values.items():
-            _write(tensors[name], value)
+        hf_mapping.fill(values, tuple(entry for entry in table if entry.name in values), files.rows, offsets)
         return
     checkpoint = find(folder).checkpoint
     reader = CheckpointReader(checkpoint)
     found = {name: shape for name in shapes if (shape := reader.shape(f"model/{name}")) is not None}
     _check(checkpoint, shapes, found)
     load_tensors(checkpoint, {f"model/{name}": tensors[name] for name in tensors if name in found})
-
-
-def _read(state: StateTensor) -> Tensor:
-    return state.tensor if isinstance(state.tensor, Tensor) else state.tensor.read()
-
-
-def _write(state: StateTensor, value: Tensor) -> None:
-    if not isinstance(state.tensor, Tensor):
-        state.tensor.write(value)
 
 
 def _check(folder: Path | Location, shapes: Shapes, found: Shapes) -> None:

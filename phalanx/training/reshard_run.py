@@ -10,7 +10,6 @@ import re
 import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.find_checkpoint import FoundCheckpoint, is_url
@@ -20,7 +19,7 @@ from phalanx.checkpointing.offline_writer import atomic_directory, reshard
 from phalanx.checkpointing.restore import CheckpointReader
 from phalanx.checkpointing.state_tensor import StateTensor
 from phalanx.spec.dump import dump
-from phalanx.spec.errors import RunError
+from phalanx.spec.errors import RunError, toml
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import load, loads
 from phalanx.spec.plan import Plan
@@ -51,14 +50,15 @@ class ReshardedRun:
     @property
     def distinct(self) -> list[int]:
         """Ranks that hold different states: one per replica group, unless experts are spread over replicas too."""
-        layout, degrees = self.layout, (self.layout.pipeline, self.layout.data or 1, self.layout.shard, self.layout.context)
+        layout = self.layout
         if layout.expert * layout.expert_tensor > 1 or self.run.optimizer.sync_every > 1:
             return list(range(layout.ranks))
-        coordinates = itertools.product(*map(range, (*degrees, layout.tensor)))
+        degrees = (layout.pipeline, layout.data or 1, layout.shard, layout.context, layout.tensor)
+        coordinates = itertools.product(*map(range, degrees))
         return [rank for rank, (_, data, _, context, _) in enumerate(coordinates) if not data and not context]
 
     def metadata(self, marker: Marker) -> RunMetadata:
-        """The metadata of a checkpoint on this layout: that of `marker` otherwise."""
+        """That of `marker`, but on this layout."""
         plan = self.plan.to_json() if self.plan is not None else None
         return replace(marker.run, layout=asdict(self.layout), run=dump(self.run), plan=plan)
 
@@ -70,10 +70,8 @@ def on_layout(found: FoundCheckpoint, marker: Marker, asked: str) -> ReshardedRu
     replicas = marker.run.replicas or layout.data
     if replicas != layout.data:
         raise RunError(
-            [
-                f"{found.checkpoint} holds {replicas} replicas, each with a state of its own (optimizer.sync_every = "
-                f"{run.optimizer.sync_every}), so it does not fit layout.data = {layout.data}: take data={replicas}."
-            ]
+            f"{found.checkpoint} holds {replicas} replicas, each with a state of its own (optimizer.sync_every = "
+            f"{run.optimizer.sync_every}), so it does not fit layout.data = {layout.data}: take data={replicas}."
         )
     return ReshardedRun(run, _plan(run, marker))
 
@@ -81,26 +79,23 @@ def on_layout(found: FoundCheckpoint, marker: Marker, asked: str) -> ReshardedRu
 def write(saved: CheckpointReader, found: FoundCheckpoint, resharded: ReshardedRun, out: str) -> Location:
     """Writes the checkpoint as this layout would have saved it: into a run directory, or, at a URL, into a folder of checkpoints as for
     `checkpoint.url`. Returns the checkpoint's location."""
-    shape = (resharded.layout.ranks, resharded.layout.pipeline)
-    step = saved.marker.step
-    if is_url(out):
-        if directory.step_dir(open_location(out), step).is_folder():
-            raise RunError([f"{directory.step_dir(open_location(out), step)} is already there: name another folder."])
-        resharded = replace(
-            resharded, run=replace(resharded.run, checkpoint=replace(resharded.run.checkpoint, url=out, local_first=False))
-        )
-        return reshard(saved, resharded.holds, shape, open_location(out), resharded.metadata(saved.marker))
-    resharded = replace(
-        resharded, run=replace(resharded.run, checkpoint=replace(resharded.run.checkpoint, url=None, local_first=False))
-    )
+    step, folder = saved.marker.step, open_location(out)
+    url = out if is_url(out) else None
+    checkpoint = replace(resharded.run.checkpoint, url=url, local_first=False)
+    resharded = replace(resharded, run=replace(resharded.run, checkpoint=checkpoint))
+    shape, metadata = (resharded.layout.ranks, resharded.layout.pipeline), resharded.metadata(saved.marker)
+    if url is not None:
+        if directory.step_dir(folder, step).is_folder():
+            raise RunError(f"{directory.step_dir(folder, step)} is already there: name another folder.")
+        return reshard(saved, resharded.holds, shape, folder, metadata)
     with atomic_directory(Path(out)) as unfinished:
         (unfinished / "run.toml").write_text(dump(resharded.run))
         if resharded.plan is not None:
             (unfinished / "plan.json").write_text(resharded.plan.to_json())
         if found.tokenizer is not None:
             shutil.copytree(found.tokenizer, unfinished / "tokenizer")
-        reshard(saved, resharded.holds, shape, open_location(unfinished / "checkpoints"), resharded.metadata(saved.marker))
-    return directory.step_dir(Path(out) / "checkpoints", step)
+        reshard(saved, resharded.holds, shape, open_location(unfinished / "checkpoints"), metadata)
+    return directory.step_dir(folder / "checkpoints", step)
 
 
 def on_saved_layout(found: FoundCheckpoint, marker: Marker) -> ReshardedRun | None:
@@ -114,27 +109,20 @@ def on_saved_layout(found: FoundCheckpoint, marker: Marker) -> ReshardedRun | No
 def _degrees(asked: str) -> list[str]:
     """A layout as overrides of a run file."""
     if asked.endswith(".toml") or Path(asked).is_file():
-        layout = load(asked).layout
         plain = asdict(Layout())
-        return [f"layout.{key}={_written(value)}" for key, value in asdict(layout).items() if value != plain[key]]
+        return [f"layout.{key}={toml(value)}" for key, value in asdict(load(asked).layout).items() if value != plain[key]]
     parts = [part.strip() for part in asked.split(",") if part.strip()]
     wrong = [part for part in parts if not re.fullmatch(r"[\w.]+\s*=\s*\S+", part)]
     if wrong or not parts:
         raise RunError(
-            [
-                f'The layout "{asked}" is not understood{f" at {wrong[0]}" if wrong else ""}: give degrees such as tensor=2,pipeline=2, '
-                "where all others are 1, or a run file."
-            ]
+            f'The layout "{asked}" is not understood{f" at {wrong[0]}" if wrong else ""}: give degrees such as tensor=2,pipeline=2, '
+            "where all others are 1, or a run file."
         )
     pairs = [part.split("=", 1) for part in parts]
     keys = [key.strip().removeprefix("layout.") for key, _ in pairs]
     if twice := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
-        raise RunError([f'The layout "{asked}" gives {twice[0]} more than once: give it once.'])
+        raise RunError(f'The layout "{asked}" gives {twice[0]} more than once: give it once.')
     return [f"layout.{key}={value.strip()}" for key, (_, value) in zip(keys, pairs, strict=True)]
-
-
-def _written(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _run(found: FoundCheckpoint, overrides: list[str]) -> Run:

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from phalanx.events.records import Evaluated, Event, Finished, Step, Stopped
 from phalanx.spec.run import Run
 
 Sink = Callable[[Event], None]
+Writer = tuple[Callable[[dict[str, float], int], object], Callable[[], object]]
+"""Writes the values of a step; ends."""
 
 
 def sinks(run: Run, directory: Path) -> list[Sink]:
     """Opens the sinks that this run asks for."""
-    opened: list[Sink] = []
+    writers = []
     if run.watch.tensorboard:
-        opened.append(_tensorboard(directory))
+        writers.append(_tensorboard(directory))
     if run.watch.wandb:
-        opened.append(_wandb(run, directory))
-    return opened
+        writers.append(_wandb(run, directory))
+    return [partial(_write, writer) for writer in writers]
+
+
+def _write(writer: Writer, event: Event) -> None:
+    write, end = writer
+    if values := curves(event):
+        write(values, event.step)  # type: ignore[attr-defined]
+    if isinstance(event, Finished | Stopped):
+        end()
 
 
 def curves(event: Event) -> dict[str, float]:
@@ -43,37 +54,22 @@ def curves(event: Event) -> dict[str, float]:
             return {}
 
 
-def _tensorboard(directory: Path) -> Sink:
+def _tensorboard(directory: Path) -> Writer:
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(directory / "tensorboard")
 
-    def write(event: Event) -> None:
-        for name, value in curves(event).items():
-            writer.add_scalar(name, value, event.step)  # type: ignore[attr-defined]
-        if isinstance(event, Finished | Stopped):
-            writer.close()
+    def write(values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
 
-    return write
+    return write, writer.close
 
 
-def _wandb(run: Run, directory: Path) -> Sink:
+def _wandb(run: Run, directory: Path) -> Writer:
     import wandb
 
     # The run directory's name is the id, so that a resumed run continues its curves.
-    session = wandb.init(
-        project=run.watch.wandb_project,
-        name=directory.name,
-        id=directory.name,
-        resume="allow",
-        dir=directory,
-        config=asdict(run),
-    )
-
-    def write(event: Event) -> None:
-        if values := curves(event):
-            session.log(values, step=event.step)  # type: ignore[attr-defined]
-        if isinstance(event, Finished | Stopped):
-            session.finish()
-
-    return write
+    name, project = directory.name, run.watch.wandb_project
+    session = wandb.init(project=project, name=name, id=name, resume="allow", dir=directory, config=asdict(run))
+    return lambda values, step: session.log(values, step=step), session.finish

@@ -58,6 +58,7 @@ class StepTotals:
         self._model, self._mesh, self._loads = model, model.mesh, loads or Loads({}, {})
         # fp64: sums do not depend on the order of ranks and micro-batches; sums of checksums and counts are exact.
         self._sums = torch.zeros(3 + self._loads.size, dtype=torch.float64, device=self._mesh.device)
+        self.loss, self.tokens, self.digest = self._sums[:3].unbind()
         self._flags = torch.zeros(2, dtype=torch.float64)
         self._group_tokens = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         self.own_loss = self._group_tokens
@@ -65,21 +66,9 @@ class StepTotals:
         self._works: list[dist.Work | None] | None = None
 
     @property
-    def loss(self) -> Tensor:
-        return self._sums[0]
-
-    @property
-    def tokens(self) -> Tensor:
-        return self._sums[1]
-
-    @property
     def own_tokens(self) -> Tensor:
         """Tokens of the ranks that take this step together: all ranks, except with local SGD."""
         return self._group_tokens if self._model.step_group.size < self._mesh.ranks else self.tokens
-
-    @property
-    def digest(self) -> Tensor:
-        return self._sums[2]
 
     @property
     def loads(self) -> dict[str, Tensor]:
@@ -100,12 +89,12 @@ class StepTotals:
 
     def add_loss(self, loss: Tensor, batch: MicroBatch) -> None:
         if self._model.reports_loss:
-            self._sums[0] += loss
-            self._sums[1] += batch.counted
+            self.loss += loss
+            self.tokens += batch.counted
 
     def add_digest(self, batch: MicroBatch) -> None:
         if self._mesh.is_replica_leader:
-            self._sums[2] += batch.digest
+            self.digest += batch.digest
 
     def stop(self, request: int = STOP) -> None:
         self._flags[0] = request
@@ -114,10 +103,10 @@ class StepTotals:
         """Starts the reductions, once per step: before those of the gradients, in the same order on every rank."""
         if self._works is None:
             self._loads.put(self._sums[3:])
-            self.own_loss = self._sums[0].clone()
+            self.own_loss = self.loss.clone()
             self._flags[1] = accelerator.of(self._mesh.device).max_memory_allocated()
             if self._model.step_group.size < self._mesh.ranks:
-                self._group_tokens = self._model.step_group.all_reduce(self._sums[1].clone())
+                self._group_tokens = self._model.step_group.all_reduce(self.tokens.clone())
             self._works = [self._mesh.start_all_reduce(self._sums), self._mesh.start_all_reduce(self._flags, dist.ReduceOp.MAX)]
 
     def wait(self) -> None:

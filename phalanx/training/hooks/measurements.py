@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.events.heartbeat import Heartbeat, Phase
-from phalanx.events.records import Step, StepAccounted, StepSkipped, StepTimed
+from phalanx.events.records import Event, Step, StepAccounted, StepSkipped, StepTimed
 from phalanx.observe.comm_timer import COMM_TIMER, Clock, span
 from phalanx.observe.counters import MemoryCounter, TrafficCounter, count_flops
 from phalanx.parallel.sharded_model import ShardedModel
@@ -59,17 +59,28 @@ class HeartbeatHook(StepHook):
         self._heartbeat.enter("evaluating")
 
 
-class StepAccounting(StepHook):
-    """Counts bytes sent, memory and FLOPs of one step of a launch."""
+class _Measurement(StepHook):
+    """Measures some of the first steps of a launch."""
 
-    def __init__(self, run: Run, state: TrainState):
-        self._state = state
-        self._is_pending = not run.memory.compile  # tracing every operation would break the graphs of compiled blocks
+    def __init__(self) -> None:
         self._steps = 0
-        self._record: StepAccounted | None = None
+        self._record: Event | None = None
 
     def before_batch(self, step: int) -> None:
         self._steps += 1
+
+    def take_measurement(self) -> Event | None:
+        record, self._record = self._record, None
+        return record
+
+
+class StepAccounting(_Measurement):
+    """Counts bytes sent, memory and FLOPs of one step of a launch."""
+
+    def __init__(self, run: Run, state: TrainState):
+        super().__init__()
+        self._state = state
+        self._is_pending = not run.memory.compile  # tracing every operation would break the graphs of compiled blocks
 
     @contextmanager
     def around_compute(self, step: int) -> Iterator[None]:
@@ -99,12 +110,8 @@ class StepAccounting(StepHook):
             flops={"all": counter.flops, "repeated": counter.repeated},
         )
 
-    def take_measurement(self) -> StepAccounted | None:
-        record, self._record = self._record, None
-        return record
 
-
-class StepTiming(StepHook):
+class StepTiming(_Measurement):
     """Times a few steps by part: compute, waits by technique, optimizer, data loading.
 
     The program marks the parts of a step with `span`, and every wait between ranks with its technique; both do nothing without a
@@ -112,18 +119,16 @@ class StepTiming(StepHook):
     """
 
     def __init__(self, run: Run, plan: Plan, model: ShardedModel):
+        super().__init__()
         layout, self._model = plan.layout, model
         # Compiled blocks do not report what they wait for, so nothing is timed where ranks communicate inside of blocks.
         inside_blocks = layout.tensor * layout.context * layout.expert * layout.expert_tensor > 1
         self.enabled = not (run.memory.compile and inside_blocks)
-        self._steps = 0
         self._clock: Clock | None = None
-        self._record: StepTimed | None = None
 
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:
-        self._steps += 1
-        if not self.enabled or self._steps not in _TIMED:
+        if not self.enabled or self._steps + 1 not in _TIMED:  # the batch comes later
             yield
             return
         clock = Clock(self._model.mesh.device)
@@ -138,10 +143,6 @@ class StepTiming(StepHook):
         clock, self._clock = self._clock, None
         if clock is not None and isinstance(record, Step):
             self._record = StepTimed(step=record.step, rank=self._model.mesh.rank, seconds=clock.seconds, parts=clock.parts)
-
-    def take_measurement(self) -> StepTimed | None:
-        record, self._record = self._record, None
-        return record
 
 
 @contextmanager
