@@ -14,6 +14,7 @@ from phalanx.checkpointing.location import Location, open_location
 from phalanx.checkpointing.restore import CheckpointReader
 from phalanx.checkpointing.save import Saver
 from phalanx.checkpointing.state_tensor import StateTensor
+from phalanx.events.records import Saved
 from phalanx.parallel.mesh import Mesh
 
 
@@ -22,7 +23,7 @@ def saved(folder: Path, step: int, tensors: Mapping[str, Tensor | StateTensor], 
     saver = Saver(open_location(folder), mesh)
     (ended,) = saver.save(step, tensors, RunMetadata.from_json(contents), wait=True)
     saver.close()
-    assert ended.failure is None, ended.failure
+    assert isinstance(ended, Saved), ended
     return Path(ended.path)
 
 

@@ -20,6 +20,7 @@ from phalanx.checkpointing.format import RankFile, RunMetadata, write_rank_file
 from phalanx.checkpointing.location import Chunks, Location
 from phalanx.checkpointing.staging import Staging, live_bytes
 from phalanx.checkpointing.state_tensor import StateTensor, WrittenBox, as_state_tensors, written_boxes
+from phalanx.events.records import Event, Saved, SaveFailed, Warned
 from phalanx.spec.errors import PhalanxError
 
 _POLL = 0.02  # seconds between two checks whether all ranks have written
@@ -89,26 +90,6 @@ def failure_text(error: BaseException) -> str:
     return str(error) if isinstance(error, PhalanxError) else f"{type(error).__name__}: {error}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveOutcome:
-    """The result of a save."""
-
-    step: int
-    path: str
-    """Where the checkpoint is, or would be."""
-    failure: str | None
-    """Why there is none."""
-    bytes: int = 0
-    seconds: float = 0.0
-    """From the call of `save` until the checkpoint was complete."""
-    stall: float = 0.0
-    """Seconds of these in which training stood still, on rank 0: the process, or its device."""
-    write: float = 0.0
-    """Seconds of these from rank 0's first written byte on."""
-    note: str | None = None
-    """A warning for the user, although the save succeeded."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Save:
     """A save in progress, on this rank."""
@@ -134,8 +115,8 @@ class Saver:
         self._checkpoints, self._ranks, self._retain = checkpoints, ranks, retain
         self._staging = Staging(ranks.device)
         self._thread: threading.Thread | None = None
-        self._outcome: SaveOutcome | None = None
-        self.last: SaveOutcome | None = None
+        self._ended: list[Event] = []
+        self.last: Event | None = None
         """The save that ended last; the same on all ranks after `save` and `settle`."""
         self._closed_at: float | None = None
         self._stall = 0.0
@@ -146,16 +127,16 @@ class Saver:
 
     def save(
         self, step: int, tensors: Mapping[str, Tensor | StateTensor], metadata: RunMetadata | None = None, *, wait: bool
-    ) -> list[SaveOutcome]:
+    ) -> list[Event]:
         """Start a save of the current state; all ranks call it together. With `wait`, also complete it, without a copy of the state.
         Otherwise call `release` before the state changes.
 
-        Returns the saves that have ended by now: the previous one and, if it could not start or was waited for, this one.
+        Returns the events of saves that have ended by now: the previous one and, if it could not start or was waited for, this one.
         """
         started = time.perf_counter()
         ended = self.settle()
         begun = self._begin(step)
-        if isinstance(begun, SaveOutcome):
+        if isinstance(begun, SaveFailed):
             self.last = begun
             return [*ended, begun]
         partial, ballot = begun
@@ -173,7 +154,7 @@ class Saver:
             self._thread.join()  # on this rank alone: others may have had memory for a copy
         return [*ended, *self.settle()] if wait else ended
 
-    def _begin(self, step: int) -> tuple[Location, Ballot] | SaveOutcome:
+    def _begin(self, step: int) -> tuple[Location, Ballot] | SaveFailed:
         """Rank 0 creates the folder."""
         failure, number = None, 0
         if self._ranks.rank == 0:
@@ -186,7 +167,7 @@ class Saver:
                 failure = failure_text(error)
         failure, number = self._ranks.broadcast_object((failure, number))
         if failure is not None:
-            return SaveOutcome(step=step, path=str(directory.step_dir(self._checkpoints, step)), failure=failure)
+            return SaveFailed(step=step, path=str(directory.step_dir(self._checkpoints, step)), reason=failure)
         return directory.partial_dir(self._checkpoints, step), Ballot(self._ranks, f"save-{number}")
 
     def _write(self, save: _Save) -> None:
@@ -212,10 +193,12 @@ class Saver:
             note = self._clean_up(save.partial, path, failure) or note
         seconds = time.perf_counter() - save.started
         stall = seconds if save.waited else self._stall + self._staging.device_wait()
-        self._outcome = SaveOutcome(
-            step=save.step, path=str(path), failure=failure, bytes=size, seconds=seconds, stall=stall,
-            write=time.perf_counter() - first_byte, note=note,
+        write_seconds = time.perf_counter() - first_byte
+        event: Event = SaveFailed(step=save.step, path=str(path), reason=failure) if failure is not None else Saved(
+            step=save.step, path=str(path), bytes=size, seconds=seconds, stall=stall, write_seconds=write_seconds,
+            bytes_per_second=size / max(write_seconds, 1e-9),
         )  # fmt: skip
+        self._ended = [*([Warned(message=note)] if note else []), event]
 
     def _commit(self, save: _Save) -> str | None:
         """On rank 0, when all ranks have written; returns why there is no checkpoint."""
@@ -248,28 +231,27 @@ class Saver:
         self._staging.release()
         self._stall += time.perf_counter() - started
 
-    def ended(self) -> list[SaveOutcome]:
-        """The saves that have ended, without waiting. Call it on rank 0, which knows the outcome for all ranks."""
+    def ended(self) -> list[Event]:
+        """The events of saves that have ended, without waiting. Call it on rank 0, which knows the outcome for all ranks."""
         if self._thread is None or self._thread.is_alive():
             return []
         self._thread.join()
         self._thread = None
-        return self._take_outcome()
+        return self._take_ended()
 
-    def settle(self) -> list[SaveOutcome]:
+    def settle(self) -> list[Event]:
         """Wait for the save in progress, all ranks together; afterwards every rank knows its outcome."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        ended, self.last = self._ranks.broadcast_object((self._take_outcome(), self.last))
+        ended, self.last = self._ranks.broadcast_object((self._take_ended(), self.last))
         return list(ended)
 
-    def _take_outcome(self) -> list[SaveOutcome]:
-        outcome, self._outcome = self._outcome, None
-        if outcome is None:
-            return []
-        self.last = outcome
-        return [outcome]
+    def _take_ended(self) -> list[Event]:
+        ended, self._ended = self._ended, []
+        if ended:
+            self.last = ended[-1]
+        return ended
 
     def close(self) -> None:
         """Wait for this rank's file, but not long for other ranks: when a run fails during a save, they may be gone."""

@@ -11,28 +11,15 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.format import BLOCK, FileRecord, file_checksum, sidecar_name, write_file
 from phalanx.checkpointing.location import Location, retry
 from phalanx.checkpointing.save import Ballot, Ranks, failure_text
+from phalanx.events.records import Event, Uploaded, UploadFailed
 from phalanx.spec.errors import PhalanxError
 
 _SHORT_POLL, _LONG_POLL = 0.05, 2.0  # seconds between two looks at rank 0's decisions: soon after an event, and later
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UploadOutcome:
-    """The result of an upload."""
-
-    step: int
-    url: str
-    failure: str | None = None
-    bytes: int = 0
-    seconds: float = 0.0
-    skipped: list[int] = field(default_factory=list)
-    """Steps whose checkpoints were not uploaded because this one is newer."""
 
 
 class Uploader:
@@ -45,7 +32,7 @@ class Uploader:
         self._waiting: int | None = None
         self._running: int | None = None
         self._skipped: list[int] = []
-        self._ended: list[UploadOutcome] = []
+        self._ended: list[Event] = []
         self._closing = False
         # The store may have counted uploads of an earlier trainer. All ranks ask before any of them can start one.
         self._number = ranks.broadcast_object(ranks.store_add("uploads", 0) if ranks.rank == 0 else None)
@@ -72,13 +59,13 @@ class Uploader:
         with self._changed:
             return {directory.step_dir(self._source, step).name for step in (self._waiting, self._running) if step is not None}
 
-    def ended(self) -> list[UploadOutcome]:
+    def ended(self) -> list[Event]:
         """The uploads that have ended since the last call; known on rank 0."""
         with self._changed:
             ended, self._ended = self._ended, []
         return ended
 
-    def wait(self) -> list[UploadOutcome]:
+    def wait(self) -> list[Event]:
         """On rank 0: wait until nothing is left to upload."""
         with self._changed:
             self._changed.wait_for(lambda: (self._waiting is None and self._running is None) or not self._thread.is_alive())
@@ -103,11 +90,11 @@ class Uploader:
                 step, self._running, self._waiting = self._waiting, self._waiting, None
                 skipped, self._skipped = self._skipped, []
             assert step is not None
-            outcome = self._upload(step, skipped)
+            event = self._upload(step, skipped)
             with self._changed:
-                self._ended.append(outcome)
+                self._ended.append(event)
 
-    def _upload(self, step: int, skipped: list[int]) -> UploadOutcome:
+    def _upload(self, step: int, skipped: list[int]) -> Uploaded | UploadFailed:
         started = time.perf_counter()
         target = directory.step_dir(self._target, step)
         try:
@@ -121,15 +108,14 @@ class Uploader:
                 raise PhalanxError(failures)
             directory.publish(folder, (directory.step_dir(self._source, step) / directory.MARKER).read())
         except Exception as error:
-            return UploadOutcome(step=step, url=str(target), failure=failure_text(error), skipped=skipped)
+            return UploadFailed(step=step, url=str(target), reason=failure_text(error))
         try:
             self._retain(target)
         except Exception as error:
-            failure = f"it is complete, but what it replaces cannot be removed: {failure_text(error)}"
-            return UploadOutcome(step=step, url=str(target), failure=failure, skipped=skipped)
-        return UploadOutcome(
-            step=step, url=str(target), bytes=ballot.bytes, seconds=time.perf_counter() - started, skipped=skipped
-        )
+            reason = f"it is complete, but what it replaces cannot be removed: {failure_text(error)}"
+            return UploadFailed(step=step, url=str(target), reason=reason)
+        seconds = time.perf_counter() - started
+        return Uploaded(step=step, url=str(target), bytes=ballot.bytes, seconds=seconds, skipped=skipped)
 
     def _wait_for_all(self, ballot: Ballot) -> None:
         pause = _SHORT_POLL

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 from typing import cast
 
@@ -21,24 +20,14 @@ from phalanx.checkpointing.directory import DamagedCheckpoint
 from phalanx.checkpointing.format import Marker, RunMetadata, SavedProgress
 from phalanx.checkpointing.hf_folder import ReferenceLogits
 from phalanx.checkpointing.location import Location, open_location
-from phalanx.checkpointing.replicas.memory_checkpoint import CopyOutcome, MemoryCopies
+from phalanx.checkpointing.replicas.memory_checkpoint import MemoryCopies
 from phalanx.checkpointing.replicas.replica_index import MemoryLocation
 from phalanx.checkpointing.restore import load
-from phalanx.checkpointing.save import SaveOutcome, Saver, failure_text
+from phalanx.checkpointing.save import Saver, failure_text
 from phalanx.checkpointing.state_tensor import StateTensor
-from phalanx.checkpointing.upload import Uploader, UploadOutcome
+from phalanx.checkpointing.upload import Uploader
 from phalanx.data.dataset import Dataset
-from phalanx.events.records import (
-    CheckpointDamaged,
-    Copied,
-    Event,
-    Restored,
-    Saved,
-    SaveFailed,
-    Uploaded,
-    UploadFailed,
-    Warned,
-)
+from phalanx.events.records import CheckpointDamaged, Event, Restored, Saved
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import PhalanxError, RunFailed
@@ -69,7 +58,8 @@ class Checkpointer(StepHook):
         self._saver = Saver(self._location, mesh, self._on_saved)
         self._copy_every = run.checkpoint.memory_every or mesh.place.copy_every or 0
         self._copies = [_memory_copies(run, mesh)] if self._copy_every and mesh.place.replica_folder is not None else []
-        self._warned: set[str] = set()
+        self._background: list[Saver | MemoryCopies | Exports | Uploader]
+        self._background = [self._saver, *self._copies, self._exports, *self._uploads]
         self._newest: Location | None = None
         self.step: int | None = None
         """Step of the newest checkpoint, the same on all ranks."""
@@ -124,9 +114,7 @@ class Checkpointer(StepHook):
         """Events of saves, copies, exports and uploads that have ended since the last call, on rank 0."""
         if self._mesh.rank:
             return []
-        copied = [self._copy_events(copies.ended()) for copies in self._copies]
-        uploaded = [_upload_events(uploads.ended()) for uploads in self._uploads]
-        return list(chain(_save_events(self._saver.ended()), *copied, self._exports.ended(), *uploaded))
+        return [event for background in self._background for event in background.ended()]
 
     def before_update(self, context: StepContext) -> None:
         self.release()
@@ -139,8 +127,8 @@ class Checkpointer(StepHook):
 
     def settle(self) -> list[Event]:
         """Waits for the save and the copy in progress; all ranks call it together."""
-        copied = [self._copy_events(copies.settle()) for copies in self._copies]
-        return list(chain(*copied, self._record(self._saver.settle())))
+        copied = [event for copies in self._copies for event in copies.settle()]
+        return [*copied, *self._record(self._saver.settle())]
 
     def lacks_export(self) -> bool:
         """Whether the restored checkpoint was not exported by the run that saved it; all ranks call it together."""
@@ -163,17 +151,16 @@ class Checkpointer(StepHook):
         if self._mesh.rank == 0:
             ended = self._exports.wait()
             for uploads in self._uploads:
-                ended += _upload_events(uploads.finish())
+                ended += uploads.finish()
             if self._newest is not None and self._newest.parent == self._location:
                 self._prune(self._newest)  # checkpoints that exports and uploads needed until now
         broadcast(None)
         return ended
 
-    def _record(self, outcomes: list[SaveOutcome]) -> list[Event]:
-        last = self._saver.last
-        if last is not None and last.failure is None:
-            self.step = last.step
-        return _save_events(outcomes)
+    def _record(self, events: list[Event]) -> list[Event]:
+        if isinstance(self._saver.last, Saved):
+            self.step = self._saver.last.step
+        return events
 
     def _on_saved(self, checkpoint: Location) -> None:
         """Called on rank 0, in the saver's thread, when a checkpoint is complete."""
@@ -271,29 +258,8 @@ class Checkpointer(StepHook):
         return marker
 
     def close(self) -> None:
-        closes: list[Saver | Uploader | MemoryCopies | Exports] = [self._saver, *self._uploads, *self._copies, self._exports]
-        for background in closes:
+        for background in self._background:
             background.close()
-
-    def _copy_events(self, outcomes: list[CopyOutcome]) -> list[Event]:
-        events: list[Event] = []
-        for copy in outcomes:
-            if copy.failure is not None:
-                events += self._warn_once("There is no copy in memory of step {}: {}.", copy.step, copy.failure)
-                continue
-            if copy.problem is not None:
-                sentence = "The copy in memory of step {} is not whole on a second node: {}."
-                events += self._warn_once(sentence, copy.step, copy.problem)
-            fields = {name: getattr(copy, name) for name in ("step", "bytes", "seconds", "stall", "peer", "skipped")}
-            events.append(Copied(**fields))
-        return events
-
-    def _warn_once(self, sentence: str, step: int, reason: str) -> list[Event]:
-        """Warns once for each reason: copies are taken every few steps."""
-        if reason in self._warned:
-            return []
-        self._warned.add(reason)
-        return [Warned(message=sentence.format(step, reason))]
 
 
 def _memory_copies(run: Run, mesh: Mesh) -> MemoryCopies:
@@ -329,7 +295,7 @@ class _Uploads(Uploader):
         if checkpoint.parent == self._local and directory.MARKER not in (self.remote / checkpoint.name).entries():
             self.on_saved(checkpoint)
 
-    def finish(self) -> list[UploadOutcome]:
+    def finish(self) -> list[Event]:
         """Waits on rank 0 until everything is uploaded."""
         ended = self.wait()
         if self._to_prune is not None:
@@ -341,37 +307,6 @@ class _Uploads(Uploader):
         protected = self._exports.protected  # an export may read from the URL
         self._to_prune = uploaded if protected else None
         directory.prune(self.remote, self._spec.keep_last, uploaded, self._spec.keep_every, protected)
-
-
-def _save_events(outcomes: list[SaveOutcome]) -> list[Event]:
-    events: list[Event] = []
-    for save in outcomes:
-        if save.note:
-            events.append(Warned(message=save.note))
-        if save.failure is not None:
-            events.append(SaveFailed(step=save.step, path=save.path, reason=save.failure))
-            continue
-        events.append(
-            Saved(
-                step=save.step,
-                path=save.path,
-                bytes=save.bytes,
-                seconds=save.seconds,
-                stall=save.stall,
-                write_seconds=save.write,
-                bytes_per_second=save.bytes / max(save.write, 1e-9),
-            )
-        )
-    return events
-
-
-def _upload_events(outcomes: list[UploadOutcome]) -> list[Event]:
-    return [
-        UploadFailed(step=upload.step, url=upload.url, reason=upload.failure)
-        if upload.failure is not None
-        else Uploaded(step=upload.step, url=upload.url, bytes=upload.bytes, seconds=upload.seconds, skipped=upload.skipped)
-        for upload in outcomes
-    ]
 
 
 def _all_damaged(damaged: list[DamagedCheckpoint], until: int | None) -> str:

@@ -25,13 +25,14 @@ from torch import Tensor
 from phalanx.checkpointing import directory
 from phalanx.checkpointing.format import RunMetadata
 from phalanx.checkpointing.replicas import replica_index, shm_slots
-from phalanx.checkpointing.replicas.memory_checkpoint import CopyOutcome, MemoryCopies, SharedStaging
+from phalanx.checkpointing.replicas.memory_checkpoint import MemoryCopies, SharedStaging
 from phalanx.checkpointing.replicas.replica_index import MemoryLocation
 from phalanx.checkpointing.replicas.replica_protocol import request
 from phalanx.checkpointing.replicas.replica_server import ReplicaServer
 from phalanx.checkpointing.restore import load
 from phalanx.checkpointing.state_tensor import ReplicaGroup, StateTensor
 from phalanx.events.frames import Address, Refused
+from phalanx.events.records import Copied, Event, Warned
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
 from phalanx.verification.rank_pool import fork
@@ -122,7 +123,7 @@ def state_of(mesh: Mesh, step: int, rows: int = 1000) -> dict[str, StateTensor]:
     }
 
 
-def copy(mesh: Mesh, folders: list[Path], steps: list[int], generation: int = 0) -> list[CopyOutcome]:
+def copy(mesh: Mesh, folders: list[Path], steps: list[int], generation: int = 0) -> list[Event]:
     copies = MemoryCopies(mesh, folders[mesh.rank * len(folders) // mesh.ranks], generation)
     told = []
     for step in steps:
@@ -146,10 +147,7 @@ def test_memory_replicas_survive_any_single_node_loss(tmp_path: Path) -> None:
     with nodes(tmp_path, 3) as found:
         folders = [node.folder for node in found]
         told = run_ranks(copy, 3, folders, [5, 10])[0]
-        assert [(one.step, one.failure, one.problem, one.peer) for one in told] == [
-            (5, None, None, True),
-            (10, None, None, True),
-        ]
+        assert [(type(event), event.step, event.peer) for event in told] == [(Copied, 5, True), (Copied, 10, True)]
         found[1].lose()
         state = newest_state(addresses(found), TOKEN)
         assert state is not None
@@ -238,7 +236,7 @@ def test_a_worker_killed_at_any_time_leaves_only_complete_replicas(tmp_path: Pat
 def test_a_flipped_byte_in_a_replica_is_detected(tmp_path: Path) -> None:
     with nodes(tmp_path, 1) as (node,):
         told = copy(ALONE, [node.folder], [5])
-        assert [(one.failure, one.problem, one.peer) for one in told] == [(None, None, False)]
+        assert [(type(event), event.peer) for event in told] == [(Copied, False)]  # type: ignore[attr-defined]
         image = shm_slots.SlotDir(node.folder).slot(0, 0, "a")
         contents = bytearray(image.read_bytes())
         contents[len(contents) // 2] ^= 4
@@ -301,13 +299,10 @@ def test_too_little_memory_is_reported_with_numbers(tmp_path: Path, monkeypatch:
         monkeypatch.setattr("phalanx.checkpointing.replicas.memory_checkpoint.SharedStaging.begin", None)  # never come to
         copies.take(5, {"huge": huge}, RunMetadata())
         (told,) = copies.settle()
-        assert told.failure is not None
-        assert (
-            f"of rank 0 need {2 * real.f_blocks * real.f_frsize / 2**20:,.0f} MiB" in told.failure
-            and " MiB free" in told.failure
-        )
+        assert isinstance(told, Warned) and " MiB free" in told.message
+        assert f"of rank 0 need {2 * real.f_blocks * real.f_frsize / 2**20:,.0f} MiB" in told.message
         copies.take(10, {"huge": huge}, RunMetadata())
-        assert copies.off == told.failure and copies.settle() == []
+        assert copies.off is not None and copies.off in told.message and copies.settle() == []
 
 
 def test_free_memory_respects_the_cgroup_limit(tmp_path: Path) -> None:
@@ -321,9 +316,9 @@ def test_free_memory_respects_the_cgroup_limit(tmp_path: Path) -> None:
 def test_a_lost_peer_is_reported_and_the_local_replica_counts(tmp_path: Path) -> None:
     with nodes(tmp_path, 2) as found:
         found[1].lose()
-        (told,) = copy(ALONE, [found[0].folder], [5])
-        assert (told.failure, told.peer) == (None, False)
-        assert "rank 0: node 1: " in str(told.problem)
+        warning, copied_state = copy(ALONE, [found[0].folder], [5])
+        assert isinstance(copied_state, Copied) and not copied_state.peer
+        assert isinstance(warning, Warned) and "rank 0: node 1: " in warning.message
         assert loaded(newest_state(addresses(found), TOKEN)) == (5, True)
 
 
@@ -360,7 +355,7 @@ def test_copies_are_skipped_until_memory_is_ready(pace: float | None, tmp_path: 
         go_on.set()
         copies._reserving.join()  # type: ignore[union-attr]
         copies.take(3, state_of(ALONE, 3), RunMetadata(extra={"of": 3}))
-        assert [(one.step, one.failure, one.skipped) for one in copies.settle()] == [(3, None, 2)]
+        assert [(type(event), event.step, event.skipped) for event in copies.settle()] == [(Copied, 3, 2)]
         assert loaded(newest_state(addresses([node]), TOKEN)) == (3, True)
         copies.close()
 
@@ -384,13 +379,13 @@ def test_a_restarted_replica_server_serves_existing_replicas(tmp_path: Path) -> 
         node.process.kill()
         node.process.wait()
         copies.take(10, state_of(ALONE, 10), RunMetadata(extra={"of": 10}))
-        assert "refused" in str(copies.settle()[0].failure)
+        assert "refused" in copies.settle()[0].message
         again = ReplicaServer(node.folder, 0, TOKEN)
         serving = threading.Thread(target=again.serve)
         serving.start()
         assert loaded(newest_state([again.address], TOKEN)) == (5, True)
         copies.take(15, state_of(ALONE, 15), RunMetadata(extra={"of": 15}))
-        assert [one.failure for one in copies.settle()] == [None]
+        assert [type(event) for event in copies.settle()] == [Copied]
         assert loaded(newest_state([again.address], TOKEN)) == (15, True)
         copies.close()
         again.close()
@@ -401,11 +396,11 @@ def test_a_lost_replica_server_fails_copies_only(tmp_path: Path) -> None:
     with nodes(tmp_path, 1) as (node,):
         copies = MemoryCopies(ALONE, node.folder)
         copies.take(5, state_of(ALONE, 5), RunMetadata(extra={"of": 5}))
-        assert [one.failure for one in copies.settle()] == [None]
+        assert [type(event) for event in copies.settle()] == [Copied]
         node.lose()
         copies.take(10, state_of(ALONE, 10), RunMetadata(extra={"of": 10}))
         (told,) = copies.settle()
-        assert "no replica server" in str(told.failure)
+        assert isinstance(told, Warned) and "no replica server" in told.message
         copies.close()
 
 

@@ -15,7 +15,7 @@ from ranks import ALONE, differing, run_ranks, tiny_run, tiny_trainer
 from phalanx.checkpointing import directory, location, staging
 from phalanx.checkpointing.location import Local, open_location
 from phalanx.checkpointing.save import Saver
-from phalanx.events.records import Saved, SaveFailed, Step
+from phalanx.events.records import Saved, SaveFailed, Step, Warned
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.errors import RunFailed
 from phalanx.spec.layout import Layout
@@ -175,14 +175,14 @@ def test_save_on_a_full_disk_fails_and_the_next_save_succeeds(
     """A real one: it has room for one checkpoint and a half."""
     folder = mount_disk(tmp_path / "small", "100k")
     saver, small, large = Saver(open_location(folder), ALONE), various(1), {"large": various(1)["model/matrix"].repeat(10, 1)}
-    outcomes = saver.save(1, small, wait=wait) + saver.settle()
-    outcomes += saver.save(2, {**small, **large}, wait=wait) + saver.settle()
-    assert [outcome.failure for outcome in outcomes[:1]] == [None]
-    assert outcomes[1].failure == "rank 0: No space left on device"
+    events = saver.save(1, small, wait=wait) + saver.settle()
+    events += saver.save(2, {**small, **large}, wait=wait) + saver.settle()
+    assert isinstance(events[0], Saved)
+    assert isinstance(events[1], SaveFailed) and events[1].reason == "rank 0: No space left on device"
     assert [path.name for path in folder.iterdir()] == ["step-00000001"]
     assert differing(contents(folder / "step-00000001"), {name: t for name, t in small.items() if t.numel()}) == []
-    outcomes += saver.save(3, small, wait=wait) + saver.settle()  # what the failed one took is there again
-    assert outcomes[2].failure is None
+    events += saver.save(3, small, wait=wait) + saver.settle()  # what the failed one took is there again
+    assert isinstance(events[2], Saved)
     saver.close()
 
 
@@ -191,12 +191,10 @@ def test_a_failed_removal_is_a_warning_and_the_checkpoint_is_complete(tmp_path: 
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     saver = Saver(open_location(tmp_path), ALONE, retain)
-    (ended,) = saver.save(1, various(1), wait=True)
-    assert ended.failure is None
-    assert (
-        ended.note
-        == f"{tmp_path / 'step-00000001'} is complete, but what it replaces could not be removed: Read-only file system."
-    )
+    warning, ended = saver.save(1, various(1), wait=True)
+    assert isinstance(warning, Warned) and isinstance(ended, Saved)
+    complete = f"{tmp_path / 'step-00000001'} is complete"
+    assert warning.message == f"{complete}, but what it replaces could not be removed: Read-only file system."
     directory.verify(tmp_path / "step-00000001")
     saver.close()
 
@@ -208,14 +206,14 @@ def test_save_without_memory_for_a_copy_is_synchronous_and_warns(tmp_path: Path,
     assert saver.save(1, tensors, wait=False) == []
     for tensor in tensors.values():
         tensor.zero_()  # what changes from here on is not in it
-    (ended,) = saver.settle()
-    assert ended.failure is None and ended.stall == ended.seconds
-    assert ended.note is not None and "GB are needed for it, and 0.00 GB are free" in ended.note
+    warning, ended = saver.settle()
+    assert isinstance(ended, Saved) and ended.stall == ended.seconds
+    assert isinstance(warning, Warned) and "GB are needed for it, and 0.00 GB are free" in warning.message
     assert differing(contents(tmp_path / "step-00000001"), {name: t for name, t in various(1).items() if t.numel()}) == []
     monkeypatch.undo()
     assert saver.save(2, various(2), wait=False) == []  # there is room again
     (ended,) = saver.settle()
-    assert ended.note is None
+    assert isinstance(ended, Saved)
     saver.close()
 
 
@@ -225,6 +223,6 @@ def test_a_new_saver_does_not_see_failures_of_an_earlier_one(tmp_path: Path, mon
         patched.setattr(directory, "commit", lambda *args: (_ for _ in ()).throw(FULL))
         patched.setattr(Local, "write", lambda self, chunks: (_ for _ in ()).throw(FULL))
         (failed,) = Saver(open_location(tmp_path), ALONE).save(1, various(1), wait=True)
-        assert failed.failure == "rank 0: No space left on device"
+        assert isinstance(failed, SaveFailed) and failed.reason == "rank 0: No space left on device"
     (ended,) = Saver(open_location(tmp_path), ALONE).save(1, various(1), wait=True)
-    assert ended.failure is None
+    assert isinstance(ended, Saved)

@@ -19,7 +19,7 @@ from phalanx.checkpointing.location import open_location
 from phalanx.checkpointing.save import Saver
 from phalanx.checkpointing.staging import Staging
 from phalanx.checkpointing.state_tensor import ReplicaGroup, StateTensor, written_boxes
-from phalanx.events.records import Saved
+from phalanx.events.records import Saved, SaveFailed
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
 from phalanx.spec.tensor_slice import TensorSlice
@@ -60,7 +60,7 @@ def test_changes_after_release_do_not_reach_the_checkpoint(tmp_path: Path, monke
     for tensor in tensors.values():
         tensor.fill_(-1)
     (ended,) = saver.settle()
-    assert ended.failure is None and (ended.step, ended.path) == (3, str(tmp_path / "step-00000003"))
+    assert isinstance(ended, Saved) and (ended.step, ended.path) == (3, str(tmp_path / "step-00000003"))
     assert differing(contents(tmp_path / "step-00000003"), state(1)) == []
     directory.verify(tmp_path / "step-00000003")
     saver.close()
@@ -137,13 +137,13 @@ def saving_twice(mesh: Mesh, folder: Path) -> tuple[list[int], bool]:
     format.write_file = watched  # type: ignore[assignment]
     told = []
     for step in (1, 2, 3):
-        told += [outcome.step for outcome in saver.save(step, pieces, wait=False) if outcome.failure is None]
+        told += [event.step for event in saver.save(step, pieces, wait=False) if isinstance(event, Saved)]
         assert told == list(range(1, step)), "the one before has ended"
         saver.release()
         for tensor in tensors.values():
             tensor.add_(1)
     assert saver.ended() == [] or mesh.rank
-    told += [outcome.step for outcome in saver.settle() if outcome.failure is None]
+    told += [event.step for event in saver.settle() if isinstance(event, Saved)]
     saver.close()
     return told, most == 1
 
@@ -208,11 +208,11 @@ def test_a_failed_copy_fails_only_its_save(tmp_path: Path) -> None:
     saver.save(1, tensors, wait=False)
     saver.release()
     (failed,) = saver.settle()
-    assert failed.failure == "rank 0: Input/output error"
+    assert isinstance(failed, SaveFailed) and failed.reason == "rank 0: Input/output error"
     source.broken = False
     saver.save(2, tensors, wait=False)
     (ended,) = saver.settle()
-    assert ended.failure is None and [path.name for path in directory.list_checkpoints(tmp_path)] == ["step-00000002"]
+    assert isinstance(ended, Saved) and [path.name for path in directory.list_checkpoints(tmp_path)] == ["step-00000002"]
     saver.close()
 
 
@@ -223,7 +223,7 @@ def alone_in_the_end(mesh: Mesh, folder: Path) -> str | None:
         saver._write = lambda *args: None  # type: ignore[method-assign]  # it is lost before it has written
     saver.save(1, state(1), wait=False)
     saver.close()
-    return None if saver._outcome is None else saver._outcome.failure
+    return next((event.reason for event in saver._ended if isinstance(event, SaveFailed)), None)
 
 
 def test_closing_during_a_save_does_not_wait_for_lost_ranks(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from ranks import ALONE
 from phalanx.checkpointing import directory, format, upload
 from phalanx.checkpointing.location import Location, open_location
 from phalanx.checkpointing.upload import Uploader
+from phalanx.events.records import Uploaded, UploadFailed
 from phalanx.spec.tensor_slice import Box
 
 
@@ -45,7 +46,7 @@ def test_an_uploaded_checkpoint_equals_its_source(uploader: Uploader, near: Loca
     saved = written(near, 7)
     uploader.saved(7)
     (upload,) = uploader.wait()
-    assert (upload.step, upload.url, upload.failure) == (7, str(directory.step_dir(far, 7)), None)
+    assert isinstance(upload, Uploaded) and (upload.step, upload.url) == (7, str(directory.step_dir(far, 7)))
     arrived = directory.step_dir(far, 7)
     assert {name: (arrived / name).read() for name in arrived.entries()} == {
         name: (saved / name).read() for name in saved.entries()
@@ -74,7 +75,7 @@ def test_the_newest_waiting_checkpoint_is_uploaded_next(
     uploader.saved(3)
     assert uploader.in_use == {"step-00000001", "step-00000003"}
     go_on.set()
-    assert [(upload.step, upload.skipped) for upload in uploader.wait()] == [(1, []), (3, [2])]
+    assert [(upload.step, upload.skipped) for upload in uploader.wait() if isinstance(upload, Uploaded)] == [(1, []), (3, [2])]
     assert uploader.in_use == set()
     assert [path.name for path in directory.list_checkpoints(far)] == ["step-00000003", "step-00000001"]
 
@@ -87,5 +88,5 @@ def test_damaged_files_are_not_uploaded(uploader: Uploader, near: Location, far:
     format.write_file(file, [bytes(contents)])
     uploader.saved(4)
     (upload,) = uploader.wait()
-    assert upload.failure is not None and format.rank_file_name(0, 1) in upload.failure
+    assert isinstance(upload, UploadFailed) and format.rank_file_name(0, 1) in upload.reason
     assert directory.newest(far)[0] is None

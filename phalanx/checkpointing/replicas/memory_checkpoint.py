@@ -30,32 +30,13 @@ from phalanx.checkpointing.replicas.shm_slots import ADDRESS, HANDOFF_SLOT, SLOT
 from phalanx.checkpointing.save import Ballot, Ranks, failure_text, rank_file
 from phalanx.checkpointing.staging import Staging
 from phalanx.checkpointing.state_tensor import StateTensor, WrittenBox, as_state_tensors, written_boxes
+from phalanx.events.records import Copied, Event, Warned
 
 _MAX_INTERVAL = 1000  # steps between two copies
 _POLL = 0.02  # seconds between two checks whether all ranks are done
 _TOUCH_BYTES = 2**28  # whose pages are mapped at a time
 _LAG = 2.0  # seconds that a step waits at most for an earlier copy: a server that takes longer hangs, and will be detected
 _PATIENCE = 600.0  # seconds that a server may take for the checksums and for sending a copy to its peer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyOutcome:
-    """The result of a copy of all ranks, as rank 0 knows it."""
-
-    step: int
-    failure: str | None = None
-    """Why there is none. The previous copy is intact."""
-    bytes: int = 0
-    seconds: float = 0.0
-    """From the call of `take` until the copy was complete, on the peers too."""
-    stall: float = 0.0
-    """Seconds of these in which training stood still."""
-    peer: bool = False
-    """Every rank's copy is also on a second node."""
-    problem: str | None = None
-    """Why it is not, although there is a peer."""
-    skipped: int = 0
-    """Earlier copies that were due but skipped, because the previous one, or the memory, was not ready."""
 
 
 class SharedStaging(Staging):
@@ -123,7 +104,8 @@ class MemoryCopies:
         self._reserving: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._ballot: Ballot | None = None
-        self._ended: list[CopyOutcome] = []
+        self._ended: list[Event] = []
+        self._warned: set[str] = set()
         self._newest_slot: str | None = None
         """On rank 0: the slot with the newest state that is complete on all ranks."""
         self._number = self._skipped = 0
@@ -188,7 +170,7 @@ class MemoryCopies:
             return
         self.off, self._next_step = turn.off, turn.next_step
         if self.off is not None:
-            self._ended.append(CopyOutcome(step=step, failure=self.off))
+            self._warn(f"There is no copy in memory of step {step}: ", self.off)
             return
         self._join()
         state, before = as_state_tensors(tensors), self._bytes
@@ -249,21 +231,31 @@ class MemoryCopies:
                 ballot.fail(failure)
             ballot.done(copy.size)
             if copy.rank == 0 and self._wait_for_all(ballot):
-                self._ended.append(self._outcome(copy, ballot, started))
+                self._report(copy, ballot, started)
         except Exception as error:  # the store is gone, and the run with it
-            self._ended.append(CopyOutcome(step=copy.step, failure=failure_text(error)))
+            self._warn(f"There is no copy in memory of step {copy.step}: ", failure_text(error))
 
-    def _outcome(self, copy: RankCopy, ballot: Ballot, started: float) -> CopyOutcome:
+    def _report(self, copy: RankCopy, ballot: Ballot, started: float) -> None:
         """On rank 0, when all ranks are done."""
         failure, peers = ballot.failures(), _peer_ballot(ballot)
-        if failure is None:
-            self._newest_slot = copy.slot
         skipped, self._skipped = self._skipped, 0
         seconds, self._cost = time.perf_counter() - started, self._stall + self._slots[copy.slot].device_wait()
-        return CopyOutcome(
-            step=copy.step, failure=failure, bytes=ballot.bytes, seconds=seconds, stall=self._cost, skipped=skipped,
-            peer=peers.bytes == self._ranks.ranks, problem=peers.failures(),
-        )  # fmt: skip
+        if failure is not None:
+            self._warn(f"There is no copy in memory of step {copy.step}: ", failure)
+            return
+        self._newest_slot = copy.slot
+        if (problem := peers.failures()) is not None:
+            self._warn(f"The copy in memory of step {copy.step} is not whole on a second node: ", problem)
+        peer = peers.bytes == self._ranks.ranks
+        self._ended.append(
+            Copied(step=copy.step, bytes=ballot.bytes, seconds=seconds, stall=self._cost, peer=peer, skipped=skipped)
+        )
+
+    def _warn(self, what: str, reason: str) -> None:
+        """Warns once for each reason: copies are taken every few steps."""
+        if reason not in self._warned:
+            self._warned.add(reason)
+            self._ended.append(Warned(message=f"{what}{reason}."))
 
     def _wait_for_all(self, ballot: Ballot, seconds: float = math.inf) -> bool:
         deadline = time.monotonic() + seconds
@@ -285,13 +277,13 @@ class MemoryCopies:
             slot.release()
         self._stall += time.perf_counter() - started
 
-    def ended(self) -> list[CopyOutcome]:
-        """The copies that have ended since the last call, without waiting. Call it on rank 0, which knows the outcome for all ranks."""
+    def ended(self) -> list[Event]:
+        """The events of copies that have ended since the last call, without waiting. Call it on rank 0, which knows the outcome for all ranks."""
         ended, self._ended = self._ended, []
         return ended
 
-    def settle(self) -> list[CopyOutcome]:
-        """Wait for the copy in progress, all ranks together; returns the outcomes on rank 0."""
+    def settle(self) -> list[Event]:
+        """Wait for the copy in progress, all ranks together; returns the events on rank 0."""
         self._join()
         self._ranks.broadcast_object(None)
         return self.ended() if self._ranks.rank == 0 else []
