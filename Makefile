@@ -34,15 +34,11 @@ types: setup
 contracts: setup
 	$(BIN)/lint-imports
 
-# Files of tests are dealt to one process per core, the longest first (tests/conftest.py). Tests that fork ranks run apart: with a torch that is
-# built for GPUs, a process that has rehearsed one cannot be forked any more.
+# Files of tests are dealt to one process per core, in the order of tests/conftest.py.
 WORKERS ?= auto
-FORKING := $(addprefix tests/,checkpointing optim parallel training verification worker rehearsal/test_layouts.py)
-PYTEST = $(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 tests: setup
-	$(PYTEST) $(addprefix --ignore=,$(FORKING)) tests
-	$(PYTEST) $(FORKING)
+	$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Proofs that take minutes: run before an issue is resolved.
 test-slow: setup

@@ -141,8 +141,9 @@ def mocks_and_patches(package: Package) -> list[str]:
     found = []
     for module in package.modules.values():
         foreign = {local for to, _, local in package.imports(module) if to.split(".")[1:2] != [module.room]}
+        file = package.file(module)
         for node in module.nodes:
-            where = f"{package.file(module)}:{getattr(node, 'lineno', 0)}"
+            where = f"{file}:{getattr(node, 'lineno', 0)}"
             if imports_of(node, "unittest"):
                 found.append(f"{where} imports unittest.mock")
             for target in assigned(node):
