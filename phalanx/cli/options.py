@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -45,32 +46,7 @@ def check_folders(*paths: Path | None) -> list[str]:
     return [f"{path}: cannot be written: there is no folder {path.parent}" for path in missing]
 
 
-def parse_memory(option: str, text: str) -> float:
-    """Bytes, with a unit. The unit is required: GB and GiB differ by 7 %, which decides whether a run fits."""
-    return _amount(option, text, _BYTES, "80GiB or 80GB")
-
-
-def parse_size(option: str, text: str) -> int:
-    """Bytes, with or without a unit."""
-    return int(_amount(option, text, {"": 1.0, "B": 1.0} | _BYTES, "5GB or 500MB"))
-
-
-def parse_seconds(option: str, text: str) -> float:
-    """Seconds, with a unit."""
-    return _amount(option, text, _SECONDS, "30d or 12h")
-
-
-def parse_duration(option: str, text: str) -> float:
-    """Seconds, with or without a unit; 0 is allowed."""
-    return _amount(option, text, {"": 1.0, "m": 60.0} | _SECONDS, "90s, 5min, 4h or 7d", zero=True)
-
-
-def parse_dollars(option: str, text: str) -> float:
-    """US dollars."""
-    return _amount(option, text, _THOUSANDS, "2e6 or $2M", prefix="$")
-
-
-def _amount(option: str, text: str, units: Mapping[str, float], example: str, *, prefix: str = "", zero: bool = False) -> float:
+def _amount(units: Mapping[str, float], example: str, option: str, text: str, *, prefix: str = "", zero: bool = False) -> float:
     shown = f'{option} "{text}"'
     match = _AMOUNT.match(text.strip().removeprefix(prefix))
     if match is None:
@@ -87,3 +63,18 @@ def _amount(option: str, text: str, units: Mapping[str, float], example: str, *,
     if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
         raise RunError(f"{shown} must be positive and finite: write it like {example}.")
     return number * units[unit]
+
+
+parse_memory = partial(_amount, _BYTES, "80GiB or 80GB")
+"""Bytes, with a unit. The unit is required: GB and GiB differ by 7 %, which decides whether a run fits."""
+parse_seconds = partial(_amount, _SECONDS, "30d or 12h")
+"""Seconds, with a unit."""
+parse_duration = partial(_amount, {"": 1.0, "m": 60.0} | _SECONDS, "90s, 5min, 4h or 7d", zero=True)
+"""Seconds, with or without a unit; 0 is allowed."""
+parse_dollars = partial(_amount, _THOUSANDS, "2e6 or $2M", prefix="$")
+"""US dollars."""
+
+
+def parse_size(option: str, text: str) -> int:
+    """Bytes, with or without a unit."""
+    return int(_amount({"": 1.0, "B": 1.0} | _BYTES, "5GB or 500MB", option, text))

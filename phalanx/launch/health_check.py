@@ -14,11 +14,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -32,6 +32,8 @@ from phalanx.spec.plan import Machine
 
 _REQUIRED = ("torch", "numpy", "rich", "typer", "matplotlib", "tokenizers", "safetensors", "fsspec", "jinja2")
 _EXTRAS = ("tensorboard", "wandb", "pyarrow", "zstandard", "datasets", "transformers", "lm_eval", "ray")
+_Given = TypeVar("_Given")
+_Answer = TypeVar("_Answer")
 _GIB = 2**30
 _TEST_BYTES = 64 * 2**20
 _MIN_OPEN_FILES = 1024
@@ -102,11 +104,8 @@ class HealthReport:
         yield "packages", ", ".join(f"{name} {number or 'missing'}" for name, number in self.packages.items())
         yield "extras", ", ".join(f"{name} {number or 'not installed'}" for name, number in self.extras.items())
         if "error" not in torch:
-            cuda = (
-                f"CUDA {torch['cuda']}, {torch['devices']} device{'' if torch['devices'] == 1 else 's'}"
-                if torch["cuda"]
-                else "no CUDA"
-            )
+            devices = "1 device" if torch["devices"] == 1 else f"{torch['devices']} devices"
+            cuda = f"CUDA {torch['cuda']}, {devices}" if torch["cuda"] else "no CUDA"
             backends = " and ".join(name for name in ("gloo", "nccl") if torch[name]) or "no process groups"
             yield "torch", f"imports; {cuda}; {backends}"
         yield "processor", f"{machine.cpu}, {machine.cores} cores, {flops(machine.core_flops)} each in fp32"
@@ -121,12 +120,8 @@ class HealthReport:
             yield "GPU pairs", ", ".join(f"{many} × {kind}" for kind, many in self.links.items())
         speed = "not writable" if self.write_speed is None else f"{size(self.write_speed)}/s written to disk"
         yield "directory", f"{self.directory}, {size(self.disk_free)} free, {speed}"
-        how = (
-            "by `phalanx bench` or a run: plans rely on it"
-            if machine.measured
-            else "not yet: `phalanx bench` makes plans surer"
-        )
-        yield "measured", how
+        bench = "by `phalanx bench` or a run: plans rely on it", "not yet: `phalanx bench` makes plans surer"
+        yield "measured", bench[0] if machine.measured else bench[1]
         files = "unlimited" if self.open_files < 0 else self.open_files
         yield "limits", f"{files} open files, /dev/shm {size(self.shared_memory)}"
 
@@ -136,11 +131,14 @@ def examine(directory: Path, machine: Machine) -> HealthReport:
     place = _existing(directory)
     free = shutil.disk_usage(place).free
     write_speed, write_error = _write_speed(place, free)
+    shared, loopback = _attempt(shutil.disk_usage, "/dev/shm"), _attempt(socket.create_server, ("127.0.0.1", 0))
+    if loopback is not None:
+        loopback.close()
     report = HealthReport(
         machine=machine,
         python=platform.python_version(),
-        packages={name: _version(name) for name in _REQUIRED},
-        extras={name: _version(name) for name in _EXTRAS},
+        packages={name: _attempt(version, name) for name in _REQUIRED},
+        extras={name: _attempt(version, name) for name in _EXTRAS},
         torch=_ask_torch(),
         gpu_peaks=[entry.peaks if (entry := find_gpu(gpu.name)) else None for gpu in machine.gpus],
         links=_links(gpu_links() or "") if len(machine.gpus) > 1 else {},
@@ -148,9 +146,9 @@ def examine(directory: Path, machine: Machine) -> HealthReport:
         directory=str(directory),
         disk_free=free,
         write_speed=write_speed,
-        shared_memory=_shared_memory(),
+        shared_memory=None if shared is None else shared.total,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        loopback=_loopback(),
+        loopback=loopback is not None,
     )
     report.problems.extend(_problems(report, write_error))
     report.warnings.extend(_warnings(report))
@@ -205,13 +203,6 @@ def _warnings(report: HealthReport) -> Iterator[str]:
         yield f"/dev/shm has {size(report.shared_memory)}, under the 1 GiB NCCL may want; start the container with --shm-size=8g."
     if report.write_speed is not None and report.write_speed < 100e6:
         yield f"{report.directory} takes {size(report.write_speed)}/s, under 100 MB/s: checkpoints will be slow; use a local disk."
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _ask_torch() -> dict[str, Any]:
@@ -269,16 +260,9 @@ def _available() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _shared_memory() -> int | None:
+def _attempt(question: Callable[[_Given], _Answer], given: _Given) -> _Answer | None:
+    """The answer; None where the machine has none."""
     try:
-        return shutil.disk_usage("/dev/shm").total
-    except OSError:
+        return question(given)
+    except (OSError, PackageNotFoundError):
         return None
-
-
-def _loopback() -> bool:
-    try:
-        with socket.create_server(("127.0.0.1", 0)):
-            return True
-    except OSError:
-        return False

@@ -48,7 +48,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch
     monkeypatch.setattr(health_check, "_TEST_BYTES", 2**20)
     monkeypatch.setattr(health_check, "_ask_torch", lambda: dict(HEALTHY))
     monkeypatch.setattr(health_check, "_available", lambda: 32 * GIB)
-    monkeypatch.setattr(health_check, "_version", lambda name: "1.0")
+    monkeypatch.setattr(health_check, "version", lambda name: "1.0")
     monkeypatch.setattr(resource, "getrlimit", lambda which: (4096, 4096))
     monkeypatch.setattr("shutil.disk_usage", lambda place: Usage(100 * GIB, 0, 50 * GIB))
     (tmp_path / "bin").mkdir()
@@ -104,7 +104,7 @@ def test_directory_that_is_not_there_yet_is_judged_by_its_parent(quick: Any, tmp
 
 
 def test_torch_missing(quick: Any, tmp_path: Path) -> None:
-    quick.setattr(health_check, "_version", lambda name: None if name == "torch" else "1.0")
+    quick.setattr(health_check, "version", lambda name: None if name == "torch" else "1.0")
     quick.setattr(health_check, "_ask_torch", lambda: {"error": "No module named 'torch'"})
     the_problem(examine(tmp_path, machine()), "torch is not installed", "pip install")
 
@@ -190,7 +190,7 @@ def test_gpus_with_their_peaks_and_links(quick: Any, tmp_path: Path) -> None:
 
 def test_warnings_do_not_stop_a_run(quick: Any, tmp_path: Path) -> None:
     quick.setattr(health_check, "_ask_torch", lambda: GPU | {"nccl": False})
-    quick.setattr(health_check, "_shared_memory", lambda: 64 * 2**20)
+    quick.setattr("shutil.disk_usage", lambda place: Usage(64 * 2**20 if place == "/dev/shm" else 100 * GIB, 0, 50 * GIB))
     quick.setattr(health_check, "_write_speed", lambda place, free: (5e6, None))
     report = examine(tmp_path, machine(3, name="NVIDIA Z999"))
     assert report.problems == []
