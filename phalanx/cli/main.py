@@ -18,7 +18,7 @@ from phalanx.spec.errors import PhalanxError
 
 _VERBS = {
     "plan": "plan_cmd.plan",
-    "rehearse": "rehearse_cmd.rehearse",
+    "rehearse": "verify_cmd.rehearse",
     "simulate": "simulate_cmd.simulate",
     "train": "train_cmd.train",
     "verify": "verify_cmd.verify",
@@ -32,8 +32,8 @@ _VERBS = {
     "models": "list_cmd.models",
     "clusters": "list_cmd.clusters",
     "schedule": "schedule_cmd.schedule",
-    "bench": "machine_cmd.bench",
-    "doctor": "machine_cmd.doctor",
+    "bench": "list_cmd.bench",
+    "doctor": "list_cmd.doctor",
     "schema": "list_cmd.schema",
 }
 """Module and function of each verb. Only the called verb is imported: importing all takes longer than a plan."""

@@ -22,6 +22,7 @@ import torch
 
 from phalanx.checkpointing.location import Location
 from phalanx.checkpointing.replicas import replica_index
+from phalanx.checkpointing.replicas.memory_checkpoint import HandoffShare, write_handoff
 from phalanx.control import protocol
 from phalanx.data.dataset import Dataset, open_dataset
 from phalanx.events.fault_log import FaultClaims
@@ -38,9 +39,9 @@ from phalanx.spec.run import Run
 from phalanx.training.hooks.rank_faults import RankFaults
 from phalanx.training.hooks.replica_check import Corruption
 from phalanx.training.sinks import sinks
+from phalanx.training.step_totals import SPIKE
 from phalanx.training.trainer import Trainer
 from phalanx.worker.control_thread import ControlThread
-from phalanx.worker.handoff import hand_off, roll_forward, survivor_state
 from phalanx.worker.hang_report import hang_report, register_stack_dump
 
 _UNINTERRUPTIBLE = ("updating",)
@@ -330,3 +331,51 @@ def _redirect_output(log: Path) -> None:
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
+
+
+# The state that a rank still holds when its generation is over. Nothing here waits for another rank.
+
+
+def survivor_state(trainer: Trainer | None, generation: int = -1) -> protocol.SurvivorReport:
+    """Which state the trainer holds, wherever it was interrupted: none while it is built or in the middle of an update."""
+    if trainer is None or not trainer.ready or trainer.stepper.update_incomplete:
+        return protocol.SurvivorReport(generation=generation, step=None)
+    applied, divisor, bad = trainer.stepper.applied, None, None
+    if applied is not None and applied.divisor is not None and applied.verdict is not None:
+        divisor, bad = float(applied.divisor), float(applied.verdict)
+    return protocol.SurvivorReport(
+        generation=generation,
+        step=trainer.progress.step,
+        prepared=trainer.stepper.pending is not None,
+        divisor=divisor,
+        bad=bad,
+        rewinds=len(trainer.progress.left_out),
+    )
+
+
+def roll_forward(trainer: Trainer, divisor: float, bad: float) -> None:
+    """Apply the step that other ranks have applied and this rank had prepared."""
+    trainer.stepper.roll_forward(trainer.optimizer, divisor, bad)
+    trainer.progress.advance(trainer.run.batch, not bad, trainer.stepper.scale, bad == SPIKE)
+
+
+def hand_off(trainer: Trainer, contributors: list[int]) -> bool:
+    """Write this rank's share of the state into host memory. `contributors` are the ranks that hold the state.
+
+    Returns False, and writes nothing, if the contributors lack tensors of this rank's pipeline rank.
+    """
+    mesh = trainer.mesh
+    mesh.mark_lost(rank for rank in range(mesh.ranks) if rank not in contributors)
+    tensors = trainer.tensors()
+    if not all(
+        mesh.covers(*tensor.replicas.key) for tensor in {tensor.replicas: tensor for tensor in tensors.values()}.values()
+    ):
+        return False
+    assert mesh.place.replica_folder is not None
+    share = HandoffShare(
+        mesh.place.generation, contributors.index(mesh.rank), len(contributors), mesh.stage, mesh.is_stage_leader
+    )
+    write_handoff(
+        Path(mesh.place.replica_folder), share, trainer.progress.step, tensors, trainer.checkpointer.metadata(trainer.progress)
+    )
+    return True

@@ -20,7 +20,7 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.run import Run
 from phalanx.training.step import Pending
 from phalanx.training.trainer import Trainer
-from phalanx.worker.handoff import hand_off, roll_forward, survivor_state
+from phalanx.worker.rank import hand_off, roll_forward, survivor_state
 
 
 class Lost(BaseException):
