@@ -39,6 +39,7 @@ from phalanx.spec.plan import Place, Plan
 
 _BEAT = 0.2  # seconds between two reports of heartbeats
 _REFUSAL_RECORDS = 5.0  # seconds between two records of refused connections
+_MAX_LINE = 1 << 20  # bytes of a message from the launcher
 _LAST_WORDS = 0.02  # seconds after a worker's death in which its last report is read from its pipe
 
 
@@ -355,53 +356,30 @@ class Agent:
         )
 
 
-def _read_first_line() -> bytes | None:
-    """Read one line byte by byte, as the event loop reads the rest; None if the parent is gone."""
-    line = b""
-    while not line.endswith(b"\n"):
-        if not (byte := os.read(0, 1)):
-            return None
-        line += byte
-    return line
-
-
-def _follow_parent(agent: Agent) -> None:
-    """Obey every further line of standard input. Its end ends this process at once, and the workers with it."""
-    buffer = b""
-
-    def read() -> None:
-        nonlocal buffer
-        block = os.read(0, 65536)
-        if not block:
-            os._exit(1)
-        *lines, buffer = (buffer + block).split(b"\n")
-        for line in lines:
-            agent.stop(protocol.decode(json.loads(line)).reason)
-
-    asyncio.get_running_loop().add_reader(0, read)
-
-
-async def _main(settings: protocol.AgentSettings) -> None:
-    agent = Agent(settings)
-    loop = asyncio.get_running_loop()
-    for number in STOP_SIGNALS:
-        loop.add_signal_handler(number, agent.stop, signal.Signals(number).name)
-    unblock_stop_signals()
-    _follow_parent(agent)
-    await agent.live()
-
-
-def main() -> None:
-    line = _read_first_line()
-    if line is None:
-        return
+async def _main() -> None:
+    loop, launcher = asyncio.get_running_loop(), asyncio.StreamReader(limit=_MAX_LINE)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(launcher), sys.stdin)
+    if not (line := await launcher.readline()):
+        return  # the parent is gone
     settings: protocol.AgentSettings = protocol.decode(json.loads(line))
     die_with(settings.parent)
     adopt_orphans()
-    asyncio.run(_main(settings))
-    sys.stdout.flush()
-    os._exit(0)
+    agent = Agent(settings)
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, agent.stop, signal.Signals(number).name)
+    unblock_stop_signals()
+    agent.spawn(_follow_launcher(agent, launcher))
+    await agent.live()
+
+
+async def _follow_launcher(agent: Agent, launcher: asyncio.StreamReader) -> None:
+    """Stop when the launcher asks. If it is gone, end this process at once, and the workers with it."""
+    while line := await launcher.readline():
+        agent.stop(protocol.decode(json.loads(line)).reason)
+    os._exit(1)
 
 
 if __name__ == "__main__":
-    main()
+    asyncio.run(_main())
+    sys.stdout.flush()
+    os._exit(0)
