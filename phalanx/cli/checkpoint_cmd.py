@@ -29,7 +29,7 @@ from phalanx.checkpointing.find_checkpoint import (
 )
 from phalanx.checkpointing.location import Local
 from phalanx.cli.options import CHECKPOINT, AsJson, parse_size
-from phalanx.cli.output import console, print_json
+from phalanx.cli.output import console, finish, print_json
 from phalanx.dashboard import checkpoint_tables as show
 from phalanx.dashboard.numbers import size as format_size
 from phalanx.events.rundir import RunDir
@@ -61,8 +61,7 @@ def list_(path: Annotated[str, typer.Argument(help=_PLACE, metavar="PATH")], jso
         infos = [checkpoint_info.describe(place)] if alone else checkpoint_info.listing(checkpoints)
         show.show_listing(console, str(checkpoints), [(info, checkpoint_info.layout_text(info.layout)) for info in infos])
         found += [asdict(info) for info in infos]
-    if json:
-        print_json({"path": path, "checkpoints": found})
+    finish(json, {"path": path, "checkpoints": found})
 
 
 @app.command("inspect")
@@ -164,10 +163,8 @@ def verify(
         result.append(
             {"path": str(checkpoint), "bytes": size, "valid": not wrong, "damages": [asdict(damage) for damage in wrong]}
         )
-    if json:
-        print_json({"valid": all(row["valid"] for row in result), "checkpoints": result})
-    if not all(row["valid"] for row in result):
-        raise typer.Exit(1)
+    valid = all(row["valid"] for row in result)
+    finish(json, {"valid": valid, "checkpoints": result}, valid)
 
 
 @app.command("diff")
@@ -201,12 +198,9 @@ def diff(
     contents = compare_metadata(one_, other)
     show.show_differences(console, (str(places[0]), str(places[1])), different, contents, equal=equal, most=largest)
     same = not different and not contents
-    if json:
-        said = {key: {"a": pair[0], "b": pair[1]} for key, pair in contents.items()}
-        finite = [{key: str(cell) if cell == math.inf else cell for key, cell in asdict(row).items()} for row in different]
-        print_json({"same": same, "equal": equal, "beside": said, "different": finite})
-    if not same:
-        raise typer.Exit(1)
+    metadata = {key: {"a": pair[0], "b": pair[1]} for key, pair in contents.items()}
+    finite = [{key: str(cell) if cell == math.inf else cell for key, cell in asdict(row).items()} for row in different]
+    finish(json, {"same": same, "equal": equal, "beside": metadata, "different": finite}, same)
 
 
 @app.command("reshard")
@@ -277,8 +271,7 @@ def prune(
         for export in exports if not dry_run else []:
             export.remove()
     show.show_pruned(console, removed, kept, damaged, dry_run=dry_run)
-    if json:
-        print_json({"removed": removed, "kept": kept, "damaged": damaged, "dry_run": dry_run})
+    finish(json, {"removed": removed, "kept": kept, "damaged": damaged, "dry_run": dry_run})
 
 
 @app.command("export")

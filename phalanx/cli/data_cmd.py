@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from phalanx.cli.options import SOURCE_KINDS, TEXT_KINDS, AsJson, Field, Overrides, RunFile, Template, check_source_kind
-from phalanx.cli.output import console, print_json
+from phalanx.cli.output import console, finish, print_json
 from phalanx.control.protocol import RESUMABLE
 from phalanx.dashboard.data_tables import SourceFormat, looking_through, show_inspected, show_sample, tokenizing
 from phalanx.dashboard.numbers import count, duration
@@ -72,8 +72,7 @@ def inspect(
         show_inspected(console, name, report, about)
         known = {key: value for key, value in asdict(about).items() if value is not None}
         reports[name] = asdict(report) | {"duplicate_share": report.duplicate_share} | known
-    if json:
-        print_json({"sources": reports})
+    finish(json, {"sources": reports})
 
 
 @app.command("preview")
@@ -102,8 +101,7 @@ def preview(
     if len(shown) < run.batch:
         console.print(f"… and {run.batch - len(shown)} more in this batch (--samples shows more)", style="dim")
     console.print(f"step {step}: {run.batch} samples, batch digest {digest:x}", style="bold")
-    if json:
-        print_json({"step": step, "batch": run.batch, "batch_digest": f"{digest:x}", "samples": shown})
+    finish(json, {"step": step, "batch": run.batch, "batch_digest": f"{digest:x}", "samples": shown})
 
 
 @dataclass(frozen=True, kw_only=True)

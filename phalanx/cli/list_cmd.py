@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from phalanx.cli.options import AsJson
-from phalanx.cli.output import console, print_json
+from phalanx.cli.output import console, finish, print_json
 from phalanx.dashboard.numbers import count, size
 from phalanx.host.probe import this_machine
 from phalanx.planning.machines.catalogue import KINDS, entries, gpus
@@ -34,8 +34,7 @@ def models(json: AsJson = False) -> None:
         flops = f"{row['flops_per_token'] / 1e9:,.3f}"
         table.add_row(row["name"], count(row["parameters"]), count(row["active"]), flops, size(row["state_bytes"]))
     console.print(table)
-    if json:
-        print_json({"models": rows})
+    finish(json, {"models": rows})
 
 
 def _model_rows() -> list[dict[str, Any]]:
@@ -65,8 +64,7 @@ def clusters(
         if kind in (None, name):
             console.print(table())
             console.print()
-    if json:
-        print_json({name: {key: dict(value) for key, value in entries(name).items()} for name in KINDS if kind in (None, name)})
+    finish(json, {name: {key: dict(value) for key, value in entries(name).items()} for name in KINDS if kind in (None, name)})
 
 
 def _clusters() -> Table:
@@ -160,8 +158,7 @@ def bench(
     show_bench(console, report.rows, report.constants)
     use = "plans on this machine use it from now on" if path == profile_file() else "plans do not read it there"
     console.print(f"measured in {report.seconds:.0f} s; saved to {path}: {use}")
-    if json:
-        print_json(report.to_json() | {"file": str(path)})
+    finish(json, report.to_json() | {"file": str(path)})
 
 
 def doctor(
@@ -173,7 +170,4 @@ def doctor(
 
     report = examine(directory, this_machine())
     report.render(console)
-    if json:
-        print_json(report.to_json())
-    if report.problems:
-        raise typer.Exit(1)
+    finish(json, report.to_json(), not report.problems)

@@ -14,7 +14,7 @@ from rich.progress import track
 from rich.table import Table
 
 from phalanx.cli.options import SOURCE_KINDS, AsJson, Device, Field, Template, check_source_kind
-from phalanx.cli.output import console, print_json
+from phalanx.cli.output import console, finish, print_json
 from phalanx.dashboard.data_tables import tokenizing
 from phalanx.dashboard.numbers import count, number, percent
 from phalanx.spec import hf_config
@@ -73,8 +73,7 @@ def eval(
 
     opened = open_model(checkpoint, device)
     result = _loss(opened, options) if choices is None else _choices(opened, choices, options)
-    if json:
-        print_json(result | {"checkpoint": str(opened.path)})
+    finish(json, result | {"checkpoint": str(opened.path)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import json as encoding
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console
 
 from phalanx.spec.errors import PhalanxError, RunError
@@ -22,7 +23,15 @@ console = Console(highlight=False)
 
 def print_json(value: Mapping[str, object]) -> None:
     """Prints one line for programs: never wrapped, never colored."""
-    print(json.dumps(value), flush=True)
+    print(encoding.dumps(value), flush=True)
+
+
+def finish(json: bool, result: Mapping[str, object], passed: bool = True) -> None:
+    """Ends a verb: prints its result for programs if --json asks for it, and exits with 1 if what it checks has failed."""
+    if json:
+        print_json(result)
+    if not passed:
+        raise typer.Exit(1)
 
 
 def write_file(path: Path, write: Callable[[], Any]) -> None:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from phalanx.cli.options import AsJson, Overrides, check_folders, parse_dollars, parse_memory, parse_seconds
-from phalanx.cli.output import console, print_json, write_file
+from phalanx.cli.output import console, finish, write_file
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import load
 
@@ -71,8 +71,7 @@ def plan(
         run, limits = load(run_file, overrides or []), _limits(fits_in, deadline, budget)
         request = PlanRequest(run, _machine(run), aim=aim, limits=limits, given=given, free=free, top=max(10, top))
         answer = _solve(wide, request, solve) if solve is not None else _show(wide, request, top, (png, html))
-    if json:
-        print_json(answer)
+    finish(json, answer)
 
 
 def _machine(run: Run) -> Machine | None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.options import AsJson
-from phalanx.cli.output import console, print_json, write_file
+from phalanx.cli.output import console, finish, write_file
 from phalanx.dashboard.pictures import draw_schedule, schedule_legend, schedule_text
 from phalanx.schedules.actions import Schedule
 from phalanx.schedules.csv_format import dump, load
@@ -61,18 +61,9 @@ def schedule(
         write_file(png, lambda: draw_schedule(chosen, timeline, png))
     if csv is not None:
         write_file(csv, lambda: csv.write_text(dump(chosen)))
-    if json:
-        print_json(
-            {
-                "name": chosen.name,
-                "ranks": chosen.ranks,
-                "stages": chosen.stages,
-                "micro_batches": chosen.micro_batches,
-                "bubble": idle,
-                "length": timeline.stop,
-                "actions": [[str(action) for action in row] for row in chosen.actions],
-            }
-        )
+    counts = {name: getattr(chosen, name) for name in ("name", "ranks", "stages", "micro_batches")}
+    actions = [[str(action) for action in row] for row in chosen.actions]
+    finish(json, counts | {"bubble": idle, "length": timeline.stop, "actions": actions})
 
 
 def _open(name: str, ranks: int | None, microbatches: int | None, per_rank: int | None) -> Schedule:

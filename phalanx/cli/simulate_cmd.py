@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from phalanx.cli.options import AsJson, Overrides, RunFile, check_folders, parse_duration
-from phalanx.cli.output import console, print_json, write_file
+from phalanx.cli.output import console, finish, write_file
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import load
@@ -90,8 +90,7 @@ def simulate(
     hardware = _hardware(run)
     candidate = _candidate(run, hardware)
     result = _step(run, hardware, candidate, (png, trace)) if step else _whole(run, hardware, candidate, request, png)
-    if json:
-        print_json(result)
+    finish(json, result)
 
 
 def _whole(run: Run, hardware: Hardware, candidate: Candidate, request: SimulationRequest, png: Path | None) -> dict[str, Any]:

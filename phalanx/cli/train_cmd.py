@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.options import AsJson, Overrides, RunFile
-from phalanx.cli.output import console, print_error, print_json, print_summary
+from phalanx.cli.output import console, finish, print_error, print_json, print_summary
 from phalanx.control.protocol import RESUMABLE
 from phalanx.dashboard.data_tables import tokenizing
 from phalanx.dashboard.progress import display
@@ -82,8 +82,7 @@ def train(
     if job.exit_code == RESUMABLE:
         again = f"with --run-dir {prepared.rundir.path} instead of --fresh" if fresh else "again"
         console.print(f"Stopped and saved. To resume, run the same command {again}.", style="yellow", soft_wrap=True)
-    if json:
-        print_json(summary.to_json(prepared.rundir.path) | ({"error": [job.failure.reason]} if job.failure else {}))
+    finish(json, summary.to_json(prepared.rundir.path) | ({"error": [job.failure.reason]} if job.failure else {}))
     raise typer.Exit(job.exit_code or 0)
 
 

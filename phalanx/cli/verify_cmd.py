@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.options import AsJson, Overrides, RunFile, parse_size
-from phalanx.cli.output import console, print_json
+from phalanx.cli.output import console, finish
 from phalanx.host.probe import this_machine
 from phalanx.launch.model_check import measure
 from phalanx.spec.errors import RunError
@@ -74,9 +74,7 @@ def verify(
         report = parity.verify(run, steps=steps or _STEPS, ranks=ranks, account=account)
         verify_report.show_report(console, report)
         passed, result = report.passed, report.to_json()
-    if json:
-        print_json(result)
-    raise typer.Exit(0 if passed else 1)
+    finish(json, result, passed)
 
 
 def _sweep(run: Run, steps: int, ranks: int | None, count: int) -> tuple[bool, Mapping[str, object]]:
@@ -128,7 +126,5 @@ def rehearse(
     worst = max(results, key=lambda result: (not result.fits, result.peak))
     if trace is not None:
         write_trace(worst, trace)
-    if json:
-        stages = {"stages": [result.to_json() for result in results]} if all_stages else {}
-        print_json(worst.to_json(every_message=messages) | stages)
-    raise typer.Exit(0 if worst.fits else 1)
+    stages = {"stages": [result.to_json() for result in results]} if all_stages else {}
+    finish(json, worst.to_json(every_message=messages) | stages, worst.fits)
