@@ -26,32 +26,18 @@ _STATE_BYTES = 16  # per parameter in training: weight, gradient and two Adam mo
 
 def models(json: AsJson = False) -> None:
     """List the model presets with their size and cost."""
-    rows = _model_rows()
+    rows = []
     table = Table(box=None, header_style="bold")
     for title in ("preset", "parameters", "active", "GFLOP/token", "training state"):
         table.add_column(title, justify="left" if title == "preset" else "right")
-    for row in rows:
-        flops = f"{row['flops_per_token'] / 1e9:,.3f}"
-        table.add_row(row["name"], count(row["parameters"]), count(row["active"]), flops, size(row["state_bytes"]))
-    console.print(table)
-    finish(json, {"models": rows})
-
-
-def _model_rows() -> list[dict[str, Any]]:
-    rows = []
     for name, preset in PRESETS.items():
         spec = replace(preset, vocab=preset.vocab or TOKENIZER_VOCAB["byte"])
-        total = spec.parameters()
-        rows.append(
-            {
-                "name": name,
-                "parameters": total,
-                "active": spec.active_parameters(),
-                "flops_per_token": spec.flops_per_token(spec.context),
-                "state_bytes": total * _STATE_BYTES,
-            }
-        )
-    return rows
+        total, active, flops = spec.parameters(), spec.active_parameters(), spec.flops_per_token(spec.context)
+        state = total * _STATE_BYTES
+        table.add_row(name, count(total), count(active), f"{flops / 1e9:,.3f}", size(state))
+        rows.append({"name": name, "parameters": total, "active": active, "flops_per_token": flops, "state_bytes": state})
+    console.print(table)
+    finish(json, {"models": rows})
 
 
 def clusters(

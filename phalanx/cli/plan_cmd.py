@@ -69,20 +69,17 @@ def plan(
         from phalanx.planning.request import PlanRequest
 
         run, limits = load(run_file, overrides or []), _limits(fits_in, deadline, budget)
-        request = PlanRequest(run, _machine(run), aim=aim, limits=limits, given=given, free=free, top=max(10, top))
+        request = PlanRequest(run, planned_machine(run), aim=aim, limits=limits, given=given, free=free, top=max(10, top))
         answer = _solve(wide, request, solve) if solve is not None else _show(wide, request, top, (png, html))
     finish(json, answer)
 
 
-def _machine(run: Run) -> Machine | None:
+def planned_machine(run: Run) -> Machine | None:
     """This machine if the run file names no cluster. It is probed only then, because GPU drivers answer slowly."""
+    from phalanx.host.probe import this_machine
     from phalanx.planning.machines.hardware import planned
 
-    if planned(run):
-        return None
-    from phalanx.host.probe import this_machine
-
-    return this_machine()
+    return None if planned(run) else this_machine()
 
 
 def _show(wide: Console, request: PlanRequest, top: int, files: tuple[Path | None, Path | None]) -> dict[str, Any]:

@@ -132,13 +132,10 @@ def _step(run: Run, hardware: Hardware, candidate: Candidate, files: tuple[Path 
 
 
 def _hardware(run: Run) -> Hardware:
-    from phalanx.planning.machines.hardware import hardware, planned
+    from phalanx.cli.plan_cmd import planned_machine
+    from phalanx.planning.machines.hardware import hardware
 
-    if planned(run):
-        return hardware(run, None)
-    from phalanx.host.probe import this_machine
-
-    return hardware(run, this_machine())
+    return hardware(run, planned_machine(run))
 
 
 def _candidate(run: Run, hardware: Hardware) -> Candidate:
