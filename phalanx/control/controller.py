@@ -65,7 +65,8 @@ class Controller(Control):
             case protocol.Beats():
                 self._on_beats(report)
             case protocol.RankLocation():
-                self.state.locations[report.rank] = report
+                if report.question == self.state.question:  # not a late answer to an earlier one
+                    self.state.locations[report.rank] = report
             case protocol.RankInspected():
                 self.state.inspections[report.rank] = report
             case protocol.RankReport() if generation is not None and report.generation == generation.number:

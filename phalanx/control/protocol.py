@@ -88,7 +88,6 @@ class RankFailure(Message):
     traceback: str = ""
     expected: bool = False
     """The rank itself says that the run cannot continue, for example because nothing can be saved."""
-    time: float = 0.0
 
 
 class StateSource(Message):
@@ -334,8 +333,7 @@ class HandedOff(RankReport):
     """The rank has carried out `HandOff`."""
 
     covered: bool
-    """The contributors hold all tensors of this pipeline rank."""
-    problem: str | None = None
+    """The contributors hold all tensors of this pipeline rank, and its share is in host memory."""
 
 
 class RankFailed(RankReport):

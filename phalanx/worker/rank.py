@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -231,7 +230,7 @@ class Rank:
             self._trainer.pause()
 
     def _hand_off(self, order: protocol.HandOff) -> None:
-        trainer, covered, problem = self._trainer, False, None
+        trainer, covered = self._trainer, False
         assert trainer is not None
         try:
             if trainer.progress.step < order.step:
@@ -239,10 +238,10 @@ class Rank:
                 roll_forward(trainer, order.divisor, order.bad)
             covered = hand_off(trainer, order.contributors)
         except (OSError, MemoryError) as error:  # not enough memory: the controller falls back to an older state
-            problem = str(error)
+            print(f"The state is not handed off: {error}", flush=True)
         if order.reporter == trainer.mesh.rank:
             self._write_missing_steps(trainer)
-        self._control.report(protocol.HandedOff(generation=order.generation, covered=covered, problem=problem))
+        self._control.report(protocol.HandedOff(generation=order.generation, covered=covered))
 
     def _write_missing_steps(self, trainer: Trainer) -> None:
         """Write step records that rank 0 had not written when it was lost. Every rank has them."""
@@ -291,7 +290,7 @@ def rank_failure(error: BaseException) -> protocol.RankFailure:
     if isinstance(error, torch.OutOfMemoryError):
         reason += "\nA smaller train.micro_batch needs less memory; the batch stays the same through accumulation."
     trace = "" if expected else "".join(traceback.format_exception(error))
-    return protocol.RankFailure(reason=reason, traceback=trace, expected=expected, time=time.time())
+    return protocol.RankFailure(reason=reason, traceback=trace, expected=expected)
 
 
 def worker_started(mesh: Mesh) -> WorkerStarted:
