@@ -46,8 +46,7 @@ class RunStarted(Event):
     layout: SavedLayout
     compute: str
     promise: Promise | None = None
-    """What the plan expects, or None: `seconds` of a step with `low` and `high` (P10, P90) and their `split`, `tokens_per_second`, `memory`
-    in bytes by component and `total_memory` of the fullest rank, `mfu`, `days`, `price`."""
+    """What the plan expects of the run; None: nothing is promised."""
 
 
 class WorkerStarted(Event):

@@ -85,14 +85,6 @@ class Draft:
         tables = [self._tables[table] for path in paths if (table := path.rpartition(".")[0]) in self._tables]
         return next(iter(typed + given + tables), self.file)
 
-    def has_table(self, table: str) -> bool:
-        """Whether the file or the command line opens a table, even an empty one."""
-        return table in self._tables
-
-    def names_in(self, table: str) -> list[str]:
-        """The names that the person gave to the tables in a table, in file order."""
-        return [path.rpartition(".")[2] for path in self._tables if path.rpartition(".")[0] == table]
-
     @property
     def is_resolved(self) -> bool:
         """Whether `dump` wrote this file: it gives every size, as nobody does by hand, and needs no other folder any more."""
@@ -237,7 +229,8 @@ class Draft:
         tables: dict[str, Any] = {
             table: TABLES[table](**_given(values, table)) for table in TABLES if "." not in table and table != "model"
         }
-        mix = tuple(MixedSource(name=name, **_given(values, f"data.mix.{name}")) for name in self.names_in("data.mix"))
+        named = [table.removeprefix("data.mix.") for table in self._tables if table.startswith("data.mix.")]
+        mix = tuple(MixedSource(name=name, **_given(values, f"data.mix.{name}")) for name in named)
         tables["data"] = replace(tables["data"], mix=mix)
         return Run(model=self._model(values, base or self._preset(values)), **tables)
 
@@ -261,7 +254,7 @@ class Draft:
             missing = [key.path for key in keys_of(table) if key.default is MISSING and key.path not in values]
             if not missing:
                 sizes[name] = TABLES[table](**given)
-            elif given or self.has_table(table):
+            elif given or table in self._tables:
                 where = self.blame([f"{table}.{name}" for name in given] or missing)
                 for path in missing:
                     if not self.doubts(path):

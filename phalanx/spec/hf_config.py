@@ -21,25 +21,14 @@ from phalanx.spec.json_value import Json, JsonObject
 from phalanx.spec.model import Mla, ModelSpec, Moe, RopeScaling
 
 CONFIG = "config.json"
-_OFF: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "quantization_config": (),
-    "logit_scale": (1,),
-    "logits_scaling": (1,),
-    "final_logit_softcapping": (),
-    "attn_logit_softcapping": (),
-    "residual_multiplier": (1,),
-    "embedding_multiplier": (1,),
-    "attention_multiplier": (),
-    "use_sliding_window": (False,),
-    "add_cross_attention": (False,),
-    "scale_attn_by_inverse_layer_idx": (False,),
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "attention_bias mlp_bias use_sliding_window add_cross_attention scale_attn_by_inverse_layer_idx is_encoder_decoder": (
+        False,
+    ),
     "scale_attn_weights": (True,),
-    "is_encoder_decoder": (False,),
-    "decoder_sparse_step": (1,),
+    "logit_scale logits_scaling residual_multiplier embedding_multiplier decoder_sparse_step moe_layer_freq": (1,),
+    "quantization_config final_logit_softcapping attn_logit_softcapping attention_multiplier": (),
     "mlp_only_layers": ([],),
-    "moe_layer_freq": (1,),
     "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",),
 }
@@ -114,11 +103,9 @@ def model_spec(folder: Path) -> ModelSpec:
     read, defaults = FAMILIES[family]
     config = Config(values, defaults)
     try:
-        for key, allowed in _OFF.items():
-            value = values.get(key)
-            if value is not None and value not in allowed:
-                only = " or ".join(json.dumps(item) for item in allowed) or "null"
-                raise Unsupported(key, value, f"not supported; only {only} is.")
+        for key, allowed in ((key, allowed) for keys, allowed in _ONLY.items() for key in keys.split()):
+            if (value := values.get(key)) is not None:
+                _only(key, value, allowed)
         _no_window(config)
         spec = read(config)
         return replace(spec, mtp_depth=_mtp_depth(config, spec, folder)) if family == "DeepseekV3ForCausalLM" else spec
@@ -174,19 +161,18 @@ def _no_window(config: Config) -> None:
     types = config.values.get("layer_types") or []
     if not isinstance(types, list):
         raise Unsupported("layer_types", types, "a list with the kind of each layer is needed here.")
-    other = [kind for kind in types if kind != "full_attention"]
-    if other:
-        raise Unsupported("layer_types", other[0], 'not supported; only "full_attention" is.')
+    for kind in types:
+        _only("layer_types", kind, ("full_attention",))
 
 
-def _activation(config: Config, key: str, same: Collection[str]) -> None:
-    if config.get(key) not in same:
-        raise Unsupported(key, config.get(key), f"not supported; only {' or '.join(json.dumps(name) for name in same)} is.")
+def _only(key: str, value: Any, allowed: Collection[Any]) -> None:
+    if value not in allowed:
+        raise Unsupported(key, value, f"not supported; only {' or '.join(map(json.dumps, allowed)) or 'null'} is.")
 
 
 def _decoder(config: Config, latent: bool = False) -> ModelSpec:
     """What all families except GPT-2 have in common."""
-    _activation(config, "hidden_act", ("silu", "swish"))
+    _only("hidden_act", config.get("hidden_act"), ("silu", "swish"))
     theta, scaling = _rope(config.values, config.defaults.get("rope_theta", 10000.0))
     heads = config.number("num_attention_heads")
     return ModelSpec(
@@ -277,7 +263,7 @@ def _mtp_depth(config: Config, spec: ModelSpec, folder: Path) -> int:
 
 
 def _gpt2(config: Config) -> ModelSpec:
-    _activation(config, "activation_function", ("gelu_new", "gelu_pytorch_tanh"))
+    _only("activation_function", config.get("activation_function"), ("gelu_new", "gelu_pytorch_tanh"))
     dim = config.number("n_embd")
     _head(config, "n_embd", config.number("n_head"))
     return ModelSpec(

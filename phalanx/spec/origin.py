@@ -43,12 +43,11 @@ def origin(text: str) -> Origin | None:
         return None
     run_dir = _run_directory(folder)
     if run_dir is not None:
-        model, tokenizer = _model_of(run_dir / "run.toml")
-        if os.path.isfile(run_dir / "tokenizer" / TOKENIZER_FILE):
-            tokenizer = str(run_dir / "tokenizer")
-        return Origin(replace(model, preset=None, from_=text), tokenizer)
+        start = _of_run_file(text, run_dir / "run.toml")
+        copied = os.path.isfile(run_dir / "tokenizer" / TOKENIZER_FILE)
+        return start._replace(tokenizer=str(run_dir / "tokenizer")) if copied else start
     if os.path.isfile(folder / _MARKER):  # a checkpoint that was moved out of its run directory carries its run file
-        return _from_marker(folder, text)
+        return _of_run_file(text, folder / _MARKER, _carried_run_file(folder, text))
     if os.path.isfile(folder / "config.json"):
         from phalanx.spec.hf_config import model_spec  # imported only for runs that start from such a folder
 
@@ -74,7 +73,7 @@ def under(model: ModelSpec, base: ModelSpec) -> ModelSpec:
     )
 
 
-def _model_of(path: Path, data: bytes | None = None) -> tuple[ModelSpec, str]:
+def _of_run_file(text: str, path: Path, data: bytes | None = None) -> Origin:
     """The complete model and the tokenizer of a run file, whatever else is wrong with that run on this machine.
 
     `data`: the run file's contents, if another file carries it. Its own `model.from` is ignored: a run directory may name itself.
@@ -87,22 +86,21 @@ def _model_of(path: Path, data: bytes | None = None) -> tuple[ModelSpec, str]:
     draft.settings.pop("model.from", None)
     run = draft.build(draft.values())
     draft.raise_problems()
-    model = run.model
+    model = replace(run.model, preset=None, from_=text)
     if model.vocab is None:
         with contextlib.suppress(RunError):  # a tokenizer that has moved away is reported where it is needed
             model = replace(model, vocab=vocabulary_size(run.data.tokenizer))
-    return model, run.data.tokenizer
+    return Origin(model, run.data.tokenizer)
 
 
-def _from_marker(folder: Path, text: str) -> Origin:
+def _carried_run_file(folder: Path, text: str) -> bytes:
     try:
-        run = json.loads((folder / _MARKER).read_bytes())["run"].encode()
+        run_file: str = json.loads((folder / _MARKER).read_bytes())["run"]
+        return run_file.encode()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise RunError(
             [f"model.from = {toml(text)} is a checkpoint whose {_MARKER} carries no run file: name it in its run directory."]
         ) from None
-    model, tokenizer = _model_of(folder / _MARKER, run)
-    return Origin(replace(model, preset=None, from_=text), tokenizer)
 
 
 def _run_directory(folder: Path) -> Path | None:

@@ -39,10 +39,6 @@ class Box:
         shape = tuple(end - begin for begin, end in zip(first, last, strict=True))
         return Box(first, shape) if all(length > 0 for length in shape) else None
 
-    def relative_to(self, outer: Box) -> Box:
-        """The same region in the coordinates of a box that contains it."""
-        return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
-
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
@@ -133,8 +129,9 @@ class TensorSlice:
 
 
 def _shift(common: Box, outer: Box, local: Box) -> Box:
-    inside = common.relative_to(outer)
-    return Box(tuple(a + b for a, b in zip(inside.offset, local.offset, strict=True)), common.shape)
+    """A part of the whole tensor in the coordinates of the local one, given a box of the whole and the same box of the local tensor."""
+    offset = (a - b + c for a, b, c in zip(common.offset, outer.offset, local.offset, strict=True))
+    return Box(tuple(offset), common.shape)
 
 
 def chunk(length: int, index: int, count: int) -> tuple[int, int]:
