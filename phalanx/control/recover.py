@@ -22,7 +22,6 @@ from phalanx.recovery.state import (
     Disconnected,
     EndRun,
     Event,
-    EventBatch,
     NewGeneration,
     NoChange,
     NodeJoined,
@@ -77,7 +76,7 @@ class Recovery:
 
     def _decide(self, *more: Event) -> Action:
         situation = self._state.situation(self._control.settings, self._agent.run.batch)
-        return decide(situation, EventBatch((*self._events, *more)), self._replanner.legal)
+        return decide(situation, (*self._events, *more), self._replanner.legal)
 
     async def _pause_to_grow(self) -> bool:
         """Only nodes have joined. If the run can grow, pause after the current step and change; False: nothing more to do."""
@@ -124,7 +123,7 @@ class Recovery:
         if state.events:
             return False  # another rank was lost meanwhile: decide again
         situation = state.situation(self._control.settings, self._agent.run.batch)
-        state.history = updated_history(situation, EventBatch(tuple(self._events)), action)
+        state.history = updated_history(situation, self._events, action)
         self._record.action, self._record.step_before, self._record.restarted = action.action, generation.step, None
         plan = self._replanner.plan(action.layout)
         assert plan is not None, "the policy chooses legal layouts only"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import dropwhile
 from typing import Literal
@@ -28,7 +28,6 @@ from phalanx.recovery.state import (
     Disconnected,
     EndRun,
     Event,
-    EventBatch,
     Failure,
     NewGeneration,
     NoChange,
@@ -41,13 +40,13 @@ from phalanx.recovery.state import (
 from phalanx.spec.layout import Layout
 
 
-def decide(situation: Situation, event: Event, legal: Legal) -> Action:
-    """The action that answers an event. `legal`: whether a layout can be run."""
+def decide(situation: Situation, events: Sequence[Event], legal: Legal) -> Action:
+    """The action that answers events that happened together. `legal`: whether a layout can be run."""
     assert len(situation.assignment) == situation.layout.ranks, "every rank of the running generation has a node"
-    end = verdict(situation, failures(situation, event))
+    end = verdict(situation, failures(situation, events))
     if end is not None:
         return end
-    aftermath = _aftermath(situation, event)
+    aftermath = _aftermath(situation, events)
     grown = _grow(aftermath, legal)
     if not (aftermath.dead or aftermath.displaced or aftermath.broken):
         return grown or NoChange()
@@ -57,7 +56,7 @@ def decide(situation: Situation, event: Event, legal: Legal) -> Action:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Aftermath:
-    """The situation after the event."""
+    """The situation after the events."""
 
     situation: Situation
     living: dict[int, int]
@@ -84,8 +83,8 @@ class _Aftermath:
         return {rank: node for rank, node in self.places.items() if rank not in self.dead}
 
 
-def _aftermath(situation: Situation, event: Event) -> _Aftermath:
-    events, assignment = list(flatten(event)), situation.assignment
+def _aftermath(situation: Situation, events: Sequence[Event]) -> _Aftermath:
+    assignment = situation.assignment
     joined = {item.node for item in events if isinstance(item, NodeJoined)}
     lost = {item.node for item in events if isinstance(item, NodeLost)}
     lost |= {assignment[item.rank] for item in events if isinstance(item, WorkerDied) and not item.node_lives}
@@ -202,18 +201,8 @@ _ADVICE = {
 }
 
 
-def flatten(event: Event) -> Iterator[WorkerDied | NodeLost | NodeJoined | Disconnected | Corrupt]:
-    """The single events of an event or batch."""
-    if isinstance(event, EventBatch):
-        for part in event.events:
-            yield from flatten(part)
-    else:
-        yield event
-
-
-def failures(situation: Situation, event: Event) -> tuple[Failure, ...]:
-    """The distinct failures of an event. Ranks lost with their node are not counted, and neither is the same failure on several ranks."""
-    events = list(flatten(event))
+def failures(situation: Situation, events: Sequence[Event]) -> tuple[Failure, ...]:
+    """The distinct failures among events. Ranks lost with their node are not counted, and neither is the same failure on several ranks."""
     lost = {event.node for event in events if isinstance(event, NodeLost)}
     distinct: dict[tuple[str, str, int | None], Failure] = {}
     for event in events:
@@ -236,10 +225,10 @@ def failures(situation: Situation, event: Event) -> tuple[Failure, ...]:
     return tuple(distinct.values())
 
 
-def updated_history(situation: Situation, event: Event, action: Action) -> tuple[Failure, ...]:
+def updated_history(situation: Situation, events: Sequence[Event], action: Action) -> tuple[Failure, ...]:
     """The history after a decision, for the next `Situation.history`."""
     tried = action.action if isinstance(action, NewGeneration) else "wait" if isinstance(action, Wait) else ""
-    now = [replace(failure, tried=tried) for failure in failures(situation, event)]
+    now = [replace(failure, tried=tried) for failure in failures(situation, events)]
     return tuple(_within_steps(_FORGET_AFTER, situation.first_step, [*situation.history, *now]))
 
 

@@ -38,7 +38,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Situation:
-    """The run before an event."""
+    """The run before the events."""
 
     wanted: Layout
     """Layout that the run asks for, with all degrees fixed."""
@@ -118,14 +118,7 @@ class Corrupt:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class EventBatch:
-    """Events that happened together and are answered by one action."""
-
-    events: tuple[Event, ...]
-
-
-Event: TypeAlias = WorkerDied | NodeLost | NodeJoined | Disconnected | Corrupt | EventBatch
+Event: TypeAlias = WorkerDied | NodeLost | NodeJoined | Disconnected | Corrupt
 
 
 # --- actions ------------------------------------------------------------------------------------------------------

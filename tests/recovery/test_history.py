@@ -13,7 +13,6 @@ from phalanx.recovery.state import (
     Disconnected,
     EndRun,
     Event,
-    EventBatch,
     NewGeneration,
     Node,
     NodeJoined,
@@ -36,12 +35,13 @@ def failed(rank: int, step: int | None, reason: str = "ValueError: no") -> Worke
     return WorkerDied(rank, step, "failed", reason)
 
 
-def play(state: Situation, *events: Event) -> list[Action]:
-    """Decisions on events one after the other; nodes that are lost are back at once."""
+def play(state: Situation, *events: Event | tuple[Event, ...]) -> list[Action]:
+    """Decisions on events one after the other, a tuple being some that happened together; nodes that are lost are back at once."""
     actions = []
     for event in events:
-        actions.append(decide(state, event, anything))
-        state = replace(state, history=updated_history(state, event, actions[-1]))
+        together = event if isinstance(event, tuple) else (event,)
+        actions.append(decide(state, together, anything))
+        state = replace(state, history=updated_history(state, together, actions[-1]))
     return actions
 
 
@@ -79,7 +79,7 @@ def test_times_and_addresses_in_a_reason_make_no_other_failure() -> None:
         [failed(1, 5, "a"), failed(1, 5, "b"), failed(1, 5, "c")],
         [failed(1, 5), WorkerDied(1, 5, "died", "ValueError: no"), WorkerDied(1, 5, "hung", "ValueError: no")],
         [failed(1, 5), failed(1, 6), failed(1, 5)],
-        [EventBatch((failed(0, 5), failed(1, 5), failed(2, 5))), failed(1, 5)],  # one failure that three ranks met
+        [(failed(0, 5), failed(1, 5), failed(2, 5)), failed(1, 5)],  # one failure that three ranks met
     ],
 )
 def test_different_failures_do_not_end_the_run(events: list[Event]) -> None:
@@ -123,13 +123,13 @@ def test_a_run_that_gets_on_may_fail_for_ever(steps: Iterable[int | None], end: 
     for number, step in enumerate(steps, 1):
         words = f"{number:b}".translate({48: "a", 49: "b"})
         event = WorkerDied(1, step, "died", f"killed by {words}")
-        found = verdict(state, failures(state, event))
+        found = verdict(state, failures(state, [event]))
         assert (found is not None) == (number == end), (number, step)
         if found is not None:
             within = "in this launch" if end == 101 else "within 1,000 steps"
             assert f"There were 101 failures {within}, and resilience.restarts = 100." in found.story
             return
-        state = replace(state, history=updated_history(state, event, Wait("", ())))
+        state = replace(state, history=updated_history(state, [event], Wait("", ())))
 
 
 def test_a_launch_counts_from_its_first_step() -> None:
@@ -158,7 +158,7 @@ def test_a_program_that_fails_at_once_is_not_started_again() -> None:
 
 def test_ranks_that_went_with_their_node_are_no_failures_of_their_own() -> None:
     killed = [WorkerDied(rank, 5, "died", f"rank {rank} was killed") for rank in range(4)]
-    found = failures(START, EventBatch((*killed, NodeLost(1, 5))))
+    found = failures(START, (*killed, NodeLost(1, 5)))
     assert [(failure.cause, failure.rank, failure.node) for failure in found] == [
         ("died", 0, 0),
         ("died", 1, 0),
@@ -167,10 +167,10 @@ def test_ranks_that_went_with_their_node_are_no_failures_of_their_own() -> None:
 
 
 def test_different_nodes_are_different_failures() -> None:
-    lost = [EventBatch((NodeLost(node, 5), NodeJoined(node))) for node in (0, 1, 0, 1)]
+    lost = [(NodeLost(node, 5), NodeJoined(node)) for node in (0, 1, 0, 1)]
     assert all(isinstance(action, NewGeneration) for action in play(START, *lost))
 
 
 def test_a_node_that_comes_is_no_failure() -> None:
     state = replace(START, restarts=0, layout=Layout(data=2), assignment=(0, 0))
-    assert failures(state, NodeJoined(1)) == () and isinstance(decide(state, NodeJoined(1), anything), NewGeneration)
+    assert failures(state, [NodeJoined(1)]) == () and isinstance(decide(state, [NodeJoined(1)], anything), NewGeneration)

@@ -17,7 +17,6 @@ from phalanx.recovery.state import (
     Disconnected,
     EndRun,
     Event,
-    EventBatch,
     Failure,
     NewGeneration,
     NoChange,
@@ -62,11 +61,11 @@ class World:
     def nodes(self) -> tuple[Node, ...]:
         return tuple(Node(number, self.slots[number]) for number in sorted(self.alive))
 
-    def strike(self) -> Event:
+    def strike(self) -> list[Event]:
         """Something happens; the world is changed by it at once."""
         events = [self._one() for _ in range(self.dice.choice((1, 1, 1, 2, 3)))]
         self.step += self.dice.choice((0, 1, 1, 2))
-        return events[0] if len(events) == 1 else EventBatch(tuple(events))
+        return events
 
     def _one(self) -> Event:
         gone = sorted(set(self.slots) - self.alive)
@@ -94,14 +93,14 @@ class World:
         self.alive.add(node)
         return NodeJoined(node)
 
-    def answer(self, event: Event, dead: tuple[int, ...]) -> Action:
+    def answer(self, events: list[Event], dead: tuple[int, ...]) -> Action:
         before = Situation(
             wanted=self.wanted, layout=self.layout, assignment=self.assignment, nodes=self.nodes, history=self.history,
             dead=dead, restarts=10**9, shrink=self.shrink, continue_degraded=self.continue_degraded,
         )  # fmt: skip
-        action = decide(before, event, self.legal)
-        assert action == decide(before, event, self.legal)
-        self.history = updated_history(before, event, action)[-6:]
+        action = decide(before, events, self.legal)
+        assert action == decide(before, events, self.legal)
+        self.history = updated_history(before, events, action)[-6:]
         self.seen[action.action if isinstance(action, NewGeneration) else type(action).__name__] += 1
         if isinstance(action, NewGeneration):
             self._check(action)
@@ -164,9 +163,9 @@ def test_policy_invariants_over_random_histories(
         dead = action.dead if isinstance(action, Wait) else ()
     # All come back, one by one: the run is what was wanted again, and then stays so.
     for node in sorted(slots):
-        action = world.answer(world.join(node), dead)
+        action = world.answer([world.join(node)], dead)
         dead = action.dead if isinstance(action, Wait) else ()
     assert not world.waits and world.layout == wanted
-    assert world.answer(NodeJoined(0), ()) == NoChange()
+    assert world.answer([NodeJoined(0)], ()) == NoChange()
     shrinks = shrink or (go_on and (wanted.data or 1) > 1)
     assert {"restart", "NoChange", *(("shrink", "grow") if shrinks else ("Wait",))} <= set(world.seen), world.seen

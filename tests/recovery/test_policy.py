@@ -14,7 +14,6 @@ from phalanx.recovery.state import (
     Corrupt,
     Disconnected,
     Event,
-    EventBatch,
     NewGeneration,
     NoChange,
     Node,
@@ -48,8 +47,8 @@ def killed(rank: int, step: int = 10, node_lives: bool = True) -> WorkerDied:
     return WorkerDied(rank, step, "died", f"rank {rank} was killed", node_lives)
 
 
-def went(before: Situation, event: Event, legal: Legal) -> NewGeneration:
-    action = decide(before, event, legal)
+def went(before: Situation, event: Event | tuple[Event, ...], legal: Legal) -> NewGeneration:
+    action = decide(before, event if isinstance(event, tuple) else (event,), legal)
     assert isinstance(action, NewGeneration), action
     return action
 
@@ -137,16 +136,16 @@ def test_run_shrinks_twice_and_grows_back(legal: Legal) -> None:
 def test_processes_are_kept_where_there_are_most(legal_for: LegalFor) -> None:
     """The first node has one survivor and 3 places, the other 4 of each; the batch is for 4 ranks or 8."""
     before = replace(situation(CUBE, nodes(4, 4)), nodes=nodes(3, 4))
-    go = went(before, EventBatch((killed(0), killed(1), killed(2))), legal_for(8))
+    go = went(before, (killed(0), killed(1), killed(2)), legal_for(8))
     assert go.layout.ranks == 4 and go.assignment == (1, 1, 1, 1) and go.old == (4, 5, 6, 7)
 
 
 def test_run_that_must_not_shrink_waits_for_the_node(legal: Legal) -> None:
     before = situation(CUBE, nodes(4, 4), shrink=False)
-    wait = decide(before, NodeLost(1, 10), legal)
+    wait = decide(before, [NodeLost(1, 10)], legal)
     assert isinstance(wait, Wait) and wait.dead == (4, 5, 6, 7) and "resilience.shrink = false" in wait.reason
     waiting = replace(before, dead=wait.dead)
-    assert isinstance(decide(replace(waiting, nodes=nodes(4)), NodeJoined(0), legal), Wait)
+    assert isinstance(decide(replace(waiting, nodes=nodes(4)), [NodeJoined(0)], legal), Wait)
     back = went(waiting, NodeJoined(1), legal)  # it is there again, but what ran on it is not
     assert (back.action, back.assignment, back.fresh) == ("restart", before.assignment, (4, 5, 6, 7))
     other = went(replace(waiting, nodes=(Node(0, 4), Node(7, 4))), NodeJoined(7), legal)
@@ -154,28 +153,28 @@ def test_run_that_must_not_shrink_waits_for_the_node(legal: Legal) -> None:
 
 
 def test_run_waits_if_no_layout_fits() -> None:
-    wait = decide(situation(CUBE, nodes(4, 4)), NodeLost(1, 10), lambda layout: layout.ranks == 8)
+    wait = decide(situation(CUBE, nodes(4, 4)), [NodeLost(1, 10)], lambda layout: layout.ranks == 8)
     assert isinstance(wait, Wait) and "8 ranks" in wait.reason and "1 node with 4 places" in wait.reason
-    gone = decide(situation(CUBE, nodes(4, 4)), EventBatch((NodeLost(0, 10), NodeLost(1, 10))), lambda layout: True)
+    gone = decide(situation(CUBE, nodes(4, 4)), (NodeLost(0, 10), NodeLost(1, 10)), lambda layout: True)
     assert isinstance(gone, Wait) and gone.dead == tuple(range(8))
 
 
 def test_a_node_and_a_worker_at_once_are_one_decision(legal: Legal) -> None:
-    event = EventBatch((NodeLost(1, 10), killed(3), killed(4)))
+    event = (NodeLost(1, 10), killed(3), killed(4))
     go = went(situation(CUBE, nodes(4, 4, 4)), event, legal)
     assert (go.action, go.fresh, go.assignment) == ("spare", (3, 4, 5, 6, 7), (0, 0, 0, 0, 2, 2, 2, 2))
 
 
 def test_a_node_that_is_back_already_starts_its_ranks_again(legal: Legal) -> None:
     before = situation(CUBE, nodes(4, 4))
-    go = went(before, EventBatch((NodeLost(1, 10), NodeJoined(1))), legal)
+    go = went(before, (NodeLost(1, 10), NodeJoined(1)), legal)
     assert (go.action, go.assignment, go.fresh) == ("restart", before.assignment, (4, 5, 6, 7))
 
 
 def test_a_node_that_is_not_needed_changes_nothing(legal: Legal) -> None:
-    assert decide(situation(CUBE, nodes(4, 4, 4)), NodeJoined(2), legal) == NoChange()
+    assert decide(situation(CUBE, nodes(4, 4, 4)), [NodeJoined(2)], legal) == NoChange()
     six = Layout(data=3, tensor=2)
-    assert decide(situation(six, nodes(4, 3), wanted=CUBE), NodeJoined(1), legal) == NoChange()  # 7 are no better than 6
+    assert decide(situation(six, nodes(4, 3), wanted=CUBE), [NodeJoined(1)], legal) == NoChange()  # 7 are no better than 6
 
 
 def test_a_failure_with_room_for_more_grows_at_once(legal: Legal) -> None:
@@ -212,10 +211,10 @@ def test_going_on_comes_before_growing(legal: Legal) -> None:
 
 def test_going_on_needs_a_whole_replica(legal: Legal) -> None:
     before = situation(CUBE, nodes(4, 4), continue_degraded=True)
-    assert went(before, EventBatch((killed(0), killed(3))), legal).action == "restart"
+    assert went(before, (killed(0), killed(3)), legal).action == "restart"
     assert went(situation(Layout(data=1, shard=4), nodes(4), continue_degraded=True), killed(0), legal).action == "restart"
     assert went(before, Disconnected(10), legal).action == "restart"
-    assert went(before, EventBatch((killed(2), Disconnected(10))), legal).action == "shrink"
+    assert went(before, (killed(2), Disconnected(10)), legal).action == "shrink"
 
 
 def test_the_first_places_leave_spare_nodes_idle() -> None:

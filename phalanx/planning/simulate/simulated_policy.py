@@ -186,7 +186,7 @@ class SimulatedPolicy:
             wanted=self._cache.wanted, layout=self.placed.layout, assignment=self.placed.assignment, nodes=(), history=self._history,
             first_step=self.first_step, restarts=self._cache.settings.restarts,
         )  # fmt: skip
-        end = verdict(situation, failures(situation, event))
+        end = verdict(situation, failures(situation, [event]))
         if end is not None:
             self.missing |= {node} if fault.kind == "node" else set()
             return end
@@ -196,7 +196,7 @@ class SimulatedPolicy:
             rank = self.placed.assignment.index(node)
         lost = frozenset({node}) if fault.kind == "node" else frozenset()
         action = self._decide((fault.kind, rank), _event(fault, node, rank, step), lost)
-        self._history = updated_history(situation, event, action)
+        self._history = updated_history(situation, [event], action)
         return action
 
     def on_join(self) -> Action:
@@ -236,7 +236,7 @@ class SimulatedPolicy:
         key = (self.placed, self._visible_free, self.missing, self._dead, kind)
         if key not in self._cache.decisions:
             self._cache.decided += 1
-            action = decide(self._situation(lost), event, self._cache.legal)
+            action = decide(self._situation(lost), [event], self._cache.legal)
             after = self._cache.place(action.layout, action.assignment) if isinstance(action, NewGeneration) else None
             self._cache.decisions[key] = action, after
         action, after = self._cache.decisions[key]
