@@ -115,17 +115,11 @@ def connect(address: Address, token: str, use: bytes, timeout: float = HANDSHAKE
             check_server(receive_exactly(sock, PROOF, until), expected, format_address(address))
             sock.settimeout(None)
             return sock, key
-        except Refused:
+        except BaseException as error:
             sock.close()
-            raise
-        except ConnectionError:
-            sock.close()
-            if time.monotonic() > until - 0.1:
+            if isinstance(error, Refused) or not isinstance(error, ConnectionError) or time.monotonic() > until - 0.1:
                 raise
             time.sleep(retry_delay())
-        except BaseException:
-            sock.close()
-            raise
 
 
 def accept_client(sock: socket.socket, token: str, use: bytes) -> bytes:
@@ -175,14 +169,11 @@ def check_server(proof: bytes, expected: bytes, who: str) -> None:
 def receive_exactly(sock: socket.socket, size: int, until: float | None) -> bytes:
     """Receive exactly `size` bytes before a deadline; TimeoutError after it."""
     received = bytearray()
-    if until is None:
-        sock.settimeout(None)
     while len(received) < size:
-        if until is not None:
-            left = until - time.monotonic()
-            if left <= 0:
-                raise TimeoutError("timed out")
-            sock.settimeout(left)
+        left = None if until is None else until - time.monotonic()
+        if left is not None and left <= 0:
+            raise TimeoutError("timed out")
+        sock.settimeout(left)
         part = sock.recv(min(size - len(received), 1 << 20))
         if not part:
             raise ConnectionError("the connection ended")

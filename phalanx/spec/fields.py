@@ -1,8 +1,5 @@
-"""What a field of the run file carries besides its type: its accepted range, a capability that is not built yet, and the name it
-had in earlier versions. The dataclasses of this room declare it, `spec/keys` enforces it and `spec/schema` publishes it.
-
-Old names: a key that a person writes is refused with its new name as the remedy; files that a run wrote itself (run directories,
-checkpoints) are translated."""
+"""What a field of the run file carries besides its type, as metadata of the dataclass, and the names that keys and tensors had in earlier
+versions. A person's old key is refused with its new name as the remedy; files that a run wrote itself are translated."""
 
 from __future__ import annotations
 
