@@ -10,7 +10,7 @@ import pytest
 from planning_cases import SMALL, SPARSE, cluster, run_of
 
 from phalanx.planning.cost.job_table import OFFLOAD, RECOMPUTE
-from phalanx.planning.search.space import all_candidates, all_columns, given_space, layout_of, space
+from phalanx.planning.search.space import all_columns, given_space, layout_of, space
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.layout import Layout, Schedule
 from phalanx.spec.model import ModelSpec
@@ -106,11 +106,7 @@ def test_space_counts_all_candidates() -> None:
     for model in (SMALL, SPARSE):
         found = space(run_of(model, 16, 64), cluster(8))
         bases = found.with_micro_batches(found.degrees())
-        assert (
-            found.count_all(bases)
-            == len(all_columns(found)["pipeline"])
-            == all_candidates(run_of(model, 16, 64), cluster(8)).size()
-        )
+        assert found.count(bases) == len(all_columns(found)["pipeline"]) == found.jobs(all_columns(found)).size()
 
 
 @pytest.mark.parametrize(

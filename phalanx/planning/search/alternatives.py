@@ -10,15 +10,14 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from phalanx.planning.cost.footprint import footprint
 from phalanx.planning.cost.job_table import METHODS, OFFLOAD, RECOMPUTE, SCHEDULES
-from phalanx.planning.cost.step_time import step_times
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.rates import Rates
 from phalanx.planning.report import PART_LABELS
+from phalanx.planning.search.bounds import bytes_of, seconds_of
 from phalanx.planning.search.candidate import Alternative, Candidate, candidates_of
 from phalanx.planning.search.search import SAFE, judge
-from phalanx.planning.search.space import Columns, Space, compute_of, largest_divisor
+from phalanx.planning.search.space import DEGREES, Columns, Space, compute_of, largest_divisor
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError, toml
 from phalanx.spec.layout import Layout, Schedule
@@ -190,17 +189,14 @@ def _judge(space: Space, rates: Rates, variants: list[_Variant], best: Candidate
             if asked or saving == wanted:
                 rows.append((place, asked, *saving))
     columns = _columns([variants[place] for place, *_ in rows], rows)
-    jobs = space.jobs(columns)
-    total = np.broadcast_to(footprint(jobs).total, len(rows))
-    seconds = np.broadcast_to(step_times(jobs, rates).step, len(rows))
+    total, seconds = bytes_of(space, columns), seconds_of(space, rates, columns)
     chosen, tight = [], []
-    for place, variant in enumerate(variants):
+    for place in range(len(variants)):
         mine = [i for i, row in enumerate(rows) if row[0] == place and row[1]]
         fitting = [i for i in mine if total[i] <= limit]
         tight.append(any(total[i] > limit for i, row in enumerate(rows) if row[0] == place and row[2:] == wanted))
         fallback = [i for i in mine if rows[i][2:] == wanted] or mine
         chosen.append(min(fitting, key=lambda i: seconds[i]) if fitting else fallback[0])
-        assert variant.layout.ranks == space.gpus
     made = candidates_of(space, rates, {name: column[chosen] for name, column in columns.items()}, best.capacity)
     return list(zip(made, tight, strict=True))
 
@@ -214,8 +210,7 @@ def _columns(variants: list[_Variant], rows: list[tuple[int, bool, int, int, int
         return np.array(values, dtype=np.int64)
 
     layouts = [variant.layout for variant in variants]
-    degrees = ("pipeline", "data", "shard", "context", "tensor", "zero", "expert", "expert_tensor")
-    columns = {name: column([getattr(layout, name) for layout in layouts]) for name in degrees}
+    columns = {name: column([getattr(layout, name) for layout in layouts]) for name in DEGREES}
     return columns | {
         "sequence_parallel": column([int(layout.sequence) for layout in layouts]),
         "method": column([METHODS.index(layout.context_method) for layout in layouts]),

@@ -16,13 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.planning.cost.footprint import footprint
-from phalanx.planning.cost.job_table import OFFLOAD, RECOMPUTE, SCHEDULES
+from phalanx.planning.cost.job_table import OFFLOAD, SCHEDULES
 from phalanx.planning.cost.schedule_cost import SPLITS_BACKWARD
-from phalanx.planning.cost.step_time import Times, step_times
+from phalanx.planning.cost.step_time import step_times
 from phalanx.planning.machines.rates import Rates
-from phalanx.planning.search.space import Columns, Space, pick, stack
+from phalanx.planning.search.space import SELECTIVE, Columns, Space, pick, stack
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 NEAR = 1.01
 """Layouts within this factor of the fastest count as equal, and the simplest of them is taken."""
@@ -37,7 +38,10 @@ _ALMOST = 0.97
 """The same where stages are known: the best sharding differs little from the one that the bound assumes."""
 _NEAREST = 32
 """Of the smallest layouts with plain schedules, this many are tried with all schedules."""
-_DEGREES = ("pipeline", "replicas", "context", "tensor", "expert", "expert_tensor")
+KIND = ("pipeline", "replicas", "context", "tensor", "expert", "expert_tensor")
+"""Columns in which the best and the runners-up differ."""
+_FEW = 512
+"""Rows up to which judging all levels at once is faster than judging only what is still open."""
 
 
 @dataclass(slots=True)
@@ -56,7 +60,7 @@ class Front:
     """A slower layout does not matter."""
 
     def _limit(self) -> float:
-        kinds = np.stack([self.columns[name] for name in _DEGREES])
+        kinds = np.stack([self.columns[name] for name in KIND])
         _, first = np.unique(kinds, axis=1, return_index=True)  # rows are sorted by time, so the first is the best of its kind
         ranked = np.sort(self.seconds[first])
         last = ranked[self.most - 1] if len(ranked) >= self.most else np.inf
@@ -82,7 +86,7 @@ class Explorer:
     def __init__(self, space: Space, rates: Rates):
         self.space, self._rates = space, rates
         self._bases = space.with_micro_batches(space.degrees())
-        self.count = space.count_all(self._bases)
+        self.count = space.count(self._bases)
         """Number of legal layouts."""
         self._least: dict[int, Floats] = {}
         if self.count:  # what not even the most recomputation brings onto the device is never looked at again
@@ -125,15 +129,14 @@ class Explorer:
         if place in self.space.savings["offload"]:
             row = row | {"offload": np.array([place])}
             front.fitting += 1
-            front.add(row, _seconds(self.space, self._rates, row, {}), np.array([need]))
+            front.add(row, seconds_of(self.space, self._rates, row), np.array([need]))
 
     def glimpse(self, capacity: float) -> Front:
         """A good layout that fits into `capacity` bytes, quickly: the best of the rows with the lowest bounds."""
         front = Front(1)
         bases, bound = self._ordered(capacity)
-        if not len(bound):
-            return front
-        _open(self.space, self._rates, capacity, pick(bases, slice(_BEAMS[0])), front, _BEAMS[0])
+        if len(bound):
+            _open(self.space, self._rates, capacity, pick(bases, slice(_BEAMS[0])), front, _BEAMS[0])
         return front
 
     def _ordered(self, capacity: float) -> tuple[Columns, Floats]:
@@ -153,10 +156,9 @@ def smallest(space: Space) -> tuple[float, Columns]:
     if not len(bases["pipeline"]):
         return np.inf, {}
     bases = space.with_experts(pick(bases, bases["micro_batch"] == bases["micro_batch"].min()))
-    hard = {"level": len(space.levels) - 1, "offload": int(space.savings["offload"].max())}
-    hard["offload"] = min(hard["offload"], OFFLOAD.index("cpu"))  # files spare a device no more than its host does
-    if hard["offload"] not in space.savings["offload"]:
-        hard["offload"] = int(space.savings["offload"].max())
+    places = sorted(set(space.savings["offload"].tolist()))
+    cpu = OFFLOAD.index("cpu")  # files spare a device no more than its host does
+    hard = {"level": len(space.levels) - 1, "offload": cpu if cpu in places else places[-1]}
     rows = space.with_orders(bases)
     lean = np.isin(rows["schedule"], [SCHEDULES.index("1f1b"), SCHEDULES.index("zbv")])
     rows, total = _spread(space, pick(rows, lean) if lean.any() else rows, hard)
@@ -174,9 +176,7 @@ def _spread(space: Space, rows: Columns, hard: dict[str, int]) -> tuple[Columns,
     """Each row with every split of its replicas, and its bytes."""
     rows = space.with_spreads(rows)
     rows = pick(rows, rows["shard"] * 4 >= rows["replicas"]) if len(rows["pipeline"]) > 1 << 16 else rows
-    if not len(rows["pipeline"]):
-        return rows, np.zeros(0)
-    return rows, np.broadcast_to(footprint(space.jobs(rows, **hard)).total, len(rows["pipeline"]))
+    return rows, bytes_of(space, rows, **hard)
 
 
 def _codes(space: Space, level: int, offload: int, count: int) -> Columns:
@@ -214,11 +214,6 @@ def _unadded(rates: Rates) -> Rates:
     return replace(rates, adding=0.0)
 
 
-def _stretch(times: Times) -> Any:
-    """Factor by which stragglers prolong a step."""
-    return 1 + times.other / (times.step - times.other)
-
-
 def _open(space: Space, rates: Rates, capacity: float, bases: Columns, front: Front, beam: int | None = None) -> None:
     """Judges every layout of these rows that could matter; with `beam`, only that many rows of each level, lowest bound
     first."""
@@ -232,10 +227,7 @@ def _open(space: Space, rates: Rates, capacity: float, bases: Columns, front: Fr
     bound[more] = _order_bound(space, rates, pick(rows, more), front)
     rows, _ = _promising(rows, bound, front, beam)
     rows = space.with_spreads(rows)
-    if not len(rows["pipeline"]):
-        return
-    easy = int(space.savings["offload"].min())
-    seconds = np.broadcast_to(step_times(space.jobs(rows, offload=easy), rates).step, len(rows["pipeline"]))
+    seconds = seconds_of(space, rates, rows, offload=int(space.savings["offload"].min()))
     front.timed += len(seconds)
     rows, seconds = _promising(rows, seconds, front, None)
     if len(rows["pipeline"]):
@@ -258,14 +250,21 @@ def _order_bound(space: Space, rates: Rates, rows: Columns, front: Front) -> Flo
     jobs = space.jobs(rows, data=rows["replicas"], offload=int(space.savings["offload"].min()))
     times = step_times(jobs, _unadded(rates))
     front.timed += len(rows["pipeline"])
-    bound = (times.step - times.other - times.data - times.optimizer - times.offload) * _stretch(times)
+    stragglers = 1 + times.other / (times.step - times.other)
+    bound = (times.step - times.other - times.data - times.optimizer - times.offload) * stragglers
     return np.broadcast_to(bound, len(rows["pipeline"]))
 
 
-def _seconds(space: Space, rates: Rates, rows: Columns, savings: dict[str, int]) -> Floats:
-    if not len(rows["pipeline"]):
-        return np.zeros(0)
-    return np.broadcast_to(step_times(space.jobs(rows, **savings), rates).step, len(rows["pipeline"]))
+def seconds_of(space: Space, rates: Rates, rows: Columns, **more: Any) -> Floats:
+    """Seconds of a step of each row."""
+    count = len(rows["pipeline"])
+    return np.broadcast_to(step_times(space.jobs(rows, **more), rates).step, count) if count else np.zeros(0)
+
+
+def bytes_of(space: Space, rows: Columns, **more: Any) -> Floats:
+    """Bytes of the fullest rank of each row."""
+    count = len(rows["pipeline"])
+    return np.broadcast_to(footprint(space.jobs(rows, **more)).total, count) if count else np.zeros(0)
 
 
 def _save(space: Space, rates: Rates, capacity: float, rows: Columns, first: Floats, front: Front) -> None:
@@ -287,14 +286,14 @@ def _save(space: Space, rates: Rates, capacity: float, rows: Columns, first: Flo
             taken = {"level": level, "offload": offload}
             seconds = first[trying]
             new = lowest[trying] < level if offload == places[0] else np.ones(len(trying), bool)
-            seconds[new] = _seconds(space, rates, pick(rows, trying[new]), taken)
+            seconds[new] = seconds_of(space, rates, pick(rows, trying[new]), **taken)
             quick = seconds <= front.limit
             trying, seconds = trying[quick], seconds[quick]
             front.timed += int(new.sum())
             if not len(trying):
                 continue
             some = pick(rows, trying)
-            total = np.broadcast_to(footprint(space.jobs(some, **taken)).total, len(trying))
+            total = bytes_of(space, some, **taken)
             fits = (total <= capacity) & (host_bytes(space, some, offload) <= space.hardware.host_memory)
             done = trying[fits]
             codes = _codes(space, level, offload, len(done))
@@ -311,12 +310,6 @@ def host_bytes(space: Space, rows: Columns, offload: Any) -> Any:
     moments = 4 if space.run.precision.optimizer == "bf16" else 8
     everywhere = space.run.model.parameters() * (4 + moments) * rows["data"] * rows["context"]
     return np.where(offload == OFFLOAD.index("cpu"), everywhere / space.gpus * min(space.hardware.node, space.gpus), 0.0)
-
-
-Ints = npt.NDArray[np.int64]
-SELECTIVE = RECOMPUTE.index("selective")
-_FEW = 512
-"""Rows up to which judging all levels at once is faster than judging only what is still open."""
 
 
 def least_bytes(space: Space, rows: Columns, levels: list[int]) -> dict[int, Floats]:
@@ -382,8 +375,7 @@ def _bytes(space: Space, rows: Columns, asked: list[tuple[int, Columns]]) -> Flo
         rows["expert"] = np.gcd(moe.experts, space.gpus // rows["pipeline"])
 
     def need(some: Columns, way: Columns, level: Any) -> Floats:
-        jobs = space.jobs(some, **spread, **way, shard=some["replicas"], level=level)
-        return np.broadcast_to(footprint(jobs).total, len(some["pipeline"]))
+        return bytes_of(space, some, **spread, **way, shard=some["replicas"], level=level)
 
     if count > _FEW:
         return np.stack([need(rows, way, level) for level, way in asked])

@@ -5,25 +5,21 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
-import numpy.typing as npt
 
-from phalanx.planning.cost.footprint import footprint
 from phalanx.planning.cost.job_table import OFFLOAD, SCHEDULES
 from phalanx.planning.cost.run_cost import failure_assumptions
-from phalanx.planning.cost.step_time import step_times
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.rates import Rates, rates_for
-from phalanx.planning.search.bounds import NEAR, Explorer, Front, host_bytes, smallest
+from phalanx.planning.search.bounds import KIND, NEAR, Explorer, Floats, Front, bytes_of, host_bytes, seconds_of, smallest
 from phalanx.planning.search.candidate import Candidate, SearchResult, candidate_at, candidates_of
 from phalanx.planning.search.space import Columns, Space, all_columns, compute_of, given_space, kept_scores, pick, space
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Run
 
-_DEGREES = ("pipeline", "replicas", "context", "tensor", "expert", "expert_tensor")
 _ATTENTION = (
     "Attention runs in a fused kernel that keeps no table of scores.",
     "Windows hold several documents, so every block keeps a mask between them; data.document_mask = false spares that.",
@@ -98,14 +94,13 @@ def judge(run: Run, hardware: Hardware, fits_in: float | None = None) -> Candida
     if not len(columns["pipeline"]):
         raise RunError(_illegal(here))
     # Few enough to judge all of them at once.
-    jobs, size = here.jobs(columns), len(columns["pipeline"])
-    total = np.broadcast_to(footprint(jobs).total, size)
-    hosted = np.broadcast_to(host_bytes(here, columns, columns["offload"]), size) <= hardware.host_memory
+    total = bytes_of(here, columns)
+    hosted = host_bytes(here, columns, columns["offload"]) <= hardware.host_memory
     fits = hosted & (total <= capacity_of(hardware, fits_in))
     if not fits.any():
         return candidate_at(here, rates, columns, int(np.argmin(np.where(hosted | ~hosted.any(), total, np.inf))), fits_in)
     front = Front(1)
-    front.add(pick(columns, fits), np.broadcast_to(step_times(jobs, rates).step, size)[fits], total[fits])
+    front.add(pick(columns, fits), seconds_of(here, rates, columns)[fits], total[fits])
     return candidate_at(here, rates, front.columns, _simplest(front), fits_in)
 
 
@@ -153,8 +148,8 @@ def capacity_of(hardware: Hardware, fits_in: float | None = None) -> float:
 def _spaces(run: Run, hardware: Hardware, gpus: int | None) -> list[Space]:
     """The space of all devices if they divide the run; else those of the next smaller numbers that do, and of the next
     power of two."""
-    asked = hardware.gpus if gpus is None else gpus
-    whole = space(run, hardware, asked)
+    whole = space(run, hardware, gpus)
+    asked = whole.gpus
     if len(whole.degrees()["pipeline"]) or gpus is not None:
         return [whole]
     step = hardware.node if asked > hardware.node else 1
@@ -174,7 +169,7 @@ def _spaces(run: Run, hardware: Hardware, gpus: int | None) -> list[Space]:
 def _ranked(front: Front, most: int) -> tuple[int, list[int]]:
     """Rows of the best and of the runners-up, which differ from it and from each other in their degrees."""
     chosen = _simplest(front)
-    table = np.stack([front.columns[name] for name in _DEGREES], axis=1)
+    table = np.stack([front.columns[name] for name in KIND], axis=1)
     seen, others = {tuple(table[chosen])}, []
     for row, degrees in enumerate(map(tuple, table)):
         if degrees not in seen:
@@ -196,7 +191,7 @@ def _simplest(front: Front) -> int:
     return int(np.flatnonzero(near)[least])
 
 
-def _techniques(columns: Columns) -> npt.NDArray[np.float64]:
+def _techniques(columns: Columns) -> Floats:
     """Number of parallel techniques of each row. Replicas count as none; ZeRO-2 counts as one more than ZeRO-1 and 3, as it
     sends most often."""
     many = sum((columns[name] > 1) * 1 for name in ("pipeline", "context", "tensor", "expert", "expert_tensor", "shard"))
@@ -204,14 +199,12 @@ def _techniques(columns: Columns) -> npt.NDArray[np.float64]:
     mixed = (columns["data"] > 1) & (columns["shard"] > 1)
     often = (columns["zero"] == 2) * 1
     saved = (columns["recompute"] > 0) + 2 * (columns["offload"] != OFFLOAD.index("none"))
-    total: npt.NDArray[np.float64] = many + order + mixed + often + saved
-    return total
+    return cast(Floats, many + order + mixed + often + saved)
 
 
-def _size(columns: Columns) -> npt.NDArray[np.float64]:
+def _size(columns: Columns) -> Floats:
     names = ("pipeline", "context", "tensor", "stages", "expert_tensor")
-    total: npt.NDArray[np.float64] = np.sum([np.log2(columns[name]) for name in names], axis=0)
-    return total
+    return cast(Floats, np.sum([np.log2(columns[name]) for name in names], axis=0))
 
 
 def _curve(explorer: Explorer, rates: Rates, limits: tuple[float, float | None], best: Candidate) -> tuple[Candidate, ...]:
@@ -225,9 +218,11 @@ def _curve(explorer: Explorer, rates: Rates, limits: tuple[float, float | None],
     useful = [
         candidate
         for place, candidate in enumerate(slower)
-        if all(candidate.seconds < before.seconds for before in slower[:place])
+        if candidate.bytes < best.bytes
+        and candidate.seconds > best.seconds
+        and all(candidate.seconds < before.seconds for before in slower[:place])
     ]
-    return (*(candidate for candidate in useful if candidate.bytes < best.bytes and candidate.seconds > best.seconds), best)
+    return (*useful, best)
 
 
 def _illegal(layouts: Space) -> list[str]:

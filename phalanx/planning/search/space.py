@@ -1,5 +1,5 @@
 """The search space: every legal layout of a run on a cluster, as columns of `cost/job_table`. `search/bounds` opens it
-level by level, because bounds rule out most of it before it is enumerated; `all_candidates` enumerates all of it.
+level by level, because bounds rule out most of it before it is enumerated; `all_columns` enumerates all of it.
 
 Keys that the run file gives are fixed, the others are enumerated. A layout is legal if `spec/check_layout` and
 `planning/planner` accept it: a test compares them.
@@ -20,12 +20,16 @@ from phalanx.planning.machines.cluster import Hardware
 from phalanx.spec.layout import FIXED_STAGES, Layout, Schedule, default_stages
 from phalanx.spec.run import Memory, Run
 
+Columns = dict[str, npt.NDArray[np.int64]]
+
 _DEFAULT, _MEMORY = Layout(), Memory()
 _HOPPER = ("h", "b", "gb")
 """Prefixes of the catalogue's names of Hopper GPUs and later ones."""
-_NONE, _SELECTIVE, _FULL = (RECOMPUTE.index(mode) for mode in ("none", "selective", "full"))
-_LEVELS = ((_NONE, 1), (_SELECTIVE, 1), (_FULL, 4), (_FULL, 3), (_FULL, 2), (_FULL, 1))
+_NONE, SELECTIVE, _FULL = (RECOMPUTE.index(mode) for mode in ("none", "selective", "full"))
+_LEVELS = ((_NONE, 1), (SELECTIVE, 1), (_FULL, 4), (_FULL, 3), (_FULL, 2), (_FULL, 1))
 """(recompute, recompute_every) that a search tries, the one that costs least time first."""
+DEGREES = ("pipeline", "data", "shard", "context", "tensor", "zero", "expert", "expert_tensor")
+"""Columns that are keys of [layout] of the same name."""
 _DIVIDED = {"pipeline", "data", "shard", "context", "tensor", "expert", "expert_tensor", "micro_batch"}
 """Columns that the equations divide by many times. As floats from the beginning, that takes half the time."""
 _FEW = 64
@@ -65,36 +69,36 @@ class Space:
 
     def with_micro_batches(self, columns: Columns) -> Columns:
         """Each row joined with every micro-batch that divides a replica's share of the batch."""
-        return self._join(columns, columns["replicas"], "micro", self._micro_batches)
+        return self._join(columns, columns["replicas"], self._micro_batches)
 
     def with_experts(self, columns: Columns) -> Columns:
         """Each row joined with every way to divide experts among the ranks of a stage: expert, expert_tensor."""
-        return self._join(columns, self.gpus // columns["pipeline"], "experts", self._experts)
+        return self._join(columns, self.gpus // columns["pipeline"], self._experts)
 
     def with_orders(self, columns: Columns) -> Columns:
         """Each row joined with every schedule and number of stages: schedule, stages."""
-        return self._join(columns, columns["pipeline"], "orders", self._orders)
+        return self._join(columns, columns["pipeline"], self._orders)
 
     def with_spreads(self, columns: Columns) -> Columns:
         """Each row joined with every split of the replicas into copies and shards: data, shard, zero."""
-        return self._join(columns, columns["replicas"], "spreads", self._spreads)
+        return self._join(columns, columns["replicas"], self._spreads)
 
     def with_savings(self, columns: Columns) -> Columns:
         """Each row joined with every way to save memory: recompute, recompute_every, offload."""
-        return self._join(columns, np.zeros_like(columns["pipeline"]), "savings", lambda _: self.savings)
+        return self._join(columns, np.zeros_like(columns["pipeline"]), self._savings)
 
     def count(self, columns: Columns) -> int:
-        """Number of candidates that these rows (with micro-batches and experts) stand for."""
-        orders = lengths(columns["pipeline"], lambda p: len(self._table("orders", p, self._orders)["schedule"]))
-        spreads = lengths(columns["replicas"], lambda r: len(self._table("spreads", r, self._spreads)["data"]))
-        return int((orders * spreads).sum()) * len(self.savings["recompute"])
-
-    def count_all(self, columns: Columns) -> int:
-        """The same for rows that experts have not been joined with."""
-        experts = lengths(self.gpus // columns["pipeline"], lambda r: len(self._table("experts", r, self._experts)["expert"]))
-        orders = lengths(columns["pipeline"], lambda p: len(self._table("orders", p, self._orders)["schedule"]))
-        spreads = lengths(columns["replicas"], lambda r: len(self._table("spreads", r, self._spreads)["data"]))
-        return int((experts * orders * spreads).sum()) * len(self.savings["recompute"])
+        """Number of candidates that these rows, with micro-batches and nothing else joined, stand for."""
+        joined = (
+            (self.gpus // columns["pipeline"], self._experts),
+            (columns["pipeline"], self._orders),
+            (columns["replicas"], self._spreads),
+        )
+        counts = np.ones_like(columns["pipeline"])
+        for keys, make in joined:
+            kinds, kind = np.unique(keys, return_inverse=True)
+            counts *= np.array([row_count(self._table(make, int(key))) for key in kinds], dtype=np.int64)[kind]
+        return int(counts.sum()) * row_count(self.savings)
 
     def jobs(self, columns: Columns, **more: Any) -> JobTable:
         """The columns as a job table. Fields that are not in them come from the run, the machine and `more`. A column
@@ -127,7 +131,7 @@ class Space:
         if memory.recompute != _MEMORY.recompute:
             return [(RECOMPUTE.index(memory.recompute), memory.recompute_every)]
         whole, every = memory.compile or memory.activations == "cpu", memory.recompute_every
-        modes = [level for level in _LEVELS if not (whole and level[0] == _SELECTIVE)]
+        modes = [level for level in _LEVELS if not (whole and level[0] == SELECTIVE)]
         if every > 1:
             return [(mode, every) for mode, often in modes if mode != _NONE and often == 1]
         most = self.run.model.layers if self.exact or self.gpus <= _FEW else 1
@@ -141,7 +145,7 @@ class Space:
     @property
     def savings(self) -> Columns:
         """Combinations of recompute, recompute_every and offload that the run allows, as codes."""
-        return self._table("savings", 0, self._savings)
+        return self._table(self._savings, 0)
 
     def _savings(self, _: int) -> Columns:
         memory = self.run.memory
@@ -175,18 +179,14 @@ class Space:
 
     def _orders(self, pipeline: int) -> Columns:
         given = self.run.layout
-        kinds = [kind for kind in SCHEDULES if self._may("schedule", kind)]
-        if pipeline == 1:
-            plain = given.schedule == _DEFAULT.schedule and given.stages is None and given.schedule_file is None
-            return columns_of(("schedule", "stages"), [(SCHEDULES.index("1f1b"), 1)] if plain else [])
-        if given.schedule_file is not None:  # how its stages lie is known when it is read
-            return columns_of(("schedule", "stages"), [(SCHEDULES.index("1f1b"), 1)])
+        if pipeline == 1 or given.schedule_file is not None:  # how a file's stages lie is known when it is read
+            return columns_of(("schedule", "stages"), [(SCHEDULES.index("1f1b"), 1)] if self._pipeline_legal(pipeline) else [])
         most = self.run.model.layers // pipeline
         rows = [
             (SCHEDULES.index(kind), stages)
-            for kind in kinds
+            for kind in SCHEDULES
             for stages in ((FIXED_STAGES[kind],) if kind in FIXED_STAGES else range(1, most + 1))
-            if stages <= most and self._stages_may(kind, stages)
+            if stages <= most and self._may("schedule", kind) and self._stages_may(kind, stages)
         ]
         return columns_of(("schedule", "stages"), rows)
 
@@ -224,11 +224,9 @@ class Space:
 
     def _sequence(self, tensor: int, context: int) -> list[int]:
         model, given = self.run.model, self.run.layout.sequence
-        if tensor == 1:
+        if tensor == 1 or model.module is not None:
             return [] if given else [0]
         even = self.run.train.sequence_length % (tensor * context) == 0
-        if model.module is not None:
-            return [] if given else [0]
         whole = even or model.moe is None
         return [int(on) for on in (False, True) if self._may("sequence", on) and (even if on else whole)]
 
@@ -252,10 +250,22 @@ class Space:
         given = self.run.layout.stages
         return stages == (given or default_stages(kind)) if self.exact else given in (None, stages)
 
-    def _join(self, columns: Columns, keys: npt.NDArray[np.int64], name: str, make: Callable[[int], Columns]) -> Columns:
-        return join(columns, keys, lambda key: self._table(name, key, make))
+    def _join(self, columns: Columns, keys: npt.NDArray[np.int64], make: Callable[[int], Columns]) -> Columns:
+        """Each row joined with every row of the table of its key."""
+        kinds, kind = np.unique(keys, return_inverse=True)
+        if len(kinds) == 0:
+            kinds, kind = np.ones(1, np.int64), np.zeros(0, np.int64)
+        tables = [self._table(make, int(key)) for key in kinds]
+        lengths = np.array([row_count(table) for table in tables])
+        starts = np.concatenate(([0], np.cumsum(lengths)[:-1]))
+        counts = lengths[kind]
+        rows = np.repeat(np.arange(len(kind)), counts)
+        inside = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        place = starts[kind][rows] + inside
+        return pick(columns, rows) | pick(stack(tables), place)
 
-    def _table(self, name: str, key: int, make: Callable[[int], Columns]) -> Columns:
+    def _table(self, make: Callable[[int], Columns], key: int) -> Columns:
+        name = make.__name__
         if (name, key) not in self._tables:
             self._tables[name, key] = make(key)
         return self._tables[name, key]
@@ -277,13 +287,8 @@ def given_space(run: Run, hardware: Hardware) -> Space:
     return Space(replace(run, layout=layout), hardware, layout.ranks, exact=True)
 
 
-def all_candidates(run: Run, hardware: Hardware, gpus: int | None = None) -> JobTable:
-    """All candidates at once: for small clusters, and for tests of the search."""
-    layouts = space(run, hardware, gpus)
-    return layouts.jobs(all_columns(layouts))
-
-
 def all_columns(layouts: Space) -> Columns:
+    """All candidates at once: for given layouts, and for tests of the search."""
     columns = layouts.with_experts(layouts.with_micro_batches(layouts.degrees()))
     return layouts.with_savings(layouts.with_spreads(layouts.with_orders(columns)))
 
@@ -302,21 +307,15 @@ def layout_of(run: Run, jobs: JobTable, row: int) -> Layout:
 
     schedule = cast(Schedule, SCHEDULES[at("schedule")])
     pipelined = at("pipeline") > 1 and run.layout.schedule_file is None
+    degrees: dict[str, Any] = {name: at(name) for name in DEGREES}
     return Layout(
-        pipeline=at("pipeline"),
-        data=at("data"),
-        shard=at("shard"),
-        context=at("context"),
-        tensor=at("tensor"),
-        zero=at("zero"),
+        **degrees,
         sequence=bool(at("sequence_parallel")),
         context_method=cast(Literal["ring", "gather", "ulysses"], METHODS[at("method")]),
         schedule=schedule if pipelined else _DEFAULT.schedule,
         schedule_file=run.layout.schedule_file,
         stages=at("stages") if pipelined and at("stages") != default_stages(schedule) else None,
         stage_split=run.layout.stage_split,
-        expert=at("expert"),
-        expert_tensor=at("expert_tensor"),
     )
 
 
@@ -354,23 +353,8 @@ def _leaves_none(size: int, parts: int) -> bool:
     return parts > 1 and -(-size // parts) * (parts - 1) >= size
 
 
-Columns = dict[str, npt.NDArray[np.int64]]
-
-
-def join(columns: Columns, keys: npt.NDArray[np.int64], table: Callable[[int], Columns]) -> Columns:
-    """Each row joined with every row of the table of its key."""
-    kinds, kind = np.unique(keys, return_inverse=True)
-    if len(kinds) == 0:
-        kinds, kind = np.ones(1, np.int64), np.zeros(0, np.int64)
-    tables = [table(int(key)) for key in kinds]
-    lengths = np.array([len(next(iter(other.values()))) for other in tables])
-    starts = np.concatenate(([0], np.cumsum(lengths)[:-1]))
-    counts = lengths[kind]
-    rows = np.repeat(np.arange(len(kind)), counts)
-    inside = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-    place = starts[kind][rows] + inside
-    joined = {name: column[rows] for name, column in columns.items()}
-    return joined | {name: np.concatenate([other[name] for other in tables])[place] for name in tables[0]}
+def row_count(columns: Columns) -> int:
+    return len(next(iter(columns.values())))
 
 
 def pick(columns: Columns, index: Any) -> Columns:
@@ -387,12 +371,6 @@ def columns_of(names: Sequence[str], rows: Sequence[tuple[int, ...]]) -> Columns
     """Columns from rows."""
     table = np.array(rows, dtype=np.int64).reshape(len(rows), len(names))
     return {name: np.ascontiguousarray(table[:, place]) for place, name in enumerate(names)}
-
-
-def lengths(keys: npt.NDArray[np.int64], count: Callable[[int], int]) -> npt.NDArray[np.int64]:
-    """For each key, the count of its table."""
-    kinds, kind = np.unique(keys, return_inverse=True)
-    return np.array([count(int(key)) for key in kinds], dtype=np.int64)[kind] if len(kinds) else np.zeros(0, np.int64)
 
 
 @cache
