@@ -31,7 +31,7 @@ from phalanx.spec.run import Run
 
 if TYPE_CHECKING:
     from phalanx.data.ingest import ProgressCallback
-    from phalanx.planning.planner import PlannedRun
+    from phalanx.planning.machine_fit import PlannedRun
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

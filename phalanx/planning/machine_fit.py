@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from phalanx.planning.machines.cpu import resident
 from phalanx.planning.request import PlanRequest, devices_of, gib
@@ -36,36 +36,32 @@ _TOKEN_BYTES = 100.0
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
-    """A layout with every choice made, and the memory it needs."""
+class PlannedRun:
+    """A run with nothing left open that training would have to decide."""
 
     run: Run
-    """The run with its recomputation and offload filled in."""
+    """The run as given, with its recomputation and offload filled in. Its layout may still be open: the plan has it."""
     plan: Plan
-    need: float
+    need: float = 0.0
     """Bytes of the fullest rank."""
-
-    @property
-    def savings(self) -> str:
-        """The memory savings in words, for a message that it does not fit even so."""
-        memory = self.run.memory
-        keys = [f'memory.recompute = "{memory.recompute}"'] if memory.recomputes else []
-        keys += [f'memory.offload = "{memory.offload}"'] if memory.offloads else []
-        return f", {' and '.join(keys)}," if keys else ""
+    has_margin: bool = True
+    """The plan leaves the part of memory free that plans leave free."""
 
 
-def judge_plan(run: Run, machine: Machine, plan: Plan) -> Candidate | None:
-    """The cost model's prediction for a plan on this machine; what the run leaves open of micro-batch, recomputation and offload is the
-    fastest that fits. On CPUs the memory is that of the process. A custom schedule counts as GPipe, which holds most activations.
-    None where the cost model does not know the model or the layout."""
+def judge_plan(run: Run, machine: Machine, plan: Plan, *, any_micro_batch: bool = False) -> Candidate | None:
+    """The cost model's prediction for a plan on this machine; what the run leaves open of recomputation and offload, and with
+    `any_micro_batch` of the micro-batch, is the fastest that fits. On CPUs the memory is that of the process. A custom schedule counts as
+    GPipe, which holds most activations. None where the cost model does not know the model or the layout."""
     if run.model.module is not None:
         return None
-    layout = plan.layout
+    layout, train = plan.layout, run.train
     if layout.schedule_file is not None:
         layout = replace(layout, schedule_file=None, schedule="gpipe", stages=None)
+    if not any_micro_batch:
+        train = replace(train, micro_batch=plan.micro_batch)
     devices = devices_of(run, machine, plan.ranks, plan.threads, plan.device)
     try:
-        candidate = judge(replace(run, layout=layout), devices)
+        candidate = judge(replace(run, layout=layout, train=train), devices)
     except RunError:
         return None
     if plan.device == "cpu":
@@ -76,28 +72,18 @@ def judge_plan(run: Run, machine: Machine, plan: Plan) -> Candidate | None:
 def promised(run: Run, machine: Machine, plan: Plan) -> Promise | None:
     """What a plan may promise. None for a custom module or schedule, which the cost model does not know, and for layouts that only a
     proof uses, such as one replica of a local-SGD run."""
-    candidate = judge_plan(_with_micro_batch(run, plan), machine, plan) if run.layout.schedule_file is None else None
+    candidate = judge_plan(run, machine, plan) if run.layout.schedule_file is None else None
     return None if candidate is None else promise_of(candidate)
 
 
 def promise_of(candidate: Candidate) -> Promise:
-    return Promise(
-        seconds=candidate.seconds,
-        low=candidate.low,
-        high=candidate.high,
-        tokens_per_second=candidate.tokens_per_second,
-        memory=dict(candidate.memory),
-        total_memory=candidate.bytes,
-        mfu=candidate.mfu,
-        days=candidate.days,
-        price=candidate.price,
-        split=dict(candidate.split),
-    )
+    predicted = {item.name: getattr(candidate, item.name) for item in fields(Promise) if item.name != "total_memory"}
+    return Promise(**predicted, total_memory=candidate.bytes)
 
 
 def rank_bytes(run: Run, machine: Machine, plan: Plan) -> float:
     """Bytes of the fullest rank; a coarse estimate where the cost model does not know the model."""
-    candidate = judge_plan(_with_micro_batch(run, plan), machine, plan)
+    candidate = judge_plan(run, machine, plan)
     return module_bytes(run, plan) if candidate is None else candidate.bytes
 
 
@@ -129,8 +115,7 @@ def _parameter_bytes(layout: Layout, *, half: bool, offloaded: bool) -> float:
 
 def replicas(request: PlanRequest) -> int:
     """The given number of replicas, or the most that the machine has room for and that divides the batch."""
-    run, layout, machine = request.run, request.run.layout, request.machine
-    assert machine is not None
+    run, layout, machine = request.run, request.run.layout, request.this_machine
     if layout.data is not None:
         return layout.data
     others = replace(layout, data=1).ranks  # ranks of one replica
@@ -141,24 +126,18 @@ def replicas(request: PlanRequest) -> int:
     share = run.batch // layout.shard
     if request.device == "cuda":
         return largest_divisor(share, len(machine.gpus) // others)
-    return _replicas_in_memory(request, machine, share, machine.cores // others)
-
-
-def _replicas_in_memory(request: PlanRequest, machine: Machine, share: int, most: int) -> int:
-    """The most CPU replicas that divide the batch's share and fit into memory with one sequence at a time."""
-    count = largest_divisor(share, most)
-    while count > 1:
-        layout = replace(request.run.layout, data=count)
-        plain = replace(request.run, memory=_without_auto(request.run.memory))
-        need = rank_bytes(plain, machine, request.plan(layout, 1))
-        room = int(CPU_SHARE * machine.memory // (need * layout.ranks // count))
+    plain = replace(run, memory=_without_auto(run.memory))
+    count = largest_divisor(share, machine.cores // others)
+    while count > 1:  # until they fit into memory with one sequence at a time
+        need = rank_bytes(plain, machine, request.plan(replace(layout, data=count), 1))
+        room = int(CPU_SHARE * machine.memory // (need * others))
         if room >= count:
             break
         count = largest_divisor(share, min(room, count - 1))
     return count
 
 
-def fit(request: PlanRequest, layout: Layout, *, save_memory: bool) -> Fit:
+def fit(request: PlanRequest, layout: Layout, *, save_memory: bool) -> PlannedRun:
     """The micro-batch, recomputation and offload of a layout, as far as the run leaves them open.
 
     `save_memory`: blocks are recomputed where nothing else fits or it is clearly faster; where that is not enough, optimizer states
@@ -167,26 +146,25 @@ def fit(request: PlanRequest, layout: Layout, *, save_memory: bool) -> Fit:
     known = request.run.model.module is None and request.run.layout.schedule_file is None
     if request.device == "cuda" and known and (planned := _fit_by_cost(request, layout, save_memory)) is not None:
         return planned
-    tried: Fit | None = None
+    tried: PlannedRun | None = None
     for memory in _savings(request, save_memory):
         for micro_batch in _micro_batches(request, layout):
             tried = _fit_exactly(request, layout, memory, micro_batch)
-            if tried.need <= _room(request, layout):
+            if tried.has_margin:
                 return tried
     assert tried is not None, "one sequence divides every batch"
     return tried
 
 
-def _fit_by_cost(request: PlanRequest, layout: Layout, save_memory: bool) -> Fit | None:
+def _fit_by_cost(request: PlanRequest, layout: Layout, save_memory: bool) -> PlannedRun | None:
     """The fastest that fits by the cost model; None where it does not know the layout."""
-    memory, room, machine = request.run.memory, _room(request, layout), request.machine
-    assert machine is not None
+    memory, room, plan = request.run.memory, _room(request, layout), request.plan(layout, 1)
     recomputing = replace(memory, offload=_without_auto(memory).offload)
     best: Candidate | None = None
     for savings in (_without_auto(memory), recomputing, memory) if save_memory else (_without_auto(memory),):
         if best is not None and best.bytes <= room and savings is memory:
             break  # optimizer states leave the device only if they must
-        candidate = judge_plan(replace(request.run, memory=savings), machine, request.plan(layout, 1))
+        candidate = judge_plan(replace(request.run, memory=savings), request.this_machine, plan, any_micro_batch=True)
         if candidate is None:
             return None
         better = candidate.bytes <= room and best is not None and candidate.seconds < CLEARLY * best.seconds
@@ -194,7 +172,7 @@ def _fit_by_cost(request: PlanRequest, layout: Layout, save_memory: bool) -> Fit
             best = candidate
     assert best is not None
     plan = replace(request.plan(layout, best.micro_batch), promise=promise_of(best))
-    return Fit(replace(request.run, memory=best.with_savings(memory)), plan, best.bytes)
+    return PlannedRun(replace(request.run, memory=best.with_savings(memory)), plan, best.bytes, best.bytes <= room)
 
 
 def _savings(request: PlanRequest, save_memory: bool) -> Iterator[Memory]:
@@ -229,20 +207,18 @@ def _micro_batches(request: PlanRequest, layout: Layout) -> Iterator[int]:
         yield size
 
 
-def _fit_exactly(request: PlanRequest, layout: Layout, memory: Memory, micro_batch: int) -> Fit:
-    run, plan, machine = replace(request.run, memory=memory), request.plan(layout, micro_batch), request.machine
-    assert machine is not None
-    candidate = judge_plan(_with_micro_batch(run, plan), machine, plan)
-    if candidate is None:
-        return Fit(run, plan, rank_bytes(run, machine, plan))
-    promise = promise_of(candidate) if run.layout.schedule_file is None else None
-    return Fit(run, replace(plan, promise=promise), candidate.bytes)
+def _fit_exactly(request: PlanRequest, layout: Layout, memory: Memory, micro_batch: int) -> PlannedRun:
+    run, plan = replace(request.run, memory=memory), request.plan(layout, micro_batch)
+    candidate = judge_plan(run, request.this_machine, plan)
+    if candidate is not None and run.layout.schedule_file is None:
+        plan = replace(plan, promise=promise_of(candidate))
+    need = module_bytes(run, plan) if candidate is None else candidate.bytes
+    return PlannedRun(run, plan, need, need <= _room(request, layout))
 
 
-def memory_problems(request: PlanRequest, fitted: Fit) -> list[str]:
+def memory_problems(request: PlanRequest, fitted: PlannedRun) -> list[str]:
     """Whether even a micro-batch of one sequence is too large. A GPU counts as a whole here: the rehearsal decides about the rest."""
-    layout, machine = fitted.plan.layout, request.machine
-    assert machine is not None
+    layout, machine = fitted.plan.layout, request.this_machine
     if request.device == "cuda" and not machine.gpus:
         return []
     room = float(request.smallest_gpu(layout.ranks).memory) if request.device == "cuda" else _room(request, layout)
@@ -257,7 +233,7 @@ def memory_problems(request: PlanRequest, fitted: Fit) -> list[str]:
     if request.device == "cuda":
         gpu = request.smallest_gpu(layout.ranks)
         return [
-            f"A rank needs about {gib(need)} with a micro-batch of 1 sequence{fitted.savings} but the {gpu.name} "
+            f"A rank needs about {gib(need)} with a micro-batch of 1 sequence{_savings_label(fitted.run.memory)} but the {gpu.name} "
             f"has {gib(gpu.memory)}; {smaller}."
         ]
     room *= layout.ranks
@@ -265,20 +241,21 @@ def memory_problems(request: PlanRequest, fitted: Fit) -> list[str]:
     remedy = f"{request.set_ranks(fewer)}, or {smaller}" if fewer < layout.ranks and fewer * need <= room else smaller
     return [
         f"{layout.ranks} CPU rank{'s need' if layout.ranks > 1 else ' needs'} about {gib(layout.ranks * need)} "
-        f"with a micro-batch of 1 sequence{fitted.savings} but {gib(room)} of {gib(machine.memory)} can be used; {remedy}."
+        f"with a micro-batch of 1 sequence{_savings_label(fitted.run.memory)} but {gib(room)} of {gib(machine.memory)} can be used; {remedy}."
     ]
 
 
-def has_margin(request: PlanRequest, fitted: Fit) -> bool:
-    """Whether the layout fits into the fraction of memory that plans fill."""
-    return fitted.need <= _room(request, fitted.plan.layout)
+def _savings_label(memory: Memory) -> str:
+    """The memory savings in words, for a message that it does not fit even so."""
+    keys = [f'memory.recompute = "{memory.recompute}"'] if memory.recomputes else []
+    keys += [f'memory.offload = "{memory.offload}"'] if memory.offloads else []
+    return f", {' and '.join(keys)}," if keys else ""
 
 
 def _room(request: PlanRequest, layout: Layout) -> float:
     """Bytes of a rank that a plan may fill."""
     if request.device == "cpu":
-        assert request.machine is not None
-        return CPU_SHARE * request.machine.memory / layout.ranks
+        return CPU_SHARE * request.this_machine.memory / layout.ranks
     share = SAFE if request.run.model.module is None else _MODULE_SHARE
     return share * request.smallest_gpu(layout.ranks).memory
 
@@ -287,8 +264,7 @@ def _another_layout_fits(request: PlanRequest) -> bool:
     run = request.run
     if run.layout == Layout() or run.model.module is not None or request.device == "cpu":
         return False
-    free = replace(request, run=replace(run, layout=Layout()))
-    return find(free.run, free.cluster, most=1, gpus=request.started) is not None
+    return find(replace(run, layout=Layout()), request.cluster, most=1, gpus=request.started) is not None
 
 
 def _without_auto(memory: Memory) -> Memory:
@@ -298,7 +274,3 @@ def _without_auto(memory: Memory) -> Memory:
         recompute="none" if memory.recompute == "auto" else memory.recompute,
         offload="none" if memory.offload == "auto" else memory.offload,
     )
-
-
-def _with_micro_batch(run: Run, plan: Plan) -> Run:
-    return replace(run, train=replace(run.train, micro_batch=plan.micro_batch))

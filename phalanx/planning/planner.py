@@ -13,11 +13,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from phalanx.planning.machine_fit import CLEARLY, fit, has_margin, judge_plan, memory_problems, promise_of, replicas
+from phalanx.planning.machine_fit import CLEARLY, PlannedRun, fit, judge_plan, memory_problems, promise_of, replicas
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.cpu import resident
 from phalanx.planning.placement import placement
@@ -43,17 +43,6 @@ from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Machine, Plan, Size
 from phalanx.spec.run import Run
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedRun:
-    """A run with nothing left open that training would have to decide."""
-
-    run: Run
-    """The run as given, with its recomputation and offload filled in. Its layout may still be open: the plan has it."""
-    plan: Plan
-    has_margin: bool = True
-    """The plan leaves the part of memory free that plans leave free."""
 
 
 class _TooLarge(RunError):
@@ -167,7 +156,7 @@ def keep_layout(
         planned = plan_run(fixed, machine, ranks, size)
     except RunError:
         return None
-    return PlannedRun(replace(run, memory=planned.run.memory), planned.plan)
+    return replace(planned, run=replace(run, memory=planned.run.memory))
 
 
 def _as_given(request: PlanRequest, *, searched: bool = False) -> PlannedRun:
@@ -182,7 +171,7 @@ def _as_given(request: PlanRequest, *, searched: bool = False) -> PlannedRun:
         raise _TooLarge(problems)
     if problems := request.layout_problems(layout, fitted.plan.accumulation):
         raise RunError(problems)
-    return PlannedRun(fitted.run, _placed(request, fitted.plan), has_margin(request, fitted))
+    return replace(fitted, plan=_placed(request, fitted.plan))
 
 
 def _as_searched(request: PlanRequest, best: Candidate) -> PlannedRun:
@@ -190,7 +179,7 @@ def _as_searched(request: PlanRequest, best: Candidate) -> PlannedRun:
     run = request.run
     memory, train = best.with_savings(run.memory), replace(run.train, micro_batch=best.micro_batch)
     planned = _as_given(replace(request, run=replace(run, layout=best.layout, memory=memory, train=train)), searched=True)
-    return PlannedRun(replace(run, memory=planned.run.memory), planned.plan)
+    return replace(planned, run=replace(run, memory=planned.run.memory))
 
 
 def _placed(request: PlanRequest, made: Plan) -> Plan:
@@ -287,9 +276,9 @@ def _trained_here(request: PlanRequest, machine: Machine, planned: PlannedRun, r
     """The report with what trains here as the best."""
     run, made, most = request.run, planned.plan, request.top
     devices = devices_of(run, machine, made.ranks, made.threads, made.device)
-    exact = replace(planned.run, layout=made.layout, train=replace(run.train, micro_batch=made.micro_batch))
-    best = judge_plan(exact, machine, made)
+    best = judge_plan(planned.run, machine, made)
     if best is None:  # a custom schedule, which the search does not know either
+        exact = replace(planned.run, layout=made.layout, train=replace(run.train, micro_batch=made.micro_batch))
         return report_of(run, devices, result or _alone(judge(exact, devices), run, devices))
     if result is None:
         return report_of(run, devices, _alone(best, run, devices))

@@ -54,6 +54,11 @@ class PlanRequest:
         return hardware(self.run, self.machine)
 
     @property
+    def this_machine(self) -> Machine:
+        assert self.machine is not None, "the plan is for this machine"
+        return self.machine
+
+    @property
     def device(self) -> Literal["cpu", "cuda"]:
         if self.machine is None:
             return "cpu" if self.cluster.device == "cpu" else "cuda"
@@ -106,13 +111,11 @@ class PlanRequest:
         )
 
     def smallest_gpu(self, ranks: int) -> Gpu:
-        assert self.machine is not None
-        return min(self.machine.gpus[:ranks], key=lambda gpu: gpu.memory)
+        return min(self.this_machine.gpus[:ranks], key=lambda gpu: gpu.memory)
 
     def rank_problems(self, layout: Layout) -> list[str]:
         """Whether the machine, and the ranks that are already started, match the layout's number of ranks."""
-        assert self.machine is not None
-        problems, gpus, cores = [], len(self.machine.gpus), self.machine.cores
+        problems, gpus, cores = [], len(self.this_machine.gpus), self.this_machine.cores
         most = min(_MOST_CPU_RANKS, _MOST_RANKS_PER_CORE * cores)
         if self.device == "cuda" and not gpus:
             problems.append(
@@ -156,12 +159,11 @@ class PlanRequest:
 
     def layout_problems(self, layout: Layout, micro_batches: int) -> list[str]:
         """What can be checked only once ranks, device and micro-batches are known."""
-        assert self.machine is not None
         problems = []
         if self.run.layout.data is None:  # where it is given, the run file's own check has passed
             problems += [finding.sentence for finding in layout_findings(replace(self.run, layout=layout))]
         problems += self._schedule_problems(layout, micro_batches)
-        gpus = [find_gpu(gpu.name) for gpu in self.machine.gpus[: layout.ranks]] if self.device == "cuda" else []
+        gpus = [find_gpu(gpu.name) for gpu in self.this_machine.gpus[: layout.ranks]] if self.device == "cuda" else []
         if self.compute == "fp8" and (lacking := [gpu.key for gpu in gpus if gpu is not None and gpu.peak("fp8") is None]):
             problems.append(
                 f'precision.compute = "fp8" needs GPUs that multiply in it, but this machine has {lacking[0]}: '
