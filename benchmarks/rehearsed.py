@@ -18,8 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from phalanx.rehearsal.gpu_kernels import CARDS
-from phalanx.rehearsal.rehearse import RehearsalDevice, rehearse
+from phalanx.rehearsal.gpu_kernels import CARDS, RehearsalDevice
+from phalanx.rehearsal.rehearse import rehearse
 from phalanx.rehearsal.result import Rehearsal
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads

@@ -4,8 +4,6 @@ kernels that torch would choose on it. `rehearsal/rehearsed_rank` opens it aroun
 torch's own fake tensors can have the device "cuda" only where torch was built for it. So a fake tensor gives two answers: in Python,
 where the program decides by device, it reports the GPU; to torch's C++ code it reports the CPU, whose autograd and dtypes every build
 has. Nothing is allocated on either, and a rehearsal gives the same result on every machine.
-
-The program asks `phalanx.accelerator`, where the fake GPU is registered. FSDP2 and modules of users ask torch's own device module.
 """
 
 from __future__ import annotations
@@ -20,35 +18,24 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from phalanx import accelerator
 from phalanx.rehearsal import gpu_kernels
 
 GPU = torch.device("cuda", 0)
 HOST = torch.device("cpu")
 
 
-class Inside:
+class _State:
+    """What changes while the fake GPU is open."""
+
+    inside = False
     """Whether torch itself runs an operation: then tensors report the device that they really have."""
-
-    __slots__ = ("now",)
-
-    def __init__(self) -> None:
-        self.now = False
-
-
-INSIDE = Inside()
+    stream = 0
+    """Number of the stream that memory is allocated on: an allocator reuses memory only within a stream."""
+    streams = 0
+    """Streams that were created."""
 
 
-class Current:
-    """The number of the stream that memory is allocated on: an allocator reuses memory only within a stream."""
-
-    __slots__ = ("count", "now")
-
-    def __init__(self) -> None:
-        self.now = self.count = 0
-
-
-STREAM = Current()
+STATE = _State()
 _device = FakeTensor.device
 
 
@@ -73,7 +60,7 @@ def placed(tensor: Tensor) -> bool:
 
 
 def _reported_device(self: Any) -> torch.device:
-    if INSIDE.now or self.fake_mode.in_kernel_invocation or not placed(self):
+    if STATE.inside or self.fake_mode.in_kernel_invocation or not placed(self):
         device: torch.device = _device.__get__(self)
         return device
     return GPU
@@ -86,17 +73,17 @@ class _Stream:
         self.device = GPU
         self.number, self._before = 0, 0
         if type(self) is _Stream:
-            self.number = STREAM.count = min(STREAM.count + 1, 127)
+            self.number = STATE.streams = min(STATE.streams + 1, 127)
 
     def record_event(self, event: Any = None) -> Any:
         return event or _Event()
 
     def __enter__(self) -> _Stream:
-        self._before, STREAM.now = STREAM.now, self.number
+        self._before, STATE.stream = STATE.stream, self.number
         return self
 
     def __exit__(self, *_: object) -> None:
-        STREAM.now = self._before
+        STATE.stream = self._before
 
     def _nothing(self, *_: Any, **__: Any) -> None:
         pass
@@ -115,7 +102,7 @@ class _Event(_Stream):
 
 
 _STREAM = _Stream()
-_STREAM.number = STREAM.count = 0
+_STREAM.number = STATE.streams = 0
 
 
 def _as_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,54 +143,8 @@ class _RmsNorm(torch.autograd.Function):
         return torch.empty_like(x) if needed[0] else None, torch.empty_like(weight) if needed[1] else None, None
 
 
-class FakeGpu(accelerator.Cuda):
-    """The fake GPU as the program sees it: no driver is called."""
-
-    def __init__(self, card: gpu_kernels.Card):
-        self._card = card
-
-    def available(self) -> bool:
-        return True
-
-    def set_device(self, device: torch.device) -> None:
-        pass
-
-    def name(self, device: torch.device | None = None) -> str:
-        return self._card.name
-
-    def capability(self, device: torch.device | None = None) -> tuple[int, int]:
-        return self._card.capability
-
-    def memory_allocated(self) -> int:
-        return 0
-
-    def max_memory_allocated(self) -> int:
-        return 0
-
-    def reset_peak_memory(self) -> None:
-        pass
-
-    def empty_cache(self) -> None:
-        pass
-
-    def synchronize(self, device: torch.device | None = None) -> None:
-        pass
-
-    def stream(self, device: torch.device) -> Any:
-        return _Stream()
-
-    def current_stream(self, device: torch.device | None = None) -> Any:
-        return _STREAM
-
-    def use(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        return stream or _STREAM
-
-    def event(self, *, timing: bool = False) -> Any:
-        return _Event()
-
-
 def _device_functions(card: gpu_kernels.Card) -> dict[str, Any]:
-    """Functions of torch's device module that FSDP2, autograd and modules of users call."""
+    """Functions of torch's device module that the program, FSDP2, autograd and modules of users call."""
     return {
         "Stream": _Stream,
         "Event": _Event,
@@ -232,16 +173,14 @@ def _device_functions(card: gpu_kernels.Card) -> dict[str, Any]:
 @contextlib.contextmanager
 def gpu(card: gpu_kernels.Card) -> Iterator[None]:
     """Meanwhile fake tensors that the program creates on "cuda" are on a GPU of this kind as far as Python can tell."""
-    STREAM.now = STREAM.count = 0  # a rehearsal must not depend on those before it
+    STATE.stream = STATE.streams = 0  # a rehearsal must not depend on those before it
     autocast = _as_cpu(torch.autocast)
     attention = gpu_kernels.choosing_attention(F.scaled_dot_product_attention, card, placed)
-    real = accelerator.of(GPU)
     with contextlib.ExitStack() as stack:
-        accelerator.register(FakeGpu(card))
-        stack.callback(accelerator.register, real)
         for name, value in _device_functions(card).items():
             stack.enter_context(replaced(torch.get_device_module(GPU), name, value))
         for owner, name, value in (
+            (torch.version, "hip", None),
             (FakeTensor, "device", property(_reported_device)),
             (FakeTensor, "is_cuda", property(placed)),
             (FakeTensor, "record_stream", lambda self, stream: None),

@@ -2,9 +2,8 @@
 `rehearsal/fake_gpu` uses the first in place of torch's own choice, which asks the real device; `rehearsal/op_tracker` the second.
 
 What attention saves for the backward depends on the kernel: from one number per query to the whole table of scores. The rules are those
-of torch 2.11 to 2.13 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), checked on an H200 over widths, masks, dtypes and grouped
-heads. Memory inside kernels appears in no operation, yet it can be the peak. The formulas were measured on an H200 with torch 2.11,
-operation by operation; on CPUs there is none.
+of torch 2.11 to 2.13 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), checked on an H200. Memory inside kernels appears in no
+operation, yet it can be the peak; its formulas were measured on an H200 with torch 2.11. CPUs have none.
 """
 
 from __future__ import annotations
@@ -36,9 +35,6 @@ class Card:
         return 32 << 20 if self.capability >= (9, 0) else (4096 * 2 + 16 * 8) << 10
 
 
-NONE = Card("", (0, 0), 0)
-
-
 CARDS = {
     "v100": Card("Tesla V100", (7, 0), 80),
     "a100": Card("NVIDIA A100", (8, 0), 108),
@@ -54,6 +50,27 @@ def card(name: str) -> Card:
     aliases = {"h800": "h100", "gb200": "b200", "l40": "a100"}
     key = next((key for key in (*CARDS, *aliases) if key in low), "h100")
     return CARDS[aliases.get(key, key)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RehearsalDevice:
+    """The device that the rehearsed rank runs on."""
+
+    card: Card | None
+    """The GPU; None: a CPU."""
+    capacity: int | None = None
+    """Bytes of the device that this rank may use; None: no limit."""
+    node: int = 8
+    """Number of devices of a host."""
+    island: int = 8
+    """Number of devices that share fast links."""
+
+    def tier(self, ranks: list[int]) -> str:
+        """The slowest links between these ranks."""
+        for name, size in (("node", self.node), ("island", self.island)):
+            if min(ranks) // size == max(ranks) // size:
+                return name
+        return "across"
 
 
 def kernel(card: Card, dtype: torch.dtype, *, widths: tuple[int, int], masked: bool, grouped: bool) -> str:
@@ -84,17 +101,13 @@ def choosing_attention(real: Callable[..., Tensor], card: Card, on_gpu: Callable
             query, key, value = (x.to(low) for x in (query, key, value))
             if attn_mask is not None and attn_mask.is_floating_point():
                 attn_mask = attn_mask.to(low)
-        way = _choice(card, query, key, value, attn_mask)
+        widths, grouped = (query.shape[-1], value.shape[-1]), query.shape[1] != key.shape[1]
+        way = kernel(card, query.dtype, widths=widths, masked=attn_mask is not None, grouped=grouped)
         with torch.autocast("cpu", enabled=False):
             bias = _bias(attn_mask, query)
             return _attend((query, key, value), bias, how.get("is_causal", False), how.get("scale"), way)
 
     return attend
-
-
-def _choice(card: Card, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str:
-    widths, grouped = (q.shape[-1], v.shape[-1]), q.shape[1] != k.shape[1]
-    return kernel(card, q.dtype, widths=widths, masked=mask is not None, grouped=grouped)
 
 
 def _bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
@@ -107,7 +120,6 @@ def _bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 def _attend(qkv: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, causal: bool, scale: float | None, way: str) -> Tensor:
     q, k, v = qkv
-    out: Any
     if way == "cudnn":
         return _aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, 0.0, causal, scale=scale)[0]
     if way == "flash":
@@ -120,8 +132,7 @@ def _attend(qkv: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, causal: boo
             bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         return _aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)[0]
     grouped = q.shape[1] != k.shape[1]
-    out, _ = _aten._scaled_dot_product_attention_math(q, k, v, bias, 0.0, causal, scale=scale, enable_gqa=grouped)
-    return out
+    return _aten._scaled_dot_product_attention_math(q, k, v, bias, 0.0, causal, scale=scale, enable_gqa=grouped)[0]
 
 
 _FEW = 3072
@@ -143,32 +154,31 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _dense(tensor: Tensor) -> bool:
-    return 0 not in tensor.stride()
+def _if_broadcast(gradient: Tensor) -> int:
+    """A gradient that is broadcast is copied first."""
+    return _bytes(gradient) if 0 in gradient.stride() else 0
+
+
+def _if_grouped(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """With grouped heads, the gradients of keys and values of every query head."""
+    return (_bytes(k) + _bytes(v)) // k.shape[1] * q.shape[1] if q.shape[1] != k.shape[1] else 0
 
 
 def _cudnn_backward(args: tuple[Any, ...], _: int) -> int:
-    """The queries' gradient in fp32, one number per query, and with grouped heads the keys' and values' gradients of every query head."""
+    """The queries' gradient in fp32, and one number per query."""
     gradient, q, k, v = args[:4]
-    size = q.numel() * 4 + q.numel() // q.shape[-1] * 4
-    if q.shape[1] != k.shape[1]:
-        size += (_bytes(k) + _bytes(v)) // k.shape[1] * q.shape[1]
-    return size if _dense(gradient) else size + _bytes(gradient)
+    return q.numel() * 4 + q.numel() // q.shape[-1] * 4 + _if_grouped(q, k, v) + _if_broadcast(gradient)
 
 
 def _flash_backward(args: tuple[Any, ...], _: int) -> int:
     _, q, k, v = args[:4]
     rows = -(-q.shape[2] // 128) * 128
-    size = q.shape[0] * q.shape[1] * rows * (-(-q.shape[3] // 32) * 32 + 1) * 4
-    if q.shape[1] != k.shape[1]:
-        size += (_bytes(k) + _bytes(v)) // k.shape[1] * q.shape[1]
-    return size
+    return q.shape[0] * q.shape[1] * rows * (-(-q.shape[3] // 32) * 32 + 1) * 4 + _if_grouped(q, k, v)
 
 
 def _efficient_backward(args: tuple[Any, ...], _: int) -> int:
     gradient, q = args[:2]
-    size = q.numel() * 4 + 2 * (q.numel() // q.shape[-1]) * 4
-    return size if _dense(gradient) else size + _bytes(gradient)
+    return q.numel() * 4 + 2 * (q.numel() // q.shape[-1]) * 4 + _if_broadcast(gradient)
 
 
 def _embedding_backward(args: tuple[Any, ...], _: int) -> int:

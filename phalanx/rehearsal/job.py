@@ -4,7 +4,8 @@ a run that is about to be trained, one rank of each kind; `launch/model_check` s
     python -m phalanx.rehearsal.job < QUESTION.json
 
 The question: the run as TOML, its plan, and the memory of one device for one rank. The last line of output is a JSON object: for each
-kind of rank its number, how many there are, and the memory it needs; or a list of problems."""
+kind of rank its number, how many there are, and the memory it needs; or a list of problems.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +18,15 @@ import torch
 
 from phalanx.launch.model_check import DRIVER
 from phalanx.planning.machine_fit import CPU_SHARE
-from phalanx.planning.machines.cluster import Hardware
-from phalanx.planning.machines.hardware import hardware, planned
+from phalanx.planning.machines.hardware import planned
 from phalanx.planning.planner import plan_run, search
-from phalanx.rehearsal.gpu_kernels import card
-from phalanx.rehearsal.rehearse import RehearsalDevice, rehearse
+from phalanx.planning.request import PlanRequest
+from phalanx.rehearsal.gpu_kernels import RehearsalDevice, card
+from phalanx.rehearsal.rehearse import rehearse
 from phalanx.schedules.makers import schedule_for
 from phalanx.schedules.stage_split import cut, flop_costs
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError
-from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
 from phalanx.spec.plan import Machine, Plan, Size
 from phalanx.spec.run import Run
@@ -40,87 +40,64 @@ class Job:
 
 
 def rehearsal_job(run: Run, machine: Machine, size: Size | None = None, memory: int | None = None) -> Job:
-    """For the cluster that the run names, or for this machine. `memory`: bytes of a device, instead of its own."""
-    if planned(run):
-        cluster = hardware(run, None)
-        if cluster.device == "tpu":
-            raise RunError([f"{cluster.name} has TPUs, for which there is no program to rehearse: name a cluster of GPUs."])
-        gpus, device = cluster.gpus, cluster.device
-        has, node, island, name = int(cluster.gpu.memory), cluster.node, cluster.island, cluster.gpu.key
-    else:
-        device = run.cluster.device or ("cuda" if machine.gpus else "cpu")
-        cluster, gpus = None, len(machine.gpus) if device == "cuda" else 0
-        name = machine.gpus[0].name if machine.gpus else ""
-        has = min((gpu.memory for gpu in machine.gpus), default=0) - DRIVER if device == "cuda" else machine.memory
-        node = island = max(gpus, 1) if device == "cuda" else 1 << 30
+    """For the cluster that the run names, or for this machine. `memory`: bytes of a device, instead of its own.
+
+    A layout and micro-batch of the run file are used as they are, even if the planner's estimate says that they do not fit: a rehearsal
+    finds out.
+    """
+    named = planned(run)
+    request = PlanRequest(run, None if named else machine, module_size=size)
+    if named and request.cluster.device == "tpu":
+        raise RunError([f"{request.cluster.name} has TPUs, for which there is no program to rehearse: name a cluster of GPUs."])
+    device = request.device
+    gpus = request.cluster.gpus if named else len(machine.gpus) if device == "cuda" else 0
     if run.train.micro_batch is not None and (run.layout.data is not None or gpus):
-        run, plan = _given(run, gpus, device, size)
+        plan = _given(request, gpus)
         if device == "cuda" and run.model.module is None:
-            run = _as_planned(run, plan, cluster or hardware(run, machine))
-    elif cluster is not None:
-        best = search(run, cluster).best
-        memory_ = replace(run.memory, recompute=best.recompute, offload=best.offload)
-        run = replace(run, memory=memory_)
-        plan = _plan(run, best.layout, best.micro_batch, best.accumulation, (device, best.compute, size))
+            run = _as_planned(run, plan, request)
     else:
-        planned_run = plan_run(run, machine, size=size)
-        run, plan = planned_run.run, planned_run.plan
+        chosen = plan_run(run, request.machine, size=size)
+        run, plan = chosen.run, chosen.plan
+    if named:
+        cluster = request.cluster
+        has, node, island, name = int(cluster.gpu.memory), cluster.node, cluster.island, cluster.gpu.key
+    elif device == "cuda":
+        has = min((gpu.memory for gpu in machine.gpus), default=0) - DRIVER
+        node = island = max(gpus, 1)
+        name = machine.gpus[0].name if machine.gpus else ""
+    else:
+        has, node, island, name = machine.memory, 1 << 30, 1 << 30, ""
     if device == "cpu":
         has = int(CPU_SHARE * has / plan.ranks)
-    capacity = memory if memory is not None else has
-    return Job(
-        run, plan, RehearsalDevice(card=card(name) if device == "cuda" else None, capacity=capacity, node=node, island=island)
-    )
+    gpu = card(name) if device == "cuda" else None
+    return Job(run, plan, RehearsalDevice(card=gpu, capacity=has if memory is None else memory, node=node, island=island))
 
 
-def _given(run: Run, gpus: int, device: str, size: Size | None) -> tuple[Run, Plan]:
+def _given(request: PlanRequest, gpus: int) -> Plan:
     """The layout of the run file; `layout.data`, if open, uses all devices."""
-    micro = run.train.micro_batch
-    assert micro is not None
-    layout = run.layout
+    run, layout = request.run, request.run.layout
+    assert run.train.micro_batch is not None
     if layout.data is None:
         layout = replace(layout, data=max(1, gpus // replace(layout, data=1).ranks))
         if problems := [finding.sentence for finding in layout_findings(replace(run, layout=layout))]:
             raise RunError(problems)
-    if run.batch % (layout.replicas * micro):
-        raise RunError(
-            [
-                f"train.batch = {run.batch} is not divisible by {layout.replicas} replicas × train.micro_batch = {micro}: change one "
-                "of them."
-            ]
-        )
-    compute = run.precision.compute or ("bf16" if device == "cuda" else "fp32")
-    plan = _plan(run, layout, micro, run.batch // layout.replicas // micro, (device, compute, size))
+    if problems := request.batch_problems(layout):
+        raise RunError(problems)
+    plan = request.plan(layout, run.train.micro_batch)
     if (order := schedule_for(layout, plan.accumulation)) and (problems := order.problems()):
         raise RunError(problems)
-    return run, plan
+    return plan
 
 
-def _as_planned(run: Run, plan: Plan, devices: Hardware) -> Run:
+def _as_planned(run: Run, plan: Plan, request: PlanRequest) -> Run:
     """The run with "auto" settings of [memory] as the planner chooses them; unchanged if nothing fits, so that the rehearsal shows why."""
     if "auto" not in (run.memory.recompute, run.memory.offload):
         return run
     try:
-        best = search(replace(run, layout=plan.layout), devices, most=1).best
+        best = search(replace(run, layout=plan.layout), request.cluster, most=1).best
     except RunError:
         return run
-    return replace(run, memory=replace(run.memory, recompute=best.recompute, offload=best.offload))
-
-
-def _plan(run: Run, layout: Layout, micro_batch: int, accumulation: int, rest: tuple[Any, Any, Size | None]) -> Plan:
-    device, compute, size = rest
-    own = run.model.module is not None
-    return Plan(
-        layout=layout,
-        device=device,
-        threads=1,
-        micro_batch=micro_batch,
-        accumulation=accumulation,
-        compute=compute,
-        parameters=size.parameters if size else 0 if own else run.model.parameters(),
-        flops_per_token=0.0,
-        peak_flops=None,
-    )
+    return replace(run, memory=best.with_savings(run.memory))
 
 
 def distinct_ranks(run: Run, plan: Plan) -> dict[int, int]:

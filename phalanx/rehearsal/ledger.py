@@ -2,14 +2,16 @@
 writes it; `rehearsal/rehearse` reads peaks and components from it afterwards, when it is known what became of each allocation.
 
 The allocator follows c10/cuda/CUDACachingAllocator.cpp with default settings. Only one step is rehearsed: in the next one, what the
-first created for good exists from the beginning, and its gradients are freed first."""
+first created for good exists from the beginning, and its gradients are freed first.
+"""
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate, chain, islice
 from typing import NamedTuple
 
 _LEAST = 512
@@ -26,114 +28,6 @@ def rounded(size: int) -> int:
     return max(_LEAST, -(-size // _LEAST) * _LEAST)
 
 
-class NoRoom(Exception):
-    """The device has no memory, even after all cached blocks are returned to CUDA."""
-
-    def __init__(self, wanted: int, reserved: int, allocated: int):
-        super().__init__(f"{wanted} bytes wanted, {reserved} reserved, {allocated} allocated")
-        self.wanted, self.reserved, self.allocated = wanted, reserved, allocated
-
-
-@dataclass(slots=True, eq=False)
-class Block:
-    """A part of a segment."""
-
-    place: int
-    size: int
-    pool: _Pool
-    before: Block | None = None
-    after: Block | None = None
-    free: bool = False
-
-
-class _Pool:
-    """Free blocks of one kind and stream, sorted by size and then by address."""
-
-    __slots__ = ("blocks", "keys", "small")
-
-    def __init__(self, small: bool):
-        self.small = small
-        self.keys: list[tuple[int, int]] = []
-        self.blocks: dict[int, Block] = {}
-
-    def put(self, block: Block) -> None:
-        block.free = True
-        insort(self.keys, (block.size, block.place))
-        self.blocks[block.place] = block
-
-    def drop(self, block: Block) -> None:
-        block.free = False
-        del self.keys[bisect_left(self.keys, (block.size, block.place))]
-        del self.blocks[block.place]
-
-    def fitting(self, size: int) -> Block | None:
-        at = bisect_left(self.keys, (size, 0))
-        return self.blocks[self.keys[at][1]] if at < len(self.keys) else None
-
-
-class Allocator:
-    """The allocator of one GPU. `limit`: bytes that it may reserve; None: no limit."""
-
-    def __init__(self, limit: int | None = None):
-        self._limit = limit
-        self._pools: dict[tuple[bool, int], _Pool] = {}
-        self._next = 0
-        self.reserved = self.allocated = self.most_reserved = self.most_allocated = 0
-
-    def allocate(self, size: int, stream: int = 0) -> Block:
-        size = rounded(size)
-        small = size <= _SMALL
-        pool = self._pools.setdefault((small, stream), _Pool(small))
-        block = pool.fitting(size)
-        if block is None:
-            block = self._segment(size, pool)
-        else:
-            pool.drop(block)
-        rest = block.size - size
-        if rest >= _LEAST if small else rest > _SMALL:
-            after = Block(block.place + size, rest, pool, block, block.after)
-            if block.after is not None:
-                block.after.before = after
-            block.after, block.size = after, size
-            pool.put(after)
-        self.allocated += block.size
-        self.most_allocated = max(self.most_allocated, self.allocated)
-        return block
-
-    def free(self, block: Block) -> None:
-        self.allocated -= block.size
-        pool = block.pool
-        for other in (block.before, block.after):
-            if other is None or not other.free:
-                continue
-            pool.drop(other)
-            first, second = (other, block) if other is block.before else (block, other)
-            first.size += second.size
-            first.after = second.after
-            if second.after is not None:
-                second.after.before = first
-            block = first
-        pool.put(block)
-
-    def _segment(self, size: int, pool: _Pool) -> Block:
-        wanted = _SMALL_SEGMENT if size <= _SMALL else _SEGMENT if size < _LARGE else -(-size // _STEP) * _STEP
-        if self._limit is not None and self.reserved + wanted > self._limit:
-            self._release()
-            if self.reserved + wanted > self._limit:
-                raise NoRoom(size, self.reserved, self.allocated)
-        self.reserved += wanted
-        self.most_reserved = max(self.most_reserved, self.reserved)
-        self._next += 2 * wanted  # segments are never adjacent
-        return Block(self._next - wanted, wanted, pool)
-
-    def _release(self) -> None:
-        """Return all unused segments."""
-        for pool in self._pools.values():
-            for block in [block for block in pool.blocks.values() if block.before is None and block.after is None]:
-                pool.drop(block)
-                self.reserved -= block.size
-
-
 class ProgramLocation(NamedTuple):
     """A place in the program."""
 
@@ -142,88 +36,50 @@ class ProgramLocation(NamedTuple):
     module: str
     action: str
     """The micro-batch; in a pipeline stage, kind and micro-batch, as schedules write them."""
+    operation: str = ""
 
-
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    """One allocation that exists at some time."""
-
-    number: int
-    size: int
-    where: ProgramLocation
-    operation: str
-    component: str
+    def __str__(self) -> str:
+        where = f" of {self.module}" if self.module else ""
+        which = f", {self.action}" if self.action else ""
+        return f"{self.phase}{where}{which} ({self.operation})"
 
 
 class Ledger:
-    """All allocations of the device, or of host memory."""
+    """All allocations of the device, or of host memory, numbered from 1."""
 
-    def __init__(self, *, step: int = 512) -> None:
-        """`step`: sizes are rounded up to a multiple of it."""
-        self._step = step
+    def __init__(self) -> None:
         self.events = array("q")
-        """Numbers of allocations, from 1: positive when made, negative when freed."""
+        """Numbers of allocations: positive when made, negative when freed."""
         self.sizes = array("q", [0])
         self.streams = array("b", [0])
-        self._wheres = array("i", [0])
-        self._operations = array("i", [0])
-        self._known_wheres: dict[ProgramLocation, int] = {}
-        self._known_operations: dict[str, int] = {}
-        self.phases: list[str] = [""]
-        """The phase of each allocation."""
+        self.origins = [ProgramLocation("", "", "")]
+        """Where in the program each allocation was made; equal ones are one object."""
         self.components: dict[int, str] = {}
         """Components of allocations that are known; for others the phase decides."""
-        self.now = self.peak = self.peak_at = 0
+        self.now = self.peak = 0
+        self._known: dict[ProgramLocation, ProgramLocation] = {}
 
     def add(self, size: int, where: ProgramLocation, operation: str, stream: int = 0) -> int:
         number = len(self.sizes)
+        origin = ProgramLocation(where.phase, where.module, where.action, operation)
         self.sizes.append(size)
         self.streams.append(stream)
-        self._wheres.append(self._known_wheres.setdefault(where, len(self._known_wheres)))
-        self._operations.append(self._known_operations.setdefault(operation, len(self._known_operations)))
-        self.phases.append(where.phase)
+        self.origins.append(self._known.setdefault(origin, origin))
         self.events.append(number)
-        self.now += self.rounded_size(number)
-        if self.now > self.peak:
-            self.peak, self.peak_at = self.now, len(self.events)
+        self.now += rounded(size)
+        self.peak = max(self.peak, self.now)
         return number
 
     def drop(self, number: int) -> None:
         self.events.append(-number)
-        self.now -= self.rounded_size(number)
+        self.now -= rounded(self.sizes[number])
 
-    def rounded_size(self, number: int) -> int:
-        """Bytes of an allocation, rounded up as the allocator does."""
-        size = self.sizes[number]
-        return rounded(size) if self._step == 512 else size
+    def change(self, event: int) -> int:
+        """Bytes by which an event changes the memory in use, rounded up as the allocator does."""
+        return rounded(self.sizes[event]) if event > 0 else -rounded(self.sizes[-event])
 
-    def forget_peak(self) -> None:
-        """Forget earlier peaks."""
-        self.peak, self.peak_at = self.now, len(self.events)
-
-    def living(self, at: int) -> Iterator[Allocation]:
-        """The allocations that exist after the first `at` events."""
-        alive: dict[int, None] = {}
-        for event in self.events[:at]:
-            if event > 0:
-                alive[event] = None
-            else:
-                alive.pop(-event, None)
-        wheres, operations = list(self._known_wheres), list(self._known_operations)
-        for number in alive:
-            where, operation = wheres[self._wheres[number]], operations[self._operations[number]]
-            yield Allocation(number, self.rounded_size(number), where, operation, self.component(number, where))
-
-    def where(self, number: int) -> tuple[ProgramLocation, str]:
-        """The place in the program and the operation that made an allocation."""
-        wheres, operations = list(self._known_wheres), list(self._known_operations)
-        return wheres[self._wheres[number]], operations[self._operations[number]]
-
-    def component(self, number: int, where: ProgramLocation) -> str:
-        known = self.components.get(number)
-        if known is not None:
-            return known
-        return _BY_PHASE.get(where.phase, "temporary")
+    def component(self, number: int) -> str:
+        return self.components.get(number) or _BY_PHASE.get(self.origins[number].phase, "temporary")
 
 
 _BY_PHASE = {
@@ -264,23 +120,9 @@ class FirstStep:
 
 def first_step(ledger: Ledger, built: int) -> FirstStep:
     """`built`: number of events before the step."""
-    alive: dict[int, None] = {}
-    for event in ledger.events[built:]:
-        if event > 0:
-            alive[event] = None
-        else:
-            alive.pop(-event, None)
+    alive = _alive(ledger.events[built:])
     gradients = frozenset(number for number in alive if ledger.components.get(number) == "gradients")
     return FirstStep(built, frozenset(alive) - gradients, gradients)
-
-
-def second_step(ledger: Ledger, first: FirstStep) -> Iterator[int]:
-    """The events of the second step."""
-    for number in first.gradients:
-        yield -number
-    for event in ledger.events[first.built :]:
-        if event not in first.permanent:
-            yield event
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,31 +136,33 @@ class Peak:
 
 
 def peak(ledger: Ledger, first: FirstStep) -> Peak:
-    now, most, at = 0, -1, 0
-    for index, event in enumerate(ledger.events, start=1):
-        now += ledger.rounded_size(event) if event > 0 else -ledger.rounded_size(-event)
-        if index > first.built and now > most:
-            most, at = now, index
-    in_first = Peak(most, at, False)
-    now -= sum(ledger.rounded_size(number) for number in first.gradients)
-    most, at = -1, 0
-    for index, event in enumerate(ledger.events[first.built :], start=first.built + 1):
-        if event not in first.permanent:
-            now += ledger.rounded_size(event) if event > 0 else -ledger.rounded_size(-event)
-        if now > most:
-            most, at = now, index
-    in_second = Peak(most, at, True)
-    return in_second if in_second.bytes >= in_first.bytes else in_first
+    of_first = islice(accumulate(map(ledger.change, ledger.events)), first.built, None)
+    changes = (0 if event in first.permanent else ledger.change(event) for event in ledger.events[first.built :])
+    kept = ledger.now - sum(map(ledger.change, first.gradients))
+    of_second = islice(accumulate(changes, initial=kept), 1, None)
+    peaks = []
+    for second, totals in ((True, of_second), (False, of_first)):
+        most, at = max(((total, -index) for index, total in enumerate(totals, start=first.built + 1)), default=(-1, 0))
+        peaks.append(Peak(most, -at, second))
+    return max(peaks, key=lambda peak: peak.bytes)
 
 
-def live_at_peak(ledger: Ledger, first: FirstStep, top: Peak) -> list[Allocation]:
+def live_at_peak(ledger: Ledger, first: FirstStep, top: Peak) -> list[int]:
     """The allocations that exist at the peak."""
-    alive = list(ledger.living(top.at))
+    alive = _alive(ledger.events[: top.at])
     if top.second:
-        known = {allocation.number for allocation in alive}
-        alive += [
-            allocation for allocation in ledger.living(len(ledger.events)) if allocation.number in first.permanent - known
-        ]
+        alive |= {number: None for number in _alive(ledger.events) if number in first.permanent}
+    return list(alive)
+
+
+def _alive(events: Iterable[int]) -> dict[int, None]:
+    """The allocations that these events make and do not free, in order."""
+    alive: dict[int, None] = {}
+    for event in events:
+        if event > 0:
+            alive[event] = None
+        else:
+            alive.pop(-event, None)
     return alive
 
 
@@ -328,37 +172,122 @@ class Reserved:
 
     allocated: int
     reserved: int
-    without: tuple[int, NoRoom] | None
-    """The first allocation that fails, and its error; None: none fails."""
+    failed: int | None = None
+    """The first allocation that fails; None: none does."""
 
 
 def reserve(ledger: Ledger, first: FirstStep, limit: int | None) -> Reserved:
     """Runs the allocations of two steps through an allocator that may reserve `limit` bytes."""
     allocator = Allocator(limit)
     blocks: dict[int, Block] = {}
-    sizes, streams = ledger.sizes, ledger.streams
-
-    def replay(events: Iterator[int]) -> None:
-        for event in events:
-            if event < 0:
-                if (block := blocks.pop(-event, None)) is not None:
-                    allocator.free(block)
-            elif sizes[event]:
-                try:
-                    blocks[event] = allocator.allocate(sizes[event], streams[event])
-                except NoRoom as error:
-                    raise _AllocationFailed(event, error) from None
-
-    without = None
-    try:
-        replay(iter(ledger.events))
-        replay(second_step(ledger, first))
-    except _AllocationFailed as stopped:
-        without = stopped.allocation, stopped.error
-    return Reserved(allocator.most_allocated, allocator.most_reserved, without)
+    second = (event for event in ledger.events[first.built :] if event not in first.permanent)
+    failed = None
+    for event in chain(ledger.events, (-number for number in first.gradients), second):
+        if event < 0:
+            if -event in blocks:
+                allocator.free(blocks.pop(-event))
+        elif ledger.sizes[event]:
+            block = allocator.allocate(ledger.sizes[event], ledger.streams[event])
+            if block is None:
+                failed = event
+                break
+            blocks[event] = block
+    return Reserved(allocator.most_allocated, allocator.most_reserved, failed)
 
 
-class _AllocationFailed(Exception):
-    def __init__(self, allocation: int, error: NoRoom):
-        super().__init__()
-        self.allocation, self.error = allocation, error
+@dataclass(slots=True, eq=False)
+class Block:
+    """A part of a segment."""
+
+    place: int
+    size: int
+    pool: _Pool
+    before: Block | None = None
+    after: Block | None = None
+    free: bool = False
+
+
+class _Pool:
+    """Free blocks of one kind and stream, sorted by size and then by address."""
+
+    def __init__(self) -> None:
+        self.keys: list[tuple[int, int]] = []
+        self.blocks: dict[int, Block] = {}
+
+    def put(self, block: Block) -> None:
+        block.free = True
+        insort(self.keys, (block.size, block.place))
+        self.blocks[block.place] = block
+
+    def drop(self, block: Block) -> None:
+        block.free = False
+        del self.keys[bisect_left(self.keys, (block.size, block.place))]
+        del self.blocks[block.place]
+
+    def fitting(self, size: int) -> Block | None:
+        at = bisect_left(self.keys, (size, 0))
+        return self.blocks[self.keys[at][1]] if at < len(self.keys) else None
+
+
+class Allocator:
+    """The caching allocator of one GPU, on sizes alone. `limit`: bytes that it may reserve; None: no limit."""
+
+    def __init__(self, limit: int | None = None):
+        self._limit = limit
+        self._pools: dict[tuple[bool, int], _Pool] = {}
+        self._next = 0
+        self.reserved = self.allocated = self.most_reserved = self.most_allocated = 0
+
+    def allocate(self, size: int, stream: int = 0) -> Block | None:
+        """None: the device has no memory, even after all cached blocks are returned to CUDA."""
+        size = rounded(size)
+        small = size <= _SMALL
+        pool = self._pools.setdefault((small, stream), _Pool())
+        block = pool.fitting(size)
+        if block is not None:
+            pool.drop(block)
+        elif (block := self._segment(size, pool)) is None:
+            return None
+        rest = block.size - size
+        if rest >= _LEAST if small else rest > _SMALL:
+            after = Block(block.place + size, rest, pool, block, block.after)
+            if block.after is not None:
+                block.after.before = after
+            block.after, block.size = after, size
+            pool.put(after)
+        self.allocated += block.size
+        self.most_allocated = max(self.most_allocated, self.allocated)
+        return block
+
+    def free(self, block: Block) -> None:
+        self.allocated -= block.size
+        pool = block.pool
+        for other in (block.before, block.after):
+            if other is None or not other.free:
+                continue
+            pool.drop(other)
+            first, second = (other, block) if other is block.before else (block, other)
+            first.size += second.size
+            first.after = second.after
+            if second.after is not None:
+                second.after.before = first
+            block = first
+        pool.put(block)
+
+    def _segment(self, size: int, pool: _Pool) -> Block | None:
+        wanted = _SMALL_SEGMENT if size <= _SMALL else _SEGMENT if size < _LARGE else -(-size // _STEP) * _STEP
+        if self._limit is not None and self.reserved + wanted > self._limit:
+            self._release()
+            if self.reserved + wanted > self._limit:
+                return None
+        self.reserved += wanted
+        self.most_reserved = max(self.most_reserved, self.reserved)
+        self._next += 2 * wanted  # segments are never adjacent
+        return Block(self._next - wanted, wanted, pool)
+
+    def _release(self) -> None:
+        """Return all unused segments."""
+        for pool in self._pools.values():
+            for block in [block for block in pool.blocks.values() if block.before is None and block.after is None]:
+                pool.drop(block)
+                self.reserved -= block.size

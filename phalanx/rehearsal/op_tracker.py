@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from phalanx.observe.counters import flops_of
+from phalanx.observe.counters import flops_of, traffic
 from phalanx.rehearsal import fake_gpu
 from phalanx.rehearsal.fake_cache import FakeCache
-from phalanx.rehearsal.gpu_kernels import NONE, Card, workspace_bytes
+from phalanx.rehearsal.gpu_kernels import RehearsalDevice, workspace_bytes
 from phalanx.rehearsal.ledger import Ledger, ProgramLocation
-from phalanx.rehearsal.result import Messages
+from phalanx.rehearsal.result import Message
 
-T = TypeVar("T")
 _aten = torch.ops.aten
 _GROUPED = _aten._grouped_mm.default
 _DEVICE = torch.ops.prim.device.default
@@ -52,19 +51,19 @@ class _Ref(weakref.ref):
 class OpTracker(TorchDispatchMode):
     """Tracks every operation inside its context."""
 
-    def __init__(self, messages: Messages, card: Card | None):
-        """`card`: the fake GPU; None: the device is the CPU, which is its own host."""
+    def __init__(self, device: RehearsalDevice):
         super().__init__()
-        self.messages, self._card = messages, card or NONE
-        self._processors = card.processors if card else None
+        self._device, self._card = device, device.card
+        self.messages: list[Message] = []
+        self._groups: dict[dist.ProcessGroup, tuple[int, str]] = {}
+        """Number of ranks, and the links between them."""
         self.device = Ledger()
-        self.host = Ledger() if card else self.device
+        self.host = Ledger() if self._card else self.device  # a CPU is its own host
         self.flops: Counter[ProgramLocation] = Counter()
         self.repeated: Counter[str] = Counter()
         """Floating-point operations of recomputed forwards, by action."""
         self._again = 0
         self._threads: set[bool] = set()
-        self.calls = 0
         self.where = ProgramLocation("build", "", "")
         self.logits = -1
         """Width of this rank's logits."""
@@ -77,7 +76,6 @@ class OpTracker(TorchDispatchMode):
         distributed: Any = torch._C._distributed_c10d
         self._work = distributed._create_work_from_future(done).boxed()
         self._resize: Callable[[Any, int], Any] = torch.UntypedStorage.resize_
-        self._replaced = ExitStack()
 
     # Operations.
 
@@ -88,8 +86,7 @@ class OpTracker(TorchDispatchMode):
             if kind not in _PLAIN:
                 return NotImplemented
         kwargs = kwargs or {}
-        namespace = func.namespace
-        if namespace in _COLLECTIVES:
+        if func.namespace in _COLLECTIVES:
             return self._collective(func, args)
         if func is _aten._local_scalar_dense.default:
             return _zero(args[0])
@@ -99,39 +96,31 @@ class OpTracker(TorchDispatchMode):
         if FakeTensor not in types and _unplaced(args, kwargs):
             with unset_fake_temporarily():  # tensors without memory in the real program too stay as they are
                 return func(*args, **kwargs)
-        self.calls += 1
         on_gpu, kwargs = self._place(args, kwargs)
-        inside, fake_gpu.INSIDE.now = fake_gpu.INSIDE.now, True
+        inside, fake_gpu.STATE.inside = fake_gpu.STATE.inside, True
         try:
             result = _grouped(*args, **kwargs) if func is _GROUPED else self._cache(func, args, kwargs)
         finally:
-            fake_gpu.INSIDE.now = inside
-        if type(result) is FakeTensor:
-            self._record(result, on_gpu, name, args)
-        elif result is not None:
-            for tensor in tree_leaves(result):
-                if isinstance(tensor, Tensor):
-                    self._record(tensor, on_gpu, name, args)
-        if on_gpu and self._processors is not None and (size := workspace_bytes(func, args, self._processors)):
+            fake_gpu.STATE.inside = inside
+        for tensor in (result,) if type(result) is FakeTensor else tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._record(tensor, on_gpu, name, args)
+        if on_gpu and self._card and (size := workspace_bytes(func, args, self._card.processors)):
             self.device.drop(self.device.add(size, self.where, f"inside {name}"))
         if flops := flops_of(func, args, kwargs, result):
             self.flops[self.where] += flops
             self.repeated[self.where.action] += flops if self.again else 0
-            if on_gpu:
-                self._workspace()
+            # cuBLAS allocates a workspace at the first matrix product of each thread: the program's, and autograd's.
+            thread = torch._C._current_graph_task_id() != -1
+            if on_gpu and self._card and thread not in self._threads:
+                self._threads.add(thread)
+                number = self.device.add(self._card.workspace, self.where, "cuBLAS")
+                self.device.components[number] = "workspaces"
         return result
-
-    def _workspace(self) -> None:
-        """cuBLAS allocates a workspace at the first matrix product of each thread: the program's, and autograd's."""
-        thread = torch._C._current_graph_task_id() != -1
-        if thread not in self._threads:
-            self._threads.add(thread)
-            number = self.device.add(self._card.workspace, self.where, "cuBLAS")
-            self.device.components[number] = "workspaces"
 
     def _place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
         """Whether the result is on the GPU, and the arguments for torch's C++ code."""
-        if self._processors is None:
+        if self._card is None:
             return False, kwargs
         device = kwargs.get("device")
         if kwargs.get("pin_memory"):
@@ -143,13 +132,9 @@ class OpTracker(TorchDispatchMode):
                 # Inside the model it comes from torch's C++ code, which sees GPU tensors as CPU tensors.
                 return self.where.phase in _COMPUTING or torch._C._current_graph_task_id() != -1, kwargs
         for arg in args:
-            if isinstance(arg, Tensor):
-                if getattr(arg, "_on_gpu", False):
+            for item in arg if isinstance(arg, (list, tuple)) else (arg,):
+                if getattr(item, "_on_gpu", False):
                     return True, kwargs
-            elif isinstance(arg, (list, tuple)):
-                for item in arg:
-                    if getattr(item, "_on_gpu", False):
-                        return True, kwargs
         return False, kwargs
 
     def _record(self, tensor: Tensor, on_gpu: bool, name: str, args: tuple[Any, ...]) -> None:
@@ -159,9 +144,8 @@ class OpTracker(TorchDispatchMode):
         key = storage._cdata
         if key in self._refs:
             return
-        ledger = self.device if on_gpu or self._processors is None else self.host
-        size = storage.nbytes()
-        number = ledger.add(size, self.where, name, fake_gpu.STREAM.now)
+        ledger = self.device if on_gpu or self._card is None else self.host
+        number = ledger.add(storage.nbytes(), self.where, name, fake_gpu.STATE.stream)
         ref = _Ref(storage, self._freed)
         ref.key, ref.number, ref.ledger = key, number, ledger
         self._refs[key] = ref
@@ -177,27 +161,30 @@ class OpTracker(TorchDispatchMode):
             ref.ledger.drop(ref.number)
 
     def _collective(self, func: Any, args: tuple[Any, ...]) -> Any:
-        name = func.overloadpacket.__name__
-        self.messages.take(name, args, self.where.phase, self.where.action)
-        self._mark(args, "communication")
         if func.namespace != "c10d":
             raise NotImplementedError(f"{func} is a collective that rehearsals do not support")
+        if (counted := traffic(func.overloadpacket.__name__, args)) is not None:
+            collective, use, group, size = counted
+            if group not in self._groups:
+                ranks = dist.get_process_group_ranks(group)
+                self._groups[group] = len(ranks), self._device.tier(ranks)
+            self.messages.append(Message(collective, use, *self._groups[group], size, self.where.phase, self.where.action))
+        for ref in self._refs_of(tree_leaves(args)):
+            if ref.ledger.origins[ref.number].phase in _SHARING:
+                ref.ledger.components.setdefault(ref.number, "communication")
         return self._work if len(func._schema.returns) == 1 else (args[0], self._work)
 
-    def _mark(self, values: Any, component: str) -> None:
-        for tensor in tree_leaves(values):
-            if isinstance(tensor, Tensor) and (ref := self._refs.get(tensor.untyped_storage()._cdata)) is not None:
-                known = ref.ledger.components.get(ref.number)
-                if known is None and ref.ledger.phases[ref.number] in _SHARING:
-                    ref.ledger.components[ref.number] = component
+    def _refs_of(self, values: Iterable[Any]) -> Iterator[_Ref]:
+        for value in values:
+            if isinstance(value, Tensor) and (ref := self._refs.get(value.untyped_storage()._cdata)) is not None:
+                yield ref
 
     # What the program says about itself.
 
     def name(self, tensors: Iterable[Tensor | None], component: str) -> None:
         """Set the component of the tensors' allocations."""
-        for tensor in tensors:
-            if tensor is not None and (ref := self._refs.get(tensor.untyped_storage()._cdata)) is not None:
-                ref.ledger.components[ref.number] = component
+        for ref in self._refs_of(tensors):
+            ref.ledger.components[ref.number] = component
 
     @property
     def again(self) -> int:
@@ -214,30 +201,7 @@ class OpTracker(TorchDispatchMode):
         before, self.where = self.where, ProgramLocation(phase, module, self.where.action if action is None else action)
         return before
 
-    def around(self, function: Callable[..., T], phase: str) -> Callable[..., T]:
-        """The function, run as a phase of its own."""
-
-        def inside(*args: Any, **kwargs: Any) -> T:
-            before = self.enter(phase)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.where = before
-
-        return inside
-
-    def __enter__(self) -> Any:
-        def resize(storage: Any, size: int) -> Any:  # a bound method would not get the storage
-            return self._resize_storage(storage, size)
-
-        self._replaced.enter_context(fake_gpu.replaced(torch.UntypedStorage, "resize_", resize))
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._replaced.close()
-
-    def _resize_storage(self, storage: Any, size: int) -> Any:
+    def resize(self, storage: Any, size: int) -> Any:
         """In place of `UntypedStorage.resize_`, with which FSDP2 allocates and frees gathered parameters."""
         result = self._resize(storage, size)
         if (ref := self._refs.get(storage._cdata)) is not None:
@@ -245,7 +209,7 @@ class OpTracker(TorchDispatchMode):
                 ref.ledger.drop(ref.number)
             ref.number = 0
             if size:
-                ref.number = ref.ledger.add(int(size), self.where, "gather", fake_gpu.STREAM.now)
+                ref.number = ref.ledger.add(int(size), self.where, "gather", fake_gpu.STATE.stream)
                 ref.ledger.components[ref.number] = "gathered parameters"
         return result
 

@@ -12,22 +12,19 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import accumulate, islice
 
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-)
+from torch._subclasses import fake_tensor
 
 from phalanx.parallel.pipeline.rank_actions import rank_actions
 from phalanx.rehearsal import ledger as memory
-from phalanx.rehearsal.gpu_kernels import Card
-from phalanx.rehearsal.ledger import COMPONENTS, Allocation, Ledger, NoRoom
+from phalanx.rehearsal.gpu_kernels import RehearsalDevice
+from phalanx.rehearsal.ledger import COMPONENTS, Ledger, ProgramLocation
 from phalanx.rehearsal.op_tracker import OpTracker
 from phalanx.rehearsal.rehearsed_rank import ASSUMED, Program, rehearsed_program
-from phalanx.rehearsal.result import Messages, Moment, Rehearsal, Repeated
+from phalanx.rehearsal.result import Rehearsal
 from phalanx.schedules.actions import Schedule
 from phalanx.schedules.makers import resized
 from phalanx.spec.errors import RunError
@@ -47,21 +44,16 @@ _POINTS = 2000
 _LOOPED = 4
 """Micro-batches without a pipeline: the first, one between, the last but one and the last."""
 
+_NEEDS_VALUES = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException,
+)
+"""What torch raises where fake tensors are asked for values."""
+
 Situation = tuple[str, int, tuple[tuple[int, int, int, bool, bool], ...], int]
 """Kind and stage of an action; for each stage its number, the micro-batches in progress, those with a deferred weight backward, whether
 it has gradients, and whether its last action was not a forward, after which parameters stay gathered; receives that have started."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RehearsalDevice:
-    """The device that the rehearsed rank runs on."""
-
-    card: Card | None
-    """The GPU; None: a CPU."""
-    capacity: int | None = None
-    """Bytes of the device that this rank may use; None: no limit."""
-    node: int = 8
-    island: int = 8
 
 
 def rehearse(run: Run, plan: Plan, rank: int, device: RehearsalDevice) -> Rehearsal:
@@ -69,21 +61,20 @@ def rehearse(run: Run, plan: Plan, rank: int, device: RehearsalDevice) -> Rehear
 
     What would fail on the cluster is in the result. Cannot run in a process that is itself a rank of a job.
     """
-    run = resolved(run)
-    _refuse(run, plan, rank)
+    _refuse(plan, rank)
     began = time.process_time()
-    messages = Messages(device.node, device.island)
     with warnings.catch_warnings(action="ignore"):  # torch warns of its own fake tensors
         try:
-            with rehearsed_program(run, plan, rank, device.card, messages) as (program, tracker):
-                return _run(program, tracker, device, began)
-        except (DynamicOutputShapeException, DataDependentOutputException, UnsupportedFakeTensorException) as error:
+            with rehearsed_program(resolved(run), plan, rank, device) as (program, tracker):
+                rehearsal = _run(program, tracker, device)
+        except _NEEDS_VALUES as error:
             raise RunError(
                 [
                     f"The program cannot be rehearsed: it reads the values of a tensor ({_short(error)}), and rehearsals have none; "
                     "a module of your own must not depend on values on the host."
                 ]
             ) from error
+    return replace(rehearsal, seconds=time.process_time() - began, notes=_notes(run, device, rehearsal.in_use))
 
 
 def resolved(run: Run) -> Run:
@@ -94,7 +85,7 @@ def resolved(run: Run) -> Run:
     return replace(run, memory=replace(memory, recompute=recompute, offload=offload, compile=False))
 
 
-def _refuse(run: Run, plan: Plan, rank: int) -> None:
+def _refuse(plan: Plan, rank: int) -> None:
     layout = plan.layout
     if not 0 <= rank < layout.ranks:
         raise RunError([f"--rank {rank} is none of the layout's {layout.ranks} ranks: take one from 0 to {layout.ranks - 1}."])
@@ -106,28 +97,28 @@ def _refuse(run: Run, plan: Plan, rank: int) -> None:
         )
 
 
-def _run(program: Program, tracker: OpTracker, device: RehearsalDevice, began: float) -> Rehearsal:
+def _run(program: Program, tracker: OpTracker, device: RehearsalDevice) -> Rehearsal:
     """Runs a step and reads its results."""
     order, at = program.built.schedule, program.mesh.coordinate("pipeline")
-    built, sent_before = len(tracker.device.events), len(tracker.messages.all)
+    ledger = tracker.device
+    built, sent_before = len(ledger.events), len(tracker.messages)
     micro_batches, error = enough(order, program.plan, at), None
     try:
         program.step(micro_batches, program.plan.accumulation)
-    except (DynamicOutputShapeException, DataDependentOutputException, UnsupportedFakeTensorException):
+    except _NEEDS_VALUES:
         raise
     except Exception as failure:  # anything that a rank would raise
         where = tracker.where
         error = f"{where.phase} of {where.module or 'the model'} {where.action}: {type(failure).__name__}: {_short(failure)}"
     counts = repetitions(order, program.plan, at, micro_batches)
-    first = memory.first_step(tracker.device, built)
-    top = memory.peak(tracker.device, first)
+    first = memory.first_step(ledger, built)
+    top = memory.peak(ledger, first)
     fixed = _fixed(program, device)
-    limit = None if device.capacity is None else device.capacity - sum(fixed.values())
-    reserved = _reserved(tracker.device, first, top, limit, device)
-    live = memory.live_at_peak(tracker.device, first, top)
-    flops, repeated = _flops(tracker, counts)
+    reserved = _reserved(ledger, first, top, None if device.capacity is None else device.capacity - sum(fixed.values()), device)
+    live = memory.live_at_peak(ledger, first, top)
+    components = _sums((ledger.component(number), ledger.change(number)) for number in live)
     state = program.built.placement()
-    at_peak = tracker.device.events[top.at - 1] if tracker.device.events else 0
+    at_peak = ledger.events[top.at - 1] if ledger.events else 0
     return Rehearsal(
         rank=program.mesh.rank,
         ranks=program.mesh.ranks,
@@ -137,27 +128,20 @@ def _run(program: Program, tracker: OpTracker, device: RehearsalDevice, began: f
         reserved=reserved.reserved,
         fixed=fixed,
         capacity=device.capacity,
-        components=_components(live),
-        modules=_modules(live),
-        at=_moment(tracker.device, at_peak) if at_peak > 0 else None,
+        components={name: components[name] for name in COMPONENTS if name in components},
+        modules=_sums((_module(ledger.origins[number]), ledger.change(number)) for number in live),
+        at=ledger.origins[at_peak] if at_peak > 0 else None,
         host=tracker.host.peak if device.card else 0,
-        state={
-            "parameters": state.parameters,
-            "gradients": state.gradients,
-            "optimizer": state.optimizer,
-            "files": state.files,
-        },
-        messages=tuple(Repeated(message, counts.get(message.action, 1)) for message in tracker.messages.all[sent_before:]),
-        flops=flops,
-        repeated_flops=repeated,
+        state={kind: getattr(state, kind) for kind in ("parameters", "gradients", "optimizer", "files")},
+        messages=tuple(replace(message, times=counts.get(message.action, 1)) for message in tracker.messages[sent_before:]),
+        flops=_sums((_module(where), count * counts.get(where.action, 1)) for where, count in tracker.flops.items()),
+        repeated_flops=sum(count * counts.get(action, 1) for action, count in tracker.repeated.items()),
         micro_batches=program.plan.accumulation,
         taken=micro_batches,
-        seconds=time.process_time() - began,
-        no_room=None if reserved.without is None else _moment(tracker.device, reserved.without[0]),
+        no_room=None if reserved.failed is None else ledger.origins[reserved.failed],
         error=error,
         assumed=ASSUMED,
-        notes=_notes(program.run, device, reserved.reserved + sum(fixed.values())),
-        timeline=_timeline(tracker.device, first),
+        timeline=_timeline(ledger, built),
     )
 
 
@@ -166,17 +150,15 @@ def _reserved(
 ) -> memory.Reserved:
     if device.card is not None:
         reserved = memory.reserve(ledger, first, limit)
-        if reserved.without is None:
+        if reserved.failed is None:
             return reserved
-        return replace(memory.reserve(ledger, first, None), without=reserved.without)  # what a larger device would need
-    if limit is None or top.bytes <= limit:
-        return memory.Reserved(top.bytes, top.bytes, None)
-    now = 0
-    for event in ledger.events:  # the first above the limit
-        now += ledger.rounded_size(event) if event > 0 else -ledger.rounded_size(-event)
-        if event > 0 and now > limit:
-            break
-    return memory.Reserved(top.bytes, top.bytes, (abs(event), NoRoom(0, now, now)))
+        return replace(memory.reserve(ledger, first, None), failed=reserved.failed)  # what a larger device would need
+    failed = None
+    if limit is not None and top.bytes > limit:
+        totals = zip(ledger.events, accumulate(map(ledger.change, ledger.events)), strict=True)
+        # Where only the second step is above the limit, its last event stands for it.
+        failed = next((event for event, total in totals if event > 0 and total > limit), abs(ledger.events[-1]))
+    return memory.Reserved(top.bytes, top.bytes, failed)
 
 
 def _fixed(program: Program, device: RehearsalDevice) -> dict[str, int]:
@@ -186,44 +168,25 @@ def _fixed(program: Program, device: RehearsalDevice) -> dict[str, int]:
     return {"context": CONTEXT} | ({"links": _LINKS * len(groups)} if groups else {})
 
 
-def _components(live: list[Allocation]) -> dict[str, int]:
-    sizes: Counter[str] = Counter()
-    for allocation in live:
-        sizes[allocation.component] += allocation.size
-    return {name: sizes[name] for name in COMPONENTS if sizes[name]}
+def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """The sum of each name, largest first."""
+    sums: Counter[str] = Counter()
+    for name, number in pairs:
+        sums[name] += number
+    return dict(sums.most_common())
 
 
-def _modules(live: list[Allocation]) -> tuple[tuple[str, int], ...]:
-    sizes: Counter[str] = Counter()
-    for allocation in live:
-        sizes[allocation.where.module or f"({allocation.where.phase})"] += allocation.size
-    return tuple(sizes.most_common())
+def _module(where: ProgramLocation) -> str:
+    return where.module or f"({where.phase})"
 
 
-def _moment(ledger: Ledger, number: int) -> Moment:
-    where, operation = ledger.where(abs(number))
-    return Moment(where.phase, where.module, where.action, operation)
-
-
-def _flops(tracker: OpTracker, counts: dict[str, int]) -> tuple[dict[str, int], int]:
-    flops: Counter[str] = Counter()
-    for where, count in tracker.flops.items():
-        flops[where.module or f"({where.phase})"] += count * counts.get(where.action, 1)
-    return dict(flops.most_common()), sum(count * counts.get(action, 1) for action, count in tracker.repeated.items())
-
-
-def _timeline(ledger: Ledger, first: memory.FirstStep) -> tuple[tuple[float, int], ...]:
-    now, points, events = 0, [], ledger.events
-    every = max(1, (len(events) - first.built) // _POINTS)
-    most = 0
-    for index, event in enumerate(events):
-        now += ledger.rounded_size(event) if event > 0 else -ledger.rounded_size(-event)
-        if index >= first.built:
-            most = max(most, now)
-            if (index - first.built) % every == 0:
-                points.append(((index - first.built) / max(1, len(events) - first.built), most))
-                most = now
-    return tuple(points)
+def _timeline(ledger: Ledger, built: int) -> tuple[tuple[float, int], ...]:
+    """The largest memory between two points of the step; `built`: number of events before it."""
+    totals = list(islice(accumulate(map(ledger.change, ledger.events)), built, None))
+    every = max(1, len(totals) // _POINTS)
+    return tuple(
+        (index / len(totals), max(totals[max(0, index - every) : index + 1])) for index in range(0, len(totals), every)
+    )
 
 
 def _notes(run: Run, device: RehearsalDevice, in_use: int) -> tuple[str, ...]:

@@ -34,9 +34,8 @@ from phalanx.parallel.pipeline.rank_actions import RankAction
 from phalanx.parallel.sharded_model import OwnedParam, ParamShard
 from phalanx.rehearsal import fake_gpu
 from phalanx.rehearsal.fake_gpu import replaced
-from phalanx.rehearsal.gpu_kernels import Card
+from phalanx.rehearsal.gpu_kernels import RehearsalDevice
 from phalanx.rehearsal.op_tracker import OpTracker
-from phalanx.rehearsal.result import Messages
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.spec.tensor_slice import Box, TensorSlice, chunk
@@ -64,7 +63,7 @@ class RehearsedEnvironment(Environment):
 
     def expert_rows(self, counts: Tensor, across: Group, within: Group, rows: int) -> list[int]:
         """Every rank with experts gets the same number of rows from every other rank."""
-        sent = [rows // across.size + (index < rows % across.size) for index in range(across.size)]
+        sent = _even(rows, across.size)
         received = [sent[across.index]] * across.size
         return [*sent, *received, *[sum(received)] * within.size]
 
@@ -101,9 +100,12 @@ def tiles(group: Group, spot: ParamShard, tensor: int) -> list[Box]:
 
 
 def even_counts(counts_E: Tensor, rows: int) -> list[int]:
-    """Rows of each expert, as equal as possible: `models/moe.Experts.read_counts` of a rehearsal."""
-    experts = len(counts_E)
-    return [rows // experts + (index < rows % experts) for index in range(experts)]
+    """Rows of each expert: `models/moe.Experts.read_counts` of a rehearsal."""
+    return _even(rows, len(counts_E))
+
+
+def _even(rows: int, parts: int) -> list[int]:
+    return [rows // parts + (index < rows % parts) for index in range(parts)]
 
 
 class FakeHostBuffer:
@@ -118,6 +120,8 @@ class FakeHostBuffer:
 
 
 class _View:
+    """In place of a memoryview: empty, however it is sliced."""
+
     def __getitem__(self, _: Any) -> _View:
         return self
 
@@ -164,19 +168,21 @@ def to_empty(module: nn.Module, *, device: torch.device, recurse: bool = True) -
 
 
 @contextlib.contextmanager
-def assumptions() -> Iterator[None]:
+def assumptions(tracker: OpTracker) -> Iterator[None]:
     """Meanwhile nothing waits for other ranks, and torch treats tensors without memory as tensors with it."""
-    complete = COMM_TIMER.complete
+    complete, events = COMM_TIMER.complete, COMM_TIMER.events
     with contextlib.ExitStack() as stack:
         stack.callback(setattr, COMM_TIMER, "complete", complete)
-        COMM_TIMER.complete = lambda work: None
+        stack.callback(setattr, COMM_TIMER, "events", events)
         stack.callback(MOVED.discard, FakeTensor)
+        COMM_TIMER.complete, COMM_TIMER.events = lambda work: None, None
         MOVED.add(FakeTensor)
         for owner, name, value in (
             # C++ code that sees a GPU starts threads for it, and a process with such threads cannot be forked.
             (torch._C, "_ensureCUDADeviceGuardSet", lambda: None),
             (nn.Module, "to_empty", to_empty),
             (torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata),
+            (torch.UntypedStorage, "resize_", lambda storage, size: tracker.resize(storage, size)),
             (FakeTensor, "data_ptr", _address),
         ):
             stack.enter_context(replaced(owner, name, value))
@@ -192,10 +198,11 @@ class Program:
     def __init__(self, run: Run, plan: Plan, mesh: Mesh, tracker: OpTracker):
         self.run, self.plan, self.mesh, self.tracker = run, plan, mesh, tracker
         self.built: TrainState = build(run, plan, mesh, optimizer_resources(mesh))
-        self.names = _names(self.built.sharded.parts)
-        pipeline = self.built.pipeline(run)
-        self.stepper = Stepper(run, plan, self.built.sharded, self.built.experts, pipeline)
-        self.pipeline = pipeline
+        # A module that two stages share has its name in the first.
+        parts = reversed(self.built.sharded.parts)
+        self.names = {id(module): name for part in parts for name, module in part.named_modules()}
+        self.pipeline = self.built.pipeline(run)
+        self.stepper = Stepper(run, plan, self.built.sharded, self.built.experts, self.pipeline)
         self._micro_batch = 0
         self._waiting: list[MicroBatch] = []
         """Micro-batches on the device that a shortened step leaves out."""
@@ -285,12 +292,11 @@ class Program:
         name = self.names.get(id(module))
         if name is None:
             return
-        tracker = self.tracker
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(partial(self._enter_backward, name or "the model's end"))
                 break
-        tracker.where = module._entered_from  # type: ignore[assignment]
+        self.tracker.where = module._entered_from  # type: ignore[assignment]
 
     def _enter_backward(self, name: str, gradients: Any) -> None:
         self.tracker.enter("backward", name)
@@ -310,7 +316,11 @@ class _StepObserver(StepObserver):
 
     def run(self, part: StepPart, function: Callable[..., T], *args: Any) -> T:
         if part in ("loss", "optimizer"):
-            return self._tracker.around(function, part)(*args)
+            before = self._tracker.enter(part)
+            try:
+                return function(*args)
+            finally:
+                self._tracker.where = before
         if part == "reduce":
             self._waiting.clear()
             self._tracker.enter("reduce", "", "")  # it belongs to no single micro-batch
@@ -336,32 +346,21 @@ class _ActionObserver(PipelineObserver):
         self._tracker.enter("step", "", "")
 
 
-def _names(parts: Sequence[nn.Module]) -> dict[int, str]:
-    names: dict[int, str] = {}
-    for part in parts:
-        for name, module in part.named_modules():
-            names.setdefault(id(module), name)
-    return names
-
-
 @contextlib.contextmanager
-def rehearsed_program(
-    run: Run, plan: Plan, rank: int, card: Card | None, messages: Messages
-) -> Iterator[tuple[Program, OpTracker]]:
-    """Builds the program of one rank. `card`: the fake GPU; None: ranks are on CPUs."""
+def rehearsed_program(run: Run, plan: Plan, rank: int, device: RehearsalDevice) -> Iterator[tuple[Program, OpTracker]]:
+    """Builds the program of one rank."""
     layout = replace(plan.layout, data=plan.layout.data or 1)
     run, plan = replace(run, layout=layout), replace(plan, layout=layout)
-    mesh = Mesh(absent_place(rank, layout.ranks), fake_gpu.GPU if card else fake_gpu.HOST, layout, RehearsedEnvironment())
-    tracker = OpTracker(messages, card)
-    events, COMM_TIMER.events = COMM_TIMER.events, None
+    gpu = fake_gpu.GPU if device.card else fake_gpu.HOST
+    mesh = Mesh(absent_place(rank, layout.ranks), gpu, layout, RehearsedEnvironment())
+    tracker = OpTracker(device)
     with contextlib.ExitStack() as stack:
-        stack.callback(setattr, COMM_TIMER, "events", events)
         stack.enter_context(fake_process_group(mesh))
         stack.enter_context(lazy_fsdp_chunks())
-        stack.enter_context(assumptions())
+        stack.enter_context(assumptions(tracker))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        if card:
-            stack.enter_context(fake_gpu.gpu(card))
+        if device.card:
+            stack.enter_context(fake_gpu.gpu(device.card))
         stack.enter_context(tracker)
         stack.callback(tracker.close)
         program = Program(run, plan, mesh, tracker)

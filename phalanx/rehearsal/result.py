@@ -10,13 +10,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from phalanx.observe.counters import traffic
+from phalanx.rehearsal.ledger import ProgramLocation
 
 GIB = 2**30
+_MODULES = 8
+"""Modules to print, the largest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,84 +34,17 @@ class Message:
     """Sent by this rank in a ring algorithm."""
     phase: str
     action: str
-
-    def to_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("collective", "use", "ranks", "tier", "bytes", "phase", "action")}
-
-
-@dataclass(slots=True)
-class Messages:
-    """All collectives of a rehearsal, in order."""
-
-    node: int = 8
-    """Number of devices of a host."""
-    island: int = 8
-    """Number of devices that share fast links."""
-    all: list[Message] = field(default_factory=list)
-    _groups: dict[int, tuple[int, str]] = field(default_factory=dict)
-
-    def take(self, operation: str, args: tuple[Any, ...], phase: str, action: str) -> None:
-        """Record an operation of torch.distributed."""
-        counted = traffic(operation, args)
-        if counted is None:
-            return
-        collective, use, group, size = counted
-        ranks, tier = self._group(group)
-        self.all.append(Message(collective, use, ranks, tier, size, phase, action))
-
-    def _group(self, group: dist.ProcessGroup) -> tuple[int, str]:
-        key = id(group)
-        if key not in self._groups:
-            ranks = dist.get_process_group_ranks(group)
-            self._groups[key] = len(ranks), self.tier(ranks)
-        return self._groups[key]
-
-    def tier(self, ranks: list[int]) -> str:
-        for name, size in (("node", self.node), ("island", self.island)):
-            if len({rank // size for rank in (min(ranks), max(ranks))}) == 1:
-                return name
-        return "across"
+    times: int = 1
+    """How often the whole step sends it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Repeated:
-    """A message, and how often the whole step sends it."""
-
-    message: Message
-    times: int
-
-
-def sums(messages: Iterable[Repeated]) -> dict[str, dict[str, int]]:
+def sums(messages: Iterable[Message]) -> dict[str, dict[str, int]]:
     """Bytes by use and collective."""
     by_use: dict[str, dict[str, int]] = {}
-    for repeated in messages:
-        message = repeated.message
+    for message in messages:
         row = by_use.setdefault(message.use, {})
-        row[message.collective] = row.get(message.collective, 0) + message.bytes * repeated.times
+        row[message.collective] = row.get(message.collective, 0) + message.bytes * message.times
     return by_use
-
-
-def by_tier(messages: Iterable[Repeated]) -> dict[str, int]:
-    """Bytes by the slowest links that they cross."""
-    tiers: Counter[str] = Counter()
-    for repeated in messages:
-        tiers[repeated.message.tier] += repeated.message.bytes * repeated.times
-    return dict(tiers)
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """A place in the program, and its operation."""
-
-    phase: str
-    module: str
-    action: str
-    operation: str
-
-    def __str__(self) -> str:
-        where = f" of {self.module}" if self.module else ""
-        which = f", {self.action}" if self.action else ""
-        return f"{self.phase}{where}{which} ({self.operation})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,16 +67,16 @@ class Rehearsal:
     """Bytes of the device; None: unknown."""
     components: dict[str, int]
     """Bytes at the peak by purpose."""
-    modules: tuple[tuple[str, int], ...]
+    modules: dict[str, int]
     """Bytes at the peak by the module that allocated them, largest first."""
-    at: Moment | None
+    at: ProgramLocation | None
     """Where the peak is."""
     host: int
     """Bytes of host memory of a GPU rank."""
     state: dict[str, int]
     """Bytes of parameters, gradients and optimizer between steps, as in the run's event `model_placed`."""
 
-    messages: tuple[Repeated, ...]
+    messages: tuple[Message, ...]
     flops: dict[str, int]
     """Floating-point operations of a step by module, forward and backward."""
     repeated_flops: int
@@ -151,9 +85,9 @@ class Rehearsal:
     """Micro-batches of a step."""
     taken: int
     """Micro-batches that were rehearsed; the others do the same."""
-    seconds: float
+    seconds: float = 0.0
 
-    no_room: Moment | None = None
+    no_room: ProgramLocation | None = None
     """The first allocation for which the device has no memory."""
     error: str | None = None
     """What would fail on the cluster."""
@@ -179,7 +113,15 @@ class Rehearsal:
 
     @property
     def tiers(self) -> dict[str, int]:
-        return by_tier(self.messages)
+        """Bytes of a step by the slowest links that they cross."""
+        tiers: Counter[str] = Counter()
+        for message in self.messages:
+            tiers[message.tier] += message.bytes * message.times
+        return dict(tiers)
+
+    @property
+    def message_count(self) -> int:
+        return sum(message.times for message in self.messages)
 
     def to_json(self, *, every_message: bool = False) -> dict[str, Any]:
         """Sizes are in GiB under names that end in _gib and by component and module, and in bytes elsewhere."""
@@ -189,33 +131,34 @@ class Rehearsal:
             "device": self.device,
             "peak_gib": self.peak / GIB,
             "reserved_gib": self.reserved / GIB,
-            "fixed_gib": {name: size / GIB for name, size in self.fixed.items()},
+            "fixed_gib": _in_gib(self.fixed),
             "in_use_gib": self.in_use / GIB,
             "capacity_gib": None if self.capacity is None else self.capacity / GIB,
             "fits": self.fits,
-            "components": {name: size / GIB for name, size in self.components.items()},
-            "modules": {name: size / GIB for name, size in self.modules},
-            "peak_at": None if self.at is None else asdict(self.at),
+            "components": _in_gib(self.components),
+            "modules": _in_gib(self.modules),
+            "peak_at": None if self.at is None else self.at._asdict(),
             "host_gib": self.host / GIB,
             "state": self.state,
             "sent": self.sent,
             "tiers": self.tiers,
-            "messages": sum(repeated.times for repeated in self.messages),
+            "messages": self.message_count,
             "flops": {"all": sum(self.flops.values()), "repeated": self.repeated_flops, "modules": self.flops},
             "micro_batches": self.micro_batches,
             "taken": self.taken,
             "seconds": self.seconds,
-            "no_room": None if self.no_room is None else asdict(self.no_room),
+            "no_room": None if self.no_room is None else self.no_room._asdict(),
             "error": self.error,
             "assumed": list(self.assumed),
             "notes": list(self.notes),
         }
         if every_message:
-            table["collectives"] = [repeated.message.to_json() | {"times": repeated.times} for repeated in self.messages]
+            table["collectives"] = [asdict(message) for message in self.messages]
         return table
 
 
-_MODULES = 8
+def _in_gib(sizes: dict[str, int]) -> dict[str, float]:
+    return {name: size / GIB for name, size in sizes.items()}
 
 
 def show(console: Console, rehearsal: Rehearsal) -> None:
@@ -227,45 +170,46 @@ def show(console: Console, rehearsal: Rehearsal) -> None:
         console.print(f"would fail: {rehearsal.error}", style="red", soft_wrap=True)
     if rehearsal.no_room is not None:
         console.print(f"would run out of memory: {rehearsal.no_room}", style="red", soft_wrap=True)
-    _memory(console, rehearsal)
-    _messages(console, rehearsal)
+    _show_memory(console, rehearsal)
+    if rehearsal.messages:
+        _show_messages(console, rehearsal)
     all_flops = sum(rehearsal.flops.values())
     again = f", {rehearsal.repeated_flops / max(all_flops, 1):.0%} of them repeated" if rehearsal.repeated_flops else ""
     console.print(f"operations of a step: {all_flops / 1e12:,.1f} TFLOP{again}")
-    for sentence in (*(f"assumed: {assumption}" for assumption in rehearsal.assumed), *rehearsal.notes):
-        console.print(sentence, style="dim", soft_wrap=True)
-    console.print(
-        f"{rehearsal.taken} of {rehearsal.micro_batches} micro-batches were taken through the program, in {rehearsal.seconds:.1f} s; the others do "
-        "the same.",
-        style="dim",
-        soft_wrap=True,
+    taken = (
+        f"{rehearsal.taken} of {rehearsal.micro_batches} micro-batches were taken through the program, in {rehearsal.seconds:.1f} s; "
+        "the others do the same."
     )
+    for sentence in (*(f"assumed: {assumption}" for assumption in rehearsal.assumed), *rehearsal.notes, taken):
+        console.print(sentence, style="dim", soft_wrap=True)
 
 
-def _memory(console: Console, rehearsal: Rehearsal) -> None:
+def _show_memory(console: Console, rehearsal: Rehearsal) -> None:
     table = Table("memory at the peak", "GiB", box=None, header_style="bold", pad_edge=False)
     table.columns[1].justify = "right"
+
+    def row(name: str, size: int, style: str | None = None) -> None:
+        table.add_row(name, f"{size / GIB:,.2f}", style=style)
+
     for name, size in rehearsal.components.items():
-        table.add_row(name, f"{size / GIB:,.2f}")
-    table.add_row("peak", f"{rehearsal.peak / GIB:,.2f}", style="bold")
+        row(name, size)
+    row("peak", rehearsal.peak, "bold")
     if rehearsal.reserved != rehearsal.peak:
-        table.add_row("reserved by the allocator", f"{rehearsal.reserved / GIB:,.2f}")
+        row("reserved by the allocator", rehearsal.reserved)
     for name, size in rehearsal.fixed.items():
-        table.add_row(f"{name} (estimate)", f"{size / GIB:,.2f}")
+        row(f"{name} (estimate)", size)
     if rehearsal.capacity is not None:
-        table.add_row("the device has", f"{rehearsal.capacity / GIB:,.2f}", style="green" if rehearsal.fits else "red")
+        row("the device has", rehearsal.capacity, "green" if rehearsal.fits else "red")
     if rehearsal.host:
-        table.add_row("in the machine's memory", f"{rehearsal.host / GIB:,.2f}")
+        row("in the machine's memory", rehearsal.host)
     console.print(table)
     if rehearsal.at is not None:
         console.print(f"the peak is in {rehearsal.at}", soft_wrap=True)
-    most = ", ".join(f"{name} {size / GIB:,.2f}" for name, size in rehearsal.modules[:_MODULES])
+    most = ", ".join(f"{name} {size / GIB:,.2f}" for name, size in list(rehearsal.modules.items())[:_MODULES])
     console.print(f"made in: {most}", style="dim", soft_wrap=True)
 
 
-def _messages(console: Console, rehearsal: Rehearsal) -> None:
-    if not rehearsal.messages:
-        return
+def _show_messages(console: Console, rehearsal: Rehearsal) -> None:
     table = Table("sent in a step", "collective", "GiB", box=None, header_style="bold", pad_edge=False)
     table.columns[2].justify = "right"
     for use, kinds in rehearsal.sent.items():
@@ -273,8 +217,7 @@ def _messages(console: Console, rehearsal: Rehearsal) -> None:
             table.add_row(use, collective, f"{size / GIB:,.3f}")
     console.print(table)
     tiers = ", ".join(f"{name} {size / GIB:,.2f}" for name, size in rehearsal.tiers.items())
-    count = sum(repeated.times for repeated in rehearsal.messages)
-    console.print(f"{count:,} messages; GiB by the farthest that they reach: {tiers}", soft_wrap=True)
+    console.print(f"{rehearsal.message_count:,} messages; GiB by the farthest that they reach: {tiers}", soft_wrap=True)
 
 
 def write_trace(rehearsal: Rehearsal, path: Path) -> None:

@@ -67,8 +67,8 @@ def foretold(run: Run) -> float:
 
 def rehearsed(run: Run) -> int:
     """Of the fullest of the first, a middle and the last pipeline rank."""
-    from phalanx.rehearsal.gpu_kernels import card
-    from phalanx.rehearsal.rehearse import RehearsalDevice, rehearse
+    from phalanx.rehearsal.gpu_kernels import RehearsalDevice, card
+    from phalanx.rehearsal.rehearse import rehearse
 
     layout, train = run.layout, run.train
     assert train.micro_batch is not None

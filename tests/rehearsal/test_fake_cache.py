@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.rehearsal import fake_cache, gpu_kernels, op_tracker
 from phalanx.rehearsal.rehearsed_rank import rehearsed_program
-from phalanx.rehearsal.result import Messages
 from phalanx.spec.layout import Layout
 from phalanx.spec.load import loads
 from phalanx.spec.plan import Plan
@@ -65,16 +64,16 @@ class Plain:
 
 def record(run: Run, plan: Plan, card: gpu_kernels.Card | None) -> dict[str, Any]:
     """Every event of a step's memory, every message and operation."""
-    with rehearsed_program(run, plan, plan.layout.ranks - 1, card, Messages()) as (program, seen):
+    with rehearsed_program(run, plan, plan.layout.ranks - 1, gpu_kernels.RehearsalDevice(card=card)) as (program, seen):
         program.step(plan.accumulation)
         found: dict[str, Any] = {
-            "messages": list(seen.messages.all),
+            "messages": list(seen.messages),
             "flops": dict(seen.flops),
             "repeated": dict(seen.repeated),
         }
         for name, ledger in (("device", seen.device), ("host", seen.host)):
             pieces = [
-                (ledger.sizes[number], ledger.where(number), ledger.components.get(number), ledger.streams[number])
+                (ledger.sizes[number], ledger.origins[number], ledger.components.get(number), ledger.streams[number])
                 for number in range(1, len(ledger.sizes))
             ]
             # What goes together, as autocast's copies of weights do, goes in an order that hangs on addresses.

@@ -15,18 +15,19 @@ import torch.nn.functional as F
 from ranks import tiny_run
 from torch._subclasses.fake_tensor import FakeTensor
 
-from phalanx import accelerator
 from phalanx.observe.comm_timer import COMM_TIMER
+from phalanx.planning.search.candidate import Candidate
 from phalanx.rehearsal import gpu_kernels
 from phalanx.rehearsal import rehearse as rehearsing
+from phalanx.rehearsal.gpu_kernels import RehearsalDevice
 from phalanx.rehearsal.job import distinct_ranks, rehearsal_job
-from phalanx.rehearsal.rehearse import RehearsalDevice, rehearse
+from phalanx.rehearsal.rehearse import rehearse
 from phalanx.rehearsal.rehearsed_rank import rehearsed_program
-from phalanx.rehearsal.result import Messages, write_trace
+from phalanx.rehearsal.result import write_trace
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.plan import Machine, Plan
-from phalanx.spec.run import Run
+from phalanx.spec.run import Memory, Run
 from phalanx.transforms.activations import MOVED
 
 H200 = gpu_kernels.CARDS["h200"]
@@ -69,12 +70,12 @@ def test_rehearsal_of_a_gpu_needs_no_memory() -> None:
 def test_rehearsal_restores_everything_that_it_replaces() -> None:
     def replaceable() -> list[Any]:
         owners: list[Any] = [torch, torch.get_device_module("cuda"), F, torch.nn.Module, torch.UntypedStorage, FakeTensor]
-        return [accelerator.of("cuda"), COMM_TIMER.complete, set(MOVED), *(dict(vars(owner)) for owner in owners)]
+        return [COMM_TIMER.complete, set(MOVED), *(dict(vars(owner)) for owner in owners)]
 
     run = tiny_run()
     rehearse(run, on_gpu(run), 0, RehearsalDevice(card=H200))  # what torch imports lazily is there now
     before = replaceable()
-    with rehearsed_program(run, on_gpu(run), 0, H200, Messages()):
+    with rehearsed_program(run, on_gpu(run), 0, RehearsalDevice(card=H200)):
         for original, value in zip(before, replaceable(), strict=True):
             assert value != original
     assert replaceable() == before
@@ -84,9 +85,9 @@ def test_memory_of_the_second_step_follows_from_the_first() -> None:
     """Allocations that outlive the first step count in the second, without running it."""
     run = tiny_run("precision.optimizer=bf16", "train.micro_batch=4")
     told = rehearse(run, on_gpu(run), 0, RehearsalDevice(card=H200))
-    with rehearsed_program(run, on_gpu(run), 0, H200, Messages()) as (program, watch):
+    with rehearsed_program(run, on_gpu(run), 0, RehearsalDevice(card=H200)) as (program, watch):
         program.step(2)
-        watch.device.forget_peak()
+        watch.device.peak = watch.device.now
         program.step(2)
         assert watch.device.peak == pytest.approx(told.peak, abs=1 << 13)  # but for a few single numbers
 
@@ -170,10 +171,29 @@ def test_rehearsal_of_a_named_cluster_uses_its_nodes(tmp_path: Any) -> None:
     job = rehearsal_job(run, HERE)
     told = rehearse(job.run, job.plan, 5, job.device)
     assert told.ranks == 16 and told.capacity is not None and told.capacity > 70e9
-    tiers = {one.message.use: one.message.tier for one in told.messages}
+    tiers = {one.use: one.tier for one in told.messages}
     assert tiers["tensor"] == "node" and tiers["data"] == "across"
     write_trace(told, tmp_path / "trace.json")
     assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) > 10
+
+
+@pytest.mark.parametrize("given", [(), ("layout.data=4", "layout.tensor=2", "train.micro_batch=1")])
+def test_rehearsal_takes_all_savings_of_the_planner(given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tiny_run(*GPU, "cluster.gpus=8", "cluster.device=cuda", "memory.recompute=auto", *given)
+    run = run if given else replace(run, train=replace(run.train, micro_batch=None))
+
+    def every_second(self: Candidate, memory: Memory) -> Memory:
+        return replace(memory, recompute="full", recompute_every=2, offload="none")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Candidate, "with_savings", every_second)
+        job = rehearsal_job(run, HERE)
+    assert (job.run.memory.recompute, job.run.memory.recompute_every) == ("full", 2)
+
+
+def test_a_compiled_run_is_rehearsed_uncompiled_and_says_so() -> None:
+    run = tiny_run("memory.compile=true")
+    assert any("uncompiled" in note for note in rehearse(run, on_gpu(run), 0, RehearsalDevice(card=H200)).notes)
 
 
 def test_chosen_kernels_are_those_of_an_h200() -> None:

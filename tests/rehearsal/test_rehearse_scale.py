@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from phalanx.rehearsal.gpu_kernels import CARDS
-from phalanx.rehearsal.rehearse import RehearsalDevice, rehearse
+from phalanx.rehearsal.gpu_kernels import CARDS, RehearsalDevice
+from phalanx.rehearsal.rehearse import rehearse
 from phalanx.rehearsal.result import Rehearsal
 from phalanx.schedules.makers import make
 from phalanx.spec.layout import Layout
@@ -91,7 +91,7 @@ def test_eight_blocks_among_sixteen_thousand_ranks_send_what_formulas_say() -> N
     wanted = llama_bytes(run, layout, 8, 1)
     assert {use: told.sent[use] for use in wanted} == wanted
     assert told.sent.keys() - wanted.keys() == {"agreement"}
-    assert {one.message.tier for one in told.messages if one.message.use == "tensor"} == {"node"}
+    assert {one.tier for one in told.messages if one.use == "tensor"} == {"node"}
 
 
 @pytest.mark.slow
