@@ -15,7 +15,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from phalanx.observe.comm_timer import wait
 from phalanx.parallel.buckets import Bucket, FlatBucket, ModelParam, ShardBucket, flat_bundles, model_params, shard_bundles
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.sharded_model import OwnedParam, ParamShard, Recipe
+from phalanx.parallel.sharded_model import Axes, OwnedParam, ParamShard, Recipe, dim_names
 from phalanx.spec.errors import RunError
 
 _IN_FLIGHT = 2
@@ -423,10 +422,9 @@ def check_shardable(shards: Mapping[str, ParamShard]) -> None:
         raise RunError(problems)
 
 
-def stays_fp32(name: str, shard: ParamShard, axes: Mapping[str, tuple[str, ...]]) -> bool:
+def stays_fp32(name: str, shard: ParamShard, axes: Axes) -> bool:
     """Whether it is a norm, a bias or a router: small parameters whose rounding would show."""
-    dims = next((dims for pattern, dims in axes.items() if fnmatchcase(name, pattern)), ())
-    return len(shard.slice.shape) < 2 or "route" in dims
+    return len(shard.slice.shape) < 2 or "route" in dim_names(name, axes)
 
 
 def lower_precision(parts: Sequence[nn.Module], names: Iterable[str], dtype: torch.dtype) -> None:

@@ -2,8 +2,8 @@
 `split`; `training/step` sums the counts of `Loads` along with its totals.
 
 It knows no model. A layer of experts is a module with parameters whose first dimension is named "expert", called with rows sorted by
-expert and the number of rows per expert. Its parent has a `router`, and a `dispatch` that sorts the tokens, calls the experts and adds
-up the results. Only the callee changes here: `DistributedExperts` looks like the experts of one device.
+expert and the number of rows per expert. Its parent's `dispatch` sorts the tokens, calls the experts and adds up the results. Only the
+callee changes here: `DistributedExperts` looks like the experts of one device.
 
     rows, sorted by expert      of this rank's tokens
       exchange over `across`    each row to one of the ranks that hold its expert
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -27,11 +26,8 @@ from torch import Tensor, nn
 
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Environment, Mesh
-from phalanx.parallel.sharded_model import ParamShard, replace_parameter
+from phalanx.parallel.sharded_model import Axes, ParamShard, dim_names, replace_parameter
 from phalanx.spec.errors import RunError, either
-
-Axes = Mapping[str, tuple[str, ...]]
-"""Parameter-name pattern to the names of its dimensions; the first that matches counts."""
 
 
 def split(parts: Sequence[nn.Module], shards: Mapping[str, ParamShard], axes: Axes, mesh: Mesh) -> dict[str, ParamShard]:
@@ -48,12 +44,12 @@ def split(parts: Sequence[nn.Module], shards: Mapping[str, ParamShard], axes: Ax
             # These ranks hold parts of the same sequences, and the balancing loss is that of whole sequences.
             router.together = mesh.group("context", "tensor", use="expert").all_reduce
         if divided:
-            count = _check(layer, result, mesh)
+            _check(layer, result, mesh)
             for name, dims in layer.dims.items():
                 result[name] = _cut(result[name], dims, mesh)
                 replace_parameter(layer.experts, name.rpartition(".")[2], result[name].slice.shape)
             local: Any = layer.parent.dispatch
-            layer.parent.dispatch = Dispatch(local, count, expert_groups(mesh), mesh.environment)  # type: ignore[assignment]
+            layer.parent.dispatch = Dispatch(local, expert_groups(mesh), mesh.environment)  # type: ignore[assignment]
     return result
 
 
@@ -87,7 +83,7 @@ def _layers(parts: Sequence[nn.Module], axes: Axes) -> dict[str, _Layer]:
     layers: dict[str, _Layer] = {}
     for part in parts:
         for name, _ in part.named_parameters():
-            dims = next((dims for pattern, dims in axes.items() if fnmatchcase(name, pattern)), ())
+            dims = dim_names(name, axes)
             if dims[:1] == ("expert",):
                 path = name.rpartition(".")[0]
                 parent, experts = part.get_submodule(path.rpartition(".")[0]), part.get_submodule(path)
@@ -95,8 +91,8 @@ def _layers(parts: Sequence[nn.Module], axes: Axes) -> dict[str, _Layer]:
     return layers
 
 
-def _check(layer: _Layer, shards: Mapping[str, ParamShard], mesh: Mesh) -> int:
-    """The number of experts of a layer; refuses one that cannot be divided."""
+def _check(layer: _Layer, shards: Mapping[str, ParamShard], mesh: Mesh) -> None:
+    """Refuses a layer that cannot be divided."""
     ranks, slices, problems = mesh.size("expert"), mesh.size("expert_tensor"), []
     first = next(iter(layer.dims))
     count = shards[first].slice.whole[0]
@@ -119,7 +115,6 @@ def _check(layer: _Layer, shards: Mapping[str, ParamShard], mesh: Mesh) -> int:
     ]
     if problems:
         raise RunError(problems)
-    return count
 
 
 def _cut(shard: ParamShard, dims: tuple[str, ...], mesh: Mesh) -> ParamShard:
@@ -147,11 +142,9 @@ class ExpertGroups:
 
 def expert_groups(mesh: Mesh) -> ExpertGroups:
     across, within = mesh.group("expert", use="expert"), mesh.group("expert_tensor", use="expert tensor")
-    both = across.size > 1 and within.size > 1
-    everyone = (
-        mesh.group("expert", "expert_tensor", use="expert") if both else max(across, within, key=lambda group: group.size)
-    )
-    return ExpertGroups(across, within, everyone)
+    if across.size == 1 or within.size == 1:
+        return ExpertGroups(across, within, max(across, within, key=lambda group: group.size))
+    return ExpertGroups(across, within, mesh.group("expert", "expert_tensor", use="expert"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,13 +152,11 @@ class Dispatch:
     """A layer's own dispatch, with experts that are distributed over ranks."""
 
     local: Callable[..., Tensor]
-    count: int
-    """Experts of the layer on all ranks."""
     groups: ExpertGroups
     environment: Environment
 
     def __call__(self, x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor, experts: Callable[..., Tensor], /) -> Tensor:
-        return self.local(x_TD, chosen_TK, weights_TK, DistributedExperts(experts, self.count, self.groups, self.environment))
+        return self.local(x_TD, chosen_TK, weights_TK, DistributedExperts(experts, self.groups, self.environment))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +168,6 @@ class DistributedExperts:
     """
 
     own: Callable[..., Tensor]
-    count: int
     groups: ExpertGroups
     environment: Environment
 

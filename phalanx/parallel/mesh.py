@@ -11,11 +11,10 @@ import hashlib
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -79,8 +78,8 @@ class Mesh:
     environment: Environment = field(default_factory=Environment, repr=False)
     _groups: dict[tuple[str, tuple[str, ...]], Group] = field(default_factory=dict, repr=False)
     _made: Counter[tuple[int, ...]] = field(default_factory=Counter, repr=False)
-    _peers: dict[tuple[str, ...], tuple[int, int]] = field(default_factory=dict, repr=False)
-    _local_store: dict[str, int | str] = field(default_factory=dict, repr=False)
+    _peer_indices: dict[tuple[str, ...], tuple[int, int]] = field(default_factory=dict, repr=False)
+    _own_notes: dist.Store = field(default_factory=dist.HashStore, repr=False)
     _store: Any = field(default=None, repr=False)  # torch keeps no reference to the Python half of a store
     _lost: set[int] = field(default_factory=set, repr=False)
 
@@ -104,11 +103,30 @@ class Mesh:
 
     def size(self, axis: str) -> int:
         """Number of ranks along an axis of the layout or of the experts' view."""
-        return _sizes(self.layout, _view((axis,)))[axis]
+        if axis == "expert_replicate":
+            return self.layout.expert_data // self.layout.expert_shard
+        return getattr(self.layout, axis) or 1
 
     def coordinate(self, axis: str) -> int:
         """This rank's coordinate along an axis."""
-        return _coordinates(self.rank, _sizes(self.layout, _view((axis,))))[axis]
+        size, below = self._place(axis)
+        return self.rank // below % size
+
+    def _place(self, axis: str) -> tuple[int, int]:
+        """Number of ranks along an axis, and distance of two neighbors: the last axis of a view varies fastest."""
+        view = _view((axis,))
+        return self.size(axis), math.prod(map(self.size, view[view.index(axis) + 1 :]))
+
+    def _peers(self, ranks: npt.NDArray[np.int64], axes: Iterable[str]) -> npt.NDArray[np.int64]:
+        """Those of `ranks` that have this rank's coordinates along the given axes."""
+        for axis in axes:
+            size, below = self._place(axis)
+            ranks = ranks[ranks // below % size == self.coordinate(axis)]
+        return ranks
+
+    def _stage_ranks(self) -> npt.NDArray[np.int64]:
+        each = self.ranks // self.layout.pipeline
+        return np.arange(self.stage * each, (self.stage + 1) * each)
 
     @property
     def stage(self) -> int:
@@ -124,32 +142,24 @@ class Mesh:
         """(index, count) of this rank among the ranks of its stage that have its coordinates along the given axes. Axes of the layout
         and of the experts' view may be mixed."""
         key = tuple(sorted(axes))
-        if key not in self._peers:
-            each = self.ranks // self.layout.pipeline
-            ranks = np.arange(self.stage * each, (self.stage + 1) * each)
-            same = np.ones(each, dtype=bool)
-            for axis in axes:
-                sizes = list(_sizes(self.layout, _view((axis,))).items())
-                place = [name for name, _ in sizes].index(axis)
-                below = math.prod(size for _, size in sizes[place + 1 :])
-                same &= ranks // below % sizes[place][1] == self.coordinate(axis)
-            peers = ranks[same & ~np.isin(ranks, list(self._lost))]
-            self._peers[key] = int(np.searchsorted(peers, self.rank)), len(peers)
-        return self._peers[key]
+        if key not in self._peer_indices:
+            peers = self._peers(self._stage_ranks(), axes)
+            peers = peers[~np.isin(peers, list(self._lost))]
+            self._peer_indices[key] = int(np.searchsorted(peers, self.rank)), len(peers)
+        return self._peer_indices[key]
 
     def mark_lost(self, ranks: Iterable[int]) -> None:
         """Exclude ranks that are gone, or whose state must be discarded, from `peer_index`."""
         self._lost.update(ranks)
-        self._peers.clear()
+        self._peer_indices.clear()
 
     def covers(self, *axes: str) -> bool:
         """Whether the remaining ranks of this stage still hold all slices of what is cut along the given axes."""
-        each = self.ranks // self.layout.pipeline
+        places = [self._place(axis) for axis in axes]
         remaining: set[tuple[int, ...]] = set()
         lost: set[tuple[int, ...]] = set()
-        for rank in range(self.stage * each, (self.stage + 1) * each):
-            coordinates = tuple(_coordinates(rank, _sizes(self.layout, _view((axis,))))[axis] for axis in axes)
-            (lost if rank in self._lost else remaining).add(coordinates)
+        for rank in self._stage_ranks().tolist():
+            (lost if rank in self._lost else remaining).add(tuple(rank // below % size for size, below in places))
         return lost <= remaining
 
     def group(self, *axes: str, use: str) -> Group:
@@ -159,11 +169,8 @@ class Mesh:
         """
         key = (use, axes)
         if key not in self._groups:
-            sizes = _sizes(self.layout, _view(axes))
-            mine = _coordinates(self.rank, sizes)
-            ranges = [range(size) if axis in axes else (mine[axis],) for axis, size in sizes.items()]
-            ranks = tuple(_rank(place, sizes) for place in product(*ranges))
-            self._groups[key] = self.group_of(ranks, use=use)
+            ranks = self._peers(np.arange(self.ranks), (axis for axis in _view(axes) if axis not in axes))
+            self._groups[key] = self.group_of(tuple(ranks.tolist()), use=use)
         return self._groups[key]
 
     def group_of(self, ranks: tuple[int, ...], *, use: str) -> Group:
@@ -214,33 +221,26 @@ class Mesh:
 
         return broadcast
 
+    @property
+    def _notes(self) -> dist.Store:
+        """Small values that all ranks share: the rendezvous store of this generation, with a prefix of our own."""
+        return self._own_notes if self.ranks == 1 else dist.PrefixStore("notes", distributed_c10d._get_default_store())
+
     def store_add(self, key: str, amount: int) -> int:
         """Add to a number that all ranks share and return the new value. Any thread may call it at any time."""
-        if self.ranks == 1:
-            total = int(self._local_store.get(key, 0)) + amount
-            self._local_store[key] = total
-            return total
-        return int(_shared_store().add(key, amount))
+        return int(self._notes.add(key, amount))
 
     def store_set(self, key: str, text: str) -> None:
         """Set a text that all ranks can read. Any thread may call it at any time."""
-        if self.ranks == 1:
-            self._local_store[key] = text
-        else:
-            _shared_store().set(key, text)
+        self._notes.set(key, text)
 
     def store_get(self, key: str) -> str:
         """Read a text that a rank has set, or wait until it does."""
-        return str(self._local_store[key]) if self.ranks == 1 else _shared_store().get(key).decode()
+        return self._notes.get(key).decode()
 
     def barrier(self) -> None:
         """Wait for all ranks; over gloo, so that a GPU needs no kernel for it."""
         self.all_reduce(torch.zeros(1))
-
-
-def _shared_store() -> dist.Store:
-    """The rendezvous store of this generation, with a prefix of our own."""
-    return dist.PrefixStore("notes", distributed_c10d._get_default_store())
 
 
 @contextmanager
@@ -260,35 +260,6 @@ def _view(axes: tuple[str, ...]) -> tuple[str, ...]:
     return AXES if all(axis in AXES for axis in axes) else EXPERT_AXES
 
 
-def _sizes(layout: Layout, view: tuple[str, ...]) -> dict[str, int]:
-    if view is AXES:
-        return {axis: getattr(layout, axis) or 1 for axis in AXES}
-    return {
-        "pipeline": layout.pipeline,
-        "expert_replicate": layout.expert_data // layout.expert_shard,
-        "expert_shard": layout.expert_shard,
-        "expert": layout.expert,
-        "expert_tensor": layout.expert_tensor,
-    }
-
-
-def _coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:
-    """A rank's coordinate along every axis; the last axis varies fastest."""
-    coordinates, below = {}, math.prod(sizes.values())
-    for axis, size in sizes.items():
-        below //= size
-        coordinates[axis], rank = divmod(rank, below)
-    return coordinates
-
-
-def _rank(coordinates: Sequence[int], sizes: dict[str, int]) -> int:
-    """The rank at these coordinates, given in the order of the axes."""
-    rank = 0
-    for coordinate, size in zip(coordinates, sizes.values(), strict=True):
-        rank = rank * size + coordinate
-    return rank
-
-
 def connect(place: Place, device: str, timeout: float, layout: Layout | None = None) -> Mesh:
     """Join the other ranks of this generation and select this rank's device. Without a layout every rank is a replica."""
     kind = accelerator.of(device)
@@ -300,20 +271,15 @@ def connect(place: Place, device: str, timeout: float, layout: Layout | None = N
         if place.store is None:
             dist.init_process_group(kind.backend, timeout=wait)
         else:
-            server = _server(place, timeout)
+            if place.token is not None:  # an agent's store; else torch's own
+                server = ControlStore(place.store, place.token, place.generation, timeout)
+            else:
+                server = dist.TCPStore(*place.store, is_master=False, timeout=wait)
             store = dist.PrefixStore(f"generation-{place.generation}", server)
             dist.init_process_group(kind.backend, store=store, rank=place.rank, world_size=place.ranks, timeout=wait)
     layout = replace(layout, data=layout.data or 1) if layout else Layout(data=place.ranks)
     assert layout.ranks == place.ranks, f"{layout} has {layout.ranks} ranks, {place.ranks} were started"
     return Mesh(place, own, layout, _store=server)
-
-
-def _server(place: Place, timeout: float) -> dist.Store:
-    """The rendezvous store: an agent's, or torch's own."""
-    assert place.store is not None
-    if place.token is not None:
-        return ControlStore(place.store, place.token, place.generation, timeout)
-    return dist.TCPStore(*place.store, is_master=False, timeout=timedelta(seconds=timeout))
 
 
 def disconnect(mesh: Mesh) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any, Protocol, Self
 
 import torch
@@ -16,6 +17,14 @@ from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import AXES, Mesh
 from phalanx.schedules.actions import Schedule
 from phalanx.spec.tensor_slice import TensorSlice
+
+Axes = Mapping[str, tuple[str, ...]]
+"""Parameter-name pattern to the names of its dimensions; the first that matches counts."""
+
+
+def dim_names(name: str, axes: Axes) -> tuple[str, ...]:
+    """The names of a parameter's dimensions."""
+    return next((dims for pattern, dims in axes.items() if fnmatchcase(name, pattern)), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +112,7 @@ Loss = Callable[[Any, Tensor], Tensor]
 class Recipe:
     """What `parallel/apply` has to know about a model; the model's own room provides it."""
 
-    axes: Mapping[str, tuple[str, ...]]
-    """Parameter-name pattern to the names of its dimensions."""
+    axes: Axes
     fill: Callable[[str, Tensor, ParamShard], None]
     """Writes the initial values of a parameter's shard into a tensor."""
     reset_buffers: Callable[[nn.Module], None]
@@ -188,9 +196,9 @@ class ShardedModel:
             square += torch.stack(_norms(gradients)).double().square().sum() * share
         return self.step_group.all_reduce(square).sqrt().float()
 
-    def copies(self, spot: ParamShard) -> int:
+    def copies(self, shard: ParamShard) -> int:
         """How many ranks of this stage, of those that take a step together, hold the same slice."""
-        return self.step_group.size // self.mesh.layout.pipeline // math.prod(self.mesh.size(axis) for axis in spot.split)
+        return self.step_group.size // self.mesh.layout.pipeline // math.prod(self.mesh.size(axis) for axis in shard.split)
 
 
 def _norms(gradients: list[Tensor]) -> list[Tensor]:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.sharded_model import ParamShard, replace_parameter
+from phalanx.parallel.sharded_model import Axes, ParamShard, dim_names, replace_parameter
 from phalanx.spec.errors import RunError
 from phalanx.spec.model import ModelSpec
 from phalanx.transforms.fp8 import product_of
@@ -51,18 +50,8 @@ class ReduceFromTP:
     sliced: bool
 
     def __call__(self, module: nn.Linear, args: tuple[Any, ...], y_BSD: Tensor) -> Tensor:
-        y_BSD = self.group.scatter_from_region(y_BSD, 1) if self.sliced else self.group.reduce_from_region(y_BSD)
+        y_BSD = _leave(y_BSD, self.group, self.sliced)
         return y_BSD if module.bias is None else y_BSD + module.bias.to(y_BSD.dtype)
-
-
-@dataclass(frozen=True, eq=False)
-class Unbiased:
-    """Forward of a linear layer whose bias `ReduceFromTP` adds. It reads the weight at each call, because sharding replaces it."""
-
-    module: nn.Linear
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return product_of(self.module)(x, self.module.weight, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,53 +68,17 @@ class Lookup:
         local_BS = tokens_BS - self.shard.slice.offset[0]
         elsewhere_BS = (local_BS < 0) | (local_BS >= self.shard.slice.shape[0])
         x_BSD = self.whole(local_BS.masked_fill(elsewhere_BS, 0)).masked_fill(elsewhere_BS[..., None], 0.0)
-        return self.group.scatter_from_region(x_BSD, 1) if self.sliced else self.group.reduce_from_region(x_BSD)
+        return _leave(x_BSD, self.group, self.sliced)
 
 
-@dataclass(frozen=True, eq=False)
-class Slice:
-    """Before an embedding that every rank holds whole: selects this rank's slice of the sequence."""
-
-    group: Group
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (self.group.own_chunk(args[0], 1), *args[1:])
-
-
-@dataclass(frozen=True, eq=False)
-class SplitSeq:
-    """Before routed experts whose tokens all ranks have: each rank continues with a slice, so that no token is sent twice."""
-
-    group: Group
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (self.group.split(args[0], 1), *args[1:])
-
-
-@dataclass(frozen=True, eq=False)
-class GatherSeq:
-    """After routed experts: all ranks have all tokens again."""
-
-    group: Group
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], y_BSD: Tensor) -> Tensor:
-        return self.group.join(y_BSD, 1)
-
-
-@dataclass(frozen=True, eq=False)
-class Together:
-    """Sums what routers count over the ranks that hold other tokens of the same sequences."""
-
-    group: Group
-
-    def __call__(self, counts_BE: Tensor) -> Tensor:
-        return self.group.all_reduce(counts_BE.clone())
+def _leave(x_BSD: Tensor, group: Group, sliced: bool) -> Tensor:
+    return group.scatter_from_region(x_BSD, 1) if sliced else group.reduce_from_region(x_BSD)
 
 
 class KvSelect:
     """Attention of some query heads on keys and values of all heads: hands on those that the queries read.
 
-    `inner` computes attention; whoever replaces a module's `attend` later replaces `inner` where there is one.
+    Installed as `attend` where there are fewer key/value heads than can be divided. What replaces `attend` later replaces `inner`.
     """
 
     def __init__(self, inner: Callable[..., Tensor], heads: range, per_kv: int):
@@ -133,7 +86,7 @@ class KvSelect:
         self.inner = inner
         chosen = [head // per_kv for head in heads]
         different = sorted(set(chosen))
-        even = chosen == [one for one in different for _ in range(len(chosen) // len(different))]
+        even = chosen == [head for head in different for _ in range(len(chosen) // len(different))]
         # Groups of equal size stay groups; else every query head gets a copy of its own.
         self.chosen = tuple(different if even else chosen)
 
@@ -157,50 +110,52 @@ CUT = ("heads", "kv_heads", "ffn", "vocab")
 
 
 def split(
-    parts: list[nn.Module], spots: dict[str, ParamShard], axes: Mapping[str, tuple[str, ...]], mesh: Mesh, *, sequence: bool
+    parts: list[nn.Module], shards: dict[str, ParamShard], axes: Axes, mesh: Mesh, *, sequence: bool
 ) -> dict[str, ParamShard]:
     """Cut the parameters and install what communicates; returns where each parameter's part lies now."""
     group = mesh.group("tensor", use="tensor")
-    spots = dict(spots)
+    shards = dict(shards)
     if group.size == 1:
-        return spots
+        return shards
     done: set[nn.Module] = set()  # stages may share a module
     for part in parts:
         table = _Table(part, axes, group.size)
-        if problems := [*table.problems(), *_unfit(table, spots, sequence)]:
+        if problems := [*table.problems(), *_unfit(table, shards, sequence)]:
             raise RunError(problems)
         for name in table.dims:
             owner, _, leaf = name.rpartition(".")
             module = part.get_submodule(owner)
             if module not in done:
-                spots[name] = _placed(spots[name], name, table, group, sequence)
-                if spots[name].split:
-                    _shrink(module, leaf, spots[name])
-        _install(table, spots, group, sequence, done)
+                if (dim := table.cut(name)) is not None:
+                    shards[name] = shards[name].cut(dim, group.index, group.size, "tensor")
+                    _shrink(module, leaf, shards[name])
+                elif table.partial(name, sequence):
+                    shards[name] = replace(shards[name], partial=("tensor",))
+        _install(table, shards, group, sequence, done)
         done.update(part.modules())
-    if not any("tensor" in spot.split for spot in spots.values()):
+    if not any("tensor" in shard.split for shard in shards.values()):
         raise RunError(
             [
                 f"layout.tensor = {group.size} has nothing to cut in this model: its AXES table names no dimension "
                 f"{', '.join(CUT)} of a layer that ranks can share. Name them there (docs/own-model.md), or set layout.tensor = 1."
             ]
         )
-    return spots
+    return shards
 
 
-def applied(parts: list[nn.Module], spots: Mapping[str, ParamShard]) -> str:
-    """What was done, read off the parameters and the hooks: an example, and how many others."""
+def applied(parts: list[nn.Module], shards: Mapping[str, ParamShard]) -> str:
+    """What was done, read from the parameters and the hooks: an example, and how many others."""
     shapes = {name: tuple(p.shape) for part in parts for name, p in part.named_parameters()}
-    cut = [name for name, shape in shapes.items() if "tensor" in spots[name].split and shape != spots[name].slice.whole]
+    cut = [name for name, shape in shapes.items() if "tensor" in shards[name].split and shape != shards[name].slice.whole]
     if not cut:
         return "no parameter of this rank is cut"
     name = next((name for name in cut if len(shapes[name]) > 1 and "embed" not in name), cut[0])
-    dim = next(dim for dim, length in enumerate(shapes[name]) if length != spots[name].slice.whole[dim])
+    dim = next(dim for dim, length in enumerate(shapes[name]) if length != shards[name].slice.whole[dim])
     kind = ("rows", "columns")[dim] if len(shapes[name]) == 2 else "elements"
     hooks = [hook for part in parts for module in part.modules() for hook in module._forward_hooks.values()]
     sliced = {hook.sliced for hook in hooks if isinstance(hook, ReduceFromTP)} == {True}
     words = (
-        f"{name}: {shapes[name][dim]} of {spots[name].slice.whole[dim]} {kind}; {len(cut)} of {len(shapes)} parameters are cut"
+        f"{name}: {shapes[name][dim]} of {shards[name].slice.whole[dim]} {kind}; {len(cut)} of {len(shapes)} parameters are cut"
     )
     return words + ("; sums go to slices of the sequence" if sliced else "")
 
@@ -208,12 +163,9 @@ def applied(parts: list[nn.Module], spots: Mapping[str, ParamShard]) -> str:
 class _Table:
     """What the names of dimensions say about one part of a model."""
 
-    def __init__(self, part: nn.Module, axes: Mapping[str, tuple[str, ...]], ranks: int):
+    def __init__(self, part: nn.Module, axes: Axes, ranks: int):
         self.part, self.ranks = part, ranks
-        self.dims = {
-            name: next(dims for pattern, dims in axes.items() if fnmatchcase(name, pattern))
-            for name, _ in part.named_parameters()
-        }
+        self.dims = {name: dim_names(name, axes) for name, _ in part.named_parameters()}
         self.modules = dict(part.named_modules())
 
     @property
@@ -225,12 +177,12 @@ class _Table:
     @cached_property
     def rows(self) -> list[str]:
         """Linear layers that read a cut dimension."""
-        return [name for name in self._linears() if self.dims[f"{name}.weight"][1] in CUT]
+        return [name for name in self._linears if self.dims[f"{name}.weight"][1] in CUT]
 
     @cached_property
     def heads(self) -> list[str]:
         """Linear layers that give logits."""
-        return [name for name in self._linears() if self.dims[f"{name}.weight"][0] == "vocab"]
+        return [name for name in self._linears if self.dims[f"{name}.weight"][0] == "vocab"]
 
     @cached_property
     def regions(self) -> list[str]:
@@ -267,13 +219,11 @@ class _Table:
         return next((index for index, dim in enumerate(dims) if dim in CUT and dim not in kept), None)
 
     def partial(self, name: str, sequence: bool) -> bool:
-        """Each rank sees a part of its gradient, though all hold the same of it."""
-        if sequence or _within(name, self.routed):
-            return True
-        return _within(name, self.regions) and name not in self._row_biases
+        """Whether each rank has a partial gradient of a parameter that all hold."""
+        return self.sliced(name, sequence) or (_within(name, self.regions) and name not in self._row_biases)
 
     def sliced(self, name: str, sequence: bool) -> bool:
-        """Outside the named region, each rank has a slice of the sequence."""
+        """Whether each rank has a slice of the sequence outside the named region."""
         return sequence or _within(name, self.routed)
 
     def problems(self) -> Iterator[str]:
@@ -304,24 +254,23 @@ class _Table:
                     "attribute `attend` through which its query heads could be given their keys: choose a divisor."
                 )
 
-    def _linears(self) -> Iterator[str]:
-        for name, module in self.modules.items():
-            if isinstance(module, nn.Linear):
-                yield name
+    @property
+    def _linears(self) -> list[str]:
+        return [name for name, module in self.modules.items() if isinstance(module, nn.Linear)]
 
     @cached_property
     def _row_biases(self) -> set[str]:
         return {f"{name}.bias" for name in self.rows}
 
 
-def _unfit(table: _Table, spots: Mapping[str, ParamShard], sequence: bool) -> Iterator[str]:
+def _unfit(table: _Table, shards: Mapping[str, ParamShard], sequence: bool) -> Iterator[str]:
     """Whole heads must be there to be cut, and a model whose logits nobody can step in before cannot be sliced."""
     for name, dims in table.dims.items():
         for kind, count in (("heads", table.spec.heads), ("kv_heads", table.spec.kv)):
-            if kind in dims and spots[name].slice.whole[dims.index(kind)] % count:
+            if kind in dims and shards[name].slice.whole[dims.index(kind)] % count:
                 yield (
                     f"AXES names a dimension of {name} {kind!r}, but model.{kind} = {count} does not divide "
-                    f"its {spots[name].slice.whole[dims.index(kind)]} elements: whole heads could not be cut."
+                    f"its {shards[name].slice.whole[dims.index(kind)]} elements: whole heads could not be cut."
                 )
     if sequence and table.whole_vocabulary and getattr(table.part, "is_last_stage", True):
         yield (
@@ -330,61 +279,50 @@ def _unfit(table: _Table, spots: Mapping[str, ParamShard], sequence: bool) -> It
         )
 
 
-def _placed(spot: ParamShard, name: str, table: _Table, group: Group, sequence: bool) -> ParamShard:
-    dim = table.cut(name)
-    if dim is not None:
-        return spot.cut(dim, group.index, group.size, "tensor")
-    return replace(spot, partial=("tensor",)) if table.partial(name, sequence) else spot
-
-
-def _shrink(module: nn.Module, leaf: str, spot: ParamShard) -> None:
-    replace_parameter(module, leaf, spot.slice.shape)
+def _shrink(module: nn.Module, leaf: str, shard: ParamShard) -> None:
+    replace_parameter(module, leaf, shard.slice.shape)
     if isinstance(module, nn.Linear) and leaf == "weight":
-        module.out_features, module.in_features = spot.slice.shape
+        module.out_features, module.in_features = shard.slice.shape
     elif isinstance(module, nn.Embedding):
-        module.num_embeddings = spot.slice.shape[0]
+        module.num_embeddings = shard.slice.shape[0]
         if module.padding_idx is not None:
-            inside = spot.slice.offset[0] <= module.padding_idx < spot.slice.offset[0] + spot.slice.shape[0]
-            module.padding_idx = module.padding_idx - spot.slice.offset[0] if inside else None
+            inside = shard.slice.offset[0] <= module.padding_idx < shard.slice.offset[0] + shard.slice.shape[0]
+            module.padding_idx = module.padding_idx - shard.slice.offset[0] if inside else None
 
 
-def _install(table: _Table, spots: Mapping[str, ParamShard], group: Group, sequence: bool, done: set[nn.Module]) -> None:
+def _install(table: _Table, shards: Mapping[str, ParamShard], group: Group, sequence: bool, done: set[nn.Module]) -> None:
     new = {name: module for name, module in table.modules.items() if module not in done}
     for name in (name for name in table.routed if name in new):
-        if not sequence:
-            new[name].register_forward_pre_hook(SplitSeq(group))
-            new[name].register_forward_hook(GatherSeq(group))
+        if not sequence:  # all ranks have all tokens: each continues with a slice of them, so that no token is sent twice
+            new[name].register_forward_pre_hook(lambda module, args: (group.split(args[0], 1), *args[1:]))
+            new[name].register_forward_hook(lambda module, args, y_BSD: group.join(y_BSD, 1))
     for name in (name for name in table.regions if name in new):
         new[name].register_forward_pre_hook(CopyToTP(group, table.sliced(name, sequence)))
         if table.whole_kv and hasattr(new[name], "attend"):
-            _select(new[name], table.spec, group)
+            count = table.spec.heads // group.size
+            heads = range(group.index * count, (group.index + 1) * count)
+            new[name].attend = KvSelect(new[name].attend, heads, table.spec.heads // table.spec.kv)
     for name in (name for name in table.rows if name in new):
         new[name].register_forward_hook(ReduceFromTP(group, table.sliced(name, sequence)))
         if new[name].bias is not None:
-            new[name].forward = Unbiased(new[name])
+            new[name].forward = partial(_product, new[name])
     for name in (name for name in table.heads if name in new):
         if not hasattr(table.part, "project"):
             new[name].register_forward_pre_hook(CopyToTP(group, sequence))
     for name, module in new.items():
-        if isinstance(module, nn.Embedding) and not _within(name, table.regions):
-            _install_lookup(module, spots[f"{name}.weight"], group, sequence)
-        if hasattr(module, "together") and _within(name, table.routed):
-            module.together = Together(group)
+        if not isinstance(module, nn.Embedding) or _within(name, table.regions):
+            continue
+        if "tensor" in shards[f"{name}.weight"].split:
+            module.forward = Lookup(module.forward, shards[f"{name}.weight"], group, sequence)  # type: ignore[assignment]
+        elif sequence:
+            module.register_forward_pre_hook(lambda module, args: (group.own_chunk(args[0], 1), *args[1:]))
 
 
-def _install_lookup(module: nn.Embedding, spot: ParamShard, group: Group, sequence: bool) -> None:
-    if "tensor" in spot.split:
-        module.forward = Lookup(module.forward, spot, group, sequence)  # type: ignore[assignment]
-    elif sequence:
-        module.register_forward_pre_hook(Slice(group))
-
-
-def _select(attention: nn.Module, spec: ModelSpec, group: Group) -> None:
-    count = spec.heads // group.size
-    heads = range(group.index * count, (group.index + 1) * count)
-    attention.attend = KvSelect(attention.attend, heads, spec.heads // spec.kv)  # type: ignore[arg-type, assignment]
+def _product(module: nn.Linear, x: Tensor) -> Tensor:
+    """Forward of a linear layer whose bias `ReduceFromTP` adds. It reads the weight at each call, because sharding replaces it."""
+    return product_of(module)(x, module.weight, None)
 
 
 def _within(name: str, owners: list[str]) -> bool:
-    """A module or parameter is one of these modules or lies inside one."""
+    """Whether a module or parameter is one of these modules or lies inside one."""
     return any(owner == "" or name == owner or name.startswith(f"{owner}.") for owner in owners)

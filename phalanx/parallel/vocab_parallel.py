@@ -1,9 +1,8 @@
-"""The loss of a big vocabulary: from logits of which each tensor rank has some columns, or a few tokens' logits at a time, or
-both. No rank ever has all logits of a token in the first case, or of a batch in the second. `parallel/apply` calls `swap`.
+"""The loss of a big vocabulary: from logits of which each tensor rank has some columns, or of a few tokens at a time, or both. So no
+rank ever has all logits. `parallel/apply` calls `swap`.
 
-With chunks the model returns its last states and the head's weight in place of logits, and the loss and its gradients are
-computed chunk by chunk in the forward: logits are needed once, and what is kept is as large as states and weight. The weight
-is read when the loss is taken, after the model's forward: whoever shards weights must not have freed the head's by then.
+With chunks the model returns its last states and the head's weight in place of logits, and the forward computes loss and gradients
+chunk by chunk. It reads the weight after the model's forward: what shards weights must not have freed the head's by then.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ IGNORED = -100
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Projected:
-    """In place of logits: what they are the product of."""
+    """In place of logits: the factors of their product."""
 
     x_BSD: Tensor
     weight_VD: Tensor
@@ -40,7 +39,7 @@ class Projected:
 # Wrappers of modules look for tensors in what a forward returns, to learn from their gradients that the backward has begun.
 # The states serve them; the weight must stay hidden, as it outlives the step and would gather their hooks.
 pytree.register_pytree_node(
-    Projected, lambda found: ([found.x_BSD], found.weight_VD), lambda children, weight: Projected(next(iter(children)), weight)
+    Projected, lambda node: ([node.x_BSD], node.weight_VD), lambda children, weight: Projected(next(iter(children)), weight)
 )
 
 
@@ -50,7 +49,7 @@ class Share:
 
     first: int
     group: Group | None
-    """Who has the others; None: nobody."""
+    """The ranks that have the others; None: this rank has all."""
 
     def measure(self, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
         """Loss of each token, 0 where it is ignored, and the logarithm of the sum of all its exponentials."""
@@ -139,18 +138,18 @@ def swap(parts: list[nn.Module], group: Group | None, *, chunk: int | None, sequ
 
 
 def applied(parts: list[nn.Module], loss: Loss) -> str | None:
-    """What was done, read off the model's end and the loss; None: nothing."""
+    """What was done, read from the model's end and the loss; None: nothing."""
     ends = [part for part in parts if getattr(part, "is_last_stage", True)]
     if not isinstance(loss, VocabularyLoss) or not ends:
         return None
-    told = []
+    words = []
     group = loss.share.group
     own = loss.rows if group is None else share_of(loss.rows, group.index, group.size)[1]
     if own != loss.rows and any(p.ndim == 2 and p.shape[0] == own for part in ends for p in part.parameters()):
-        told.append(f"this rank's logits begin at column {loss.share.first} of {loss.rows}")
+        words.append(f"this rank's logits begin at column {loss.share.first} of {loss.rows}")
     if all(isinstance(project := getattr(part, "project", None), Project) and project.chunked for part in ends):
-        told.append(f"logits of {loss.chunk} tokens at a time")
-    return "; ".join(told) or None
+        words.append(f"logits of {loss.chunk} tokens at a time")
+    return "; ".join(words) or None
 
 
 class _Parallel(torch.autograd.Function):
@@ -193,8 +192,10 @@ class _Chunked(torch.autograd.Function):
                 gradient_NV = share.gradient(logits_NV, targets_N[now], whole_N).to(x_ND.dtype)
                 if dx_ND is not None:
                     torch.mm(gradient_NV, weight_VD, out=dx_ND[now])
-                if dweight_VD is not None:
-                    _add_product(dweight_VD, gradient_NV.t(), x_ND[now])
+                if dweight_VD is not None and x_ND.dtype == torch.float32:
+                    dweight_VD.addmm_(gradient_NV.t(), x_ND[now])
+                elif dweight_VD is not None:
+                    dweight_VD += gradient_NV.t() @ x_ND[now]
         ctx.save_for_backward(dx_ND, None if dweight_VD is None else dweight_VD.to(weight_VD.dtype))
         return total
 
@@ -202,10 +203,3 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         # Not in place: a backward in two halves comes here twice.
         return *(None if saved is None else saved * gradients[0] for saved in ctx.saved_tensors), None, None, None
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right

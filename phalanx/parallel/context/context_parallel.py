@@ -26,6 +26,7 @@ from phalanx.parallel.context.kernels import wide
 from phalanx.parallel.context.online_softmax import KVTransport, MaskPlan, Task, Visit, VisitBack, attend
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Environment, Mesh
+from phalanx.parallel.tensor import computed
 
 _KEYS, _GRADIENTS = 0, 1  # tags: two kinds of messages travel between two ranks at a time
 
@@ -97,7 +98,7 @@ class TransportedKV:
         return f"{kind}, queries of pieces {' and '.join(map(str, self._transport.pieces))} of {2 * self._count} here"
 
     def __call__(self, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, scope: Scope, scale: float | None = None, /) -> Tensor:
-        q, k, v = _in_compute_dtype(q_BHSE, k_BKSE, v_BKSE)
+        q, k, v = (computed(x) for x in (q_BHSE, k_BKSE, v_BKSE))
         mask = self._masks.of(scope, q.shape[2] * self._count)
         return attend(q, k, v, Task(self._transport, mask, _scale(q, scale)))
 
@@ -113,7 +114,7 @@ class Ring:
     def forward(self, k: Tensor, v: Tensor, visit: Visit) -> None:
         message = _pack(k, v)
         for step in range(self._group.size):
-            hop = self._start(message, _KEYS) if step < self._group.size - 1 else None
+            hop = _Hop(message, _KEYS, self._group) if step < self._group.size - 1 else None
             visit(self._origin(step), *_unpack(message, k, v))
             if hop is not None:
                 message = hop.wait()
@@ -122,13 +123,13 @@ class Ring:
         message = _pack(k, v)
         summed: _Hop | None = None
         for step in range(self._group.size):
-            hop = self._start(message, _KEYS) if step < self._group.size - 1 else None
+            hop = _Hop(message, _KEYS, self._group) if step < self._group.size - 1 else None
             # The sum over the previous ranks arrives while this rank computes its own term.
             gradients = torch.zeros(message.numel(), dtype=wide(k.dtype), device=k.device)
             visit(self._origin(step), _unpack(message, k, v), _unpack(gradients, k, v))
             if summed is not None:
                 gradients += summed.wait()
-            summed = self._start(gradients, _GRADIENTS)
+            summed = _Hop(gradients, _GRADIENTS, self._group)
             if hop is not None:
                 message = hop.wait()
         assert summed is not None
@@ -138,29 +139,18 @@ class Ring:
         """The pieces that are on this rank after this many hops."""
         return piece_pair((self._group.index - step) % self._group.size, self._group.size)
 
-    def _start(self, message: Tensor, tag: int) -> _Hop:
-        return _Hop(message, tag, self._group)
-
 
 class _Hop:
     """A message to the next rank, and one of the same kind from the previous rank, in flight."""
 
     def __init__(self, sent: Tensor, tag: int, group: Group):
         self._sent = sent  # keeps the memory until it is sent
-        self._works: list[dist.Work] = []
-        self._peers: tuple[int, ...] = ()
-        self._received = sent
-        self._group = group
-        if group.handle is None:
-            return
         self._received = torch.empty_like(sent)
+        self._group = group
         after, before = self._peers = group.ranks[(group.index + 1) % group.size], group.ranks[group.index - 1]
-        self._works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, sent, after, group.handle, tag),
-                dist.P2POp(dist.irecv, self._received, before, group.handle, tag),
-            ]
-        )
+        send = dist.P2POp(dist.isend, sent, after, group.handle, tag)
+        receive = dist.P2POp(dist.irecv, self._received, before, group.handle, tag)
+        self._works = dist.batch_isend_irecv([send, receive])
 
     def wait(self) -> Tensor:
         """The received message."""
@@ -228,7 +218,7 @@ class Ulysses:
         self.words = "heads exchanged for positions"
 
     def __call__(self, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, scope: Scope, scale: float | None = None, /) -> Tensor:
-        q, k, v = _in_compute_dtype(q_BHSE, k_BKSE, v_BKSE)
+        q, k, v = (computed(x) for x in (q_BHSE, k_BKSE, v_BKSE))
         count = self._group.size
         assert q.shape[1] % count == 0, f"{count} ranks cannot share {q.shape[1]} heads evenly"
         # Every rank needs the same number of key heads, each for the same number of query heads: repeat them until they divide.
@@ -302,12 +292,3 @@ class _MaskPlans:
             known = None if documents is None else self._environment.document_ids(documents)
             plan = self._plans[scope] = MaskPlan(length, self._pieces, documents, known)
         return plan
-
-
-def _in_compute_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast as autocast casts attention on one device."""
-    assert q.shape[2] == k.shape[2], "each rank has the keys of its own queries' positions"
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        return q.to(dtype), k.to(dtype), v.to(dtype)
-    return q, k, v

@@ -73,14 +73,14 @@ class Pipeline:
         `halves`: False where a graph can be traversed only once, as with selective recomputation. Then the input half of a backward
         computes all of it.
         """
-        from torch.distributed.fsdp import FSDPModule  # takes a second of processor time, so only where there is a pipeline
-
         self._halves = halves
         self.schedule, self._mesh, self._rank = schedule, mesh, mesh.coordinate("pipeline")
         assert len(parts) == len(schedule.stages_of(self._rank))
         self.observer = PipelineObserver()
         self._accelerator = accelerator.of(mesh.device)
-        self._fsdp_modules = [module for part in parts for module in part.modules() if isinstance(module, FSDPModule)]
+        # FSDP2's modules, recognized by a method: importing their class takes seconds.
+        modules = [module for part in parts for module in part.modules()]
+        self._fsdp_modules: list[Any] = [module for module in modules if hasattr(module, "set_requires_gradient_sync")]
         self._actions: dict[tuple[int, bool], tuple[RankAction, ...]] = {}
         self._saved: dict[tuple[int, int], _Saved] = {}
         self._deferred: dict[tuple[int, int], WeightBackward | _WholeBackward] = {}
