@@ -92,8 +92,7 @@ class DataParallel:
         """Writes the initial values. All ranks call it at the same time."""
         self._params, self._sharding = list(params), sharding
         groups = {expert: sharding.groups(mesh, expert=expert) for expert in sorted({False, *(p.shard.expert for p in params)})}
-        tree = sharding.zero == 0 and not accelerator.of(mesh.device).asynchronous
-        self._summation_order = _tree_order if tree else _in_place_order
+        self._tree = tree = sharding.zero == 0 and not accelerator.of(mesh.device).asynchronous
         self.buckets: list[Bucket]
         # The backward reaches the last layers first, so they are in the first bucket.
         if sharding.zero == 0:
@@ -109,8 +108,8 @@ class DataParallel:
             else _AllReduce(replicas, _IN_FLIGHT if sharding.zero else None)
             for expert, (_, replicas) in groups.items()
         }
-        owned = {one.name: one for bucket in self.buckets for one in bucket.owned}
-        self.owned = [owned.get(p.name) or OwnedParam(p.name, p.parameter, p.shard) for p in params]
+        in_buckets = {owned.name: owned for bucket in self.buckets for owned in bucket.owned}
+        self.owned = [in_buckets.get(p.name) or OwnedParam(p.name, p.parameter, p.shard) for p in params]
         self._trained = [bucket for bucket in self.buckets if bucket.trained]
         sharded = [bucket for bucket in self.buckets if isinstance(bucket, ShardBucket)]
         self._gathered = [bucket for bucket in sharded if not bucket.in_place]
@@ -123,22 +122,20 @@ class DataParallel:
         for number, bucket in enumerate(self._trained):
             for index, parameter in enumerate(bucket.parameters):
                 _on_gradient(parameter, self._gradient_ready, number, index)
-        for one in self.owned:
-            fill(one.name, one.value.data, one.shard)
+        for owned in self.owned:
+            fill(owned.name, owned.value.data, owned.shard)
         self.updated()
 
     def begin(self, micro_batches: int, pipelined: bool = False) -> None:
-        """Start a step of this many backwards. The backwards of a pipeline come in any order and do not announce all gradients."""
         self._drain()  # nothing is in flight, unless the last step failed
         self._count, self._begun, self._pipelined, self._finished = micro_batches, 0, pipelined, False
-        self._order = self._summation_order(micro_batches)
+        self._order = _tree_order(micro_batches) if self._tree else [_Leaf()] * micro_batches
         for bucket in self.buckets:
             bucket.reset()
         self._line_up()
 
     def after_backward(self, part: int | None = None) -> None:
-        """Call after each micro-batch's backward; in a pipeline after each backward of a stage, with the stage's index."""
-        if self._pipelined:
+        if self._pipelined:  # backwards come in any order and do not announce all gradients
             for bucket in self._every_backward:
                 if part is None or bucket.part == part:
                     self._launch(bucket)
@@ -146,7 +143,6 @@ class DataParallel:
             self._complete_line()
 
     def finish(self) -> None:
-        """Wait until every gradient is complete. A rank that abandons a step calls it too, so that all ranks send the same messages."""
         if self._finished:
             return
         self._finished = True
@@ -164,7 +160,6 @@ class DataParallel:
 
     @torch.no_grad()
     def updated(self) -> None:
-        """Send the owned values, which have changed, to all ranks."""
         gathers: deque[_Transfer] = deque()
         for bucket in self._gathered:
             part = bucket.own_values()
@@ -176,25 +171,22 @@ class DataParallel:
             gathers.popleft().write_values()
 
     def bytes(self) -> dict[str, int]:
-        """Memory that this rank holds."""
         parameters = [param.parameter for param in self._params]
         return {
-            "parameters": storage_bytes([*parameters, *(one.value for one in self.owned)]),
-            "gradients": storage_bytes([*(p.grad for p in parameters), *(one.gradient for one in self.owned)]),
+            "parameters": storage_bytes([*parameters, *(owned.value for owned in self.owned)]),
+            "gradients": storage_bytes([*(p.grad for p in parameters), *(owned.gradient for owned in self.owned)]),
         }
 
     def applied(self) -> str:
-        """What was done, read from the buckets and tensors."""
         if self._sharding.zero == 0:
             ranks = max((bucket.replicas.size for bucket in self.buckets), default=1)
             elements = sum(bucket.buffer.numel() for bucket in self.buckets if isinstance(bucket, FlatBucket))
             return f"{len(self.buckets)} buckets of {elements:,} gradients in all, summed over {ranks} ranks"
-        pairs = list(zip(self._params, self.owned, strict=True))
-        param, one = max(pairs, key=lambda pair: pair[0].parameter.numel())
-        own, total = sum(one.value.numel() for one in self.owned), sum(p.parameter.numel() for p in self._params)
+        param, largest = max(zip(self._params, self.owned, strict=True), key=lambda pair: pair[0].parameter.numel())
+        own, total = sum(owned.value.numel() for owned in self.owned), sum(p.parameter.numel() for p in self._params)
         dtypes = " and ".join(dict.fromkeys(str(p.parameter.dtype).removeprefix("torch.") for p in self._params))
         gradients = "their gradients too" if self._every_backward else "gradients whole"
-        example = describe(one.name, one.shard, one.value.shape, param.parameter.shape)
+        example = describe(largest, param.parameter.shape)
         return (
             f"optimizer state of {own:,} of {total:,} elements, {gradients}, parameters whole in {dtypes}; {example}, "
             f"among {self.buckets[0].group.size} ranks"
@@ -387,11 +379,6 @@ def _tree_order(count: int) -> list[_Leaf]:
     return left + right
 
 
-def _in_place_order(count: int) -> list[_Leaf]:
-    """Each backward adds to the same gradients."""
-    return [_Leaf()] * count
-
-
 def _on_gradient(parameter: Tensor, ready: Callable[[int, int], None], *numbers: int) -> None:
     """Call the method `ready` with these numbers whenever a backward has accumulated the parameter's gradient.
 
@@ -461,8 +448,9 @@ def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
     return sum(storages.values())
 
 
-def describe(name: str, shard: ParamShard, local: Sequence[int], whole: Sequence[int]) -> str:
+def describe(owned: OwnedParam, whole: Sequence[int]) -> str:
     """An example of what was done: "blocks.0.mlp.up.weight: 32 of 64 rows"."""
+    local = owned.value.shape
     dim = next((dim for dim, length in enumerate(local) if length != whole[dim]), 0)
-    kind = "rows" if dim == 0 and not shard.expert else ("experts" if dim == 0 else "rows of each")
-    return f"{name}: {local[dim]} of {whole[dim]} {kind}"
+    kind = "rows of each" if dim else "experts" if owned.shard.expert else "rows"
+    return f"{owned.name}: {local[dim]} of {whole[dim]} {kind}"

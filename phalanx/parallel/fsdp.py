@@ -1,8 +1,8 @@
-"""ZeRO-3 and hybrid sharding: parameters, gradients and optimizer states are spread, by torch's FSDP2. `parallel/apply` makes it.
+"""ZeRO-3 and hybrid sharding: torch's FSDP2 shards parameters, gradients and optimizer states. `parallel/apply` makes it.
 
-Each block is gathered when it computes and dropped again. What must stay whole on every rank, its optimizer states spread all
-the same, is left to the engine of `parallel/data_parallel`: norms and routers of a model that computes in low precision, as they stay
-in fp32; experts that nobody shares; a module that two stages of this rank have in common.
+Each block is gathered when it computes and freed again. The engine of `parallel/data_parallel` takes the parameters that must stay
+whole: norms and routers of a model that computes in low precision, as they stay in fp32; experts that no other rank shares; modules that
+two stages of this rank share.
 """
 
 from __future__ import annotations
@@ -58,37 +58,33 @@ class FullySharded:
         self._groups = [group for root in self._roots for state in root._state_ctx.all_states for group in _groups(state)]
         self._hybrid = any(group._is_hsdp for group in self._groups)
         self._rest: DataParallel | None = None
-        held: dict[str, OwnedParam] = {}
         if whole:
-            aside = replace(how, zero=1, own_groups=True)
-            self._rest = DataParallel(model_params(parts, shards, whole), mesh, recipe.fill, aside)
-            held = {one.name: one for one in self._rest.owned}
+            how = replace(how, zero=1, own_groups=True)
+            self._rest = DataParallel(model_params(parts, shards, whole), mesh, recipe.fill, how)
+        owned = {owned.name: owned for owned in self._rest.owned} if self._rest is not None else {}
         self._shards: list[tuple[OwnedParam, DTensor]] = []
-        for part in parts:
-            for name, parameter in part.named_parameters():
-                if name not in held:
-                    held[name] = _hold(name, parameter, shards[name])
-                    recipe.fill(name, held[name].value.data, held[name].shard)
-                    self._shards.append((held[name], cast(DTensor, parameter)))
-        order = dict.fromkeys(name for part in parts for name, _ in part.named_parameters())
-        self.owned = [held[name] for name in order]
+        parameters = {name: parameter for part in parts for name, parameter in part.named_parameters()}
+        for name, parameter in parameters.items():
+            if name not in owned:
+                owned[name] = _own(name, parameter, shards[name])
+                recipe.fill(name, owned[name].value.data, owned[name].shard)
+                self._shards.append((owned[name], cast(DTensor, parameter)))
+        self.owned = [owned[name] for name in parameters]
         self._count = self._begun = 0
         self._pipelined, self._finished = False, True
 
     def begin(self, micro_batches: int, pipelined: bool = False) -> None:
-        """Start a step of this many backwards. In a pipeline gradients add up on each rank and are reduced at the end."""
         self._count, self._begun, self._pipelined, self._finished = micro_batches, 0, pipelined, False
         for one, parameter in self._shards:
             parameter.grad = one.gradient = one.value.grad = None
-        if pipelined:
-            self._set_travel(False)
+        if pipelined:  # gradients add up on each rank and are reduced at the end
+            self._set_reduction(False)
         if self._hybrid:
             self._set_replicas(micro_batches == 1)
         if self._rest is not None:
             self._rest.begin(micro_batches, pipelined)
 
     def after_backward(self, part: int | None = None) -> None:
-        """Call after each micro-batch's backward."""
         self._begun += 1
         if self._hybrid and self._begun == self._count - 1:
             self._set_replicas(True)  # replicas communicate once, over the sum of all micro-batches
@@ -96,16 +92,15 @@ class FullySharded:
             self._rest.after_backward(part)
 
     def finish(self) -> None:
-        """Wait until every gradient is complete. All ranks abandon a step together: even a forward communicates."""
         if self._finished:
             return
         self._finished = True
         if self._pipelined:
-            self._set_travel(True)
+            self._set_reduction(True)
             self._set_replicas(True)
             for root in self._roots:
                 _reduce(root)
-        elif self._hybrid and self._begun < self._count:
+        elif self._hybrid and self._begun < self._count:  # all ranks abandon a step together: even a forward communicates
             for group in self._groups:
                 group._partial_reduce_output = None  # it must not leak into the next step
         if self._rest is not None:
@@ -126,39 +121,35 @@ class FullySharded:
             self._rest.updated()
 
     def bytes(self) -> dict[str, int]:
-        """Memory that this rank holds."""
         params = [param for group in self._groups for param in group.fsdp_params]
         gathered = [tensor for param in params for tensor in param.all_gather_outputs]
         kept = [getattr(param, "_unsharded_param", None) for param in params]
         adding = [param.unsharded_accumulated_grad for param in params]
-        found = {
+        sizes = {
             "parameters": storage_bytes([*(one.value for one, _ in self._shards), *gathered]),
             "gradients": storage_bytes(
                 [*(one.gradient for one, _ in self._shards), *(p.grad for p in kept if p is not None), *adding]
             ),
         }
         rest = self._rest.bytes() if self._rest is not None else {}
-        return {kind: size + rest.get(kind, 0) for kind, size in found.items()}
+        return {kind: size + rest.get(kind, 0) for kind, size in sizes.items()}
 
     def applied(self) -> str:
-        """What was done, read from the tensors."""
         if not self._shards:
             return "no parameter of this rank is spread"
-        one, parameter = max(self._shards, key=lambda pair: pair[1].numel())
-        own = describe(one.name, one.shard, one.value.shape, parameter.shape)
+        largest, parameter = max(self._shards, key=lambda pair: pair[1].numel())
         total = sum(parameter.numel() for _, parameter in self._shards)
         words = f"parameters, gradients and optimizer state: {sum(one.value.numel() for one, _ in self._shards):,} of {total:,} elements"
-        words += f"; {own}, as {parameter.placements} on a mesh of {tuple(parameter.device_mesh.shape)}"
+        words += f"; {describe(largest, parameter.shape)}, as {parameter.placements} on a mesh of {tuple(parameter.device_mesh.shape)}"
         return words + (f"; of the rest, {self._rest.applied()}" if self._rest is not None else "")
 
     def waits(self) -> list[tuple[Any, str]]:
-        """Methods of FSDP2 in which the stream that computes waits for its messages, as objects and names; its custom messages on CPUs
-        are measured themselves, but for the sums over replicas."""
+        """On CPUs, `_AllGather` and `_ReduceScatter` are measured themselves; sums over replicas are not."""
         if accelerator.of(self._device).asynchronous:
             return [(one, name) for one in self._groups for name in ("wait_for_unshard", "post_backward", "finalize_backward")]
         return [(one, "post_backward") for one in self._groups if one._is_hsdp]
 
-    def _set_travel(self, on: bool) -> None:
+    def _set_reduction(self, on: bool) -> None:
         for root in self._roots:
             root._state_ctx.is_last_backward = on
         for group in self._groups:
@@ -235,8 +226,6 @@ class _AllGather(DefaultAllGather):
 
 
 class _ReduceScatter(DefaultReduceScatter):
-    """The same."""
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return timed_collective(super().__call__, *args, **kwargs)
 
@@ -279,16 +268,16 @@ def _groups(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def _hold(name: str, parameter: nn.Parameter, spot: ParamShard) -> OwnedParam:
-    """This rank's part of a spread parameter, as a plain tensor on the same memory."""
-    assert isinstance(parameter, DTensor), f"{name} was not spread"
+def _own(name: str, parameter: nn.Parameter, shard: ParamShard) -> OwnedParam:
+    """This rank's shard of a parameter, as a plain tensor on the same memory."""
+    assert isinstance(parameter, DTensor), f"{name} is not sharded"
     local = cast(DTensor, parameter.detach()).to_local()
     placement = parameter.placements[-1]
     assert isinstance(placement, Shard), f"{name} lies as {placement}"
     count, index = parameter.device_mesh.size(-1), parameter.device_mesh.get_local_rank(parameter.device_mesh.ndim - 1)
-    spot = spot.cut(placement.dim, index, count, "expert_shard" if spot.expert else "shard")
-    assert tuple(local.shape) == spot.slice.shape, f"{name}: {tuple(local.shape)} here, {spot.slice.shape} expected"
-    return OwnedParam(name, nn.Parameter(local, requires_grad=False), spot)
+    shard = shard.cut(placement.dim, index, count, "expert_shard" if shard.expert else "shard")
+    assert tuple(local.shape) == shard.slice.shape, f"{name}: {tuple(local.shape)} here, {shard.slice.shape} expected"
+    return OwnedParam(name, nn.Parameter(local, requires_grad=False), shard)
 
 
 @torch.no_grad()

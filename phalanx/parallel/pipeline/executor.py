@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -21,9 +22,9 @@ from phalanx import accelerator
 from phalanx.observe.comm_timer import timed_collective, wait
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.pipeline.rank_actions import Message, RankAction, connections, rank_actions
-from phalanx.parallel.pipeline.split_backward import WeightBackward, backward_input, backward_weight
-from phalanx.schedules.actions import Schedule
+from phalanx.parallel.pipeline.rank_actions import RankAction, connections, rank_actions
+from phalanx.parallel.pipeline.split_backward import backward_input, backward_weight
+from phalanx.schedules.actions import Action, Schedule
 from phalanx.schedules.makers import forward_only, resized
 from phalanx.schedules.timing import Timed
 from phalanx.spec.errors import RunFailed
@@ -44,13 +45,6 @@ class _Saved(NamedTuple):
     output: GradientEdge | None
     gradient: Tensor | None
     """Of a loss: one."""
-
-
-class _WholeBackward(NamedTuple):
-    """The deferred backward of a first stage, which has no input half."""
-
-    output: GradientEdge | None
-    gradient: Tensor | None
 
 
 class PipelineObserver:
@@ -83,7 +77,8 @@ class Pipeline:
         self._fsdp_modules: list[Any] = [module for module in modules if hasattr(module, "set_requires_gradient_sync")]
         self._actions: dict[tuple[int, bool], tuple[RankAction, ...]] = {}
         self._saved: dict[tuple[int, int], _Saved] = {}
-        self._deferred: dict[tuple[int, int], WeightBackward | _WholeBackward] = {}
+        self._deferred: dict[tuple[int, int], Callable[[], None]] = {}
+        """Weight backwards that are still to come."""
         self._p2p = P2P(mesh)
         self._p2p.connect(connections(schedule))
 
@@ -176,7 +171,7 @@ class Pipeline:
             return self._forward(action, received, forward, loss)
         if action.kind != "W":
             return self._backward(action, received)
-        self._weight(action)
+        self._deferred.pop((action.stage, action.micro_batch))()
         return None
 
     def _forward(
@@ -202,22 +197,15 @@ class Pipeline:
         if action.kind == "B":
             _backward_whole(output, gradient)
         elif input_ is None:
-            self._deferred[key] = _WholeBackward(output, gradient)  # no stage waits for it
+            self._deferred[key] = partial(_backward_whole, output, gradient)  # no stage waits for it
         elif output is None or not self._halves:
             _backward_whole(output, gradient)
-            self._deferred[key] = []
+            self._deferred[key] = lambda: None
         else:
-            self._deferred[key] = backward_input(output, gradient, input_)
+            self._deferred[key] = partial(backward_weight, backward_input(output, gradient, input_))
         if input_ is None:
             return None
         return torch.zeros_like(input_) if input_.grad is None else input_.grad
-
-    def _weight(self, action: RankAction) -> None:
-        deferred = self._deferred.pop((action.stage, action.micro_batch))
-        if isinstance(deferred, _WholeBackward):
-            _backward_whole(*deferred)
-        else:
-            backward_weight(deferred)
 
     def _mark(self) -> Any:
         """The time on the host, or an event on an asynchronous device."""
@@ -266,8 +254,8 @@ class P2P:
         up = mesh.group_of(down.ranks, use="pipeline")
         self._rank, self._device = mesh.coordinate("pipeline"), mesh.device
         self._groups = down, up
-        self._local: dict[Message, Tensor] = {}
-        self._receiving: dict[Message, tuple[dist.Work, Tensor, int]] = {}
+        self._local: dict[Action, Tensor] = {}
+        self._receiving: dict[Action, tuple[dist.Work, Tensor, int]] = {}
         self._sending: deque[tuple[dist.Work, Tensor, int]] = deque()
         self.sent = 0
         """Bytes so far."""
@@ -291,14 +279,14 @@ class P2P:
         self._receiving.clear()
         self._sending.clear()
 
-    def start_receive(self, message: Message, sender: int, shape: Sequence[int], dtype: torch.dtype) -> None:
+    def start_receive(self, message: Action, sender: int, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Begin to receive. Messages of one sender must be started in the order in which it sends them."""
         buffer = torch.empty(shape, dtype=dtype, device=self._device)
         work = dist.irecv(buffer, group_src=sender, group=self._group(sender, self._rank).handle)
         assert work is not None
         self._receiving[message] = work, buffer, sender
 
-    def receive(self, message: Message) -> Tensor:
+    def receive(self, message: Action) -> Tensor:
         """Wait for a message; on a GPU the device waits."""
         if message in self._local:
             return self._local.pop(message)
@@ -307,7 +295,7 @@ class P2P:
         wait(work, group, group.ranks[sender])
         return buffer
 
-    def keep(self, message: Message, tensor: Tensor) -> None:
+    def keep(self, message: Action, tensor: Tensor) -> None:
         """Store a message for another stage of this rank."""
         self._local[message] = tensor
 
