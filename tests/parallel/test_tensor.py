@@ -18,7 +18,7 @@ from phalanx.models.decoder import AXES
 from phalanx.models.init import build, fill, reset_buffers
 from phalanx.models.layers import rotary
 from phalanx.models.moe import routers
-from phalanx.parallel import tensor, vocab_parallel
+from phalanx.parallel import expert, tensor, vocab_parallel
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.sharded_model import OwnedParam, ParamShard, ShardedModel, extract
@@ -84,9 +84,10 @@ def batch() -> MicroBatch:
 def place(
     parts: list[nn.Module], mesh: Mesh, axes: Mapping[str, tuple[str, ...]], *, sequence: bool, chunk: int | None = None
 ) -> ShardedModel:
-    """As `parallel/apply` does it, tensor parallelism and the loss alone."""
+    """As `parallel/apply` does it: tensor parallelism, the routers of experts and the loss."""
     spots = {name: ParamShard.full(parameter) for part in parts for name, parameter in part.named_parameters()}
     spots = tensor.split(parts, spots, axes, mesh, sequence=sequence)
+    spots = expert.split(parts, spots, axes, mesh)
     loss = vocab_parallel.swap(parts, mesh.group("tensor", use="tensor"), chunk=chunk, sequence=sequence, loss=summed_loss)
     held = {}
     for part in parts:
