@@ -44,12 +44,12 @@ def split(parts: Sequence[nn.Module], shards: Mapping[str, ParamShard], axes: Ax
             # These ranks hold parts of the same sequences, and the balancing loss is that of whole sequences.
             router.together = mesh.group("context", "tensor", use="expert").all_reduce
         if divided:
-            _check(layer, result, mesh)
+            count = _check(layer, result, mesh)
             for name, dims in layer.dims.items():
                 result[name] = _cut(result[name], dims, mesh)
                 replace_parameter(layer.experts, name.rpartition(".")[2], result[name].slice.shape)
             local: Any = layer.parent.dispatch
-            layer.parent.dispatch = Dispatch(local, expert_groups(mesh), mesh.environment)  # type: ignore[assignment]
+            layer.parent.dispatch = Dispatch(local, count, expert_groups(mesh), mesh.environment)  # type: ignore[assignment]
     return result
 
 
@@ -91,8 +91,8 @@ def _layers(parts: Sequence[nn.Module], axes: Axes) -> dict[str, _Layer]:
     return layers
 
 
-def _check(layer: _Layer, shards: Mapping[str, ParamShard], mesh: Mesh) -> None:
-    """Refuses a layer that cannot be divided."""
+def _check(layer: _Layer, shards: Mapping[str, ParamShard], mesh: Mesh) -> int:
+    """The number of experts of a layer; refuses one that cannot be divided."""
     ranks, slices, problems = mesh.size("expert"), mesh.size("expert_tensor"), []
     first = next(iter(layer.dims))
     count = shards[first].slice.whole[0]
@@ -115,6 +115,7 @@ def _check(layer: _Layer, shards: Mapping[str, ParamShard], mesh: Mesh) -> None:
     ]
     if problems:
         raise RunError(problems)
+    return count
 
 
 def _cut(shard: ParamShard, dims: tuple[str, ...], mesh: Mesh) -> ParamShard:
@@ -152,11 +153,13 @@ class Dispatch:
     """A layer's own dispatch, with experts that are distributed over ranks."""
 
     local: Callable[..., Tensor]
+    count: int
+    """Experts of the layer on all ranks."""
     groups: ExpertGroups
     environment: Environment
 
     def __call__(self, x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor, experts: Callable[..., Tensor], /) -> Tensor:
-        return self.local(x_TD, chosen_TK, weights_TK, DistributedExperts(experts, self.groups, self.environment))
+        return self.local(x_TD, chosen_TK, weights_TK, DistributedExperts(experts, self.count, self.groups, self.environment))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +171,8 @@ class DistributedExperts:
     """
 
     own: Callable[..., Tensor]
+    count: int
+    """Read by the layer's own dispatch."""
     groups: ExpertGroups
     environment: Environment
 

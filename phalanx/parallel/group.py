@@ -1,6 +1,7 @@
-"""A group of ranks and its collectives: plain ones, and differentiable ones for use inside a model.
+"""A group of ranks and its collectives: plain ones, and differentiable ones for use inside a model. Every technique of this room is
+built from these.
 
-Every technique of this room is built from these. A *region* is a part of the model in which each rank computes its share from the
+A *region* is a part of the model in which each rank computes its share from the
 whole input (tensor parallelism); outside, all ranks have the same activations, or a slice of the sequence each.
 
     differentiable         forward           backward
@@ -102,28 +103,23 @@ class Group:
         return self._differentiable(x, lambda x: x.view_as(x), self._summed)
 
     def reduce_from_region(self, x: Tensor) -> Tensor:
-        return self._differentiable(x, self._summed, lambda gradient: gradient)
+        return self._differentiable(x, self._summed, lambda dx: dx)
 
     def gather_to_region(self, x: Tensor, dim: int) -> Tensor:
-        return self._differentiable(x, lambda x: self.all_gather(x, dim), lambda gradient: self.reduce_scatter(gradient, dim))
+        return self._differentiable(x, lambda x: self.all_gather(x, dim), lambda dx: self.reduce_scatter(dx, dim))
 
     def scatter_from_region(self, x: Tensor, dim: int) -> Tensor:
-        return self._differentiable(x, lambda x: self.reduce_scatter(x, dim), lambda gradient: self.all_gather(gradient, dim))
+        return self._differentiable(x, lambda x: self.reduce_scatter(x, dim), lambda dx: self.all_gather(dx, dim))
 
     def split(self, x: Tensor, dim: int) -> Tensor:
-        return self._differentiable(
-            x, lambda x: self.own_chunk(x, dim).clone(), lambda gradient: self.all_gather(gradient, dim)
-        )
+        return self._differentiable(x, lambda x: self.own_chunk(x, dim).clone(), lambda dx: self.all_gather(dx, dim))
 
     def join(self, x: Tensor, dim: int) -> Tensor:
-        return self._differentiable(
-            x, lambda x: self.all_gather(x, dim), lambda gradient: self.own_chunk(gradient, dim).clone()
-        )
+        return self._differentiable(x, lambda x: self.all_gather(x, dim), lambda dx: self.own_chunk(dx, dim).clone())
 
     def exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        return self._differentiable(
-            x, lambda x: self.all_to_all(x, sent, received), lambda gradient: self.all_to_all(gradient, received, sent)
-        )
+        there, back = (sent, received), (received, sent)
+        return self._differentiable(x, lambda x: self.all_to_all(x, *there), lambda dx: self.all_to_all(dx, *back))
 
     def _differentiable(self, x: Tensor, forward: Move, backward: Move) -> Tensor:
         return x if self.size == 1 else _Differentiable.apply(x, forward, backward)

@@ -143,6 +143,12 @@ class _RmsNorm(torch.autograd.Function):
         return torch.empty_like(x) if needed[0] else None, torch.empty_like(weight) if needed[1] else None, None
 
 
+_WITHOUT_EFFECT = (
+    *("_lazy_init", "empty_cache", "manual_seed", "manual_seed_all"),
+    *("reset_peak_memory_stats", "set_device", "set_stream", "synchronize"),
+)
+
+
 def _device_functions(card: gpu_kernels.Card) -> dict[str, Any]:
     """Functions of torch's device module that the program, FSDP2, autograd and modules of users call."""
     return {
@@ -150,24 +156,16 @@ def _device_functions(card: gpu_kernels.Card) -> dict[str, Any]:
         "Event": _Event,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "_lazy_init": lambda: None,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
-        "set_device": lambda device: None,
         "get_device_capability": lambda device=None: card.capability,
         "get_device_name": lambda device=None: card.name,
         "current_stream": lambda device=None: _STREAM,
         "default_stream": lambda device=None: _STREAM,
         "stream": lambda stream: stream or _STREAM,
-        "set_stream": lambda stream: None,
-        "synchronize": lambda device=None: None,
         "max_memory_allocated": lambda device=None: 0,
         "memory_allocated": lambda device=None: 0,
-        "reset_peak_memory_stats": lambda device=None: None,
-        "empty_cache": lambda: None,
-        "manual_seed": lambda seed: None,
-        "manual_seed_all": lambda seed: None,
-    }
+    } | dict.fromkeys(_WITHOUT_EFFECT, lambda *_: None)
 
 
 @contextlib.contextmanager

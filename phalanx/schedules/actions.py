@@ -4,6 +4,7 @@ times it, the dashboard draws it and the planner reads its traits. `schedules/ma
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -150,26 +151,32 @@ class Schedule:
                     )
         return _first_few(problems)
 
-    def _deadlocks(self) -> list[str]:
-        """The ranks that are stuck when all ranks follow their lists, and the action each one waits for."""
+    def runnable(self) -> Iterator[tuple[int, Action]]:
+        """(rank, action) as the ranks follow their lists, until all are done or none can go on."""
         done: set[Action] = set()
         position = [0] * self.ranks
         progress = True
         while progress:
             progress = False
             for rank, row in enumerate(self.actions):
-                while position[rank] < len(row) and all(need in done for need in self.needs(row[position[rank]])):
-                    done.add(row[position[rank]])
+                while position[rank] < len(row) and done.issuperset(self.needs(row[position[rank]])):
+                    action = row[position[rank]]
+                    yield rank, action
+                    done.add(action)
                     position[rank] += 1
                     progress = True
+
+    def _deadlocks(self) -> list[str]:
+        """The ranks that are stuck when all ranks follow their lists, and the action each one waits for."""
+        run = list(self.runnable())
+        done, progress = {action for _, action in run}, Counter(rank for rank, _ in run)
         problems = []
         for rank, row in enumerate(self.actions):
-            if position[rank] < len(row):
-                action = row[position[rank]]
+            if progress[rank] < len(row):
+                action = row[progress[rank]]
                 missing = next(need for need in self.needs(action) if need not in done)
-                number = position[rank] + 1
                 problems.append(
-                    f"rank {rank} waits forever: {action}, its action {number}, needs {missing}, which never comes before it"
+                    f"rank {rank} waits forever: {action}, its action {progress[rank] + 1}, needs {missing}, which never comes before it"
                 )
         return _first_few(problems)
 

@@ -8,6 +8,7 @@ stays valid when the actions of some micro-batches are removed.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -23,6 +24,8 @@ from phalanx.spec.layout import FIXED_STAGES, Layout, default_stages
 NAMES: tuple[str, ...] = get_args(spec_layout.Schedule)
 
 _Row = list[Action]
+_Work = tuple[int, int]
+"""(stage, micro-batch)."""
 _Maker = Callable[[int, int, int, int], _Row]
 """(rank, ranks, micro-batches, stages per rank) to the rank's actions."""
 _MAKERS: dict[str, _Maker] = {}
@@ -158,13 +161,8 @@ def _gpipe(rank: int, ranks: int, micro_batches: int, per_rank: int) -> _Row:
 @_named("1f1b")
 def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int, per_rank: int) -> _Row:
     """Warm up with forwards until the first gradient comes back, then alternate one forward and one backward."""
-    warmup = min(ranks - 1 - rank, micro_batches)
-    row = [Action("F", rank, m) for m in range(warmup)]
-    for m in range(micro_batches):
-        if warmup + m < micro_batches:
-            row.append(Action("F", rank, warmup + m))
-        row.append(Action("B", rank, m))
-    return row
+    work = [(rank, m) for m in range(micro_batches)]
+    return _alternate(work, work, ranks - 1 - rank, "B")
 
 
 @_named("looped-bfs")
@@ -179,34 +177,35 @@ def _looped_bfs(rank: int, ranks: int, micro_batches: int, per_rank: int) -> _Ro
 def _interleaved(rank: int, ranks: int, micro_batches: int, per_rank: int) -> _Row:
     """1F1B over several stages per rank: a round of micro-batches through the first stage, then through the second, and so on."""
     forwards, backwards, round_ = _rounds(rank, ranks, micro_batches, per_rank)
-    warmup = min((per_rank - 1) * round_ + 2 * (ranks - 1 - rank), len(forwards))
-    row = [Action("F", *forward) for forward in forwards[:warmup]]
-    for index, backward in enumerate(backwards):
-        if warmup + index < len(forwards):
-            row.append(Action("F", *forwards[warmup + index]))
-        row.append(Action("B", *backward))
-    return row
+    return _alternate(forwards, backwards, (per_rank - 1) * round_ + 2 * (ranks - 1 - rank), "B")
 
 
 @_named("interleaved-zero-bubble")
 def _interleaved_zero_bubble(rank: int, ranks: int, micro_batches: int, per_rank: int) -> _Row:
     """ZB1P: interleaved 1F1B with split backwards, a shorter warm-up, and weight backwards where a rank would idle."""
     forwards, backwards, round_ = _rounds(rank, ranks, micro_batches, per_rank)
-    warmup = min((per_rank - 1) * round_ + ranks - 1 - rank, len(forwards))
+    row: _Row = []
+    deferred: deque[_Work] = deque()
+    for action in _alternate(forwards, backwards, (per_rank - 1) * round_ + ranks - 1 - rank, "I"):
+        row.append(action)
+        if action.kind == "I":
+            deferred.append((action.stage, action.micro_batch))
+            if len(deferred) > rank:  # rank r defers r weight backwards and runs them at the end
+                row.append(Action("W", *deferred.popleft()))
+    return row + [Action("W", *work) for work in deferred]
+
+
+def _alternate(forwards: list[_Work], backwards: list[_Work], warmup: int, kind: str) -> _Row:
+    """Warm up with forwards, then alternate a forward and a backward of this kind."""
     row = [Action("F", *forward) for forward in forwards[:warmup]]
     for index, backward in enumerate(backwards):
-        if warmup + index < len(forwards):
-            row.append(Action("F", *forwards[warmup + index]))
-        row.append(Action("I", *backward))
-        if index >= rank:  # rank r defers r weight backwards and runs them at the end
-            row.append(Action("W", *backwards[index - rank]))
-    return row + [Action("W", *backward) for backward in backwards[max(len(backwards) - rank, 0) :]]
+        row += [Action("F", *forward) for forward in forwards[warmup + index : warmup + index + 1]]
+        row.append(Action(kind, *backward))
+    return row
 
 
-def _rounds(
-    rank: int, ranks: int, micro_batches: int, per_rank: int
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]], int]:
-    """(stage, micro-batch) of a rank's forwards and of its backwards, and the micro-batches of the largest round.
+def _rounds(rank: int, ranks: int, micro_batches: int, per_rank: int) -> tuple[list[_Work], list[_Work], int]:
+    """A rank's forwards and its backwards, and the micro-batches of the largest round.
 
     A round has as many micro-batches as there are ranks, or a few more where they do not divide evenly. Larger rounds come
     first, so that the forwards of each round are far enough ahead of its backwards.
@@ -232,7 +231,7 @@ class _Writer:
         self.row: _Row = []
         self._stages = rank, 2 * ranks - 1 - rank
         self._done = {(kind, chunk): 0 for kind in "FI" for chunk in (0, 1)}
-        self._deferred: list[tuple[int, int]] = []
+        self._deferred: list[_Work] = []
 
     def add(self, kind: str, chunk: int) -> None:
         """Append the F, B or I of the chunk's next micro-batch."""

@@ -55,21 +55,12 @@ def simulate(schedule: Schedule, durations: Durations | None = None, comm: float
     durations = durations or Durations()
     ready: dict[Action, float] = {}
     rows: list[list[Timed]] = [[] for _ in schedule.actions]
-    progress = True
-    while progress:
-        progress = False
-        for rank, actions in enumerate(schedule.actions):
-            row = rows[rank]
-            for action in actions[len(row) :]:
-                needs = schedule.needs(action)
-                if not all(need in ready for need in needs):
-                    break
-                start = row[-1].stop if row else 0.0
-                for need in needs:
-                    start = max(start, ready[need] + (comm if schedule.rank_of(need.stage) != rank else 0.0))
-                ready[action] = start + durations.of(action)
-                row.append(Timed(*action, start, ready[action]))
-                progress = True
+    for rank, action in schedule.runnable():
+        start = rows[rank][-1].stop if rows[rank] else 0.0
+        for need in schedule.needs(action):
+            start = max(start, ready[need] + (comm if schedule.rank_of(need.stage) != rank else 0.0))
+        ready[action] = start + durations.of(action)
+        rows[rank].append(Timed(*action, start, ready[action]))
     assert all(len(row) == len(actions) for row, actions in zip(rows, schedule.actions, strict=True)), "see Schedule.problems"
     return Timeline(tuple(tuple(row) for row in rows))
 
