@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from phalanx.observe.comm_timer import wait
 from phalanx.parallel.context.kernels import wide
-from phalanx.parallel.context.online_softmax import KVTransport, MaskPlan, Task, Visit, VisitBack, attend
+from phalanx.parallel.context.online_softmax import KVTransport, MaskPlan, Visit, VisitBack, attend
 from phalanx.parallel.group import Group
 from phalanx.parallel.mesh import Environment, Mesh
 from phalanx.parallel.tensor import computed
@@ -100,7 +100,7 @@ class TransportedKV:
     def __call__(self, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, scope: Scope, scale: float | None = None, /) -> Tensor:
         q, k, v = (computed(x) for x in (q_BHSE, k_BKSE, v_BKSE))
         mask = self._masks.of(scope, q.shape[2] * self._count)
-        return attend(q, k, v, Task(self._transport, mask, _scale(q, scale)))
+        return attend(q, k, v, self._transport, mask, scale)
 
 
 class Ring:
@@ -229,7 +229,7 @@ class Ulysses:
         mask = self._masks.of(scope, q.shape[2])
         if mask.documents is None:
             return self._to_positions(_causal(q, k, v, scale))
-        return self._to_positions(attend(q, k, v, Task(_Local(), mask, _scale(q, scale))))
+        return self._to_positions(attend(q, k, v, _Local(), mask, scale))
 
     def _to_heads(self, *tensors: Tensor) -> list[Tensor]:
         """[B, H, S/c, E] of each to [B, H/c, S, E], in one message to each rank."""
@@ -270,10 +270,6 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         return _causal(q, k, F.pad(v, (0, missing)), scale)[..., :-missing]
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-
-
-def _scale(q: Tensor, scale: float | None) -> float:
-    return q.shape[-1] ** -0.5 if scale is None else scale
 
 
 class _MaskPlans:

@@ -5,7 +5,7 @@ it with a transport that brings keys and values."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
@@ -171,34 +171,47 @@ class KVTransport(Protocol):
         """Bring them again; return the gradients of this rank's own keys and values, summed over all ranks in full precision."""
 
 
+def attend(
+    q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, transport: KVTransport, plan: MaskPlan, scale: float | None
+) -> Tensor:
+    """Differentiable in the first three; `scale`: of the scores, by default 1 / sqrt(width)."""
+    return _Attend.apply(q_BHSE, k_BKSE, v_BKSE, _Task(transport, plan, q_BHSE.shape[-1] ** -0.5 if scale is None else scale))
+
+
 @dataclass(frozen=True, slots=True)
-class Task:
+class _Task:
     """What a forward and its backward share."""
 
     transport: KVTransport
-    mask: MaskPlan
+    plan: MaskPlan
     scale: float
 
+    def tiles(self, pieces: Sequence[int]) -> Iterator[tuple[Tile, slice, slice]]:
+        """The products with the keys of these pieces: tile, queries, keys."""
+        for tile in self.plan.tiles(self.transport.pieces, pieces):
+            yield tile, slice(*tile.queries), slice(*tile.keys)
 
-def attend(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, task: Task) -> Tensor:
-    """Differentiable in all three."""
-    return _Attend.apply(q_BHSE, k_BKSE, v_BKSE, task)
+    def mask(self, tile: Tile, pieces: Sequence[int]) -> Mask:
+        queries_BS, keys_BT = self.plan.table(self.transport.pieces), self.plan.table(pieces)
+        if not tile.masked or queries_BS is None or keys_BT is None:
+            return Mask(None, tile.causal, self.scale)
+        mask_BST = queries_BS[:, slice(*tile.queries), None] == keys_BT[:, None, slice(*tile.keys)]
+        if tile.causal:
+            mask_BST[:, :, -mask_BST.shape[1] :].tril_()
+        return Mask(mask_BST[:, None], False, self.scale)
 
 
 class _Attend(torch.autograd.Function):
     """Saves its inputs, its result and one number per query; the backward brings the other ranks' keys and values again."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, task: _Task) -> Tensor:
         out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=wide(q.dtype), device=q.device)
         lse = torch.full(q.shape[:3], -math.inf, dtype=wide(q.dtype), device=q.device)
-        documents = task.mask.table(task.transport.pieces)
 
         def visit(pieces: Sequence[int], k: Tensor, v: Tensor) -> None:
-            theirs = task.mask.table(pieces)
-            for tile in task.mask.tiles(task.transport.pieces, pieces):
-                rows, keys = slice(*tile.queries), slice(*tile.keys)
-                part = forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], _mask(tile, documents, theirs, task.scale))
+            for tile, rows, keys in task.tiles(pieces):
+                part = forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], task.mask(tile, pieces))
                 _add(out[:, :, rows], lse[:, :, rows], *part)
 
         with torch.autocast(q.device.type, enabled=False):
@@ -212,19 +225,14 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, out, lse = ctx.saved_tensors
-        task: Task = ctx.task
-        documents = task.mask.table(task.transport.pieces)
+        task: _Task = ctx.task
         dq = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
 
         def visit(pieces: Sequence[int], kv: tuple[Tensor, Tensor], dkv: tuple[Tensor, Tensor]) -> None:
-            theirs = task.mask.table(pieces)
-            for tile in task.mask.tiles(task.transport.pieces, pieces):
-                rows, keys = slice(*tile.queries), slice(*tile.keys)
+            for tile, rows, keys in task.tiles(pieces):
                 inputs = q[:, :, rows], kv[0][:, :, keys], kv[1][:, :, keys]
                 result = out[:, :, rows], lse[:, :, rows]
-                dq_part, dk_part, dv_part = backward(
-                    gradient[:, :, rows], inputs, result, _mask(tile, documents, theirs, task.scale)
-                )
+                dq_part, dk_part, dv_part = backward(gradient[:, :, rows], inputs, result, task.mask(tile, pieces))
                 dq[:, :, rows] += dq_part
                 dkv[0][:, :, keys] += dk_part
                 dkv[1][:, :, keys] += dv_part
@@ -232,17 +240,6 @@ class _Attend(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             dk, dv = task.transport.backward(k, v, visit)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
-
-
-def _mask(tile: Tile, queries_BS: Tensor | None, keys_BT: Tensor | None, scale: float) -> Mask:
-    if not tile.masked:
-        return Mask(None, tile.causal, scale)
-    assert queries_BS is not None
-    assert keys_BT is not None
-    mask_BST = queries_BS[:, slice(*tile.queries), None] == keys_BT[:, None, slice(*tile.keys)]
-    if tile.causal:
-        mask_BST[:, :, -mask_BST.shape[1] :].tril_()
-    return Mask(mask_BST[:, None], False, scale)
 
 
 def _add(out: Tensor, lse: Tensor, more: Tensor, its_lse: Tensor) -> None:
