@@ -1,11 +1,11 @@
-"""The rendezvous store of a generation, served by the controller's agent (`control/store_server`). It has torch's interface, over
-connections on which both sides have proved the run's token. `parallel/mesh` makes it. When the generation ends, waiting calls fail
-at once.
+"""The rendezvous store of a generation, served by the controller's agent over connections on which both sides have proved the run's
+token. `parallel/mesh` makes it. When the generation ends, waiting calls fail at once.
 """
 
 from __future__ import annotations
 
-import threading
+from collections import deque
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -28,8 +28,7 @@ class ControlStore(dist.Store):
     def __init__(self, address: Address, token: str, generation: int, timeout: float):
         super().__init__()
         self._address, self._token, self._generation = (address[0], int(address[1])), token, generation
-        self._idle: list[BlockingChannel] = []
-        self._lock = threading.Lock()
+        self._idle: deque[BlockingChannel] = deque()  # threads share it without a lock
         self.set_timeout(timedelta(seconds=timeout))
 
     # The names below are torch's: of its Python interface, and of its C++ code's calls to a store written in Python.
@@ -73,42 +72,37 @@ class ControlStore(dist.Store):
     deleteKey, getNumKeys = delete_key, num_keys
 
     def _request(self, **request: Any) -> Any:
-        with self._lock:
-            channel = self._idle.pop() if self._idle else None
+        channel = None
         try:
+            with suppress(IndexError):
+                channel = self._idle.pop()
             if channel is None:
                 channel = frames.open_channel(self._address, self._token, frames.CONTROL)
                 channel.send({"store": self._generation})
             channel.send(request)
             answer = channel.receive(request.get("timeout", 0.0) + _GRACE)
-        except OSError as error:
+        except BaseException as error:  # an interrupt too: the next request would read this answer
             if channel is not None:
                 channel.close()
+            if not isinstance(error, OSError):
+                raise
             where = f"the store of generation {self._generation} at {frames.format_address(self._address)}"
             raise ConnectionError(f"{where} is out of reach: {error}") from None
-        except BaseException:  # an interrupt in between: the next request would read this answer
-            if channel is not None:
-                channel.close()
-            raise
         if answer.get("over"):
             channel.close()
             raise ConnectionError(str(answer["error"]))
-        with self._lock:
-            self._idle.append(channel)
+        self._idle.append(channel)
         if "error" in answer:
             raise dist.DistStoreError(str(answer["error"]))
         return answer["value"]
 
     def close(self) -> None:
         """Close idle connections. Later requests open new ones."""
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for channel in idle:
-            channel.close()
+        with suppress(IndexError):
+            while True:
+                self._idle.pop().close()
 
-    def __del__(self) -> None:
-        for channel in self._idle:
-            channel.close()
+    __del__ = close
 
 
 def _text(value: str | bytes) -> str:

@@ -115,10 +115,7 @@ class _Maker:
         ours = self.new(((2, 3), (3, 1), torch.float32))(())
         with mode:
             pairs = ((real, ours), (real[1], self.view(0, 3, ((3,), (1,), torch.float32))((ours,))))
-        keys = torch._C._dispatch_keys
-        return _memory(pairs[1][1]) == _memory(ours) and all(
-            _alike(one, other) and keys(one) == keys(other) and vars(one).keys() == vars(other).keys() for one, other in pairs
-        )
+        return _memory(pairs[1][1]) == _memory(ours) and all(_description(real) == _description(ours) for real, ours in pairs)
 
     def new(self, geometry: Geometry) -> Answer:
         shape, stride, dtype = geometry
@@ -226,10 +223,6 @@ def _reach(offset: int, geometry: Geometry) -> int:
     return (offset + 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))) * dtype.itemsize
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return all(
-        getattr(one, name) == getattr(other, name) for name in ("shape", "dtype", "device", "layout", "requires_grad")
-    ) and (
-        one.stride(),
-        one.storage_offset(),
-    ) == (other.stride(), other.storage_offset())
+def _description(tensor: Tensor) -> list[Any]:
+    attributes = [getattr(tensor, name) for name in ("shape", "dtype", "device", "layout", "requires_grad")]
+    return [*attributes, tensor.stride(), tensor.storage_offset(), torch._C._dispatch_keys(tensor), vars(tensor).keys()]

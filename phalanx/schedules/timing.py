@@ -1,9 +1,7 @@
-"""How long a pipeline schedule takes, and what part of that time its ranks idle. The CLI, the planner and the executor's traces
-use it."""
+"""How long a pipeline schedule takes, and what part of that time its ranks idle. The CLI and the planner use it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,9 +63,7 @@ def simulate(schedule: Schedule, durations: Durations | None = None, comm: float
     return Timeline(tuple(tuple(row) for row in rows))
 
 
-def bubble(timeline: Timeline | Sequence[Sequence[Timed]]) -> float:
+def bubble(timeline: Timeline) -> float:
     """The idle fraction of all ranks' time between the first action and the last. Traces must share one clock."""
-    if not isinstance(timeline, Timeline):
-        timeline = Timeline(tuple(tuple(row) for row in timeline))
     busy = sum(timed.stop - timed.start for row in timeline.ranks for timed in row)
     return 1.0 - busy / (len(timeline.ranks) * (timeline.stop - timeline.start))

@@ -1,8 +1,9 @@
-"""What an executed pipeline tells about itself: its trace and its bubble; and what it says when something does not fit."""
+"""The bubble of an executed pipeline against the simulated one; and what it says when something does not fit."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from ranks import ALONE, run_ranks
 from torch import Tensor, nn
 
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.pipeline.executor import Pipeline, measure_costs
+from phalanx.parallel.pipeline.executor import Pipeline, PipelineObserver, measure_costs
+from phalanx.parallel.pipeline.rank_actions import RankAction
 from phalanx.schedules.makers import make
-from phalanx.schedules.timing import Timed, bubble, simulate
+from phalanx.schedules.timing import Timed, Timeline, bubble, simulate
 from phalanx.spec.errors import RunFailed
 from phalanx.spec.layout import Layout
 
@@ -59,6 +61,19 @@ class _SlowGradient(torch.autograd.Function):
         return gradients[0], None
 
 
+class Trace(PipelineObserver):
+    """When this rank ran which action, on a clock that all processes of a machine share."""
+
+    def __init__(self) -> None:
+        self.timed: list[Timed] = []
+
+    def action(self, action: RankAction, run: Callable[[], Tensor | None]) -> Tensor | None:
+        start = time.perf_counter()
+        result = run()
+        self.timed.append(Timed(action.kind, action.stage, action.micro_batch, start, time.perf_counter()))
+        return result
+
+
 def traced(mesh: Mesh, names: list[str], micro_batches: int) -> list[list[Timed]]:
     found = []
     for name in names:
@@ -71,7 +86,8 @@ def traced(mesh: Mesh, names: list[str], micro_batches: int) -> list[list[Timed]
             return parts[part](torch.ones(1, 2) if given is None else given)
 
         mesh.barrier()
-        trace = pipeline.run(micro_batches, forward, lambda y, m: y.sum(), lambda m: ((1, 2), torch.float32))
+        pipeline.observer = trace = Trace()
+        pipeline.run(micro_batches, forward, lambda y, m: y.sum(), lambda m: ((1, 2), torch.float32))
         found.append(trace.timed)
     return found
 
@@ -79,7 +95,8 @@ def traced(mesh: Mesh, names: list[str], micro_batches: int) -> list[list[Timed]
 def test_split_schedules_wait_less_than_1f1b() -> None:
     names = ["1f1b", "zbv", "dualpipev"]
     results = run_ranks(traced, 4, names, 8, layout=Layout(pipeline=4))
-    idle = {name: bubble([result[index] for result in results]) for index, name in enumerate(names)}
+    timelines = [Timeline(tuple(tuple(rank[index]) for rank in results)) for index in range(len(names))]
+    idle = {name: bubble(timeline) for name, timeline in zip(names, timelines, strict=True)}
     for name in ("zbv", "dualpipev"):
         assert idle[name] < idle["1f1b"], idle
     # and it is about what the simulation says

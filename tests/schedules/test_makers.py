@@ -23,7 +23,7 @@ from phalanx.schedules.makers import (
     problems_for,
     resized,
 )
-from phalanx.schedules.timing import Durations, bubble, simulate
+from phalanx.schedules.timing import Durations, Timeline, bubble, simulate
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import FIXED_STAGES, default_stages
 
@@ -133,9 +133,8 @@ def test_simulation_counts_messages_and_uneven_stages() -> None:
 
 def test_bubble_of_a_trace() -> None:
     rows = simulate(make("1f1b", 4, 8)).ranks
-    assert bubble(
-        [[timed._replace(start=timed.start + 5, stop=timed.stop + 5) for timed in row] for row in rows]
-    ) == pytest.approx(3 / 11)
+    later = tuple(tuple(timed._replace(start=timed.start + 5, stop=timed.stop + 5) for timed in row) for row in rows)
+    assert bubble(Timeline(later)) == pytest.approx(3 / 11)
 
 
 @pytest.mark.parametrize("name", NAMES)

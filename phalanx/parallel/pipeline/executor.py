@@ -26,7 +26,6 @@ from phalanx.parallel.pipeline.rank_actions import RankAction, connections, rank
 from phalanx.parallel.pipeline.split_backward import backward_input, backward_weight
 from phalanx.schedules.actions import Action, Schedule
 from phalanx.schedules.makers import forward_only, resized
-from phalanx.schedules.timing import Timed
 from phalanx.spec.errors import RunFailed
 
 Boundary = Callable[[int], tuple[Sequence[int], torch.dtype]]
@@ -71,7 +70,6 @@ class Pipeline:
         self.schedule, self._mesh, self._rank = schedule, mesh, mesh.coordinate("pipeline")
         assert len(parts) == len(schedule.stages_of(self._rank))
         self.observer = PipelineObserver()
-        self._accelerator = accelerator.of(mesh.device)
         # FSDP2's modules, recognized by a method: importing their class takes seconds.
         modules = [module for part in parts for module in part.modules()]
         self._fsdp_modules: list[Any] = [module for module in modules if hasattr(module, "set_requires_gradient_sync")]
@@ -82,11 +80,6 @@ class Pipeline:
         self._p2p = P2P(mesh)
         self._p2p.connect(connections(schedule))
 
-    @property
-    def sent(self) -> int:
-        """Bytes that this rank has sent to others so far."""
-        return self._p2p.sent
-
     def run(
         self,
         count: int,
@@ -94,19 +87,16 @@ class Pipeline:
         loss: Callable[[Any, int], Tensor],
         boundary: Boundary,
         after_weight: Callable[[int], None] = lambda part: None,
-    ) -> Trace:
+    ) -> None:
         """Forward and backward of `count` micro-batches.
 
         `loss`: from the last stage's output and the micro-batch, the scalar to differentiate. `after_weight`: called with the
         stage's index each time that gradients have been added to all its weights.
         """
         self._begin()
-        trace = Trace()
         for action in self._actions_of(count, backward=True):
             received = self._receive(action, boundary)
-            start = self._mark()
             result = self.observer.action(action, lambda: self._execute(action, received, forward, loss))  # noqa: B023
-            trace.marks.append((action, start, self._mark()))
             if action.produces is not None:
                 assert result is not None
                 self._pass_on(action, result, boundary)
@@ -114,7 +104,6 @@ class Pipeline:
                 after_weight(action.part)
         self.observer.end()
         self._p2p.finish()
-        return trace
 
     @torch.no_grad()
     def evaluate(self, count: int, forward: Forward, result: Callable[[Any, int], None], boundary: Boundary) -> None:
@@ -207,38 +196,10 @@ class Pipeline:
             return None
         return torch.zeros_like(input_) if input_.grad is None else input_.grad
 
-    def _mark(self) -> Any:
-        """The time on the host, or an event on an asynchronous device."""
-        if not self._accelerator.asynchronous:
-            return time.perf_counter()
-        event = self._accelerator.event(timing=True)
-        event.record()
-        return event
-
 
 def _backward_whole(output: GradientEdge | None, gradient: Tensor | None) -> None:
     if output is not None:
         torch.autograd.backward([output], [gradient])
-
-
-class Trace:
-    """When this rank ran which action. `schedules/timing.bubble` reads the traces of all ranks."""
-
-    def __init__(self) -> None:
-        self.marks: list[tuple[RankAction, Any, Any]] = []
-        self._begin = time.perf_counter()
-
-    @property
-    def timed(self) -> list[Timed]:
-        """In seconds of a clock that all processes of a machine share; waits for the device."""
-        first = self.marks[0][1]
-        if not isinstance(first, float):
-            self.marks[-1][2].synchronize()
-
-        def seconds(mark: Any) -> float:
-            return mark if isinstance(mark, float) else self._begin + first.elapsed_time(mark) / 1000
-
-        return [Timed(a.kind, a.stage, a.micro_batch, seconds(start), seconds(stop)) for a, start, stop in self.marks]
 
 
 class P2P:
@@ -257,8 +218,6 @@ class P2P:
         self._local: dict[Action, Tensor] = {}
         self._receiving: dict[Action, tuple[dist.Work, Tensor, int]] = {}
         self._sending: deque[tuple[dist.Work, Tensor, int]] = deque()
-        self.sent = 0
-        """Bytes so far."""
 
     def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Send one small message per (sender, receiver) pair, in the same order on all ranks.
@@ -307,7 +266,6 @@ class P2P:
         work = dist.isend(tensor, group_dst=receiver, group=self._group(self._rank, receiver).handle)
         assert work is not None
         self._sending.append((work, tensor, receiver))
-        self.sent += tensor.nbytes
 
     def finish(self) -> None:
         """Wait until everything is sent."""
