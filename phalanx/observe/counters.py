@@ -29,7 +29,16 @@ Sent = dict[str, dict[str, int]]
 """Bytes by the use of a group and by collective."""
 
 
-class TrafficCounter(TorchDispatchMode):
+class _Counter(TorchDispatchMode):
+    """A dispatch mode that watches. By default the first operation under a mode imports torch._dynamo, seconds in every rank, in order to
+    keep the mode itself from being compiled; a counter is never entered in compiled code."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class TrafficCounter(_Counter):
     """While it is entered, counts what this rank sends.
 
     Collectives are counted as rings send them, which is also the minimum of any algorithm: of n ranks an all-reduce sends
@@ -120,7 +129,7 @@ def _use(group: dist.ProcessGroup, args: tuple[Any, ...]) -> str:
     return _DATA if dtypes <= {torch.float32, torch.bfloat16, torch.float16} else _AGREEMENT
 
 
-class MemoryCounter(TorchDispatchMode):
+class MemoryCounter(_Counter):
     """While it is entered, measures the peak memory that lives next to the tensors `known` before: activations and temporary tensors.
 
     On a GPU it asks the allocator, which also sees what kernels need; on the CPU it follows the result of every operation.
@@ -173,7 +182,7 @@ class MemoryCounter(TorchDispatchMode):
         self._now -= size
 
 
-class FlopCounter(TorchDispatchMode):
+class FlopCounter(_Counter):
     """While it is entered, counts the floating-point operations of matrix products and attention, in backwards too."""
 
     def __init__(self) -> None:
