@@ -238,14 +238,14 @@ def generate(
     # Without a prompt, the model continues the end of a previous document.
     start = [int(token) for token in tokenizer.encode(prompt)] or [tokenizer.end]
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    text = tokenizer.stream()
+    push = tokenizer.stream()
     generated: list[int] = []
     if not json:
         sys.stdout.write(prompt)
     for token in sample(opened.model, start, tokens, -1, sampling):
         generated.append(token)
         if not json and token != tokenizer.end:
-            sys.stdout.write(text.push(token))
+            sys.stdout.write(push(token))
             sys.stdout.flush()
         if token in opened.stops:
             break

@@ -85,7 +85,7 @@ def show_sample(console: Console, sample: SampleView, width: int) -> None:
     console.print(Rule(Text(where, style="bold"), align="left", characters="═"))
     counts = f"{sample.trained} targets trained on, {sample.masked} masked, {sample.padding} padding"
     console.print(Text(counts, style="dim"))
-    for piece in sample.documents:
+    for piece in sample.pieces:
         about = f"document {piece.document} · tokens {piece.start}–{piece.stop} · from place {piece.first}"
         console.print(Rule(Text(about, style="dim"), align="left"))
         console.print(_text(piece, width, colored=console.is_terminal), soft_wrap=True)

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import glob
 import gzip
+import importlib
 import io
 import os
 import sysconfig
@@ -68,7 +69,7 @@ def stdlib_files(table: str = "data") -> list[SourceFile]:
     """Python's own source files. `table`: the run file's table, for errors."""
     root = sysconfig.get_paths()["stdlib"]
     search = _FileSearch(f"{table}.source", (".py",), skip=_INSTALLED)
-    search.add_folder(root)
+    search.add(root)
     files = [replace(file, stamp="") for _, file in sorted(search.files.items()) if file.size]
     if not files:
         raise RunError(
@@ -102,7 +103,9 @@ class _FileSearch:
                 f'{self._key}: "{path}" matches no file or folder (tried {absolute}); '
                 "correct it, or start the run in the folder it is relative to."
             )
-        elif not any([self._add_match(match) for match in matches]):  # a list: every match has to be added
+        elif (
+            not any([self._add_match(match) for match in matches]) and not self._unreadable
+        ):  # a list: every match has to be added
             named = f" named {', '.join(self._suffixes)}" if self._suffixes else ""
             self._problems.append(
                 f'{self._key}: "{path}" holds no files{named} (looked through {absolute}); put some there or remove it.'
@@ -111,45 +114,33 @@ class _FileSearch:
     def _add_match(self, path: str) -> bool:
         """Add a file, or all files of a folder; False if the folder has none."""
         if os.path.isdir(path):
-            return self.add_folder(path)
-        if os.path.isfile(path):
-            self._add_file(path, os.stat(path))
-        else:
+            return self._add_folder(path)
+        if not os.path.isfile(path):
             self._unreadable[path] = "neither a file nor a folder" if os.path.exists(path) else os.strerror(errno.ENOENT)
+        elif not os.access(path, os.R_OK):
+            self._unreadable[path] = os.strerror(errno.EACCES)
+        else:
+            status = os.stat(path)
+            self.files[path] = SourceFile(path, status.st_size, str(status.st_mtime_ns))
         return True
 
-    def _add_file(self, path: str, status: os.stat_result) -> None:
-        if os.access(path, os.R_OK):
-            self.files[path] = SourceFile(path, status.st_size, str(status.st_mtime_ns))
-        else:
-            self._unreadable[path] = os.strerror(errno.EACCES)
-
-    def add_folder(self, top: str) -> bool:
-        """Add all files below a folder; False if there is none. Hidden names are skipped, as in globs, and so are links to
-        folders, which may form a loop."""
+    def _add_folder(self, top: str) -> bool:
+        """Hidden names are skipped, as in globs, and so are links to folders, which may form a loop."""
         any_file = False
-        folders = [top]
-        while folders:
-            folder = folders.pop()
-            try:
-                with os.scandir(folder) as listed:
-                    entries = [entry for entry in listed if not entry.name.startswith(".") and entry.name not in self._skip]
-            except OSError as error:
-                self._unreadable[folder] = error.strerror or str(error)
-                any_file = True
-                continue
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.path)
-                elif not self._matches_suffix(entry.name):
-                    continue
-                elif entry.is_file():
-                    any_file = True
-                    self._add_file(entry.path, entry.stat())
-                elif entry.is_symlink() and not os.path.exists(entry.path):
-                    # A link without a target is text that the user expects to be there: it is reported.
-                    any_file = self._add_match(entry.path)
+        for folder, subfolders, names in os.walk(top, onerror=self._note_unreadable):
+            subfolders[:] = filter(self._is_shown, subfolders)
+            for name in filter(self._is_shown, names):
+                path = os.path.join(folder, name)
+                # A link without a target is text that the user expects to be there: it is reported.
+                if self._matches_suffix(name) and (os.path.isfile(path) or not os.path.exists(path)):
+                    any_file = self._add_match(path)
         return any_file
+
+    def _is_shown(self, name: str) -> bool:
+        return not name.startswith(".") and name not in self._skip
+
+    def _note_unreadable(self, error: OSError) -> None:
+        self._unreadable[error.filename] = error.strerror or str(error)
 
     def _matches_suffix(self, name: str) -> bool:
         return not self._suffixes or bare_name(name).endswith(self._suffixes)
@@ -194,8 +185,6 @@ class _FileSearch:
 
 
 class Stream(Protocol):
-    """Bytes that are read from front to back: `read` returns at most `size` bytes, and none at the end."""
-
     def read(self, size: int, /) -> bytes: ...
 
 
@@ -281,7 +270,7 @@ class Decompressed:
 
     def __init__(self, path: str):
         self._path = path
-        zstd = zstd_library() if path.lower().endswith(_ZSTD) else None
+        zstd = require("zstandard", ".zst", "data") if path.lower().endswith(_ZSTD) else None
         self._file = open_binary(path)
         self._source: Stream = self._file
         if path.lower().endswith(_GZIP):
@@ -298,10 +287,6 @@ class Decompressed:
             raise RunError(f"{self._path} is damaged ({error}): copy or make it again.") from None
         except Exception as error:  # each storage has exceptions of its own
             raise RunError(f"{self._path} cannot be read ({str(error) or type(error).__name__}).") from None
-
-    def tell(self) -> int:
-        """Stored bytes that have been read."""
-        return self._file.tell()
 
     def close(self) -> None:
         self._file.close()
@@ -345,9 +330,9 @@ class _ZstdReader:
             self._frame = None
 
 
-def zstd_library() -> Any:
+def require(package: str, what: str, extra: str) -> Any:
+    """Import an optional package; raises RunError with the way to install it."""
     try:
-        import zstandard
+        return importlib.import_module(package)
     except ImportError:
-        raise RunError(".zst files need the package zstandard: pip install 'phalanx[data]'.") from None
-    return zstandard
+        raise RunError(f"{what} needs the package {package.partition('.')[0]}: pip install 'phalanx[{extra}]'.") from None

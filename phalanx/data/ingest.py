@@ -145,17 +145,17 @@ def _make(plan: TokenizePlan, folder: Path, data: Data, progress: ProgressCallba
 
     def missing_pieces() -> Iterator[Piece]:
         for piece in plan.pieces():
-            sizes[piece.number] = piece.size
             if (result := PieceResult.read(folder, piece.part)) is not None:
                 totals.add(result, piece.size, kept=True)
             else:
+                sizes[piece.number] = piece.size
                 yield piece
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with TokenizePool(data.processes or cores, plan.spec, folder, data.max_bad_records) as pool:
         for event in pool.run(missing_pieces()):
             if isinstance(event, PieceResult):
-                totals.add(event, sizes[event.number])
+                totals.add(event, sizes.pop(event.number))
                 event = PieceProgress()
             if progress is not None:
                 progress(totals.progress(event))

@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -26,62 +27,43 @@ from phalanx.spec.json_value import JsonObject
 _I8 = npt.NDArray[np.int64]
 _MAX_DOCUMENTS = 1 << 24
 """Maximum number of hashes and lengths in memory, eight bytes each; a larger corpus is sampled by hash."""
-_SHORT = 1 << 20
-"""Shorter lengths are counted, longer ones listed: a corpus has few of those, or few documents at all."""
 _PORTION = 1 << 22  # tokens read at a time
 _SAMPLES = 256  # samples of a preview in memory at a time
 _HASHED_DTYPE = np.dtype("<u4")
 _DECODED = 64  # documents that are decoded to estimate the bytes per token
 
 
-@dataclass(slots=True)
 class Lengths:
-    """Document lengths without end tokens: exact counts in bounded memory."""
+    """Document lengths without end tokens, counted exactly: even a corpus of 10¹² tokens has only a million different lengths."""
 
-    counts: _I8 = field(default_factory=lambda: np.zeros(_SHORT, dtype=np.int64))
-    long: list[int] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
 
     def add(self, lengths: _I8) -> None:
-        short = lengths[lengths < _SHORT]
-        if len(short):
-            counts = np.bincount(short)
-            self.counts[: len(counts)] += counts
-        self.long += lengths[lengths >= _SHORT].tolist()
-
-    def quantile(self, fraction: float) -> int:
-        """The length that this fraction of all documents does not exceed."""
-        place = max(0, int(np.ceil(fraction * self.documents)) - 1)
-        short = int(self.counts.sum())
-        if place < short:
-            return int(np.searchsorted(np.cumsum(self.counts), place, side="right"))
-        return sorted(self.long)[place - short]
-
-    @property
-    def documents(self) -> int:
-        return int(self.counts.sum()) + len(self.long)
+        values, counts = np.unique(lengths, return_counts=True)
+        self._counts.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
 
     def table(self) -> dict[str, float]:
-        if not self.documents:
+        documents = self._counts.total()
+        if not documents:
             return {}
-        total = int((self.counts * np.arange(_SHORT)).sum()) + sum(self.long)
-        return {
-            "min": self.quantile(0.0),
-            "median": self.quantile(0.5),
-            "mean": total / self.documents,
-            "p90": self.quantile(0.9),
-            "p99": self.quantile(0.99),
-            "max": self.quantile(1.0),
-        }
+        lengths = sorted(self._counts)
+        until = np.cumsum([self._counts[length] for length in lengths])
+
+        def quantile(fraction: float) -> int:
+            """The length that this fraction of all documents does not exceed."""
+            return lengths[int(until.searchsorted(max(0, int(np.ceil(fraction * documents)) - 1), "right"))]
+
+        mean = sum(length * count for length, count in self._counts.items()) / documents
+        table = {"min": quantile(0.0), "median": quantile(0.5), "mean": mean}
+        return table | {"p90": quantile(0.9), "p99": quantile(0.99), "max": quantile(1.0)}
 
     def histogram(self) -> list[tuple[int, int, int]]:
         """(from, to, documents) for lengths from … to, both included; each range is twice as wide as the one before."""
-        values = np.flatnonzero(self.counts)
-        bins: dict[int, int] = {}
-        for length, count in [*zip(values.tolist(), self.counts[values].tolist(), strict=True), *((n, 1) for n in self.long)]:
-            bins[length.bit_length()] = bins.get(length.bit_length(), 0) + count
-        if not bins:
-            return []
-        return [((1 << b) >> 1, (1 << b) - 1, bins.get(b, 0)) for b in range(min(bins), max(bins) + 1)]
+        bins: Counter[int] = Counter()
+        for length, count in self._counts.items():
+            bins[length.bit_length()] += count
+        return [((1 << b) >> 1, (1 << b) - 1, bins[b]) for b in range(min(bins), max(bins) + 1)] if bins else []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -302,7 +284,7 @@ class SampleView:
     source: str
     epoch: int
     window: int
-    documents: tuple[PieceView, ...]
+    pieces: tuple[PieceView, ...]
     trained: int
     """Number of targets with a loss."""
     masked: int
@@ -310,19 +292,11 @@ class SampleView:
     padding: int
 
     def table(self) -> JsonObject:
-        return {
-            "sample": self.sample,
-            "source": self.source,
-            "epoch": self.epoch,
-            "window": self.window,
-            "trained": self.trained,
-            "masked": self.masked,
-            "padding": self.padding,
-            "pieces": [
-                {"document": piece.document, "start": piece.start, "stop": piece.stop, "first": piece.first}
-                for piece in self.documents
-            ],
-        }
+        """The values for JSON, without the texts."""
+        table = asdict(self)
+        for piece in table["pieces"]:
+            del piece["texts"]
+        return table
 
 
 def batches(dataset: Dataset, step: int, batch: int) -> Iterator[Batch]:
@@ -348,18 +322,9 @@ def split_samples(dataset: Dataset, batch: Batch) -> Iterator[SampleView]:
             texts = _text_spans(tokens[column:until], targets[column:until], dataset.tokenizer)
             pieces.append(PieceView(document, start, stop, column, texts))
             column = until
-        count = int((targets >= 0).sum())
-        padding = len(tokens) - column
-        yield SampleView(
-            sample=index,
-            source=trace.source,
-            epoch=trace.epoch,
-            window=trace.window,
-            documents=tuple(pieces),
-            trained=count,
-            masked=len(tokens) - padding - count,
-            padding=padding,
-        )
+        trained = int((targets >= 0).sum())
+        counts = {"trained": trained, "masked": column - trained, "padding": len(tokens) - column}
+        yield SampleView(index, trace.source, trace.epoch, trace.window, tuple(pieces), **counts)
 
 
 def _text_spans(tokens: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], tokenizer: Tokenizer) -> tuple[TextSpan, ...]:
@@ -370,9 +335,9 @@ def _text_spans(tokens: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], t
     if targets[-1] == tokenizer.end:  # a target but not an input, because nothing follows it
         shown.append((tokenizer.end, True))
     spans: list[TextSpan] = []
-    stream = tokenizer.stream()
+    push = tokenizer.stream()
     for token, counted in shown:
-        text = tokenizer.marks.get(token) or stream.push(token)
+        text = tokenizer.marks.get(token) or push(token)
         if not text:
             continue
         if spans and spans[-1].trained == counted:

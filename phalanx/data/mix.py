@@ -172,8 +172,8 @@ class Mixture:
             return Batch(*parts[0], np.array(indices, dtype=np.int64))
         # The target row of each row of the concatenated parts.
         back = np.argsort(np.concatenate([np.flatnonzero(source == which) for which in present]))
-        tokens, targets, positions, documents = (np.concatenate(arrays)[back] for arrays in zip(*parts, strict=True))
-        return Batch(tokens, targets, positions, documents, np.array(indices, dtype=np.int64))
+        joined = Window(*(np.concatenate(arrays)[back] for arrays in zip(*parts, strict=True)))
+        return Batch(*joined, np.array(indices, dtype=np.int64))
 
     def trace(self, index: int) -> Trace:
         """The origin of a sample."""

@@ -35,8 +35,7 @@ class Window(NamedTuple):
     """Index of the document within the window: 0, 1, 2 …"""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class Batch(NamedTuple):
     """Several samples; the fields of a window as [sample, token]."""
 
     tokens: npt.NDArray[np.int64]
@@ -60,8 +59,7 @@ class Batch:
 
     def rows(self, first: int, last: int) -> Batch:
         """Samples first … last (exclusive) of this batch."""
-        at = slice(first, last)
-        return Batch(self.tokens[at], self.targets[at], self.positions[at], self.documents[at], self.samples[at])
+        return Batch._make(array[first:last] for array in self)
 
 
 @dataclass(frozen=True, slots=True)

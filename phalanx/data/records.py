@@ -22,6 +22,7 @@ from phalanx.data.files import (
     is_url,
     open_binary,
     paths_key,
+    require,
     storage_errors,
 )
 from phalanx.spec.errors import RunError
@@ -169,13 +170,10 @@ def checked_text(value: Any, field: str, limit: int) -> str | BadRecord:
         return BadRecord(MISSING, f'"{field}" is null')
     if not isinstance(value, str):
         return BadRecord(NOT_TEXT, f'"{field}" is a {type(value).__name__}')
-    if not value.isascii():
-        try:
-            size = len(value.encode())
-        except UnicodeEncodeError as error:  # an unpaired surrogate, written as an escape
-            return BadRecord(NOT_UTF8, f"an unpaired surrogate at {error.start}: {value[error.start]!r}")
-    else:
-        size = len(value)
+    try:
+        size = len(value) if value.isascii() else len(value.encode())
+    except UnicodeEncodeError as error:  # an unpaired surrogate, written as an escape
+        return BadRecord(NOT_UTF8, f"an unpaired surrogate at {error.start}: {value[error.start]!r}")
     return BadRecord(TOO_LONG, f"{size} bytes, data.max_record_bytes = {limit}") if size > limit else value
 
 
@@ -226,22 +224,10 @@ class Rows:
         return f"{self._name}, row {position}"
 
 
-def missing_extra(what: str, package: str, extra: str) -> RunError:
-    return RunError(f"{what} needs the package {package}: pip install 'phalanx[{extra}]'.")
-
-
-def _library() -> Any:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise missing_extra("Parquet", "pyarrow", "data") from None
-    return pyarrow.parquet
-
-
 @contextlib.contextmanager
 def _open_parquet(path: str) -> Iterator[Any]:
     """Opens a file; errors name it."""
-    library = _library()
+    library = require("pyarrow.parquet", "Parquet", "data")
     import pyarrow as pa
 
     if is_compressed(path):
@@ -271,25 +257,17 @@ def row_groups(path: str, field: str) -> list[int]:
 def _check(path: str, field: str, schema: Any) -> None:
     import pyarrow as pa
 
-    kind: Any = None
-    for number, name in enumerate(_steps(field, schema.names)):
-        inner: Any = schema if number == 0 else kind
-        if (number and not pa.types.is_struct(kind)) or inner.get_field_index(name) < 0:
+    kind: Any = pa.struct(schema)
+    for name in _steps(field, schema.names):
+        if not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
             raise RunError(
                 f'{path} has no column "{field}"; its columns are {", ".join(schema.names) or "none"}. '
                 "Set data.field (--field) to the one that holds the text."
             )
-        kind = inner.field(name).type
+        kind = kind.field(name).type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    texts = (
-        pa.types.is_string,
-        pa.types.is_large_string,
-        pa.types.is_string_view,
-        pa.types.is_binary,
-        pa.types.is_large_binary,
-    )
-    if not any(is_text(kind) for is_text in texts):
+    if kind not in (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary()):
         raise RunError(f'{path}: column "{field}" is {kind}, not text; set data.field (--field) to one that is.')
 
 
@@ -343,13 +321,13 @@ def saved_dataset_files(source: Source) -> list[SourceFile]:
 def dataset_rows(source: Source, field: str, limit: int) -> Iterator[str | BadRecord]:
     """The text of every row, in order. Raises RunError if the dataset, the split or the column does not exist."""
     data = _open_dataset(source)
-    top = field if field in (data.column_names or [field]) else field.split(".")[0]
-    if data.column_names and top not in data.column_names:
-        raise RunError(
-            f'{_dataset_path(source)} has no column "{field}"; its columns are {", ".join(data.column_names)}. '
-            "Set data.field (--field) to the one that holds the text."
-        )
     if data.column_names:
+        top = _steps(field, data.column_names)[0]
+        if top not in data.column_names:
+            raise RunError(
+                f'{_dataset_path(source)} has no column "{field}"; its columns are {", ".join(data.column_names)}. '
+                "Set data.field (--field) to the one that holds the text."
+            )
         data = data.select_columns([top])
     try:
         for row in data:
@@ -367,25 +345,16 @@ def _dataset_path(source: Source) -> str:
 
 
 def _open_dataset(source: Source) -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise missing_extra('source = "hf"', "datasets", "datasets") from None
+    datasets = require("datasets", 'source = "hf"', "datasets")
     path = os.path.expanduser(_dataset_path(source))
     try:
-        if not os.path.isdir(path) or not _saved(path):
+        if not any(os.path.exists(os.path.join(path, name)) for name in ("dataset_dict.json", "state.json")):
             return datasets.load_dataset(path, source.config, split=source.split, streaming=source.streaming)
         saved = datasets.load_from_disk(path)
     except Exception as error:
         raise RunError(
             f'{paths_key(source)}: the dataset "{path}" (split "{source.split}") cannot be opened ({type(error).__name__}: {error}).'
         ) from None
-    if isinstance(saved, dict):
-        if source.split not in saved:
-            raise RunError(f'{path} has no split "{source.split}"; its splits are {", ".join(saved)}. Set data.split.')
-        return saved[source.split]
-    return saved
-
-
-def _saved(path: str) -> bool:
-    return any(os.path.exists(os.path.join(path, name)) for name in ("dataset_dict.json", "state.json"))
+    if isinstance(saved, dict) and source.split not in saved:
+        raise RunError(f'{path} has no split "{source.split}"; its splits are {", ".join(saved)}. Set data.split.')
+    return saved[source.split] if isinstance(saved, dict) else saved

@@ -250,7 +250,7 @@ class TokenWriter:
         return Part(name=self._name, documents=self.documents, tokens=self.tokens, sha256=self._digest.hexdigest())
 
     def discard(self) -> None:
-        """Remove the unfinished files."""
+        """Remove the files if they are not finished."""
         for file in self._files.values():
             file.close()
             Path(file.name).unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from phalanx.data import chat
 from phalanx.data.records import EMPTY, BadRecord, JsonLines, ParquetRows, Rows, TextDocuments, text_in
 from phalanx.data.source_pieces import Piece, TokenizeSpec
 from phalanx.data.token_files import Part, TokenWriter, replace_text
-from phalanx.data.tokenizer import Tokenizer, open_tokenizer
+from phalanx.data.tokenizer import open_tokenizer
 from phalanx.spec.errors import RunError, RunFailed
 
 DONE = ".done"
@@ -43,8 +43,7 @@ _START = "import sys; sys.path.insert(0, sys.argv[1]); from phalanx.worker.token
 Value = str | bytes | chat.Rendered | BadRecord
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PieceProgress:
+class PieceProgress(NamedTuple):
     """Progress within pieces that are not finished."""
 
     bytes: int = 0
@@ -90,19 +89,12 @@ class PieceResult:
             return None
 
 
-class RecordReader(Protocol):
-    """Iterates over (position, record) of a piece; `place` describes a position for people."""
-
-    def __iter__(self) -> Iterator[tuple[int, Any]]: ...
-    def place(self, position: int) -> str: ...
-
-
 class PieceTokenizer:
     """Tokenizes pieces with one tokenizer and one template."""
 
     def __init__(self, spec: TokenizeSpec, folder: Path, max_bad: int):
         self._spec, self._folder, self._max_bad = spec, folder, max_bad
-        self._tokenizer: Tokenizer = open_tokenizer(spec.tokenizer, spec.end_token)
+        self._tokenizer = open_tokenizer(spec.tokenizer, spec.end_token)
         self._chat: chat.ChatRenderer | None = None
         if spec.template is not None:
             template = chat.ChatTemplate(spec.template, spec.template_name, self._tokenizer.special)
@@ -113,21 +105,17 @@ class PieceTokenizer:
         result = PieceResult(number=piece.number)
         try:
             writer = TokenWriter(self._folder, piece.part, self._tokenizer, masked=self._chat is not None)
-        except OSError as error:
-            raise _unwritable(self._folder, error) from None
-        try:
-            self._write(piece, writer, result, report)
-            if result.stopped:
+            try:
+                self._write(piece, writer, result, report)
+                if not result.stopped:
+                    result.part = writer.close()
+                    result.write(self._folder, piece.part)
+            finally:
                 writer.discard()
-                return result
-            result.part = writer.close()
-            result.write(self._folder, piece.part)
         except OSError as error:  # errors of reading are RunErrors
-            writer.discard()
-            raise _unwritable(self._folder, error) from None
-        except BaseException:
-            writer.discard()
-            raise
+            raise RunFailed(
+                f"{self._folder} cannot be written ({error.strerror or error}): free space or make it writable, and start again."
+            ) from None
         return result
 
     def _write(self, piece: Piece, writer: TokenWriter, result: PieceResult, report: Callable[[PieceProgress], None]) -> None:
@@ -165,7 +153,7 @@ class PieceTokenizer:
         else:
             writer.add_batch(self._tokenizer.encode_batch(batch))
 
-    def _reader(self, piece: Piece) -> RecordReader:
+    def _reader(self, piece: Piece) -> Rows | ParquetRows | TextDocuments | JsonLines:
         spec, limit = self._spec, self._spec.max_record_bytes
         if piece.rows is not None:
             return Rows(piece.rows, piece.start, spec.name)
@@ -178,17 +166,10 @@ class PieceTokenizer:
 
     def _value(self, record: Any) -> Value:
         if not isinstance(record, dict):
-            value: Value = record
-            return value
+            return cast(Value, record)
         if self._chat is not None:
             return self._chat.render(record)
         return text_in(record, self._spec.field, self._spec.max_record_bytes)
-
-
-def _unwritable(folder: Path, error: OSError) -> RunFailed:
-    return RunFailed(
-        f"{folder} cannot be written ({error.strerror or error}): free space or make it writable, and start again."
-    )
 
 
 def serve(connection: Any) -> None:
@@ -284,7 +265,7 @@ class TokenizePool:
             for connection in wait(list(busy)):
                 assert isinstance(connection, Connection)
                 result = busy[connection].receive()
-                yield self._total_progress() if result is None else result
+                yield result or PieceProgress(*map(sum, zip(*(worker.progress for worker in self._workers), strict=True)))
 
     def _idle(self) -> _Worker | None:
         """A worker without a piece, started if there may be one more."""
@@ -293,14 +274,6 @@ class TokenizePool:
             idle = _Worker(self._settings)
             self._workers.append(idle)
         return idle
-
-    def _total_progress(self) -> PieceProgress:
-        progress = [worker.progress for worker in self._workers]
-        return PieceProgress(
-            bytes=sum(each.bytes for each in progress),
-            tokens=sum(each.tokens for each in progress),
-            documents=sum(each.documents for each in progress),
-        )
 
     def __enter__(self) -> Self:
         return self

@@ -1,14 +1,11 @@
-"""Tokenizers: bytes, or any tokenizer.json of the `tokenizers` library. `data/dataset` and `data/ingest` open one by name.
-
-Sampling from a model decodes with it.
-"""
+"""Tokenizers: bytes, or any tokenizer.json of the `tokenizers` library."""
 
 from __future__ import annotations
 
 import codecs
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,16 +19,11 @@ Spans = tuple[Ids, npt.NDArray[np.int64], npt.NDArray[np.int64]]
 """Ids, and for each id the first and the end (exclusive) character of its text."""
 
 
-class TextStream(Protocol):
-    """Decodes ids one by one."""
-
-    def push(self, token: int) -> str:
-        """The text that this id adds; empty while a character is incomplete."""
+Push = Callable[[int], str]
+"""Decodes ids one by one: returns the text that an id adds, which is empty while a character is incomplete."""
 
 
 class Tokenizer(Protocol):
-    """The interface of every tokenizer."""
-
     name: str
     """The value of data.tokenizer."""
     vocab: int
@@ -61,7 +53,7 @@ class Tokenizer(Protocol):
     def decode(self, ids: npt.ArrayLike) -> str:
         """The text of ids; special tokens and ids beyond the vocabulary are dropped."""
 
-    def stream(self) -> TextStream: ...
+    def stream(self) -> Push: ...
 
 
 class ByteTokenizer:
@@ -95,16 +87,9 @@ class ByteTokenizer:
         shown = tokens[(tokens >= 0) & (tokens < self.end)]
         return shown.astype(np.uint8).tobytes().decode(errors="replace")
 
-    def stream(self) -> TextStream:
-        return _ByteStream()
-
-
-class _ByteStream:
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token: int) -> str:
-        return self._decoder.decode(bytes([token])) if 0 <= token < ByteTokenizer.end else ""
+    def stream(self) -> Push:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        return lambda token: decoder.decode(bytes([token])) if 0 <= token < self.end else ""
 
 
 _FILE = "tokenizer.json"
@@ -180,28 +165,21 @@ class HfTokenizer:
         shown: list[int] = tokens[(tokens >= 0) & (tokens < self.vocab)].tolist()
         return self._library.decode(shown, skip_special_tokens=True)
 
-    def stream(self) -> TextStream:
-        return _HfStream(self)
+    def stream(self) -> Push:
+        returned: list[int] = []  # the ids whose text was returned last
+        pending: list[int] = []
 
+        def push(token: int) -> str:
+            # Decodes the last few ids again: the text of an id may depend on its neighbors (spaces, partial characters).
+            nonlocal returned, pending
+            pending.append(token)
+            before, now = self.decode(returned), self.decode(returned + pending)
+            if len(now) <= len(before) or now.endswith("\ufffd"):
+                return ""
+            returned, pending = pending, []
+            return now[len(before) :]
 
-class _HfStream:
-    """Decodes the last few ids again with each new one: the text of an id may depend on its neighbors (spaces, partial
-    characters)."""
-
-    def __init__(self, tokenizer: HfTokenizer):
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._from = 0  # first id that is decoded again
-        self._read = 0  # ids whose text has been returned
-
-    def push(self, token: int) -> str:
-        self._ids.append(token)
-        before = self._tokenizer.decode(self._ids[self._from : self._read])
-        now = self._tokenizer.decode(self._ids[self._from :])
-        if len(now) <= len(before) or now.endswith("\ufffd"):
-            return ""
-        self._from, self._read = self._read, len(self._ids)
-        return now[len(before) :]
+        return push
 
 
 def _find(name: str) -> Path:

@@ -24,7 +24,7 @@ def printed(console: Console) -> str:
 
 def sample(*stretches: TextSpan, padding: int = 0) -> SampleView:
     piece = PieceView(document=7, start=3, stop=20, first=0, texts=stretches)
-    return SampleView(sample=9, source="web", epoch=1, window=4, documents=(piece,), trained=10, masked=7, padding=padding)
+    return SampleView(sample=9, source="web", epoch=1, window=4, pieces=(piece,), trained=10, masked=7, padding=padding)
 
 
 def test_masks_are_brackets_in_a_file_and_dim_on_a_terminal() -> None:

@@ -65,13 +65,13 @@ def test_inspect_is_independent_of_the_portion_size(monkeypatch: pytest.MonkeyPa
     assert len(told) > 1 and told[-1][0] == told[-1][1] == whole.tokens
 
 
-def test_inspect_lists_very_long_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_SHORT", 40)
-    documents = texts()
-    lengths = Lengths(counts=np.zeros(40, dtype=np.int64))
-    lengths.add(np.array([len(text) for text in documents]))
-    assert len(lengths.long) > 50
-    assert lengths.table() == expected_lengths([len(text) for text in documents])
+def test_lengths_of_several_portions_with_a_very_long_document() -> None:
+    portions = [[len(text) for text in texts(seed=seed)] for seed in (0, 1)] + [[1 << 40]]
+    lengths = Lengths()
+    for portion in portions:
+        lengths.add(np.array(portion))
+    assert lengths.table() == expected_lengths([length for portion in portions for length in portion])
+    assert lengths.histogram()[-1] == (1 << 40, (1 << 41) - 1, 1)
 
 
 def test_inspect_counts_duplicates() -> None:

@@ -29,7 +29,7 @@ def shown(dataset: Dataset, step: int = 1, batch: int = 4) -> list[SampleView]:
 
 
 def text_of(sample: SampleView) -> str:
-    return "".join(stretch.text for piece in sample.documents for stretch in piece.texts)
+    return "".join(stretch.text for piece in sample.pieces for stretch in piece.texts)
 
 
 @pytest.mark.parametrize("packing", ["stream", "best-fit"])
@@ -39,20 +39,20 @@ def test_preview_pieces_equal_the_window(packing: str) -> None:
     assert batch.samples.tolist() == [4, 5, 6, 7]
     for row, sample in enumerate(split_samples(dataset, batch)):
         ids = batch.tokens[row]
-        for piece in sample.documents:
+        for piece in sample.pieces:
             text = [*TEXTS[piece.document].encode(), WORDS.end]
             assert ids[piece.first : piece.first + piece.stop - piece.start].tolist() == text[piece.start : piece.stop]
-        held = sum(piece.stop - piece.start for piece in sample.documents)
+        held = sum(piece.stop - piece.start for piece in sample.pieces)
         assert sample.padding == len(ids) - held
         assert sample.trained == (batch.targets[row] >= 0).sum()
         assert sample.trained + sample.masked + sample.padding == len(ids)
         # Boundaries as attention has them: padding is one more document.
-        assert batch.documents[row].max() + 1 == len(sample.documents) + bool(sample.padding)
+        assert batch.documents[row].max() + 1 == len(sample.pieces) + bool(sample.padding)
 
 
 def test_preview_shows_whole_documents_as_written() -> None:
     dataset = opened(length=400, packing="best-fit")
-    seen = [piece for sample in shown(dataset, batch=dataset.train.count) for piece in sample.documents]
+    seen = [piece for sample in shown(dataset, batch=dataset.train.count) for piece in sample.pieces]
     assert sorted(piece.document for piece in seen) == list(range(len(TEXTS)))
     for piece in seen:
         first, rest = piece.texts  # the first letter is foretold by nothing
@@ -70,7 +70,7 @@ def test_preview_separates_masked_text(tmp_path: Path) -> None:
     write_token_files(tmp_path, WORDS, [question + answer] * 30, [mask] * 30)
     data = Data(source="tokens", paths=(str(tmp_path),), eval_fraction=0.0, packing="best-fit")
     (sample,) = shown(open_dataset(data, 20, seed=0), batch=1)
-    for piece in sample.documents:
+    for piece in sample.pieces:
         assert [(stretch.text, stretch.trained) for stretch in piece.texts] == [("ask: ", False), ("say<end>", True)]
     assert (sample.trained, sample.masked, sample.padding) == (2 * 4, 2 * 4, 4)
 
@@ -114,5 +114,5 @@ def test_preview_shows_special_tokens_by_name(tmp_path: Path) -> None:
     dataset = open_dataset(data, 64, seed=0)
     (sample,) = shown(dataset, batch=1)
     assert sorted(text_of(sample).split("</s>")) == ["", "<s>on the mät", "<s>the cat sat"]
-    for piece in sample.documents:
+    for piece in sample.pieces:
         assert piece.texts[0].text == "<s>" and not piece.texts[0].trained

@@ -110,12 +110,12 @@ def test_token_stream_equals_decoding_at_once(name: str, tmp_path: Path) -> None
     words = open_tokenizer(str(saved[name](tmp_path)) if name in saved else name)
     text = "The quick brown fox, naïve – 語 – 🜁 end"
     ids = words.encode(text)
-    stream = words.stream()
-    pieces = [stream.push(int(token)) for token in ids]
+    push = words.stream()
+    pieces = [push(int(token)) for token in ids]
     assert "".join(pieces) == words.decode(ids)
     assert sum(map(bool, pieces)) > len(pieces) // 4, "it comes piece by piece"
     assert not any("\ufffd" in piece for piece in pieces) or name == "unigram"
-    assert words.stream().push(words.end) == ""
+    assert words.stream()(words.end) == ""
 
 
 def test_end_token_is_requested_then_configured_then_guessed(tmp_path: Path) -> None:
