@@ -69,7 +69,9 @@ class ChatTemplate:
             # Looks for the tag, not the word: a template may contain the word "generation".
             self.marks_answers = any(
                 kind == "block_begin" and following[1:] == ("name", "generation")
-                for (_, kind, _), following in _pairs(environment.lex(source))
+                for (_, kind, _), following in itertools.pairwise(
+                    token for token in environment.lex(source) if token[1] != "whitespace"
+                )
             )
         except jinja2.TemplateSyntaxError as error:
             raise RunError(f"{name}, line {error.lineno}, is no valid Jinja: {error.message}; correct the template.") from None
@@ -117,10 +119,6 @@ class ChatTemplate:
             raise RunError(f"{self._name} has a generation tag, but not around what the assistant says; move it there.")
 
 
-def _pairs(tokens: Any) -> list[tuple[Any, Any]]:
-    return list(itertools.pairwise(token for token in tokens if token[1] != "whitespace"))
-
-
 def _environment(mark: str) -> Any:
     import jinja2
     from jinja2.ext import Extension, loopcontrols
@@ -147,8 +145,7 @@ def _environment(mark: str) -> Any:
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = _NOW.strftime
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": _NOW.strftime}
     return environment
 
 

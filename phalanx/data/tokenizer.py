@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.spec.errors import RunError
+from phalanx.spec.sources import TOKENIZER_FILE
 
 Ids = npt.NDArray[np.int32]
 Spans = tuple[Ids, npt.NDArray[np.int64], npt.NDArray[np.int64]]
@@ -92,8 +93,7 @@ class ByteTokenizer:
         return lambda token: decoder.decode(bytes([token])) if 0 <= token < self.end else ""
 
 
-_FILE = "tokenizer.json"
-_COMPANIONS = (
+COMPANIONS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
@@ -116,7 +116,7 @@ class HfTokenizer:
 
         self.name = name
         path = _find(name)
-        folder = path.parent if path.name == _FILE else None
+        folder = path.parent if path.name == TOKENIZER_FILE else None
         try:
             content = path.read_bytes()
         except OSError as error:
@@ -141,7 +141,7 @@ class HfTokenizer:
         end_token = _end_token(name, end_token, self.special.get("eos_token"), vocabulary)
         self.end = vocabulary[end_token]
         self.sha256 = hashlib.sha256(content + b"\0" + end_token.encode()).hexdigest()
-        self.files = [path, *(folder / other for other in _COMPANIONS if (folder / other).is_file())] if folder else [path]
+        self.files = [path, *(folder / other for other in COMPANIONS if (folder / other).is_file())] if folder else [path]
         # The library is faster without offsets, which a corpus does not need; older versions have only the slow call.
         self._fast = getattr(self._library, "encode_batch_fast", self._library.encode_batch)
 
@@ -185,18 +185,18 @@ class HfTokenizer:
 def _find(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
-        if (path / _FILE).is_file():
-            return path / _FILE
+        if (path / TOKENIZER_FILE).is_file():
+            return path / TOKENIZER_FILE
         other_files = [other for other in ("tokenizer.model", "vocab.json", "vocab.txt") if (path / other).is_file()]
         remedy = (
             f"it has only {other_files[0]}: convert it with transformers (AutoTokenizer.from_pretrained(…).save_pretrained(…))"
             if other_files
             else "name a folder that does"
         )
-        raise RunError(f'data.tokenizer = "{name}": the folder {path.absolute()} holds no {_FILE}; {remedy}.')
+        raise RunError(f'data.tokenizer = "{name}": the folder {path.absolute()} holds no {TOKENIZER_FILE}; {remedy}.')
     if not path.is_file():
         raise RunError(
-            f'data.tokenizer = "{name}" is not known; write "byte", or the path of a {_FILE} or of a folder that holds one '
+            f'data.tokenizer = "{name}" is not known; write "byte", or the path of a {TOKENIZER_FILE} or of a folder that holds one '
             f"(tried {path.absolute()})."
         )
     return path
@@ -211,7 +211,9 @@ def _settings(folder: Path | None) -> dict[str, Any]:
         try:
             table = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise RunError(f"{path} cannot be read ({error}); correct it, or name {_FILE} alone in another folder.") from None
+            raise RunError(
+                f"{path} cannot be read ({error}); correct it, or name {TOKENIZER_FILE} alone in another folder."
+            ) from None
         if isinstance(table, dict):
             settings |= {key: value for key, value in table.items() if value is not None}
     return settings

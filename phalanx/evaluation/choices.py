@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,11 @@ class Chosen:
         return self.right_normalized / self.questions
 
     def add(self, question: Question, scores: Sequence[Score]) -> None:
-        lengths = [len(choice) for choice in question.choices]
-        normalized = [score.logprob / length for score, length in zip(scores, lengths, strict=True)]
+        total = [score.logprob for score in scores]
+        normalized = [logprob / len(choice) for logprob, choice in zip(total, question.choices, strict=True)]
         self.questions += 1
-        self.right += _first_largest([score.logprob for score in scores]) == question.answer
-        self.right_normalized += _first_largest(normalized) == question.answer
+        self.right += total.index(max(total)) == question.answer
+        self.right_normalized += normalized.index(max(normalized)) == question.answer
         self.truncated += any(score.dropped for score in scores)
 
 
@@ -95,49 +96,41 @@ def read_questions(path: Path, bad: BadRecords, most: int | None = None) -> Iter
     """The questions of a file in order, at most `most`; other records are added to `bad`."""
     if not path.is_file():
         raise RunError(f"--choices {path} is not a file: name a JSONL file, which may be compressed (.gz, .zst).")
-    count = 0
+    yield from islice(_questions(path, bad), most)
+
+
+def _questions(path: Path, bad: BadRecords) -> Iterator[Question]:
     for line, record in JsonLines(str(path), _MAX_RECORD):
-        if count == most:
-            return
         question = record if isinstance(record, BadRecord) else _question(line, record)
         if isinstance(question, BadRecord):
             bad.add(line, question)
         else:
-            count += 1
             yield question
 
 
 def choose(scorer: Scorer, questions: Iterator[Question], bad: BadRecords) -> Chosen:
     """Score every question's choices."""
     chosen = Chosen()
-    chunk: list[tuple[Question, list[Request]]] = []
-    for question in questions:
-        requests = [scorer.encode(question.context, choice) for choice in question.continuations()]
-        longest = max(len(request.continuation) for request in requests)
-        if longest > scorer.context:
-            bad.add(
-                question.line, BadRecord(TOO_LONG, f"a choice has {longest} tokens and the model's context {scorer.context}")
-            )
-            continue
-        chunk.append((question, requests))
-        if len(chunk) == _CHUNK:
-            _score(scorer, chunk, chosen)
-            chunk = []
-    _score(scorer, chunk, chosen)
+    encoded = _encode(scorer, questions, bad)
+    while chunk := list(islice(encoded, _CHUNK)):
+        scores = iter(scorer.scores([request for _, requests in chunk for request in requests]))
+        for question, requests in chunk:
+            chosen.add(question, [next(scores) for _ in requests])
     if not chosen.questions:
         first = f" The first: {bad.examples[0]}" if bad.examples else ""
         raise RunError(f"--choices {bad.path} holds no question that can be used.{first}")
     return chosen
 
 
-def _score(scorer: Scorer, chunk: Sequence[tuple[Question, list[Request]]], chosen: Chosen) -> None:
-    scores = iter(scorer.scores([request for _, requests in chunk for request in requests]))
-    for question, requests in chunk:
-        chosen.add(question, [next(scores) for _ in requests])
-
-
-def _first_largest(values: Sequence[float]) -> int:
-    return max(range(len(values)), key=lambda i: values[i])
+def _encode(scorer: Scorer, questions: Iterator[Question], bad: BadRecords) -> Iterator[tuple[Question, list[Request]]]:
+    for question in questions:
+        requests = [scorer.encode(question.context, choice) for choice in question.continuations()]
+        longest = max(len(request.continuation) for request in requests)
+        if longest <= scorer.context:
+            yield question, requests
+        else:
+            reason = f"a choice has {longest} tokens and the model's context {scorer.context}"
+            bad.add(question.line, BadRecord(TOO_LONG, reason))
 
 
 def _question(line: int, record: dict[str, Any]) -> Question | BadRecord:

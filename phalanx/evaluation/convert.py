@@ -12,9 +12,9 @@ import shutil
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from phalanx._version import __version__
 from phalanx.checkpointing import offline_writer
@@ -22,6 +22,7 @@ from phalanx.checkpointing.find_checkpoint import find
 from phalanx.checkpointing.format import RunMetadata
 from phalanx.checkpointing.hf_folder import ReferenceLogits, WeightsFolder, WeightsWriter
 from phalanx.checkpointing.restore import CheckpointReader
+from phalanx.data.tokenizer import COMPANIONS, open_tokenizer
 from phalanx.evaluation.matching import Match, check
 from phalanx.evaluation.open_model import run_for, run_of, tokenizer_of
 from phalanx.models import hf_mapping
@@ -31,14 +32,14 @@ from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import TOKENIZER_VOCAB, Data, Run
+from phalanx.spec.sources import TOKENIZER_FILE
 from phalanx.spec.tensor_slice import Box
 
 _BYTE_END = 256
 _END_TEXT = "<|end|>"
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Number formats of weights, by their names in a run file."""
-_TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-          "vocab.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json"}  # fmt: skip
+_TOKENIZER_FILES = {TOKENIZER_FILE, *COMPANIONS, "chat_template.json", "generation_config.json"}
 """Files that are copied along with the weights."""
 
 
@@ -190,9 +191,9 @@ def _export(entry: Entry, saved: CheckpointReader, writer: WeightsWriter, copies
 def _fits(saved: CheckpointReader, table: tuple[Entry, ...], source: str) -> None:
     problems = []
     for entry in table:
-        found = saved.shape(f"model/{entry.name}")
-        if found != entry.shape:
-            has = "lacks it" if found is None else f"has {list(found)}"
+        shape = saved.shape(f"model/{entry.name}")
+        if shape != entry.shape:
+            has = "lacks it" if shape is None else f"has {list(shape)}"
             problems.append(f"{source} describes {entry.name} of shape {list(entry.shape)}; {saved.path} {has}.")
     if problems:
         raise RunError([*problems[:10], "Undo the changes in the run file."])
@@ -205,8 +206,6 @@ def _format(saved: CheckpointReader, entry: Entry, dtype: str | None) -> torch.d
 
 def _tokenizer_files(run: Run, saved: Path | None) -> tuple[dict[str, bytes], dict[str, int | None], list[str]]:
     """The tokenizer's files by name, its special token ids for config.json, and remarks. `saved`: the run directory's copy."""
-    from phalanx.data.tokenizer import open_tokenizer
-
     if run.data.tokenizer == "byte":
         if run.model.rows < TOKENIZER_VOCAB["byte"]:
             return {}, {}, ["The model has fewer tokens than the byte tokenizer: none is exported."]
@@ -214,14 +213,10 @@ def _tokenizer_files(run: Run, saved: Path | None) -> tuple[dict[str, bytes], di
         return _byte_tokenizer(run.model.context), {"bos_token_id": _BYTE_END, "eos_token_id": _BYTE_END}, []
     tokenizer = open_tokenizer(run.data.tokenizer, run.data.end_token)
     ids = {text: number for number, text in tokenizer.marks.items()}
-    special: dict[str, int | None] = {
-        f"{key}_id": ids.get(tokenizer.special.get(key, "")) for key in ("bos_token", "pad_token")
-    }
-    copied = saved.glob("*") if saved is not None else ()
-    files = {file.name: file for file in tokenizer.files} | {
-        file.name: file for file in copied if file.name in _TOKENIZER_FILES
-    }
-    return {name: file.read_bytes() for name, file in files.items()}, special | {"eos_token_id": tokenizer.end}, []
+    special = {f"{key}_id": ids.get(tokenizer.special.get(key, "")) for key in ("bos_token", "pad_token")}
+    copied = [file for file in saved.glob("*") if file.name in _TOKENIZER_FILES] if saved is not None else []
+    files = {file.name: file.read_bytes() for file in (*tokenizer.files, *copied)}
+    return files, special | {"eos_token_id": tokenizer.end}, []
 
 
 def _format_name(dtype: torch.dtype) -> str:
@@ -230,30 +225,10 @@ def _format_name(dtype: torch.dtype) -> str:
 
 def _byte_tokenizer(context: int) -> dict[str, bytes]:
     """The byte tokenizer as tokenizer.json and tokenizer_config.json for transformers: one token per byte and one for the end."""
-    vocabulary = {letter: byte for byte, letter in enumerate(_alphabet())}
-    added = {
-        "id": _BYTE_END,
-        "content": _END_TEXT,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
-    tokenizer: dict[str, Any] = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [added],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
-        "post_processor": None,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
-        "model": {
-            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
-            "fuse_unk": False, "byte_fallback": False, "ignore_merges": False, "vocab": vocabulary, "merges": [],
-        },
-    }  # fmt: skip
+    library = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(_alphabet())}, merges=[]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([AddedToken(_END_TEXT, normalized=False)])
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
@@ -263,8 +238,8 @@ def _byte_tokenizer(context: int) -> dict[str, bytes]:
         "split_special_tokens": True,  # the name of the end token inside a text is plain text, as in our tokenizer
     }
     return {
-        name: json.dumps(table, indent=2).encode()
-        for name, table in (("tokenizer.json", tokenizer), ("tokenizer_config.json", config))
+        TOKENIZER_FILE: library.to_str(pretty=True).encode(),
+        "tokenizer_config.json": json.dumps(config, indent=2).encode(),
     }
 
 

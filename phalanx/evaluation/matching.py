@@ -53,15 +53,11 @@ class Match:
     token: int
     """The token whose logit differs most there."""
 
-    @property
-    def agrees(self) -> bool:
-        return self.difference <= self.allowed  # False if a number is not finite
-
 
 def check(folder: Path, reference: ReferenceLogits) -> Match:
     """Compare; raises RunFailed with the position and size of the difference if they do not agree."""
     match = compare(folder, reference)
-    if not match.agrees:
+    if not match.difference <= match.allowed:  # also if a number is not finite
         raise RunFailed(
             f"opened by {match.opened} it differs from the model in training: at position {match.position} of the fixed prompt the "
             f"logit of token {match.token} by {match.difference:.3g} of the largest logit, where {reference.compute} allows "
@@ -88,9 +84,8 @@ def compare(folder: Path, reference: ReferenceLogits) -> Match:
     return Match(
         opened=opened,
         difference=float(worst_K[place]),
-        allowed=max(
-            EXACT, TIMES * float(rounding_K.sort().values[decisive])
-        ),  # at the same rank among the positions, so that an outlier counts as little
+        # At the same rank among the positions, so that an outlier counts as little.
+        allowed=max(EXACT, TIMES * float(rounding_K.sort().values[decisive])),
         position=int(reference.positions_K[place]),
         token=int(tokens_K[place]),
     )

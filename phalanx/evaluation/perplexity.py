@@ -52,12 +52,8 @@ class Measured:
 
     def table(self) -> dict[str, float | str | None]:
         """The values for JSON; non-finite numbers become text, as in events.jsonl."""
-        values = {
-            "loss": self.loss,
-            "perplexity": self.perplexity,
-            "tokens": self.tokens,
-            "bits_per_byte": self.bits_per_byte,
-        }
+        names = ("loss", "perplexity", "tokens", "bits_per_byte")
+        values = {name: getattr(self, name) for name in names}
         return {key: value if value is None or math.isfinite(value) else str(value) for key, value in values.items()}
 
 
