@@ -24,7 +24,7 @@ from phalanx.spec.run import Run
 if TYPE_CHECKING:
     from phalanx.data.pack import Batch
     from phalanx.evaluation.open_model import Opened
-    from phalanx.evaluation.perplexity import Measured
+    from phalanx.evaluation.score import Measured
 
 Model = Annotated[
     str,
@@ -137,7 +137,7 @@ def _choices(opened: Opened, path: Path, options: _Options) -> dict[str, Any]:
 
 def _loss(opened: Opened, options: _Options) -> dict[str, Any]:
     from phalanx.evaluation.open_model import meter
-    from phalanx.evaluation.perplexity import Measured
+    from phalanx.evaluation.score import Measured
 
     measure = meter(opened)
     parts = _given_source(opened, options) if options.source else _held_out(opened, options)
@@ -156,7 +156,7 @@ def _held_out(opened: Opened, options: _Options) -> Iterator[tuple[str, int, Ite
     """The held-out text of the run, by source: name, number of batches, batches."""
     from phalanx.data.dataset import open_dataset
     from phalanx.evaluation.open_model import usual_batch
-    from phalanx.evaluation.perplexity import held_out
+    from phalanx.evaluation.score import held_out
 
     run, batch = opened.run, options.batch or usual_batch(opened)
     with tokenizing(console) as progress:
@@ -174,7 +174,7 @@ def _given_source(opened: Opened, options: _Options) -> Iterator[tuple[str, int,
     """The whole source of the command line."""
     from phalanx.data.dataset import open_corpus
     from phalanx.evaluation.open_model import usual_batch
-    from phalanx.evaluation.perplexity import documents, held_out, whole
+    from phalanx.evaluation.score import documents, held_out, whole
     from phalanx.spec.sources import kind
 
     run, batch, length = opened.run, options.batch or usual_batch(opened), _length(opened.run, options)

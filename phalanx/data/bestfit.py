@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.data.corpus import Corpus, OpenFile
-from phalanx.data.pack import IGNORED, DocumentSpan, Window, positions_and_documents, spans_between
-from phalanx.data.shuffle import Intervals
+from phalanx.data.pack import IGNORED, DocumentSpan, Intervals, Window, positions_and_documents, spans_between
 from phalanx.spec.errors import RunError
 
 

@@ -1,6 +1,6 @@
 """A corpus: one flat stream of token ids in which an end token follows every document.
 
-Text files, strings (here) and token files (`data/token_files`) are corpora. `data/shuffle` splits a corpus into training and
+Text files, strings (here) and token files (`data/token_files`) are corpora. `data/pack` splits a corpus into training and
 held-out parts; `data/pack` and `data/bestfit` cut windows out of it.
 """
 

@@ -16,8 +16,7 @@ from phalanx.data.bestfit import BestFitPacking
 from phalanx.data.corpus import ChainedCorpus, Corpus, MemoryCorpus, TextFileCorpus
 from phalanx.data.files import find_files, is_compressed, is_url, paths_key, stdlib_files, table_key
 from phalanx.data.mix import MixedSamples, Mixture
-from phalanx.data.pack import Packing, Samples, StreamPacking
-from phalanx.data.shuffle import Intervals, split
+from phalanx.data.pack import Intervals, Packing, Samples, StreamPacking, split
 from phalanx.data.token_files import META, TokenFiles
 from phalanx.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from phalanx.spec.errors import RunError

@@ -16,8 +16,7 @@ from phalanx.checkpointing.find_checkpoint import FoundCheckpoint, find, is_url,
 from phalanx.checkpointing.hf_folder import WeightsFolder
 from phalanx.checkpointing.restore import load as load_tensors
 from phalanx.data.tokenizer import Tokenizer, open_tokenizer
-from phalanx.evaluation.perplexity import Meter
-from phalanx.evaluation.score import Scorer
+from phalanx.evaluation.score import Meter, Scorer
 from phalanx.events.rundir import RunDir
 from phalanx.models import hf_mapping
 from phalanx.models.init import build, reset_buffers

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.data.pack import IGNORED
-from phalanx.models.mtp import mtp_targets
+from phalanx.models.decoder import mtp_targets
 
 
 def summed_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:

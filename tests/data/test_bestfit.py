@@ -13,8 +13,7 @@ from corpora import END, Masked, one_window, some_documents
 
 from phalanx.data import bestfit
 from phalanx.data.bestfit import BestFitPacking, DiskArray, best_fit
-from phalanx.data.pack import IGNORED
-from phalanx.data.shuffle import Intervals, split
+from phalanx.data.pack import IGNORED, Intervals, split
 from phalanx.spec.errors import RunError, RunFailed
 
 NOWHERE = Path("/nonexistent")

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from phalanx.data.shuffle import Intervals, split
+from phalanx.data.pack import Intervals, split
 
 
 def blocks(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:

@@ -8,8 +8,7 @@ import pytest
 from corpora import END, Masked, one_window, some_documents
 
 from phalanx.data.corpus import Corpus, MemoryCorpus
-from phalanx.data.pack import IGNORED, Samples, StreamPacking
-from phalanx.data.shuffle import Intervals, split
+from phalanx.data.pack import IGNORED, Intervals, Samples, StreamPacking, split
 
 
 def windows_of(*texts: str, length: int, document_mask: bool = True) -> StreamPacking:

@@ -17,7 +17,7 @@ from phalanx.data.corpus import MemoryCorpus
 from phalanx.data.pack import IGNORED
 from phalanx.data.token_files import TokenFiles
 from phalanx.data.tokenizer import ByteTokenizer, open_tokenizer
-from phalanx.evaluation.perplexity import Measured, Meter, held_out, text_bytes, whole
+from phalanx.evaluation.score import Measured, Meter, held_out, text_bytes, whole
 from phalanx.spec.load import loads
 
 TEXTS = ["one small text", "another one, somewhat longer than that", "x", "the last: äöü"]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from phalanx.checkpointing.hf_folder import ReferenceLogits, read_reference
-from phalanx.evaluation import matching
+from phalanx.evaluation import convert
 from phalanx.evaluation.open_model import open_model
 from phalanx.spec.errors import RunError, RunFailed
 from phalanx.transforms import fp8
@@ -27,7 +27,7 @@ PLACES = torch.arange(16)
 @pytest.fixture(autouse=True)
 def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Opened by our own model, unless a test says otherwise."""
-    monkeypatch.setattr(matching, "find_spec", lambda name: None)
+    monkeypatch.setattr(convert, "find_spec", lambda name: None)
 
 
 Saved = Callable[[str], tuple[Path, Any]]
@@ -56,15 +56,15 @@ def reference(theirs: Any, compute: str = "fp32") -> ReferenceLogits:
 @pytest.mark.parametrize("family", SIX)
 def test_transformers_own_answer_is_ours(made: Saved, family: str) -> None:
     folder, theirs = made(family)
-    match = matching.check(folder, reference(theirs))
-    assert match.opened == "phalanx" and match.difference < 1e-5 and match.allowed == matching.EXACT
+    match = convert.check(folder, reference(theirs))
+    assert match.opened == "phalanx" and match.difference < 1e-5 and match.allowed == convert.EXACT
 
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek"])
 def test_a_coarser_format_is_allowed_its_own_rounding(made: Saved, family: str, compute: str) -> None:
     folder, theirs = made(family)
-    match = matching.check(folder, reference(theirs, compute))
+    match = convert.check(folder, reference(theirs, compute))
     assert 1e-4 < match.difference <= match.allowed < 0.1
 
 
@@ -74,16 +74,16 @@ def test_eight_bits(made: Saved) -> None:
     fp8.apply([model], "row", torch.device("cpu"))
     with torch.no_grad(), computing("fp8", torch.device("cpu")):
         said = model(TOKENS[None], torch.arange(16)[None])[0].float()
-    match = matching.check(folder, ReferenceLogits(TOKENS, PLACES, said, "fp8", "row"))
+    match = convert.check(folder, ReferenceLogits(TOKENS, PLACES, said, "fp8", "row"))
     assert 1e-2 < match.difference <= match.allowed < 1
 
 
 def test_the_library_opens_it_where_it_is_installed_and_fits(made: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, theirs = made("qwen3")
     monkeypatch.undo()
-    assert matching.check(folder, reference(theirs)).opened == "transformers"
-    monkeypatch.setattr(matching, "_ROOM", 1e9)
-    assert matching.check(folder, reference(theirs)).opened == "phalanx", "not where it would take the memory of the run"
+    assert convert.check(folder, reference(theirs)).opened == "transformers"
+    monkeypatch.setattr(convert, "_ROOM", 1e9)
+    assert convert.check(folder, reference(theirs)).opened == "phalanx", "not where it would take the memory of the run"
 
 
 def swapped(one: str, other: str) -> Callable[[dict[str, Tensor]], None]:
@@ -159,7 +159,7 @@ def test_planted_errors_are_caught(
     shutil.copy(folder / "config.json", tmp_path)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(RunFailed, match=rf"at position \d+ of the fixed prompt .* {compute} allows"):
-        matching.check(tmp_path, reference(theirs, compute))
+        convert.check(tmp_path, reference(theirs, compute))
 
 
 def test_numbers_that_are_none_never_agree(made: Saved) -> None:
@@ -167,24 +167,24 @@ def test_numbers_that_are_none_never_agree(made: Saved) -> None:
     said = reference(theirs)
     said.logits_KV[3, 5] = torch.nan
     with pytest.raises(RunFailed, match=r"position 3 .* token 5 by inf"):
-        matching.check(folder, said)
+        convert.check(folder, said)
 
 
 def test_another_vocabulary(made: Saved) -> None:
     folder, theirs = made("llama")
     said = reference(theirs)
     with pytest.raises(RunFailed, match=f"{VOCAB} logits, and the model in training has 300"):
-        matching.check(folder, ReferenceLogits(TOKENS, PLACES, said.logits_KV[:, :300], "fp32"))
+        convert.check(folder, ReferenceLogits(TOKENS, PLACES, said.logits_KV[:, :300], "fp32"))
 
 
 def test_with_experts_a_few_tokens_may_go_another_way(made: Saved) -> None:
     folder, theirs = made("mixtral")
     said = reference(theirs)
     said.logits_KV[[2, 9, 15]] += 1.0
-    matching.check(folder, said)
+    convert.check(folder, said)
     said.logits_KV[[3, 4]] += 1.0
     with pytest.raises(RunFailed):
-        matching.check(folder, said)
+        convert.check(folder, said)
 
 
 def test_a_file_of_logits_and_one_that_is_none(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from phalanx.models.decoder import mtp_targets, mtp_tokens
 from phalanx.models.init import build, materialize
-from phalanx.models.mtp import mtp_targets, mtp_tokens
 from phalanx.spec.model import ModelSpec, Moe
 
 CPU = torch.device("cpu")
