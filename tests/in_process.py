@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
-from phalanx.data.source_pieces import Piece
-from phalanx.data.tokenize_workers import PieceResult, PieceTokenizer
+from phalanx.data.pieces import Piece, PieceResult, PieceTokenizer
 
 
-class InProcessPool:
-    """Replaces `TokenizePool`."""
-
-    def __init__(self, count: int, *settings: Any):
-        self._tokenizer = PieceTokenizer(*settings)
-
-    def run(self, pieces: Iterator[Piece]) -> Iterator[PieceResult]:
-        return (self._tokenizer.run(piece, lambda progress: None) for piece in pieces)
-
-    def __enter__(self) -> InProcessPool:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
+def tokenize_in_process(count: int, settings: Any, pieces: Iterator[Piece]) -> Generator[PieceResult]:
+    """Replaces `tokenize_pieces`."""
+    tokenizer = PieceTokenizer(*settings)
+    for piece in pieces:
+        yield tokenizer.run(piece, lambda progress: None)

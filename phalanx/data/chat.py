@@ -1,4 +1,4 @@
-"""Chat records to token ids: Jinja templates, and a mask over the answers. `data/tokenize_workers` calls it for source = "chat".
+"""Chat records to token ids: Jinja templates, and a mask over the answers. `data/pieces` calls it for source = "chat".
 
 The Jinja environment equals that of transformers, so the text is the same. It is sandboxed, because templates come with
 tokenizers from anywhere.

@@ -1,6 +1,6 @@
 """Finds and opens the files of a source: local or behind a URL, compressed or not.
 
-`data/dataset` and `data/source_pieces` find files, in the launcher and in every rank; the record readers open them, in any process.
+`data/dataset` and `data/pieces` find files, in the launcher and in every rank; the record readers open them, in any process.
 """
 
 from __future__ import annotations

@@ -9,23 +9,31 @@ import contextlib
 import fcntl
 import json
 import logging
+import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import cast
 
+from phalanx.data.files import paths_key
+from phalanx.data.pieces import DONE, Piece, PieceProgress, PieceResult, TokenizePlan, TokenizeSpec, make_plan
 from phalanx.data.records import EMPTY, MISSING
-from phalanx.data.source_pieces import Piece, TokenizePlan, make_plan
 from phalanx.data.token_files import META, TokenMeta, replace_text, unfinished, write_meta
-from phalanx.data.tokenize_workers import DONE, PieceProgress, PieceResult, TokenizePool
 from phalanx.data.tokenizer import Tokenizer
-from phalanx.spec.errors import RunError
+from phalanx.spec.errors import RunError, RunFailed
 from phalanx.spec.run import Data, Source
 
 PLAN, LOCK = "plan.json", ".lock"
 _EXAMPLES = 3
+_HOME = str(Path(__file__).parents[2])
+_START = "import sys; sys.path.insert(0, sys.argv[1]); from phalanx.worker.tokenize_process import main; main()"
+"""Imports this very package, also from a checkout that was never installed."""
 _log = logging.getLogger("phalanx.data")
 
 
@@ -152,8 +160,9 @@ def _make(plan: TokenizePlan, folder: Path, data: Data, progress: ProgressCallba
                 yield piece
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with TokenizePool(data.processes or cores, plan.spec, folder, data.max_bad_records) as pool:
-        for event in pool.run(missing_pieces()):
+    settings = plan.spec, folder, data.max_bad_records
+    with contextlib.closing(tokenize_pieces(data.processes or cores, settings, missing_pieces())) as events:
+        for event in events:
             if isinstance(event, PieceResult):
                 totals.add(event, sizes.pop(event.number))
                 event = PieceProgress()
@@ -161,7 +170,7 @@ def _make(plan: TokenizePlan, folder: Path, data: Data, progress: ProgressCallba
                 progress(totals.progress(event))
     totals.check_any_good()
     parts = [result.part for _, result in sorted(totals.results.items()) if result.part is not None]
-    return write_meta(folder, plan.tokenizer, parts, masked=plan.masked, skipped=totals.skipped)
+    return write_meta(folder, plan.tokenizer, parts, masked=plan.spec.kind == "chat", skipped=totals.skipped)
 
 
 class _Totals:
@@ -195,7 +204,7 @@ class _Totals:
         """Raises RunError if no record is good."""
         if self._documents:
             return
-        key, name = self._plan.paths_key, self._plan.spec.name
+        key, name = paths_key(self._plan.source), self._plan.spec.name
         if not self.skipped:
             raise RunError(f"{key}: there is no record in {name}; name files that hold some.")
         remedy = "set data.field (--field) to the one that holds the text" if MISSING in self.skipped else "correct them"
@@ -221,7 +230,7 @@ def check_limit(plan: TokenizePlan, skipped: dict[str, int], limit: int, example
     bad = sum(count for reason, count in skipped.items() if reason != EMPTY)
     if bad > limit:
         raise RunError(
-            f"{plan.paths_key}: {bad} or more records of {plan.spec.name} cannot be used, and data.max_bad_records "
+            f"{paths_key(plan.source)}: {bad} or more records of {plan.spec.name} cannot be used, and data.max_bad_records "
             f"(--max-bad-records) = {limit}: {_skipped_text(skipped, examples or {})}. Correct them, or raise the limit to "
             "skip them."
         )
@@ -285,3 +294,91 @@ def _clear(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
     for path in folder.glob("part-*"):
         path.unlink()
+
+
+class _Worker:
+    """A process that tokenizes one piece at a time.
+
+    It is started as a command instead of by `multiprocessing`: the caller may have threads or a GPU (no fork), or be a script without
+    a main guard (no spawn). It dies with the caller, however that ends.
+    """
+
+    def __init__(self, settings: tuple[TokenizeSpec, Path, int]):
+        self.connection, theirs = multiprocessing.Pipe()
+        # -P: a file in the working directory must not replace a module of the same name.
+        command = [sys.executable, "-P", "-c", _START, _HOME, str(theirs.fileno()), str(os.getpid())]
+        with theirs:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # programs read the caller's output
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C reaches only the caller, which kills the workers
+            )
+        self.piece: Piece | None = None
+        self.progress = PieceProgress()
+        self._send(settings)
+
+    def start(self, piece: Piece) -> None:
+        self.piece = piece
+        self._send(piece)
+
+    def _send(self, message: object) -> None:
+        try:
+            self.connection.send(message)
+        except OSError:
+            raise self._death() from None
+
+    def receive(self) -> PieceResult | None:
+        """The result of the current piece; None if the message is progress. Raises the worker's error."""
+        try:
+            message = self.connection.recv()
+        except (EOFError, OSError):
+            raise self._death() from None
+        if isinstance(message, Exception):
+            raise message
+        if isinstance(message, PieceProgress):
+            self.progress = message
+            return None
+        assert isinstance(message, PieceResult)
+        self.piece, self.progress = None, PieceProgress()
+        return message
+
+    def _death(self) -> RunFailed:
+        code = self.process.wait()
+        where = f" while reading {self.piece.paths[0]}" if self.piece and self.piece.paths else ""
+        how = f"was killed by signal {-code} (out of memory?)" if code < 0 else f"ended with exit code {code}"
+        return RunFailed(f"A tokenizer process {how}{where}. Start again with fewer processes: finished parts are kept.")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.connection.close()
+
+
+def tokenize_pieces(
+    count: int, settings: tuple[TokenizeSpec, Path, int], pieces: Iterator[Piece]
+) -> Generator[PieceResult | PieceProgress]:
+    """Tokenizes pieces with at most `count` workers, started on demand and killed at the end.
+
+    Yields results in the order of completion; in between, the total progress of unfinished pieces.
+    """
+    workers: list[_Worker] = []
+    piece = next(pieces, None)
+    try:
+        while True:
+            while piece is not None and sum(worker.piece is not None for worker in workers) < count:
+                idle = next((worker for worker in workers if worker.piece is None), None)
+                if idle is None:
+                    workers.append(idle := _Worker(settings))
+                idle.start(piece)
+                piece = next(pieces, None)
+            busy = {worker.connection: worker for worker in workers if worker.piece is not None}
+            if not busy:
+                return
+            for connection in wait(list(busy)):
+                result = busy[cast(Connection, connection)].receive()
+                yield result or PieceProgress(*map(sum, zip(*(worker.progress for worker in workers), strict=True)))
+    finally:
+        for worker in workers:
+            worker.kill()

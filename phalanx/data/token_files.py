@@ -1,6 +1,6 @@
 """Token files: a corpus as ids on disk with an index of its documents. Reads and writes them; docs/token-files.md has the format.
 
-`data/tokenize_workers` writes parts, `data/ingest` the meta file; `data/dataset` reads a folder as a corpus. Opening takes the
+`data/pieces` writes parts, `data/ingest` the meta file; `data/dataset` reads a folder as a corpus. Opening takes the
 same time for any size.
 """
 

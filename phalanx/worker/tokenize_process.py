@@ -1,4 +1,4 @@
-"""The program of a tokenizer process, started by `data/tokenize_workers`. Not for people.
+"""The program of a tokenizer process, started by `data/ingest`. Not for people.
 
 python -c "… from phalanx.worker.tokenize_process import main; main()" HOME CONNECTION_FD PARENT_PID
 """
@@ -16,6 +16,6 @@ def main() -> None:
     connection, parent = map(int, sys.argv[2:4])
     die_with(parent)
     limit_to_one_thread()  # before the libraries are loaded: there is one process per core
-    from phalanx.data.tokenize_workers import serve
+    from phalanx.data.pieces import serve
 
     serve(Connection(connection))

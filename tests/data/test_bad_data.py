@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process import InProcessPool
+from in_process import tokenize_in_process
 from small_tokenizers import CHATML, save_bpe
 
 from phalanx.data import chat, ingest, records
@@ -26,7 +26,7 @@ GOOD = b'{"text": "good"}\n'
 
 @pytest.fixture(autouse=True)
 def _workplace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(ingest, "TokenizePool", InProcessPool)
+    monkeypatch.setattr(ingest, "tokenize_pieces", tokenize_in_process)
     monkeypatch.chdir(tmp_path)
 
 

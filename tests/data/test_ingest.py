@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from in_process import InProcessPool
+from in_process import tokenize_in_process
 from small_tokenizers import MARKED, save_bpe
 
-from phalanx.data import ingest, source_pieces
+from phalanx.data import ingest, pieces
 from phalanx.data.ingest import Progress, cached_token_files, tokenize_into
 from phalanx.data.token_files import TokenFiles, TokenMeta
 from phalanx.data.tokenizer import open_tokenizer
@@ -30,12 +30,12 @@ TEXTS = [f"The quick brown fox {i} jumps – 語 {'and jumps ' * (i % 17)}" for 
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ingest, "TokenizePool", InProcessPool)
+    monkeypatch.setattr(ingest, "tokenize_pieces", tokenize_in_process)
 
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_pieces, "_PIECE", 3000)
+    monkeypatch.setattr(pieces, "_PIECE", 3000)
 
 
 @pytest.fixture(scope="module")
@@ -341,10 +341,9 @@ def test_skipped_records_are_logged_with_their_positions(tmp_path: Path, caplog:
 
 
 def test_death_of_a_tokenizer_process_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from phalanx.data import tokenize_workers
     from phalanx.spec.errors import RunFailed
 
-    monkeypatch.setattr(tokenize_workers, "_START", "import os; os.kill(os.getpid(), 9)")
+    monkeypatch.setattr(ingest, "_START", "import os; os.kill(os.getpid(), 9)")
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS[:3])
     with pytest.raises(RunFailed, match=r"killed by signal 9 .*"):
         make(tmp_path / "out", paths=(str(path),))

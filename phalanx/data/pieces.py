@@ -1,0 +1,391 @@
+"""Cuts a source into pieces and tokenizes each into one part of the token files. `data/ingest` makes the plan and hands pieces to worker
+processes, which run `serve`.
+
+The cuts depend on the source alone, never on the number of processes, so the files are the same for any number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from phalanx.data import chat
+from phalanx.data.files import SourceFile, find_files, is_compressed, is_web, paths_key, stdlib_files
+from phalanx.data.records import (
+    EMPTY,
+    BadRecord,
+    JsonLines,
+    ParquetRows,
+    Rows,
+    TextDocuments,
+    dataset_rows,
+    row_groups,
+    saved_dataset_files,
+    text_in,
+)
+from phalanx.data.token_files import VERSION, Part, TokenWriter, replace_text
+from phalanx.data.tokenizer import Tokenizer, open_tokenizer
+from phalanx.spec.errors import RunError, RunFailed
+from phalanx.spec.run import Data, Source
+from phalanx.spec.sources import kinds
+
+_PIECE = 16 << 20
+"""Bytes of a piece: seconds of work, so that a kill loses little and all processes finish at about the same time."""
+_MOST_PIECES = 4096
+"""A larger corpus gets larger pieces, so that its folder of token files opens quickly."""
+_MOST_FILES = 4096
+"""Maximum number of text files in one piece."""
+DONE = ".done"
+_BATCH = 1 << 20
+"""Characters per call of the tokenizer."""
+_BATCH_RECORDS = 4096
+_EXAMPLES = 3
+"""Bad records of each reason whose positions are reported."""
+
+Value = str | bytes | chat.Rendered | BadRecord
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizeSpec:
+    """How records become ids: the settings of a worker."""
+
+    kind: str
+    field: str
+    max_record_bytes: int
+    tokenizer: str
+    end_token: str | None
+    template: str | None
+    """chat: the text of the template."""
+    template_name: str
+    prompt_field: str
+    answer_field: str
+    name: str
+    """Name of the source in messages."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """The unit of work of a tokenizer process."""
+
+    number: int = 0
+    paths: tuple[str, ...] = ()
+    start: int = 0
+    """First byte, row group or row."""
+    stop: int | None = None
+    """End byte or row group (exclusive); None: the whole file."""
+    rows: tuple[str | BadRecord, ...] | None = None
+    """The records themselves, if the parent process reads them."""
+    size: int = 0
+    """Bytes, for progress reports."""
+
+    @property
+    def part(self) -> str:
+        return f"part-{self.number:06d}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizePlan:
+    """A source to tokenize."""
+
+    spec: TokenizeSpec
+    source: Source
+    tokenizer: Tokenizer
+    files: list[SourceFile]
+    documents: list[str]
+    """memory: the texts."""
+
+    @property
+    def size(self) -> int | None:
+        """Stored bytes; None: unknown."""
+        sizes = [file.size for file in self.files if file.size is not None]
+        return sum(sizes) if sizes and len(sizes) == len(self.files) else None
+
+    @property
+    def key(self) -> str:
+        """A hash of the identity."""
+        return hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:32]
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """Everything that determines the ids: equal identities have equal token files."""
+        spec, source = self.spec, self.source
+        identity: dict[str, Any] = {
+            "version": VERSION,
+            "source": spec.kind,
+            "tokenizer": self.tokenizer.sha256,
+            "max_record_bytes": spec.max_record_bytes,
+            "files": [list(asdict(file).values()) for file in self.files],
+        }
+        if spec.kind in ("jsonl", "parquet", "hf", "chat"):
+            identity["field"] = spec.field
+        if spec.kind == "hf":
+            identity |= {"dataset": list(source.paths), "split": source.split, "config": source.config}
+        if spec.kind == "memory":
+            identity["documents"] = hashlib.sha256("\0".join(self.documents).encode(errors="replace")).hexdigest()
+        if spec.template is not None:
+            identity |= {"prompt_field": spec.prompt_field, "answer_field": spec.answer_field}
+            identity["template"] = hashlib.sha256(spec.template.encode()).hexdigest()
+            # Templates write the texts of special tokens, which are not in tokenizer.json.
+            identity["special_tokens"] = dict(sorted(self.tokenizer.special.items()))
+        return identity
+
+    def pieces(self) -> Iterator[Piece]:
+        return (replace(piece, number=number) for number, piece in enumerate(self._cut()))
+
+    def _cut(self) -> Iterator[Piece]:
+        spec, files = self.spec, self.files
+        size = max(_PIECE, sum(file.size or 0 for file in files) // _MOST_PIECES)
+        if spec.kind == "memory":
+            return _of_rows(self.documents, size)
+        if spec.kind == "hf":
+            return _of_rows(dataset_rows(self.source, spec.field, spec.max_record_bytes), size)
+        if spec.kind == "parquet":
+            return _of_row_groups([(file, row_groups(file.path, spec.field)) for file in files], size)
+        if spec.kind in ("text", "stdlib"):
+            return _of_documents(files, size)
+        return _of_lines(files, size)
+
+
+def make_plan(source: Source, data: Data, tokenizer: Tokenizer) -> TokenizePlan:
+    """Plans the pieces from file names and sizes. Reads no file but the template."""
+    kind = _kind(source)
+    if kind == "tokens":
+        raise RunError(f"{paths_key(source)} holds token files already; there is nothing to tokenize.")
+    name, template = chat.template_of(source, tokenizer) if kind == "chat" else ("", None)
+    if template is not None:
+        chat.ChatTemplate(template, name, tokenizer.special)  # reports errors here instead of in a worker
+    spec = TokenizeSpec(
+        kind=kind,
+        field=source.field or ("messages" if kind == "chat" else "text"),
+        max_record_bytes=data.max_record_bytes,
+        tokenizer=tokenizer.name,
+        end_token=data.end_token,
+        template=template,
+        template_name=name,
+        prompt_field=source.prompt_field,
+        answer_field=source.answer_field,
+        name=", ".join(source.paths) or kind,
+    )
+    documents = [text for text in source.documents if text] if kind == "memory" else []
+    if kind == "memory" and not documents:
+        raise RunError('data.source = "memory" but data.documents holds no text; give it at least one.')
+    return TokenizePlan(spec=spec, source=source, tokenizer=tokenizer, files=_files(source, kind), documents=documents)
+
+
+def _kind(source: Source) -> str:
+    several = kinds(source)
+    if len(several) > 1:
+        raise RunError(
+            f"{paths_key(source)} names files of several kinds ({', '.join(several)}); set the kind (data.source, --source)."
+        )
+    return several[0] if several else "text"
+
+
+def _files(source: Source, kind: str) -> list[SourceFile]:
+    if kind == "memory":
+        return []
+    if kind == "stdlib":
+        return stdlib_files()
+    return saved_dataset_files(source) if kind == "hf" else find_files(source, kind)
+
+
+def _of_lines(files: Sequence[SourceFile], size: int) -> Iterator[Piece]:
+    """Byte ranges; a range has the lines that begin in it. A compressed file can only be read from its beginning."""
+    for file in files:
+        whole = file.size is None or is_compressed(file.path) or is_web(file.path)
+        ends = [None] if whole else [*range(size, file.size or 0, size), file.size]
+        begin = 0
+        for end in ends:
+            length = (file.size or 0) if end is None else end - begin
+            yield Piece(paths=(file.path,), start=begin, stop=end, size=length)
+            begin = end or 0
+
+
+def _of_documents(files: Sequence[SourceFile], size: int) -> Iterator[Piece]:
+    paths, total = list[str](), 0
+    for file in files:
+        if paths and (total + (file.size or 0) > size or len(paths) == _MOST_FILES):
+            yield Piece(paths=tuple(paths), size=total)
+            paths, total = [], 0
+        paths.append(file.path)
+        total += file.size or 0
+    yield Piece(paths=tuple(paths), size=total)
+
+
+def _of_row_groups(files: Sequence[tuple[SourceFile, list[int]]], size: int) -> Iterator[Piece]:
+    for file, groups in files:
+        begin, total = 0, 0
+        stored = (file.size or 0) / max(1, sum(groups))  # stored bytes per byte of a row group
+        for group, length in enumerate(groups):
+            total += length
+            if total >= size or group == len(groups) - 1:
+                yield Piece(paths=(file.path,), start=begin, stop=group + 1, size=int(total * stored))
+                begin, total = group + 1, 0
+
+
+def _of_rows(rows: Iterable[str | BadRecord], size: int) -> Iterator[Piece]:
+    first, batch, length = 0, list[str | BadRecord](), 0
+    for row in rows:
+        batch.append(row)
+        length += len(row) if isinstance(row, str) else 0
+        if length >= size or len(batch) >= size >> 4:  # many empty rows make a piece, too
+            yield Piece(start=first, rows=tuple(batch), size=length)
+            first, batch, length = first + len(batch), [], 0
+    if batch:
+        yield Piece(start=first, rows=tuple(batch), size=length)
+
+
+class PieceProgress(NamedTuple):
+    """Progress within pieces that are not finished."""
+
+    bytes: int = 0
+    tokens: int = 0
+    documents: int = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class PieceResult:
+    """A finished piece."""
+
+    number: int
+    part: Part | None = None
+    """None if the piece has no good record."""
+    skipped: Counter[str] = field(default_factory=Counter)
+    examples: list[tuple[str, str, str]] = field(default_factory=list)
+    """(reason, position, detail) of the first bad records of each reason."""
+    stopped: bool = False
+    """The piece was abandoned because it has more bad records than the source may have; there is no part."""
+
+    @property
+    def bad(self) -> int:
+        return self.skipped.total() - self.skipped[EMPTY]
+
+    def write(self, folder: Path, name: str) -> None:
+        part = asdict(self.part) if self.part else None
+        table = {"number": self.number, "part": part, "skipped": dict(self.skipped), "examples": self.examples}
+        replace_text(folder / f"{name}{DONE}", json.dumps(table))
+
+    @staticmethod
+    def read(folder: Path, name: str) -> PieceResult | None:
+        """The stored result of a finished piece; None if it is not finished, or its files have changed since."""
+        try:
+            table = json.loads((folder / f"{name}{DONE}").read_text())
+            part = Part(**table["part"]) if table["part"] else None
+            if part and (folder / f"{name}.index").stat().st_size != (part.documents + 1) * 8:
+                return None
+            if part and (folder / f"{name}.tokens").stat().st_size not in (part.tokens * 2, part.tokens * 4):
+                return None
+            examples = [(reason, place, detail) for reason, place, detail in table["examples"]]
+            return PieceResult(number=table["number"], part=part, skipped=Counter(table["skipped"]), examples=examples)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+class PieceTokenizer:
+    """Tokenizes pieces with one tokenizer and one template."""
+
+    def __init__(self, spec: TokenizeSpec, folder: Path, max_bad: int):
+        self._spec, self._folder, self._max_bad = spec, folder, max_bad
+        self._tokenizer = open_tokenizer(spec.tokenizer, spec.end_token)
+        self._chat: chat.ChatRenderer | None = None
+        if spec.template is not None:
+            template = chat.ChatTemplate(spec.template, spec.template_name, self._tokenizer.special)
+            self._chat = chat.ChatRenderer(template, spec.field, spec.prompt_field, spec.answer_field)
+
+    def run(self, piece: Piece, report: Callable[[PieceProgress], None]) -> PieceResult:
+        """Write the part of one piece. `report` receives the progress after every batch of records."""
+        result = PieceResult(number=piece.number)
+        try:
+            writer = TokenWriter(self._folder, piece.part, self._tokenizer, masked=self._chat is not None)
+            try:
+                self._write(piece, writer, result, report)
+                if not result.stopped:
+                    result.part = writer.close()
+                    result.write(self._folder, piece.part)
+            finally:
+                writer.discard()
+        except OSError as error:  # errors of reading are RunErrors
+            raise RunFailed(
+                f"{self._folder} cannot be written ({error.strerror or error}): free space or make it writable, and start again."
+            ) from None
+        return result
+
+    def _write(self, piece: Piece, writer: TokenWriter, result: PieceResult, report: Callable[[PieceProgress], None]) -> None:
+        batch: list[Any] = []
+        length = read = 0
+        reader = self._reader(piece)
+        for position, record in reader:
+            value = self._value(record)
+            if isinstance(value, BadRecord):
+                result.skipped[value.reason] += 1
+                if result.skipped[value.reason] <= _EXAMPLES:
+                    result.examples.append((value.reason, reader.place(position), value.detail))
+                if result.bad > self._max_bad:
+                    result.stopped = True
+                    return
+                continue
+            if not value:
+                result.skipped[EMPTY] += 1
+                continue
+            batch.append(value)
+            length += len(value.text) if isinstance(value, chat.Rendered) else len(value)
+            if length >= _BATCH or len(batch) >= _BATCH_RECORDS:
+                self._encode(batch, writer)
+                read += length
+                batch, length = [], 0
+                report(PieceProgress(bytes=min(read, piece.size), tokens=writer.tokens, documents=writer.documents))
+        self._encode(batch, writer)
+
+    def _encode(self, batch: list[Any], writer: TokenWriter) -> None:
+        if self._chat is not None:
+            encoded = [chat.encode_document(rendered, self._tokenizer) for rendered in batch]
+            writer.add_batch([ids for ids, _ in encoded], [mask for _, mask in encoded])
+        elif batch and isinstance(batch[0], bytes):
+            writer.add_batch([np.frombuffer(content, dtype=np.uint8) for content in batch])
+        else:
+            writer.add_batch(self._tokenizer.encode_batch(batch))
+
+    def _reader(self, piece: Piece) -> Rows | ParquetRows | TextDocuments | JsonLines:
+        spec, limit = self._spec, self._spec.max_record_bytes
+        if piece.rows is not None:
+            return Rows(piece.rows, piece.start, spec.name)
+        if spec.kind == "parquet":
+            assert piece.stop is not None, "a piece of Parquet is a range of row groups"
+            return ParquetRows(piece.paths[0], spec.field, limit, piece.start, piece.stop)
+        if spec.kind in ("text", "stdlib"):
+            return TextDocuments(piece.paths, limit, raw=spec.tokenizer == "byte")
+        return JsonLines(piece.paths[0], limit, piece.start, piece.stop)
+
+    def _value(self, record: Any) -> Value:
+        if not isinstance(record, dict):
+            return cast(Value, record)
+        if self._chat is not None:
+            return self._chat.render(record)
+        return text_in(record, self._spec.field, self._spec.max_record_bytes)
+
+
+def serve(connection: Any) -> None:
+    """The main loop of a worker: tokenize pieces from the connection until it closes."""
+    try:
+        spec, folder, max_bad = connection.recv()
+        tokenizer: PieceTokenizer | None = None
+        while (piece := connection.recv()) is not None:
+            try:
+                tokenizer = tokenizer or PieceTokenizer(spec, folder, max_bad)
+                connection.send(tokenizer.run(piece, connection.send))
+            except (RunError, RunFailed) as error:
+                connection.send(error)
+            except BaseException:  # a panic of the tokenizers library is not an Exception
+                where = ", ".join(piece.paths[:1])
+                connection.send(RunFailed(f"{traceback.format_exc()}\nThis happened while reading {where}."))
+    except (EOFError, ConnectionError):
+        return  # the parent is gone
