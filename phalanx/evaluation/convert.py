@@ -41,7 +41,6 @@ from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import TOKENIZER_VOCAB, Data, Run
 from phalanx.spec.safetensors_index import SIZES
 from phalanx.spec.sources import TOKENIZER_FILE
-from phalanx.spec.tensor_slice import Box
 from phalanx.transforms import fp8
 from phalanx.transforms.precision import computing
 
@@ -114,7 +113,7 @@ def import_folder(folder: Path, out: Path) -> Converted:
 def _streamed(entry: Entry, files: WeightsFolder) -> offline_writer.StreamedTensor:
     dtype = files.dtype(entry.parts[0].hf_name)
     chunks = [
-        offline_writer.StreamedBox(box=Box(block.offsets, block.sizes), read=partial(hf_mapping.read, block, files.rows))
+        offline_writer.StreamedBox(box=block.box, read=partial(hf_mapping.read, block, files.rows))
         for block in hf_mapping.blocks(entry, dtype.itemsize)
     ]
     return offline_writer.StreamedTensor(name=f"model/{entry.name}", shape=entry.shape, dtype=dtype, boxes=chunks)

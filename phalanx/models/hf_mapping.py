@@ -21,9 +21,8 @@ from phalanx.spec import hf_config
 from phalanx.spec.errors import RunError
 from phalanx.spec.hf_config_write import family
 from phalanx.spec.model import Mla, ModelSpec, Moe
+from phalanx.spec.tensor_slice import Box
 
-_ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
-_MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
 _IGNORED = (
     r".*\.rotary_emb\.inv_freq",
@@ -76,8 +75,7 @@ class Block:
 
     part: HFPart
     rows: tuple[int, int]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    box: Box
 
 
 def blocks(entry: Entry, itemsize: int, most: int = BLOCK) -> Iterator[Block]:
@@ -89,19 +87,18 @@ def blocks(entry: Entry, itemsize: int, most: int = BLOCK) -> Iterator[Block]:
         first, last = part.rows
         for start in range(first, last, step):
             stop = min(start + step, last)
-            offsets, sizes = _box(part, start - first, stop - start)
-            yield Block(part=part, rows=(start, stop), offsets=offsets, sizes=sizes)
+            yield Block(part=part, rows=(start, stop), box=_box(part, start - first, stop - start))
 
 
-def _box(part: HFPart, start: int, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _box(part: HFPart, start: int, count: int) -> Box:
     low, high = part.columns or (0, part.width)
     if part.transposed:
-        return (0, start), (high - low, count)
+        return Box((0, start), (high - low, count))
     if len(part.shape) == 1:
-        return (start,), (count,)
+        return Box((start,), (count,))
     if part.expert is not None:
-        return (part.expert, start, 0), (1, count, high - low)
-    return (start, 0), (count, high - low)
+        return Box((part.expert, start, 0), (1, count, high - low))
+    return Box((start, 0), (count, high - low))
 
 
 def read(block: Block, rows: Rows) -> Tensor:
@@ -114,7 +111,7 @@ def read(block: Block, rows: Rows) -> Tensor:
         values = values[_order(part.pairs, len(values))]
     if part.transposed:
         values = values.T
-    return values.contiguous().view(block.sizes)
+    return values.contiguous().view(block.box.shape)
 
 
 def to_hf(part: HFPart, ours: Tensor) -> Tensor:
@@ -135,17 +132,11 @@ def fill(
     """
     for entry in table:
         target = tensors[entry.name]
-        first = (offsets or {}).get(entry.name, (0,) * target.ndim)
+        own = Box((offsets or {}).get(entry.name, (0,) * target.ndim), tuple(target.shape))
         for block in blocks(entry, 4):
-            overlap = [
-                (max(begin, own), min(begin + size, own + length))
-                for begin, size, own, length in zip(block.offsets, block.sizes, first, target.shape, strict=True)
-            ]
-            if any(begin >= end for begin, end in overlap):
-                continue
-            ours = tuple(slice(begin - own, end - own) for (begin, end), own in zip(overlap, first, strict=True))
-            theirs = tuple(slice(begin - at, end - at) for (begin, end), at in zip(overlap, block.offsets, strict=True))
-            target[ours] = read(block, rows)[theirs].to(target.dtype)
+            if overlap := block.box.overlap(own):
+                values = read(block, rows)[overlap.relative_to(block.box).index]
+                target[overlap.relative_to(own).index] = values.to(target.dtype)
 
 
 def _order(pairs: tuple[int, int], count: int) -> Tensor:
@@ -264,7 +255,7 @@ def _block(spec: ModelSpec, ours: str, layer: int, kind: str, names: set[str], i
 
 def _attention(spec: ModelSpec, ours: str, theirs: str) -> Iterator[Entry]:
     for name, heads in (("query", spec.heads), ("key", spec.kv), ("value", spec.kv)):
-        yield _plain(f"{ours}.{name}.weight", f"{theirs}.{_ATTENTION[name]}.weight", heads * spec.head, spec.dim)
+        yield _plain(f"{ours}.{name}.weight", f"{theirs}.{name[0]}_proj.weight", heads * spec.head, spec.dim)
     yield _plain(f"{ours}.output.weight", f"{theirs}.o_proj.weight", spec.dim, spec.heads * spec.head)
     if spec.qk_norm:
         yield _plain(f"{ours}.query_norm.weight", f"{theirs}.q_norm.weight", spec.head)
@@ -293,9 +284,8 @@ def _latent(spec: ModelSpec, mla: Mla, ours: str, theirs: str, interleaved: bool
 
 
 def _mlp(ours: str, theirs: str, dim: int, width: int) -> Iterator[Entry]:
-    yield _plain(f"{ours}.gate.weight", f"{theirs}.gate_proj.weight", width, dim)
-    yield _plain(f"{ours}.up.weight", f"{theirs}.up_proj.weight", width, dim)
-    yield _plain(f"{ours}.down.weight", f"{theirs}.down_proj.weight", dim, width)
+    for name, shape in (("gate", (width, dim)), ("up", (width, dim)), ("down", (dim, width))):
+        yield _plain(f"{ours}.{name}.weight", f"{theirs}.{name}_proj.weight", *shape)
 
 
 def _experts(moe: Moe, dim: int, ours: str, layer: str, kind: str, names: set[str]) -> Iterator[Entry]:
@@ -311,7 +301,7 @@ def _experts(moe: Moe, dim: int, ours: str, layer: str, kind: str, names: set[st
         if fused:
             parts = tuple(_fused(moe, dim, f"{theirs}.experts", name, expert) for expert in range(moe.experts))
         else:
-            word = _MIXTRAL[name] if kind == "mixtral" else _MLP[name]
+            word = _MIXTRAL[name] if kind == "mixtral" else f"{name}_proj"
             parts = tuple(
                 HFPart(hf_name=f"{theirs}.experts.{expert}.{word}.weight", shape=shape, rows=(0, shape[0]), expert=expert)
                 for expert in range(moe.experts)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from phalanx.models import custom
 from phalanx.models.decoder import INITIAL, Decoder
 from phalanx.spec.fields import original_tensor
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.tensor_slice import TensorSlice
+from phalanx.spec.tensor_slice import Box, TensorSlice
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -71,39 +72,30 @@ def fill(
     initial: Mapping[str, str] = INITIAL,
 ) -> None:
     """Write the initial values of the named parameter into a tensor; `part`: the slice of the parameter that the tensor holds."""
+    rule = next(rule for pattern, rule in initial.items() if fnmatchcase(name, pattern))
+    if rule in ("ones", "zeros"):
+        tensor.fill_(rule == "ones")
+        return
+    # Drawn under the name that the parameter had first: a renamed parameter keeps its initial values bit for bit.
+    drawn_as = original_tensor(name) if spec.module is None else name
+    std = spec.init_std / math.sqrt(2 * spec.layers) if rule == "residual" else spec.init_std
     part = part or TensorSlice.full(tensor.shape)
     for box, local in part.regions():
-        _fill_box(tensor[local.index], (seed, name), spec, (part.whole, box.offset), initial)
+        if box.numel:
+            _draw_box(tensor[local.index], box, part.whole, partial(_drawn, seed, drawn_as), std)
 
 
-def _fill_box(
-    parameter: Tensor,
-    stream: tuple[int, str],
-    spec: ModelSpec,
-    box: tuple[tuple[int, ...], tuple[int, ...]],
-    initial: Mapping[str, str],
-) -> None:
-    """One box of a parameter, given as (shape of the whole parameter, offset of the box); `stream`: seed and name."""
-    (seed, name), (whole, offset) = stream, box
-    rule = next(rule for pattern, rule in initial.items() if fnmatchcase(name, pattern))
-    if rule == "ones":
-        nn.init.ones_(parameter)
-    elif rule == "zeros":
-        nn.init.zeros_(parameter)
-    elif parameter.numel():
-        # Drawn under the name that the parameter had first: a renamed parameter keeps its initial values bit for bit.
-        drawn_as = original_tensor(name) if spec.module is None else name
-        std = spec.init_std / math.sqrt(2 * spec.layers) if rule == "residual" else spec.init_std
-        rows = parameter.view(len(parameter), -1)
-        inner = _flat_indices(parameter.shape[1:], whole[1:], offset[1:], parameter.device)
-        stride = math.prod(whole[1:])
-        # Whole rows at a time; rows longer than a chunk in pieces.
-        height, width = max(1, _CHUNK // rows.shape[1]), min(_CHUNK, rows.shape[1])
-        for top in range(0, len(rows), height):
-            outer = torch.arange(top, min(top + height, len(rows)), device=parameter.device).add_(offset[0]).mul_(stride)
-            for left in range(0, rows.shape[1], width):
-                indices = outer[:, None] + inner[None, left : left + width]
-                rows[top : top + height, left : left + width] = _drawn(seed, drawn_as, indices).mul_(std)
+def _draw_box(values: Tensor, box: Box, whole: Sequence[int], draw: Callable[[Tensor], Tensor], std: float) -> None:
+    rows = values.view(len(values), -1)
+    inner = _flat_indices(box.shape[1:], whole[1:], box.offset[1:], values.device)
+    stride = math.prod(whole[1:])
+    # Whole rows at a time; rows longer than a chunk in pieces.
+    height, width = max(1, _CHUNK // rows.shape[1]), min(_CHUNK, rows.shape[1])
+    for top in range(0, len(rows), height):
+        outer = torch.arange(top, min(top + height, len(rows)), device=values.device).add_(box.offset[0]).mul_(stride)
+        for left in range(0, rows.shape[1], width):
+            indices = outer[:, None] + inner[None, left : left + width]
+            rows[top : top + height, left : left + width] = draw(indices).mul_(std)
 
 
 def _flat_indices(shape: Sequence[int], whole: Sequence[int], offset: Sequence[int], device: torch.device) -> Tensor:
@@ -128,9 +120,8 @@ def _drawn(seed: int, name: str, bits: Tensor) -> Tensor:
     for shift, multiplier in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         bits.bitwise_xor_(_shift(bits, shift)).mul_(_signed(multiplier))
     bits.bitwise_xor_(_shift(bits, 31))
-    radius = ((bits & 0xFFFFFF).float().add_(0.5)).mul_(
-        2.0**-24
-    )  # 24 bits are exact in fp32; adding a half keeps the logarithm finite
+    # 24 bits are exact in fp32; adding a half keeps the logarithm finite.
+    radius = (bits & 0xFFFFFF).float().add_(0.5).mul_(2.0**-24)
     angle = _shift(bits, 40).float().mul_(2.0**-24 * 2 * math.pi)
     return radius.log_().mul_(-2).sqrt_().mul_(angle.cos_())
 
