@@ -87,11 +87,9 @@ def _context(run: Run) -> Iterator[str]:
             f"$layout.context ranks, which is not a divisor: set layout.context to {nearest_divisors(layout.context, heads)}, "
             'or layout.context_method to "ring".$(model.heads)$(layout.tensor)'
         )
-    if model.mtp_depth:
-        yield (
-            "$layout.context divides sequences, but $model.mtp_depth predicts tokens across the boundaries: "
-            "set layout.context = 1 or model.mtp_depth = 0."
-        )
+    if model.whole_sequences is not None:
+        key, reason = model.whole_sequences
+        yield f"$layout.context divides sequences, but $model.{key} {reason}: set layout.context = 1, or remove model.{key}."
 
 
 def _pipeline(run: Run) -> Iterator[str]:

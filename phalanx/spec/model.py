@@ -186,6 +186,12 @@ class ModelSpec:
         """Parameters that one token uses: all but the routed experts it is not sent to. The embedding counts in full."""
         return self._total(self.moe.active if self.moe else 0)
 
+    @property
+    def whole_sequences(self) -> tuple[str, str] | None:
+        """The key because of which a rank needs whole sequences, and the reason. Context parallelism is refused, by the checks and by
+        the planner; None: it is possible."""
+        return ("mtp_depth", "predicts tokens across the boundaries") if self.mtp_depth else None
+
     def flops_per_token(self, sequence: int) -> float:
         """FLOPs of the forward and backward of one token: 6 per weight of a matrix, plus 12·layers·width·sequence for attention.
 

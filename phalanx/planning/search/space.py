@@ -215,7 +215,7 @@ class Space:
         model, length = self.run.model, self.run.train.sequence_length
         if context == 1:
             return [METHODS.index(self.run.layout.context_method)]
-        if model.mtp_depth or model.module is not None:
+        if model.whole_sequences is not None or model.module is not None:
             return []
         legal = [method for method in METHODS if length % (context * (1 if method == "ulysses" else 2)) == 0]
         if (model.heads // tensor) % context:
