@@ -19,7 +19,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.data.corpus import Corpus, OpenFile
+from phalanx.data.corpus import Corpus, OpenFile, offsets
 from phalanx.data.pack import IGNORED, DocumentSpan, Intervals, Window, positions_and_documents, spans_between
 from phalanx.spec.errors import RunError
 
@@ -139,7 +139,7 @@ def make_plan(corpus: Corpus, intervals: Intervals, length: int) -> PackingPlan:
     total = slots.sum()
     full = slots // length
     long = full > 0
-    full_starts, full_firsts = np.append(starts[long], 0), _from_zero(full[long])
+    full_starts, full_firsts = np.append(starts[long], 0), offsets(full[long])
     starts += full * length
     slots -= full * length
     del full, long  # there may be very many documents
@@ -157,7 +157,7 @@ def make_plan(corpus: Corpus, intervals: Intervals, length: int) -> PackingPlan:
         full_firsts=full_firsts,
         piece_starts=np.append(starts[order], 0),
         piece_lengths=np.append(lengths[order], 0).astype(np.int32),
-        piece_firsts=_from_zero(np.bincount(window_of, minlength=count)),
+        piece_firsts=offsets(np.bincount(window_of, minlength=count)),
         slots=np.array([total]),
     )
 
@@ -218,10 +218,6 @@ def _segments(corpus: Corpus, intervals: Intervals) -> tuple[_I8, _I8]:
         starts.append(begin[inside])
         slots.append(length[inside] - 1)
     return np.concatenate(starts), np.concatenate(slots)
-
-
-def _from_zero(counts: _I8) -> _I8:
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
 def _plan(corpus: Corpus, intervals: Intervals, length: int, cache: Path) -> PackingPlan:

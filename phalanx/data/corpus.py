@@ -1,7 +1,5 @@
-"""A corpus: one flat stream of token ids in which an end token follows every document.
-
-Text files, strings (here) and token files (`data/token_files`) are corpora. `data/pack` splits a corpus into training and
-held-out parts; `data/pack` and `data/bestfit` cut windows out of it.
+"""A corpus: one flat stream of token ids in which an end token follows every document. Text files, strings (here) and token files
+(`data/token_files`) are corpora; `data/pack` and `data/bestfit` cut windows out of them.
 """
 
 from __future__ import annotations
@@ -98,9 +96,10 @@ def _every_nth(begins: Positions) -> Positions:
     return begins if stride <= 1 else np.append(begins[:-1:stride], begins[-1])
 
 
-def _offsets(counts: Iterable[int]) -> Positions:
-    """Running sum from 0: where each of consecutive stretches begins, then where the last one ends."""
-    return np.concatenate([[0], np.cumsum(np.fromiter(counts, dtype=np.int64))]).astype(np.int64)
+def offsets(lengths: Iterable[int]) -> Positions:
+    """Where each of consecutive stretches begins, then where the last one ends."""
+    lengths = lengths if isinstance(lengths, np.ndarray) else np.fromiter(lengths, dtype=np.int64)
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
 class OpenFile:
@@ -144,8 +143,8 @@ class ChainedCorpus:
 
     def __init__(self, corpora: Sequence[Corpus]):
         self._corpora = list(corpora)
-        self._tokens = _offsets(corpus.tokens for corpus in corpora)
-        self._documents = _offsets(corpus.documents for corpus in corpora)
+        self._tokens = offsets(corpus.tokens for corpus in corpora)
+        self._documents = offsets(corpus.documents for corpus in corpora)
         self.tokens, self.documents = int(self._tokens[-1]), int(self._documents[-1])
 
     @property
@@ -202,7 +201,7 @@ class TextFileCorpus(IndexedCorpus):
         paths = sorted(sizes)
         self._root = os.path.join(os.path.commonpath([os.path.dirname(path) for path in paths]), "")
         self.names: Sequence[str] = [path.removeprefix(self._root) for path in paths]
-        super().__init__(_offsets(sizes[path] + 1 for path in paths))
+        super().__init__(offsets(sizes[path] + 1 for path in paths))
         self._open = functools.lru_cache(OPEN_FILES)(OpenFile)
 
     @functools.cached_property
@@ -243,7 +242,7 @@ class MemoryCorpus(IndexedCorpus):
 
     def __init__(self, texts: Sequence[str]):
         encoded = [text.encode() for text in texts if text]
-        super().__init__(_offsets(len(text) + 1 for text in encoded))
+        super().__init__(offsets(len(text) + 1 for text in encoded))
         self._ids = np.full(self.tokens, END, dtype=np.uint16)
         for begin, text in zip(self._begins.tolist(), encoded, strict=False):
             self._ids[begin : begin + len(text)] = np.frombuffer(text, dtype=np.uint8)

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.data.corpus import Corpus
+from phalanx.data.corpus import Corpus, offsets
 
 IGNORED = -100
 """The target without a loss: cross entropy's default ignore_index."""
@@ -109,7 +109,7 @@ class StreamPacking:
         self._corpus = corpus
         self._document_mask = document_mask
         # Start of each interval in the concatenation, then its end.
-        self._offsets = np.concatenate([[0], np.cumsum(intervals[:, 1] - intervals[:, 0])]).astype(np.int64)
+        self._offsets = offsets(intervals[:, 1] - intervals[:, 0])
         self._shifts = intervals[:, 0] - self._offsets[:-1]  # from a position there to the one in the corpus
         self.tokens = int(self._offsets[-1])
         self.count = max(0, self.tokens - 1) // length

@@ -262,8 +262,6 @@ class PieceResult:
     skipped: Counter[str] = field(default_factory=Counter)
     examples: list[tuple[str, str, str]] = field(default_factory=list)
     """(reason, position, detail) of the first bad records of each reason."""
-    stopped: bool = False
-    """The piece was abandoned because it has more bad records than the source may have; there is no part."""
 
     @property
     def bad(self) -> int:
@@ -307,8 +305,7 @@ class PieceTokenizer:
         try:
             writer = TokenWriter(self._folder, piece.part, self._tokenizer, masked=self._chat is not None)
             try:
-                self._write(piece, writer, result, report)
-                if not result.stopped:
+                if self._write(piece, writer, result, report):
                     result.part = writer.close()
                     result.write(self._folder, piece.part)
             finally:
@@ -319,7 +316,8 @@ class PieceTokenizer:
             ) from None
         return result
 
-    def _write(self, piece: Piece, writer: TokenWriter, result: PieceResult, report: Callable[[PieceProgress], None]) -> None:
+    def _write(self, piece: Piece, writer: TokenWriter, result: PieceResult, report: Callable[[PieceProgress], None]) -> bool:
+        """False if the piece was abandoned because it has more bad records than the source may have."""
         batch: list[Any] = []
         length = read = 0
         reader = self._reader(piece)
@@ -330,8 +328,7 @@ class PieceTokenizer:
                 if result.skipped[value.reason] <= _EXAMPLES:
                     result.examples.append((value.reason, reader.place(position), value.detail))
                 if result.bad > self._max_bad:
-                    result.stopped = True
-                    return
+                    return False
                 continue
             if not value:
                 result.skipped[EMPTY] += 1
@@ -344,6 +341,7 @@ class PieceTokenizer:
                 batch, length = [], 0
                 report(PieceProgress(bytes=min(read, piece.size), tokens=writer.tokens, documents=writer.documents))
         self._encode(batch, writer)
+        return True
 
     def _encode(self, batch: list[Any], writer: TokenWriter) -> None:
         if self._chat is not None:

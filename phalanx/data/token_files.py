@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.data.corpus import BLOCKS, OPEN_FILES, OpenFile
+from phalanx.data.corpus import BLOCKS, OPEN_FILES, OpenFile, offsets
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.spec.errors import RunError
 
@@ -236,7 +236,7 @@ class TokenWriter:
         if not self._lengths:
             self.discard()
             return None
-        self._write("index", np.concatenate([[0], np.cumsum(self._lengths)]).astype(_INDEX))
+        self._write("index", offsets(self._lengths).astype(_INDEX))
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())  # a finished part survives a power failure
