@@ -21,7 +21,7 @@ from phalanx.spec import hf_config
 from phalanx.spec.errors import RunError
 from phalanx.spec.hf_config_write import family
 from phalanx.spec.model import Mla, ModelSpec, Moe
-from phalanx.spec.tensor_slice import Box
+from phalanx.spec.tensor_slice import Box, TensorSlice
 
 _MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
 _IGNORED = (
@@ -124,19 +124,18 @@ def to_hf(part: HFPart, ours: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fill(
-    tensors: dict[str, Tensor], table: tuple[Entry, ...], rows: Rows, offsets: Mapping[str, tuple[int, ...]] | None = None
+    tensors: dict[str, Tensor], table: tuple[Entry, ...], rows: Rows, slices: Mapping[str, TensorSlice] | None = None
 ) -> None:
     """Write Hugging Face values into our tensors in place, box by box, on any device and in any format.
 
-    `offsets`: where a tensor begins in the whole parameter, if it is a slice; values outside the slice are not read.
+    `slices`: the slice of the whole parameter that a tensor holds; values outside it are not read.
     """
     for entry in table:
         target = tensors[entry.name]
-        own = Box((offsets or {}).get(entry.name, (0,) * target.ndim), tuple(target.shape))
+        own = (slices or {}).get(entry.name) or TensorSlice.full(target.shape)
         for block in blocks(entry, 4):
-            if overlap := block.box.overlap(own):
-                values = read(block, rows)[overlap.relative_to(block.box).index]
-                target[overlap.relative_to(own).index] = values.to(target.dtype)
+            for ours, theirs in own.overlaps(TensorSlice(entry.shape, (block.box,))):
+                target[ours.index] = read(block, rows)[theirs.index].to(target.dtype)
 
 
 def _order(pairs: tuple[int, int], count: int) -> Tensor:

@@ -33,8 +33,8 @@ def load(tensors: Mapping[str, StateTensor], shapes: Shapes, folder: Path) -> No
         table = hf_mapping.match(files, spec)
         _check(folder, shapes, {entry.name: entry.shape for entry in table})
         values = {name: state.tensor for name, state in tensors.items() if isinstance(state.tensor, Tensor)}
-        offsets = {name: state.slice.offset for name, state in tensors.items()}
-        hf_mapping.fill(values, tuple(entry for entry in table if entry.name in values), files.rows, offsets)
+        slices = {name: state.slice for name, state in tensors.items()}
+        hf_mapping.fill(values, tuple(entry for entry in table if entry.name in values), files.rows, slices)
         return
     checkpoint = find(folder).checkpoint
     reader = CheckpointReader(checkpoint)
