@@ -55,12 +55,10 @@ class StepRecord:
 class _StepRecorder(StepHook):
     """Keeps the gradients and the outcome of the last step."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: ShardedModel):
+        self._model = model
         self.gradients: dict[str, ShardValue] = {}
         self.outcome: Outcome | None = None
-
-    def on_build(self, model: ShardedModel) -> None:
-        self._model = model
 
     def on_update(self, step: int) -> None:
         # After the reduction and before the update, which may change gradients in place, as Muon does.
@@ -76,7 +74,7 @@ class _StepRecorder(StepHook):
 
 def record_steps(trainer: Trainer, steps: int) -> Iterator[StepRecord]:
     """Takes the trainer's steps and yields a record of each. Tensors are live: copy what has to outlive the next step."""
-    recorder = _StepRecorder()
+    recorder = _StepRecorder(trainer.sharded)
     trainer.hooks.add(recorder)
     yield StepRecord(0, parameters=_parameters(trainer))
     for number in range(1, steps + 1):
