@@ -4,33 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from phalanx.checkpointing.checkpoint_info import Difference
 from phalanx.checkpointing.format import Marker
 from phalanx.checkpointing.restore import CheckpointReader
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """A tensor that differs between the two."""
-
-    name: str
-    kind: str
-    """only in A, only in B, shape, format or values."""
-    a: str = ""
-    """What A has, if the shape or number format differs."""
-    b: str = ""
-    unequal: int = 0
-    """Values that differ in any bit."""
-    values: int = 0
-    """Values of the whole tensor."""
-    largest: float = 0.0
-    """Largest absolute difference; infinite if only one of two values is a number."""
-    relative: float = 0.0
-    """Largest difference relative to the larger of the two values."""
 
 
 def compare(a: CheckpointReader, b: CheckpointReader) -> Iterator[Difference | str]:

@@ -170,3 +170,34 @@ def _block_sums(path: Location, name: str, marker: Marker) -> list[int] | None:
     except (DamagedCheckpoint, OSError, ValueError, KeyError):
         return None
     return sums if file_checksum(sums) == marker.files[name].checksum else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A tensor that differs between checkpoints A and B."""
+
+    name: str
+    kind: str
+    """only in A, only in B, shape, format or values."""
+    a: str = ""
+    """What A has, if the shape or number format differs."""
+    b: str = ""
+    unequal: int = 0
+    """Values that differ in any bit."""
+    values: int = 0
+    """Values of the whole tensor."""
+    largest: float = 0.0
+    """Largest absolute difference; infinite if only one of two values is a number."""
+    relative: float = 0.0
+    """Largest difference relative to the larger of the two values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadNeed:
+    """What a rank would read of a checkpoint."""
+
+    rank: int
+    bytes: int
+    files: int
+    """Number of rank files that these bytes are in."""
+    tensors: int

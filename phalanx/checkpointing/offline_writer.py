@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx.checkpointing import directory
+from phalanx.checkpointing.checkpoint_info import ReadNeed
 from phalanx.checkpointing.format import BLOCK, RankFile, RunMetadata, SavedBox, SavedTensor, write_rank_file
 from phalanx.checkpointing.hf_folder import WeightsWriter
 from phalanx.checkpointing.location import Location
@@ -160,17 +161,6 @@ def _values(saved: CheckpointReader, written: WrittenBox) -> Iterator[memoryview
     step = max(1, BLOCK // max(1, written.bytes // max(1, rows)))
     for first in range(0, rows, step):
         yield raw_bytes(saved.read_box(written.name, written.box.narrow(0, first, min(step, rows - first))))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadNeed:
-    """What a rank would read of a checkpoint."""
-
-    rank: int
-    bytes: int
-    files: int
-    """Number of rank files that these bytes are in."""
-    tensors: int
 
 
 Cuts = dict[str, set[TensorSlice]]

@@ -59,7 +59,7 @@ def list_(path: Annotated[str, typer.Argument(help=_PLACE, metavar="PATH")], jso
     alone = is_checkpoint(place) and directory.step_of(place) is None  # a renamed checkpoint, which no folder lists
     for checkpoints in [place] if alone else checkpoint_locations(place):
         infos = [checkpoint_info.describe(place)] if alone else checkpoint_info.listing(checkpoints)
-        show.show_listing(console, str(checkpoints), [(info, checkpoint_info.layout_text(info.layout)) for info in infos])
+        show.show_listing(console, str(checkpoints), infos)
         found += [asdict(info) for info in infos]
     finish(json, {"path": path, "checkpoints": found})
 
@@ -86,12 +86,7 @@ def inspect(
     run = marker.run
     info, kinds = checkpoint_info.describe(place), checkpoint_info.bytes_by_kind(tensors)
     change = None if layout is None else _change(path, tensors, layout)
-    summary = show.CheckpointSummary(
-        path=info.path, step=info.step, samples=run.progress.get("samples"), seed=run.seed, data=run.data, time=info.time,
-        version=info.version, degrees=checkpoint_info.layout_text(run.layout), ranks=info.ranks, bytes=info.bytes, kinds=kinds,
-        files=marker.files,
-    )  # fmt: skip
-    show.show_checkpoint(console, summary, show.first_rows(chosen, names is not None))
+    show.show_checkpoint(console, info, marker, kinds, chosen, None if names is None else len(chosen))
     if change is not None:
         show.show_relayout(console, change)
     if json:

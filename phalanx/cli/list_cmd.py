@@ -141,7 +141,7 @@ def bench(
     with console.status("measuring") as status:
         report = measure(machine, Path.cwd(), minutes, status.update)
     path = write_profile(machine, report.constants, report.row_tables(), out)
-    show_bench(console, report.rows, report.constants)
+    show_bench(console, [(row.what, row.shape, row.value, row.unit) for row in report.rows], report.constants)
     use = "plans on this machine use it from now on" if path == profile_file() else "plans do not read it there"
     console.print(f"measured in {report.seconds:.0f} s; saved to {path}: {use}")
     finish(json, report.to_json() | {"file": str(path)})

@@ -7,7 +7,6 @@ The CLI and `phalanx.explain` call it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
@@ -41,6 +40,8 @@ SHORTHAND = (
     "Recompute full 1/2: only every second block."
 )
 """Explains the short names of layouts and of recomputation."""
+_BAR = 14
+"""Columns of the longest bar."""
 _WIDE = 96
 """Columns from which parts are side by side."""
 _REASONS = 10
@@ -54,7 +55,7 @@ def show_plan(console: Console, report: PlanReport, top: int = 5) -> None:
     wide = console.width >= _WIDE
     console.print(_head(report))
     console.print(_winner(console, report))
-    bars: list[RenderableType] = [_memory(report.best), _step(report.best)]
+    bars = [chart(report.best, console.width // 2 - 1 if wide else console.width) for chart in (_memory, _step)]
     console.print(_columns(bars) if wide else Group(*bars))
     _section(console, "why this one", [Text(sentence) for sentence in report.why])
     if report.runners_up and top:
@@ -76,7 +77,7 @@ def show_solution(console: Console, solution: SolveReport) -> None:
             (f"{value:,}", speed, f"{count(speed)} tok/s", "green" if value == solution.value else "yellow")
             for value, speed in solution.tried
         ]
-        console.print(_bars(f"tried, by {solution.what}", rows, fastest))
+        console.print(_bars(f"tried, by {solution.what}", rows, fastest, console.width))
     if solution.what_if:
         _section(console, "what if", [Text(change.sentence) for change in solution.what_if])
     _section(console, "its plan", [])
@@ -180,38 +181,32 @@ def _winner(console: Console, report: PlanReport) -> Panel:
     return Panel(inside, title=title, title_align="left", border_style=style, padding=(0, 1))
 
 
-def _memory(best: Candidate) -> Group:
+def _memory(best: Candidate, width: int) -> Group:
     parts = sorted(((name, value) for name, value in best.memory.items() if value > 0), key=lambda part: -part[1])
     rows = [(MEMORY_LABELS.get(name, name), value, size(value), COLORS.get(name, "white")) for name, value in parts]
     free = best.capacity - best.bytes
     rows.append(("free" if free >= 0 else "missing", abs(free), size(abs(free)), "bright_black" if free >= 0 else "bold red"))
     rank = f"pipeline rank {best.fullest}, the fullest" if best.layout.pipeline > 1 else "a rank"
-    return _bars(f"memory of {rank}", rows, max(best.capacity, best.bytes))
+    return _bars(f"memory of {rank}", rows, max(best.capacity, best.bytes), width)
 
 
-def _step(best: Candidate) -> Group:
-    parts = sorted(((name, value) for name, value in best.split.items() if value > 0), key=lambda part: -part[1])
-    rows = [
-        (
-            PART_LABELS.get(name, name),
-            value,
-            f"{short_duration(value)} {value / best.seconds:>6.1%}",
-            COLORS.get(name, "yellow"),
-        )
-        for name, value in parts
-        if value >= 5e-4 * best.seconds
-    ]
-    return _bars(f"a step, {short_duration(best.seconds)}", rows, best.seconds)
+def _step(best: Candidate, width: int) -> Group:
+    rows = []
+    for name, value in sorted(best.split.items(), key=lambda part: -part[1]):
+        if value > 0 and value >= 5e-4 * best.seconds:
+            text = f"{short_duration(value)} {value / best.seconds:>6.1%}"
+            rows.append((PART_LABELS.get(name, name), value, text, COLORS.get(name, "yellow")))
+    return _bars(f"a step, {short_duration(best.seconds)}", rows, best.seconds, width)
 
 
-def _bars(title: str, rows: Sequence[tuple[str, float, str, str]], whole: float) -> Group:
-    """Draws a titled bar chart; `rows`: name, value, text of the value, color."""
+def _bars(title: str, rows: Sequence[tuple[str, float, str, str]], whole: float, width: int) -> Group:
+    """Draws a titled bar chart of at most `width` columns; `rows`: name, value, text of the value, color."""
     table = Table.grid(padding=(0, 1, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, justify="right")
-    table.add_column(no_wrap=True)
+    for justify in ("left", "right", "left"):
+        table.add_column(no_wrap=True, justify=justify)
+    left = width - max(len(name) for name, *_ in rows) - max(len(text) for _, _, text, _ in rows) - 3
     for name, value, text, color in rows:
-        table.add_row(name, text, Text(bar(value / whole, 14), style=color))
+        table.add_row(name, text, Text(bar(value / whole, max(1, min(_BAR, left))), style=color))
     return Group(Text(title, style="bold"), table)
 
 
@@ -341,33 +336,19 @@ def _timed_step(timed: Timed) -> str:
     )
 
 
-class BenchRow(Protocol):
-    """One measurement of `phalanx bench`."""
-
-    @property
-    def what(self) -> str: ...
-    @property
-    def shape(self) -> str: ...
-    @property
-    def value(self) -> float: ...
-    @property
-    def unit(self) -> str: ...
-
-
-def show_bench(console: Console, rows: Sequence[BenchRow], constants: Mapping[str, float]) -> None:
-    """Shows the measurements of `phalanx bench`, then the constants that plans take from them."""
+def show_bench(console: Console, measured: Sequence[tuple[str, str, float, str]], constants: Mapping[str, float]) -> None:
+    """Shows the measurements of `phalanx bench` (what, of which shape, value and unit), then the constants that plans take from them."""
     table = Table(box=None, pad_edge=False, padding=(0, 2))
     for name in ("measured", "of", ""):
         table.add_column(name, style="dim" if name == "of" else "", header_style="dim", justify="left" if name else "right")
-    for row in rows:
-        table.add_row(row.what, row.shape, _quantity(row.value, row.unit))
-    console.print(table)
+    for what, shape, value, unit in measured:
+        table.add_row(what, shape, _quantity(value, unit))
     values = Table(box=None, pad_edge=False, padding=(0, 2))
     values.add_column("constant", header_style="dim")
     values.add_column("", justify="right")
     for name in sorted(constants):
         values.add_row(name, f"{constants[name]:.4g}")
-    console.print(values)
+    console.print(table, values)
 
 
 def _quantity(value: float | None, unit: str) -> str:

@@ -47,7 +47,7 @@ def test_the_rest_has_values_and_units(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "what was written is gone"
     assert op_bench.disk(tmp_path / "not there") is None
     console = Console(width=100, record=True)
-    show_bench(console, [row for row in rows if row], {"cpu.launch": 8e-6})
+    show_bench(console, [(row.what, row.shape, row.value, row.unit) for row in rows if row], {"cpu.launch": 8e-6})
     text = console.export_text()
     assert "FLOP/s" in text and "GiB/s" in text and "µs" in text and "cpu.launch" in text
 

@@ -86,6 +86,15 @@ def test_plan_tables_are_toml() -> None:
     assert table["layout"]["shard"] == 128 and table["memory"] == {"recompute": "none", "offload": "none"}
 
 
+@pytest.mark.parametrize("width", [60, 80, 96, 100, 120])
+def test_bars_are_as_long_as_the_terminal_has_room(width: int) -> None:
+    found = plans.found()
+    split = dict.fromkeys(found.best.split, 0.0) | {"compute": 0.8, "pipeline": 0.2}  # a long bar, and the longest label
+    text = shown(replace(found, best=replace(found.best, seconds=1.0, split=split)), width=width)
+    row = next(line for line in text.splitlines() if "computing" in line and "80.0%" in line)
+    assert "█" in row and "…" not in row
+
+
 def test_bars_and_numbers() -> None:
     assert [bar(part, 4) for part in (0, 1e-9, 0.25, 0.53125, 1, 7)] == ["", "▏", "█", "██▏", "████", "████"]
     assert [days(value) for value in (54.04, 1.5, 0.01)] == ["54.0 d", "1 d 12 h", "14 min 24 s"]
