@@ -14,7 +14,7 @@ Phase = Literal[
 ]
 PHASES: tuple[str, ...] = get_args(Phase)
 
-_PAGE = struct.Struct("=QqqdddqqqQ")
+_PAGE = struct.Struct("=QqqdddqqQ")
 """A count of writes, the fields of a `Beat`, and the count again: a reader that sees two different counts has read a half-written page."""
 
 
@@ -32,7 +32,6 @@ class Beat(NamedTuple):
     """The part of it that the rank computed rather than waited for others."""
     steps_taken: int = 0
     """Steps in this generation."""
-    memory: int = 0
     generation: int = -1
 
 
@@ -66,10 +65,10 @@ class Heartbeat:
         """Start training after `step` complete steps."""
         self._write(step=step, steps_taken=0)
 
-    def stepped(self, step: int, seconds: float, busy: float, memory: int) -> None:
+    def stepped(self, step: int, seconds: float, busy: float) -> None:
         """A step is complete."""
         taken = self._beat.steps_taken + 1
-        self._write(step=step, phase="between", step_seconds=seconds, busy_seconds=busy, steps_taken=taken, memory=memory)
+        self._write(step=step, phase="between", step_seconds=seconds, busy_seconds=busy, steps_taken=taken)
 
     def _write(self, **changes: Any) -> None:
         self._writes += 1

@@ -51,10 +51,8 @@ class HangReport(TypedDict, total=False):
     """Ranks of the group; None: all."""
     peer: int | None
     """The other rank of a point-to-point message."""
-    number: int | None
-    """Collectives that this rank has started in that group."""
     numbers: dict[str, int]
-    """The same for every group of this rank. A group has the same name on all its ranks."""
+    """Collectives that this rank has started, by group. A group has the same name on all its ranks."""
     problem: str | None
     """Error of the report itself."""
 

@@ -50,7 +50,7 @@ def hang_report(thread_id: int, modules: Mapping[int, str], mesh: Mesh | None) -
     """Report what the thread does; never raises. `modules`: names of the model's modules by `id`. `mesh`: None before the model is built."""
     answer = HangReport(
         stack="", threads={}, at="", place="", layer=None, operation=None, use=None,
-        group=None, members=None, peer=None, number=None, numbers={}, problem=None,
+        group=None, members=None, peer=None, numbers={}, problem=None,
     )  # fmt: skip
     try:
         _fill(answer, thread_id, modules, mesh)
@@ -122,7 +122,7 @@ def _waiting(answer: HangReport, live: Sequence[FrameType], frames: Sequence[Fra
     if not dist.is_initialized() or answer["operation"] in ("store", "new_group", "init_process_group"):
         return
     handle = handle or dist.group.WORLD
-    answer["group"], answer["number"] = next(((name, n) for name, other, n in _groups() if other is handle), (None, None))
+    answer["group"] = next((name for name, other, _ in _groups() if other is handle), None)
     answer["use"] = answer["use"] or (handle.group_desc if handle is not dist.group.WORLD else "step")
     if handle is not dist.group.WORLD:
         answer["members"] = sorted(distributed_c10d._world.pg_group_ranks[handle])

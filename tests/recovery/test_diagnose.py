@@ -12,6 +12,8 @@ import pytest
 
 from phalanx.events.heartbeat import Beat
 from phalanx.recovery.diagnose import (
+    _OWN_PLUMBING,
+    _TASKS,
     Frame,
     Report,
     blocking_collective,
@@ -27,7 +29,7 @@ ALL = "all ranks"
 def waits(operation: str = "all_gather", group: str = ALL, number: int = 8122, **more: Any) -> dict[str, Any]:
     """The answer of a rank that waits."""
     numbers = {group: number, **more.pop("numbers", {})}
-    return {"operation": operation, "group": group, "number": number, "numbers": numbers, "stack": "waits\n", **more}
+    return {"operation": operation, "group": group, "numbers": numbers, "stack": "waits\n", **more}
 
 
 def works(
@@ -242,6 +244,11 @@ C10D = "/x/torch/distributed/distributed_c10d.py"
 )
 def test_places_are_read_off_the_programs_own_files(files: list[str], words: str) -> None:
     assert describe_location([Frame(f"{HOME}/{file}", 1, "f") for file in files]) == words
+
+
+def test_the_files_and_folders_that_stand_for_tasks_exist() -> None:
+    for path in (*_OWN_PLUMBING, *(path for paths, _ in _TASKS for path in paths)):
+        assert Path(HOME, path).exists(), path
 
 
 def test_a_layer_computes_forward_or_backward() -> None:

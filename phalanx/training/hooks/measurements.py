@@ -53,7 +53,7 @@ class HeartbeatHook(StepHook):
 
     def on_step_taken(self, step: int, outcome: Outcome) -> None:
         seconds = time.perf_counter() - self._started
-        self._heartbeat.stepped(step, seconds, max(seconds - COMM_TIMER.take(), 0.0), outcome.memory)
+        self._heartbeat.stepped(step, seconds, max(seconds - COMM_TIMER.take(), 0.0))
 
     def before_evaluate(self, step: int) -> None:
         self._heartbeat.enter("evaluating")
