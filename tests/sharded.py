@@ -23,7 +23,7 @@ from phalanx.parallel.sharded_model import OwnedParam, ParamShard, Recipe, Shard
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec, Moe
 from phalanx.training.build import recipe
-from phalanx.training.loss import objective, summed_loss
+from phalanx.training.micro_batch import objective, summed_loss
 from phalanx.transforms.precision import computing
 
 # Nothing here is a multiple of 4, and a fourth of the rows of a key matrix leaves the last rank without any.
@@ -78,7 +78,9 @@ def loss(model: nn.Module, number: int, compute: str, replicas: int) -> Tensor:
     with computing(compute, torch.device("cpu")):
         found = model(one.tokens, torch.arange(LENGTH).expand(2, LENGTH), one.documents)
         logits, *ahead = found if isinstance(found, tuple) else (found,)
-        return objective(summed_loss(logits, one.targets), ahead, one, 0.3) / (replicas * EACH * one.tokens.numel())
+        return objective(summed_loss(logits, one.targets), ahead, one, 0.3, summed_loss) / (
+            replicas * EACH * one.tokens.numel()
+        )
 
 
 @torch.no_grad()

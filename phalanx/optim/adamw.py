@@ -40,6 +40,8 @@ class AdamW(ParamOptimizer):
         self._steps = [torch.zeros((), dtype=torch.float32, device=value.device) for value in values]
         self._moments = [(torch.zeros_like(v, dtype=moments), torch.zeros_like(v, dtype=moments)) for v in values]
         self._converts_moments = moments != torch.float32
+        on_device = any(accelerator.of(value.device).asynchronous for value in values)
+        self._chunk_size = _DEVICE_CHUNK if on_device else _HOST_CHUNK
         self._buffers: dict[str, Tensor] = {}
 
     def step(self, update: Update) -> None:
@@ -58,7 +60,8 @@ class AdamW(ParamOptimizer):
                 else:
                     rows.append((self._params[i].value.detach(), self._gradient(i), *self._moments[i], self._steps[i]))
             fused_adamw(rows, decay, update)
-            self._step_in_chunks(converted, decay, update)
+            for chunk in split_chunks([self._params[i].value.numel() for i in converted], self._chunk_size):
+                self._step_chunk(chunk, converted, decay, update)
         torch._foreach_sub_(steps, [update.skip] * len(steps))
 
     def state(self) -> dict[str, State]:
@@ -82,16 +85,8 @@ class AdamW(ParamOptimizer):
         assert gradient is not None
         return gradient
 
-    def _step_in_chunks(self, indices: list[int], decay: float, update: Update) -> None:
-        """Updates parameters whose gradients or moments are not in fp32: copies them to fp32 chunk by chunk, and moments back."""
-        if not indices:
-            return
-        on_host = not accelerator.of(self._params[indices[0]].value.device).asynchronous
-        limit = _HOST_CHUNK if on_host else _DEVICE_CHUNK
-        for chunk in split_chunks([self._params[i].value.numel() for i in indices], limit):
-            self._step_chunk(chunk, indices, decay, update)
-
     def _step_chunk(self, chunk: Chunk, indices: list[int], decay: float, update: Update) -> None:
+        """Updates parameters whose gradients or moments are not in fp32: copies them to fp32, and moments back."""
         rows: list[KernelRow] = []
         stored: list[Tensor] = []
         widened: list[Tensor] = []

@@ -1,13 +1,9 @@
 """DiLoCo: local SGD between replicas on slow links. Each replica takes steps by itself, and every `optimizer.sync_every` steps they
-synchronize.
+synchronize: the anchor, their common parameters at the last synchronization, minus the mean of their parameters is the gradient of an outer
+SGD with Nesterov momentum. All replicas continue from the new anchor and keep the states of their inner optimizers.
 
-The difference between the parameters at the last synchronization (the anchor) and the mean of the replicas' parameters is the
-gradient of an outer optimizer, SGD with Nesterov momentum. All replicas continue from the new anchor and keep the states of their
-inner optimizers.
-
-A checkpoint holds all states of all replicas, so it can be taken between any two steps, and a resumed run equals one that never
-stopped. The anchor has the parameter's own name; the replicas' values and inner states are stacked along a first dimension of
-replicas. A resumed run needs as many replicas. The trainer drives it.
+A checkpoint holds all states of all replicas, so it can be taken between any two steps; a resumed run needs as many replicas. The anchor
+has the parameter's own name; the replicas' values and inner states are stacked along a first dimension of replicas.
 """
 
 from __future__ import annotations

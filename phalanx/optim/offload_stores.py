@@ -1,7 +1,5 @@
 """Where offloaded master weights and moments are kept: in host memory, or in one scratch file per rank that is read and written in
-chunks. Used by `optim/offloaded_adamw`.
-
-A scratch file means something only to the process that created it. After a crash, the next process fills its own file from the
+chunks. A scratch file means something only to the process that created it: after a crash, the next process fills its own file from the
 checkpoint.
 """
 
@@ -14,6 +12,7 @@ import fcntl
 import math
 import mmap
 import os
+import shutil
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -164,11 +163,8 @@ def describe_failure(path: Path, size: int, error: OSError) -> str:
 
 def _free(path: Path) -> int | str:
     for folder in path.parents:
-        try:
-            disk = os.statvfs(folder)
-        except OSError:
-            continue
-        return disk.f_bavail * disk.f_frsize
+        with contextlib.suppress(OSError):
+            return shutil.disk_usage(folder).free
     return "an unknown number of"
 
 

@@ -40,7 +40,7 @@ def optimizer_kind(name: str) -> OptimizerKind:
 
 
 class Optimizer:
-    """Updates all parameters that one rank owns."""
+    """Updates all parameters that one rank owns. The methods are those of its parts (see `ParamOptimizer`), on all of them."""
 
     def __init__(
         self,
@@ -78,26 +78,22 @@ class Optimizer:
             part.step(update)
 
     def adopt(self) -> None:
-        """Parameters were written by something else, such as a checkpoint: brings master weights elsewhere up to them."""
         for part in self.parts.values():
             part.adopt()
 
     def state(self) -> dict[str, State]:
-        """Every live state by "parameter name/state name": writing to them restores."""
+        """Every live state by "parameter name/state name", in the order of the parameters."""
         states = {name: state for part in self.parts.values() for name, state in part.state().items()}
         return dict(sorted(states.items(), key=lambda pair: self._order[pair[0].rpartition("/")[0]]))
 
     def bytes(self) -> StateBytes:
-        """Size of the states; scalars are not counted."""
         return sum((part.bytes() for part in self.parts.values()), StateBytes())
 
     @property
     def applied(self) -> str:
-        """What was built, read from the tensors and files."""
         return "; ".join(f"{label}: {part.applied}" for label, part in self.parts.items())
 
     def close(self) -> None:
-        """Closes files; states in them are lost."""
         for part in self.parts.values():
             part.close()
 

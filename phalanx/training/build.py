@@ -29,7 +29,7 @@ from phalanx.schedules.stage_split import Costs, cut, flop_costs
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
-from phalanx.training.loss import summed_loss
+from phalanx.training.micro_batch import summed_loss
 from phalanx.transforms.precision import computing
 
 

@@ -1,19 +1,23 @@
-"""Micro-batches: the tensors that one forward reads, and the feed that gives a rank those of each step. `training/step` computes on
-them."""
+"""Micro-batches: the tensors that one forward reads, their loss, and the feed that gives a rank those of each step. `training/step`
+computes on them."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx import accelerator
 from phalanx.data.dataset import Dataset
 from phalanx.data.loader import Loader, ReplicaShare
-from phalanx.data.pack import Batch
+from phalanx.data.pack import IGNORED, Batch
+from phalanx.models.decoder import mtp_targets
 from phalanx.parallel.context.context_parallel import rank_positions
 from phalanx.parallel.mesh import Mesh
 from phalanx.spec.layout import Layout
@@ -82,6 +86,27 @@ class MicroBatch:
         tensors = {name: getattr(self, name) for name in ("tokens", "targets", "positions", "documents")}
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items() if tensor is not None}
         return replace(self, **moved)
+
+
+def summed_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+    """Cross-entropy in fp32, summed over all targets that are not ignored."""
+    return F.cross_entropy(logits_BSV.flatten(0, 1).float(), targets_BS.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def objective(
+    loss: Tensor, mtp_logits: Sequence[Any], batch: MicroBatch, weight: float, loss_of: Callable[[Any, Tensor], Tensor]
+) -> Tensor:
+    """The loss that training minimizes: the next-token loss plus `weight` times the mean loss of multi-token prediction.
+
+    `mtp_logits`: logits, or what `loss_of` takes in their place, first those of the token after the next. All losses are sums over
+    the same batch.
+    """
+    if not mtp_logits:
+        return loss
+    losses = [
+        loss_of(logits, mtp_targets(batch.targets, batch.documents, depth)) for depth, logits in enumerate(mtp_logits, start=1)
+    ]
+    return loss + weight * torch.stack(losses).mean()
 
 
 class BatchFeed:

@@ -26,8 +26,7 @@ from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.spec.plan import Plan
 from phalanx.spec.run import Run
 from phalanx.training.hooks import Hooks, StepContext, StepRefused
-from phalanx.training.loss import objective
-from phalanx.training.micro_batch import MicroBatch
+from phalanx.training.micro_batch import MicroBatch, objective
 from phalanx.training.step_totals import GOOD, NOT_FINITE, SPIKE, Outcome, StepTotals
 from phalanx.transforms.precision import LossScale, computing
 
@@ -72,12 +71,8 @@ class Stepper:
     def __init__(self, run: Run, plan: Plan, model: ShardedModel, experts: Mapping[str, int], pipeline: Pipeline | None = None):
         """`experts`: number of experts of each router of the whole model, by the router's name."""
         self.sharded, self._mesh, self._pipeline = model, model.mesh, pipeline
-        self._compute, self._clip, self._mtp_weight, self._dim = (
-            plan.compute,
-            run.train.clip,
-            run.model.mtp_loss_weight,
-            run.model.dim,
-        )
+        self._compute, self._clip = plan.compute, run.train.clip
+        self._mtp_weight, self._dim = run.model.mtp_loss_weight, run.model.dim
         # Losses are divided by the number of tokens that fit in the batch, a constant. The update corrects for masked tokens when
         # their number in the global batch is known, so no rank waits for a count before its backward.
         self._capacity = float(run.batch_tokens) * model.step_group.size / self._mesh.ranks
@@ -130,7 +125,8 @@ class Stepper:
             if not totals.stopped:
                 context.finite = finite
                 pending.verdict = torch.where(finite, torch.where(spike, SPIKE, GOOD), NOT_FINITE).float()
-                self._before_update(context)
+                with span("other"):
+                    self._before_update(context)
                 self._apply(pending, optimizer)
             self.own_loss = totals.own_loss
             return self._outcome(totals, loss, norm, (finite, spike))
@@ -185,7 +181,7 @@ class Stepper:
             len(moved),
             lambda part, given, index: self._forward(part, given, moved[index]),
             loss_of,
-            self._stage_shape(moved),
+            partial(self._stage_shape, moved),
             self._after_backward,
         )
 
@@ -195,26 +191,20 @@ class Stepper:
     def losses(self, output: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The reported loss, and the loss of the backward, which includes multi-token prediction where the model has it. Both are sums."""
         logits, *further = output if type(output) is tuple else (output,)
-        loss = self._loss(logits, batch.targets)
+        loss_of = partial(self.observer.run, "loss", self.sharded.loss)
+        loss = loss_of(logits, batch.targets)
         self.hooks.on_loss(loss)
-        return loss, objective(loss, further, batch, self._mtp_weight, self._loss)
-
-    def _loss(self, logits: Any, targets: Tensor) -> Tensor:
-        return self.observer.run("loss", self.sharded.loss, logits, targets)
+        return loss, objective(loss, further, batch, self._mtp_weight, loss_of)
 
     def _forward(self, part: int, given: Tensor | None, batch: MicroBatch) -> Any:
         with computing(self._compute, self._mesh.device):
             return self.sharded.parts[part](batch.tokens if given is None else given, batch.positions, batch.documents)
 
-    def _stage_shape(self, batches: Sequence[MicroBatch]) -> Callable[[int], tuple[Sequence[int], torch.dtype]]:
-        """Shape and dtype of the residual stream between stages, by micro-batch; with sequence parallelism a rank has a slice of it."""
+    def _stage_shape(self, batches: Sequence[MicroBatch], index: int) -> tuple[Sequence[int], torch.dtype]:
+        """Shape and dtype of a micro-batch's residual stream between stages; with sequence parallelism a rank has a slice of it."""
+        rows, length = batches[index].tokens.shape
         slices = self._mesh.size("tensor") if self._mesh.layout.sequence else 1
-
-        def shape(index: int) -> tuple[Sequence[int], torch.dtype]:
-            rows, length = batches[index].tokens.shape
-            return (rows, length // slices, self._dim), torch.float32
-
-        return shape
+        return (rows, length // slices, self._dim), torch.float32
 
     def _norm_and_divisor(self, totals: StepTotals) -> tuple[Tensor, Tensor]:
         """Norm of the mean gradient, and what the update divides the accumulated gradient g by.
@@ -247,24 +237,22 @@ class Stepper:
         return self._mesh.all_reduce((~good).double()) == 0
 
     def _before_update(self, context: StepContext) -> None:
-        with span("other"):
-            try:
-                self.hooks.before_update(context)
-            except StepRefused:
-                self.pending = None
-                raise
+        try:
+            self.hooks.before_update(context)
+        except StepRefused:
+            self.pending = None
+            raise
 
     def _apply(self, pending: Pending, optimizer: Optimizer) -> None:
         """Changes everything that outlives the step. If it is interrupted, `update_incomplete` remains set.
 
-        Waits for no other rank, except in Muon and in states that several ranks keep together.
+        Waits for no other rank, except in optimizers and states that several ranks keep together.
         """
         assert pending.divisor is not None and pending.verdict is not None
         self.update_incomplete = True
         self.hooks.on_update(self.number)
-        self.observer.run(
-            "optimizer", optimizer.step, pending.learning_rate, pending.divisor, (pending.verdict != GOOD).float()
-        )
+        skip = (pending.verdict != GOOD).float()
+        self.observer.run("optimizer", optimizer.step, pending.learning_rate, pending.divisor, skip)
         verdict = int(pending.verdict.item())
         loads = pending.totals.loads
         if loads:
@@ -333,14 +321,18 @@ class Stepper:
     def forward(self, batch: MicroBatch, take: Callable[[Any], None]) -> None:
         """Runs the model; `take` gets the next-token logits, or this rank's part of them, on ranks of the last stage."""
         batch = batch.to(self._mesh.device)
+
+        def take_next(output: Any, _: int) -> None:
+            take(output[0] if type(output) is tuple else output)  # without predictions of tokens further ahead
+
         if self._pipeline is None:
-            take(_next_token(self._forward(0, None, batch)))
+            take_next(self._forward(0, None, batch), 0)
             return
         self._pipeline.evaluate(
             1,
             lambda part, given, _: self._forward(part, given, batch),
-            lambda output, _: take(_next_token(output)),
-            self._stage_shape([batch]),
+            take_next,
+            partial(self._stage_shape, [batch]),
         )
 
     @torch.no_grad()
@@ -356,8 +348,3 @@ class Stepper:
 
         self.forward(batch, take)
         return sums
-
-
-def _next_token(output: Any) -> Any:
-    """The prediction of the next token, without those of tokens further ahead."""
-    return output[0] if type(output) is tuple else output

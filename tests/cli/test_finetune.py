@@ -16,7 +16,7 @@ from phalanx.data.pack import IGNORED
 from phalanx.events.records import Step
 from phalanx.models.init import build, materialize
 from phalanx.spec.load import load
-from phalanx.training.loss import summed_loss
+from phalanx.training.micro_batch import summed_loss
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"

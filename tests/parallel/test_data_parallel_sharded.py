@@ -43,7 +43,7 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.tensor_slice import TensorSlice
 from phalanx.training.build import recipe
-from phalanx.training.loss import summed_loss
+from phalanx.training.micro_batch import summed_loss
 from phalanx.transforms.precision import computing
 
 

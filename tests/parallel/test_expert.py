@@ -30,7 +30,7 @@ from phalanx.spec.model import ModelSpec, Moe
 from phalanx.spec.plan import Place
 from phalanx.spec.tensor_slice import TensorSlice
 from phalanx.training.build import recipe
-from phalanx.training.loss import summed_loss
+from phalanx.training.micro_batch import summed_loss
 
 CPU = torch.device("cpu")
 SEQUENCES, LENGTH = 8, 12

@@ -25,8 +25,7 @@ from phalanx.parallel.sharded_model import OwnedParam, ParamShard, ShardedModel,
 from phalanx.parallel.tensor import KvSelect
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import Mla, ModelSpec, Moe
-from phalanx.training.loss import objective, summed_loss
-from phalanx.training.micro_batch import MicroBatch
+from phalanx.training.micro_batch import MicroBatch, objective, summed_loss
 from phalanx.transforms.precision import computing
 
 ODD = ModelSpec(vocab=257, dim=24, layers=2, heads=6, kv_heads=2, ffn=171, head_dim=8, qk_norm=True, init_std=0.2)

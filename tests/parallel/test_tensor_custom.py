@@ -19,7 +19,7 @@ from phalanx.parallel.sharded_model import OwnedParam, ParamShard, ShardedModel
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
-from phalanx.training.loss import summed_loss
+from phalanx.training.micro_batch import summed_loss
 
 SPEC = ModelSpec(vocab=37, dim=12, layers=1, heads=4, kv_heads=2, init_std=0.3)
 AXES = {

@@ -20,7 +20,7 @@ from phalanx.parallel.vocab_parallel import applied, swap
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
-from phalanx.training.loss import summed_loss
+from phalanx.training.micro_batch import summed_loss
 
 ROWS, WIDTH = 257, 16
 

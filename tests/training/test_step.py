@@ -17,8 +17,7 @@ from phalanx.models.init import build, materialize
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.sharded_model import ShardedModel
 from phalanx.spec.run import Run
-from phalanx.training.loss import summed_loss
-from phalanx.training.micro_batch import MicroBatch
+from phalanx.training.micro_batch import MicroBatch, summed_loss
 from phalanx.training.step_totals import StepTotals
 from phalanx.training.trainer import Trainer
 

@@ -1,9 +1,9 @@
 """Traces a loss or gradient that is not finite to the module that made it, and retries the step. A hook that acts after the first
 skipped step in a row; good steps do not know of it.
 
-All ranks repeat the step together while a probe looks at every tensor. In the forward it looks at the output of every module; in the
-backward at the gradient of every module's input: if that is not finite and no earlier gradient was, this module's backward made it
-so. Compiled blocks run uncompiled meanwhile. Then the step is taken once more: a fault that has passed costs no data and no update.
+All ranks repeat the step together while a probe looks at the output of every module and, in the backward, at the gradient of every
+module's input: if that is the first gradient that is not finite, this module's backward made it so. Compiled blocks run uncompiled
+meanwhile. Then the step is taken once more: a fault that has passed costs no data and no update.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""Detects silent corruption: whether ranks that must hold the same values still do. A hook that compares before a step is applied.
+"""Detects silent corruption: a hook that compares, before a step is applied, what several ranks must hold alike.
 
 Every few steps each rank sends one checksum per group of tensors: parameters, optimizer states, complete gradients. All ranks see all
-checksums, so all come to the same verdict without further messages. Of three copies, the one that differs is wrong. Of two, the one
-whose bits have changed since its rank last wrote them, if that is known; of two gradients, the one that a repetition of the step does
-not confirm.
+checksums and come to the same verdict. Of three copies, the one that differs is wrong. Of two, the one whose bits have changed since its
+rank last wrote them, if that is known; of two gradients, the one that a repetition of the step does not confirm.
 
-It compares what the optimizer updates and what lies on the device: not the lower-precision copies that ZeRO distributes after each
-step, nor offloaded states. Ranks along "tensor" are not compared with each other: each computes its copy of what they share, and GPU
-kernels may differ in the last bit.
+Not compared: offloaded states, the lower-precision copies that ZeRO distributes, and ranks along "tensor" with each other, as each
+computes its copy of what they share, and GPU kernels may differ in the last bit.
 """
 
 from __future__ import annotations
@@ -136,16 +134,15 @@ class ReplicaCheck(StepHook):
         """Raises Corruption on all ranks if anything differs. Gradients that are not finite are not compared: NaN has many bit patterns."""
         step = context.number
         if not self.due(step):
-            self._watch_weights(step)
+            if self._own_sums:  # are the weights still what this rank wrote?
+                self._note_changes(self._checksums((WEIGHTS,)), step)
             return
         self._is_first = False
         if not self._groups:
             return
         assert context.finite is not None
         sums = self._checksums(KINDS if context.finite.item() else KINDS[:2])
-        for slot in self._own_sums.keys() & sums.keys():
-            if not self._changed.get(slot) and sums[slot].item() != self._own_sums[slot].item():
-                self._changed[slot] = step
+        self._note_changes(sums, step)
         rows, changed = self._gather([_row(sums), self._changed])
         verdict = judge(rows, self._groups, changed)
         if verdict is None:
@@ -184,13 +181,10 @@ class ReplicaCheck(StepHook):
     def _remember(self, kind: str) -> None:
         self._own_sums |= {slot: value for slot, value in self._checksums((kind,)).items() if slot[1] in self._pair_keys}
 
-    def _watch_weights(self, step: int) -> None:
-        """Between two comparisons: whether the weights are still what this rank wrote."""
-        if self._own_sums:
-            now = self._checksums((WEIGHTS,))
-            for slot, value in self._own_sums.items():
-                if slot in now and now[slot].item() != value.item():
-                    self._changed.setdefault(slot, step)
+    def _note_changes(self, sums: dict[Slot, Tensor], step: int) -> None:
+        for slot in self._own_sums.keys() & sums.keys():
+            if sums[slot].item() != self._own_sums[slot].item():
+                self._changed.setdefault(slot, step)
 
     def _gather(self, rows: list[Row]) -> list[list[Row]]:
         """These rows of every rank, by row and rank, in one message."""
