@@ -47,7 +47,8 @@ class OffloadedAdamW(ParamOptimizer):
         largest = max((chunk.size for chunk in self._chunks), default=0)
         allocate = setup.resources.host_buffer or HostBuffer
         self._transfer: _DeviceTransfer | _HostTransfer
-        self._transfer = _DeviceTransfer(params, largest, allocate) if _on_device(params) else _HostTransfer(params)
+        chunks = self._chunks
+        self._transfer = _DeviceTransfer(params, chunks, allocate) if _on_device(params) else _HostTransfer(params, chunks)
         self._widened = {key: torch.empty(largest if moments != torch.float32 else 0) for key in MOMENTS}
         self.adopt()
 
@@ -65,12 +66,8 @@ class OffloadedAdamW(ParamOptimizer):
         for param, step in zip(self._params, self._steps, strict=True):
             step += is_updated(param)
         self._transfer.begin()
-        for chunk in self._chunks[:1]:
-            self._transfer.fetch(0, chunk)
         for number, (chunk, record) in enumerate(self._store.walk()):
-            for following in self._chunks[number + 1 : number + 2]:
-                self._transfer.fetch(number + 1, following)
-            self._update(chunk, record.kinds, self._transfer.gradients(number, chunk), update)
+            self._update(chunk, record.kinds, self._transfer.gradients(number), update)
             record.copied = self._transfer.send(chunk, record.kinds["master"])
         self._transfer.end()
 
@@ -114,8 +111,8 @@ class OffloadedAdamW(ParamOptimizer):
 class _HostTransfer:
     """Parameters are on the host: gradients are read where they are."""
 
-    def __init__(self, params: Sequence[OwnedParam]):
-        self._params = params
+    def __init__(self, params: Sequence[OwnedParam], chunks: list[Chunk]):
+        self._params, self._chunks = params, chunks
         self._buffer = torch.empty(0)
 
     @property
@@ -125,11 +122,9 @@ class _HostTransfer:
     def begin(self) -> None:
         pass
 
-    def fetch(self, number: int, chunk: Chunk) -> None:
-        pass
-
-    def gradients(self, number: int, chunk: Chunk) -> list[Tensor | None]:
+    def gradients(self, number: int) -> list[Tensor | None]:
         gradients: list[Tensor | None] = []
+        chunk = self._chunks[number]
         for run in chunk.runs:
             gradient = self._params[run.index].gradient
             if gradient is not None:
@@ -152,8 +147,9 @@ class _HostTransfer:
 class _DeviceTransfer:
     """While one chunk is updated, gradients of the next come from the device, and values of the last go to it."""
 
-    def __init__(self, params: Sequence[OwnedParam], largest: int, allocate: Allocate):
-        self._params = params
+    def __init__(self, params: Sequence[OwnedParam], chunks: list[Chunk], allocate: Allocate):
+        self._params, self._chunks = params, chunks
+        largest = max((chunk.size for chunk in chunks), default=0)
         self._device = params[0].value.device
         self._kind = accelerator.of(self._device)
         self._down, self._up = self._kind.stream(self._device), self._kind.stream(self._device)
@@ -169,20 +165,22 @@ class _DeviceTransfer:
         now = self._kind.current_stream(self._device)
         self._down.wait_stream(now)  # gradients are complete
         self._up.wait_stream(now)  # and the old values are not read any more
+        self._fetch(0)
 
-    def fetch(self, number: int, chunk: Chunk) -> None:
-        """Starts to copy gradients to the host. The buffer's last content, of two chunks ago, has been used."""
+    def _fetch(self, number: int) -> None:
+        """Starts to copy a chunk's gradients to the host. The buffer's last content, of two chunks ago, has been used."""
         with self._kind.use(self._down):
-            for run in chunk.runs:
+            for run in self._chunks[number].runs if number < len(self._chunks) else ():
                 gradient = self._params[run.index].gradient
                 if gradient is not None:
                     run.within(self._buffers[number % 2]).copy_(run.of(gradient.reshape(-1)), non_blocking=True)
             self._arrived[number % 2].record(self._down)
 
-    def gradients(self, number: int, chunk: Chunk) -> list[Tensor | None]:
+    def gradients(self, number: int) -> list[Tensor | None]:
+        self._fetch(number + 1)
         self._arrived[number % 2].synchronize()
-        buffer = self._buffers[number % 2]
-        return [None if self._params[run.index].gradient is None else run.within(buffer) for run in chunk.runs]
+        runs, buffer = self._chunks[number].runs, self._buffers[number % 2]
+        return [None if self._params[run.index].gradient is None else run.within(buffer) for run in runs]
 
     def send(self, chunk: Chunk, master: Tensor) -> Any:
         with self._kind.use(self._up):

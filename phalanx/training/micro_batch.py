@@ -114,22 +114,17 @@ class BatchFeed:
 
     def __init__(self, run: Run, plan: Plan, mesh: Mesh, data: Dataset):
         self.run, self.plan, self._mesh, self._data = run, plan, mesh, data
-        self.share: ReplicaShare | None = None
-        """This rank's part of each global batch, if it is not the one of the plan."""
-        self._own = own_positions(plan.layout, mesh, run.train.sequence_length) if plan.layout.context > 1 else None
+        layout = plan.layout
+        self.share = ReplicaShare(batch=run.batch, replica=mesh.replica, replicas=layout.replicas, micro_batch=plan.micro_batch)
+        """This rank's part of each global batch."""
+        self._own = own_positions(layout, mesh, run.train.sequence_length) if layout.context > 1 else None
         self._loader: Loader[MicroBatch] | None = None
 
     def next(self, samples: int) -> list[MicroBatch]:
         """The micro-batches of the next step. `samples`: the position in the data, which is read at the first call and after `close`."""
         if self._loader is None:
-            share = self.share or ReplicaShare(
-                batch=self.run.batch,
-                replica=self._mesh.replica,
-                replicas=self.plan.layout.replicas,
-                micro_batch=self.plan.micro_batch,
-            )
             prefetch = self.run.data.prefetch
-            self._loader = Loader(self._data.train, share, start=samples, prefetch=prefetch, prepare=self.prepare)
+            self._loader = Loader(self._data.train, self.share, start=samples, prefetch=prefetch, prepare=self.prepare)
         return next(self._loader)
 
     def prepare(self, batch: Batch) -> MicroBatch:

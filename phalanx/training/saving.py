@@ -48,8 +48,9 @@ Tensors = Mapping[str, StateTensor]
 class Checkpointer(StepHook):
     """Saves and restores the state of one rank."""
 
-    def __init__(self, run: Run, plan: Plan, mesh: Mesh, folder: Path, data: Dataset):
-        self._run, self._plan, self._mesh, self._data = run, plan, mesh, data
+    def __init__(self, run: Run, plan: Plan, mesh: Mesh, folder: Path, data: Dataset, reference: Callable[[], ReferenceLogits]):
+        """`reference` computes the logits that an export of the present state must reproduce, on all ranks together."""
+        self._run, self._plan, self._mesh, self._data, self._reference = run, plan, mesh, data, reference
         self._location: Location = open_location(folder if run.checkpoint.local_first else run.checkpoint.url or folder)
         self._exports = Exports(folder.parent / "hf", enabled=run.checkpoint.export_hf and mesh.rank == 0)
         uploads = run.checkpoint.local_first and run.checkpoint.url is not None
@@ -77,6 +78,8 @@ class Checkpointer(StepHook):
 
     def save(self, progress: Progress, tensors: Tensors, *, wait: bool) -> list[Event]:
         """Saves the present state; all ranks call it together. Returns the events of saves that have ended, perhaps of this one too."""
+        if self._run.checkpoint.export_hf:
+            self._exports.expect(progress.step, self._reference())
         for uploads in self._uploads:
             uploads.expect()
         wait = wait or not self._saves_in_background(tensors)
@@ -87,10 +90,6 @@ class Checkpointer(StepHook):
         for copies in self._copies:
             if progress.step % self._copy_every == 0:
                 copies.take(progress.step, tensors(), self._metadata_on_rank_0(progress))
-
-    def expect(self, step: int, reference: ReferenceLogits) -> None:
-        """Sets the logits that an export of the next save must reproduce."""
-        self._exports.expect(step, reference)
 
     def _metadata_on_rank_0(self, progress: Progress) -> RunMetadata:
         return RunMetadata() if self._mesh.rank else self.metadata(progress)
@@ -130,17 +129,14 @@ class Checkpointer(StepHook):
         copied = [event for copies in self._copies for event in copies.settle()]
         return [*copied, *self._record(self._saver.settle())]
 
-    def lacks_export(self) -> bool:
-        """Whether the restored checkpoint was not exported by the run that saved it; all ranks call it together."""
-        if not self._run.checkpoint.export_hf:
-            return False
-        newest = self._newest
-        return bool(self._mesh.broadcast_object(newest is not None and not self._exports.has(newest.name)))
-
     def export_restored(self) -> None:
-        """Exports the restored checkpoint; call `expect` before."""
-        if self._newest is not None:
-            self._exports.on_saved(self._newest)
+        """Exports the restored checkpoint, unless the run that saved it has done so; all ranks call it together."""
+        newest = self._newest
+        if not self._run.checkpoint.export_hf or newest is None:
+            return
+        if self._mesh.broadcast_object(not self._exports.has(newest.name)):
+            self._exports.expect(directory.step_of(newest) or 0, self._reference())
+            self._exports.on_saved(newest)
 
     def finish(self) -> list[Event]:
         """Waits for all exports and uploads, on all ranks together."""

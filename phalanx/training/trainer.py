@@ -61,9 +61,13 @@ _MAX_ROLLBACKS = 3
 class Trainer:
     """Trains one rank's part of a run."""
 
+    # Set by `build`.
     state: TrainState
-    """Set by `build`, as is `stepper`."""
     stepper: Stepper
+    sharded: ShardedModel
+    optimizer: Optimizer
+    model: nn.Module
+    """This rank's part of the model; the first, where a pipeline gives the rank several."""
 
     def __init__(
         self,
@@ -79,7 +83,9 @@ class Trainer:
         self.progress = Progress()
         self.heartbeat = heartbeat or Heartbeat()
         self.stop_signal = StopSignal()
-        self.checkpointer = Checkpointer(run, plan, mesh, checkpoints, self.data)
+        self.checkpointer = Checkpointer(
+            run, plan, mesh, checkpoints, self.data, lambda: reference_logits(self.stepper, run, plan)
+        )
         self.feed = BatchFeed(run, plan, mesh, self.data)
         self.hooks = Hooks(HeartbeatHook(self.heartbeat))
         self.last_record: Step | StepSkipped | None = None
@@ -94,6 +100,7 @@ class Trainer:
         """Builds model, optimizer and hooks at step 0, on this rank's device."""
         self.hooks.on_phase("building")
         self.state = state = build(self.run, self.plan, self.mesh, Resources(self.checkpoints.parent / "offload"))
+        self.sharded, self.optimizer, self.model = state.sharded, state.optimizer, state.sharded.parts[0]
         self.stepper = Stepper(self.run, self.plan, state.sharded, state.experts, state.pipeline(self.run))
         self.stepper.hooks = self.hooks
         self.hooks.add(
@@ -106,19 +113,6 @@ class Trainer:
         )
         COMM_TIMER.watch(self.mesh.device)
         self.is_built = True
-
-    @property
-    def sharded(self) -> ShardedModel:
-        return self.state.sharded
-
-    @property
-    def optimizer(self) -> Optimizer:
-        return self.state.optimizer
-
-    @property
-    def model(self) -> nn.Module:
-        """This rank's part of the model; the first, where a pipeline gives the rank several."""
-        return self.sharded.parts[0]
 
     def tensors(self) -> dict[str, StateTensor]:
         """This rank's part of the live state by name: what is saved and restored."""
@@ -153,9 +147,7 @@ class Trainer:
         self._adopt_state()
         self.ready = True
         self.feed.close()
-        if self.checkpointer.lacks_export():
-            self._record_reference()
-            self.checkpointer.export_restored()
+        self.checkpointer.export_restored()
         return events
 
     def _adopt_state(self) -> None:
@@ -233,16 +225,10 @@ class Trainer:
     def _save(self, *, wait: bool) -> Iterator[Event]:
         """As `save`, or, without `wait`, in the background where that is possible; yields the events of earlier saves too."""
         self.hooks.before_save(self.progress.step)
-        self._record_reference()
         for event in self.checkpointer.save(self.progress, self.tensors(), wait=wait):
             yield event
             if wait and isinstance(event, SaveFailed) and event.step == self.progress.step:
                 raise RunFailed(f"Step {event.step} could not be saved: {event.reason}.")
-
-    def _record_reference(self) -> None:
-        """Computes the reference logits that an export of the next checkpoint is compared with; all ranks together."""
-        if self.run.checkpoint.export_hf:
-            self.checkpointer.expect(self.progress.step, reference_logits(self.stepper, self.run, self.plan))
 
     # Run.
 

@@ -322,16 +322,14 @@ class Checksum:
 
     def __init__(self, tensors: Iterable[Tensor]):
         """The tensors' memory must not change later."""
-        self._aligned: list[Tensor] = []
-        self._unaligned: list[Tensor] = []
+        self._whole: list[Tensor] = []
         self._rest: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
             flat = tensor.detach().reshape(-1)
             row = max(8 // flat.element_size(), 1) * _COLUMNS
             whole = flat.numel() // row * row
             if whole:
-                is_aligned = flat.storage_offset() * flat.element_size() % 8 == 0
-                (self._aligned if is_aligned else self._unaligned).append(_rows(flat[:whole]) if is_aligned else flat[:whole])
+                self._whole.append(flat[:whole])
             if whole < flat.numel():
                 self._rest.setdefault(flat.dtype, []).append(flat[whole:])
         for dtype, parts in self._rest.items():
@@ -342,10 +340,8 @@ class Checksum:
     def now(self) -> Tensor:
         """The present checksum, on the tensors' device. Overflow wraps around."""
         terms = []
-        if self._aligned or self._unaligned:
-            # A view as int64 needs aligned memory, so unaligned tensors are copied.
-            sums = [rows.sum(0) for rows in self._aligned] + [_rows(flat.clone()).sum(0) for flat in self._unaligned]
-            terms.append(torch.stack(sums))
+        if self._whole:
+            terms.append(torch.stack([_rows(flat).sum(0) for flat in self._whole]))
         terms += [torch.cat(parts).view(torch.int64) for parts in self._rest.values()]
         if not terms:
             return torch.zeros((), dtype=torch.int64)
@@ -353,7 +349,9 @@ class Checksum:
 
 
 def _rows(flat: Tensor) -> Tensor:
-    return flat.view(torch.int64).view(-1, _COLUMNS)
+    """A view as int64 needs aligned memory, so unaligned tensors are copied."""
+    is_aligned = flat.storage_offset() * flat.element_size() % 8 == 0
+    return (flat if is_aligned else flat.clone()).view(torch.int64).view(-1, _COLUMNS)
 
 
 @lru_cache(maxsize=64)
