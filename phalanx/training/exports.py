@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,8 +46,12 @@ _PROMPT_TOKENS = 16
 class _Job(NamedTuple):
     step: int
     checkpoint: Location
+    target: Path
     reference: ReferenceLogits
     requested: float
+
+    def failed(self, reason: str) -> ExportFailed:
+        return ExportFailed(step=self.step, path=str(self.target), reason=reason)
 
 
 class Exports:
@@ -87,8 +92,8 @@ class Exports:
                 return
             if self._waiting is not None:
                 reason = f"step {step} was saved before its turn had come: exports take longer than the time between saves"
-                self._events.append(ExportFailed(step=self._waiting.step, path=str(self._target(self._waiting)), reason=reason))
-            self._waiting = _Job(step, checkpoint, reference, time.perf_counter())
+                self._events.append(self._waiting.failed(reason))
+            self._waiting = _Job(step, checkpoint, self._folder / checkpoint.name, reference, time.perf_counter())
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="exports", daemon=True)
                 self._thread.start()
@@ -140,12 +145,12 @@ class Exports:
             try:
                 event = self._export(job)
             except OSError as error:
-                event = ExportFailed(step=job.step, path=str(self._target(job)), reason=str(error))
+                event = job.failed(str(error))
             with self._lock:
                 self._events.append(event)
 
     def _export(self, job: _Job) -> Event:
-        target = self._target(job)
+        target = job.target
         logits, partial = target.with_name(f"{target.name}{LOGITS}"), target.with_name(f"{target.name}{LOGITS}{PARTIAL}")
         target.parent.mkdir(parents=True, exist_ok=True)
         for old in (target, logits):  # of the same step before a rollback
@@ -154,7 +159,7 @@ class Exports:
             job.reference.write(partial)
             result = self._run([str(job.checkpoint), str(target), str(partial), str(os.getpid())])
             if "error" in result:
-                return ExportFailed(step=job.step, path=str(target), reason=result["error"])
+                return job.failed(result["error"])
             partial.rename(logits)
         finally:
             _remove(partial)
@@ -180,18 +185,13 @@ class Exports:
         output, errors = self._process.communicate()
         with self._lock:
             code, self._process = self._process.returncode, None
-        last_line = output.splitlines()[-1:]
-        try:
-            result: dict[str, Any] = json.loads(last_line[0]) if last_line else {}
-        except ValueError:
-            result = {}
+        result: dict[str, Any] = {}
+        with suppress(ValueError, IndexError):
+            result = json.loads(output.splitlines()[-1])
         if code and "error" not in result:
             cause = f"signal {-code}" if code < 0 else f"exit code {code}"
             result = {"error": f"its process ended by {cause}{': ' + errors.splitlines()[-1] if errors else ''}"}
         return result
-
-    def _target(self, job: _Job) -> Path:
-        return self._folder / job.checkpoint.name
 
 
 def _remove(path: Path) -> None:

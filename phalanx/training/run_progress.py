@@ -99,11 +99,7 @@ def step_record(progress: Progress, outcome: Outcome, rate: float, seconds: floa
 def too_many_skipped(progress: Progress, run: Run) -> str:
     """Why a run ends after skipped steps in a row."""
     skipped, spikes = progress.skipped_in_a_row, progress.spikes_in_a_row
-    spike = (
-        f"a loss or gradient norm more than resilience.spike = {run.resilience.spike:g} deviations above the usual"
-        if spikes
-        else ""
-    )
+    spike = f"a loss or gradient norm more than resilience.spike = {run.resilience.spike or 0:g} deviations above the usual"
     if spikes == skipped:
         had = spike
         remedy = (

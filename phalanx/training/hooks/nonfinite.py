@@ -109,9 +109,11 @@ class Probe(StepHook):
         for number, part in enumerate(self._parts):
             for name, module in part.named_modules():
                 # Before and after the hooks of parallelism: a reduction in the backward hides which rank's gradient is bad.
-                self._handles.append(module.register_forward_pre_hook(partial(self._before_hooks, number, name), prepend=True))
-                self._handles.append(module.register_forward_pre_hook(partial(self._after_hooks, number, name)))
-                self._handles.append(module.register_forward_hook(partial(self._on_output, number, name)))
+                self._handles += [
+                    module.register_forward_pre_hook(partial(self._before_hooks, number, name), prepend=True),
+                    module.register_forward_pre_hook(partial(self._after_hooks, number, name)),
+                    module.register_forward_hook(partial(self._on_output, number, name)),
+                ]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -126,10 +128,10 @@ class Probe(StepHook):
     def _before_hooks(self, number: int, name: str, module: nn.Module, given: Any) -> None:
         if not name:
             self._micro_batches[number] += 1
-        self._watch_inputs(given, number, name)
+        self._watch_gradients(given, number, name)
 
     def _after_hooks(self, number: int, name: str, module: nn.Module, given: Any) -> None:
-        self._watch_inputs(given, number, name)
+        self._watch_gradients(given, number, name)
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad and id(parameter) not in self._parameters:
                 self._parameters.add(id(parameter))
@@ -138,24 +140,21 @@ class Probe(StepHook):
     def _on_output(self, number: int, name: str, module: nn.Module, given: Any, output: Any) -> None:
         for tensor in _floats(output):
             self._look(tensor, number, self._micro_batches[number], backward=False, layer=name or "the model's end")
-            if not name and tensor.requires_grad:
-                self._watch_gradient(tensor, number, "the loss" if getattr(module, "is_last_stage", True) else "a later stage")
+        if not name:
+            reader = "the loss" if getattr(module, "is_last_stage", True) else "a later stage"
+            self._watch_gradients(output, number, reader)
 
-    def _watch_inputs(self, given: Any, number: int, name: str) -> None:
+    def _watch_gradients(self, given: Any, number: int, reader: str) -> None:
+        """Looks at the gradients of the tensors that a module reads; several modules may read one."""
         for tensor in _floats(given):
-            if tensor.requires_grad:
-                self._watch_gradient(tensor, number, name)
+            if tensor in self._readers:
+                self._readers[tensor].append(reader)
+            elif tensor.requires_grad:
+                self._readers[tensor] = [reader]
+                tensor.register_hook(partial(self._on_gradient, number, self._micro_batches[number], self._readers[tensor]))
 
-    def _watch_gradient(self, tensor: Tensor, number: int, name: str) -> None:
-        """Looks at the gradient of a tensor that this module reads; several modules may read it."""
-        if tensor in self._readers:
-            self._readers[tensor].append(name)
-            return
-        readers = self._readers[tensor] = [name]
-        micro_batch = self._micro_batches[number]
-        tensor.register_hook(
-            lambda gradient: self._look(gradient, number, micro_batch, backward=True, layer=common_module(readers))
-        )
+    def _on_gradient(self, number: int, micro_batch: int, readers: list[str], gradient: Tensor) -> None:
+        self._look(gradient, number, micro_batch, backward=True, layer=common_module(readers))
 
     def _on_weight_gradient(self, number: int, name: str, gradient: Tensor) -> None:
         self._look(gradient, number, self._micro_batches[number], backward=True, layer=name)
