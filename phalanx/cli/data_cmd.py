@@ -118,13 +118,11 @@ class _OpenedSources:
     def about(self, corpus: Corpus, skipped: dict[str, int]) -> SourceFormat:
         meta, tokenizer = self.stored, self.tokenizer
         dtype = str(corpus.read(0, min(1, corpus.tokens)).dtype) if meta is None else meta.dtype
-        if tokenizer is not None:
-            return SourceFormat(
-                dtype=dtype, tokenizer=tokenizer.name, vocab=tokenizer.vocab, end=tokenizer.end, skipped=skipped
-            )
-        if meta is not None:
-            return SourceFormat(dtype=dtype, tokenizer=meta.tokenizer, vocab=meta.vocab, end=meta.end, skipped=skipped)
-        return SourceFormat(dtype=dtype, skipped=skipped)
+        known = tokenizer or meta
+        if known is None:
+            return SourceFormat(dtype=dtype, skipped=skipped)
+        name = known.tokenizer if isinstance(known, TokenMeta) else known.name
+        return SourceFormat(dtype=dtype, tokenizer=name, vocab=known.vocab, end=known.end, skipped=skipped)
 
 
 def _open_run_file(what: str, settings: dict[str, Any]) -> _OpenedSources:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json as encoding
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ from phalanx.cli.options import AsJson
 from phalanx.cli.output import console, finish, print_json
 from phalanx.dashboard.numbers import count, size
 from phalanx.host.probe import this_machine
-from phalanx.planning.machines.catalogue import KINDS, entries, gpus
+from phalanx.planning.machines.catalogue import KINDS, entries, gpu_entry
 from phalanx.spec import schema as run_schema
 from phalanx.spec.model import PRESETS
 from phalanx.spec.run import TOKENIZER_VOCAB
@@ -46,66 +46,50 @@ def clusters(
     """List the clusters, GPUs, nodes, links and failure rates in the catalogue, by their names in the run file."""
     if kind is not None and kind not in KINDS:
         raise typer.BadParameter(f"{kind!r} is not one of {', '.join(KINDS)}.")
-    for name, table in {"clusters": _clusters, "gpus": _gpus, "nodes": _nodes, "links": _links, "failures": _failures}.items():
-        if kind in (None, name):
-            console.print(table())
-            console.print()
-    finish(json, {name: {key: dict(value) for key, value in entries(name).items()} for name in KINDS if kind in (None, name)})
+    chosen = [name for name in _COLUMNS if kind in (None, name)]
+    for name in chosen:
+        titles, row = _COLUMNS[name]
+        console.print(_table(titles, [(key, *map(str, row(key, entry))) for key, entry in entries(name).items()]))
+        console.print()
+    finish(json, {name: {key: dict(value) for key, value in entries(name).items()} for name in chosen})
 
 
-def _clusters() -> Table:
-    rows = [(key, f"{c['gpus']:,}", str(c["gpu"]), str(c["node"]), str(c["name"])) for key, c in entries("clusters").items()]
-    return _table(("cluster.name", "devices", "cluster.gpu", "cluster.node", ""), rows)
-
-
-def _gpus() -> Table:
-    rows = [
-        (
-            gpu.key,
-            *(_tera(gpu.peak(form)) for form in ("fp32", "fp16" if gpu.peak("bf16") is None else "bf16", "fp8", "fp4")),
-            f"{gpu.memory / 2**30:.0f}",
-            f"{gpu.bandwidth / 1e9:,.0f}",
-            "" if gpu.power is None else f"{gpu.power:,.0f}",
-            "" if gpu.price is None else f"{gpu.price:.2f}",
-        )
-        for gpu in gpus()
-    ]
-    return _table(("cluster.gpu", "fp32", "16-bit", "fp8", "fp4 TFLOP/s", "GiB", "GB/s", "W", "$/hour"), rows)
-
-
-def _tera(peak: float | None) -> str:
-    return "" if peak is None else f"{peak / 1e12:,.0f}" if peak >= 1e13 else f"{peak / 1e12:.1f}"
-
-
-def _nodes() -> Table:
-    rows = [
-        (
-            key,
-            str(n["gpus"]),
-            f"{n['island']:,}",
-            str(n["link"]),
-            f"{n['nics']} × {n['network']}{' on rails' if n['rails'] else ''}",
-            str(n["name"]),
-        )
-        for key, n in entries("nodes").items()
-    ]
-    return _table(("cluster.node", "devices", "island", "link", "network", ""), rows)
-
-
-def _links() -> Table:
-    rows = [(key, f"{link['bandwidth']:g}", str(link["kind"]), str(link["name"])) for key, link in entries("links").items()]
-    return _table(("cluster.network", "GB/s one way", "kind", ""), rows)
-
-
-def _failures() -> Table:
-    return _table(
-        ("failures", "GPU-days of one", ""),
-        [(key, f"{_days(table):,.0f}", str(table["name"])) for key, table in entries("failures").items()],
+def _gpu_row(key: str, entry: Any) -> tuple[str, ...]:
+    gpu = gpu_entry(key, entry)
+    peaks = [gpu.peak(form) for form in ("fp32", "fp16" if gpu.peak("bf16") is None else "bf16", "fp8", "fp4")]
+    return (
+        *("" if peak is None else f"{peak / 1e12:,.0f}" if peak >= 1e13 else f"{peak / 1e12:.1f}" for peak in peaks),
+        f"{gpu.memory / 2**30:.0f}",
+        f"{gpu.bandwidth / 1e9:,.0f}",
+        "" if gpu.power is None else f"{gpu.power:,.0f}",
+        "" if gpu.price is None else f"{gpu.price:.2f}",
     )
 
 
-def _days(table: Any) -> float:
-    return float(table["observed"]["gpus"] * table["observed"]["days"] / sum(table["components"].values()))
+def _node_row(key: str, entry: Any) -> tuple[str, ...]:
+    network = f"{entry['nics']} × {entry['network']}{' on rails' if entry['rails'] else ''}"
+    return entry["gpus"], f"{entry['island']:,}", entry["link"], network, entry["name"]
+
+
+def _failure_row(key: str, entry: Any) -> tuple[str, ...]:
+    observed = entry["observed"]
+    return f"{observed['gpus'] * observed['days'] / sum(entry['components'].values()):,.0f}", entry["name"]
+
+
+_COLUMNS: dict[str, tuple[tuple[str, ...], Callable[[str, Any], tuple[str, ...]]]] = {
+    "clusters": (
+        ("cluster.name", "devices", "cluster.gpu", "cluster.node", ""),
+        lambda key, entry: (f"{entry['gpus']:,}", entry["gpu"], entry["node"], entry["name"]),
+    ),
+    "gpus": (("cluster.gpu", "fp32", "16-bit", "fp8", "fp4 TFLOP/s", "GiB", "GB/s", "W", "$/hour"), _gpu_row),
+    "nodes": (("cluster.node", "devices", "island", "link", "network", ""), _node_row),
+    "links": (
+        ("cluster.network", "GB/s one way", "kind", ""),
+        lambda key, entry: (f"{entry['bandwidth']:g}", entry["kind"], entry["name"]),
+    ),
+    "failures": (("failures", "GPU-days of one", ""), _failure_row),
+}
+"""Titles of each kind's table, and the cells of an entry after its name."""
 
 
 def _table(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
