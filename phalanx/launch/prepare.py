@@ -95,11 +95,11 @@ def prepare(
     if problems or planned is None or data is None:
         raise RunError(problems)
     base = request.directory or Path("runs") / name
-    if run.checkpoint.url is None or run.checkpoint.local_first:
-        run_checks.check_disk_space(base, planned.plan)
-    run_checks.check_offload_folder(planned.run, planned.plan)
+    problems += run_checks.space_problems(planned.run, planned.plan, base)
     if ranks is None:
-        run_checks.check_replica_memory(planned.run, planned.plan)
+        problems += run_checks.replica_problems(planned.run, planned.plan)
+    if problems:
+        raise RunError(problems)
     notices = (*run_checks.data_notices(data), *run_checks.replica_notices(run, torchrun=ranks is not None))
     choose = _choose_directory if request.directory is None else _use_directory
     rundir = choose(base, run, request.fresh)

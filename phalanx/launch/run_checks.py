@@ -8,6 +8,7 @@ import ipaddress
 import os
 import shutil
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 from phalanx.checkpointing import directory
@@ -97,42 +98,36 @@ def try_writing(folder: Path) -> None:
     probe.unlink()
 
 
-def check_disk_space(path: Path, plan: Plan) -> None:
-    """Raise RunError if the disk cannot take a checkpoint. `path` need not exist yet."""
-    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(existing).free
-    # A new checkpoint is complete before an old one is removed, so there must be room for one more than is already there.
-    need = plan.parameters * BYTES_PER_PARAMETER + _DISK_SLACK
-    if free < need:
-        raise RunError(
-            f"The disk of the run directory {path} has {_mib(free)} free and one checkpoint of "
-            f"{_millions(plan)} parameters takes {_mib(need)}: free some space or choose another disk with --run-dir."
-        )
+def space_problems(run: Run, plan: Plan, run_dir: Path) -> Iterator[str]:
+    """Where there is too little room for checkpoints or offloaded optimizer states. `run_dir` need not exist yet."""
+    state, parameters = plan.parameters * BYTES_PER_PARAMETER, f"{plan.parameters / 1e6:,.1f} M parameters"
+    if run.checkpoint.url is None or run.checkpoint.local_first:
+        existing = next(parent for parent in (run_dir.absolute(), *run_dir.absolute().parents) if parent.exists())
+        free = shutil.disk_usage(existing).free
+        # A new checkpoint is complete before an old one is removed, so there must be room for one more than is already there.
+        if free < (need := state + _DISK_SLACK):
+            yield (
+                f"The disk of the run directory {run_dir} has {_mib(free)} free and one checkpoint of {parameters} takes {_mib(need)}: "
+                "free some space or choose another disk with --run-dir."
+            )
+    if run.memory.offload == "nvme" and run.memory.offload_path is not None:  # by default it is in the run directory
+        folder, key = Path(run.memory.offload_path).expanduser(), f'memory.offload_path = "{run.memory.offload_path}"'
+        try:
+            try_writing(folder)
+        except OSError as error:
+            yield f"{key} cannot be written ({error.strerror}): name a folder on a fast local disk, or leave it out."
+            return
+        layout = plan.layout
+        replicas = layout.ranks // (layout.pipeline * layout.shard * layout.tensor)  # each has optimizer states of its own
+        if (free := shutil.disk_usage(folder).free) < (need := state * replicas):
+            yield (
+                f"{key} has {_mib(free)} free, but the optimizer states and master weights of {parameters} take {_mib(need)} there: "
+                "free some space or name another folder."
+            )
 
 
-def check_offload_folder(run: Run, plan: Plan) -> None:
-    """Raise RunError if memory.offload_path cannot take the optimizer states. By default they are in the run directory."""
-    if run.memory.offload != "nvme" or run.memory.offload_path is None:
-        return
-    folder, key = Path(run.memory.offload_path).expanduser(), f'memory.offload_path = "{run.memory.offload_path}"'
-    try:
-        try_writing(folder)
-    except OSError as error:
-        raise RunError(
-            f"{key} cannot be written ({error.strerror}): name a folder on a fast local disk, or leave it out."
-        ) from None
-    layout = plan.layout
-    replicas = layout.ranks // (layout.pipeline * layout.shard * layout.tensor)  # each has optimizer states of its own
-    need, free = plan.parameters * BYTES_PER_PARAMETER * replicas, shutil.disk_usage(folder).free
-    if free < need:
-        raise RunError(
-            f"{key} has {_mib(free)} free, but the optimizer states and master weights of {_millions(plan)} "
-            f"parameters take {_mib(need)} there: free some space or name another folder."
-        )
-
-
-def check_replica_memory(run: Run, plan: Plan) -> None:
-    """Raise RunError if the run file asks for replicas in host memory and this machine has no room for them."""
+def replica_problems(run: Run, plan: Plan) -> Iterator[str]:
+    """Why this machine has no room for the replicas in host memory that the run file asks for."""
     if run.checkpoint.memory_every is None:
         return
     key, root = f"checkpoint.memory_every = {run.checkpoint.memory_every}", shm_slots.default_root()
@@ -140,12 +135,12 @@ def check_replica_memory(run: Run, plan: Plan) -> None:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         free = shm_slots.free_bytes(root)
     except OSError as error:
-        raise RunError(f"{key}: no copies can be kept in memory ({error}). Without that key the run needs none.") from None
+        yield f"{key}: no copies can be kept in memory ({error}). Without that key the run needs none."
+        return
     # Each node holds the replicas of its own ranks and of its neighbor's, and all nodes of a local job share this machine.
-    need = 2 * plan.parameters * BYTES_PER_PARAMETER * min(2, run.cluster.nodes)
-    if need > free:
-        raise RunError(
-            f"{key}: two copies of the state of {_millions(plan)} parameters take {_mib(need)} of memory, "
+    if free < (need := 2 * plan.parameters * BYTES_PER_PARAMETER * min(2, run.cluster.nodes)):
+        yield (
+            f"{key}: two copies of the state of {plan.parameters / 1e6:,.1f} M parameters take {_mib(need)} of memory, "
             f"but {root} has {_mib(free)} free: free some, give a container more shared memory, or leave the key out."
         )
 
@@ -277,7 +272,3 @@ def source_names(run: Run) -> str:
 
 def _mib(size: float) -> str:
     return f"{size / 2**20:,.0f} MiB"
-
-
-def _millions(plan: Plan) -> str:
-    return f"{plan.parameters / 1e6:,.1f} M"

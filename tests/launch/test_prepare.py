@@ -192,9 +192,9 @@ def test_a_folder_for_optimizer_states_must_take_them(folder: Path, monkeypatch:
     assert "/proc/nowhere" in refused(offloaded("/proc/nowhere"))
     prepared(offloaded(folder / "states"))
     usage = shutil.disk_usage(folder)
-    monkeypatch.setattr("phalanx.launch.run_checks.check_disk_space", lambda path, plan: None)
     monkeypatch.setattr("phalanx.launch.run_checks.shutil.disk_usage", lambda path: usage._replace(free=100))
-    assert "has 0 MiB free, but the optimizer states and master weights" in refused(offloaded(folder / "states"))
+    with pytest.raises(RunError, match="has 0 MiB free, but the optimizer states and master weights"):
+        prepare(offloaded(folder / "states"), "any")
 
 
 def test_a_run_planned_for_other_machines_is_not_begun(folder: Path) -> None:
