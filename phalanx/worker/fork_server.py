@@ -36,10 +36,13 @@ def main() -> None:
 
     rundir = RunDir(Path(directory))
     run = load(rundir.run_file)
-    # What every rank would import otherwise when it builds the model and takes its first step. The second costs a second more.
+    # What every rank would import otherwise when it builds the model and takes its first step, if the run needs it: each takes a second.
     import torch.fx.experimental.symbolic_shapes
 
-    if run.memory.compile or run.memory.recomputes or (run.layout.shard > 1 and run.layout.zero == 3):
+    fully_sharded = run.layout.shard > 1 and run.layout.zero == 3
+    if fully_sharded or run.layout.pipeline > 1:
+        import torch.distributed.fsdp
+    if fully_sharded or run.memory.compile or run.memory.recomputes:
         import torch._dynamo  # noqa: F401
     signals = rank.StopSignals()  # inherited by the ranks, so that an early stop signal is not lost
     gc.freeze()  # keeps the pages of everything loaded now shared: the garbage collector never touches them
