@@ -42,7 +42,7 @@ def main() -> None:
     fully_sharded = run.layout.shard > 1 and run.layout.zero == 3
     if fully_sharded or run.layout.pipeline > 1:
         import torch.distributed.fsdp
-    if fully_sharded or run.memory.compile or run.memory.recomputes:
+    if fully_sharded or run.layout.context > 1 or run.memory.compile or run.memory.recomputes:
         import torch._dynamo  # noqa: F401
     signals = rank.StopSignals()  # inherited by the ranks, so that an early stop signal is not lost
     gc.freeze()  # keeps the pages of everything loaded now shared: the garbage collector never touches them
