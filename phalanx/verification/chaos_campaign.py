@@ -3,6 +3,7 @@ may leave processes or incomplete files behind."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import signal
@@ -22,7 +23,7 @@ from phalanx.events.fault_log import FaultClaims
 from phalanx.events.log import read_events
 from phalanx.events.records import Event, Recovered
 from phalanx.events.rundir import RunDir
-from phalanx.faults.grammar import Fault, check, draw_faults, format_faults, parse
+from phalanx.faults.grammar import DEFAULT_KINDS, Fault, check, draw_faults, format_faults, parse
 from phalanx.host.process_tree import adopt_orphans, die_with
 from phalanx.spec.dump import dump
 from phalanx.spec.errors import RunError
@@ -63,38 +64,30 @@ def train_command(file: Path, directory: Path, faults: Sequence[Fault], limit: f
     command = [sys.executable, "-m", "phalanx", "train", str(file), "--run-dir", str(directory), "--json"]
     if faults:
         command += ["--chaos", format_faults(faults)]
-    before = _children()
-    start = time.monotonic()
+    before, parent, start = _children(), os.getpid(), time.monotonic()
     log = file.with_name(f"{directory.name}.log")
+    code: int | None = None
     with log.open("wb") as output:
-        parent = os.getpid()
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, preexec_fn=lambda: die_with(parent)
         )
         try:
-            code: int | None = process.wait(limit)
-        except subprocess.TimeoutExpired:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(limit)
+        finally:  # also where the caller is interrupted: the run ends with everything that it started
             process.kill()
             process.wait()
-            code = None
-        except BaseException:  # the caller was interrupted: end the run with everything that it started
-            process.kill()
-            process.wait()
-            _end_survivors(before)
-            raise
-    seconds = time.monotonic() - start
-    leftovers = [*_end_survivors(before), *_incomplete_files(directory)]
-    # Records that waited for free disk space are behind later ones in the file.
-    events = sorted(read_events(RunDir(directory).events_file), key=lambda event: event.time)
-    tail = log.read_text(errors="replace")[-2000:]
+            seconds = time.monotonic() - start
+            survivors = _end_survivors(before)
     return TrainedRun(
         name=directory.name,
         directory=directory,
         code=code,
         seconds=seconds,
-        events=events,
-        leftovers=tuple(leftovers),
-        output=tail,
+        # Records that waited for free disk space are behind later ones in the file.
+        events=sorted(read_events(RunDir(directory).events_file), key=lambda event: event.time),
+        leftovers=(*survivors, *_incomplete_files(directory)),
+        output=log.read_text(errors="replace")[-2000:],
     )
 
 
@@ -227,30 +220,20 @@ def campaign(run: Run, *, steps: int | None = None, faults: int | None = None, s
         checkpoint=replace(case.run.checkpoint, every=max(5, steps // 10), memory_every=1),
         resilience=replace(run.resilience, check_every=1, restarts=max(run.resilience.restarts, 2 * (faults or 20))),
     )
-    replicas = small.layout.data or 1
-    planned = (
-        parse(STANDARD)
-        if faults is None
-        else draw_faults(faults, steps=steps, ranks=RANKS, nodes=NODES, seed=seed, kinds=_kinds(replicas))
-    )
-    if replicas == 1:
-        planned = tuple(fault for fault in planned if fault.kind != "corrupt")
     notes = [
         *case.notes,
         "State is compared in every step (resilience.check_every = 1) and replicated in memory after every step.",
     ]
-    if replicas == 1:
+    kinds: Sequence[str] = (*DEFAULT_KINDS, "freeze")
+    if small.layout.data == 1:
+        kinds = [kind for kind in kinds if kind != "corrupt"]
         notes.append("There are no replicas (layout.data = 1) to detect corruption, so no state is corrupted.")
+    if faults is None:
+        planned = tuple(fault for fault in parse(STANDARD) if fault.kind in kinds)
+    else:
+        planned = draw_faults(faults, steps=steps, ranks=RANKS, nodes=NODES, seed=seed, kinds=kinds)
     assert not check(planned, RANKS, NODES, steps)
     return Campaign(run=small, faults=planned, accepted=TOLERANCES[case.coarsest], notes=tuple(notes))
-
-
-def _kinds(replicas: int) -> tuple[str, ...]:
-    return tuple(
-        kind
-        for kind in ("kill", "hang", "slow", "corrupt", "nan", "raise", "fill-disk", "drop-link", "kill-node", "freeze")
-        if replicas > 1 or kind != "corrupt"
-    )
 
 
 def _four_ranks(run: Run) -> Run:
@@ -266,13 +249,14 @@ def _four_ranks(run: Run) -> Run:
 def verify(campaign: Campaign, report: Callable[[str], None] = lambda line: None) -> CampaignReport:
     """Runs and compares both. `report` receives a line before and after each run."""
     adopt_orphans()  # processes that a run leaves behind become children of this one
+    limit = max(_MINIMUM, _PER_FAULT * len(campaign.faults) + _PER_STEP * campaign.run.steps)
     with TemporaryDirectory(prefix="phalanx-chaos-") as folder:
         file = Path(folder) / "run.toml"
         file.write_text(dump(campaign.run))
         sides = []
         for name, faults in (("undisturbed", ()), ("disturbed", campaign.faults)):
             report(f"{name} run: {campaign.run.steps} steps on {RANKS} ranks of {NODES} nodes")
-            sides.append(train_command(file, Path(folder) / name, faults, _time_limit(campaign)))
+            sides.append(train_command(file, Path(folder) / name, faults, limit))
             report(f"{name} run: exit code {sides[-1].code} after {sides[-1].seconds:.1f} s")
         theirs, ours = sides
         outcomes = fault_outcomes(campaign.faults, ours.events, FaultClaims(ours.directory).times())
@@ -293,38 +277,37 @@ def verify(campaign: Campaign, report: Callable[[str], None] = lambda line: None
     )
 
 
-def _time_limit(campaign: Campaign) -> float:
-    return max(_MINIMUM, _PER_FAULT * len(campaign.faults) + _PER_STEP * campaign.run.steps)
-
-
 def _leftovers(side: TrainedRun) -> Verdict:
     said = "; ".join(side.leftovers) or "no process, no incomplete file, no in-memory replica"
     return Verdict(name=f"left by the {side.name} run", passed=not side.leftovers, said=said)
 
 
 def _state(ours: TrainedRun, theirs: TrainedRun, accepted: float) -> Verdict:
+    passed, said = _compare_state(ours, theirs, accepted)
+    return Verdict(name="state", passed=passed, said=said)
+
+
+def _compare_state(ours: TrainedRun, theirs: TrainedRun, accepted: float) -> tuple[bool, str]:
     """Compares the last checkpoints. They are equal bit for bit if the layout never changed; with fewer ranks for a while, sums were in
     another order."""
     try:
         one, other = (CheckpointReader(locate(side.directory)) for side in (ours, theirs))
     except (RunError, OSError) as error:
-        endings = "; ".join(
-            side.output.strip().splitlines()[-1] for side in (ours, theirs) if side.code and side.output.strip()
-        )
-        return Verdict(name="state", passed=False, said=f"{error} {endings}".strip())
+        outputs = [side.output.strip() for side in (ours, theirs) if side.code]
+        endings = "; ".join(output.splitlines()[-1] for output in outputs if output)
+        return False, f"{error} {endings}".strip()
     if one.marker.step != other.marker.step:
-        said = f"the last checkpoint is of step {one.marker.step}, the undisturbed run's of {other.marker.step}"
-        return Verdict(name="state", passed=False, said=said)
+        return False, f"the last checkpoint is of step {one.marker.step}, the undisturbed run's of {other.marker.step}"
     different = [item for item in compare(one, other) if isinstance(item, Difference)]
     if not different:
-        return Verdict(name="state", passed=True, said="weights and optimizer the same in every bit")
+        return True, "weights and optimizer the same in every bit"
     if same_layout(ours.events):
-        names = ", ".join(item.name for item in different[:3])
-        return Verdict(name="state", passed=False, said=f"{len(different)} tensors differ, such as {names}")
+        return False, f"{len(different)} tensors differ, such as {', '.join(item.name for item in different[:3])}"
     apart = {item.name: _relative(item, one) for item in different if item.name.startswith("model/")}
     worst = max(apart, key=lambda name: apart[name], default="")
-    said = f"weights {apart.get(worst, 0.0):.1e} apart at most, in {worst}; accepted {accepted:.0e}, because the layout changed during recovery"
-    return Verdict(name="state", passed=all(value <= accepted for value in apart.values()), said=said)
+    because = f"accepted {accepted:.0e}, because the layout changed during recovery"
+    within = all(value <= accepted for value in apart.values())
+    return within, f"weights {apart.get(worst, 0.0):.1e} apart at most, in {worst}; {because}"
 
 
 def _relative(difference: Difference, saved: CheckpointReader) -> float:

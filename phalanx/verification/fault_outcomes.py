@@ -29,7 +29,6 @@ LONG = 15.0
 """Seconds from which on a hang or a freeze must be detected."""
 Detection = FailureNoticed | Corrupted | NotFinite | Straggling | SaveFailed
 
-
 _TOGETHER = 1.0  # seconds before a detected failure in which another fault may have hit the same ranks
 _UNDETECTED = 6.0  # seconds that a hang stays undetected; another failure may end it before
 
@@ -71,7 +70,6 @@ def fault_outcomes(
     for event in events:
         if isinstance(event, FaultInjected):
             injected.setdefault(event.fault, []).append(event)
-    detections: list[Detection] = [event for event in events if isinstance(event, Detection)]
     pairs: list[tuple[int, Fault, FaultInjected]] = []
     for number, fault in enumerate(faults):
         if records := injected.get(str(fault)):
@@ -79,7 +77,7 @@ def fault_outcomes(
         elif moments and number in moments:
             pairs.append((number, fault, replace(fault_record(fault, fault.step), time=moments[number])))
     detected: dict[int, Detection] = {}
-    for event in detections:
+    for event in (event for event in events if isinstance(event, Detection)):
         # The last fault before it: an earlier one may have stayed undetected, as a short hang does.
         fitting = [
             (when.time, number)
@@ -118,7 +116,7 @@ def _outcome(fault: Fault, injected: FaultInjected, noticed: Detection | None, e
         meanwhile = _recovery_at(injected.time, events, _UNDETECTED if fault.kind in ("hang", "freeze") else _TOGETHER)
         if meanwhile is None:
             return replace(outcome, passed=not _must_be_detected(fault))
-        said = f"injected while the run recovered from failure {_numbers(meanwhile.failures)}"
+        said = f"injected while the run recovered from failure {', '.join(map(str, meanwhile.failures)) or 'none'}"
         return replace(outcome, recovered=meanwhile.first_step - injected.time, said=said)
     number = noticed.number if isinstance(noticed, FailureNoticed) else _failure_after(noticed, events)
     recovery = next((event for event in events if isinstance(event, Recovered) and number in event.failures), None)
@@ -160,10 +158,6 @@ def _next_step(noticed: Event, events: Iterable[Event]) -> float | None:
     return next((event.time for event in events if isinstance(event, Step) and event.time > noticed.time), None)
 
 
-def _numbers(failures: Sequence[int]) -> str:
-    return ", ".join(map(str, failures)) or "none"
-
-
 def steps_of(events: Iterable[Event]) -> dict[int, Step | StepSkipped]:
     """The last record of each step, because a step may be repeated."""
     return {event.step: event for event in events if isinstance(event, Step | StepSkipped)}
@@ -180,48 +174,40 @@ def run_verdicts(ours: Sequence[Event], theirs: Sequence[Event], steps: int, acc
     for name, events in (("undisturbed", theirs), ("disturbed", ours)):
         last = next((event for event in reversed(events) if isinstance(event, Finished | WorkerFailed)), None)
         done = isinstance(last, Finished) and last.step == steps
-        said = (
-            f"all {steps} steps"
-            if done
-            else last.reason
-            if isinstance(last, WorkerFailed)
-            else "it did not reach the last step"
-        )
+        said = f"all {steps} steps" if done else "it did not reach the last step"
+        if isinstance(last, WorkerFailed):
+            said = last.reason
         yield Verdict(name=f"{name} run", passed=done, said=said)
-    ours_, theirs_ = steps_of(ours), steps_of(theirs)
-    yield _batches(ours_, theirs_, steps)
-    yield _losses(ours_, theirs_, accepted)
+    pair = steps_of(ours), steps_of(theirs)
+    other_batch = next(filter(None, (_batch_difference(step, *pair) for step in range(1, steps + 1))), None)
+    same = f"the same tokens in each of {steps} steps"
+    yield Verdict(name="batches", passed=other_batch is None, said=other_batch or same)
+    yield _losses(*pair, accepted)
 
 
-def _batches(ours: dict[int, Step | StepSkipped], theirs: dict[int, Step | StepSkipped], steps: int) -> Verdict:
-    for step in range(1, steps + 1):
-        one, other = ours.get(step), theirs.get(step)
-        if one is None or other is None:
-            whose = "either run" if one is other else "the disturbed run" if one is None else "the undisturbed run"
-            return Verdict(name="batches", passed=False, said=f"step {step} has no record in {whose}")
-        if type(one) is not type(other):
-            action = "skipped" if isinstance(one, StepSkipped) else "taken"
-            return Verdict(name="batches", passed=False, said=f"step {step} was {action} in the disturbed run only")
-        batches = [
-            (record.samples, getattr(record, "batch_digest", ""), getattr(record, "tokens", 0)) for record in (one, other)
-        ]
-        if batches[0] != batches[1]:
-            return Verdict(name="batches", passed=False, said=f"step {step} read other tokens")
-    return Verdict(name="batches", passed=True, said=f"the same tokens in each of {steps} steps")
+_Steps = dict[int, Step | StepSkipped]
 
 
-def _losses(ours: dict[int, Step | StepSkipped], theirs: dict[int, Step | StepSkipped], accepted: float) -> Verdict:
+def _batch_difference(step: int, ours: _Steps, theirs: _Steps) -> str | None:
+    """How the batches of a step differ; None: they are the same."""
+    one, other = ours.get(step), theirs.get(step)
+    if one is None or other is None:
+        whose = "either run" if one is other else "the disturbed run" if one is None else "the undisturbed run"
+        return f"step {step} has no record in {whose}"
+    if type(one) is not type(other):
+        return f"step {step} was {'skipped' if isinstance(one, StepSkipped) else 'taken'} in the disturbed run only"
+    batches = [(record.samples, getattr(record, "batch_digest", ""), getattr(record, "tokens", 0)) for record in (one, other)]
+    return None if batches[0] == batches[1] else f"step {step} read other tokens"
+
+
+def _losses(ours: _Steps, theirs: _Steps, accepted: float) -> Verdict:
     both = [step for step in ours if isinstance(ours[step], Step) and isinstance(theirs.get(step), Step)]
     apart = {step: number_difference(ours[step].loss, theirs[step].loss) for step in both}
     if not apart:
         return Verdict(name="loss", passed=False, said="there is no step to compare")
     worst = max(apart, key=lambda step: apart[step])
-    said = (
-        f"{apart[worst]:.1e} apart at most, in step {worst}; accepted {accepted:.0e}"
-        if apart[worst]
-        else "the same in every bit"
-    )
-    return Verdict(name="loss", passed=apart[worst] <= accepted, said=said)
+    said = f"{apart[worst]:.1e} apart at most, in step {worst}; accepted {accepted:.0e}"
+    return Verdict(name="loss", passed=apart[worst] <= accepted, said=said if apart[worst] else "the same in every bit")
 
 
 def outcome_verdicts(outcomes: Sequence[FaultOutcome]) -> Iterator[Verdict]:
@@ -231,9 +217,7 @@ def outcome_verdicts(outcomes: Sequence[FaultOutcome]) -> Iterator[Verdict]:
     said = f"{len(injected)} of {len(outcomes)}" + (f"; their target was missing: {missing}" if missing else "")
     yield Verdict(name="faults struck", passed=bool(injected) or not outcomes, said=said)
     undetected = [outcome.fault for outcome in injected if not outcome.passed]
-    said = (
-        f"not detected, or with a wrong rank: {'; '.join(undetected)}"
-        if undetected
-        else "all that must be detected, with the right rank"
-    )
+    said = f"not detected, or with a wrong rank: {'; '.join(undetected)}"
+    if not undetected:
+        said = "all that must be detected, with the right rank"
     yield Verdict(name="noticed", passed=not undetected, said=said)
