@@ -35,7 +35,6 @@ from phalanx.planning.search.search import (
     find,
     judge,
     rates_of,
-    within,
 )
 from phalanx.planning.search.space import largest_divisor, space
 from phalanx.planning.solve import SolveReport, What, remedies, solve, what_if
@@ -86,7 +85,7 @@ def search(run: Run, hardware: Hardware, *, aim: Aim = "time", limits: Limits = 
     result = find(run, hardware, limits.fits_in, most)
     if result is None:
         raise RunError(remedies(run, hardware, limits.fits_in))
-    if aim == "price" or not within(result.best, replace(limits, deadline=None)):
+    if aim == "price" or beyond(result.best, replace(limits, deadline=None)):
         result = cheaper(run, hardware, result, aim, limits, most)
     if problems := beyond(result.best, limits):
         raise RunError(problems)
@@ -328,11 +327,8 @@ def _alone(candidate: Candidate, run: Run, hardware: Hardware) -> SearchResult:
     """A result of one candidate, compared with nothing."""
     return SearchResult(
         best=candidate,
-        runners_up=(),
-        alternatives=(),
         considered=1,
         fitting=int(candidate.fits),
-        seconds=0.0,
         assumptions=assumptions_of(run, hardware),
         curve=(candidate,),
     )

@@ -20,7 +20,7 @@ from phalanx.planning.report import MEMORY_LABELS, PlanReport, report_of
 from phalanx.planning.request import free_run
 from phalanx.planning.search.bounds import smallest
 from phalanx.planning.search.candidate import SearchResult, candidate_at
-from phalanx.planning.search.search import NO_LIMITS, Limits, capacity_of, find, possible, rates_of, within
+from phalanx.planning.search.search import NO_LIMITS, Limits, beyond, capacity_of, find, possible, rates_of
 from phalanx.planning.search.space import space
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout
@@ -108,7 +108,7 @@ def _compared(name: str, run: Run, other: Hardware, before: SearchResult) -> Wha
 def _best_within(run: Run, hardware: Hardware, limits: Limits) -> SearchResult | None:
     """The best candidate within the limits."""
     result = find(run, hardware, limits.fits_in, 1)
-    return result if result is not None and within(result.best, limits) else None
+    return result if result is not None and not beyond(result.best, limits) else None
 
 
 def _cluster(run: Run, hardware: Hardware, limits: Limits) -> SolveReport:

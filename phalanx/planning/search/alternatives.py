@@ -4,7 +4,7 @@ number formats, each with the reason that its numbers give. `planning/planner` a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any, Literal, cast
 
@@ -34,7 +34,7 @@ _EQUAL = 0.01
 class _Variant:
     """A layout to compare with the best."""
 
-    name: str
+    name: str = field(compare=False)
     layout: Layout
     micro_batch: int
     recompute: str | None = None
@@ -42,11 +42,6 @@ class _Variant:
     every: int | None = None
     """recompute_every; None: any."""
     offload: str | None = None
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Equal for equal variants."""
-        return self.layout, self.micro_batch, self.recompute, self.every, self.offload
 
     def asks(self, recompute: str, every: int, offload: str) -> bool:
         """Whether the variant allows these savings."""
@@ -92,9 +87,8 @@ def _variants(space: Space, best: Candidate) -> list[_Variant]:
                 variants += _resized(space, layout, key, other, micro)
     variants += _shardings(layout, micro)
     if layout.pipeline > 1:
-        for schedule in SCHEDULES:
-            if schedule != layout.schedule:
-                variants.append(_Variant(schedule, replace(layout, schedule=cast(Schedule, schedule), stages=None), micro))
+        others = [cast(Schedule, schedule) for schedule in SCHEDULES if schedule != layout.schedule]
+        variants += [_Variant(schedule, replace(layout, schedule=schedule, stages=None), micro) for schedule in others]
     offered = {(RECOMPUTE[mode], every, OFFLOAD[place]) for mode, every, place in _savings(space)}
     for mode, every in sorted({(mode, every) for mode, every, _ in offered if every in (1, 2)}):
         if (mode, every) != (best.recompute, best.recompute_every) and (mode, every, best.offload) in offered:
@@ -110,8 +104,7 @@ def _variants(space: Space, best: Candidate) -> list[_Variant]:
         toggled = replace(layout, sequence=not layout.sequence)
         variants.append(_Variant("no sequence parallelism" if layout.sequence else "sequence parallelism", toggled, micro))
     variants += _expected(space, layout, micro)
-    unique = {variant.key: variant for variant in reversed(variants)}
-    return [variant for variant in variants if unique.get(variant.key) is variant][:24]
+    return list(dict.fromkeys(variants))[:24]
 
 
 def _resized(space: Space, layout: Layout, key: str, degree: int, micro: int) -> list[_Variant]:
@@ -139,17 +132,13 @@ def _resized(space: Space, layout: Layout, key: str, degree: int, micro: int) ->
 
 
 def _shardings(layout: Layout, micro: int) -> list[_Variant]:
-    variants = []
+    if layout.replicas == 1:
+        return []
+    sharded = layout if layout.shard > 1 else replace(layout, data=1, shard=layout.replicas)
+    stages = [stage for stage in (1, 2, 3) if stage != layout.zero] if layout.shard > 1 else [1, 3]
+    variants = [_Variant(f"ZeRO-{stage}", replace(sharded, zero=stage), micro) for stage in stages]
     if layout.shard > 1:
-        variants = [
-            _Variant(f"ZeRO-{stage}", replace(layout, zero=stage), micro) for stage in (1, 2, 3) if stage != layout.zero
-        ]
-        whole = replace(layout, data=layout.replicas, shard=1, zero=3)
-        variants.append(_Variant("every replica whole", whole, micro))
-    elif layout.replicas > 1:
-        variants = [
-            _Variant(f"ZeRO-{stage}", replace(layout, data=1, shard=layout.replicas, zero=stage), micro) for stage in (1, 3)
-        ]
+        variants.append(_Variant("every replica whole", replace(layout, data=layout.replicas, shard=1, zero=3), micro))
     return variants
 
 
@@ -313,7 +302,7 @@ def other_formats(run: Run, hardware: Hardware, best: Candidate) -> tuple[Altern
     mine = compute_of(run, hardware), run.memory.compile
     if hardware.device != "cuda" or mine[0] not in _FORMATS or run.model.module is not None:
         return ()
-    ranked: list[tuple[float, Alternative]] = []
+    judged: list[tuple[Candidate, str]] = []
     for compute, compiled in product(_FORMATS, (False, True)):
         if (compute, compiled) == mine or hardware.gpu.peak(compute) is None:
             continue
@@ -331,8 +320,11 @@ def other_formats(run: Run, hardware: Hardware, best: Candidate) -> tuple[Altern
         except RunError:
             continue
         name = f"{compute}, compiled blocks" if compiled else f"{compute}, blocks not compiled"
-        ranked.append((candidate.seconds, Alternative(candidate=candidate, name=name, reason=_format_reason(candidate, best))))
-    return tuple(alternative for _, alternative in sorted(ranked, key=lambda pair: pair[0]))
+        judged.append((candidate, name))
+    return tuple(
+        Alternative(candidate=candidate, name=name, reason=_format_reason(candidate, best))
+        for candidate, name in sorted(judged, key=lambda pair: pair[0].seconds)
+    )
 
 
 def _format_reason(candidate: Candidate, best: Candidate) -> str:

@@ -4,16 +4,14 @@ candidates; what shows, compares, simulates or trains a plan reads them."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, cast
-
-import numpy as np
+from typing import Literal, cast
 
 from phalanx.planning.cost.footprint import Footprint, footprint
 from phalanx.planning.cost.job_table import OFFLOAD, RECOMPUTE, JobTable
 from phalanx.planning.cost.run_cost import cost, upkeep
 from phalanx.planning.cost.step_time import PARTS, Times, step_times
 from phalanx.planning.machines.rates import Rates
-from phalanx.planning.search.space import Columns, Space, layout_of, pick
+from phalanx.planning.search.space import Columns, Space, at, layout_of, pick
 from phalanx.spec.layout import FIXED_STAGES, Layout
 from phalanx.spec.run import Memory
 
@@ -129,14 +127,14 @@ class SearchResult:
     """The best candidate of a search and the candidates it was compared with."""
 
     best: Candidate
-    runners_up: tuple[Candidate, ...]
+    runners_up: tuple[Candidate, ...] = ()
     """The next candidates, each with another layout, fastest first."""
-    alternatives: tuple[Alternative, ...]
+    alternatives: tuple[Alternative, ...] = ()
     considered: int
     """Legal candidates that the search covered. Most are ruled out in groups, by bounds that no member can beat."""
     fitting: int
     """Candidates that were judged one by one and fit."""
-    seconds: float
+    seconds: float = 0.0
     """CPU time of the search."""
     timed: int = 0
     """Candidates that were judged one by one."""
@@ -168,26 +166,18 @@ _DAY = 86400.0
 _PIECES = ("forward", "input", "weight", "head", "hop", "tail")
 
 
-class _Judged(NamedTuple):
-    """The cost of all rows."""
-
-    jobs: JobTable
-    memory: Footprint
-    times: Times
-
-
 def candidates_of(space: Space, rates: Rates, columns: Columns, capacity: float | None = None) -> list[Candidate]:
     """One candidate per row. `capacity`: bytes that may be used, where that is less than the device has."""
     if not len(columns["pipeline"]):
         return []
     jobs = space.jobs(columns)
-    judged = _Judged(jobs, footprint(jobs), step_times(jobs, rates))
-    return [_candidate(space, judged, row, capacity) for row in range(len(columns["pipeline"]))]
+    memory, times = footprint(jobs), step_times(jobs, rates)
+    limit = float(jobs.memory) if capacity is None else min(capacity, float(jobs.memory))
+    return [_candidate(space, jobs, memory, times, row, limit) for row in range(len(columns["pipeline"]))]
 
 
-def _candidate(space: Space, judged: _Judged, row: int, capacity: float | None) -> Candidate:
-    jobs, memory, times = judged
-    seconds = _real(times.step, row)
+def _candidate(space: Space, jobs: JobTable, memory: Footprint, times: Times, row: int, capacity: float) -> Candidate:
+    seconds, micro_batch, recompute = float(at(times.step, row)), int(at(jobs.micro_batch, row)), int(at(jobs.recompute, row))
     run, hardware = space.run, space.hardware
     layout = layout_of(run, jobs, row)
     tokens = run.batch_tokens / seconds
@@ -198,20 +188,20 @@ def _candidate(space: Space, judged: _Judged, row: int, capacity: float | None) 
     peak = float(jobs.peak) * space.gpus
     return Candidate(
         layout=layout,
-        micro_batch=_at(jobs.micro_batch, row),
-        accumulation=run.batch // layout.replicas // _at(jobs.micro_batch, row),
+        micro_batch=micro_batch,
+        accumulation=run.batch // layout.replicas // micro_batch,
         compute=cast(Literal["fp32", "bf16", "fp16", "fp8"], space.compute),
-        recompute=cast(Literal["none", "selective", "full"], RECOMPUTE[_at(jobs.recompute, row)]),
-        recompute_every=_at(jobs.recompute_every, row) if _at(jobs.recompute, row) else 1,
-        offload=cast(Literal["none", "cpu", "nvme"], OFFLOAD[_at(jobs.offload, row)]),
+        recompute=cast(Literal["none", "selective", "full"], RECOMPUTE[recompute]),
+        recompute_every=int(at(jobs.recompute_every, row)) if recompute else 1,
+        offload=cast(Literal["none", "cpu", "nvme"], OFFLOAD[int(at(jobs.offload, row))]),
         memory=memory.at(row),
-        fullest=_at(memory.fullest, row),
-        capacity=float(jobs.memory) if capacity is None else min(capacity, float(jobs.memory)),
+        fullest=int(at(memory.fullest, row)),
+        capacity=capacity,
         seconds=seconds,
-        low=_real(times.low, row),
-        high=_real(times.high, row),
-        split={part: _real(getattr(times, part), row) for part in PARTS},
-        pieces={piece: _real(getattr(times, piece), row) for piece in _PIECES},
+        low=float(at(times.low, row)),
+        high=float(at(times.high, row)),
+        split={part: float(at(getattr(times, part), row)) for part in PARTS},
+        pieces={piece: float(at(getattr(times, piece), row)) for piece in _PIECES},
         tokens_per_second=tokens,
         mfu=tokens * run.model.flops_per_token(run.train.sequence_length) / peak if peak else None,
         days=seconds * run.steps / _DAY,
@@ -226,11 +216,3 @@ def _candidate(space: Space, judged: _Judged, row: int, capacity: float | None) 
 def candidate_at(space: Space, rates: Rates, columns: Columns, row: int, capacity: float | None = None) -> Candidate:
     """The candidate of one row."""
     return candidates_of(space, rates, pick(columns, slice(row, row + 1)), capacity)[0]
-
-
-def _at(column: Any, row: int) -> int:
-    return int(column[row] if np.ndim(column) else column)
-
-
-def _real(column: Any, row: int) -> float:
-    return float(column[row] if np.ndim(column) else column)

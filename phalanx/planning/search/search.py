@@ -76,7 +76,6 @@ def find(
     return SearchResult(
         best=picked[0],
         runners_up=tuple(picked[1:]),
-        alternatives=(),
         considered=considered,
         fitting=front.fitting,
         timed=front.timed,
@@ -250,17 +249,12 @@ def cheaper(run: Run, hardware: Hardware, result: SearchResult, aim: Aim, limits
         if smaller is None:
             break
         tried.append(smaller)
-    allowed = [other for other in tried if within(other.best, limits)]
+    allowed = [other for other in tried if not beyond(other.best, limits)]
     if not allowed:
         return result
     if aim == "time":
         return min(allowed, key=lambda other: other.best.expected_days)
     return min(allowed, key=lambda other: other.best.expected_days * other.best.layout.ranks)
-
-
-def within(best: Candidate, limits: Limits) -> bool:
-    """Whether a candidate stays within the limits."""
-    return not beyond(best, limits)
 
 
 def beyond(best: Candidate, limits: Limits) -> list[str]:

@@ -298,23 +298,27 @@ def compute_of(run: Run, hardware: Hardware) -> str:
     return run.precision.compute or ("fp32" if hardware.device == "cpu" else "bf16")
 
 
+def at(column: Any, row: int) -> Any:
+    """The value of one row; a column may be one value for all rows."""
+    return column[row] if np.ndim(column) else column
+
+
 def layout_of(run: Run, jobs: JobTable, row: int) -> Layout:
     """The layout of one job as the run file would write it: defaults are left out."""
 
-    def at(name: str) -> int:
-        value = getattr(jobs, name)
-        return int(value[row]) if np.ndim(value) else int(value)
+    def code(name: str) -> int:
+        return int(at(getattr(jobs, name), row))
 
-    schedule = cast(Schedule, SCHEDULES[at("schedule")])
-    pipelined = at("pipeline") > 1 and run.layout.schedule_file is None
-    degrees: dict[str, Any] = {name: at(name) for name in DEGREES}
+    schedule = cast(Schedule, SCHEDULES[code("schedule")])
+    pipelined = code("pipeline") > 1 and run.layout.schedule_file is None
+    degrees: dict[str, Any] = {name: code(name) for name in DEGREES}
     return Layout(
         **degrees,
-        sequence=bool(at("sequence_parallel")),
-        context_method=cast(Literal["ring", "gather", "ulysses"], METHODS[at("method")]),
+        sequence=bool(code("sequence_parallel")),
+        context_method=cast(Literal["ring", "gather", "ulysses"], METHODS[code("method")]),
         schedule=schedule if pipelined else _DEFAULT.schedule,
         schedule_file=run.layout.schedule_file,
-        stages=at("stages") if pipelined and at("stages") != default_stages(schedule) else None,
+        stages=code("stages") if pipelined and code("stages") != default_stages(schedule) else None,
         stage_split=run.layout.stage_split,
     )
 
