@@ -25,7 +25,6 @@ from phalanx.checkpointing.format import (
     RunMetadata,
     SavedBox,
     Sidecar,
-    WrongFormat,
     checksum_of,
     decode_header,
     file_checksum,
@@ -166,8 +165,6 @@ def parse_marker(path: Location) -> Marker:
         raise DamagedCheckpoint(path, f"it has no {MARKER}, so its save was never completed") from None
     except Unreachable:
         raise  # which says nothing about the contents
-    except WrongFormat as error:
-        raise DamagedCheckpoint(path, str(error)) from None
     except DamagedFile as error:
         raise DamagedCheckpoint(path, f"its {MARKER} {error}") from None
     except (OSError, ValueError) as error:

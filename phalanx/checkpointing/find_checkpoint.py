@@ -1,5 +1,5 @@
 """Finds the checkpoint, and the run it belongs to, that a person names: a run directory, a folder of checkpoints or a checkpoint, as a path
-or URL. `find` is called by everything that opens a trained model, the rest by `phalanx checkpoint`. Does not import torch."""
+or URL. Does not import torch."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def existing_location(path: Path | str) -> Location:
         place = open_location(path)
         exists = place.is_folder()
     except (OSError, ValueError, ImportError) as error:  # fsspec does not know the store, or cannot reach it
-        raise RunError([f"{path} cannot be looked at ({error}): see that it is right and can be reached from here."]) from None
+        raise RunError(f"{path} cannot be looked at ({error}): see that it is right and can be reached from here.") from None
     if not exists:
         what = "is a URL that there is nothing at" if is_url(path) else "is not a directory"
-        raise RunError([f"{path} {what}: name a checkpoint such as {_EXAMPLE}, or a run directory."])
+        raise RunError(f"{path} {what}: name a checkpoint such as {_EXAMPLE}, or a run directory.")
     return place
 
 
@@ -119,15 +119,13 @@ def _with_run(checkpoint: Location, run_dir: Location | None = None) -> FoundChe
         try:
             text = file.read().decode()
         except (OSError, ValueError) as error:
-            raise RunError([f"{file} cannot be read ({getattr(error, 'strerror', None) or error})."]) from None
+            raise RunError(f"{file} cannot be read ({getattr(error, 'strerror', None) or error}).") from None
         tokenizer = Path(str(folder)) / "tokenizer"
         return FoundCheckpoint(checkpoint, text, str(file), tokenizer if tokenizer.is_dir() else None)
     run = directory.read_marker(checkpoint).run.run
     if run is not None:
         return FoundCheckpoint(checkpoint, run, str(checkpoint / directory.MARKER), None)
     raise RunError(
-        [
-            f"{checkpoint} has no run file at {folders[-1] / _RUN_FILE}, and its {directory.MARKER} has none: use it where it is in its "
-            "run directory."
-        ]
+        f"{checkpoint} has no run file at {folders[-1] / _RUN_FILE}, and its {directory.MARKER} has none: use it where it is in its "
+        "run directory."
     )

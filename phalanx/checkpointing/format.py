@@ -26,10 +26,10 @@ import itertools
 import json
 import math
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
 from typing import Any, TypedDict
 
 from phalanx.checkpointing.location import Chunks, Location, retry
@@ -46,7 +46,7 @@ SUFFIX = ".safetensors"
 
 _PLACES = "DCP_SHARDING_INFO"
 _PAGE = 4096  # header and values begin at whole pages, so that they can be written with direct I/O
-_CACHED_BLOCKS = 4  # per open file: adjacent rows share a block
+_CACHED_BLOCKS = 4  # per open file
 
 
 # Checksums.
@@ -119,8 +119,9 @@ class CheckedFile:
         self._file, self._size, self._sums = file, size, block_sums
         if len(block_sums) != max(1, math.ceil(size / BLOCK)):
             raise DamagedFile(f"its file {file.name} has checksums of {len(block_sums)} blocks for {size} bytes")
-        self._blocks: OrderedDict[int, Future[bytes | memoryview]] = OrderedDict()
         self._pool = ThreadPoolExecutor(2)
+        # Adjacent rows share a block.
+        self._fetch = lru_cache(_CACHED_BLOCKS)(lambda number: self._pool.submit(self._read_block, number))
 
     def read(self, begin: int, into: memoryview, *, prefetch: bool = True) -> None:
         """Fill `into` with the bytes from `begin` on. `prefetch`: also start reading the block after them."""
@@ -136,15 +137,6 @@ class CheckedFile:
             into[: len(part)] = part
             into = into[len(part) :]
 
-    def _fetch(self, number: int) -> Future[bytes | memoryview]:
-        if number in self._blocks:
-            self._blocks.move_to_end(number)
-        else:
-            self._blocks[number] = self._pool.submit(self._read_block, number)
-            while len(self._blocks) > _CACHED_BLOCKS:
-                self._blocks.popitem(last=False)
-        return self._blocks[number]
-
     def _read_block(self, number: int) -> bytes | memoryview:
         begin = number * BLOCK
         size = min(BLOCK, self._size - begin)
@@ -156,6 +148,7 @@ class CheckedFile:
         return block
 
     def close(self) -> None:
+        self._fetch.cache_clear()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -203,11 +196,6 @@ class SavedTensor:
     def bytes(self) -> int:
         """Of all its boxes."""
         return sum(box.bytes for _, box in self.boxes)
-
-    @property
-    def numel(self) -> int:
-        """Values in all its boxes."""
-        return self.bytes // SIZES[self.dtype]
 
 
 def encode_header(boxes: Sequence[SavedBox]) -> bytes:
@@ -407,8 +395,7 @@ class FileRecord:
     """Of a rank file."""
 
     def to_json(self) -> dict[str, int | str]:
-        table: dict[str, int | str] = {"bytes": self.bytes, "checksum": self.checksum}
-        return table if self.stage is None else table | {"stage": self.stage}
+        return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -442,14 +429,10 @@ class Marker:
         if table.pop("sha256", None) != _marker_checksum(table):
             raise DamagedFile("does not have the contents that were saved")
         if (version := table.pop("format", 1)) != FORMAT:
-            raise WrongFormat(f"it was written in format {version}, this version reads format {FORMAT}")
+            raise DamagedFile(f"was written in format {version}, this version reads format {FORMAT}")
         files = {name: FileRecord(**record) for name, record in table.pop("files").items()}
         own = {key: table.pop(key, None) for key in ("step", "time", "names")}
         return cls(**own, files=files, run=RunMetadata.from_json(table))
-
-
-class WrongFormat(Exception):
-    """A marker of another version of the format."""
 
 
 def _marker_text(table: Any) -> bytes:

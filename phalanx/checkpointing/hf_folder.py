@@ -193,4 +193,4 @@ def read_reference(file: Path) -> ReferenceLogits:
             metadata = opened.metadata()
         return ReferenceLogits(tokens, positions, logits, metadata["compute"], metadata["scaling"])
     except (OSError, SafetensorError, KeyError, TypeError) as error:
-        raise RunError([f"{file} is no file of logits to compare with ({error}): name one that a run has written."]) from None
+        raise RunError(f"{file} is no file of logits to compare with ({error}): name one that a run has written.") from None

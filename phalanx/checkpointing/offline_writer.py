@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -55,10 +54,14 @@ class StreamedTensor:
 
     @property
     def in_order(self) -> bool:
-        boxes = [part.box for part in self.boxes]
-        starts = [_flat_index(box.offset, self.shape) for box in boxes]
-        consecutive = all(second - first == box.numel for (first, second), box in zip(pairwise(starts), boxes, strict=False))
-        return consecutive and all(_is_contiguous(box.shape, self.shape) for box in boxes)
+        """Whether each box is contiguous in the whole tensor and follows the one before."""
+        whole, end = torch.empty(self.shape, device="meta"), 0
+        for part in self.boxes:
+            values = whole[part.box.index]
+            if not values.is_contiguous() or values.storage_offset() != end:
+                return False
+            end += values.numel()
+        return True
 
     def values(self) -> Iterator[memoryview]:
         """All of its bytes, in order."""
@@ -70,19 +73,6 @@ class StreamedTensor:
         for part in self.boxes:
             whole[part.box.index] = part.read()
         yield raw_bytes(whole)
-
-
-def _flat_index(offset: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    index = 0
-    for begin, size in zip(offset, shape, strict=True):
-        index = index * size + begin
-    return index
-
-
-def _is_contiguous(box: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether a box's values are contiguous in the whole: lengths of 1, then a range, then full dimensions."""
-    cut = [dim for dim, (size, full) in enumerate(zip(box, shape, strict=True)) if size != full]
-    return not cut or all(size == 1 for size in box[: cut[-1]])
 
 
 def write_checkpoint(
@@ -116,14 +106,12 @@ def reshard(
             stage, index = divmod(rank, ranks // stages)
             names = None if index else {name: tensor.whole_bytes for name, tensor in state.items()}
             file = RankFile(rank, ranks, [box.saved for box in boxes], stage, names)
-            write_rank_file(partial, file, functools.partial(_all_values, saved, boxes))
+            write_rank_file(partial, file, functools.partial(_values, saved, boxes))
         if missing := [name for name in saved.names if name not in seen]:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise RunError(
-                [
-                    f"{saved.path} has {missing[0]}{more}, which no rank of the layout would hold: it was saved by a run with other "
-                    "settings than its run file has."
-                ]
+                f"{saved.path} has {missing[0]}{more}, which no rank of the layout would hold: it was saved by a run with other "
+                "settings than its run file has."
             )
         return directory.commit(partial, saved.marker.step, metadata, ranks)
     except BaseException:
@@ -140,27 +128,21 @@ def _present(saved: CheckpointReader, state: Mapping[str, StateTensor]) -> dict[
             continue
         if shape != tensor.slice.whole:
             raise RunError(
-                [
-                    f"{saved.path} has {name} of shape {list(shape)}, the model of its run file {list(tensor.slice.whole)}: undo what was "
-                    "changed there."
-                ]
+                f"{saved.path} has {name} of shape {list(shape)}, the model of its run file {list(tensor.slice.whole)}: undo what was "
+                "changed there."
             )
         present[name] = replace(tensor, tensor=torch.empty(tensor.slice.shape, dtype=saved.dtype(name), device="meta"))
     return present
 
 
-def _all_values(saved: CheckpointReader, boxes: list[WrittenBox]) -> Iterator[memoryview]:
-    return (chunk for box in boxes for chunk in _values(saved, box))
-
-
-def _values(saved: CheckpointReader, written: WrittenBox) -> Iterator[memoryview]:
-    if not written.box.shape:
-        yield raw_bytes(saved.read_box(written.name, written.box))
-        return
-    rows = written.box.shape[0]
-    step = max(1, BLOCK // max(1, written.bytes // max(1, rows)))
-    for first in range(0, rows, step):
-        yield raw_bytes(saved.read_box(written.name, written.box.narrow(0, first, min(step, rows - first))))
+def _values(saved: CheckpointReader, boxes: list[WrittenBox]) -> Iterator[memoryview]:
+    for written in boxes:
+        rows = written.box.shape[0] if written.box.shape else 0
+        if not rows:  # a single number
+            yield raw_bytes(saved.read_box(written.name, written.box))
+        step = max(1, BLOCK // max(1, written.bytes // max(1, rows)))
+        for first in range(0, rows, step):
+            yield raw_bytes(saved.read_box(written.name, written.box.narrow(0, first, min(step, rows - first))))
 
 
 Cuts = dict[str, set[TensorSlice]]
@@ -191,7 +173,7 @@ def read_needs(
 def atomic_directory(out: Path) -> Iterator[Path]:
     """Yields a directory to write into. It is renamed to `out` on success and removed on failure."""
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
-        raise RunError([f"{out} already exists: name a new directory, or an empty one."])
+        raise RunError(f"{out} already exists: name a new directory, or an empty one.")
     partial = out.with_name(f"{out.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)  # of an earlier attempt that was killed
@@ -265,7 +247,7 @@ def to_torch(saved: CheckpointReader, out: Path, *, optimizer: bool, dtype: torc
     those of the values.
     """
     if os.path.lexists(out):
-        raise RunError([f"{out} already exists: name a new file."])
+        raise RunError(f"{out} already exists: name a new file.")
     export = _Export(saved, optimizer, dtype)
     partial = out.with_name(f"{out.name}.partial")
     try:

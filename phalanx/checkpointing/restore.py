@@ -1,9 +1,5 @@
-"""Reads tensors of a checkpoint of any layout. `load` fills the live state of a trainer; `CheckpointReader` is for tools that read a
-tensor, or a few rows of one, at a time.
-
-A rank reads for itself: the sidecars and headers tell which saved boxes overlap its slices, and only the blocks of these are read, each
-compared with its checksum.
-"""
+"""Reads tensors of a checkpoint of any layout. A rank reads for itself: the sidecars and headers tell which saved boxes overlap its slices,
+and only the blocks of these are read, each compared with its checksum."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
-"""Saves the state of all ranks to a checkpoint while training continues. Called by the trainer between steps.
-
-A step waits only for a copy of the state in host memory. A thread of each rank then writes the rank's own file, and rank 0's thread
-commits the checkpoint when all ranks have written. At most one save is in progress.
-"""
+"""Saves the state of all ranks to a checkpoint while training continues: a step waits only for a copy of the state in host memory. A thread
+of each rank then writes the rank's own file, and rank 0's thread commits the checkpoint when all ranks have written."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -68,10 +66,15 @@ class Ballot:
         self.ranks.store_add(f"{self.key}-bytes", size)
         self.ranks.store_add(f"{self.key}-done", 1)
 
-    @property
-    def complete(self) -> bool:
-        """Whether all ranks are done."""
-        return self.ranks.store_add(f"{self.key}-done", 0) >= self.ranks.ranks
+    def wait(self, give_up: Callable[[], bool], longest_pause: float = _POLL) -> bool:
+        """Wait until all ranks are done; False if `give_up` becomes true before."""
+        pause = _POLL
+        while self.ranks.store_add(f"{self.key}-done", 0) < self.ranks.ranks:
+            if give_up():
+                return False
+            time.sleep(pause)
+            pause = min(pause * 1.5, longest_pause)
+        return True
 
     @property
     def bytes(self) -> int:
@@ -116,9 +119,9 @@ class Saver:
         self._staging = Staging(ranks.device)
         self._thread: threading.Thread | None = None
         self._ended: list[Event] = []
-        self.last: Event | None = None
+        self.last: Saved | SaveFailed | None = None
         """The save that ended last; the same on all ranks after `save` and `settle`."""
-        self._closed_at: float | None = None
+        self._closed_at = math.inf
         self._stall = 0.0
 
     def prepare(self, tensors: Mapping[str, Tensor | StateTensor]) -> None:
@@ -158,9 +161,8 @@ class Saver:
         """Rank 0 creates the folder."""
         failure, number = None, 0
         if self._ranks.rank == 0:
-            number = self._ranks.store_add(
-                "saves", 1
-            )  # in the store, as these ranks may have saved through another Saver before
+            # Numbered in the store, as these ranks may have saved through another Saver before.
+            number = self._ranks.store_add("saves", 1)
             try:
                 directory.begin(self._checkpoints, step)
             except OSError as error:
@@ -191,22 +193,26 @@ class Saver:
         if self._ranks.rank == 0:
             failure, size = self._commit(save), save.ballot.bytes
             note = self._clean_up(save.partial, path, failure) or note
-        seconds = time.perf_counter() - save.started
+        ended = time.perf_counter()
+        seconds, writing = ended - save.started, ended - first_byte
+        if note is not None:
+            self._ended.append(Warned(message=note))
+        if failure is not None:
+            self._ended.append(SaveFailed(step=save.step, path=str(path), reason=failure))
+            return
         stall = seconds if save.waited else self._stall + self._staging.device_wait()
-        write_seconds = time.perf_counter() - first_byte
-        event: Event = SaveFailed(step=save.step, path=str(path), reason=failure) if failure is not None else Saved(
-            step=save.step, path=str(path), bytes=size, seconds=seconds, stall=stall, write_seconds=write_seconds,
-            bytes_per_second=size / max(write_seconds, 1e-9),
+        self._ended.append(
+            Saved(
+                step=save.step, path=str(path), bytes=size, seconds=seconds, stall=stall, write_seconds=writing,
+                bytes_per_second=size / max(writing, 1e-9),
+            )
         )  # fmt: skip
-        self._ended = [*([Warned(message=note)] if note else []), event]
 
     def _commit(self, save: _Save) -> str | None:
         """On rank 0, when all ranks have written; returns why there is no checkpoint."""
         try:
-            while not save.ballot.complete:
-                if self._closed_at is not None and time.monotonic() > self._closed_at + _PATIENCE:
-                    raise TimeoutError("not all ranks have written their parts")
-                time.sleep(_POLL)
+            if not save.ballot.wait(lambda: time.monotonic() > self._closed_at + _PATIENCE):
+                raise TimeoutError("not all ranks have written their parts")
             if (failures := save.ballot.failures()) is not None:
                 return failures
             directory.commit(save.partial, save.step, save.metadata, self._ranks.ranks)
@@ -232,25 +238,20 @@ class Saver:
         self._stall += time.perf_counter() - started
 
     def ended(self) -> list[Event]:
-        """The events of saves that have ended, without waiting. Call it on rank 0, which knows the outcome for all ranks."""
-        if self._thread is None or self._thread.is_alive():
-            return []
-        self._thread.join()
-        self._thread = None
-        return self._take_ended()
+        """Events of the save that has ended, without waiting. Call it on rank 0, which knows the outcome for all ranks."""
+        return [] if self._thread is None or self._thread.is_alive() else self._join()
 
     def settle(self) -> list[Event]:
         """Wait for the save in progress, all ranks together; afterwards every rank knows its outcome."""
+        ended, self.last = self._ranks.broadcast_object((self._join(), self.last))
+        return list(ended)
+
+    def _join(self) -> list[Event]:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        ended, self.last = self._ranks.broadcast_object((self._take_ended(), self.last))
-        return list(ended)
-
-    def _take_ended(self) -> list[Event]:
         ended, self._ended = self._ended, []
-        if ended:
-            self.last = ended[-1]
+        self.last = next((event for event in ended if isinstance(event, Saved | SaveFailed)), self.last)
         return ended
 
     def close(self) -> None:

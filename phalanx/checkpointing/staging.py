@@ -1,9 +1,7 @@
-"""Bytes of the state on their way to a file: copied into host memory first, or read from the live tensors. Called by `save` and
-`replicas/memory_checkpoint`.
+"""Bytes of the state on their way to a file: copied into host memory first (`Staging`), or read from the live tensors (`live_bytes`).
 
-`Staging` keeps one host copy of what this rank writes, allocated in advance and reused by every save, pinned on GPUs. Nothing that is
-saved changes between two optimizer steps, so the copy runs while the next forward and backward compute, and only the optimizer step after
-them waits for it.
+The host copy is allocated in advance and reused, pinned on GPUs. Nothing that is saved changes between two optimizer steps, so the copy runs
+while the next forward and backward compute, and only the optimizer step after them waits for it.
 """
 
 from __future__ import annotations
@@ -64,10 +62,6 @@ class Staging:
         self._stream: Any = None
         self._error: BaseException | None = None
         self._wait_events: tuple[Any, Any] | None = None
-
-    @property
-    def bytes(self) -> int:
-        return 0 if self._memory is None else self._memory.numel()
 
     def prepare(self, boxes: list[WrittenBox]) -> None:
         """Allocate the memory in the background: touching every page, and pinning, takes seconds."""

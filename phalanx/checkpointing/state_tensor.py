@@ -1,10 +1,7 @@
 """The training state as tensors by name: which slice of each a rank holds, which ranks hold the same, and which part of it each writes.
 
-Training and `optim` make `StateTensor`s; `save` and `restore` move them.
-
 Saving needs no planning among ranks: every rank evaluates the same rule, `partition`, for itself. Ranks that hold the same slices lay them
-end to end in one line of bytes and cut it into equal lengths, one for each. So a rank writes at most one range of rows of each slice, and
-all ranks write the same amount to within a row.
+end to end in one line of bytes and cut it into equal lengths, one for each. So a rank writes at most one range of rows of each slice.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""Uploads checkpoints from the run directory to `checkpoint.url` in the background. Called by `training/saving` on all ranks.
-
-Each rank uploads its share of the files in a thread. Rank 0 decides which checkpoint is next, and writes its marker when all ranks have
-uploaded. One upload runs at a time; of the checkpoints that wait, the newest is next and older ones are skipped. Callers that remove
-checkpoints leave those in `in_use`.
-"""
+"""Uploads checkpoints from the run directory to `checkpoint.url` in the background, each rank its share of the files. Rank 0 decides which
+checkpoint is next, and writes its marker when all ranks have uploaded. One upload runs at a time; of the checkpoints that wait, the newest is
+next and older ones are skipped."""
 
 from __future__ import annotations
 
@@ -95,15 +92,15 @@ class Uploader:
                 self._ended.append(event)
 
     def _upload(self, step: int, skipped: list[int]) -> Uploaded | UploadFailed:
-        started = time.perf_counter()
-        target = directory.step_dir(self._target, step)
+        started, target = time.perf_counter(), directory.step_dir(self._target, step)
         try:
             folder = directory.begin(self._target, step)
             self._number += 1
             self._ranks.store_set(f"upload-{self._number}", json.dumps(step))
             self._ranks.store_add("uploads", 1)
             ballot = self._upload_share(step)
-            self._wait_for_all(ballot)
+            if not ballot.wait(lambda: self._closing, _LONG_POLL):
+                raise PhalanxError("the run has ended")
             if (failures := ballot.failures()) is not None:
                 raise PhalanxError(failures)
             directory.publish(folder, (directory.step_dir(self._source, step) / directory.MARKER).read())
@@ -116,14 +113,6 @@ class Uploader:
             return UploadFailed(step=step, url=str(target), reason=reason)
         seconds = time.perf_counter() - started
         return Uploaded(step=step, url=str(target), bytes=ballot.bytes, seconds=seconds, skipped=skipped)
-
-    def _wait_for_all(self, ballot: Ballot) -> None:
-        pause = _SHORT_POLL
-        while not ballot.complete:
-            if self._closing:
-                raise PhalanxError("the run has ended")
-            time.sleep(pause)
-            pause = min(pause * 1.5, _LONG_POLL)
 
     def _follow(self) -> None:
         """The other ranks' thread: does what rank 0 has decided."""

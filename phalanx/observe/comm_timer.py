@@ -1,14 +1,12 @@
-"""Measures the time that this rank is blocked in collectives, so that stragglers can be told apart from ranks that wait for them.
+"""Measures the time that this rank is blocked in collectives, so that stragglers can be told apart from ranks that wait for them; and, in a
+few steps of a launch, the time of each part of a step (`Clock`).
 
-All communication of a step goes through `timed_collective` and `wait`; the trainer takes the sum once per step. The arguments of
-these two functions say what a wait is for: `worker/hang_report` reads them from the stack of a rank that hangs, so nothing has to be
-recorded while all is well.
+All communication of a step goes through `timed_collective` and `wait`. Their arguments say what a wait is for: `worker/hang_report` reads
+them from the stack of a rank that hangs, so nothing has to be recorded while all is well.
 
-On GPUs the host runs ahead while the device waits, so host time says nothing. There, a pair of events is recorded in the stream
-around each wait and read after the step, when both have passed. Not measured: FSDP2 on GPUs, whose messages overlap the computation,
-the sums between its replicas, and communication inside compiled code. A wait that is not measured looks like work.
-
-A step clock, which runs in a few steps of a launch, is told what each wait is for.
+On GPUs the host runs ahead while the device waits, so events in the compute stream are timed instead; work of other streams shows only where
+that stream waits for it. Not measured: FSDP2 on GPUs, whose messages overlap the computation, the sums between its replicas, and
+communication inside compiled code. A wait that is not measured looks like work.
 """
 
 from __future__ import annotations
@@ -31,19 +29,9 @@ PARTS = ("compute", "tensor", "context", "expert", "data", "bubble", "optimizer"
 transfers of offloaded state: a rank cannot separate them. "loading" is waiting for the next batch."""
 
 _PARTS_OF_USES = {
-    "tensor": "tensor",
-    "context": "context",
-    "expert": "expert",
-    "expert tensor": "expert",
-    "data": "data",
-    "shard": "data",
-    "experts' data": "data",
-    "experts' shard": "data",
-    "tied": "data",
-    "local steps": "data",
-    "pipeline": "bubble",
-    "muon": "optimizer",
-}
+    "tensor": "tensor", "context": "context", "expert": "expert", "expert tensor": "expert", "pipeline": "bubble", "muon": "optimizer",
+    **dict.fromkeys(("data", "shard", "experts' data", "experts' shard", "tied", "local steps"), "data"),
+}  # fmt: skip
 
 
 def part_of(use: str) -> str:
@@ -52,7 +40,8 @@ def part_of(use: str) -> str:
 
 
 class Clock:
-    """Times one rank while it is entered. Used by one thread at a time, like `comm_timer.CommTimer`."""
+    """Times one rank while it is entered. A step is cut wherever one activity changes to another, so the parts add up to the whole. Used by
+    one thread at a time, like `CommTimer`."""
 
     def __init__(self, device: torch.device):
         self._accelerator = accelerator.of(device)

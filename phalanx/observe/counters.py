@@ -1,9 +1,5 @@
 """Counts what one step costs on this rank: bytes sent, by technique and collective; the memory that lives only while the step runs; and
-floating-point operations, those of recomputation separately. A run reports it for one of its steps, and `phalanx verify --account`
-compares it with theory.
-
-Everything is read from the operations themselves, whoever starts them: torch's own sharding and the backward too.
-"""
+floating-point operations, those of recomputation separately. Everything is read from the operations themselves, whoever starts them."""
 
 from __future__ import annotations
 
@@ -20,10 +16,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from phalanx import accelerator
-
-_AGREEMENT, _DATA = "agreement", "data"
-"""Uses of the group of all ranks: what they agree on in every step, in fp64 or as bytes, and gradients of replicas where every rank
-is one."""
 
 Sent = dict[str, dict[str, int]]
 """Bytes by the use of a group and by collective."""
@@ -81,32 +73,33 @@ def _all_to_all(sent: Any, sizes: Sequence[int] | None, ranks: int, rank: int) -
     return (1 - own) * _bytes(sent)
 
 
-_Bytes = Callable[[Any, int, int], float]
-_ALL_REDUCE: tuple[str, _Bytes] = "all-reduce", lambda args, n, rank: 2 * (n - 1) / n * _bytes(args[0])
-# c10d's operations have (output, input, …), the functional ones begin with the input.
-_ALL_GATHER: tuple[str, _Bytes] = "all-gather", lambda args, n, rank: (n - 1) * _bytes(args[1])
-_ALL_GATHER_FUNCTIONAL: tuple[str, _Bytes] = "all-gather", lambda args, n, rank: (n - 1) * _bytes(args[0])
-_REDUCE_SCATTER: tuple[str, _Bytes] = "reduce-scatter", lambda args, n, rank: (n - 1) / n * _bytes(args[1])
-_OPERATIONS: dict[str, tuple[str, _Bytes]] = {
-    "allreduce_": _ALL_REDUCE,
-    "allreduce_coalesced_": _ALL_REDUCE,
-    "all_reduce": _ALL_REDUCE,
-    "all_reduce_": _ALL_REDUCE,
-    "allgather_": _ALL_GATHER,
-    "_allgather_base_": _ALL_GATHER,
-    "allgather_into_tensor_coalesced_": _ALL_GATHER,
-    "all_gather_into_tensor": _ALL_GATHER_FUNCTIONAL,
-    "all_gather_into_tensor_out": _ALL_GATHER_FUNCTIONAL,
-    "reduce_scatter_": _REDUCE_SCATTER,
-    "_reduce_scatter_base_": _REDUCE_SCATTER,
-    "reduce_scatter_tensor_coalesced_": _REDUCE_SCATTER,
-    "reduce_scatter_tensor": ("reduce-scatter", lambda args, n, rank: (n - 1) / n * _bytes(args[0])),
+_COLLECTIVES: tuple[tuple[str, str, Callable[[Any, int, int], float]], ...] = (
+    (
+        "all-reduce",
+        "allreduce_ allreduce_coalesced_ all_reduce all_reduce_",
+        lambda args, n, rank: 2 * (n - 1) / n * _bytes(args[0]),
+    ),
+    # c10d's operations have (output, input, …), the functional ones begin with the input.
+    (
+        "all-gather",
+        "allgather_ _allgather_base_ allgather_into_tensor_coalesced_",
+        lambda args, n, rank: (n - 1) * _bytes(args[1]),
+    ),
+    ("all-gather", "all_gather_into_tensor all_gather_into_tensor_out", lambda args, n, rank: (n - 1) * _bytes(args[0])),
+    (
+        "reduce-scatter",
+        "reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_",
+        lambda args, n, rank: (n - 1) / n * _bytes(args[1]),
+    ),
+    ("reduce-scatter", "reduce_scatter_tensor", lambda args, n, rank: (n - 1) / n * _bytes(args[0])),
     # c10d::alltoall_base_(output, input, group, output sizes, input sizes, …)
-    "alltoall_base_": ("all-to-all", lambda args, n, rank: _all_to_all(args[1], args[4], n, rank)),
-    "all_to_all_single": ("all-to-all", lambda args, n, rank: _all_to_all(args[0], args[2], n, rank)),
-    "send": ("send", lambda args, n, rank: _bytes(args[0])),
-    "broadcast_": ("broadcast", lambda args, n, rank: (n - 1) / n * _bytes(args[0])),
-}
+    ("all-to-all", "alltoall_base_", lambda args, n, rank: _all_to_all(args[1], args[4], n, rank)),
+    ("all-to-all", "all_to_all_single", lambda args, n, rank: _all_to_all(args[0], args[2], n, rank)),
+    ("send", "send", lambda args, n, rank: _bytes(args[0])),
+    ("broadcast", "broadcast_", lambda args, n, rank: (n - 1) / n * _bytes(args[0])),
+)
+"""Collectives, torch's operations of each, and the bytes that a rank of n sends."""
+_OPERATIONS = {name: (collective, sent) for collective, names, sent in _COLLECTIVES for name in names.split()}
 
 
 def _group(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
@@ -125,8 +118,9 @@ def _group(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
 def _use(group: dist.ProcessGroup, args: tuple[Any, ...]) -> str:
     if group.group_desc not in ("", "default_pg"):
         return group.group_desc
+    # All ranks share gradients where every rank is a replica; what they agree on in every step is in fp64, or bytes.
     dtypes = {tensor.dtype for tensor in tree_leaves(args) if isinstance(tensor, Tensor)}
-    return _DATA if dtypes <= {torch.float32, torch.bfloat16, torch.float16} else _AGREEMENT
+    return "data" if dtypes <= {torch.float32, torch.bfloat16, torch.float16} else "agreement"
 
 
 class MemoryCounter(_Counter):

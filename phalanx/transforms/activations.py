@@ -2,10 +2,7 @@
 recomputation, so that only stored activations move, and before blocks are sharded.
 
 On GPUs copies overlap the computation, on a separate stream: out while the next block computes, back while the following block runs
-its backward. At most two blocks' activations are on the device in a forward. On CPUs, which have only one memory, tensors are copied
-too, so that tests there exercise this path.
-
-These stay on the device: parameters and their casts, integers and masks, tensors that several blocks share, and small tensors.
+its backward. On CPUs, which have only one memory, tensors are copied too, so that tests there exercise this path.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ class Offloader:
     """Moves activations to host memory and back, for all blocks of one rank."""
 
     def __init__(self, device: torch.device, min_bytes: int):
-        self._min_bytes = min_bytes
+        self.min_bytes = min_bytes
         self.accelerator = accelerator.of(device)
         self.stream = self.accelerator.stream(device)
         self._leaving: deque[tuple[Any, list[Tensor]]] = deque()
@@ -60,12 +57,12 @@ class Offloader:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             shared = [leaf for leaf in tree_leaves((args[1:], kwargs)) if isinstance(leaf, Tensor)]
-            run = _BlockForward(self, self._last() if self._last else None)
-            packer = _Packer(run, self._min_bytes, {leaf.untyped_storage().data_ptr() for leaf in shared})
-            with saved_tensors_hooks(packer.pack, _unpack):
+            last = self._last() if self._last is not None else None
+            run = _BlockForward(self, last, {leaf.untyped_storage().data_ptr() for leaf in shared})
+            with saved_tensors_hooks(run.pack, _unpack):
                 out = forward(*args, **kwargs)
             self._last = weakref.ref(run)
-            sources = packer.take_sources()
+            sources = run.take_sources()
             if self.stream is not None:
                 self._leaving.append((self.stream.record_event(), sources))
                 self.release(_IN_FLIGHT)
@@ -82,29 +79,52 @@ class Offloader:
 
 
 class _BlockForward:
-    """The tensors that one forward of one block has offloaded; they are prefetched together."""
+    """One forward of one block: decides which saved tensors are offloaded, and prefetches them together."""
 
-    def __init__(self, offloader: Offloader, previous: _BlockForward | None):
-        self.offloader, self.stream = offloader, offloader.stream
+    def __init__(self, offloader: Offloader, previous: _BlockForward | None, shared: set[int]):
+        """`shared`: addresses of tensors that several blocks use, which stay on the device."""
+        self.offloader, self.stream, self._shared = offloader, offloader.stream, shared
         self._previous = weakref.ref(previous) if previous is not None else None
         self._tensors: list[weakref.ref[_Offloaded]] = []
         self._prefetched = False
+        # References to the tensors keep their addresses from being reused meanwhile.
+        self._seen: dict[tuple[Any, ...], tuple[Tensor, _Offloaded]] = {}
 
-    def add(self, tensor: _Offloaded) -> None:
-        self._tensors.append(weakref.ref(tensor))
+    def pack(self, tensor: Tensor) -> Tensor | _Offloaded:
+        if self._stays(tensor):
+            return tensor
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
+        if key not in self._seen:
+            self._seen[key] = (tensor.detach(), _Offloaded(tensor, self))
+            self._tensors.append(weakref.ref(self._seen[key][1]))
+        offloaded = self._seen[key][1]
+        offloaded.uses += 1
+        return offloaded
 
-    def fetch(self) -> None:
-        """Start copying back every tensor that is not on the device."""
-        for reference in self._tensors:
-            if (tensor := reference()) is not None:
-                tensor.fetch()
+    def _stays(self, tensor: Tensor) -> bool:
+        return (
+            not tensor.is_floating_point()
+            or (self.stream is not None and tensor.device.type == "cpu")  # bookkeeping of activation checkpointing
+            or tensor.numel() * tensor.element_size() < self.offloader.min_bytes
+            or tensor.untyped_storage().data_ptr() in self._shared
+            or type(tensor) not in MOVED  # parameters, and tensor subclasses
+            or _of_parameter(tensor)
+        )
+
+    def take_sources(self) -> list[Tensor]:
+        """The tensors whose copies are in flight; drops its own references."""
+        tensors = [tensor for tensor, _ in self._seen.values()]
+        self._seen.clear()
+        return tensors
 
     def prefetch_previous(self) -> None:
         """Start fetching for the previous block, whose backward comes next; only once, as a backward may run in two passes."""
         previous = self._previous() if self._previous is not None else None
         if previous is not None and not previous._prefetched:
             previous._prefetched = True
-            previous.fetch()
+            for reference in previous._tensors:
+                if (tensor := reference()) is not None:
+                    tensor.fetch()
 
 
 class _Offloaded:
@@ -118,7 +138,6 @@ class _Offloaded:
         self.uses = 0
         """How often autograd saved it; all uses share one copy."""
         self._uses_left = 0
-        run.add(self)
         if run.stream is None:
             self._host = _like(tensor, tensor.device).copy_(tensor)
             return
@@ -151,41 +170,6 @@ class _Offloaded:
         if self._uses_left <= 0:
             self._fetched = self._arrived = None  # a second backward fetches it again
         return tensor
-
-
-class _Packer:
-    """Decides, during one forward of a block, which saved tensors are offloaded."""
-
-    def __init__(self, run: _BlockForward, min_bytes: int, shared: set[int]):
-        self._run, self._min_bytes, self._shared = run, min_bytes, shared
-        # References to the tensors keep their addresses from being reused meanwhile.
-        self._seen: dict[tuple[Any, ...], tuple[Tensor, _Offloaded]] = {}
-
-    def pack(self, tensor: Tensor) -> Tensor | _Offloaded:
-        if self._stays(tensor):
-            return tensor
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
-        if key not in self._seen:
-            self._seen[key] = (tensor.detach(), _Offloaded(tensor, self._run))
-        offloaded = self._seen[key][1]
-        offloaded.uses += 1
-        return offloaded
-
-    def take_sources(self) -> list[Tensor]:
-        """The tensors whose copies are in flight; drops its own references."""
-        tensors = [tensor for tensor, _ in self._seen.values()]
-        self._seen.clear()
-        return tensors
-
-    def _stays(self, tensor: Tensor) -> bool:
-        return (
-            not tensor.is_floating_point()
-            or (self._run.stream is not None and tensor.device.type == "cpu")  # bookkeeping of activation checkpointing
-            or tensor.numel() * tensor.element_size() < self._min_bytes
-            or tensor.untyped_storage().data_ptr() in self._shared
-            or type(tensor) not in MOVED  # parameters, and tensor subclasses
-            or _of_parameter(tensor)
-        )
 
 
 def _unpack(packed: Tensor | _Offloaded) -> Tensor:

@@ -24,10 +24,8 @@ def blocks(parts: Sequence[nn.Module], setting: str) -> dict[str, nn.Module]:
             by_name[f"mtp.{name}.block"] = module.get_submodule("block")
     if not by_name and not any(hasattr(part, "blocks") for part in parts):
         raise RunError(
-            [
-                f"{setting} works block by block, but {type(parts[0]).__name__} has no attribute blocks; put its layers in an "
-                f"nn.ModuleList or nn.ModuleDict of that name, or remove {setting.partition(' ')[0]}."
-            ]
+            f"{setting} works block by block, but {type(parts[0]).__name__} has no attribute blocks; put its layers in an "
+            f"nn.ModuleList or nn.ModuleDict of that name, or remove {setting.partition(' ')[0]}."
         )
     return by_name
 

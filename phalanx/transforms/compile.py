@@ -21,12 +21,11 @@ _MAX_REASON = 300
 """Characters of torch's reason to report."""
 
 
-def say(message: str) -> None:
-    """Print one line to stderr."""
-    print(message, file=sys.stderr, flush=True)
-
-
-def apply(parts: Sequence[nn.Module], backend: str = "inductor", notice: Callable[[str], None] = say) -> str:
+def apply(
+    parts: Sequence[nn.Module],
+    backend: str = "inductor",
+    notice: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+) -> str:
     """Compile each block's forward at its first call; returns a description."""
     compiler = Compiler(backend, notice)
     whole, partly = [], []
@@ -38,7 +37,7 @@ def apply(parts: Sequence[nn.Module], backend: str = "inductor", notice: Callabl
             # Routing counts tokens and depends on values: recomputed for a backward, it would compile to something else.
             wrap(attention, compiler.around)
             partly.append(name)
-    compiled = [f"{named(whole)}"] if whole else []
+    compiled = [named(whole)] if whole else []
     compiled += [f"the attention of {named(partly)}, which route tokens"] if partly else []
     return f"{' and '.join(compiled) or 'nothing'} compiled by torch.compile ({backend}), each separately"
 
@@ -56,8 +55,8 @@ class Compiler:
         self._settings = torch._dynamo.config, torch._functorch.config
         self.refused: str | None = None
         """torch's first reason for not compiling a part; None: everything is compiled."""
-        # torch logs suppressed errors here at length; `_heard` turns them into one line.
-        logging.getLogger("torch._dynamo.convert_frame").addFilter(self._heard)
+        # torch logs suppressed errors here at length; `_shorten` turns them into one line.
+        logging.getLogger("torch._dynamo.convert_frame").addFilter(self._shorten)
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         compiled = torch.compile(forward, backend=self._backend, dynamic=False)
@@ -85,19 +84,19 @@ class Compiler:
             try:
                 return backend(graph, inputs)
             except Exception as error:  # compilers call compilers, which may raise anything
-                self._say(error)
+                self._report(error)
                 return graph.forward
 
         return attempt
 
-    def _heard(self, record: logging.LogRecord) -> bool:
-        """Whether a line of torch's log is to be written: not what is said here in shorter words."""
+    def _shorten(self, record: logging.LogRecord) -> bool:
+        """Whether a line of torch's log is to be written: not what is reported here in one line."""
         if not record.getMessage().startswith("WON'T CONVERT"):
             return True
-        self._say(record.exc_info[1] if record.exc_info else record.getMessage())
+        self._report(record.exc_info[1] if record.exc_info else record.getMessage())
         return False
 
-    def _say(self, reason: object) -> None:
+    def _report(self, reason: object) -> None:
         if self.refused is None:
             words = " ".join(str(reason).split())
             self.refused = words if len(words) < _MAX_REASON else f"{words[:_MAX_REASON]} …"

@@ -1,9 +1,8 @@
-"""Activation checkpointing: recomputes the activations of blocks in the backward instead of storing them. `parallel/apply` calls it
-before blocks are sharded.
+"""Activation checkpointing: recomputes the activations of blocks in the backward instead of storing them. "full" stores a block's input;
+"selective" also the results of matrix products, grouped products and attention, which are most of the work and little of the memory.
 
-"full" stores a block's input; "selective" also the results of matrix products, grouped products and attention, which are most of
-the work and little of the memory. Both repeat the collectives inside a block, in the same order on every rank. The recomputed forward
-gives the same bits, does not count tokens again, and can run more than once, as split backwards require.
+Both repeat the collectives inside a block, in the same order on every rank. The recomputed forward gives the same bits, does not count tokens
+again, and can run more than once, as split backwards require.
 """
 
 from __future__ import annotations
@@ -21,22 +20,14 @@ from torch.utils.checkpoint import checkpoint
 from phalanx.spec.errors import RunFailed
 from phalanx.transforms.blocks import blocks, named, wrap
 
-_ATEN = torch.ops.aten
 STORED = frozenset(
-    {
-        _ATEN.mm.default,
-        _ATEN.addmm.default,
-        _ATEN.bmm.default,
-        _ATEN.baddbmm.default,
-        _ATEN._scaled_mm.default,
-        _ATEN._grouped_mm.default,
-        _ATEN._scaled_dot_product_flash_attention.default,
-        _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
-        _ATEN._scaled_dot_product_efficient_attention.default,
-        _ATEN._scaled_dot_product_cudnn_attention.default,
-        _ATEN._scaled_dot_product_fused_attention_overrideable.default,
-    }
-)
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable",
+    )
+)  # fmt: skip
 """Operations whose results "selective" stores."""
 
 
@@ -64,7 +55,7 @@ def _recomputed(block: nn.Module, mode: str) -> Callable[[Callable[..., Any]], C
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         if mode == "full":
-            return nullcontext(), _Recompute(block, counters)
+            return nullcontext(), _Recompute(block, counters, nullcontext())
         store = _Store()
         return store, _Recompute(block, counters, _Replay(store.results))
 
@@ -80,27 +71,26 @@ def _recomputed(block: nn.Module, mode: str) -> Callable[[Callable[..., Any]], C
 
 
 class _Recompute:
-    """Around a recomputed forward: routers do not count its tokens again, and the operation counter knows of it."""
+    """Around a recomputed forward: routers do not count its tokens again, and the operation counter knows of it. Entered once for each pass
+    of a split backward."""
 
-    def __init__(self, block: nn.Module, counters: Sequence[nn.Module], inner: AbstractContextManager[Any] | None = None):
+    def __init__(self, block: nn.Module, counters: Sequence[nn.Module], replay: AbstractContextManager[Any]):
         self._work: Any = block.work
-        self._counters, self._inner = counters, inner
+        self._counters, self._replay = counters, replay
 
     def __enter__(self) -> None:
-        if self._work is not None:
-            self._work.again += 1
-        for module in self._counters:
-            module.counting = False  # type: ignore[assignment]
-        if self._inner is not None:
-            self._inner.__enter__()
+        self._set_recomputing(True)
+        self._replay.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        if self._inner is not None:
-            self._inner.__exit__(*error)
-        for module in self._counters:
-            module.counting = True  # type: ignore[assignment]
+        self._replay.__exit__(*error)
+        self._set_recomputing(False)
+
+    def _set_recomputing(self, recomputing: bool) -> None:
         if self._work is not None:
-            self._work.again -= 1
+            self._work.again += 1 if recomputing else -1
+        for module in self._counters:
+            module.counting = not recomputing  # type: ignore[assignment]
 
 
 class _Store(TorchDispatchMode):

@@ -189,7 +189,7 @@ def die_in_a_copy(mesh: Mesh, folders: list[Path]) -> None:
     if mesh.rank == 1:  # in the middle of it: its slot has the new values, and nobody was told
         slot = copies._slots["b"]
         assert slot._memory is not None
-        slot._memory[: slot.bytes // 2] = 1
+        slot._memory[: len(slot._memory) // 2] = 1
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(30)
 

@@ -1,11 +1,8 @@
-"""Copies the state of all ranks into host memory outside the worker processes, while training continues. Called by the trainer between
-steps; `replica_server` keeps the copies and `replica_index` finds them.
+"""Copies the state of all ranks into host memory outside the worker processes, while training continues.
 
 Each rank copies what it would write into a checkpoint, as the same file, into memory that it shares with its node's replica server. A step
 waits only for this copy, and only before the state changes again; the server then computes checksums, seals the slot, and sends it to the
 peer node. A rank has two slots, and the one with the newest state that is complete on all ranks is never written.
-
-`write_handoff` does the same once, when a generation ends: each survivor writes a share of the live state.
 """
 
 from __future__ import annotations
@@ -33,7 +30,6 @@ from phalanx.checkpointing.state_tensor import StateTensor, WrittenBox, as_state
 from phalanx.events.records import Copied, Event, Warned
 
 _MAX_INTERVAL = 1000  # steps between two copies
-_POLL = 0.02  # seconds between two checks whether all ranks are done
 _TOUCH_BYTES = 2**28  # whose pages are mapped at a time
 _LAG = 2.0  # seconds that a step waits at most for an earlier copy: a server that takes longer hangs, and will be detected
 _PATIENCE = 600.0  # seconds that a server may take for the checksums and for sending a copy to its peer
@@ -136,7 +132,7 @@ class MemoryCopies:
     def _reserve(self) -> None:
         """In a thread: allocate both slots through the server, which knows how much is free; map them, and pin them on GPUs."""
         assert self._ballot is not None
-        failure: BaseException | None = None
+        failure = None
         try:
             which = {"generation": self._generation, "rank": self._ranks.rank}
             ask_server(self._slot_dir, {"op": "reserve", "bytes": self._bytes} | which)
@@ -145,10 +141,10 @@ class MemoryCopies:
                 self._slots[slot] = SharedStaging(self._ranks.device, path, self._header)
                 self._slots[slot].map(self._bytes - len(self._header))
         except BaseException as error:
-            failure = error
+            failure = _text(error)
         with contextlib.suppress(Exception):  # the store is gone, and the generation with it
             if failure is not None:
-                self._ballot.fail(_text(failure))
+                self._ballot.fail(failure)
             self._ballot.done()
 
     def take(self, step: int, tensors: Mapping[str, Tensor | StateTensor], metadata: RunMetadata) -> None:
@@ -259,11 +255,7 @@ class MemoryCopies:
 
     def _wait_for_all(self, ballot: Ballot, seconds: float = math.inf) -> bool:
         deadline = time.monotonic() + seconds
-        while not ballot.complete:
-            if self._closed or time.monotonic() >= deadline:
-                return False
-            time.sleep(_POLL)
-        return True
+        return ballot.wait(lambda: self._closed or time.monotonic() >= deadline)
 
     def _join(self) -> None:
         if self._thread is not None:
