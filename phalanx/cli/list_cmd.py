@@ -16,7 +16,7 @@ from phalanx.cli.options import AsJson
 from phalanx.cli.output import console, finish, print_json
 from phalanx.dashboard.numbers import count, size
 from phalanx.host.probe import this_machine
-from phalanx.planning.machines.catalogue import KINDS, entries, gpu_entry
+from phalanx.planning.machines.catalogue import KINDS, entries, named_gpu
 from phalanx.spec import schema as run_schema
 from phalanx.spec.model import PRESETS
 from phalanx.spec.run import TOKENIZER_VOCAB
@@ -55,7 +55,7 @@ def clusters(
 
 
 def _gpu_row(key: str, entry: Any) -> tuple[str, ...]:
-    gpu = gpu_entry(key, entry)
+    gpu = named_gpu(key, "cluster.gpu")
     peaks = [gpu.peak(form) for form in ("fp32", "fp16" if gpu.peak("bf16") is None else "bf16", "fp8", "fp4")]
     return (
         *("" if peak is None else f"{peak / 1e12:,.0f}" if peak >= 1e13 else f"{peak / 1e12:.1f}" for peak in peaks),
