@@ -149,14 +149,12 @@ def ingest(plan: TokenizePlan, folder: Path, data: Data, progress: ProgressCallb
 
 def _make(plan: TokenizePlan, folder: Path, data: Data, progress: ProgressCallback | None) -> TokenMeta:
     totals = _Totals(plan, data.max_bad_records)
-    sizes: dict[int, int] = {}
 
     def missing_pieces() -> Iterator[Piece]:
         for piece in plan.pieces():
-            if (result := PieceResult.read(folder, piece.part)) is not None:
-                totals.add(result, piece.size, kept=True)
+            if (result := PieceResult.read(folder, piece)) is not None:
+                totals.add(result, kept=True)
             else:
-                sizes[piece.number] = piece.size
                 yield piece
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -164,7 +162,7 @@ def _make(plan: TokenizePlan, folder: Path, data: Data, progress: ProgressCallba
     with contextlib.closing(tokenize_pieces(data.processes or cores, settings, missing_pieces())) as events:
         for event in events:
             if isinstance(event, PieceResult):
-                totals.add(event, sizes.pop(event.number))
+                totals.add(event)
                 event = PieceProgress()
             if progress is not None:
                 progress(totals.progress(event))
@@ -184,7 +182,7 @@ class _Totals:
         self._examples: dict[str, list[str]] = {}
         self._bytes = self._tokens = self._documents = self._kept = 0
 
-    def add(self, result: PieceResult, size: int, *, kept: bool = False) -> None:
+    def add(self, result: PieceResult, *, kept: bool = False) -> None:
         """`kept`: the result is from an earlier start."""
         self.results[result.number] = result
         self.skipped.update(result.skipped)
@@ -193,7 +191,7 @@ class _Totals:
             if len(examples) < _EXAMPLES:
                 examples.append(f"{place} ({detail})" if detail else place)
                 _log.warning("skipped, %s: %s", reason, examples[-1])
-        self._bytes += size
+        self._bytes += result.size
         if result.part is not None:
             self._tokens += result.part.tokens
             self._documents += result.part.documents

@@ -257,6 +257,8 @@ class PieceResult:
     """A finished piece."""
 
     number: int
+    size: int
+    """Bytes of the piece."""
     part: Part | None = None
     """None if the piece has no good record."""
     skipped: Counter[str] = field(default_factory=Counter)
@@ -273,17 +275,19 @@ class PieceResult:
         replace_text(folder / f"{name}{DONE}", json.dumps(table))
 
     @staticmethod
-    def read(folder: Path, name: str) -> PieceResult | None:
+    def read(folder: Path, piece: Piece) -> PieceResult | None:
         """The stored result of a finished piece; None if it is not finished, or its files have changed since."""
+        path = folder / piece.part
         try:
-            table = json.loads((folder / f"{name}{DONE}").read_text())
+            table = json.loads(path.with_suffix(DONE).read_text())
             part = Part(**table["part"]) if table["part"] else None
-            if part and (folder / f"{name}.index").stat().st_size != (part.documents + 1) * 8:
+            if part and path.with_suffix(".index").stat().st_size != (part.documents + 1) * 8:
                 return None
-            if part and (folder / f"{name}.tokens").stat().st_size not in (part.tokens * 2, part.tokens * 4):
+            if part and path.with_suffix(".tokens").stat().st_size not in (part.tokens * 2, part.tokens * 4):
                 return None
             examples = [(reason, place, detail) for reason, place, detail in table["examples"]]
-            return PieceResult(number=table["number"], part=part, skipped=Counter(table["skipped"]), examples=examples)
+            skipped = Counter(table["skipped"])
+            return PieceResult(number=table["number"], size=piece.size, part=part, skipped=skipped, examples=examples)
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -301,7 +305,7 @@ class PieceTokenizer:
 
     def run(self, piece: Piece, report: Callable[[PieceProgress], None]) -> PieceResult:
         """Write the part of one piece. `report` receives the progress after every batch of records."""
-        result = PieceResult(number=piece.number)
+        result = PieceResult(number=piece.number, size=piece.size)
         try:
             writer = TokenWriter(self._folder, piece.part, self._tokenizer, masked=self._chat is not None)
             try:

@@ -20,7 +20,7 @@ from phalanx.data.chat import ChatTemplate
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.evaluation.open_model import open_model
 from phalanx.evaluation.open_model import scorer as scorer_of
-from phalanx.evaluation.score import Request, Scorer
+from phalanx.evaluation.score import Scorer
 from phalanx.models.sampling import Sampling, generate
 from phalanx.spec.errors import PhalanxError, RunError
 
@@ -99,16 +99,9 @@ def _adapter() -> type[Any]:
 
 def rolling(scorer: Scorer, texts: Sequence[str]) -> list[float]:
     """Log-likelihood of each whole text, whatever its length."""
-    requests: list[Request] = []
-    owners: list[int] = []
-    for number, text in enumerate(texts):
-        windows = scorer.rolling(text)
-        requests += windows
-        owners += [number] * len(windows)
-    sums = [0.0] * len(texts)
-    for owner, score in zip(owners, scorer.scores(requests), strict=True):
-        sums[owner] += score.logprob
-    return sums
+    windows = [scorer.rolling(text) for text in texts]
+    scores = iter(scorer.scores([request for requests in windows for request in requests]))
+    return [sum((next(scores).logprob for _ in requests), 0.0) for requests in windows]
 
 
 def until(scorer: Scorer, context: str, options: dict[str, Any]) -> str:

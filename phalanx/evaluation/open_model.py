@@ -45,6 +45,11 @@ class Opened:
     stops: frozenset[int]
     """Tokens that end a generated text: those of generation_config.json, as in transformers, or the end token."""
 
+    @property
+    def compute(self) -> str:
+        """The compute format of training, or the default of the device."""
+        return self.run.precision.compute or accelerator.of(next(self.model.parameters()).device).compute
+
 
 def open_model(path: Path | str, device: str | torch.device | None = None) -> Opened:
     """Open the model at `path` on `device`; None: the GPU if there is one."""
@@ -154,20 +159,13 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 def meter(opened: Opened) -> Meter:
     """Measures losses on text, with the settings of training."""
-    compute = compute_of(opened.run, _device(opened))
-    return Meter(opened.model, opened.tokenizer, compute=compute, document_mask=opened.run.data.document_mask)
+    return Meter(opened.model, opened.tokenizer, compute=opened.compute, document_mask=opened.run.data.document_mask)
 
 
 def scorer(opened: Opened, batch: int | None = None) -> Scorer:
     """Computes log-likelihoods of continuations, with the settings of training."""
-    compute = compute_of(opened.run, _device(opened))
     context = opened.run.model.context
-    return Scorer(opened.model, opened.tokenizer, context=context, batch=batch or _BATCH, compute=compute)
-
-
-def compute_of(run: Run, device: torch.device) -> str:
-    """The compute format of a run on this device."""
-    return run.precision.compute or accelerator.of(device).compute
+    return Scorer(opened.model, opened.tokenizer, context=context, batch=batch or _BATCH, compute=opened.compute)
 
 
 def usual_batch(opened: Opened) -> int:
@@ -177,7 +175,3 @@ def usual_batch(opened: Opened) -> int:
         return Plan.from_json(plan.read_text()).micro_batch
     except (OSError, ValueError, TypeError, KeyError):  # not in a run directory, or in one of another version
         return opened.run.train.micro_batch or _BATCH
-
-
-def _device(opened: Opened) -> torch.device:
-    return next(opened.model.parameters()).device
