@@ -1,9 +1,5 @@
-"""Packs whole documents into windows (best fit, longest document first). `data/dataset` builds it for data.packing = "best-fit".
-
-A document longer than a window fills windows of its own first, and its rest is packed. The packing plan is computed once, by
-counting equal lengths instead of placing documents one by one. The plan of a large corpus is stored in data.cache, where every
-rank only opens it.
-"""
+"""Packs whole documents into windows (best fit, longest document first). The plan is computed once, by counting equal lengths instead of
+placing documents one by one; that of a large corpus is stored in data.cache, where every rank only opens it."""
 
 from __future__ import annotations
 
@@ -80,7 +76,7 @@ class PackingPlan:
 
 
 class BestFitPacking:
-    """Windows of whole documents.
+    """Windows of whole documents. A document longer than a window fills windows of its own first, and its rest is packed.
 
     A piece's inputs are doc[start:stop] and its targets doc[start+1:stop+1]: the end token is a target but not an input, and
     a piece of a longer document knows the token that follows it. The rest of a window is padding: end tokens with a document

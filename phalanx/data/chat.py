@@ -1,8 +1,5 @@
-"""Chat records to token ids: Jinja templates, and a mask over the answers. `data/pieces` calls it for source = "chat".
-
-The Jinja environment equals that of transformers, so the text is the same. It is sandboxed, because templates come with
-tokenizers from anywhere.
-"""
+"""Chat records to token ids: Jinja templates, and a mask over the answers. The Jinja environment equals that of transformers, so that the
+text is the same, and is sandboxed, because templates come with tokenizers from anywhere."""
 
 from __future__ import annotations
 

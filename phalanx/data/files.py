@@ -1,7 +1,4 @@
-"""Finds and opens the files of a source: local or behind a URL, compressed or not.
-
-`data/dataset` and `data/pieces` find files, in the launcher and in every rank; the record readers open them, in any process.
-"""
+"""Finds and opens the files of a source: local or behind a URL, compressed or not."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Turns a source of text into token files: piece by piece in several processes, resumable, with the same result in any case.
-
-`phalanx tokenize` calls `tokenize_into`; `data/dataset` calls `cached_token_files` for every source that is not read as raw bytes.
-"""
+"""Turns a source of text into token files: piece by piece in several processes, resumable, with the same result in any case."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Decides which source each sample of a run comes from. `data/dataset` builds a Mixture; `data/loader` reads batches from it.
-
-The source of a sample and its number within that source are computed from the global sample index alone. That takes as many
-operations as there are sources, for the first sample as for the 10¹²-th.
-"""
+"""Decides which source each sample of a run comes from. The source of a sample and its number within that source are computed from the
+global sample index alone, with as many operations as there are sources, for the first sample as for the 10¹²-th."""
 
 from __future__ import annotations
 

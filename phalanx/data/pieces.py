@@ -1,8 +1,5 @@
-"""Cuts a source into pieces and tokenizes each into one part of the token files. `data/ingest` makes the plan and hands pieces to worker
-processes, which run `serve`.
-
-The cuts depend on the source alone, never on the number of processes, so the files are the same for any number.
-"""
+"""Cuts a source into pieces and tokenizes each into one part of the token files, in worker processes that run `serve`. The cuts depend on
+the source alone, so that the files are the same for any number of processes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Reads the records of text files, JSON Lines, Parquet and Hugging Face datasets: a text each, or the reason why there is none.
-
-A bad record never stops the others. A bad file raises a RunError that names it. Workers read files piece by piece; the parent process
-reads datasets and hands rows to the workers.
-"""
+"""Reads the records of text files, JSON Lines, Parquet and Hugging Face datasets: a text each, or the reason why there is none. A bad
+record never stops the others; a bad file raises a RunError that names it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Token files: a corpus as ids on disk with an index of its documents. Reads and writes them; docs/token-files.md has the format.
-
-`data/pieces` writes parts, `data/ingest` the meta file; `data/dataset` reads a folder as a corpus. Opening takes the
-same time for any size.
-"""
+"""Token files: a corpus as ids on disk with an index of its documents; docs/token-files.md has the format. Opening takes the same time
+for any size."""
 
 from __future__ import annotations
 

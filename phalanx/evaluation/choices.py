@@ -1,8 +1,5 @@
-"""Multiple choice: questions from a JSONL file, each answer scored by its log-likelihood after the question.
-
-`phalanx eval --choices` calls it. docs/evaluation.md describes the file; the rules are those of lm-evaluation-harness, so that
-results are comparable with its multiple-choice tasks.
-"""
+"""Multiple choice: questions from a JSONL file (docs/evaluation.md), each answer scored by its log-likelihood after the question. The
+rules are those of lm-evaluation-harness, so that results are comparable with its multiple-choice tasks."""
 
 from __future__ import annotations
 

@@ -121,11 +121,16 @@ def _axes_problems(model: nn.Module, table: Mapping[str, Any]) -> Iterator[str]:
         match = next((pattern for pattern in table if fnmatchcase(name, pattern)), None)
         if match is None:
             yield f"no pattern of AXES matches the parameter {name} of shape {list(parameter.shape)}; add one."
-        elif not isinstance(table[match], tuple | list) or len(table[match]) != parameter.ndim:
+        elif not _names(table[match], parameter.ndim):
             yield (
                 f"AXES[{match!r}] = {table[match]!r} does not name the {parameter.ndim} dimensions of the parameter {name} "
                 f"of shape {list(parameter.shape)}."
             )
+
+
+def _names(entry: Any, dimensions: int) -> bool:
+    """Whether an entry of AXES has one name per dimension."""
+    return isinstance(entry, tuple | list) and len(entry) == dimensions and all(isinstance(word, str) for word in entry)
 
 
 def _forward_problems(model: nn.Module) -> Iterator[str]:

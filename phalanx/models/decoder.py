@@ -1,8 +1,5 @@
-"""The decoder: GPT-2/3, Llama 2/3, Qwen3, Mixtral and DeepSeek-V3 are settings of it. A module for one device, without any parallel
-code.
-
-Two tables describe its parameters to the other rooms: AXES names the dimensions of each, INITIAL gives its initial values.
-"""
+"""The decoder: GPT-2/3, Llama 2/3, Qwen3, Mixtral and DeepSeek-V3 are settings of it. A module for one device, without parallel code;
+two tables describe its parameters to the other rooms: AXES names the dimensions of each, INITIAL gives its initial values."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Initial weights as a pure function of (seed, parameter name, element index): every layout on every device starts from the same
-numbers. Training calls it when it builds a model.
-
-Values come from a counter-based generator, so that a rank computes only the slice of a tensor that it holds.
-"""
+numbers, and a rank computes only the slice of a tensor that it holds."""
 
 from __future__ import annotations
 
