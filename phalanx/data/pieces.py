@@ -9,7 +9,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -20,13 +20,14 @@ from phalanx.data.files import SourceFile, find_files, is_compressed, is_web, pa
 from phalanx.data.records import (
     EMPTY,
     BadRecord,
-    JsonLines,
-    ParquetRows,
-    Rows,
-    TextDocuments,
+    Place,
     dataset_rows,
+    json_lines,
+    parquet_rows,
     row_groups,
+    row_place,
     saved_dataset_files,
+    text_document,
     text_in,
 )
 from phalanx.data.token_files import VERSION, Part, TokenWriter, replace_text
@@ -321,13 +322,12 @@ class PieceTokenizer:
         """False if the piece was abandoned because it has more bad records than the source may have."""
         batch: list[Any] = []
         length = read = 0
-        reader = self._reader(piece)
-        for position, record in reader:
+        for place, record in self._records(piece):
             value = self._value(record)
             if isinstance(value, BadRecord):
                 result.skipped[value.reason] += 1
                 if result.skipped[value.reason] <= _EXAMPLES:
-                    result.examples.append((value.reason, reader.place(position), value.detail))
+                    result.examples.append((value.reason, place(), value.detail))
                 if result.bad > self._max_bad:
                     return False
                 continue
@@ -353,16 +353,17 @@ class PieceTokenizer:
         else:
             writer.add_batch(self._tokenizer.encode_batch(batch))
 
-    def _reader(self, piece: Piece) -> Rows | ParquetRows | TextDocuments | JsonLines:
+    def _records(self, piece: Piece) -> Iterator[tuple[Place, Any]]:
         spec, limit = self._spec, self._spec.max_record_bytes
         if piece.rows is not None:
-            return Rows(piece.rows, piece.start, spec.name)
+            return ((row_place(spec.name, number), row) for number, row in enumerate(piece.rows, piece.start))
         if spec.kind == "parquet":
             assert piece.stop is not None, "a piece of Parquet is a range of row groups"
-            return ParquetRows(piece.paths[0], spec.field, limit, piece.start, piece.stop)
+            return parquet_rows(piece.paths[0], spec.field, limit, piece.start, piece.stop)
         if spec.kind in ("text", "stdlib"):
-            return TextDocuments(piece.paths, limit, raw=spec.tokenizer == "byte")
-        return JsonLines(piece.paths[0], limit, piece.start, piece.stop)
+            raw = spec.tokenizer == "byte"
+            return ((partial(str, path), text_document(path, limit, raw=raw)) for path in piece.paths)
+        return json_lines(piece.paths[0], limit, piece.start, piece.stop)
 
     def _value(self, record: Any) -> Value:
         if not isinstance(record, dict):

@@ -6,8 +6,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, BinaryIO
 
 from phalanx.data.files import (
@@ -41,6 +42,8 @@ class BadRecord:
     """Details for people."""
 
 
+Place = Callable[[], str]
+"""Describes where a record is. Called only for the few records that are shown."""
 TOO_LONG, NOT_UTF8, BROKEN, NOT_OBJECT = "too long", "not UTF-8", "broken JSON", "not an object"
 MISSING, NOT_TEXT = "field missing", "field is not text"
 EMPTY = "empty"
@@ -89,60 +92,54 @@ def next_line(file: BinaryIO, start: int, stop: int) -> int:
     return stop
 
 
-class JsonLines:
+def json_lines(
+    path: str, limit: int, start: int = 0, stop: int | None = None
+) -> Iterator[tuple[Place, dict[str, Any] | BadRecord]]:
     """Records of one file, or of the lines that begin in start … stop of an uncompressed file."""
-
-    def __init__(self, path: str, limit: int, start: int = 0, stop: int | None = None):
-        self._path, self._limit, self._start, self._stop = path, limit, start, stop
-        self._numbered = start == 0
-        self._line = 0
-
-    def __iter__(self) -> Iterator[tuple[int, dict[str, Any] | BadRecord]]:
-        """Yields (line number, or first byte if the range does not start at the beginning of the file; record)."""
-        with storage_errors(self._path):
-            yield from self._read()
-
-    def _read(self) -> Iterator[tuple[int, dict[str, Any] | BadRecord]]:
-        if self._stop is None or is_compressed(self._path):
-            source: Decompressed | BinaryIO = Decompressed(self._path)
-            parts = lines(source, self._limit)
+    with storage_errors(path):
+        source: Decompressed | BinaryIO
+        if stop is None or is_compressed(path):
+            source = Decompressed(path)
+            parts = lines(source, limit)
         else:
-            source = open_binary(self._path)
-            first = next_line(source, self._start, self._stop)
-            parts = lines(source, self._limit, first, self._stop)
-        try:
+            source = open_binary(path)
+            parts = lines(source, limit, next_line(source, start, stop), stop)
+        with contextlib.closing(source):
             for number, (offset, line) in enumerate(parts, 1):
-                record = self._parse(line, first=offset == 0)
+                record = _parse(line, limit, first=offset == 0)
                 if record is not None:
-                    yield (number if self._numbered else offset), record
-        finally:
-            source.close()
+                    yield partial(_line_at, path, offset) if start else partial("{}, line {}".format, path, number), record
 
-    def _parse(self, line: bytes | None, *, first: bool) -> dict[str, Any] | BadRecord | None:
-        if line is None:
-            return BadRecord(TOO_LONG, f"more than data.max_record_bytes = {self._limit}")
-        if first:
-            line = line.removeprefix(BOM)
-        if not line or line.isspace():
-            return None
-        try:
-            record = json.loads(line.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            return BadRecord(NOT_UTF8, f"byte 0x{line[error.start]:02x} at {error.start} of the line")
-        except ValueError as error:
-            return BadRecord(BROKEN, f"{error}; every line must be a JSON object")
-        except RecursionError:
-            return BadRecord(BROKEN, "nested too deeply")
-        return record if isinstance(record, dict) else BadRecord(NOT_OBJECT, f"a {type(record).__name__}")
 
-    def place(self, position: int) -> str:
-        if self._numbered:
-            return f"{self._path}, line {position}"
-        with open_binary(self._path) as file:  # lines are counted only for the few records that are shown
-            number, remaining = 1, position
-            while remaining and (block := file.read(min(_BLOCK, remaining))):
-                number, remaining = number + block.count(b"\n"), remaining - len(block)
-        return f"{self._path}, line {number}"
+def _line_at(path: str, offset: int) -> str:
+    number = 1
+    with open_binary(path) as file:
+        while offset and (block := file.read(min(_BLOCK, offset))):
+            number, offset = number + block.count(b"\n"), offset - len(block)
+    return f"{path}, line {number}"
+
+
+def _parse(line: bytes | None, limit: int, *, first: bool) -> dict[str, Any] | BadRecord | None:
+    """None: an empty line."""
+    if line is None:
+        return BadRecord(TOO_LONG, f"more than data.max_record_bytes = {limit}")
+    if first:
+        line = line.removeprefix(BOM)
+    if not line or line.isspace():
+        return None
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return BadRecord(NOT_UTF8, f"byte 0x{line[error.start]:02x} at {error.start} of the line")
+    except ValueError as error:
+        return BadRecord(BROKEN, f"{error}; every line must be a JSON object")
+    except RecursionError:
+        return BadRecord(BROKEN, "nested too deeply")
+    return record if isinstance(record, dict) else BadRecord(NOT_OBJECT, f"a {type(record).__name__}")
+
+
+def row_place(name: str, row: int) -> Place:
+    return partial("{}, row {}".format, name, row)
 
 
 def text_in(record: Any, field: str, limit: int) -> str | BadRecord:
@@ -174,51 +171,22 @@ def checked_text(value: Any, field: str, limit: int) -> str | BadRecord:
     return BadRecord(TOO_LONG, f"{size} bytes, data.max_record_bytes = {limit}") if size > limit else value
 
 
-class TextDocuments:
-    """Text files, one document each."""
-
-    def __init__(self, paths: tuple[str, ...], limit: int, raw: bool):
-        """`raw`: yield bytes, for a tokenizer that accepts any."""
-        self._paths, self._limit, self._raw = paths, limit, raw
-
-    def __iter__(self) -> Iterator[tuple[int, str | bytes | BadRecord]]:
-        for number, path in enumerate(self._paths):
-            yield number, self._read(path)
-
-    def _read(self, path: str) -> str | bytes | BadRecord:
-        source = Decompressed(path)
-        try:
-            blocks, size = [], 0
-            while size <= self._limit and (block := source.read(_BLOCK)):
-                blocks.append(block)
-                size += len(block)
-        finally:
-            source.close()
-        if size > self._limit:
-            return BadRecord(TOO_LONG, f"more than data.max_record_bytes = {self._limit}")
-        content = b"".join(blocks)
-        if self._raw:
-            return content
-        try:
-            return content.removeprefix(BOM).decode("utf-8")
-        except UnicodeDecodeError as error:
-            return BadRecord(NOT_UTF8, f"byte 0x{content[error.start]:02x} at {error.start}")
-
-    def place(self, position: int) -> str:
-        return self._paths[position]
-
-
-class Rows:
-    """Records that the parent process has read."""
-
-    def __init__(self, rows: tuple[str | BadRecord, ...], first: int, name: str):
-        self._rows, self._first, self._name = rows, first, name
-
-    def __iter__(self) -> Iterator[tuple[int, str | BadRecord]]:
-        yield from enumerate(self._rows, self._first)
-
-    def place(self, position: int) -> str:
-        return f"{self._name}, row {position}"
+def text_document(path: str, limit: int, *, raw: bool) -> str | bytes | BadRecord:
+    """A text file as one document. `raw`: as bytes, for a tokenizer that accepts any."""
+    blocks, size = [], 0
+    with contextlib.closing(Decompressed(path)) as source:
+        while size <= limit and (block := source.read(_BLOCK)):
+            blocks.append(block)
+            size += len(block)
+    if size > limit:
+        return BadRecord(TOO_LONG, f"more than data.max_record_bytes = {limit}")
+    content = b"".join(blocks)
+    if raw:
+        return content
+    try:
+        return content.removeprefix(BOM).decode("utf-8")
+    except UnicodeDecodeError as error:
+        return BadRecord(NOT_UTF8, f"byte 0x{content[error.start]:02x} at {error.start}")
 
 
 @contextlib.contextmanager
@@ -272,24 +240,16 @@ def _steps(field: str, names: list[str]) -> list[str]:
     return [field] if field in names else field.split(".")
 
 
-class ParquetRows:
+def parquet_rows(path: str, field: str, limit: int, first: int, last: int) -> Iterator[tuple[Place, str | BadRecord]]:
     """The texts of row groups first … last (exclusive) of one file."""
-
-    def __init__(self, path: str, field: str, limit: int, first: int, last: int):
-        self._path, self._field, self._limit, self._first, self._last = path, field, limit, first, last
-
-    def __iter__(self) -> Iterator[tuple[int, str | BadRecord]]:
-        with _open_parquet(self._path) as file:
-            row = sum(file.metadata.row_group(group).num_rows for group in range(self._first))
-            steps = _steps(self._field, file.schema_arrow.names)
-            groups = list(range(self._first, self._last))
-            for batch in file.iter_batches(_ROWS, row_groups=groups, columns=[".".join(steps)], use_threads=False):
-                for value in _values(batch, steps):
-                    yield row, checked_text(value, self._field, self._limit)
-                    row += 1
-
-    def place(self, position: int) -> str:
-        return f"{self._path}, row {position}"
+    with _open_parquet(path) as file:
+        row = sum(file.metadata.row_group(group).num_rows for group in range(first))
+        steps = _steps(field, file.schema_arrow.names)
+        groups = list(range(first, last))
+        for batch in file.iter_batches(_ROWS, row_groups=groups, columns=[".".join(steps)], use_threads=False):
+            for value in _values(batch, steps):
+                yield row_place(path, row), checked_text(value, field, limit)
+                row += 1
 
 
 def _values(batch: Any, steps: list[str]) -> list[Any]:

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from phalanx.data.records import TOO_LONG, BadRecord, JsonLines
+from phalanx.data.records import TOO_LONG, BadRecord, Place, json_lines
 from phalanx.evaluation.score import Request, Score, Scorer
 from phalanx.spec.errors import RunError
 
@@ -25,7 +25,7 @@ _MAX_RECORD = 64 << 20  # bytes
 class Question:
     """One record."""
 
-    line: int
+    place: Place
     context: str
     choices: tuple[str, ...]
     answer: int
@@ -75,10 +75,10 @@ class BadRecords:
         self.examples: list[str] = []
         """The first few, each with its problem."""
 
-    def add(self, line: int, bad: BadRecord) -> None:
+    def add(self, place: Place, bad: BadRecord) -> None:
         self.reasons[bad.reason] += 1
         if len(self.examples) < 5:
-            self.examples.append(f"{self.path}, line {line}: {bad.reason}: {bad.detail}.")
+            self.examples.append(f"{place()}: {bad.reason}: {bad.detail}.")
         if self.reasons.total() > self.limit:
             raise RunError(
                 [
@@ -97,10 +97,10 @@ def read_questions(path: Path, bad: BadRecords, most: int | None = None) -> Iter
 
 
 def _questions(path: Path, bad: BadRecords) -> Iterator[Question]:
-    for line, record in JsonLines(str(path), _MAX_RECORD):
-        question = record if isinstance(record, BadRecord) else _question(line, record)
+    for place, record in json_lines(str(path), _MAX_RECORD):
+        question = record if isinstance(record, BadRecord) else _question(place, record)
         if isinstance(question, BadRecord):
-            bad.add(line, question)
+            bad.add(place, question)
         else:
             yield question
 
@@ -127,10 +127,10 @@ def _encode(scorer: Scorer, questions: Iterator[Question], bad: BadRecords) -> I
             yield question, requests
         else:
             reason = f"a choice has {longest} tokens and the model's context {scorer.context}"
-            bad.add(question.line, BadRecord(TOO_LONG, reason))
+            bad.add(question.place, BadRecord(TOO_LONG, reason))
 
 
-def _question(line: int, record: dict[str, Any]) -> Question | BadRecord:
+def _question(place: Place, record: dict[str, Any]) -> Question | BadRecord:
     given = [key for key in _QUESTION_KEYS if key in record]
     if len(given) != 1:
         have = f"it has {' and '.join(given)}" if given else "it has none"
@@ -146,7 +146,7 @@ def _question(line: int, record: dict[str, Any]) -> Question | BadRecord:
         return BadRecord(
             "no answer", f'"answer" = {quoted} is not the number (from 0), letter or text of one of {len(choices)} choices'
         )
-    return Question(line, record[given[0]], tuple(choices), answer)
+    return Question(place, record[given[0]], tuple(choices), answer)
 
 
 def _answer(answer: Any, choices: Sequence[str]) -> int | None:

@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from phalanx.data import files
 from phalanx.data.files import Decompressed
-from phalanx.data.records import JsonLines, ParquetRows, lines, next_line, row_groups, text_in
+from phalanx.data.records import json_lines, lines, next_line, parquet_rows, row_groups, text_in
 
 
 def test_line_reader_equals_split() -> None:
@@ -40,11 +40,10 @@ def test_every_line_belongs_to_exactly_one_byte_range(tmp_path: Path) -> None:
         edges = [*range(0, size, cut), size]
         found = []
         for start, stop in itertools.pairwise(edges):
-            reader = JsonLines(str(path), 1 << 20, start, stop)
-            for position, record in reader:
+            for place, record in json_lines(str(path), 1 << 20, start, stop):
                 assert isinstance(record, dict)
                 found.append(record)
-                assert reader.place(position).endswith(f", line {record['n'] + 1}")
+                assert place().endswith(f", line {record['n'] + 1}")
         assert found == records
 
 
@@ -81,7 +80,7 @@ def test_huge_line_is_skipped_in_little_memory(packing: str, tmp_path: Path) -> 
         del content
     tracemalloc.start()
     try:
-        found = [record for _, record in JsonLines(str(path), 1 << 20)]
+        found = [record for _, record in json_lines(str(path), 1 << 20)]
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -133,4 +132,4 @@ def test_web_server_without_ranges_is_read(tmp_path: Path, monkeypatch: pytest.M
     server.pipe_file("/a.parquet", (tmp_path / "a.parquet").read_bytes())
     monkeypatch.setattr(files, "filesystem", lambda url: (server, url.removeprefix("http://here")))
     assert len(row_groups("http://here/a.parquet", "text")) == 2
-    assert [text for _, text in ParquetRows("http://here/a.parquet", "text", 100, 1, 2)] == ["c"]
+    assert [text for _, text in parquet_rows("http://here/a.parquet", "text", 100, 1, 2)] == ["c"]
