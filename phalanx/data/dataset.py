@@ -76,8 +76,7 @@ def open_dataset(data: Data, sequence_length: int, seed: int, progress: Progress
     problems: list[str] = []
     for source in data.mix or (data,):
         try:
-            corpus, skipped = open_corpus(source, data, tokenizer, progress)
-            sources.append(_SourceOpener(data, tokenizer, sequence_length, seed).open(source, corpus, skipped))
+            sources.append(_open_source(source, data, tokenizer, sequence_length, seed, progress))
         except RunError as error:
             problems += error.problems
     if problems:
@@ -85,43 +84,38 @@ def open_dataset(data: Data, sequence_length: int, seed: int, progress: Progress
     return Dataset(sources, tokenizer)
 
 
-@dataclass(frozen=True, slots=True)
-class _SourceOpener:
-    """Splits and packs corpora with the settings of one run."""
+def _open_source(
+    source: Source, data: Data, tokenizer: Tokenizer, length: int, seed: int, progress: ProgressCallback | None
+) -> OpenedSource:
+    corpus, skipped = open_corpus(source, data, tokenizer, progress)
+    name = source.name if isinstance(source, MixedSource) else kind(source)
+    of_table = f" of {table_key(source)}" if data.mix else ""
+    # A small source holds out one window even if the fraction is less.
+    train_part, eval_part = split(corpus.blocks(), data.eval_fraction, _HELD_OUT_SEED, least=length + 1)
+    train, evaluation = pack(corpus, train_part, length, tokenizer, data), None
+    problems = _too_short(train, f"training text{of_table}", "more text")
+    if data.eval_fraction > 0:
+        held_out = pack(corpus, eval_part, length, tokenizer, data)
+        problems += _too_short(held_out, f"held-out text{of_table}", "a larger data.eval_fraction (0 holds out none)")
+        evaluation = Samples(held_out, _HELD_OUT_SEED, shuffle=True, name=name)
+    if problems:
+        raise RunError(problems)
+    samples = Samples(train, seed if source.seed is None else source.seed, data.shuffle, name)
+    mixed = MixedSamples(samples, source.weight if isinstance(source, MixedSource) else None, source.epochs)
+    if mixed.cap == 0:
+        raise RunError(
+            f"{table_key(source)}.epochs = {source.epochs} of {samples.count} windows of train.sequence_length = "
+            f"{length} is less than one; give it at least {1 / samples.count:.2g} or remove the source."
+        )
+    return OpenedSource(name, corpus, mixed, evaluation, skipped)
 
-    data: Data
-    tokenizer: Tokenizer
-    length: int
-    seed: int
 
-    def open(self, source: Source, corpus: Corpus, skipped: dict[str, int]) -> OpenedSource:
-        name = source.name if isinstance(source, MixedSource) else kind(source)
-        of_table = f" of {table_key(source)}" if self.data.mix else ""
-        # A small source holds out one window even if the fraction is less.
-        train_part, eval_part = split(corpus.blocks(), self.data.eval_fraction, _HELD_OUT_SEED, least=self.length + 1)
-        train, evaluation = self._pack(corpus, train_part), None
-        problems = _too_short(train, f"training text{of_table}", "more text")
-        if self.data.eval_fraction > 0:
-            held_out = self._pack(corpus, eval_part)
-            problems += _too_short(held_out, f"held-out text{of_table}", "a larger data.eval_fraction (0 holds out none)")
-            evaluation = Samples(held_out, _HELD_OUT_SEED, shuffle=True, name=name)
-        if problems:
-            raise RunError(problems)
-        samples = Samples(train, self.seed if source.seed is None else source.seed, self.data.shuffle, name)
-        mixed = MixedSamples(samples, source.weight if isinstance(source, MixedSource) else None, source.epochs)
-        if mixed.cap == 0:
-            raise RunError(
-                f"{table_key(source)}.epochs = {source.epochs} of {samples.count} windows of train.sequence_length = "
-                f"{self.length} is less than one; give it at least {1 / samples.count:.2g} or remove the source."
-            )
-        return OpenedSource(name, corpus, mixed, evaluation, skipped)
-
-    def _pack(self, corpus: Corpus, intervals: Intervals) -> Packing:
-        mask = self.data.document_mask
-        if self.data.packing == "stream":
-            return StreamPacking(corpus, intervals, self.length, document_mask=mask)
-        cache = Path(self.data.cache).expanduser()
-        return BestFitPacking(corpus, intervals, self.length, end=self.tokenizer.end, document_mask=mask, cache=cache)
+def pack(corpus: Corpus, intervals: Intervals, length: int, tokenizer: Tokenizer, data: Data) -> Packing:
+    """The windows of a corpus, by data.packing."""
+    if data.packing == "stream":
+        return StreamPacking(corpus, intervals, length, document_mask=data.document_mask)
+    cache = Path(data.cache).expanduser()
+    return BestFitPacking(corpus, intervals, length, end=tokenizer.end, document_mask=data.document_mask, cache=cache)
 
 
 def _too_short(packing: Packing, what: str, remedy: str) -> list[str]:

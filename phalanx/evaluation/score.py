@@ -9,24 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.data.bestfit import BestFitPacking
 from phalanx.data.corpus import Corpus
+from phalanx.data.dataset import pack
 from phalanx.data.pack import IGNORED, Batch, Samples, StreamPacking
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Data
 from phalanx.transforms.precision import computing
-
-if TYPE_CHECKING:
-    from phalanx.data.tokenizer import Tokenizer
 
 
 class Request(NamedTuple):
@@ -232,10 +228,7 @@ def whole(corpus: Corpus, length: int, batch: int, *, document_mask: bool, seque
 
 def documents(corpus: Corpus, length: int, tokenizer: Tokenizer, data: Data) -> Samples:
     """All of a corpus with best-fit packing, as in training."""
-    everything = np.array([[0, corpus.tokens]])
-    cache = Path(data.cache).expanduser()
-    packing = BestFitPacking(corpus, everything, length, end=tokenizer.end, document_mask=data.document_mask, cache=cache)
-    return Samples(packing, seed=0, shuffle=False)
+    return Samples(pack(corpus, np.array([[0, corpus.tokens]]), length, tokenizer, data), seed=0, shuffle=False)
 
 
 def text_bytes(batch: Batch, tokenizer: Tokenizer) -> int:
