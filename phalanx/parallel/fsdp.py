@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import _disable_current_modes
 
 from phalanx import accelerator
 from phalanx.observe.comm_timer import timed_collective
@@ -190,18 +191,18 @@ def _wrap(
     left = set(whole)
     ignored = {parameter for part in parts for name, parameter in part.named_parameters() if name in left}
     common: dict[str, Any] = {"mp_policy": policy, "ignored_params": ignored}
-    dense = mesh.environment.device_mesh(lambda: _device_mesh(*how.groups(mesh), mesh))
+    dense = _device_mesh(*how.groups(mesh), mesh)
     wrapped: list[nn.Module] = []
     for part in parts:
         owners = [name.rpartition(".")[0] for name, _ in part.named_parameters() if shards[name].expert and name not in left]
         for owner in dict.fromkeys(owners):
-            group = how.groups(mesh, expert=True)
+            groups = how.groups(mesh, expert=True)
             wrapped.append(part.get_submodule(owner))
             fully_shard(
                 wrapped[-1],
-                mesh=mesh.environment.device_mesh(lambda: _device_mesh(*how.groups(mesh, expert=True), mesh)),
+                mesh=_device_mesh(*groups, mesh),
                 reshard_after_forward=not how.keep_gathered,
-                shard_placement_fn=_experts_placement(group[0].size),
+                shard_placement_fn=_experts_placement(groups[0].size),
                 **common,
             )
         for block in _blocks(part):
@@ -248,6 +249,7 @@ def _experts_placement(ranks: int) -> Callable[[nn.Parameter], Shard]:
     return placement
 
 
+@_disable_current_modes()  # a rehearsal runs in modes in which tensors hold no values, but rank numbers must be real
 def _device_mesh(shards: Group, replicas: Group, mesh: Mesh) -> DeviceMesh:
     assert shards.handle is not None, "a single rank has nobody to share with"
     kind = "cpu" if mesh.device.type == "meta" else mesh.device.type

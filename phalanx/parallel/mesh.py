@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx import accelerator
 from phalanx.observe.comm_timer import timed_collective
@@ -62,10 +61,6 @@ class Environment:
     def document_ids(self, documents: Tensor) -> npt.NDArray[np.int64] | None:
         """The document of every position of a batch; None: a boundary may be anywhere."""
         return documents.cpu().numpy()
-
-    def device_mesh(self, build: Callable[[], DeviceMesh]) -> DeviceMesh:
-        """A torch device mesh; its rank numbers must be real values."""
-        return build()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules import module as modules
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from phalanx.models.moe import Experts
@@ -69,10 +67,6 @@ class RehearsedEnvironment(Environment):
 
     def document_ids(self, documents: Tensor) -> None:
         """Unknown, so that all attention needs a mask."""
-
-    def device_mesh(self, build: Callable[[], DeviceMesh]) -> DeviceMesh:
-        with _disable_current_modes():
-            return build()
 
 
 def optimizer_resources(mesh: Mesh) -> Resources:

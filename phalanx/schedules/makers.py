@@ -233,24 +233,26 @@ class _Writer:
         self._done = {(kind, chunk): 0 for kind in "FI" for chunk in (0, 1)}
         self._deferred: list[_Work] = []
 
-    def add(self, kind: str, chunk: int) -> None:
-        """Append the F, B or I of the chunk's next micro-batch."""
-        key = ("F" if kind == "F" else "I", chunk)
-        micro_batch = self._done[key]
-        self._done[key] += 1
-        self.row.append(Action(kind, self._stages[chunk], micro_batch))
-        if kind == "I":
-            self._deferred.append((self._stages[chunk], micro_batch))
+    def repeat(self, times: int, *actions: str) -> None:
+        """Append actions by name: "F0" is the forward of chunk 0's next micro-batch, "I1" chunk 1's input backward, "W0" chunk 0's
+        oldest deferred weight backward, "W" the oldest of both, if there is any."""
+        for action in actions * times:
+            kind, chunks = action[0], [int(chunk) for chunk in action[1:]] or [0, 1]
+            if kind == "W":
+                due = next((work for work in self._deferred if work[0] in [self._stages[chunk] for chunk in chunks]), None)
+                if due is not None:
+                    self._deferred.remove(due)
+                    self.row.append(Action("W", *due))
+                continue
+            stage, key = self._stages[chunks[0]], ("F" if kind == "F" else "I", chunks[0])
+            self.row.append(Action(kind, stage, self._done[key]))
+            if kind == "I":
+                self._deferred.append((stage, self._done[key]))
+            self._done[key] += 1
 
-    def weight(self, chunk: int | None = None) -> None:
-        """Append the oldest deferred weight backward, of one chunk or of both, if there is any."""
-        deferred = [pair for pair in self._deferred if chunk is None or pair[0] == self._stages[chunk]]
-        if deferred:
-            self._deferred.remove(deferred[0])
-            self.row.append(Action("W", *deferred[0]))
-
-    def count(self, kind: str, chunk: int) -> int:
-        return self._done[kind, chunk]
+    def count(self, chunk: int) -> int:
+        """Forwards of a chunk so far."""
+        return self._done["F", chunk]
 
 
 @_named("zbv")
@@ -258,25 +260,16 @@ def _zbv(rank: int, ranks: int, micro_batches: int, per_rank: int) -> _Row:
     """ZB-V (Qi et al. 2024): the memory of 1F1B, and no idle time if all actions take equally long."""
     enough = max(2 * ranks - 1, micro_batches)
     w = _Writer(rank, ranks)
-    for _ in range(2 * (ranks - rank) - 1):
-        w.add("F", 0)
-    for _ in range(rank):
-        w.add("F", 1)
-        w.add("F", 0)
-    for _ in range(ranks - rank):
-        _follow(w, "F1", "I1", "W1")
-    while w.count("F", 1) < w.count("F", 0) or w.count("F", 0) < enough:
-        if w.count("F", 0) < enough:
-            w.add("F", 0)
-        _follow(w, "I0", "W0", "F1", "I1", "W1")
-    for _ in range(rank):
-        _follow(w, "I0", "I1")
-    for _ in range(ranks - rank):
-        _follow(w, "I0", "W0")
-    for _ in range(enough):
-        w.weight(1)
-    for _ in range(enough):
-        w.weight(0)
+    w.repeat(2 * (ranks - rank) - 1, "F0")
+    w.repeat(rank, "F1", "F0")
+    w.repeat(ranks - rank, "F1", "I1", "W1")
+    while w.count(1) < w.count(0) or w.count(0) < enough:
+        w.repeat(w.count(0) < enough, "F0")
+        w.repeat(1, "I0", "W0", "F1", "I1", "W1")
+    w.repeat(rank, "I0", "I1")
+    w.repeat(ranks - rank, "I0", "W0")
+    w.repeat(enough, "W1")
+    w.repeat(enough, "W0")
     return w.row
 
 
@@ -285,32 +278,16 @@ def _dualpipev(rank: int, ranks: int, micro_batches: int, per_rank: int) -> _Row
     """DualPipe-V (DeepSeek): forwards of one chunk overlap backwards of the other, so that each hides the other's messages."""
     later_ranks = ranks - rank - 1
     w = _Writer(rank, ranks)
-    for _ in range(2 * later_ranks):
-        w.add("F", 0)
-    for _ in range(rank + 1):
-        _follow(w, "F0", "F1")
-    for _ in range(later_ranks):
-        _follow(w, "I1", "W", "F1")
-    for _ in range(max(micro_batches, 2 * ranks) - 2 * ranks + rank + 1):
-        _follow(w, "F0", "B1", "F1", "B0")
-    for _ in range(later_ranks):
-        _follow(w, "B1", "F1", "B0")
+    w.repeat(2 * later_ranks, "F0")
+    w.repeat(rank + 1, "F0", "F1")
+    w.repeat(later_ranks, "I1", "W", "F1")
+    w.repeat(max(micro_batches, 2 * ranks) - 2 * ranks + rank + 1, "F0", "B1", "F1", "B0")
+    w.repeat(later_ranks, "B1", "F1", "B0")
     # The second half of these backwards is split; the split begins half a step later from rank to rank.
+    middle = (rank + 1) // 2
     for index, chunk in ((index, chunk) for index in range(rank + 1) for chunk in (1, 0)):
-        middle = (rank + 1) // 2
         split = index > middle or (index == middle and (rank % 2 == 1 or chunk == 0))
-        w.add("I" if split else "B", chunk)
-    for _ in range(later_ranks):
-        _follow(w, "W", "I0")
-    for _ in range(rank + 1):
-        w.weight()
+        w.repeat(1, f"{'I' if split else 'B'}{chunk}")
+    w.repeat(later_ranks, "W", "I0")
+    w.repeat(rank + 1, "W")
     return w.row
-
-
-def _follow(writer: _Writer, *actions: str) -> None:
-    """Append actions by name: "F0" is chunk 0's forward, "I1" chunk 1's input backward, "W" the oldest weight backward."""
-    for action in actions:
-        if action[0] != "W":
-            writer.add(action[0], int(action[1]))
-        else:
-            writer.weight(int(action[1]) if len(action) > 1 else None)
