@@ -119,8 +119,8 @@ def split(
         return shards
     done: set[nn.Module] = set()  # stages may share a module
     for part in parts:
-        table = _Table(part, axes, group.size)
-        if problems := [*table.problems(), *_unfit(table, shards, sequence)]:
+        table = _Table(part, axes, group.size, sequence)
+        if problems := list(table.problems(shards)):
             raise RunError(problems)
         for name in table.dims:
             owner, _, leaf = name.rpartition(".")
@@ -129,9 +129,9 @@ def split(
                 if (dim := table.cut(name)) is not None:
                     shards[name] = shards[name].cut(dim, group.index, group.size, "tensor")
                     _shrink(module, leaf, shards[name])
-                elif table.partial(name, sequence):
+                elif table.partial(name):
                     shards[name] = replace(shards[name], partial=("tensor",))
-        _install(table, shards, group, sequence, done)
+        _install(table, shards, group, done)
         done.update(part.modules())
     if not any("tensor" in shard.split for shard in shards.values()):
         raise RunError(
@@ -163,8 +163,8 @@ def applied(parts: list[nn.Module], shards: Mapping[str, ParamShard]) -> str:
 class _Table:
     """What the names of dimensions say about one part of a model."""
 
-    def __init__(self, part: nn.Module, axes: Axes, ranks: int):
-        self.part, self.ranks = part, ranks
+    def __init__(self, part: nn.Module, axes: Axes, ranks: int, sequence: bool):
+        self.part, self.ranks, self.sequence = part, ranks, sequence
         self.dims = {name: dim_names(name, axes) for name, _ in part.named_parameters()}
         self.modules = dict(part.named_modules())
 
@@ -218,15 +218,15 @@ class _Table:
             kept.add("vocab")
         return next((index for index, dim in enumerate(dims) if dim in CUT and dim not in kept), None)
 
-    def partial(self, name: str, sequence: bool) -> bool:
+    def partial(self, name: str) -> bool:
         """Whether each rank has a partial gradient of a parameter that all hold."""
-        return self.sliced(name, sequence) or (_within(name, self.regions) and name not in self._row_biases)
+        return self.sliced(name) or (_within(name, self.regions) and name not in self._row_biases)
 
-    def sliced(self, name: str, sequence: bool) -> bool:
+    def sliced(self, name: str) -> bool:
         """Whether each rank has a slice of the sequence outside the named region."""
-        return sequence or _within(name, self.routed)
+        return self.sequence or _within(name, self.routed)
 
-    def problems(self) -> Iterator[str]:
+    def problems(self, shards: Mapping[str, ParamShard]) -> Iterator[str]:
         """What would not be exact. The built-in decoder has none of these but the first."""
         if any("heads" in dims for dims in self.dims.values()) and self.spec.heads % self.ranks:
             yield (
@@ -253,6 +253,18 @@ class _Table:
                     f"layout.tensor = {self.ranks} does not divide model.kv_heads = {self.spec.kv}, and {region} has no "
                     "attribute `attend` through which its query heads could be given their keys: choose a divisor."
                 )
+        for name, dims in self.dims.items():
+            for kind, count in (("heads", self.spec.heads), ("kv_heads", self.spec.kv)):
+                if kind in dims and (size := shards[name].slice.whole[dims.index(kind)]) % count:
+                    yield (
+                        f"AXES names a dimension of {name} {kind!r}, but model.{kind} = {count} does not divide "
+                        f"its {size} elements: whole heads could not be cut."
+                    )
+        if self.sequence and self.whole_vocabulary and getattr(self.part, "is_last_stage", True):
+            yield (
+                "layout.sequence = true needs a model that gives its logits through a linear layer whose first dimension AXES "
+                "names 'vocab', or through an attribute `project`: take layout.sequence = false."
+            )
 
     @property
     def _linears(self) -> list[str]:
@@ -261,22 +273,6 @@ class _Table:
     @cached_property
     def _row_biases(self) -> set[str]:
         return {f"{name}.bias" for name in self.rows}
-
-
-def _unfit(table: _Table, shards: Mapping[str, ParamShard], sequence: bool) -> Iterator[str]:
-    """Whole heads must be there to be cut, and a model whose logits nobody can step in before cannot be sliced."""
-    for name, dims in table.dims.items():
-        for kind, count in (("heads", table.spec.heads), ("kv_heads", table.spec.kv)):
-            if kind in dims and shards[name].slice.whole[dims.index(kind)] % count:
-                yield (
-                    f"AXES names a dimension of {name} {kind!r}, but model.{kind} = {count} does not divide "
-                    f"its {shards[name].slice.whole[dims.index(kind)]} elements: whole heads could not be cut."
-                )
-    if sequence and table.whole_vocabulary and getattr(table.part, "is_last_stage", True):
-        yield (
-            "layout.sequence = true needs a model that gives its logits through a linear layer whose first dimension AXES "
-            "names 'vocab', or through an attribute `project`: take layout.sequence = false."
-        )
 
 
 def _shrink(module: nn.Module, leaf: str, shard: ParamShard) -> None:
@@ -290,31 +286,31 @@ def _shrink(module: nn.Module, leaf: str, shard: ParamShard) -> None:
             module.padding_idx = module.padding_idx - shard.slice.offset[0] if inside else None
 
 
-def _install(table: _Table, shards: Mapping[str, ParamShard], group: Group, sequence: bool, done: set[nn.Module]) -> None:
+def _install(table: _Table, shards: Mapping[str, ParamShard], group: Group, done: set[nn.Module]) -> None:
     new = {name: module for name, module in table.modules.items() if module not in done}
     for name in (name for name in table.routed if name in new):
-        if not sequence:  # all ranks have all tokens: each continues with a slice of them, so that no token is sent twice
+        if not table.sequence:  # all ranks have all tokens: each continues with a slice of them, so that no token is sent twice
             new[name].register_forward_pre_hook(lambda module, args: (group.split(args[0], 1), *args[1:]))
             new[name].register_forward_hook(lambda module, args, y_BSD: group.join(y_BSD, 1))
     for name in (name for name in table.regions if name in new):
-        new[name].register_forward_pre_hook(CopyToTP(group, table.sliced(name, sequence)))
+        new[name].register_forward_pre_hook(CopyToTP(group, table.sliced(name)))
         if table.whole_kv and hasattr(new[name], "attend"):
             count = table.spec.heads // group.size
             heads = range(group.index * count, (group.index + 1) * count)
             new[name].attend = KvSelect(new[name].attend, heads, table.spec.heads // table.spec.kv)
     for name in (name for name in table.rows if name in new):
-        new[name].register_forward_hook(ReduceFromTP(group, table.sliced(name, sequence)))
+        new[name].register_forward_hook(ReduceFromTP(group, table.sliced(name)))
         if new[name].bias is not None:
             new[name].forward = partial(_product, new[name])
     for name in (name for name in table.heads if name in new):
         if not hasattr(table.part, "project"):
-            new[name].register_forward_pre_hook(CopyToTP(group, sequence))
+            new[name].register_forward_pre_hook(CopyToTP(group, table.sequence))
     for name, module in new.items():
         if not isinstance(module, nn.Embedding) or _within(name, table.regions):
             continue
         if "tensor" in shards[f"{name}.weight"].split:
-            module.forward = Lookup(module.forward, shards[f"{name}.weight"], group, sequence)  # type: ignore[assignment]
-        elif sequence:
+            module.forward = Lookup(module.forward, shards[f"{name}.weight"], group, table.sequence)  # type: ignore[assignment]
+        elif table.sequence:
             module.register_forward_pre_hook(lambda module, args: (group.own_chunk(args[0], 1), *args[1:]))
 
 
