@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from phalanx.models.decoder import Decoder
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.pipeline.executor import Pipeline, tied_group
+from phalanx.parallel.pipeline.executor import Pipeline, PipelineObserver, tied_group
+from phalanx.parallel.pipeline.rank_actions import RankAction
+from phalanx.schedules.actions import Action
 from phalanx.schedules.makers import NAMES, make
 from phalanx.schedules.stage_split import cut, flop_costs
 from phalanx.spec.layout import FIXED_STAGES, Layout, default_stages
@@ -101,6 +103,17 @@ def recomputing(whole: Decoder, how: str) -> None:
         wrap(block)
 
 
+class Executed(PipelineObserver):
+    """The actions that a pipeline has run, in order."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+
+    def action(self, action: RankAction, run: Callable[[], Tensor | None]) -> Tensor | None:
+        self.actions.append(Action(action.kind, action.stage, action.micro_batch))
+        return run()
+
+
 def drive(mesh: Mesh, case: Case) -> tuple[Any, dict[int, Tensor], list[int]]:
     """Losses and gradients of this rank's stages; what evaluation gave; which parts had weight gradients."""
     schedule, parts = parts_of(case, mesh)
@@ -121,10 +134,9 @@ def drive(mesh: Mesh, case: Case) -> tuple[Any, dict[int, Tensor], list[int]]:
 
     outputs: dict[int, Tensor] = {}
     pipeline.evaluate(len(data), forward, lambda logits, m: outputs.update({m: logits}), boundary)
-    trace = pipeline.run(len(data), forward, loss, boundary, weighed.append)
-    assert [(t.kind, t.stage, t.micro_batch) for t in trace.timed] == [
-        tuple(a) for a in schedule.actions[mesh.coordinate("pipeline")]
-    ]
+    pipeline.observer = executed = Executed()
+    pipeline.run(len(data), forward, loss, boundary, weighed.append)
+    assert executed.actions == list(schedule.actions[mesh.coordinate("pipeline")])
     gradients = {name: p.grad for part in parts for name, p in part.named_parameters() if p.grad is not None}
     tied = tied_group(mesh, schedule) if case.model.tied else None
     if tied is not None:
