@@ -139,8 +139,8 @@ def gather_boxes(group: Group, params: Sequence[OwnedParam]) -> list[list[Box]]:
     for param, of_ranks in zip(params, boxes, strict=True):
         distinct = {box: box.numel for box in of_ranks if box.numel}  # several ranks may hold the same box
         height, width = param.shard.slice.whole
-        held = sum(distinct.values())
-        assert held == height * width, f"the ranks hold {held} of {height * width} elements of {param.name}"
+        count = sum(distinct.values())
+        assert count == height * width, f"the ranks hold {count} of {height * width} elements of {param.name}"
     return boxes
 
 

@@ -189,7 +189,7 @@ def element_bytes(moments: torch.dtype) -> int:
 class HostStore:
     """All states in host memory, each kind contiguous."""
 
-    def __init__(self, chunks: list[Chunk], moments: torch.dtype, *, pin: bool, allocate: Allocate = HostBuffer):
+    def __init__(self, chunks: list[Chunk], moments: torch.dtype, *, pin: bool, allocate: Allocate):
         self.chunks, self._pinned = chunks, pin
         *self._starts, total = accumulate((chunk.size for chunk in chunks), initial=0)
         self._buffers = {kind: allocate(total * dtype.itemsize, pin) for kind, dtype in _dtypes(moments).items()}
@@ -232,9 +232,7 @@ class FileStore:
     """As `HostStore`, with all states in a file: chunk after chunk, each with all its kinds, for long reads and writes. Few chunks are in
     memory at a time."""
 
-    def __init__(
-        self, file: ScratchFile, chunks: list[Chunk], moments: torch.dtype, *, pin: bool, allocate: Allocate = HostBuffer
-    ):
+    def __init__(self, file: ScratchFile, chunks: list[Chunk], moments: torch.dtype, *, pin: bool, allocate: Allocate):
         self._file, self.chunks, self._dtypes, self.allocate = file, chunks, _dtypes(moments), allocate
         sizes = (dtype.itemsize for dtype in self._dtypes.values())
         *offsets, self._element_bytes = accumulate(sizes, initial=0)

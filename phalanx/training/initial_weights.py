@@ -38,22 +38,22 @@ def load(tensors: Mapping[str, StateTensor], shapes: Shapes, folder: Path) -> No
         return
     checkpoint = find(folder).checkpoint
     reader = CheckpointReader(checkpoint)
-    found = {name: shape for name in shapes if (shape := reader.shape(f"model/{name}")) is not None}
-    _check(checkpoint, shapes, found)
-    load_tensors(checkpoint, {f"model/{name}": tensors[name] for name in tensors if name in found})
+    available = {name: shape for name in shapes if (shape := reader.shape(f"model/{name}")) is not None}
+    _check(checkpoint, shapes, available)
+    load_tensors(checkpoint, {f"model/{name}": tensors[name] for name in tensors if name in available})
 
 
-def _check(folder: Path | Location, shapes: Shapes, found: Shapes) -> None:
+def _check(folder: Path | Location, shapes: Shapes, available: Shapes) -> None:
     problems = []
     for name, shape in shapes.items():
-        if name not in found and not _optional(name):
+        if name not in available and not _optional(name):
             problems.append(f"model.from = {folder} lacks {name}, which the model of this run has, of shape {list(shape)}.")
-        elif name in found and found[name] != shape:
+        elif name in available and available[name] != shape:
             problems.append(
-                f"model.from = {folder} has {name} of shape {list(found[name])}; the model of this run has {list(shape)}: "
+                f"model.from = {folder} has {name} of shape {list(available[name])}; the model of this run has {list(shape)}: "
                 "take back the sizes that were changed in [model]."
             )
-    extra = [name for name in found if name not in shapes and not _optional(name)]
+    extra = [name for name in available if name not in shapes and not _optional(name)]
     problems += [f"model.from = {folder} has {name}, which the model of this run lacks." for name in extra]
     if problems:
         raise RunError(problems[:10])

@@ -218,14 +218,14 @@ class Checkpointer(StepHook):
 
         Rank 0 chooses for all ranks, so that they agree while files come and go.
         """
-        found = None
+        newest = None
         if self._mesh.rank == 0:
             skipped = set(damaged)
             if until is not None:
                 checkpoints = (path for location in self._locations for path in directory.list_checkpoints(location))
                 skipped |= {str(path) for path in checkpoints if (directory.step_of(path) or 0) > until}
-            found = directory.newest(self._locations, skipped)
-        return cast(tuple[Location | None, list[DamagedCheckpoint]], self._mesh.broadcast_object(found))
+            newest = directory.newest(self._locations, skipped)
+        return cast(tuple[Location | None, list[DamagedCheckpoint]], self._mesh.broadcast_object(newest))
 
     def remove_after(self, step: int) -> None:
         """Removes checkpoints of later steps after a rollback to `step`; all ranks call it together."""
@@ -249,7 +249,7 @@ class Checkpointer(StepHook):
             problem = error
         problems = [of_rank for of_rank in self._mesh.gather_objects(problem) if of_rank is not None]
         if problems:
-            raise next((found for found in problems if isinstance(found, DamagedCheckpoint)), problems[0])
+            raise next((damage for damage in problems if isinstance(damage, DamagedCheckpoint)), problems[0])
         assert marker is not None
         return marker
 

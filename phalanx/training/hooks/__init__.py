@@ -138,8 +138,8 @@ class Hooks(StepHook):
             self._hooks.remove(hook)
 
     def exceeds_limits(self, loss: Tensor, norm: Tensor) -> Tensor | None:
-        found = (hook.exceeds_limits(loss, norm) for hook in self._hooks)
-        return next((exceeds for exceeds in found if exceeds is not None), None)  # only one hook sets limits
+        verdicts = (hook.exceeds_limits(loss, norm) for hook in self._hooks)
+        return next((exceeds for exceeds in verdicts if exceeds is not None), None)  # only one hook sets limits
 
     def on_outcome(self, outcome: Outcome, batches: Sequence[MicroBatch], retry: Callable[[], Outcome]) -> Outcome:
         for hook in self._hooks:

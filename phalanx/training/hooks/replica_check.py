@@ -252,7 +252,9 @@ class ReplicaCheck(StepHook):
         """The tensors that differ; all ranks find them together."""
         own_slots = {slot for slot, ranks in verdict.slots if self._mesh.rank in ranks}
         tensors = self._tensors | self._gradients()
-        own = {(slot, name): int(Checksum([one]).now()) for slot in own_slots for name, one in tensors.get(slot, {}).items()}
+        own = {
+            (slot, name): int(Checksum([tensor]).now()) for slot in own_slots for name, tensor in tensors.get(slot, {}).items()
+        }
         by_rank = self._mesh.gather_objects(own)
         names = [
             name
