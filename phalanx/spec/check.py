@@ -85,8 +85,8 @@ def _batch(run: Run) -> Iterator[str]:
         sizes = divisors(share)
         nearest = either(sizes if len(sizes) <= 16 else around(train.micro_batch, sizes))
         whose = "the global batch has" if replicas == 1 else "each replica gets of the global batch"
-        doubtful = f"$train.micro_batch{involved} does not divide the {share} sequences that {whose}"
-        yield f"{doubtful}: set it to {nearest}, or remove it."
+        uneven = f"$train.micro_batch{involved} does not divide the {share} sequences that {whose}"
+        yield f"{uneven}: set it to {nearest}, or remove it."
 
 
 def _exactly_one(run: Run, first: str, second: str, example: int) -> Iterator[str]:
