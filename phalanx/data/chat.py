@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.data.records import MISSING, NOT_UTF8, BadRecord
+from phalanx.data.record_readers import MISSING, NOT_UTF8, BadRecord
 from phalanx.data.tokenizer import Ids, Tokenizer
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Source

@@ -20,7 +20,7 @@ from typing import cast
 
 from phalanx.data.files import paths_key
 from phalanx.data.pieces import DONE, Piece, PieceProgress, PieceResult, TokenizePlan, TokenizeSpec, make_plan
-from phalanx.data.records import EMPTY, MISSING
+from phalanx.data.record_readers import EMPTY, MISSING
 from phalanx.data.token_files import META, TokenMeta, replace_text, unfinished, write_meta
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.spec.errors import RunError, RunFailed

@@ -17,7 +17,7 @@ import numpy as np
 
 from phalanx.data import chat
 from phalanx.data.files import SourceFile, find_files, is_compressed, is_web, paths_key, stdlib_files
-from phalanx.data.records import (
+from phalanx.data.record_readers import (
     EMPTY,
     BadRecord,
     Place,

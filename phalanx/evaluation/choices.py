@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from phalanx.data.records import TOO_LONG, BadRecord, Place, json_lines
+from phalanx.data.record_readers import TOO_LONG, BadRecord, Place, json_lines
 from phalanx.evaluation.score import Request, Score, Scorer
 from phalanx.spec.errors import RunError
 

@@ -14,7 +14,7 @@ import pytest
 from in_process import tokenize_in_process
 from small_tokenizers import CHATML, save_bpe
 
-from phalanx.data import chat, ingest, records
+from phalanx.data import chat, ingest, record_readers
 from phalanx.data.ingest import tokenize_into
 from phalanx.data.token_files import TokenFiles, TokenMeta
 from phalanx.data.tokenizer import open_tokenizer
@@ -92,14 +92,14 @@ def test_unusual_but_valid_records_are_kept(name: str) -> None:
 
 def test_every_reason_for_a_bad_record_is_documented() -> None:
     reasons = {
-        records.TOO_LONG,
-        records.NOT_UTF8,
-        records.BROKEN,
-        records.NOT_OBJECT,
-        records.MISSING,
-        records.NOT_TEXT,
+        record_readers.TOO_LONG,
+        record_readers.NOT_UTF8,
+        record_readers.BROKEN,
+        record_readers.NOT_OBJECT,
+        record_readers.MISSING,
+        record_readers.NOT_TEXT,
     }
-    reasons |= {records.EMPTY, chat.MESSAGES, chat.NO_ANSWER, chat.REFUSED, chat.UNCLEAR}
+    reasons |= {record_readers.EMPTY, chat.MESSAGES, chat.NO_ANSWER, chat.REFUSED, chat.UNCLEAR}
     text = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     table = text.split("| reason | when |")[1].split("\n\n")[0]
     assert set(re.findall(r"^\| `([^`]+)` \|", table, re.M)) == reasons

@@ -21,7 +21,7 @@ from phalanx.data.chat import (
     encode,
     template_of,
 )
-from phalanx.data.records import MISSING, NOT_UTF8, BadRecord
+from phalanx.data.record_readers import MISSING, NOT_UTF8, BadRecord
 from phalanx.data.tokenizer import Tokenizer, open_tokenizer
 from phalanx.spec.errors import RunError
 from phalanx.spec.run import Source

@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from phalanx.data import files
 from phalanx.data.files import Decompressed
-from phalanx.data.records import json_lines, lines, next_line, parquet_rows, row_groups, text_in
+from phalanx.data.record_readers import json_lines, lines, next_line, parquet_rows, row_groups, text_in
 
 
 def test_line_reader_equals_split() -> None:
