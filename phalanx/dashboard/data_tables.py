@@ -135,50 +135,39 @@ def tokenizing(console: Console) -> Iterator[Callable[[IngestProgress], None]]:
     Nothing is shown if it is never called.
     """
     if not console.is_terminal:
-        yield _Lines(console).show
+        yield _line_printer(console)
         return
-    bar = _Bar(console)
+    columns = (TextColumn("tokenizing {task.description}", markup=False), BarColumn(), TextColumn("{task.fields[words]}"))
+    bars = Progress(*columns, TimeRemainingColumn(), console=console)
+    tasks: dict[str, TaskID] = {}
+
+    def show(progress: IngestProgress) -> None:
+        if not tasks:
+            bars.start()
+        if progress.name not in tasks:
+            tasks[progress.name] = bars.add_task(progress.name, total=None, words="")
+        words = _progress_text(progress)
+        bars.update(tasks[progress.name], completed=progress.bytes, total=progress.size, words=words)
+
     try:
-        yield bar.show
+        yield show
     finally:
-        bar.close()
+        if tasks:
+            bars.stop()
 
 
-class _Lines:
+def _line_printer(console: Console) -> Callable[[IngestProgress], None]:
     """Prints a line when a source begins, and then one every few seconds."""
+    source, last = "", 0.0
 
-    def __init__(self, console: Console):
-        self._console = console
-        self._source: str | None = None
-        self._last = 0.0
-
-    def show(self, progress: IngestProgress) -> None:
+    def show(progress: IngestProgress) -> None:
+        nonlocal source, last
         now = time.monotonic()
-        if progress.name == self._source and now - self._last < _LINE_SECONDS:
-            return
-        self._source, self._last = progress.name, now
-        self._console.print(f"tokenizing {progress.name}: {_progress_text(progress)}", soft_wrap=True, markup=False)
+        if progress.name != source or now - last >= _LINE_SECONDS:
+            source, last = progress.name, now
+            console.print(f"tokenizing {progress.name}: {_progress_text(progress)}", soft_wrap=True, markup=False)
 
-
-class _Bar:
-    """Shows a bar for each source."""
-
-    def __init__(self, console: Console):
-        columns = (TextColumn("tokenizing {task.description}", markup=False), BarColumn())
-        self._bar = Progress(*columns, TextColumn("{task.fields[words]}"), TimeRemainingColumn(), console=console)
-        self._tasks: dict[str, TaskID] = {}
-
-    def show(self, progress: IngestProgress) -> None:
-        if not self._tasks:
-            self._bar.start()
-        if progress.name not in self._tasks:
-            self._tasks[progress.name] = self._bar.add_task(progress.name, total=None, words="")
-        task = self._tasks[progress.name]
-        self._bar.update(task, completed=progress.bytes, total=progress.size, words=_progress_text(progress))
-
-    def close(self) -> None:
-        if self._tasks:
-            self._bar.stop()
+    return show
 
 
 def _progress_text(progress: IngestProgress) -> str:

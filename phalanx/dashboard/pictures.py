@@ -7,7 +7,7 @@ function imports it by itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -79,10 +79,7 @@ def draw_loss(events: Iterable[Event], path: Path) -> bool:
     speed.xaxis.set_major_locator(MaxNLocator(integer=True))
     speed.margins(x=0.015)
     speed.set_xlabel("step", color=INK)
-    # A directory can have any name: dollar signs are no mathematics.
-    name = printable(path.resolve().parent.name)
-    loss.set_title(name, loc="left", color=INK, fontsize=12, fontweight="bold", parse_math=False, pad=10)
-    loss.set_title(_caption(known), loc="right", color=MUTED, fontsize=9, pad=10)
+    set_titles(loss, path.resolve().parent.name, _caption(known))
     figure.savefig(path, format="png")
     return True
 
@@ -195,32 +192,37 @@ def schedule_legend(schedule: Schedule) -> str:
 
 def draw_schedule(schedule: Schedule, timeline: Timeline, path: Path) -> None:
     """Writes a pipeline schedule as a PNG: what each rank does when, and where it waits."""
-    from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator
 
     length, ranks = timeline.stop - timeline.start, len(timeline.ranks)
-    size = (min(40.0, max(8.0, 0.3 * length)), min(30.0, 1.6 + 0.45 * ranks))
-    figure = new_figure(size)
+    figure = new_figure((min(40.0, max(8.0, 0.3 * length)), min(30.0, 1.6 + 0.45 * ranks)))
     axes = figure.subplots()
-    axes.barh(range(ranks), [length] * ranks, left=timeline.start, height=0.86, color=ACTION_COLORS["idle"])
-    numbered = sum(map(len, timeline.ranks)) <= _MOST_NUMBERED
-    for rank, row in enumerate(timeline.ranks):
-        draw_rank(axes, rank, row, numbered)
-    axes.set_ylim(ranks - 0.5, -0.5)
+    draw_ranks(axes, timeline, numbered=sum(map(len, timeline.ranks)) <= _MOST_NUMBERED)
     axes.set_xlim(timeline.start, timeline.stop)
-    axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.tick_params(colors=INK, length=0, labelsize=9)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    patches = [Patch(color=color, label=label) for label, color in action_colors(timeline).items()]
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=9, labelcolor=INK)
-    axes.set_title(printable(schedule.name), loc="left", color=INK, fontsize=12, fontweight="bold", parse_math=False)
+    legend_below(figure, action_colors(timeline))
     caption = f"{schedule.stages} stages, {schedule.micro_batches} micro-batches, idle {bubble(timeline):.1%}"
-    if schedule.stages > ranks:
-        caption += "   lighter: a rank's later stages"
-    axes.set_title(caption, loc="right", color=MUTED, fontsize=9)
+    later = "   lighter: a rank's later stages" if schedule.stages > ranks else ""
+    set_titles(axes, schedule.name, caption + later)
     figure.savefig(path, format="png")
+
+
+def set_titles(axes: Axes, title: str, caption: str) -> None:
+    """Writes a title on the left and a caption on the right. Dollar signs in a name are no mathematics."""
+    axes.set_title(printable(title), loc="left", color=INK, fontsize=12, fontweight="bold", parse_math=False, pad=10)
+    axes.set_title(caption, loc="right", color=MUTED, fontsize=9, pad=10)
+
+
+def legend_below(figure: Figure, colors: Mapping[str, str], most: int = 6) -> None:
+    """Adds a legend of labels and colors below all plots, with at most `most` columns."""
+    from matplotlib.patches import Patch
+
+    patches = [Patch(color=color, label=label) for label, color in colors.items()]
+    columns = min(most, len(patches))
+    figure.legend(handles=patches, loc="outside lower center", ncols=columns, frameon=False, fontsize=9, labelcolor=INK)
 
 
 def action_colors(timeline: Timeline) -> dict[str, str]:
@@ -229,8 +231,18 @@ def action_colors(timeline: Timeline) -> dict[str, str]:
     return {KINDS[kind]: ACTION_COLORS[kind] for kind in KINDS if kind in kinds} | {"idle": ACTION_COLORS["idle"]}
 
 
-def draw_rank(axes: Axes, rank: int, row: Sequence[Timed], numbered: bool) -> None:
-    """Draws the actions of one rank as bars; `numbered` writes each action's micro-batch on its bar."""
+def draw_ranks(axes: Axes, timeline: Timeline, *, numbered: bool) -> None:
+    """Draws a row for each rank with its actions as bars; `numbered` writes each action's micro-batch on its bar."""
+    ranks = len(timeline.ranks)
+    idle = timeline.stop - timeline.start
+    axes.barh(range(ranks), [idle] * ranks, left=timeline.start, height=0.86, color=ACTION_COLORS["idle"])
+    for rank, row in enumerate(timeline.ranks):
+        _draw_rank(axes, rank, row, numbered)
+    axes.set_ylim(ranks - 0.5, -0.5)
+    axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+
+
+def _draw_rank(axes: Axes, rank: int, row: Sequence[Timed], numbered: bool) -> None:
     stages = sorted({timed.stage for timed in row})
     # One call for all bars of a color: with thousands of bars, one call for each takes half a minute.
     for kind, stage in dict.fromkeys((timed.kind, timed.stage) for timed in row):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.dashboard.numbers import duration, percent
-from phalanx.dashboard.pictures import ACTION_COLORS, INK, MUTED, action_colors, draw_rank, new_figure, plain_axes
+from phalanx.dashboard.pictures import INK, action_colors, draw_ranks, legend_below, new_figure, plain_axes, set_titles
 from phalanx.planning.simulate.simulated_run import FailureMark, Span
 from phalanx.planning.simulate.simulated_step import Message, SimulatedStep
 from phalanx.planning.simulate.simulation import SimulationReport
@@ -145,13 +145,9 @@ def draw_run(report: SimulationReport, path: Path) -> None:
     devices.set_xlim(0, max((span.stop for span in trial.spans), default=1.0) / _DAY)
     failures.set_xlabel("day", color=INK)
     _draw_uses(uses, report.spent)
-    devices.set_title("Simulated run", loc="left", color=INK, fontsize=12, fontweight="bold")
     goodput = report.goodput
-    caption = (
-        f"goodput {percent(goodput.mean)} (P10–P90 {percent(goodput.low)}–{percent(goodput.high)}), "
-        f"{len(trial.marks)} failures in this run of {report.runs}"
-    )
-    devices.set_title(caption, loc="right", color=MUTED, fontsize=9)
+    reached = f"goodput {percent(goodput.mean)} (P10–P90 {percent(goodput.low)}–{percent(goodput.high)})"
+    set_titles(devices, "Simulated run", f"{reached}, {len(trial.marks)} failures in this run of {report.runs}")
     figure.savefig(path, format="png")
 
 
@@ -199,39 +195,27 @@ def _draw_uses(axes: Axes, spent: Mapping[str, float]) -> None:
 
 def draw_step(step: SimulatedStep, path: Path) -> None:
     """Draws the actions of each rank over time, and below them the messages on its links."""
-    from matplotlib.patches import Patch
-
     timeline, ranks = step.timeline, len(step.timeline.ranks)
     links = sorted({(message.rank, message.link) for message in step.messages})
     figure = new_figure((13.0, min(30.0, 2.4 + 0.42 * ranks + 0.2 * len(links))))
     if links:
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(0.42 * ranks, max(0.5, 0.2 * len(links))))
         _draw_links(lower, links, step.messages)
-        lower.set_xlabel("seconds", color=INK)
     else:
-        upper = figure.subplots()
-        upper.set_xlabel("seconds", color=INK)
+        upper = lower = figure.subplots()
+    lower.set_xlabel("seconds", color=INK)
     _style(upper)
     upper.grid(False)
-    upper.barh(range(ranks), [timeline.stop] * ranks, height=0.86, color=ACTION_COLORS["idle"])
-    numbered = sum(map(len, timeline.ranks)) <= 600
-    for rank, row in enumerate(timeline.ranks):
-        draw_rank(upper, rank, row, numbered)
+    draw_ranks(upper, timeline, numbered=sum(map(len, timeline.ranks)) <= 600)
     if step.seconds > timeline.stop:
         tail = step.seconds - timeline.stop
         upper.barh(range(ranks), [tail] * ranks, left=timeline.stop, height=0.86, color=_TAIL_COLOR)
-    upper.set_ylim(ranks - 0.5, -0.5)
     upper.set_xlim(0, step.seconds)
-    upper.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
     dimensions = {message.dimension for message in step.messages}
-    patches = [Patch(color=color, label=label) for label, color in action_colors(timeline).items()]
-    patches.append(Patch(color=_TAIL_COLOR, label="gradients, optimizer"))
-    patches += [Patch(color=color, label=f"{name} messages") for name, color in _MESSAGE_COLORS.items() if name in dimensions]
-    columns = min(6, len(patches))
-    figure.legend(handles=patches, loc="outside lower center", ncols=columns, frameon=False, fontsize=9, labelcolor=INK)
-    upper.set_title(step.schedule.name, loc="left", color=INK, fontsize=12, fontweight="bold", parse_math=False)
+    messages = {f"{name} messages": color for name, color in _MESSAGE_COLORS.items() if name in dimensions}
+    legend_below(figure, action_colors(timeline) | {"gradients, optimizer": _TAIL_COLOR} | messages)
     caption = f"step {step.seconds:.4g} s, idle {percent(step.bubble)}, contention {step.split['contention']:.3g} s"
-    upper.set_title(caption, loc="right", color=MUTED, fontsize=9)
+    set_titles(upper, step.schedule.name, caption)
     figure.savefig(path, format="png")
 
 
