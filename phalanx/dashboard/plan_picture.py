@@ -178,16 +178,8 @@ def _trade_off(axes: Axes, report: PlanReport) -> None:
     if rest:
         axes.scatter(*points(rest), s=26, color=MUTED, label="others that fit", zorder=3)
     error = [[(best.seconds - best.low) / time_unit], [(best.high - best.seconds) / time_unit]]
-    axes.errorbar(
-        *points([best]),
-        yerr=error,
-        fmt="o",
-        markersize=8,
-        color=_BEST,
-        capsize=3,
-        label=f"{_winner(report)}, P10–P90",
-        zorder=4,
-    )
+    marks: dict[str, Any] = {"fmt": "o", "markersize": 8, "capsize": 3, "zorder": 4}
+    axes.errorbar(*points([best]), yerr=error, color=_BEST, label=f"{_winner(report)}, P10–P90", **marks)
     widest = max(c.bytes for c in (best, *rest, *curve))
     if best.capacity < _FAR * widest:
         axes.axvline(best.capacity / byte_unit, color=_LIMIT, linewidth=1.4, linestyle="--", label="the device's memory")

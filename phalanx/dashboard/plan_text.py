@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.rule import Rule
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from phalanx.dashboard.numbers import UNKNOWN, count, dollars, duration, energy, flops, percent, short_duration, size
@@ -56,7 +56,12 @@ def show_plan(console: Console, report: PlanReport, top: int = 5) -> None:
     console.print(_head(report))
     console.print(_winner(console, report))
     bars = [chart(report.best, console.width // 2 - 1 if wide else console.width) for chart in (_memory, _step)]
-    console.print(_columns(bars) if wide else Group(*bars))
+    if wide:
+        side_by_side = Table.grid(*(Column(ratio=1) for _ in bars), padding=(0, 1), expand=True)
+        side_by_side.add_row(*bars)
+        console.print(side_by_side)
+    else:
+        console.print(*bars, sep="\n")
     _section(console, "why this one", [Text(sentence) for sentence in report.why])
     if report.runners_up and top:
         _section(console, "runners-up", [_runners_up(report, top)] if wide else _runner_up_lines(report, top))
@@ -65,7 +70,11 @@ def show_plan(console: Console, report: PlanReport, top: int = 5) -> None:
     if report.placement.lines:
         _section(console, "placement", [Text(line) for line in report.placement.lines])
     if report.assumptions:
-        _section(console, "assumed", [_bullets(report.assumptions)])
+        _section(
+            console,
+            "assumed",
+            [_grid(*((Text("·", style="dim"), Text(line, style="dim")) for line in report.assumptions), padding=1)],
+        )
 
 
 def show_solution(console: Console, solution: SolveReport) -> None:
@@ -172,7 +181,7 @@ def _winner(console: Console, report: PlanReport) -> Panel:
     for name, value, detail in promise(best):
         rows.add_row(name, Text(value, style="bold"), detail)
     tables = Text(run_file_tables(best), style="cyan")
-    inside: RenderableType = _pair(tables, rows) if console.width >= _WIDE else Group(rows, Text(), tables)
+    inside: RenderableType = _grid((tables, rows), padding=4) if console.width >= _WIDE else Group(rows, Text(), tables)
     fits = "" if best.fits else "  DOES NOT FIT"
     style = "green" if best.fits else "red"
     ranks = best.layout.ranks
@@ -272,25 +281,10 @@ def _why_not(best: Candidate, alternatives: Sequence[Alternative], most: int) ->
     return Group(table, *(Text(note, style="dim") for note in notes))
 
 
-def _bullets(lines: Sequence[str]) -> Table:
-    table = Table.grid(padding=(0, 1))
-    for line in lines:
-        table.add_row(Text("·", style="dim"), Text(line, style="dim"))
-    return table
-
-
-def _columns(parts: Sequence[RenderableType]) -> Table:
-    """Puts parts side by side in columns of equal width."""
-    table = Table.grid(padding=(0, 1), expand=True)
-    for _ in parts:
-        table.add_column(ratio=1)
-    table.add_row(*parts)
-    return table
-
-
-def _pair(left: RenderableType, right: RenderableType) -> Table:
-    table = Table.grid(padding=(0, 4))
-    table.add_row(left, right)
+def _grid(*rows: tuple[RenderableType, ...], padding: int) -> Table:
+    table = Table.grid(padding=(0, padding))
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

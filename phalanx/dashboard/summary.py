@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,9 +21,14 @@ from rich.text import Text
 from phalanx.dashboard.numbers import count, duration, number, percent, short_duration, size
 from phalanx.events import records
 from phalanx.events.records import Evaluated, Event, RunStarted, Step, StepSkipped
+from phalanx.spec.plan import Promise
 
 LOSS_CURVE = "loss.png"
 """File name of the loss curve in a run directory."""
+_PROMISED = {
+    "step_seconds": "seconds", "low": "low", "high": "high", "tokens_per_second": "tokens_per_second", "memory": "total_memory",
+}  # fmt: skip
+"""Numbers of a promise in the JSON of a summary, and their names in the promise."""
 
 
 @dataclass(slots=True)
@@ -98,17 +103,10 @@ class Summary:
     """Sum of the times from each failure to the first step after it."""
     step_seconds: float | None
     """Median seconds of a step in the last launch."""
-    promised_step_seconds: float | None
-    """Seconds of a step in the plan; None if the plan made no promise."""
-    promised_low: float | None
-    """P10 of the promised step time."""
-    promised_high: float | None
-    """P90 of the promised step time."""
-    promised_tokens_per_second: float | None
+    promise: Promise | None
+    """What the plan promised; None if it made no promise."""
     memory: int | None
     """Largest memory of any rank and step of the last launch, in bytes: peak device memory on GPUs, resident memory on CPUs."""
-    promised_memory: float | None
-    """The same in the plan."""
     seconds: float
     """Wall time of the last launch."""
     ranks: int
@@ -122,7 +120,9 @@ class Summary:
 
     def to_json(self, run_dir: Path | str) -> dict[str, Any]:
         """Returns the summary for programs. Numbers that JSON lacks become strings, as in events.jsonl."""
-        return {key: records.plain(value) for key, value in asdict(self).items()} | {"run_dir": str(run_dir)}
+        table = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "promise"}
+        promised = {f"promised_{name}": getattr(self.promise, key, None) for name, key in _PROMISED.items()}
+        return {key: records.plain(value) for key, value in (table | promised).items()} | {"run_dir": str(run_dir)}
 
     def render(self, console: Console, run_dir: Path | str) -> None:
         """Prints the closing panel: result, speed, and where the files are."""
@@ -159,12 +159,15 @@ class Summary:
             mfu = f", MFU {percent(self.mfu)}" if self.mfu is not None else ""
             ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
             yield "speed", f"{count(self.tokens_per_second)} tokens/s on {ranks}{mfu}, {duration(self.seconds)}"
-        if self.step_seconds is not None and self.promised_step_seconds is not None:
-            between = f"{short_duration(self.promised_low)} to {short_duration(self.promised_high)}"
-            promised = f"promised {short_duration(self.promised_step_seconds)} ({between}), {count(self.promised_tokens_per_second)} tokens/s"
-            yield "a step", f"{short_duration(self.step_seconds)}, {promised}"
-        if self.memory is not None and self.promised_memory is not None:
-            yield "memory", f"{size(self.memory)}, promised {size(self.promised_memory)}"
+        if self.step_seconds is not None and (promise := self.promise) is not None:
+            between = f"{short_duration(promise.low)} to {short_duration(promise.high)}"
+            speed = f"{count(promise.tokens_per_second)} tokens/s"
+            yield (
+                "a step",
+                f"{short_duration(self.step_seconds)}, promised {short_duration(promise.seconds)} ({between}), {speed}",
+            )
+        if self.memory is not None and self.promise is not None:
+            yield "memory", f"{size(self.memory)}, promised {size(self.promise.total_memory)}"
         yield "events", str(run_dir / "events.jsonl")
         if (run_dir / LOSS_CURVE).exists():
             yield "curve", str(run_dir / LOSS_CURVE)
@@ -187,7 +190,6 @@ def summarize(events: Iterable[Event]) -> Summary:
     steps = [known.steps[step] for step in sorted(known.steps)]
     last_evaluation = known.evaluations[max(known.evaluations)] if known.evaluations else None
     reached = [*known.steps, *(event.step for event in ends), *(event.step for event in known.skipped)]
-    promise = started.promise if started else None
     return Summary(
         recoveries=len(recoveries),
         steps_lost=sum(event.steps_lost for event in recoveries),
@@ -204,12 +206,8 @@ def summarize(events: Iterable[Event]) -> Summary:
         mfu=_warm_median([step.mfu for step in known.launch]),
         steps_skipped=len(known.skipped),
         step_seconds=_warm_median([step.seconds for step in known.launch]),
-        promised_step_seconds=promise.seconds if promise else None,
-        promised_low=promise.low if promise else None,
-        promised_high=promise.high if promise else None,
-        promised_tokens_per_second=promise.tokens_per_second if promise else None,
+        promise=started.promise if started else None,
         memory=max((step.memory for step in known.launch), default=None),
-        promised_memory=promise.total_memory if promise else None,
         seconds=launch[-1].time - launch[0].time if launch else 0.0,
         ranks=started.ranks if started else 0,
         parameters=started.parameters if started else 0,

@@ -118,8 +118,9 @@ def test_the_promise_stands_beside_what_was_measured(tmp_path: Path, step: Make,
     promise = Promise(seconds=1.5, low=1.2, high=1.875, tokens_per_second=650.0, total_memory=2.0 * 2**30, memory={})
     steps = [step(1, seconds=9.0), *(step(n, seconds=2.0, memory=n * 2**30) for n in (2, 3, 4))]
     summary = summarize([started(promise=promise), *steps])
-    assert (summary.step_seconds, summary.promised_step_seconds) == (2.0, 1.5), "the first step warms up"
-    assert (summary.memory, summary.promised_memory) == (4 * 2**30, 2.0 * 2**30)
+    assert summary.promise is not None
+    assert (summary.step_seconds, summary.promise.seconds) == (2.0, 1.5), "the first step warms up"
+    assert (summary.memory, summary.promise.total_memory) == (4 * 2**30, 2.0 * 2**30)
     text = rendered(summary, tmp_path)
     assert "2.00 s, promised 1.50 s (1.20 s to 1.88 s), 650 tokens/s" in text
     assert "4.0 GiB, promised 2.0 GiB" in text
@@ -129,5 +130,5 @@ def test_the_promise_stands_beside_what_was_measured(tmp_path: Path, step: Make,
 
 def test_what_promised_nothing_shows_nothing(step: Make, started: Make) -> None:
     summary = summarize([started(), step(1), step(2)])
-    assert (summary.promised_step_seconds, summary.promised_memory, summary.step_seconds) == (None, None, 2.0)
+    assert (summary.promise, summary.step_seconds) == (None, 2.0)
     assert "promised" not in rendered(summary, Path("runs/a"))
