@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -228,7 +228,8 @@ def whole(corpus: Corpus, length: int, batch: int, *, document_mask: bool, seque
 
 def documents(corpus: Corpus, length: int, tokenizer: Tokenizer, data: Data) -> Samples:
     """All of a corpus with best-fit packing, as in training."""
-    return Samples(pack(corpus, np.array([[0, corpus.tokens]]), length, tokenizer, data), seed=0, shuffle=False)
+    packing = pack(corpus, np.array([[0, corpus.tokens]]), length, tokenizer, replace(data, packing="best-fit"))
+    return Samples(packing, seed=0, shuffle=False)
 
 
 def text_bytes(batch: Batch, tokenizer: Tokenizer) -> int:
