@@ -13,12 +13,14 @@ from corpora import write_token_files
 from evaluation.tiny import Pair, bpe, twins
 from ranks import ALONE, tiny_trainer
 
+from phalanx.data.bestfit import BestFitPacking
 from phalanx.data.corpus import MemoryCorpus
 from phalanx.data.pack import IGNORED
 from phalanx.data.token_files import TokenFiles
 from phalanx.data.tokenizer import ByteTokenizer, open_tokenizer
-from phalanx.evaluation.score import Measured, Meter, held_out, text_bytes, whole
+from phalanx.evaluation.score import Measured, Meter, documents, held_out, text_bytes, whole
 from phalanx.spec.load import loads
+from phalanx.spec.run import Data
 
 TEXTS = ["one small text", "another one, somewhat longer than that", "x", "the last: äöü"]
 
@@ -154,3 +156,7 @@ def test_held_out_loss_is_what_training_computes(tmp_path: Path, packing: str, m
         assert got[name].perplexity == pytest.approx(source["perplexity"])
     whole = got["numbers"] + got["words"]
     assert (whole.loss, whole.tokens) == (pytest.approx(told.loss, rel=1e-12), told.tokens)
+
+
+def test_documents_are_packed_whole_whatever_the_packing_of_training() -> None:
+    assert isinstance(documents(MemoryCorpus(TEXTS), 64, ByteTokenizer(), Data(packing="stream")).packing, BestFitPacking)
