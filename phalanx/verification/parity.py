@@ -97,12 +97,10 @@ def _tensors(
     largest = {name: _largest(tensor) for name, (tensor, _) in theirs.items()}
     floor = FLOOR * max(largest.values(), default=0.0)
     for name, (tensor, shard) in ours.items():
-        if name not in theirs or theirs[name][1].slice.whole != shard.slice.whole:
-            yield Comparison(kind, step, name, rank, float("inf"))
-        else:
-            yield Comparison(
-                kind, step, name, rank, difference(tensor, extract(shard.slice, theirs[name][0]), max(largest[name], floor))
-            )
+        apart = float("inf")
+        if name in theirs and theirs[name][1].slice.whole == shard.slice.whole:
+            apart = difference(tensor, extract(shard.slice, theirs[name][0]), max(largest[name], floor))
+        yield Comparison(kind, step, name, rank, apart)
 
 
 def _largest(tensor: Tensor) -> float:

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
 
 from torch import Tensor
 
@@ -40,36 +40,29 @@ class Theory:
 
 def measure_step(trainer: Trainer) -> RankAccount:
     """Measures the trainer's next step. The first steps also allocate persistent state: measure a later one."""
-    parameters, gradients, optimizer = persistent_tensors(trainer)
-    live, account = MemoryCounter((*parameters, *gradients, *optimizer), trainer.mesh.device), TrafficCounter()
+    known = list(chain(*persistent_tensors(trainer).values()))  # kept, so that no storage is reused in the step
+    live, account = MemoryCounter(known, trainer.mesh.device), TrafficCounter()
     with live, account:
         trainer.step()
-    parameters, gradients, optimizer = persistent_tensors(trainer)
-    memory = {
-        "parameters": _bytes(parameters),
-        "gradients": _bytes(gradients),
-        "optimizer": _bytes(optimizer),
-        "activations": live.peak,
-    }
-    return RankAccount(account.sent, memory)
+    memory = {name: _bytes(tensors) for name, tensors in persistent_tensors(trainer).items()}
+    return RankAccount(account.sent, memory | {"activations": live.peak})
 
 
-def persistent_tensors(trainer: Trainer) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+def persistent_tensors(trainer: Trainer) -> dict[str, list[Tensor]]:
     """Tensors that persist between steps: parameters, gradients, and optimizer state with its master weights."""
-    parameters = [_local(parameter) for part in trainer.sharded.parts for parameter in part.parameters()]
-    gradients = [_local(p.grad) for part in trainer.sharded.parts for p in part.parameters() if p.grad is not None]
-    gradients += [owned.gradient for owned in trainer.sharded.owned if owned.gradient is not None]
+    owned = trainer.sharded.owned
+    own = [parameter for part in trainer.sharded.parts for parameter in part.parameters()]
+    parameters = [_local(parameter) for parameter in own]
+    gradients = [_local(parameter.grad) for parameter in own if parameter.grad is not None]
+    gradients += [param.gradient for param in owned if param.gradient is not None]
     seen = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-    masters = [owned.value for owned in trainer.sharded.owned if owned.value.untyped_storage().data_ptr() not in seen]
-    return parameters, gradients, [*masters, *_tensors(trainer.optimizer.state().values())]
+    masters = [param.value for param in owned if param.value.untyped_storage().data_ptr() not in seen]
+    states = [value for value in trainer.optimizer.state().values() if isinstance(value, Tensor)]
+    return {"parameters": parameters, "gradients": gradients, "optimizer": masters + states}
 
 
 def _local(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    return (value for value in values if isinstance(value, Tensor))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
