@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -115,10 +116,14 @@ class BatchFeed:
     def __init__(self, run: Run, plan: Plan, mesh: Mesh, data: Dataset):
         self.run, self.plan, self._mesh, self._data = run, plan, mesh, data
         layout = plan.layout
-        self.share = ReplicaShare(batch=run.batch, replica=mesh.replica, replicas=layout.replicas, micro_batch=plan.micro_batch)
-        """This rank's part of each global batch."""
         self._own = own_positions(layout, mesh, run.train.sequence_length) if layout.context > 1 else None
         self._loader: Loader[MicroBatch] | None = None
+
+    @cached_property
+    def share(self) -> ReplicaShare:
+        """This rank's part of each global batch."""
+        replica, replicas = self._mesh.replica, self.plan.layout.replicas
+        return ReplicaShare(batch=self.run.batch, replica=replica, replicas=replicas, micro_batch=self.plan.micro_batch)
 
     def next(self, samples: int) -> list[MicroBatch]:
         """The micro-batches of the next step. `samples`: the position in the data, which is read at the first call and after `close`."""
