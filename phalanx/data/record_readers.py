@@ -24,6 +24,7 @@ from phalanx.data.files import (
     storage_errors,
 )
 from phalanx.spec.errors import RunError
+from phalanx.spec.json_value import JsonObject
 from phalanx.spec.run import Source
 
 BOM = b"\xef\xbb\xbf"
@@ -94,7 +95,7 @@ def next_line(file: BinaryIO, start: int, stop: int) -> int:
 
 def json_lines(
     path: str, limit: int, start: int = 0, stop: int | None = None
-) -> Iterator[tuple[Place, dict[str, Any] | BadRecord]]:
+) -> Iterator[tuple[Place, JsonObject | BadRecord]]:
     """Records of one file, or of the lines that begin in start … stop of an uncompressed file."""
     with storage_errors(path):
         source: Decompressed | BinaryIO
