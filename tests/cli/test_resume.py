@@ -72,7 +72,7 @@ def test_sigterm_saves_and_prints_how_to_resume(stopped: tuple[Workshop, Ended])
     assert (ended.json["steps"], ended.json["finished"], ended.json["failure"]) == (stop.step, False, None)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [4, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 2))])
 def test_resumed_run_equals_one_that_never_stopped(
     stopped: tuple[Workshop, Ended], straight: dict[int, tuple[int, float, str]], losses: StepLosses, ranks: int
 ) -> None:
@@ -223,7 +223,7 @@ def test_stop_before_the_first_step(workshop: Workshop, finished: FinishedRuns, 
     assert losses(workshop.events("run")) == losses(finished(1).workshop.events(finished(1).path))
 
 
-@pytest.mark.parametrize("delay", [0.05, 0.3, 0.6])
+@pytest.mark.parametrize("delay", [0.3, *(pytest.param(delay, marks=pytest.mark.slow) for delay in (0.05, 0.6))])
 def test_stop_right_after_the_start(workshop: Workshop, delay: float) -> None:
     """Before there is anything to save, the command just ends; a directory it has made can be used by the next."""
     command = workshop.start("train", "tiny.toml", "--run-dir", "run")

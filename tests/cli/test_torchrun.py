@@ -33,7 +33,7 @@ def test_torchrun_takes_the_steps_of_phalanx_train(workshop: Workshop, finished:
     ("override", "parts"),
     [
         ("layout.data=4", ("torchrun started 2 ranks", "--nproc-per-node=4")),
-        ("train.stps=4", ("train.stps", "train.steps")),
+        pytest.param("train.stps=4", ("train.stps", "train.steps"), marks=pytest.mark.slow),
     ],
 )
 def test_torchrun_reports_an_error_once(workshop: Workshop, override: str, parts: tuple[str, ...]) -> None:

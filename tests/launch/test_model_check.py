@@ -131,12 +131,12 @@ def test_built_in_models_are_not_measured() -> None:
     ("name", "parts"),
     [
         ("small:Broken", ("ZeroDivisionError: division by zero", "small.py, line 57")),
-        ("small:Smal", ("no class Smal", "Small")),
+        pytest.param("small:Smal", ("no class Smal", "Small"), marks=pytest.mark.slow),
         ("lost:Any", ("No module named 'nothing_of_that_name'", "lost.py, line 2")),
         ("small:Failing", ("forward failed", "[2, 16]", "AttributeError", "'tail'", "small.py, line 36")),
-        ("small:Narrow", ("[2, 16, 48]", "[2, 16, 257]")),
-        ("small:Double", ("gives tuple", "[2, 16, 257]")),
-        ("small:Fixed", ("depend on no parameter",)),
+        pytest.param("small:Narrow", ("[2, 16, 48]", "[2, 16, 257]"), marks=pytest.mark.slow),
+        pytest.param("small:Double", ("gives tuple", "[2, 16, 257]"), marks=pytest.mark.slow),
+        pytest.param("small:Fixed", ("depend on no parameter",), marks=pytest.mark.slow),
         ("small:Leaving", ("ended with exit code 7",)),
     ],
 )

@@ -47,7 +47,7 @@ from phalanx.training.micro_batch import summed_loss
 from phalanx.transforms.precision import computing
 
 
-@pytest.mark.parametrize("kind", ["odd", "gpt", "moe"])
+@pytest.mark.parametrize("kind", ["odd", pytest.param("gpt", marks=pytest.mark.slow), "moe"])
 def test_four_ranks_train_as_one(kind: str) -> None:
     prove(Layout(data=1, shard=4), kind)
 
@@ -64,7 +64,7 @@ def test_eight_ranks_with_a_hole_in_every_group() -> None:
 @pytest.mark.parametrize(
     ("layout", "zeros"),
     [
-        (Layout(data=1, shard=2, expert=2), (1, 2, 3)),  # experts that nobody shares
+        pytest.param(Layout(data=1, shard=2, expert=2), (1, 2, 3), marks=pytest.mark.slow),  # experts that nobody shares
         (Layout(data=2, shard=2, expert=2), (2, 3)),  # shared by others than the rest is
         pytest.param(Layout(data=2, shard=3, expert=3), (2, 3), marks=pytest.mark.slow),  # copies of experts that nobody shares
     ],
@@ -104,7 +104,8 @@ def spread(kind: str, replicas: int, compute: str, step: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("kind", "compute"), [("odd", "bf16"), pytest.param("odd", "fp16", marks=pytest.mark.slow), ("moe", "bf16")]
+    ("kind", "compute"),
+    [("odd", "bf16"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("odd", "fp16"), ("moe", "bf16")))],
 )
 def test_low_precision_stays_near_one_process(kind: str, compute: str) -> None:
     want = alone(kind, 4)

@@ -78,7 +78,13 @@ def with_overflows(mesh: Mesh, run: Run, folder: Path) -> dict[str, Any]:
     return {"fired": planted.fired, "steps": steps, "straight": straight, "resumed": resumed}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in ("tensor × pipeline", "zero 3 × tensor") else name
+        for name in LAYOUTS
+    ],
+)
 def test_all_ranks_skip_an_overflow_of_one_rank_and_keep_one_loss_scale(name: str, tmp_path: Path) -> None:
     layout, more = LAYOUTS[name]
     found = run_ranks(with_overflows, layout.ranks, tiny_run(*UNTIED, *more), tmp_path / "checkpoints", layout=layout)
