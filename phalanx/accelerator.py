@@ -66,7 +66,7 @@ class Accelerator:
         """Give cached blocks back to the driver."""
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """The tensor in page-locked memory, from which copies to the device run beside the host's work."""
+        """The tensor in page-locked memory, from which copies to the device run in parallel with the host's work."""
         return tensor
 
     def register_host_memory(self, pointer: int, size: int) -> Callable[[], object] | str:

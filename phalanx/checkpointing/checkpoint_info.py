@@ -41,7 +41,7 @@ def listing(checkpoints: Location) -> list[CheckpointInfo]:
     infos += [
         CheckpointInfo(
             path=str(checkpoints / name), step=_step(name), bytes=sum((checkpoints / name).sizes().values()),
-            problem="what an interrupted save left, or a checkpoint that was replaced", leftover=True,
+            problem="left by an interrupted save, or replaced by a newer checkpoint", leftover=True,
         )
         for name in checkpoints.entries()
         if name.startswith("step-") and name.endswith(directory.PARTIAL)

@@ -51,8 +51,8 @@ class CheckpointReader:
     """The tensors of a checkpoint by name. Raises DamagedCheckpoint if a byte that is read is not what was saved."""
 
     def __init__(self, path: Location | Path, needed: Mapping[str, StateTensor] | None = None):
-        """`needed`: look only for boxes that overlap these slices; None: for all. Of a tensor of which nothing is needed, one box is
-        looked up, as it tells the whole shape."""
+        """`needed`: look only for boxes that overlap these slices; None: for all. For a tensor of which nothing is needed, one box
+        is still looked up, because it has the whole shape."""
         self.path = open_location(path)
         self.marker = read_marker(self.path)
         self._files = CheckpointFiles(self.path, self.marker)

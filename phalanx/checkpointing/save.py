@@ -221,7 +221,8 @@ class Saver:
         return None
 
     def _clean_up(self, partial: Location, path: Location, failure: str | None) -> str | None:
-        """Remove what a failed save wrote, as the next one needs the space; or what the new checkpoint replaces. Returns a warning."""
+        """Remove the files of a failed save, because the next one needs the space, or the checkpoints that the
+        new one replaces. Returns a warning."""
         try:
             if failure is not None:
                 partial.remove()

@@ -195,7 +195,7 @@ def diff(
     same = not different and not contents
     metadata = {key: {"a": pair[0], "b": pair[1]} for key, pair in contents.items()}
     finite = [{key: str(cell) if cell == math.inf else cell for key, cell in asdict(row).items()} for row in different]
-    finish(json, {"same": same, "equal": equal, "beside": metadata, "different": finite}, same)
+    finish(json, {"same": same, "equal": equal, "metadata": metadata, "different": finite}, same)
 
 
 @app.command("reshard")

@@ -48,7 +48,7 @@ class Controller(Control):
                 self.receive(join.node, protocol.decode(await channel.receive()))
         member = self.state.members.get(join.node)
         if member is not None and member.channel is channel:
-            self.lose_node(join.node, "its supervisor is gone")
+            self.lose_node(join.node, "its agent is gone")
 
     def receive(self, node: int, report: protocol.Report, channel: Channel | None = None) -> None:
         """Handle one report of a node."""
@@ -114,7 +114,7 @@ class Controller(Control):
         assert generation is not None
         for rank, place in enumerate(generation.assignment):
             if place == node and rank not in ranks and rank not in generation.ended:
-                failure = protocol.RankFailure(cause="died", reason="it is gone, or was never begun")
+                failure = protocol.RankFailure(cause="died", reason="it is gone, or was never started")
                 self._on_rank_died(protocol.RankDied(rank=rank, generation=generation.number, code=1, failure=failure))
 
     def _on_beats(self, report: protocol.Beats) -> None:
@@ -274,8 +274,8 @@ def _take_over(control: Control, begin: protocol.BeginGeneration) -> None:
         if node not in state.members:
             for rank, place in enumerate(generation.assignment):
                 if place == node:
-                    generation.dead[rank] = WorkerDied(rank, step, "node lost", "its supervisor is gone", node_lives=False)
-            state.events.append(NodeLost(node, step, f"node {node}: its supervisor is gone, and it decided for all"))
+                    generation.dead[rank] = WorkerDied(rank, step, "node lost", "its agent is gone", node_lives=False)
+            state.events.append(NodeLost(node, step, f"node {node}: its agent, which was the controller, is gone"))
     for rank, place in enumerate(generation.assignment):
         if place in state.members and rank not in generation.names and rank not in generation.dead:
             died = WorkerDied(rank, step, "died", f"rank {rank}: it is gone")

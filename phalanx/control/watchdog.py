@@ -101,7 +101,7 @@ class Watchdog:
         if now - self._disconnected_since > _DEATH_REPORT:
             self._disconnected_since = None
             rank, reason = next(iter(generation.disconnected.items()))
-            message = f"rank {rank} lost its connection to another, and nobody has died: {reason.splitlines()[0]}"
+            message = f"rank {rank} lost its connection to another rank, and no process has died: {reason.splitlines()[0]}"
             self._control.state.events.append(Disconnected(generation.step, message))
 
     def _check_corruption(self, generation: Generation) -> None:

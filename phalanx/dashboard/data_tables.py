@@ -86,7 +86,7 @@ def show_sample(console: Console, sample: SampleView, width: int) -> None:
     counts = f"{sample.trained} targets trained on, {sample.masked} masked, {sample.padding} padding"
     console.print(Text(counts, style="dim"))
     for piece in sample.pieces:
-        about = f"document {piece.document} · tokens {piece.start}–{piece.stop} · from place {piece.first}"
+        about = f"document {piece.document} · tokens {piece.start}–{piece.stop} · from position {piece.first}"
         console.print(Rule(Text(about, style="dim"), align="left"))
         console.print(_text(piece, width, colored=console.is_terminal), soft_wrap=True)
     if sample.padding:

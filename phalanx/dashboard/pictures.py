@@ -46,7 +46,7 @@ def new_figure(
 
 
 def plain_axes(axes: Axes, labels: str = MUTED, size: float = 9) -> None:
-    """Leaves only the grid and the bottom line of a plot."""
+    """Removes everything from the axes of a plot except the grid and the bottom line."""
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color(GRID)

@@ -1,5 +1,5 @@
 """What the processes of a run share about injected faults: which have happened, and whether the disk is simulated as full. Used by ranks
-(`training/hooks/rank_faults`), agents (`control/node_faults`) and those who write files. A run without `--chaos` pays nothing."""
+(`training/hooks/rank_faults`), agents (`control/node_faults`) and code that writes files. A run without `--chaos` pays nothing."""
 
 from __future__ import annotations
 

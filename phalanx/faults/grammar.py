@@ -31,11 +31,11 @@ class Fault:
 
     kind: Kind
     rank: int | None = None
-    """The rank it hits, as ranks are numbered at that time; or"""
+    """The rank it hits, numbered as at the time of the injection."""
     node: int | None = None
-    """the node; or"""
+    """The node it hits."""
     link: tuple[int, int] | None = None
-    """the link between two nodes."""
+    """The two nodes whose link it breaks."""
     step: int = 1
     """The step during which it happens; the first step of a lasting fault."""
     to: int | None = None
@@ -251,7 +251,7 @@ def _contradiction(name: str, given: dict[str, Any]) -> str | None:
     if name == "kill" and "node" in given and "during" in given:
         return "during= is for ranks: those of a node are at different points."
     if given.get("to", 1 << 62) < given.get("from", 1):
-        return f"to={given['to']} lies before from={given['from']}."
+        return f"to={given['to']} is before from={given['from']}."
     return None
 
 

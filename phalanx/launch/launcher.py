@@ -193,8 +193,8 @@ class Job:
             self._disk_full = not shutil.disk_usage(self.rundir.path).free
         if self._disk_full and not before:
             yield Warned(
-                message=f"The disk of {self.rundir.path} is full: training goes on, but its steps are neither shown nor recorded, and "
-                "nothing is saved there, until there is room again. Free some space."
+                message=f"The disk of {self.rundir.path} is full: training continues, but its steps are neither shown nor recorded, and "
+                "nothing is saved there, until space is free again. Free some space."
             )
 
     def stop(self, reason: str = "SIGTERM") -> None:

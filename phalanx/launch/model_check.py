@@ -30,8 +30,8 @@ _CPU_FRACTION = 0.95
 DRIVER = 614 << 20
 """Bytes of the memory shown by nvidia-smi that the driver reserves; measured on an H200."""
 REMEDY = (
-    'take a smaller train.micro_batch, memory.recompute = "full", memory.offload = "cpu" or a layout that shares more, or start it all '
-    "the same with --unrehearsed"
+    'set a smaller train.micro_batch, memory.recompute = "full", memory.offload = "cpu" or a layout that shards more, or start the run '
+    "anyway with --unrehearsed"
 )
 
 
@@ -50,7 +50,7 @@ def check_weights(run: Run) -> None:
     folder = origin_folder(given)
     if not folder.is_dir():
         raise RunError(
-            f'model.from = "{given}" is not there any more: name a folder of Hugging Face weights, a run directory or a '
+            f'model.from = "{given}" does not exist any more: name a folder of Hugging Face weights, a run directory or a '
             f"checkpoint, taken from {Path.cwd()}."
         )
     if hf_config.is_folder(folder):
@@ -84,8 +84,8 @@ def memory_problems(run: Run, plan: Plan, machine: Machine) -> list[str]:
         if need <= _CPU_FRACTION * available:
             return []
         return [
-            f"{plan.ranks} CPU ranks need {_gib(need)} together, as a rehearsal of their program shows, and {_gib(available)} are "
-            f"there: {REMEDY}."
+            f"{plan.ranks} CPU ranks need {_gib(need)} together, as a rehearsal of their program shows, but this machine has "
+            f"{_gib(available)}: {REMEDY}."
         ]
     too_large = [kind for kind in kinds if not kind["fits"] and kind["error"] is None]
     if not too_large:

@@ -142,15 +142,15 @@ def _use_directory(directory: Path, run: Run, fresh: bool) -> RunDir:
     rundir = RunDir(directory)
     if _is_import(rundir):
         raise RunError(
-            f"--run-dir {directory} holds imported weights, not a run that could go on: name another directory, and begin "
-            f'with these weights by model.from = "{directory}".'
+            f"--run-dir {directory} holds imported weights, not a run to resume: name another directory, and start "
+            f'from these weights with model.from = "{directory}".'
         )
     if rundir.exists and fresh:
         raise RunError(f"--run-dir {directory} already holds a run and --fresh was given: name another directory.")
     if rundir.exists and (differences := changed(load(rundir.run_file), run)):
         raise RunError(
             f"--run-dir {directory} holds a run with other settings ({'; '.join(differences)}): name another directory, "
-            "or undo the change to go on with that run."
+            "or undo the change to continue that run."
         )
     _create(rundir)
     if not rundir.acquire():
@@ -222,17 +222,17 @@ def _check_resumption(rundir: RunDir, planned: PlannedRun, data: Dataset, reques
     if replicas != plan.layout.data:
         raise RunError(
             f"{path} holds {replicas} replicas, each with a state of its own (optimizer.sync_every = "
-            f"{run.optimizer.sync_every}), so it does not go on with layout.data = {plan.layout.data}: set "
-            f"layout.data = {replicas}, or start afresh with --fresh or another --run-dir."
+            f"{run.optimizer.sync_every}), so it cannot continue with layout.data = {plan.layout.data}: set "
+            f"layout.data = {replicas}, or start again with --fresh or another --run-dir."
         )
     if saved.run.data == data.fingerprint:
         return True, []
     text = f"The text of {run_checks.source_names(run)} has changed since {path} was saved"
     if request.accept_changed_data:
-        return True, [f"{text}: as asked, the run goes on at the same position of the new text."]
+        return True, [f"{text}: as requested, the run continues at the same position of the new text."]
     raise RunError(
-        f"{text}, so the run cannot go on where it was: restore the files, go on all the same with "
-        "--accept-changed-data, or start afresh with --fresh or another --run-dir."
+        f"{text}, so the run cannot continue where it stopped: restore the files, continue anyway with "
+        "--accept-changed-data, or start again with --fresh or another --run-dir."
     )
 
 

@@ -28,17 +28,17 @@ from phalanx.spec.run import Run
 from phalanx.spec.sources import kind
 
 ONE_NODE = (
-    "checkpoint.memory_every: this run is on one machine, so no other has a second copy of its state: the copies in memory outlive "
-    "dead workers, not the machine."
+    "checkpoint.memory_every: this run is on one machine, so its in-memory replicas survive the loss of workers but not the loss of the "
+    "machine."
 )
 NO_COPIES = (
-    "checkpoint.memory_every has no effect under torchrun, which ends everything on a machine together: start with `phalanx train`, "
+    "checkpoint.memory_every has no effect under torchrun, which ends all processes of a machine together: start with `phalanx train`, "
     "or rely on checkpoint.every."
 )
 _DISK_SLACK = 16 << 20  # bytes for logs, events and the loss curve
 _EXTRAS = {"s3": "s3", "s3a": "s3"}  # extras of this package by fsspec's name of the storage
 _COMMON_STORES = "s3://, gs:// or az://"
-_PADDING_NOTICE = 0.001  # fraction of padding below which nothing is said about it
+_PADDING_NOTICE = 0.001  # fraction of padding below which it is not reported
 
 
 def missing_packages(run: Run) -> list[str]:
@@ -53,17 +53,17 @@ def missing_packages(run: Run) -> list[str]:
 
 
 def address_problems(run: Run) -> list[str]:
-    """Why the run's processes cannot listen at cluster.bind; the address is tried."""
+    """Why the run's processes cannot listen at cluster.bind. Tries to bind the address."""
     bind, key = run.cluster.bind, f"cluster.bind = {toml(run.cluster.bind)}"
-    remedy = 'name one that it has, such as "127.0.0.1", or leave it out.'
+    remedy = 'set it to an address of this machine, such as "127.0.0.1", or remove it.'
     try:
         address = ipaddress.ip_address(bind)
     except ValueError:
-        return [f"{key} is no address: {remedy}"]
+        return [f"{key} is not an IP address: {remedy}"]
     if address.is_unspecified:
-        return [f"{key} means every interface, and so everybody who reaches this machine: {remedy}"]
+        return [f"{key} means every interface, so anyone on the network could connect: {remedy}"]
     if address.version == 6:
-        return [f"{key} is an IPv6 address, and ranks meet by IPv4: {remedy}"]
+        return [f"{key} is an IPv6 address, but ranks connect by IPv4: {remedy}"]
     try:
         socket.create_server((bind, 0)).close()
     except OSError as error:
@@ -76,16 +76,16 @@ def node_problems(run: Run, plan: Plan) -> list[str]:
     nodes, spares = run.cluster.nodes, run.resilience.spares
     if nodes > 1 and plan.device == "cuda":
         return [
-            f"cluster.nodes = {nodes} on this machine would give the same GPUs to several nodes: leave the key out, or set "
+            f"cluster.nodes = {nodes} on this machine would give the same GPUs to several nodes: remove the key, or set "
             'cluster.device = "cpu" to rehearse several nodes.'
         ]
     if nodes - spares <= plan.ranks:
         return []
     without = f" - resilience.spares = {spares}" if spares else ""
     return [
-        f"cluster.nodes = {nodes}{without} are {nodes - spares} nodes to train on, but the layout has {plan.ranks} "
+        f"cluster.nodes = {nodes}{without} leaves {nodes - spares} nodes to train on, but the layout has {plan.ranks} "
         f"rank{'s' if plan.ranks > 1 else ''}: set cluster.nodes to at most {plan.ranks + spares}, raise a degree of [layout] such as "
-        f"layout.data, or keep more of them idle with resilience.spares = {nodes - plan.ranks}."
+        f"layout.data, or keep more nodes idle with resilience.spares = {nodes - plan.ranks}."
     ]
 
 
@@ -99,7 +99,7 @@ def try_writing(folder: Path) -> None:
 
 
 def space_problems(run: Run, plan: Plan, run_dir: Path) -> Iterator[str]:
-    """Where there is too little room for checkpoints or offloaded optimizer states. `run_dir` need not exist yet."""
+    """Where there is too little space for checkpoints or offloaded optimizer states. `run_dir` need not exist yet."""
     state, parameters = plan.parameters * BYTES_PER_PARAMETER, f"{plan.parameters / 1e6:,.1f} M parameters"
     if run.checkpoint.url is None or run.checkpoint.local_first:
         existing = next(parent for parent in (run_dir.absolute(), *run_dir.absolute().parents) if parent.exists())
@@ -107,7 +107,7 @@ def space_problems(run: Run, plan: Plan, run_dir: Path) -> Iterator[str]:
         # A new checkpoint is complete before an old one is removed, so there must be room for one more than is already there.
         if free < (need := state + _DISK_SLACK):
             yield (
-                f"The disk of the run directory {run_dir} has {_mib(free)} free and one checkpoint of {parameters} takes {_mib(need)}: "
+                f"The disk of the run directory {run_dir} has {_mib(free)} free, but one checkpoint of {parameters} takes {_mib(need)}: "
                 "free some space or choose another disk with --run-dir."
             )
     if run.memory.offload == "nvme" and run.memory.offload_path is not None:  # by default it is in the run directory
@@ -115,7 +115,7 @@ def space_problems(run: Run, plan: Plan, run_dir: Path) -> Iterator[str]:
         try:
             try_writing(folder)
         except OSError as error:
-            yield f"{key} cannot be written ({error.strerror}): name a folder on a fast local disk, or leave it out."
+            yield f"{key} cannot be written ({error.strerror}): name a folder on a fast local disk, or remove the key."
             return
         layout = plan.layout
         replicas = layout.ranks // (layout.pipeline * layout.shard * layout.tensor)  # each has optimizer states of its own
@@ -127,7 +127,7 @@ def space_problems(run: Run, plan: Plan, run_dir: Path) -> Iterator[str]:
 
 
 def replica_problems(run: Run, plan: Plan) -> Iterator[str]:
-    """Why this machine has no room for the replicas in host memory that the run file asks for."""
+    """Why this machine cannot hold the in-memory replicas that the run file asks for."""
     if run.checkpoint.memory_every is None:
         return
     key, root = f"checkpoint.memory_every = {run.checkpoint.memory_every}", shm_slots.default_root()
@@ -135,18 +135,18 @@ def replica_problems(run: Run, plan: Plan) -> Iterator[str]:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         free = shm_slots.free_bytes(root)
     except OSError as error:
-        yield f"{key}: no copies can be kept in memory ({error}). Without that key the run needs none."
+        yield f"{key}: in-memory replicas cannot be stored ({error}): remove the key to train without them."
         return
     # Each node holds the replicas of its own ranks and of its neighbor's, and all nodes of a local job share this machine.
     if free < (need := 2 * plan.parameters * BYTES_PER_PARAMETER * min(2, run.cluster.nodes)):
         yield (
-            f"{key}: two copies of the state of {plan.parameters / 1e6:,.1f} M parameters take {_mib(need)} of memory, "
-            f"but {root} has {_mib(free)} free: free some, give a container more shared memory, or leave the key out."
+            f"{key}: two replicas of the state of {plan.parameters / 1e6:,.1f} M parameters take {_mib(need)} of memory, "
+            f"but {root} has {_mib(free)} free: free some, give the container more shared memory, or remove the key."
         )
 
 
 def storage_problems(run: Run) -> list[str]:
-    """Why checkpoint.url cannot take checkpoints. The location is tried."""
+    """Why checkpoints cannot be stored at checkpoint.url. Tries to write there."""
     url = run.checkpoint.url
     if url is None:
         return []
@@ -162,9 +162,9 @@ def storage_problems(run: Run) -> list[str]:
             try_writing(Path(str(place)))
     except OSError as error:
         if isinstance(error, FileNotFoundError) and protocol != "file":
-            return [f"{key} does not exist ({error_text(error)}): make the bucket first, or name another."]
+            return [f"{key} does not exist ({error_text(error)}): create the bucket first, or name another."]
         return [
-            f"{key} cannot be used ({error_text(error)}): see that it can be reached and written from here, or name another."
+            f"{key} cannot be used ({error_text(error)}): make sure that this machine can reach and write it, or name another."
         ]
     return []
 
@@ -175,13 +175,9 @@ def _unusable(protocol: str) -> str | None:
     from fsspec.registry import known_implementations, registry
 
     if protocol == "memory":
-        return (
-            "lies in the memory of one process and is gone with it: name a folder, or a store such as " + _COMMON_STORES + "."
-        )
+        return "is the memory of one process and ends with it: name a folder, or a store such as " + _COMMON_STORES + "."
     if protocol not in registry and protocol not in known_implementations:
-        return (
-            f"begins with {protocol}://, which is no storage that fsspec knows: begin with {_COMMON_STORES}, or name a folder."
-        )
+        return f"begins with {protocol}://, which fsspec does not support: use {_COMMON_STORES}, or name a folder."
     try:
         fsspec.get_filesystem_class(protocol)
     except ImportError as error:
@@ -206,14 +202,16 @@ def check_owner(path: Location, saved: Marker, run: Run, *, new: bool, fresh: bo
         raise RunError(f"{key} already holds a run ({path.name}) and --fresh was given: {other}.")
     if differences := changed(loads(saved.run.run or "", name=str(path)), run):
         raise RunError(
-            f"{key} holds a run with other settings ({'; '.join(differences)}): {other}, or undo the change to go on with that run."
+            f"{key} holds a run with other settings ({'; '.join(differences)}): {other}, or undo the change to continue that run."
         )
     if new and saved.step >= run.steps:
-        raise RunError(f"{key} holds a run that has taken all its {run.steps} steps: {other}, or raise train.steps to go on.")
+        raise RunError(
+            f"{key} holds a run that has finished all its {run.steps} steps: {other}, or raise train.steps to continue it."
+        )
 
 
 def check_lost(locations: list[Location], rundir: RunDir) -> None:
-    """Raise RunError if the run has saved but its checkpoints are gone: it must not silently begin again."""
+    """Raise RunError if the run has saved but its checkpoints are gone: it must not silently start again."""
     saved = [event for event in read_events(rundir.events_file) if isinstance(event, Saved)]
     if not saved:
         return
@@ -223,13 +221,13 @@ def check_lost(locations: list[Location], rundir: RunDir) -> None:
         where = " or ".join(map(str, locations))
         raise RunError(
             f"The run in {rundir.path} has saved step {saved[-1].step} as {saved[-1].path}, but there is no checkpoint in {where}: "
-            "move it there, let checkpoint.url name where it is (a relative path begins at the working directory), or begin again "
+            "move it there, set checkpoint.url to where it is (relative paths start at the working directory), or start again "
             "from step 0 with another --run-dir."
         )
 
 
 def replica_notices(run: Run, *, torchrun: bool) -> list[str]:
-    """What replicas in host memory, which the run file asks for, cannot do here."""
+    """Limits of the in-memory replicas that the run file asks for."""
     if run.checkpoint.memory_every is None:
         return []
     return [NO_COPIES] if torchrun else [ONE_NODE] if run.cluster.nodes == 1 else []
@@ -257,7 +255,7 @@ def data_notices(data: Dataset) -> list[str]:
         if total := sum(reasons.values()):
             each = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count)
             records, verb = ("records", "were") if total > 1 else ("record", "was")
-            notices.append(f"{total:,} {records} of {name} {verb} left out: {each}.")
+            notices.append(f"{total:,} {records} of {name} {verb} skipped: {each}.")
     if data.padding_ratio > _PADDING_NOTICE:
         notices.append(f"Packing fills {100 * (1 - data.padding_ratio):.1f} % of the windows; the rest is padding.")
     return notices

@@ -69,7 +69,7 @@ class Clock:
 
     @contextmanager
     def inside(self, part: str) -> Iterator[None]:
-        """Meanwhile time counts as this part, afterwards as the one before."""
+        """While this context is open, time counts as this part; afterwards, as the previous part."""
         self._activities.append(part)
         self._mark()
         try:
@@ -177,7 +177,7 @@ class CommTimer:
 
     @contextmanager
     def on_clock(self, use: str) -> Iterator[None]:
-        """Meanwhile the step clock counts time as waiting in a group of this use; nested waits count once."""
+        """While this context is open, the step clock counts time as waiting in a group of this use; nested waits count once."""
         clock, self.clock = self.clock, None
         assert clock is not None
         try:

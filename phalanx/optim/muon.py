@@ -149,7 +149,8 @@ def _orthogonalize(matrix: Tensor) -> Tensor:
 
 
 def _updates(param: OwnedParam) -> bool:
-    """Matrices of layers. The whole parameter decides, not the shard; stacked experts have three dimensions, which Muon does not know."""
+    """Whether Muon updates it: matrices of the blocks. The shape of the whole parameter counts, not that of the shard. Stacked experts have
+    three dimensions, so AdamW updates them."""
     return len(param.shard.slice.whole) == 2 and param.name.startswith(_LAYERS)
 
 

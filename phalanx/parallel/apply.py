@@ -45,8 +45,8 @@ def apply(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh, recipe: Reci
     placed = ShardedModel(parts, mesh, engine, loss, is_local_sgd=run.optimizer.sync_every > 1)
     if recipe.schedule is not None:
         whole = recipe.schedule.splits_backward and run.memory.recompute == "selective"
-        said = "; backwards are whole, as selective recomputation keeps its results for one" if whole else ""
-        applied["pipeline"] = _stages(parts, mesh, recipe.schedule) + said
+        note = "; backwards are not split, because of selective recomputation" if whole else ""
+        applied["pipeline"] = _stages(parts, mesh, recipe.schedule) + note
         if recipe.tied is not None and (ends := tied_group(mesh, recipe.schedule)) is not None:
             placed.tied[recipe.tied] = ends
     placed.applied = {technique: words for technique, words in applied.items() if words is not None}
@@ -59,7 +59,7 @@ def transform(parts: list[nn.Module], run: Run, plan: Plan, mesh: Mesh) -> dict[
     applied: dict[str, str | None] = {}
     if plan.compute == "fp8":
         if reason := fp8.available(mesh.device):
-            raise RunError([f'precision.compute = "fp8" cannot be had: {reason}; set precision.compute = "bf16".'])
+            raise RunError([f'precision.compute = "fp8" is not available: {reason}; set precision.compute = "bf16".'])
         applied["fp8"] = fp8.apply(parts, run.precision.fp8_scaling, mesh.device)
     if memory.compile:
         applied["compile"] = compile.apply(parts)

@@ -154,7 +154,7 @@ class FlatBucket:
         return self.buffer if self.buffer.dtype == dtype else self.buffer.to(dtype)
 
     def deliver(self, total: Tensor) -> None:
-        """Take the sum over all ranks."""
+        """Store the sum over all ranks in the bucket."""
         if total is not self.buffer:
             self.buffer.copy_(total)
 

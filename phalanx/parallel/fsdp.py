@@ -284,7 +284,7 @@ def _own(name: str, parameter: nn.Parameter, shard: ParamShard) -> OwnedParam:
 
 @torch.no_grad()
 def _reduce(root: Any) -> None:
-    """What FSDP2 does at the end of a backward that it sees; a pipeline's it does not."""
+    """Does what FSDP2 does at the end of a backward. FSDP2 does not see the end of a pipeline's backwards."""
     for state in root._state_ctx.all_states:
         for group in _groups(state):
             group.post_backward()

@@ -237,12 +237,12 @@ class _Table:
             if self.cut(name) is not None and "vocab" not in dims and not _within(name, self.regions):
                 yield (
                     f"AXES names a dimension of {name} {dims[self.cut(name) or 0]!r}, which layout.tensor = {self.ranks} cuts, "
-                    "but no linear layer beside it reads that dimension: give it another name to keep it whole."
+                    "but no linear layer of its module reads that dimension: give it another name to keep it whole."
                 )
             if dims == ("model",) and name not in self._row_biases and _within(name, self.regions):
                 yield (
-                    f"{name} stands beside linear layers that layout.tensor = {self.ranks} cuts: put those into a module of "
-                    "their own, which takes the normed input and returns what is added to it."
+                    f"{name} is in one module with linear layers that layout.tensor = {self.ranks} cuts: put those into a module of "
+                    "their own, which takes the normalized input and returns what is added to the residual stream."
                 )
         for region in self.regions:
             if region == "":

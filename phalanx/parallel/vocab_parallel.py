@@ -70,7 +70,7 @@ class Share:
         return logits_NV.masked_fill_((targets_N == IGNORED)[:, None], 0.0)
 
     def _local(self, targets_N: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Column of each target, any where it is not among this rank's, and whether it is."""
+        """The column of each target on this rank, and whether this rank has it; if not, the column is arbitrary."""
         local_N = targets_N - self.first
         here_N = (local_N >= 0) & (local_N < width) & (targets_N != IGNORED)
         return local_N.masked_fill(~here_N, 0), here_N
@@ -101,7 +101,7 @@ class VocabularyLoss:
     """Of the whole vocabulary."""
     chunk: int | None
     whole: Loss
-    """For a model that gives whole logits all the same."""
+    """For a model that returns whole logits anyway."""
 
     def __call__(self, projected: Any, targets_BS: Tensor) -> Tensor:
         if isinstance(projected, Projected):
@@ -171,7 +171,7 @@ class _Parallel(torch.autograd.Function):
 
 
 class _Chunked(torch.autograd.Function):
-    """Cross-entropy of x · weightᵀ, some tokens at a time. Both gradients are made beside the loss, for a gradient of 1."""
+    """Cross-entropy of x · weightᵀ, some tokens at a time. Both gradients are computed together with the loss, for a gradient of 1."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, share: Share, how: tuple[int, bool]) -> Tensor:

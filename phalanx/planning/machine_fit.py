@@ -227,9 +227,9 @@ def memory_problems(request: PlanRequest, fitted: PlannedRun) -> list[str]:
     need = rank_bytes(fitted.run, machine, request.plan(layout, 1))
     if need <= room:
         return []  # the micro-batch was asked for
-    smaller = "take a smaller model or a shorter train.sequence_length"
+    smaller = "use a smaller model or a shorter train.sequence_length"
     if _another_layout_fits(request):
-        smaller = f"leave [layout] out, as another one fits, or {smaller}"
+        smaller = f"remove [layout], because another layout fits, or {smaller}"
     if request.device == "cuda":
         gpu = request.smallest_gpu(layout.ranks)
         return [
@@ -246,7 +246,7 @@ def memory_problems(request: PlanRequest, fitted: PlannedRun) -> list[str]:
 
 
 def _savings_label(memory: Memory) -> str:
-    """The memory savings in words, for a message that it does not fit even so."""
+    """The memory savings that are already used, in words, for the message that the run does not fit."""
     keys = [f'memory.recompute = "{memory.recompute}"'] if memory.recomputes else []
     keys += [f'memory.offload = "{memory.offload}"'] if memory.offloads else []
     return f", {' and '.join(keys)}," if keys else ""

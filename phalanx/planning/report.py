@@ -48,7 +48,7 @@ class PlanReport(SearchResult):
     """Sentences: why the best is the best."""
     placement: Placement
     scaling: tuple[Candidate, ...] = ()
-    """The fastest layout on fewer and on more devices; empty where nobody asked."""
+    """The fastest layout on fewer and on more devices; empty if it was not requested."""
 
     @property
     def model_name(self) -> str:
@@ -94,7 +94,7 @@ class PlanReport(SearchResult):
                 {
                     "name": other.name,
                     "reason": other.reason,
-                    "option": None if other.candidate is None else self._compared(other.candidate),
+                    "candidate": None if other.candidate is None else self._compared(other.candidate),
                 }
                 for other in self.alternatives
             ],
@@ -113,7 +113,7 @@ class PlanReport(SearchResult):
             {"part": change.part, "words": PART_LABELS[change.part], "seconds": change.seconds}
             for change in part_changes(self.best, other)
         ]
-        return candidate_json(other) | {"beside": changes, "change": keys_to_change(self.best, other)}
+        return candidate_json(other) | {"part_changes": changes, "change": keys_to_change(self.best, other)}
 
 
 def report_of(run: Run, hardware: Hardware, result: SearchResult, *, aim: Literal["time", "price"] = "time") -> PlanReport:
@@ -149,25 +149,25 @@ def _fixed_keys(run: Run, result: SearchResult) -> list[str]:
     keys = [key for key, value in asdict(run.layout).items() if value != default[key]]
     if not keys or result.considered <= 1:
         return []
-    return [f"The run file's [layout] was kept ({', '.join(keys)}): --free searches all layouts, and compares."]
+    return [f"The search kept the [layout] of the run file ({', '.join(keys)}): --free searches all layouts and compares."]
 
 
 def _own_module(run: Run) -> list[str]:
     if run.model.module is None:
         return []
-    return [f"What {run.model.module} computes is not known: it is judged as a decoder of the run file's sizes."]
+    return [f"The planner does not know what {run.model.module} computes: it assumes a decoder of the sizes in the run file."]
 
 
 def why(result: SearchResult, aim: Literal["time", "price"]) -> list[str]:
     """Why the best candidate is the best, in a few sentences."""
     best, others, considered = result.best, result.runners_up, f"{result.considered:,} legal layouts"
-    first = f"It is the {'quickest' if aim == 'time' else 'cheapest'} that fits, of {considered}."
+    first = f"It is the {'fastest' if aim == 'time' else 'cheapest'} that fits, of {considered}."
     if any(other.seconds < best.seconds for other in others):
-        first = f"It is the simplest of those as quick as the quickest that fits, of {considered}."
+        first = f"It is the simplest layout among the fastest that fit, of {considered}."
     if any(other.seconds < best.seconds / NEAR for other in others) and best.layout == Layout(data=best.layout.data):
-        first = f"It is what `phalanx train` takes here: replicas, as none of {considered} is clearly better."
+        first = f"It is the layout that `phalanx train` uses here: replicas, because none of {considered} is clearly better."
     if result.considered <= 1:
-        first = f"It is the run file's own layout, judged as it stands{'' if best.fits else '; it does not fit'}."
+        first = f"It is the layout of the run file, evaluated without a search{'' if best.fits else '; it does not fit'}."
     sentences = [
         first,
         f"Of a step, {_largest_parts(best)}; the fullest rank uses {best.bytes / best.capacity:.0%} of its memory.",
@@ -260,7 +260,7 @@ def keys_to_change(best: Candidate, other: Candidate) -> str:
 
 
 def _layout_keys(layout: Layout) -> dict[str, Any]:
-    """The keys of a layout that a run file has to give. `data` is always given: left out, it would be chosen anew."""
+    """The keys of a layout that a run file has to set. `data` is always set, because the planner would choose its default."""
     default = asdict(Layout())
     degrees = {"zero": layout.shard, "context_method": layout.context, "schedule": layout.pipeline, "stages": layout.pipeline}
     unused = {key for key, degree in degrees.items() if degree == 1}

@@ -136,7 +136,7 @@ class PlanRequest:
         if self.started is not None and self.started != layout.ranks:
             problems.append(
                 f"torchrun started {self.started} ranks but the layout has {layout.ranks}; "
-                f"start torchrun with {_TORCHRUN}={layout.ranks}, or leave layout.data out of the run file."
+                f"start torchrun with {_TORCHRUN}={layout.ranks}, or remove layout.data from the run file."
             )
         return problems
 
@@ -181,7 +181,7 @@ class PlanRequest:
         problems = order.problems()
         if order.stages > self.run.model.layers:
             problems.append(
-                f"The pipeline schedule has {order.stages} stages but model.layers = {self.run.model.layers}: take a schedule with fewer."
+                f"The pipeline schedule has {order.stages} stages but model.layers = {self.run.model.layers}: use a schedule with fewer."
             )
         return problems
 

@@ -122,8 +122,8 @@ def _cluster(run: Run, hardware: Hardware, limits: Limits) -> SolveReport:
     if count is None or result is None:
         raise RunError(
             [
-                f"No number of {hardware.gpu.name} carries this run within the limits: "
-                "take devices with more memory, a smaller model, a later deadline or a larger budget."
+                f"No number of {hardware.gpu.name} can train this run within the limits: "
+                "use devices with more memory, a smaller model, a later deadline or a larger budget."
             ]
         )
     sentence = (
@@ -250,15 +250,15 @@ def _missing(run: Run, hardware: Hardware, fits_in: float | None) -> str:
 
 
 def _settings(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
-    """Changes to the run file that keep the run what it is."""
+    """Changes to the run file that do not change what is trained."""
     memory = run.memory
     changes = {
-        "Leave memory.recompute and memory.offload out: the plan then recomputes and offloads as much as it must.": replace(
+        "Remove memory.recompute and memory.offload: the plan then recomputes and offloads as much as it must.": replace(
             run, memory=memory if run.optimizer.traits.no_offload else free_run(run).memory
         ),
-        "Leave [layout] out: the plan then chooses all of it.": replace(run, layout=Layout()),
-        "Leave train.micro_batch out: smaller micro-batches fit.": replace(run, train=replace(run.train, micro_batch=None)),
-        "Set memory.loss_chunk = 1024: logits of so few tokens at a time fit.": replace(
+        "Remove [layout]: the plan then chooses all of it.": replace(run, layout=Layout()),
+        "Remove train.micro_batch: smaller micro-batches fit.": replace(run, train=replace(run.train, micro_batch=None)),
+        "Set memory.loss_chunk = 1024: logits of 1024 tokens at a time fit.": replace(
             run, memory=replace(memory, loss_chunk=memory.loss_chunk or 1024)
         ),
         'Set memory.activations = "cpu": activations wait in the host\'s memory.': replace(
@@ -299,7 +299,7 @@ def _fewest(run: Run, hardware: Hardware, fits: _Fits, least: int = 1) -> int | 
 def _larger_device(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
     for gpu in _larger(hardware):
         if fits(run, _cluster_with(run, gpu, hardware.gpus)):
-            yield f"Take devices with more memory: {hardware.gpus:,} × {_device_name(gpu)}."
+            yield f"Use devices with more memory: {hardware.gpus:,} × {_device_name(gpu)}."
             return
 
 
@@ -370,7 +370,7 @@ def _smaller_model(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
             return
         smaller = scaled(model, scale)
     sizes = f"{smaller.parameters() / 1e9:,.2f} B parameters instead of {model.parameters() / 1e9:,.2f}"
-    yield f"Take a smaller model: {_changed_keys(model, smaller)}, {sizes}."
+    yield f"Use a smaller model: {_changed_keys(model, smaller)}, {sizes}."
 
 
 def _other_batch(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:

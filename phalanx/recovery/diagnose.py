@@ -165,11 +165,11 @@ class _Rank:
         elif report.state == "D":
             doing = "it does not answer: its process waits for a disk or a device"
         else:
-            doing = "it does not answer, although its process is there"
+            doing = "it does not answer, although its process is alive"
         if frames:
             doing += f"; {_located(describe_location(frames), str(frames[-1]))}"
         elif report.beat is not None:
-            doing += f"; its last word was that it is {report.beat.phase}"
+            doing += f"; its last heartbeat says that it is {report.beat.phase}"
         last: HangReport = report.location or {}
         return _Rank(report, None, True, doing, format_stack(frames) or last.get("stack", ""), last)
 
@@ -204,8 +204,8 @@ def _blockers(rank: _Rank, ranks: Mapping[int, _Rank]) -> set[int]:
 
 
 def _diverged(ranks: Mapping[int, _Rank], waits: Mapping[int, set[int]]) -> list[int]:
-    """All ranks wait. To blame are those that others wait for while they wait for nobody, or in another collective than most: they have
-    taken another path."""
+    """The culprits if all ranks wait: ranks that others wait for and that wait for no rank themselves, or that wait in another collective
+    than most. They have taken another path through the program."""
     awaited = set[int]().union(*waits.values())
     # Behind is who waits for nobody in the same group as a rank that waits for it: no other rank is in that earlier collective.
     behind = {n for other, blockers in waits.items() for n in blockers if ranks[other].group == ranks[n].group}
@@ -222,7 +222,7 @@ def _diverged(ranks: Mapping[int, _Rank], waits: Mapping[int, set[int]]) -> list
 
 def _blame(culprits: Sequence[int], ranks: Mapping[int, _Rank], waits: Mapping[int, set[int]], *, certain: bool) -> Diagnosis:
     waiting = [rank for number, rank in ranks.items() if number in waits and number not in culprits]
-    since = _waiting_since(waiting)
+    since = _waited(waiting)
     clauses = [(f"{_name(ranks[number])} {_missing(ranks[number], ranks, waits)}", ranks[number].doing) for number in culprits]
     if len(clauses) == 1:
         parts = [clauses[0][0], since, clauses[0][1]]
@@ -246,9 +246,9 @@ def _missing(culprit: _Rank, ranks: Mapping[int, _Rank], waits: Mapping[int, set
         number = started + 1 if started is not None else first.collectives(first.group)
         return f"has not reached {first.operation} #{number}{culprit.in_step('of')}"
     if in_messages:
-        verb = "taken what it is sent by" if in_messages[0].operation == "send" else "sent what is awaited by"
+        verb = "received the message of" if in_messages[0].operation == "send" else "sent its message to"
         return f"has not {verb} {_list(rank.number for rank in in_messages)}{culprit.in_step('in')}"
-    return f"does not go on{culprit.in_step('in')}"
+    return f"makes no progress{culprit.in_step('in')}"
 
 
 def _all_work(ranks: Mapping[int, _Rank]) -> Diagnosis:
@@ -279,17 +279,17 @@ def _all_wait(ranks: Mapping[int, _Rank], waits: Mapping[int, set[int]]) -> Diag
         verb = f"wait for each other in {', '.join(dict.fromkeys(str(rank.operation) for rank in stuck))}{step}"
     who = f"all {len(stuck)} ranks" if len(stuck) == len(ranks) and len(stuck) > 1 else _list(rank.number for rank in stuck)
     message = (
-        f"{who} {verb}, and nobody is missing there; {_waiting_since(list(ranks.values()))}; "
+        f"{who} {verb}, and no rank is missing there; {_waited(list(ranks.values()))}; "
         "the connections between ranks are suspect"
     )
     return Diagnosis((), message, first.stack, False, cut_off=True)
 
 
-def _waiting_since(waiting: Sequence[_Rank]) -> str:
+def _waited(waiting: Sequence[_Rank]) -> str:
     if not waiting:
         return ""
     seconds = max(rank.report.silent for rank in waiting)
-    return f"{len(waiting)} rank{'s wait' if len(waiting) > 1 else ' waits'} since {seconds:.0f} s"
+    return f"{len(waiting)} rank{'s have' if len(waiting) > 1 else ' has'} waited for {seconds:.0f} s"
 
 
 def _name(rank: _Rank) -> str:

@@ -157,13 +157,13 @@ def _same_layout(aftermath: _Aftermath) -> NewGeneration | None:
 def _shrink(aftermath: _Aftermath, legal: Legal) -> NewGeneration | Wait:
     situation, dead = aftermath.situation, tuple(sorted(aftermath.dead))
     nodes, slots = len(aftermath.living), aftermath.slots
-    room = f"{nodes} node{'' if nodes == 1 else 's'} with {slots} place{'' if slots == 1 else 's'}"
-    needs = f"the layout has {situation.layout.ranks} ranks, but what is left is {room}"
+    room = f"{nodes} node{'' if nodes == 1 else 's'} with {slots} slot{'' if slots == 1 else 's'}"
+    needs = f"the layout has {situation.layout.ranks} ranks, but the cluster has only {room} left"
     if not situation.shrink:
         return Wait(f"{needs}, and resilience.shrink = false", dead)
     best = relayout(situation.wanted, slots, legal, situation.batch)
     if best is None:
-        return Wait(f"{needs}, and no layout of so few ranks can be run", dead)
+        return Wait(f"{needs}, and no layout fits so small a number of ranks", dead)
     return _new_generation(aftermath, "shrink", best)
 
 
@@ -187,17 +187,17 @@ _NUMBER = re.compile(r"(?<!rank )(?<!node )\b(0x[0-9a-f]+|\d+(\.\d+)?)")
 _ACTIONS = {
     "restart": "its processes were started again",
     "spare": "its ranks were moved to free places on other nodes",
-    "shrink": "the run went on with fewer ranks",
-    "grow": "the run went on with more ranks",
+    "shrink": "the run continued with fewer ranks",
+    "grow": "the run continued with more ranks",
     "wait": "the run waited for a node",
 }
 _ADVICE = {
-    "died": "the log of that rank, and the memory of its node: a process killed with SIGKILL that nobody killed ran out of it (dmesg)",
-    "hung": "the stack of that rank in events.jsonl (failure_noticed): it shows where it stood",
+    "died": "the log of that rank, and the memory of its node: if nobody sent the SIGKILL, the machine ran out of memory (see dmesg)",
+    "hung": "the stack of that rank in events.jsonl (failure_noticed): it shows where the rank was",
     "failed": "the traceback in the log of that rank: the program itself failed, and will fail again",
-    "node lost": "the machine, its power and its network: nothing was heard of it any more",
-    "connection lost": "the network between the nodes: processes on both sides lived",
-    "corrupt": "the device and the memory of that rank's node: it computes other numbers than its replicas",
+    "node lost": "the machine, its power and its network: it sent no more heartbeats",
+    "connection lost": "the network between the nodes: the processes on both sides were alive",
+    "corrupt": "the device and the memory of that rank's node: it computed other numbers than its replicas",
 }
 
 
@@ -215,9 +215,9 @@ def failures(situation: Situation, events: Sequence[Event]) -> tuple[Failure, ..
             case WorkerDied() if node not in lost:
                 failure = Failure(event.cause, rank, event.step, event.reason, node)
             case Disconnected():
-                failure = Failure("connection lost", None, event.step, event.reason or "connections broke, but nobody died")
+                failure = Failure("connection lost", None, event.step, event.reason or "connections broke, but no process died")
             case Corrupt() if node not in lost:
-                unknown = "replicas differ, and which is wrong cannot be told"
+                unknown = "replicas differ, and it is unknown which is wrong"
                 default = unknown if rank is None else "it holds other numbers than its replicas"
                 failure = Failure("corrupt", rank, event.step, event.reason or default, node)
         if failure is not None:
@@ -275,9 +275,7 @@ def _story(why: str, listed: Sequence[Failure]) -> str:
     lines += [f"  {number}. {_describe(failure)}" for number, failure in enumerate(listed[first:], first + 1)]
     causes = dict.fromkeys(failure.cause for failure in listed)
     lines += [f"Look at {_ADVICE[cause]}." for cause in causes if cause in _ADVICE]
-    lines.append(
-        "What was saved is untouched: started again with the same run directory, the run goes on from its newest checkpoint."
-    )
+    lines.append("Checkpoints are untouched: the same command continues from the newest checkpoint.")
     return "\n".join(lines)
 
 

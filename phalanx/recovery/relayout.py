@@ -1,5 +1,5 @@
 """Which layout fits the nodes that are left, and which rank runs on which node. Called by `recovery/policy`, by the controller for the first
-generation, and by those who decide how often replicas are made, live or simulated.
+generation, and by the code that decides how often replicas are made, live or simulated.
 
 The global batch and the order of the tokens do not depend on the layout, so the run can continue on any legal one. Neighboring ranks
 share a node if possible, tensor groups above all: they communicate most.

@@ -41,7 +41,7 @@ _device = FakeTensor.device
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Meanwhile an attribute of one of torch's modules or classes has another value."""
+    """While this context is open, an attribute of one of torch's modules or classes has another value."""
     missing = object()
     original = vars(owner).get(name, missing)  # an inherited attribute is not the owner's
     setattr(owner, name, value)
@@ -170,7 +170,7 @@ def _device_functions(card: gpu_kernels.Card) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def gpu(card: gpu_kernels.Card) -> Iterator[None]:
-    """Meanwhile fake tensors that the program creates on "cuda" are on a GPU of this kind as far as Python can tell."""
+    """While this context is open, fake tensors that the program creates on "cuda" appear to be on a GPU of this kind."""
     STATE.stream = STATE.streams = 0  # a rehearsal must not depend on those before it
     autocast = _as_cpu(torch.autocast)
     attention = gpu_kernels.choosing_attention(F.scaled_dot_product_attention, card, placed)

@@ -193,15 +193,15 @@ def _notes(run: Run, device: RehearsalDevice, in_use: int) -> tuple[str, ...]:
     """Where the rehearsal differs from the run."""
     notes = []
     if device.card and device.capacity is not None and _CLOSE * device.capacity < in_use <= device.capacity:
-        notes.append("It is within 1 % of the device: fragments of its memory decide then, and may decide otherwise.")
+        notes.append("The peak is within 1 % of the device's memory: fragmentation decides whether the run fits.")
     if run.memory.activations == "cpu":
         notes.append(
-            "Activations that come back from the host are let go when the GPU is done with them, which a rehearsal cannot time: what "
-            "the allocator reserves may be up to twice what is told here."
+            "Activations that return from the host are freed when the GPU has used them, which a rehearsal cannot time: the allocator may "
+            "reserve up to twice as much as shown."
         )
     if run.memory.compile:
         notes.append(
-            "Blocks are rehearsed uncompiled: compiled ones keep less, so the run takes less than is told here (10 % less, where it was measured)."
+            "Blocks are rehearsed uncompiled. Compiled blocks take less memory than shown (10 % less in one measurement)."
         )
     return tuple(notes)
 

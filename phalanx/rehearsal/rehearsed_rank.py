@@ -46,7 +46,7 @@ from phalanx.transforms.activations import MOVED
 ASSUMED = (
     "every expert gets equally many tokens",
     "every window holds several documents, where data.document_mask is on",
-    "losses and gradients are finite, and no rank is told to stop",
+    "losses and gradients are finite, and no rank is asked to stop",
 )
 
 
@@ -163,7 +163,7 @@ def to_empty(module: nn.Module, *, device: torch.device, recurse: bool = True) -
 
 @contextlib.contextmanager
 def assumptions(tracker: OpTracker) -> Iterator[None]:
-    """Meanwhile nothing waits for other ranks, and torch treats tensors without memory as tensors with it."""
+    """While this context is open, nothing waits for other ranks, and torch treats tensors without memory like real ones."""
     complete, events = COMM_TIMER.complete, COMM_TIMER.events
     with contextlib.ExitStack() as stack:
         stack.callback(setattr, COMM_TIMER, "complete", complete)
@@ -260,7 +260,7 @@ class Program:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Meanwhile modules tell the tracker when they are entered and left, forward and backward."""
+        """While this context is open, the tracker knows which module runs, in the forward and in the backward."""
         hooks = [
             modules.register_module_forward_pre_hook(self._enter_module),
             modules.register_module_forward_hook(self._leave_module, always_call=False),

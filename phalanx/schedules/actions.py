@@ -152,7 +152,7 @@ class Schedule:
         return _first_few(problems)
 
     def runnable(self) -> Iterator[tuple[int, Action]]:
-        """(rank, action) as the ranks follow their lists, until all are done or none can go on."""
+        """(rank, action) as the ranks follow their lists, until all are done or none can continue."""
         done: set[Action] = set()
         position = [0] * self.ranks
         progress = True

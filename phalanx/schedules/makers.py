@@ -99,7 +99,7 @@ def make(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None 
 
 @cache
 def example(name: str) -> Schedule:
-    """A small schedule of that name, to read the traits off that all its sizes share: `splits_backward`, `is_v_shaped`,
+    """A small schedule of that name. It has the traits that all its sizes share: `splits_backward`, `is_v_shaped`,
     `all_forwards_first`."""
     return make(name, 4, 16)
 

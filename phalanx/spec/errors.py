@@ -24,7 +24,7 @@ _ESCAPED = re.compile(r'[\x00-\x1f"\\\x7f]')
 
 
 class PhalanxError(Exception):
-    """A problem the person can fix. The CLI prints it without a traceback and exits with `exit_code`."""
+    """A problem that the user can fix. The CLI prints it without a traceback and exits with `exit_code`."""
 
     exit_code = 2
 

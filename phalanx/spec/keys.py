@@ -182,7 +182,7 @@ class Key:
             raise Wrong(f"{path} = {quote(value)} is out of range: an integer must fit into 64 bits.")
         if self.kind is PLAIN:
             if value != value:  # NaN differs from itself, so that the run would not equal itself
-                raise Wrong(f"{path} = nan is not a number: leave it out.")
+                raise Wrong(f"{path} = nan is not a number: remove it.")
             return value
         value = self.kind(value)
         self._check_range(path, value)

@@ -99,7 +99,9 @@ def _carried_run_file(folder: Path, text: str) -> bytes:
         return run_file.encode()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise RunError(
-            [f"model.from = {toml(text)} is a checkpoint whose {_MARKER} carries no run file: name it in its run directory."]
+            [
+                f"model.from = {toml(text)} is a checkpoint whose {_MARKER} has no run file: name the checkpoint inside its run directory."
+            ]
         ) from None
 
 

@@ -220,7 +220,7 @@ class Cluster:
     device: Literal["cpu", "cuda"] | None = None
     """Kind of device to train on. Default: GPUs if there are any."""
     cpu_ranks: int | None = field(default=None, metadata=within(1, 1024))
-    """Ranks to start on CPU if [layout] leaves it open. Default: as many as there are cores and the batch divides."""
+    """Ranks to start on CPU if [layout] does not set their number. Default: the largest number up to that of the cores that divides the batch."""
     threads: int | None = field(default=None, metadata=within(1, 4096))
     """CPU threads per rank. Default: cores / ranks, at least one."""
     nodes: int = field(default=1, metadata=within(1, 1024))

@@ -57,7 +57,7 @@ def absent_place(rank: int, ranks: int) -> Place:
 
 
 def _plan(run: Run) -> Plan:
-    """A plan with what decides what a rank holds. The number of micro-batches does not change the stages of a rank."""
+    """A plan that is complete enough to decide what a rank holds. The number of micro-batches does not change the stages of a rank."""
     compute = run.precision.compute or "fp32"
     return Plan(
         layout=run.layout,

@@ -99,11 +99,13 @@ def step_record(progress: Progress, outcome: Outcome, rate: float, seconds: floa
 def too_many_skipped(progress: Progress, run: Run) -> str:
     """Why a run ends after skipped steps in a row."""
     skipped, spikes = progress.skipped_in_a_row, progress.spikes_in_a_row
-    spike = f"a loss or gradient norm more than resilience.spike = {run.resilience.spike or 0:g} deviations above the usual"
+    spike = (
+        f"a loss or gradient norm more than resilience.spike = {run.resilience.spike or 0:g} standard deviations above the mean"
+    )
     if spikes == skipped:
         had = spike
         remedy = (
-            "if the values are those of a new normal, as after a change of the data, raise resilience.spike or leave it out; if they "
+            "if the values are the new normal, as after a change of the data, raise resilience.spike or remove it; if they "
             f"keep growing, lower optimizer.learning_rate ({run.optimizer.learning_rate:g})."
         )
     else:
@@ -119,12 +121,12 @@ def too_many_skipped(progress: Progress, run: Run) -> str:
 
 
 def too_many_rollbacks(progress: Progress, step: int, run: Run) -> str:
-    """Why a run ends that has gone back to one step again and again."""
+    """Why a run ends that has rolled back to one step again and again."""
     skipped = [(first, beyond) for first, beyond, to in progress.left_out if to == step]
     ranges = ", ".join(f"{first} to {beyond - 1}" for first, beyond in skipped)
     return (
-        f"{progress.skipped_in_a_row} steps in a row were bad once more, although the run has gone back to step {step} "
-        f"{len(skipped)} times (resilience.rollback_after = {run.resilience.rollback_after}) and left out samples {ranges}: it is not the "
-        f"data. The state of step {step} itself may be bad: go back further by removing its checkpoint, or lower "
+        f"{progress.skipped_in_a_row} steps in a row were bad again, although the run rolled back to step {step} "
+        f"{len(skipped)} times (resilience.rollback_after = {run.resilience.rollback_after}) and skipped samples {ranges}: the data is not the "
+        f"cause. The state of step {step} itself may be bad: go back further by removing its checkpoint, or lower "
         f"optimizer.learning_rate ({run.optimizer.learning_rate:g})."
     )

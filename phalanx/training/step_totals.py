@@ -145,5 +145,5 @@ class StopSignal:
     def agree(self, request: int) -> None:
         """All ranks have learned that some rank has this request."""
         if request == STOP:
-            self._reason = self._reason or "another rank was told to stop"
+            self._reason = self._reason or "another rank was asked to stop"
         self.paused, self.agreed = request == PAUSE, request

@@ -196,7 +196,7 @@ class CampaignReport:
             "recoveries": self.recoveries,
             "steps_lost": self.steps_lost,
             "seconds": {"undisturbed": self.seconds[0], "disturbed": self.seconds[1]},
-            "said": list(self.campaign.notes),
+            "notes": list(self.campaign.notes),
         }
 
 
@@ -278,13 +278,13 @@ def verify(campaign: Campaign, report: Callable[[str], None] = lambda line: None
 
 
 def _leftovers(side: TrainedRun) -> Verdict:
-    said = "; ".join(side.leftovers) or "no process, no incomplete file, no in-memory replica"
-    return Verdict(name=f"left by the {side.name} run", passed=not side.leftovers, said=said)
+    message = "; ".join(side.leftovers) or "no process, no incomplete file, no in-memory replica"
+    return Verdict(name=f"left by the {side.name} run", passed=not side.leftovers, message=message)
 
 
 def _state(ours: TrainedRun, theirs: TrainedRun, accepted: float) -> Verdict:
-    passed, said = _compare_state(ours, theirs, accepted)
-    return Verdict(name="state", passed=passed, said=said)
+    passed, message = _compare_state(ours, theirs, accepted)
+    return Verdict(name="state", passed=passed, message=message)
 
 
 def _compare_state(ours: TrainedRun, theirs: TrainedRun, accepted: float) -> tuple[bool, str]:

@@ -46,7 +46,7 @@ class FaultOutcome:
     recovered: float | None = None
     """Seconds until the end of the next step; None: no recovery was needed."""
     steps_lost: int = 0
-    said: str = ""
+    message: str = ""
     """Message of the detection."""
     passed: bool = True
     """Whether it was detected if it must be, with the right rank or node."""
@@ -58,7 +58,7 @@ class Verdict:
 
     name: str
     passed: bool
-    said: str
+    message: str
 
 
 def fault_outcomes(
@@ -116,8 +116,8 @@ def _outcome(fault: Fault, injected: FaultInjected, noticed: Detection | None, e
         meanwhile = _recovery_at(injected.time, events, _UNDETECTED if fault.kind in ("hang", "freeze") else _TOGETHER)
         if meanwhile is None:
             return replace(outcome, passed=not _must_be_detected(fault))
-        said = f"injected while the run recovered from failure {', '.join(map(str, meanwhile.failures)) or 'none'}"
-        return replace(outcome, recovered=meanwhile.first_step - injected.time, said=said)
+        message = f"injected while the run recovered from failure {', '.join(map(str, meanwhile.failures)) or 'none'}"
+        return replace(outcome, recovered=meanwhile.first_step - injected.time, message=message)
     number = noticed.number if isinstance(noticed, FailureNoticed) else _failure_after(noticed, events)
     recovery = next((event for event in events if isinstance(event, Recovered) and number in event.failures), None)
     after = recovery.first_step if recovery else _next_step(noticed, events)
@@ -126,7 +126,7 @@ def _outcome(fault: Fault, injected: FaultInjected, noticed: Detection | None, e
         noticed=noticed.time - injected.time,
         recovered=None if after is None else after - injected.time,
         steps_lost=recovery.steps_lost if recovery else 0,
-        said=noticed.reason if isinstance(noticed, SaveFailed) else noticed.message,
+        message=noticed.reason if isinstance(noticed, SaveFailed) else noticed.message,
     )
 
 
@@ -138,7 +138,7 @@ def _must_be_detected(fault: Fault) -> bool:
 
 
 def _recovery_at(moment: float, events: Iterable[Event], before: float) -> Recovered | None:
-    """The recovery in progress at that time, or from a fault of the same time."""
+    """The recovery that was in progress at that time, or that answers a fault of the same time."""
     every = (event for event in events if isinstance(event, Recovered))
     return next((event for event in every if event.noticed - before <= moment <= event.first_step), None)
 
@@ -174,14 +174,14 @@ def run_verdicts(ours: Sequence[Event], theirs: Sequence[Event], steps: int, acc
     for name, events in (("undisturbed", theirs), ("disturbed", ours)):
         last = next((event for event in reversed(events) if isinstance(event, Finished | WorkerFailed)), None)
         done = isinstance(last, Finished) and last.step == steps
-        said = f"all {steps} steps" if done else "it did not reach the last step"
+        message = f"all {steps} steps" if done else "it did not reach the last step"
         if isinstance(last, WorkerFailed):
-            said = last.reason
-        yield Verdict(name=f"{name} run", passed=done, said=said)
+            message = last.reason
+        yield Verdict(name=f"{name} run", passed=done, message=message)
     pair = steps_of(ours), steps_of(theirs)
     other_batch = next(filter(None, (_batch_difference(step, *pair) for step in range(1, steps + 1))), None)
     same = f"the same tokens in each of {steps} steps"
-    yield Verdict(name="batches", passed=other_batch is None, said=other_batch or same)
+    yield Verdict(name="batches", passed=other_batch is None, message=other_batch or same)
     yield _losses(*pair, accepted)
 
 
@@ -204,20 +204,20 @@ def _losses(ours: _Steps, theirs: _Steps, accepted: float) -> Verdict:
     both = [step for step in ours if isinstance(ours[step], Step) and isinstance(theirs.get(step), Step)]
     apart = {step: number_difference(ours[step].loss, theirs[step].loss) for step in both}
     if not apart:
-        return Verdict(name="loss", passed=False, said="there is no step to compare")
+        return Verdict(name="loss", passed=False, message="there is no step to compare")
     worst = max(apart, key=lambda step: apart[step])
-    said = f"{apart[worst]:.1e} apart at most, in step {worst}; accepted {accepted:.0e}"
-    return Verdict(name="loss", passed=apart[worst] <= accepted, said=said if apart[worst] else "the same in every bit")
+    message = f"{apart[worst]:.1e} apart at most, in step {worst}; accepted {accepted:.0e}"
+    return Verdict(name="loss", passed=apart[worst] <= accepted, message=message if apart[worst] else "the same in every bit")
 
 
 def outcome_verdicts(outcomes: Sequence[FaultOutcome]) -> Iterator[Verdict]:
     """Whether the faults were injected and detected."""
     injected = [outcome for outcome in outcomes if outcome.step is not None]
     missing = "; ".join(outcome.fault for outcome in outcomes if outcome.step is None)
-    said = f"{len(injected)} of {len(outcomes)}" + (f"; their target was missing: {missing}" if missing else "")
-    yield Verdict(name="faults struck", passed=bool(injected) or not outcomes, said=said)
+    message = f"{len(injected)} of {len(outcomes)}" + (f"; their target was missing: {missing}" if missing else "")
+    yield Verdict(name="faults injected", passed=bool(injected) or not outcomes, message=message)
     undetected = [outcome.fault for outcome in injected if not outcome.passed]
-    said = f"not detected, or with a wrong rank: {'; '.join(undetected)}"
+    message = f"not detected, or with a wrong rank: {'; '.join(undetected)}"
     if not undetected:
-        said = "all that must be detected, with the right rank"
-    yield Verdict(name="noticed", passed=not undetected, said=said)
+        message = "all that must be detected, with the right rank"
+    yield Verdict(name="noticed", passed=not undetected, message=message)

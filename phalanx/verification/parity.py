@@ -142,9 +142,9 @@ class Report:
         return first_failure(self.checks)
 
     @property
-    def because(self) -> str:
+    def reason(self) -> str:
         """The reason for the tolerances."""
-        return TOLERANCES[self.case.coarsest].because
+        return TOLERANCES[self.case.coarsest].reason
 
     def to_json(self) -> dict[str, object]:
         case = self.case
@@ -154,10 +154,10 @@ class Report:
             "ranks": case.layout.ranks,
             "steps": case.steps,
             "precision": case.plan.compute,
-            "because": self.because,
+            "reason": self.reason,
             "checks": [check.to_json() for check in self.checks],
             "first": self.first.to_json() if self.first else None,
-            "said": list(case.notes),
+            "notes": list(case.notes),
             "failure": asdict(self.failure) if self.failure else None,
         }
         if self.accounts:

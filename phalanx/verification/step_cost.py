@@ -34,7 +34,7 @@ class Theory:
     memory: dict[str, float]
     per_parameter: str
     """Bytes of state per parameter, as a formula in the number of ranks that shard it."""
-    said: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     """Notes on measured differences."""
 
 

@@ -30,7 +30,7 @@ class Tolerance:
     loss: float
     gradients: float
     parameters: float
-    because: str
+    reason: str
 
     def of(self, kind: str) -> float:
         if kind in ("placement", "batches"):

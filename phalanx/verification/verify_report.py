@@ -50,7 +50,7 @@ def show_report(console: Console, report: Report) -> None:
             console.print(f"  {escape(line)}", style="dim", soft_wrap=True)
     if report.checks:
         console.print(_checks(report.checks))
-        console.print(f"accepted for {precision}: {report.because}", style="dim", soft_wrap=True)
+        console.print(f"accepted for {precision}: {report.reason}", style="dim", soft_wrap=True)
     if report.accounts and report.theory is not None:
         show_accounts(console, report.accounts, report.theory)
     if report.passed:
@@ -134,7 +134,7 @@ def show_accounts(console: Console, accounts: Sequence[RankAccount], theory: The
     states = [sum(bytes_ for kind, bytes_ in account.memory.items() if kind != "activations") for account in accounts]
     memory.add_row("state together", *_range(states), size(sum(theory.memory.values())), style="bold")
     console.print(sent)
-    _notes(console, theory.said)
+    _notes(console, theory.notes)
     console.print(memory)
 
 
@@ -164,7 +164,7 @@ def _faults(outcomes: Sequence[FaultOutcome]) -> Table:
     for outcome in outcomes:
         step = "not injected" if outcome.step is None else str(outcome.step)
         times = ("" if seconds is None else f"{seconds:.2f} s" for seconds in (outcome.noticed, outcome.recovered))
-        message = outcome.said or ("" if outcome.passed else "nothing")
+        message = outcome.message or ("" if outcome.passed else "nothing")
         table.add_row(escape(outcome.fault), step, *times, escape(message), style="" if outcome.passed else "red")
     return table
 
@@ -187,5 +187,5 @@ def _kinds(outcomes: Sequence[FaultOutcome]) -> list[str]:
 def _verdicts(verdicts: Sequence[Verdict]) -> Table:
     table = _table("check", "result", "verdict")
     for verdict in verdicts:
-        table.add_row(verdict.name, escape(verdict.said), _verdict(verdict.passed))
+        table.add_row(verdict.name, escape(verdict.message), _verdict(verdict.passed))
     return table

@@ -146,7 +146,7 @@ def test_checkpoint_diff(phalanx: Phalanx, trained: Path, one: Path) -> None:
     assert "All 84 tensors are bitwise equal" in same.out
     done = phalanx("diff", steps[0], steps[1], "--largest", 3, "--json")
     assert done.code == 1 and not done.json["same"]
-    assert done.json["beside"]["step"] == {"a": 1, "b": 2}
+    assert done.json["metadata"]["step"] == {"a": 1, "b": 2}
     a, b = contents(steps[0]), contents(steps[1])
     apart = {name: (a[name].double() - b[name].double()).abs().max().item() for name in a if not torch.equal(a[name], b[name])}
     assert {row["name"]: row["largest"] for row in done.json["different"]} == apart

@@ -105,4 +105,4 @@ def test_s3_problems_are_reported_before_the_start(workshop: Workshop, store: St
         "train", "tiny.toml", "checkpoint.url=s3://no-such-bucket-here/run", "--run-dir", "none", env=store.env()
     )
     assert ended.code == 2 and not (workshop.path / "none").exists(), ended
-    assert "does not exist" in ended.err and "make the bucket first" in " ".join(ended.err.split())
+    assert "does not exist" in ended.err and "create the bucket first" in " ".join(ended.err.split())

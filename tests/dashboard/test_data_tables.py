@@ -43,7 +43,7 @@ def test_heads_and_counts() -> None:
     for part in (
         "sample 9 · web · epoch 1 · window 4",
         "10 targets trained on, 7 masked, 5 padding",
-        "document 7 · tokens 3–20 · from place 0",
+        "document 7 · tokens 3–20 · from position 0",
         "5 tokens of padding",
     ):
         assert part in text

@@ -95,7 +95,7 @@ def test_written_values_are_read_back() -> None:
         ("corrupt rank=1 step=2 what=gradient", ["did you mean gradients?"]),
         ("slow rank=1 x1", ["x1 is not a factor above 1 such as x3"]),
         ("slow rank=1 from=3", ["xFACTOR is missing", "slow rank=2 x3 from=30"]),
-        ("slow rank=1 x2 from=9 to=3", ["to=3 lies before from=9"]),
+        ("slow rank=1 x2 from=9 to=3", ["to=3 is before from=9"]),
         ("fill-disk from=3 step=3", ["from and step do not go together"]),
         ("drop-link 1-1", ["1-1 is not two different nodes such as 0-1"]),
         ("drop-link for=3s", ["A-B is missing"]),

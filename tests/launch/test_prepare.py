@@ -107,7 +107,7 @@ def test_records_left_out_and_padding_are_said(folder: Path) -> None:
         overrides=["train.sequence_length=128"],
     )
     skipped, packing = prepared(run).notices
-    assert skipped.startswith("3 records of jsonl were left out: ")
+    assert skipped.startswith("3 records of jsonl were skipped: ")
     assert packing.startswith("Packing fills ") and " % of the windows" in packing
 
 
@@ -186,8 +186,8 @@ def test_a_folder_for_optimizer_states_must_take_them(folder: Path, monkeypatch:
         return loads(TEXT, overrides=("memory.offload=nvme", f"memory.offload_path={path}"))
 
     assert refused(offloaded(folder / "text" / "one.txt")) == (
-        f'memory.offload_path = "{folder}/text/one.txt" cannot be written (File exists): name a folder on a fast local disk, or leave '
-        "it out."
+        f'memory.offload_path = "{folder}/text/one.txt" cannot be written (File exists): name a folder on a fast local disk, or remove '
+        "the key."
     )
     assert "/proc/nowhere" in refused(offloaded("/proc/nowhere"))
     prepared(offloaded(folder / "states"))

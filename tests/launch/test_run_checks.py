@@ -33,7 +33,7 @@ def test_unusable_checkpoint_urls_are_refused(tmp_path: Path, monkeypatch: pytes
     (problem,) = storage_problems(run_at(tmp_path / "file" / "below"))
     assert problem.startswith(f'checkpoint.url = "{tmp_path}/file/below" cannot be used (Not a directory)')
     (problem,) = storage_problems(run_at("s4://bucket"))
-    assert problem.startswith('checkpoint.url = "s4://bucket" begins with s4://, which is no storage that fsspec knows')
+    assert problem.startswith('checkpoint.url = "s4://bucket" begins with s4://, which fsspec does not support')
     (problem,) = storage_problems(run_at("memory://x"))
     assert "memory of one process" in problem
 
@@ -66,7 +66,7 @@ def test_checkpoints_of_another_run_are_left_alone(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"other settings \(train.seed: 3 → 4\): name another URL"):
         check_owner(path, saved, run_at("s3://bucket/run", "train.seed=4"), new=True, fresh=False)
     over = replace(saved, step=run.steps)
-    with pytest.raises(RunError, match=f"has taken all its {run.steps} steps"):
+    with pytest.raises(RunError, match=f"has finished all its {run.steps} steps"):
         check_owner(path, over, run, new=True, fresh=False)
     check_owner(path, over, run, new=False, fresh=False)
 

@@ -134,7 +134,7 @@ def refusals(mesh: Mesh) -> list[str]:
 
 def test_what_would_not_be_exact_is_refused() -> None:
     beside, odd, narrow, tied, few = run_ranks(refusals, 2, layout=Layout(tensor=2))[0]
-    assert "mixer.scale.weight stands beside linear layers that layout.tensor = 2 cuts" in beside
+    assert "mixer.scale.weight is in one module with linear layers that layout.tensor = 2 cuts" in beside
     assert "AXES names a dimension of read.weight 'ffn'" in beside
     assert "layout.tensor = 2 does not divide model.heads = 3" in odd
     assert "model.heads = 6 does not divide its 8 elements" in narrow

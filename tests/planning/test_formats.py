@@ -43,7 +43,7 @@ def test_other_formats_keep_the_layout() -> None:
 def test_rounding_in_passes_of_its_own_may_cost_more_than_fp8_brings() -> None:
     small = run_of("llama3.2-1b", 32, 4096, layout=Layout(data=8))
     slow, reason = others(small)[1][f"fp8, {EAGER}"]
-    assert re.fullmatch(r"slower, as what is multiplied is rounded in passes of its own; step \+\d+%.*", reason)
+    assert re.fullmatch(r"slower, because rounding to fp8 takes separate passes; step \+\d+%.*", reason)
     assert slow.seconds > judge(small, cluster(8)).seconds
 
 

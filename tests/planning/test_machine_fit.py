@@ -256,7 +256,7 @@ def test_micro_batch_that_does_not_divide_the_share() -> None:
 def test_model_too_large_for_the_gpu() -> None:
     (found,) = problems(small(model=LLAMA_8B, layout=Layout(data=8), memory=UNTRADED), server(8))
     assert "80.0 GiB" in found and "NVIDIA H100 80GB HBM3" in found and "smaller model" in found
-    assert "leave [layout] out" in found, "shared, it would fit"
+    assert "remove [layout]" in found, "shared, it would fit"
     alone = small(model=LLAMA_8B, layout=Layout(data=1))
     (found,) = problems(alone, server(1, memory=16 * GIB))
     assert 'memory.recompute = "full"' in found and 'memory.offload = "cpu"' in found, "not even so"

@@ -24,7 +24,7 @@ def test_report_json_is_plain_and_complete() -> None:
     assert (value["cluster"]["gpus"], value["cluster"]["nodes"]) == (16384, 2048)
     assert value["best"]["memory"] == found.best.memory and value["best"]["split"]["compute"] == 3.5
     assert [other["name"] for other in value["others"]] == ["PP8 DP2 FSDP128 TP8+SP", "PP16v8 ZeRO1×64 TP16+SP"]
-    assert value["why_not"][0]["option"]["seconds"] == 6.9 and value["why_not"][1]["option"] is None
+    assert value["why_not"][0]["candidate"]["seconds"] == 6.9 and value["why_not"][1]["candidate"] is None
     assert (value["considered"], value["fitting"], value["assumed"]) == (374_400, 12_345, list(found.assumptions))
     assert value["placement"]["lines"] == [
         "A rank is on node rank // 8, on rail rank % 8; ranks run through tensor, shard, pipeline, the first fastest.",
@@ -142,11 +142,11 @@ def test_report_lists_each_alternative_once_and_fixed_keys() -> None:
     )
     value = report_of(plans.run(), plans.hardware(), replace(found, alternatives=twice)).to_json()
     assert [one["name"] for one in value["why_not"]] == ["TP16", "PP128"]
-    assert value["why_not"][0]["option"]["change"] == value["others"][1]["change"] == "layout.shard=64 layout.tensor=16"
+    assert value["why_not"][0]["candidate"]["change"] == value["others"][1]["change"] == "layout.shard=64 layout.tensor=16"
     assert not any("--free" in sentence for sentence in value["why"])
     kept = replace(plans.run(), layout=Layout(tensor=8, pipeline=16))
     assert report_of(kept, plans.hardware(), found).why[-1] == (
-        "The run file's [layout] was kept (pipeline, tensor): --free searches all layouts, and compares."
+        "The search kept the [layout] of the run file (pipeline, tensor): --free searches all layouts and compares."
     )
 
 
@@ -163,7 +163,7 @@ def test_part_changes_are_sorted_by_size() -> None:
 def test_why_sentences_are_true() -> None:
     found = plans.found()
     first, second, third = why(found, "time")
-    assert first == "It is the quickest that fits, of 374,400 legal layouts."
+    assert first == "It is the fastest that fits, of 374,400 legal layouts."
     assert second == (
         "Of a step, 70% is computing, 10% pipeline bubble, 8% tensor exchange, 7% gradients and shards; "
         "the fullest rank uses 77% of its memory."
@@ -173,9 +173,7 @@ def test_why_sentences_are_true() -> None:
     close = replace(found, runners_up=(replace(found.runners_up[0], seconds=5.1), *found.runners_up[1:]))
     assert "PP8 DP2 FSDP128 TP8+SP is within 3% of it" in why(close, "time")[-1]
     quicker = replace(found, runners_up=(replace(found.runners_up[0], seconds=4.97),))
-    assert (
-        why(quicker, "time")[0] == "It is the simplest of those as quick as the quickest that fits, of 374,400 legal layouts."
-    )
+    assert why(quicker, "time")[0] == "It is the simplest layout among the fastest that fit, of 374,400 legal layouts."
     assert why(replace(found, considered=1, runners_up=()), "time")[:1] == [
-        "It is the run file's own layout, judged as it stands."
+        "It is the layout of the run file, evaluated without a search."
     ]

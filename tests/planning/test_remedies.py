@@ -35,12 +35,12 @@ def changed(run: Run, hardware: Hardware, sentence: str) -> tuple[Run, Hardware]
             return run, replace(hardware, gpu=gpu, gpus=count)
     if sentence.startswith("Set train.sequence_length"):
         return with_sequence(run, numbers[0]), hardware
-    if sentence.startswith("Take a smaller model"):
+    if sentence.startswith("Use a smaller model"):
         sizes = {key: int(value) for key, value in re.findall(r"model\.(\w+) = (\d+)", sentence)}
         return replace(run, model=replace(run.model, **sizes)), hardware  # type: ignore[arg-type]
-    if sentence.startswith("Leave [layout] out"):
+    if sentence.startswith("Remove [layout]"):
         return replace(run, layout=Layout()), hardware
-    if sentence.startswith("Leave memory.recompute"):
+    if sentence.startswith("Remove memory.recompute"):
         plain = Memory()
         return replace(run, memory=replace(run.memory, recompute=plain.recompute, offload=plain.offload)), hardware
     if sentence.startswith("Set memory.loss_chunk"):
@@ -90,7 +90,7 @@ def test_laptop_gets_three_remedies() -> None:
     run = replace(run_of("llama3-8b", 1024, 4096), cluster=Cluster(name="laptop"))
     found = remedies(run, cluster_of(run, None))
     assert len(found) == 4
-    assert any("Take a smaller model: model.dim" in change for change in found)
+    assert any("Use a smaller model: model.dim" in change for change in found)
 
 
 def test_a_limit_below_what_any_device_needs_can_only_be_raised() -> None:

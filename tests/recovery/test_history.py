@@ -66,7 +66,9 @@ def test_the_same_failure_at_the_same_step_three_times_is_a_bug() -> None:
 
 
 def test_times_and_addresses_in_a_reason_make_no_other_failure() -> None:
-    hung = [WorkerDied(1, 5, "hung", f"rank 1 is in all_gather #8122; 3 ranks wait since {since} s") for since in (6, 61.5, 7)]
+    hung = [
+        WorkerDied(1, 5, "hung", f"rank 1 is in all_gather #8122; 3 ranks have waited for {since} s") for since in (6, 61.5, 7)
+    ]
     assert "3 times after step 5" in story(play(START, *hung)[-1])
     lost = [failed(rank, 5, f"rank {rank}: no answer of 0x{rank}f3a") for rank in (1, 2, 3)]
     assert all(isinstance(action, NewGeneration) for action in play(START, *lost)), "what names its rank is another's"

@@ -154,7 +154,7 @@ def test_run_that_must_not_shrink_waits_for_the_node(legal: Legal) -> None:
 
 def test_run_waits_if_no_layout_fits() -> None:
     wait = decide(situation(CUBE, nodes(4, 4)), [NodeLost(1, 10)], lambda layout: layout.ranks == 8)
-    assert isinstance(wait, Wait) and "8 ranks" in wait.reason and "1 node with 4 places" in wait.reason
+    assert isinstance(wait, Wait) and "8 ranks" in wait.reason and "1 node with 4 slots" in wait.reason
     gone = decide(situation(CUBE, nodes(4, 4)), (NodeLost(0, 10), NodeLost(1, 10)), lambda layout: True)
     assert isinstance(gone, Wait) and gone.dead == tuple(range(8))
 

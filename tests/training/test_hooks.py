@@ -122,7 +122,7 @@ def test_stop_signal_prefers_a_stop_to_a_pause_and_agrees_with_other_ranks() -> 
     other = StopSignal()
     other.pause()
     other.agree(STOP)
-    assert (other.agreed, other.paused, other.reason) == (STOP, False, "another rank was told to stop")
+    assert (other.agreed, other.paused, other.reason) == (STOP, False, "another rank was asked to stop")
     third = StopSignal()
     third.agree(PAUSE)
     assert (third.agreed, third.paused, third.reason) == (PAUSE, True, "asked to stop")

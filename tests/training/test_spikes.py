@@ -93,7 +93,7 @@ def test_too_many_spikes_end_the_run_with_a_message(tmp_path: Path) -> None:
     with pytest.raises(RunFailed) as caught:
         runs(ALONE, tmp_path, set(range(22, 99)), "resilience.spike=8", "resilience.max_skipped=2", "train.steps=30")
     assert str(caught.value).startswith(
-        "3 steps in a row had a loss or gradient norm more than resilience.spike = 8 deviations above the usual, more than "
+        "3 steps in a row had a loss or gradient norm more than resilience.spike = 8 standard deviations above the mean, more than "
         "resilience.max_skipped = 2; nothing was applied since step 21."
     )
 
@@ -178,7 +178,7 @@ def test_too_many_rollbacks_to_one_step_end_the_run(tmp_path: Path) -> None:
     with pytest.raises(RunFailed) as caught:
         rewinding(ALONE, tmp_path, set(range(6, 99)), "train.steps=9")
     assert (
-        "the run has gone back to step 4 3 times (resilience.rollback_after = 2) and left out samples 32 to 55, 56 to 71, 72 to 87"
+        "the run rolled back to step 4 3 times (resilience.rollback_after = 2) and skipped samples 32 to 55, 56 to 71, 72 to 87"
         in str(caught.value)
     )
 

@@ -89,7 +89,7 @@ def test_a_stop_on_one_rank_stops_all_at_the_same_step_with_nothing_changed(rank
         assert [kind for kind, *_ in events] == ["saved", "stopped"]
         assert changed == []
         assert steps == (2, 2)
-        assert reason == ("SIGTERM" if events is results[-1][0] else "another rank was told to stop")
+        assert reason == ("SIGTERM" if events is results[-1][0] else "another rank was asked to stop")
     # What was interrupted goes on as if nothing had been, on another number of ranks.
     whole = tiny_trainer(ALONE, run, tmp_path / "whole")
     steps_of_whole = [whole.step() for _ in range(3)]

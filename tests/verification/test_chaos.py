@@ -114,7 +114,7 @@ def test_a_step_that_was_taken_again_counts_as_it_was_taken_last() -> None:
     assert all(verdict.passed for verdict in verdicts(again).values())
     wrong = [*ours[:3], step(2, 2.5, loss=9.0), *ours[3:]]
     assert [name for name, verdict in verdicts(wrong).items() if not verdict.passed] == ["loss"]
-    assert "in step 2" in verdicts(wrong)["loss"].said
+    assert "in step 2" in verdicts(wrong)["loss"].message
 
 
 @pytest.mark.parametrize(
@@ -131,13 +131,13 @@ def test_a_step_that_was_taken_again_counts_as_it_was_taken_last() -> None:
 def test_every_difference_is_told(change: Any, failing: str, words: str) -> None:
     assert all(verdict.passed for verdict in verdicts(whole()).values())
     found = verdicts(change(whole()))
-    assert not found[failing].passed and words in found[failing].said
+    assert not found[failing].passed and words in found[failing].message
 
 
 def test_a_step_left_out_by_one_run_alone_is_a_difference() -> None:
     skipped = StepSkipped(step=3, samples=24, loss=float("nan"), grad_norm=float("nan"), in_a_row=1)
     ours = [*whole(), skipped]
-    assert "step 3 was skipped in the disturbed run only" in verdicts(ours)["batches"].said
+    assert "step 3 was skipped in the disturbed run only" in verdicts(ours)["batches"].message
     assert all(verdict.passed for verdict in verdicts(ours, [*whole(), skipped]).values())
 
 
@@ -175,10 +175,10 @@ def test_each_fault_finds_what_was_noticed_of_it() -> None:
     assert noticed == [0.1, 6.0, 0.2, 0.2, 2.5, 3.0, 1.0, None, None]
     after = [None if strike.recovered is None else round(strike.recovered, 3) for strike in found]
     assert after == [0.7, 6.5, 1.0, 0.9, 4.0, None, None, None, None]
-    assert [strike.steps_lost for strike in found][:2] == [1, 0] and found[1].said == "rank 1 is inside the data loader"
+    assert [strike.steps_lost for strike in found][:2] == [1, 0] and found[1].message == "rank 1 is inside the data loader"
     assert all(strike.passed for strike in found) and found[8].step is None
     told = {verdict.name: verdict for verdict in outcome_verdicts(found)}
-    assert told["faults struck"].said == "8 of 9; their target was missing: kill rank=9 step=10" and told["noticed"].passed
+    assert told["faults injected"].message == "8 of 9; their target was missing: kill rank=9 step=10" and told["noticed"].passed
     assert not same_layout([started(), *events]) and same_layout([started(), recovered(1, 1.0)])
 
 
@@ -216,7 +216,7 @@ def test_what_ends_by_itself_may_pass_unseen() -> None:
 def test_a_strike_into_a_recovery_is_that_ones() -> None:
     (fault,) = parse("kill rank=3 step=2")
     (strike,) = fault_outcomes([fault], [injected(fault, 10.0), recovered(1, 10.3)])
-    assert strike.passed and strike.recovered == pytest.approx(0.3) and "recovered from failure 1" in strike.said
+    assert strike.passed and strike.recovered == pytest.approx(0.3) and "recovered from failure 1" in strike.message
 
 
 def test_the_standard_campaign_has_every_kind_at_every_point() -> None:
@@ -279,7 +279,7 @@ def test_what_outlives_a_run_is_found_named_and_ended(pretend: Any, tmp_path: Pa
     assert "sleep 62" in side.leftovers[0] and side.leftovers[1] == "checkpoints/step-1.partial, incomplete"
     assert not chaos_campaign._children() & {int(side.leftovers[0].split()[1])}
     verdict = chaos_campaign._leftovers(side)
-    assert not verdict.passed and "incomplete" in verdict.said
+    assert not verdict.passed and "incomplete" in verdict.message
 
 
 def test_a_run_that_does_not_end_is_ended(pretend: Any) -> None:
@@ -296,9 +296,9 @@ def test_the_report_shows_every_fault_and_check(capsys: pytest.CaptureFixture[st
     planned = replace(chaos_campaign.campaign(tiny_run()), faults=parse("kill rank=3 step=2; kill rank=1 step=3"))
     report = chaos_campaign.CampaignReport(
         campaign=planned,
-        verdicts=(Verdict(name="batches", passed=True, said="the same tokens"),),
+        verdicts=(Verdict(name="batches", passed=True, message="the same tokens"),),
         outcomes=(
-            FaultOutcome(fault="kill rank=3 step=2", kind="kill", step=2, noticed=0.1, recovered=0.7, said="rank 3 died"),
+            FaultOutcome(fault="kill rank=3 step=2", kind="kill", step=2, noticed=0.1, recovered=0.7, message="rank 3 died"),
             FaultOutcome(fault="kill rank=1 step=3", kind="kill"),
         ),
         recoveries=1,
@@ -311,7 +311,7 @@ def test_the_report_shows_every_fault_and_check(capsys: pytest.CaptureFixture[st
     for words in ("data 4: 4 CPU ranks as 2 nodes, 80 steps, 2 faults", "kill rank=3 step=2", "0.70 s", "rank 3 died", "not injected",
                   "kill: detected after 0.10 s (median of 1)", "the same tokens", "1 recoveries, 1 steps repeated", "passed"):  # fmt: skip
         assert words in shown
-    assert not replace(report, verdicts=(Verdict(name="loss", passed=False, said="apart"),)).passed
+    assert not replace(report, verdicts=(Verdict(name="loss", passed=False, message="apart"),)).passed
 
 
 @pytest.mark.parametrize(

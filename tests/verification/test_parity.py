@@ -87,7 +87,7 @@ def test_state_and_traffic_of_replicas_are_what_theory_says(pool: RankPool) -> N
         assert account.memory["activations"] > 0
         assert account.sent["data"]["all-reduce"] == pytest.approx(2 * 4 * parameters, rel=0.03)  # a tree of two stages
     assert report.theory.sent["data"] == pytest.approx(2 * 3 / 4 * 4 * parameters)
-    assert "2 times" in report.theory.said[0] and "1.5 times" in report.theory.said[0]
+    assert "2 times" in report.theory.notes[0] and "1.5 times" in report.theory.notes[0]
 
 
 def test_with_sequence_a_pipeline_sends_slices(pool: RankPool) -> None:

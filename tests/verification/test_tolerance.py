@@ -75,5 +75,5 @@ def test_coarser_numbers_may_differ_more_and_say_why() -> None:
     ranges = [TOLERANCES[name] for name in ("fp32", "fp16", "bf16", "fp8")]
     for kind in ("loss", "gradients", "parameters"):
         assert [one.of(kind) for one in ranges] == sorted(one.of(kind) for one in ranges)
-    assert all(one.because for one in TOLERANCES.values())
+    assert all(one.reason for one in TOLERANCES.values())
     assert FP32.of("loss") == 1e-5 and FP32.of("gradients") == 1e-4

@@ -142,7 +142,7 @@ def test_a_planted_hang_is_found(
     answers = run_ranks(asked, 4, tmp_path, plant, overrides, layout=layout)
     found = judged(answers)
     assert found.culprits == (GUILTY,) and found.certain
-    assert f"has not reached {operation} #" in found.message and " of step 2; 3 ranks wait since 7 s; " in found.message
+    assert f"has not reached {operation} #" in found.message and " of step 2; 3 ranks have waited for 7 s; " in found.message
     assert place in found.message
     assert "in hang" in found.stack or "in __call__" in found.stack
     for rank in {0, 2, 3}:
@@ -160,7 +160,7 @@ def test_a_hang_in_a_pipeline_is_found_through_the_messages(tmp_path: Path) -> N
     ]
     found = judged(answers)
     assert found.culprits == (GUILTY,)
-    assert "rank 1 (node 0, layer blocks.1.attention) has not sent what is awaited by ranks 0 and 2 in step 2" in found.message
+    assert "rank 1 (node 0, layer blocks.1.attention) has not sent its message to ranks 0 and 2 in step 2" in found.message
 
 
 def out_of_step(mesh: Mesh) -> dict[str, Any]:
@@ -246,9 +246,9 @@ def test_ranks_that_cannot_answer_are_found(tmp_path: Path) -> None:
     )
     assert found.culprits == (1, 2) and found.certain
     assert "rank 1 (node 1) has not reached all_reduce #" in found.message
-    assert "it does not answer, although its process is there; it is at worker/test_hang_report.py:" in found.message
+    assert "it does not answer, although its process is alive; it is at worker/test_hang_report.py:" in found.message
     assert "rank 2 (node 2) has not reached all_reduce #" in found.message and "stopped by a signal" in found.message
-    assert "2 ranks wait" in found.message
+    assert "2 ranks have waited" in found.message
 
 
 def test_hang_report_of_an_unknown_thread_is_empty() -> None:

@@ -306,8 +306,8 @@ class HandoffShare:
 def write_handoff(
     folder: Path, share: HandoffShare, step: int, tensors: Mapping[str, StateTensor], metadata: RunMetadata
 ) -> int:
-    """Copy this rank's share of its live state into memory as a copy that the next generation restores; returns the bytes when it is there.
-    `folder`: of this node's replica server. OSError if there is no memory."""
+    """Copy this rank's share of its live state into memory, for the next generation to restore. Returns the number of bytes.
+    `folder`: the folder of this node's replica server. Raises OSError if there is too little memory."""
     boxes = written_boxes(tensors)
     names = {name: state.whole_bytes for name, state in tensors.items()} if share.names else None
     file = RankFile(share.index, share.count, [box.saved for box in boxes], share.stage, names)

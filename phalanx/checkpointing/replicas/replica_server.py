@@ -1,5 +1,5 @@
 """The process that keeps memory replicas on one node. It outlives the workers that copied them, sends each copy to a peer node, and serves
-them to whoever restores the state. Started by the launcher, one per node. Does not import torch.
+them to ranks that restore the state. Started by the launcher, one per node. Does not import torch.
 
     python -m phalanx.checkpointing.replicas.replica_server       with its settings as a line of JSON on standard input
 

@@ -164,7 +164,7 @@ def take(table: Any, rows: Any) -> Any:
 
 
 def in_chunks(judge: Callable[..., Table], chunk: int, jobs: JobTable, *others: Rates) -> Table:
-    """`judge` of all jobs and of tables with the same rows, `chunk` rows at a time: their columns stay in the CPU's cache."""
+    """Calls `judge` with `chunk` rows of all tables at a time and joins the results, so that columns stay in the CPU's cache."""
     size = jobs.size()
     if size <= 2 * chunk:
         return judge(jobs, *others)

@@ -1,6 +1,6 @@
-"""Goodput, price and energy of a whole run: what failures and saving cost by a closed form, and the checkpoint interval
-that is best. Numbers or columns, like `cost/job_table`. `search/candidate` adds it to each candidate; tests hold
-simulations against it."""
+"""Goodput, price and energy of a whole run: the cost of failures and saving in closed form, and the best checkpoint
+interval. Works on numbers or columns, like `cost/job_table`. `search/candidate` adds the result to each candidate; tests compare
+it with simulations."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class Rates:
     spread: Column = 0.0017
     """Straggler time for each doubling of ranks beyond eight."""
     slack: Column = 1.0
-    """Where layers do not divide evenly: fraction of the missing layers that the last stage, which has the head, is spared."""
+    """If layers do not divide evenly: the fraction of the missing layers that are missing in the last stage, which has the head."""
     balanced: Column = 0.0
     """1: stages are split by cost, so that all of them share the head's time."""
     overhead: Column = 0.0

@@ -340,5 +340,5 @@ def _format_reason(candidate: Candidate, best: Candidate) -> str:
     elif longer < 0:
         phrase += ", but a search compiles nothing by itself" if candidate.compiled else ""
     elif candidate.compute == "fp8" and not candidate.compiled:
-        phrase += ", as what is multiplied is rounded in passes of its own"
+        phrase += ", because rounding to fp8 takes separate passes"
     return f"{phrase}; step {longer:+.0%}{saved}"

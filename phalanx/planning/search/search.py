@@ -180,8 +180,8 @@ def _ranked(front: Front, most: int) -> tuple[int, list[int]]:
 
 
 def _simplest(front: Front) -> int:
-    """Of the rows as fast as the fastest, the one with the fewest techniques, then with the lowest degrees; of that, the
-    smallest micro-batch, as a larger one would only take memory."""
+    """Chooses among the rows that are as fast as the fastest: the fewest techniques, then the lowest degrees, then the smallest
+    micro-batch, because a larger one would only take memory."""
     near = front.seconds <= NEAR * front.seconds[0]
     columns = {name: column[near] for name, column in front.columns.items()}
     first = np.lexsort((front.seconds[near], _size(columns), _techniques(columns)))[0]
@@ -262,7 +262,7 @@ def beyond(best: Candidate, limits: Limits) -> list[str]:
     sentences = []
     if limits.deadline is not None and best.expected_days > limits.deadline:
         sentences.append(
-            f"The quickest layout takes {best.expected_days:,.1f} days, more than the deadline of {limits.deadline:,.1f} days: "
+            f"The fastest layout takes {best.expected_days:,.1f} days, more than the deadline of {limits.deadline:,.1f} days: "
             "take more devices, fewer tokens or a smaller model."
         )
     if limits.budget is not None and best.price is not None and best.price > limits.budget:

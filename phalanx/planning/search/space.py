@@ -34,7 +34,7 @@ _DIVIDED = {"pipeline", "data", "shard", "context", "tensor", "expert", "expert_
 """Columns that the equations divide by many times. As floats from the beginning, that takes half the time."""
 _FEW = 64
 """Most devices for which recomputing only some of the blocks is tried. With more, stages have too few blocks for it to be
-even, and the layouts are so many that it would take most of a search's time."""
+even, and there are too many layouts: it would take most of a search's time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +304,7 @@ def at(column: Any, row: int) -> Any:
 
 
 def layout_of(run: Run, jobs: JobTable, row: int) -> Layout:
-    """The layout of one job as the run file would write it: defaults are left out."""
+    """The layout of one job as the run file would write it, without defaults."""
 
     def code(name: str) -> int:
         return int(at(getattr(jobs, name), row))

@@ -86,7 +86,7 @@ class Segment:
         return self.seconds_until(step) - (step - self.first) * self.step
 
     def last_saved(self, every: int | None, write: float, step: int, seconds: float) -> int | None:
-        """The newest step with a complete save after `seconds`, when `step` is done; None if there is none since `first`."""
+        """The newest saved step whose save is complete `seconds` after the start, when `step` is done; None: there is none after `first`."""
         if every is None:
             return None
         newest = step // every * every

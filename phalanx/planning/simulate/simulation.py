@@ -130,7 +130,7 @@ class ClusterModel:
         return (self._stall, self._write_seconds) if in_background else (self._stall + self._write_seconds, 0.0)
 
     def _best(self) -> float:
-        """The best interval of the closed form, at least one step and the time of writing a checkpoint."""
+        """The best interval between saves by the closed form, but not shorter than a step or than the time to write a checkpoint."""
         stall, write = self._disk() if self.keep == "disk" else (self._stall, 0.0)
         return max(float(best_interval(self.mtbf, stall)), write, self.step)
 

@@ -92,7 +92,7 @@ class StepHook:
         return outcome
 
     def on_step_taken(self, step: int, outcome: Outcome) -> None:
-        """The step was taken or skipped, and counts."""
+        """The step was taken or skipped, and will not be repeated."""
 
     def on_step_end(self, record: Step | StepSkipped) -> None:
         """The step and what replicas exchange after it are complete."""

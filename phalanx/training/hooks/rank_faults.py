@@ -1,4 +1,4 @@
-"""Injects the faults of `--chaos` inside a rank. A hook: each fault strikes at its point of its step. Faults of nodes, links and disks
+"""Injects the faults of `--chaos` inside a rank. A hook: each fault is injected at its point of its step. Faults of nodes, links and disks
 are injected by the node's agent (see `faults.grammar.is_node_fault`)."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from phalanx.faults.grammar import Fault, Point, is_node_fault
 from phalanx.training.hooks import StepContext, StepHook
 
 _IRREGULAR_POINTS = ("save", "evaluate")
-"""Points that not every step has: a fault strikes at the first such point from its step on."""
+"""Points that not every step has: a fault is injected at the first such point from its step on."""
 _LONG_SLEEP = 3600.0
 _LOW_EXPONENT_BIT = {torch.float32: (torch.int32, 23), torch.bfloat16: (torch.int16, 7), torch.float16: (torch.int16, 10)}
 """The lowest bit of the exponent, by dtype. Flipping it doubles or halves a value: wrong, but it does not overflow and so reveal itself."""
@@ -38,7 +38,7 @@ class RankFaults(StepHook):
 
     def __init__(self, faults: Sequence[Fault], *, rank: int, done: FaultClaims, report: Callable[[FaultInjected], object]):
         """`faults`: all faults of the run, with those of `random` drawn; a fault's index is its number in `done`. `report` writes the
-        record before the fault strikes."""
+        record before the fault is injected."""
         assert not any(fault.kind == "random" for fault in faults), "expand random faults first"
         self._done, self._report = done, report
         self._faults: dict[str, list[tuple[int, Fault]]] = {}
@@ -53,11 +53,11 @@ class RankFaults(StepHook):
             DISK.watch(done.run_dir)
 
     def before_batch(self, step: int) -> None:
-        self._strike("data", step)
+        self._inject_at("data", step)
 
     def before_forward(self, context: StepContext) -> None:
         step = context.number
-        self._strike("compute", step)
+        self._inject_at("compute", step)
         for number, fault in self._faults.get("nan", ()):
             if step == fault.step:
                 self._plant_nan(number, fault, context.model.parts)
@@ -65,7 +65,7 @@ class RankFaults(StepHook):
         self._corrupt("optimizer", step, lambda: list(context.optimizer.state().values()))
 
     def before_reduce(self, step: int, busy_seconds: float) -> None:
-        self._strike("collective", step)
+        self._inject_at("collective", step)
         if (factor := self._slowness(step)) > 1:
             time.sleep((factor - 1) * busy_seconds)
 
@@ -74,17 +74,17 @@ class RankFaults(StepHook):
         self._corrupt("gradients", context.number, lambda: [p.gradient for p in owned if p.gradient is not None])
 
     def on_update(self, step: int) -> None:
-        self._strike("update", step)
+        self._inject_at("update", step)
 
     def before_evaluate(self, step: int) -> None:
-        self._strike("evaluate", step)
+        self._inject_at("evaluate", step)
 
     def before_save(self, step: int) -> None:
-        self._strike("save", step)
+        self._inject_at("save", step)
 
     @contextmanager
     def around_repeat(self) -> Iterator[None]:
-        """A fault that struck this process in the step strikes again in its repetition."""
+        """A fault that was injected in this step is injected again when the step is repeated."""
         self._repeating = True
         try:
             yield
@@ -95,7 +95,7 @@ class RankFaults(StepHook):
     def on_roll_forward(self) -> None:
         self._faults.clear()
 
-    def _strike(self, point: Point, step: int) -> None:
+    def _inject_at(self, point: Point, step: int) -> None:
         """Injects the faults of this point of `step`, or, for saves and evaluations, of the first one after `step`. May not return."""
         if self._handles and point != "collective":  # recomputation runs forwards until then
             self._remove_handles()
@@ -114,7 +114,7 @@ class RankFaults(StepHook):
         return factor
 
     def _claim(self, number: int, fault: Fault, step: int) -> bool:
-        """Whether the fault has never struck before; it is reported and marked as done."""
+        """Whether the fault has never been injected before; if so, it is reported and marked as done."""
         is_first = self._done.claim(number)
         if is_first:
             self._report(fault_record(fault, step))

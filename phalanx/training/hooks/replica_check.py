@@ -119,7 +119,7 @@ class ReplicaCheck(StepHook):
         """The newest step whose state was compared and found equal."""
 
     def due(self, step: int) -> bool:
-        """Whether to compare before `step` is applied: also before the first one, whose state may come from many places."""
+        """Whether to compare before `step` is applied. The first step is always compared: its state may come from several sources."""
         return bool(self._every) and self._mesh.ranks > 1 and (self._is_first or step % self._every == 0)
 
     def on_state_replaced(self) -> None:
