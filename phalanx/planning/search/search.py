@@ -1,5 +1,5 @@
 """The search: the fastest layout of a run on a cluster, within limits, and what a given layout costs. `planning/planner`
-adds the alternatives and the report; `planning/solve` and `planning/solve` search other runs and clusters."""
+adds the alternatives and the report; `planning/solve` searches other runs and clusters."""
 
 from __future__ import annotations
 
