@@ -42,8 +42,8 @@ FORKING = (
     "cli/test_checkpoint.py",
     "rehearsal/test_rehearsed_rank.py",
 )
-"""Folders and files whose tests fork ranks. With a torch that is built for GPUs, a process that has computed gradients or rehearsed a GPU cannot be
-forked any more: these tests come first in every process."""
+"""Folders and files whose tests fork ranks. With a torch that is built for GPUs, a process that has computed gradients or rehearsed a GPU
+cannot be forked any more: these tests come first in every process."""
 LONGEST = (
     "parallel/test_data_parallel_sharded.py",
     "verification/test_rows.py",

@@ -46,25 +46,26 @@ def failed(workshop: Any, result: Any, rank: int | None, *parts: str) -> Any:
     return record
 
 
+PATIENT = ("resilience.timeout=36000", "resilience.hang=36000")
+"""A command that waits for one of these does not end within the patience of a test."""
+
 # --- a rank that raises ---------------------------------------------------------------------------------------------
 
 IN_A_STEP = """
-import time
 from phalanx.training import trainer
 real = trainer.Trainer.step
 def step(self):
     if self.mesh.rank == 1 and self.progress.step == 2:
-        raise ValueError(f"sabotage at {time.time()}")
+        raise ValueError("sabotage")
     return real(self)
 trainer.Trainer.step = step
 """
 BEFORE_THEY_MEET = """
-import time
 from phalanx.worker import rank
 real = rank.connect
 def connect(place, *rest):
     if place.rank == 1:
-        raise ValueError(f"sabotage at {time.time()}")
+        raise ValueError("sabotage")
     return real(place, *rest)
 rank.connect = connect
 """
@@ -75,13 +76,9 @@ rank.connect = connect
 )
 def test_rank_that_raises(workshop: Any, code: str, restarts: int) -> None:
     """Where nothing is to be tried again, or where that would only repeat it."""
-    result = workshop.run(
-        "train", *LONG, f"resilience.restarts={restarts}", "layout.data=4", "--json", env=workshop.sabotage(code)
-    )
-    now = time.time()
-    record = failed(workshop, result, 1, "ValueError: sabotage at ")
-    raised = float(record.reason.rpartition(" ")[2])
-    assert now - raised < 60, f"the command went on for {now - raised:.1f} s: it waited for a timeout"
+    settings = (f"resilience.restarts={restarts}", "layout.data=4", *PATIENT)
+    result = workshop.run("train", *LONG, *settings, "--json", env=workshop.sabotage(code))
+    record = failed(workshop, result, 1, "ValueError: sabotage")
     assert (result.out + result.err).count(TRACEBACK) == 1, result
     assert TRACEBACK in record.traceback and "raise ValueError" in record.traceback
     assert (result.json["finished"], result.json["failure"], result.json["error"]) == (
@@ -132,7 +129,7 @@ def test_text_that_shrinks(workshop: Any) -> None:
 
 
 def test_killed_rank_ends_the_run_without_restarts_and_ports_are_private(workshop: Any) -> None:
-    command = workshop.start("train", *LONG, "layout.data=2", "resilience.restarts=0", "--json")
+    command = workshop.start("train", *LONG, "layout.data=2", "resilience.restarts=0", *PATIENT, "--json")
     command.until(workshop.reached("runs/tiny", 3), "step 3")
     processes = workshop.processes()
     assert len(processes) == 6, "the launcher, the supervisor, what keeps copies in memory, what forks ranks, two ranks"
@@ -144,9 +141,7 @@ def test_killed_rank_ends_the_run_without_restarts_and_ports_are_private(worksho
     assert len(with_torch) == 3 and all("phalanx.worker.fork_server" in process.cmdline() for process in with_torch)
     (victim,) = (event for event in of(WorkerStarted, workshop.events()) if event.rank == 1)
     os.kill(victim.pid, signal.SIGKILL)
-    killed = time.time()
     result = command.wait()
-    assert time.time() - killed < 5
     failed(workshop, result, 1, "SIGKILL", "out of memory")
     assert "Rank 1" in result.err
     assert TRACEBACK not in result.out + result.err
