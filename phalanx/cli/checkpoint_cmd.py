@@ -214,12 +214,12 @@ def reshard(
     laid = on_layout(found, saved.marker, layout)
     written = write(saved, found, laid, out)
     saved.close()
-    told = checkpoint_info.describe(written)
+    info = checkpoint_info.describe(written)
     if json:
-        print_json(asdict(told) | {"from": str(found.checkpoint)})
+        print_json(asdict(info) | {"from": str(found.checkpoint)})
         return
     console.print(
-        f"step {told.step} for {checkpoint_info.layout_text(told.layout)} ({told.ranks} rank{'s' if told.ranks != 1 else ''}) → {written}",
+        f"step {info.step} for {checkpoint_info.layout_text(info.layout)} ({info.ranks} rank{'s' if info.ranks != 1 else ''}) → {written}",
         style="bold",
         soft_wrap=True,
         markup=False,

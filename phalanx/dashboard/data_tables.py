@@ -56,8 +56,8 @@ class SourceFormat:
 def show_inspected(console: Console, name: str, found: InspectReport, about: SourceFormat) -> None:
     """Shows the report about one source."""
     console.print(Rule(Text(name), align="left"))
-    told = "" if found.bytes is None else f", {'about ' if found.bytes_estimated else ''}{size(found.bytes)} of text"
-    console.print(f"{count(found.documents)} documents, {count(found.tokens)} tokens{told}", style="bold")
+    text_size = "" if found.bytes is None else f", {'about ' if found.bytes_estimated else ''}{size(found.bytes)} of text"
+    console.print(f"{count(found.documents)} documents, {count(found.tokens)} tokens{text_size}", style="bold")
     vocab, end = ("?" if number is None else number for number in (about.vocab, about.end))
     console.print(Text(f"tokenizer {about.tokenizer or 'unknown'}, {vocab} tokens, end token {end}, read as {about.dtype}"))
     if found.masked_tokens is not None:

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 from phalanx._version import __version__
 from phalanx.checkpointing.replicas import shm_slots
-from phalanx.control.protocol import AgentSettings, NodeAway, Outcome, Stop
+from phalanx.control.protocol import AgentSettings, Message, NodeAway, Outcome, Stop
 from phalanx.events.log import EventLog, EventReader
 from phalanx.events.records import Event, RunStarted, Warned, WorkerFailed
 from phalanx.launch.prepare import Prepared
@@ -40,10 +40,10 @@ class StartedAgent(Protocol):
     def fileno(self) -> int:
         """Becomes readable when a message arrives or the agent ends."""
 
-    def send(self, message: Any) -> bool:
-        """Send a message of `control/protocol`; False if the agent is gone."""
+    def send(self, message: Message) -> bool:
+        """Send a message; False if the agent is gone."""
 
-    def receive(self) -> list[Any]:
+    def receive(self) -> list[Message]:
         """The messages that have arrived, without waiting."""
 
     def poll(self) -> int | None:

@@ -7,9 +7,8 @@ import json
 import os
 import select
 from pathlib import Path
-from typing import Any
 
-from phalanx.control.protocol import AgentSettings, decode, encode
+from phalanx.control.protocol import AgentSettings, Message, decode, encode
 from phalanx.host.process_tree import start_module
 
 
@@ -23,7 +22,7 @@ class LocalAgent:
     def fileno(self) -> int:
         return self._output.fileno()
 
-    def send(self, message: Any) -> bool:
+    def send(self, message: Message) -> bool:
         try:
             self._input.write(json.dumps(encode(message)).encode() + b"\n")
             self._input.flush()
@@ -31,7 +30,7 @@ class LocalAgent:
             return False
         return True
 
-    def receive(self) -> list[Any]:
+    def receive(self) -> list[Message]:
         while select.select([self._output], [], [], 0)[0] and (block := os.read(self._output.fileno(), 65536)):
             self._buffer += block
         *lines, self._buffer = self._buffer.split(b"\n")
