@@ -25,8 +25,7 @@ from phalanx.checkpointing.format import BLOCK, RankFile, RunMetadata, SavedBox,
 from phalanx.checkpointing.hf_folder import WeightsWriter
 from phalanx.checkpointing.location import Location
 from phalanx.checkpointing.restore import CheckpointReader
-from phalanx.checkpointing.staging import raw_bytes
-from phalanx.checkpointing.state_tensor import DTYPE_NAMES, StateTensor, WrittenBox, written_boxes
+from phalanx.checkpointing.state_tensor import DTYPE_NAMES, StateTensor, WrittenBox, raw_bytes, written_boxes
 from phalanx.spec.errors import RunError, RunFailed
 from phalanx.spec.safetensors_index import SIZES
 from phalanx.spec.tensor_slice import Box, TensorSlice

@@ -16,8 +16,7 @@ from torch import Tensor
 from phalanx.checkpointing.directory import CheckpointFiles, read_marker
 from phalanx.checkpointing.format import BLOCK, Marker, SavedBox, SavedTensor, Sidecar, name_hash
 from phalanx.checkpointing.location import Location, open_location
-from phalanx.checkpointing.staging import raw_bytes
-from phalanx.checkpointing.state_tensor import DTYPES, StateTensor, as_state_tensors
+from phalanx.checkpointing.state_tensor import DTYPES, StateTensor, as_state_tensors, raw_bytes
 from phalanx.spec.errors import RunFailed
 from phalanx.spec.fields import current_tensor, has_own_module, original_tensor
 from phalanx.spec.tensor_slice import Box, TensorSlice

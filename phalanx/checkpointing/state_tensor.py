@@ -29,6 +29,11 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MIN_BYTES = 512  # that a rank writes of what others hold too
 
 
+def raw_bytes(values: Tensor) -> memoryview:
+    """The bytes of a tensor in host memory; a copy if it is not contiguous."""
+    return values.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
 class OffloadedTensor(Protocol):
     """A tensor in a file, which is read and written as a whole."""
 

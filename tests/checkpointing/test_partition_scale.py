@@ -16,8 +16,7 @@ from ranks import tiny_run
 from phalanx.checkpointing import directory, format
 from phalanx.checkpointing.directory import CheckpointFiles
 from phalanx.checkpointing.restore import load
-from phalanx.checkpointing.staging import raw_bytes
-from phalanx.checkpointing.state_tensor import StateTensor, WrittenBox, written_boxes
+from phalanx.checkpointing.state_tensor import StateTensor, WrittenBox, raw_bytes, written_boxes
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import Run
 from phalanx.training.dry_build import dry_build_tensors

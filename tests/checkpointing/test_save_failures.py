@@ -12,7 +12,7 @@ import pytest
 from checkpoints import contents, various
 from ranks import ALONE, differing, run_ranks, tiny_run, tiny_trainer
 
-from phalanx.checkpointing import directory, location, staging
+from phalanx.checkpointing import directory, location, save
 from phalanx.checkpointing.location import Local, open_location
 from phalanx.checkpointing.save import Saver
 from phalanx.events.records import Saved, SaveFailed, Step, Warned
@@ -200,7 +200,7 @@ def test_a_failed_removal_is_a_warning_and_the_checkpoint_is_complete(tmp_path: 
 
 
 def test_save_without_memory_for_a_copy_is_synchronous_and_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "free_memory", lambda: 1000)
+    monkeypatch.setattr(save, "free_memory", lambda: 1000)
     saver, tensors = Saver(open_location(tmp_path), ALONE), various(1)
     saver.prepare(tensors)
     assert saver.save(1, tensors, wait=False) == []

@@ -13,11 +13,10 @@ from checkpoints import contents
 from ranks import ALONE, copied, differing, run_ranks, tiny_run, tiny_trainer
 from torch import Tensor
 
-from phalanx.checkpointing import directory, format, location, save, staging
+from phalanx.checkpointing import directory, format, location, save
 from phalanx.checkpointing.format import RunMetadata
 from phalanx.checkpointing.location import open_location
-from phalanx.checkpointing.save import Saver
-from phalanx.checkpointing.staging import Staging
+from phalanx.checkpointing.save import Saver, Staging
 from phalanx.checkpointing.state_tensor import ReplicaGroup, StateTensor, written_boxes
 from phalanx.events.records import Saved, SaveFailed
 from phalanx.parallel.mesh import Mesh
@@ -33,13 +32,13 @@ def state(value: float) -> dict[str, Tensor]:
 
 def slow_copies(monkeypatch: Any, seconds: float) -> None:
     """A copy that takes long enough for whoever does not wait for it to be found out."""
-    copy = staging._copy
+    copy = save._copy
 
     def slowly(*args: Any) -> None:
         time.sleep(seconds)
         copy(*args)
 
-    monkeypatch.setattr(staging, "_copy", slowly)
+    monkeypatch.setattr(save, "_copy", slowly)
 
 
 def slow_writing(monkeypatch: Any, seconds: float) -> None:
