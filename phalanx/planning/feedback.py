@@ -17,14 +17,14 @@ import numpy.typing as npt
 from phalanx.events.log import read_events
 from phalanx.events.records import Event, RunStarted, Step, StepAccounted, StepTimed
 from phalanx.events.rundir import RunDir
-from phalanx.planning.cost.job_table import METHODS, OFFLOAD, RECOMPUTE, SCHEDULES, JobTable
+from phalanx.planning.cost.job_table import OFFLOAD, RECOMPUTE, JobTable
 from phalanx.planning.cost.step_time import BUS, Times, step_times
 from phalanx.planning.machine_fit import promised
 from phalanx.planning.machines.cluster import Hardware, measured_constants
 from phalanx.planning.machines.cpu import FIXED, of_cores, unnamed
 from phalanx.planning.machines.rates import Rates, rates_for
 from phalanx.planning.request import devices_of
-from phalanx.planning.search.space import space
+from phalanx.planning.search.space import layout_columns, space
 from phalanx.spec.errors import RunError
 from phalanx.spec.load import load
 from phalanx.spec.plan import Machine, Plan, Promise
@@ -76,22 +76,15 @@ class Measured:
 
 def jobs_of(run: Run, plan: Plan, hardware: Hardware) -> JobTable:
     """The one job that a plan describes."""
-    layout, memory = plan.layout, run.memory
-    given = replace(run, layout=layout, train=replace(run.train, micro_batch=plan.micro_batch))
-    columns = {
-        name: getattr(layout, name) for name in ("pipeline", "shard", "context", "tensor", "zero", "expert", "expert_tensor")
-    }
-    columns |= {
-        "data": layout.data or 1,
-        "sequence_parallel": int(layout.sequence),
-        "method": METHODS.index(layout.context_method),
-        "schedule": SCHEDULES.index(layout.schedule),
-        "stages": layout.stages_per_rank if layout.pipeline > 1 else 1,
-        "recompute": RECOMPUTE.index(memory.recompute) if memory.recompute != "auto" else 0,
-        "offload": OFFLOAD.index(memory.offload) if memory.offload != "auto" else 0,
-        "micro_batch": plan.micro_batch,
-    }
-    return space(given, hardware, plan.ranks).jobs({name: np.array([value]) for name, value in columns.items()})
+    memory = run.memory
+    given = replace(run, layout=plan.layout, train=replace(run.train, micro_batch=plan.micro_batch))
+    columns = layout_columns(
+        [plan.layout],
+        recompute=[RECOMPUTE.index(memory.recompute) if memory.recompute != "auto" else 0],
+        offload=[OFFLOAD.index(memory.offload) if memory.offload != "auto" else 0],
+        micro_batch=[plan.micro_batch],
+    )
+    return space(given, hardware, plan.ranks).jobs(columns)
 
 
 def refitted(

@@ -64,16 +64,28 @@ def judge_plan(run: Run, machine: Machine, plan: Plan, *, any_micro_batch: bool 
         candidate = judge(replace(run, layout=layout, train=train), devices)
     except RunError:
         return None
-    if plan.device == "cpu":
-        candidate = replace(candidate, memory=resident(run, plan, candidate.memory, machine))
-    return candidate
+    return as_process(candidate, run, machine, plan)
+
+
+def as_process(candidate: Candidate, run: Run, machine: Machine, plan: Plan) -> Candidate:
+    """A candidate on CPUs with the memory of a whole process; on GPUs the candidate itself."""
+    if plan.device != "cpu":
+        return candidate
+    return replace(candidate, memory=resident(run, replace(plan, layout=candidate.layout), candidate.memory, machine))
 
 
 def promised(run: Run, machine: Machine, plan: Plan) -> Promise | None:
     """What a plan may promise. None for a custom module or schedule, which the cost model does not know, and for layouts that only a
     proof uses, such as one replica of a local-SGD run."""
-    candidate = judge_plan(run, machine, plan) if run.layout.schedule_file is None else None
-    return None if candidate is None else promise_of(candidate)
+    return _need_and_promise(run, machine, plan)[1]
+
+
+def _need_and_promise(run: Run, machine: Machine, plan: Plan) -> tuple[float, Promise | None]:
+    """Bytes of the fullest rank, a coarse estimate where the cost model does not know the model; and what the plan may promise."""
+    candidate = judge_plan(run, machine, plan)
+    if candidate is None:
+        return module_bytes(run, plan), None
+    return candidate.bytes, promise_of(candidate) if run.layout.schedule_file is None else None
 
 
 def promise_of(candidate: Candidate) -> Promise:
@@ -83,8 +95,7 @@ def promise_of(candidate: Candidate) -> Promise:
 
 def rank_bytes(run: Run, machine: Machine, plan: Plan) -> float:
     """Bytes of the fullest rank; a coarse estimate where the cost model does not know the model."""
-    candidate = judge_plan(run, machine, plan)
-    return module_bytes(run, plan) if candidate is None else candidate.bytes
+    return _need_and_promise(run, machine, plan)[0]
 
 
 def module_bytes(run: Run, plan: Plan) -> float:
@@ -149,7 +160,9 @@ def fit(request: PlanRequest, layout: Layout, *, save_memory: bool) -> PlannedRu
     tried: PlannedRun | None = None
     for memory in _savings(request, save_memory):
         for micro_batch in _micro_batches(request, layout):
-            tried = _fit_exactly(request, layout, memory, micro_batch)
+            run, plan = replace(request.run, memory=memory), request.plan(layout, micro_batch)
+            need, promise = _need_and_promise(run, request.this_machine, plan)
+            tried = PlannedRun(run, replace(plan, promise=promise), need, need <= _room(request, layout))
             if tried.has_margin:
                 return tried
     assert tried is not None, "one sequence divides every batch"
@@ -207,15 +220,6 @@ def _micro_batches(request: PlanRequest, layout: Layout) -> Iterator[int]:
         yield size
 
 
-def _fit_exactly(request: PlanRequest, layout: Layout, memory: Memory, micro_batch: int) -> PlannedRun:
-    run, plan = replace(request.run, memory=memory), request.plan(layout, micro_batch)
-    candidate = judge_plan(run, request.this_machine, plan)
-    if candidate is not None and run.layout.schedule_file is None:
-        plan = replace(plan, promise=promise_of(candidate))
-    need = module_bytes(run, plan) if candidate is None else candidate.bytes
-    return PlannedRun(run, plan, need, need <= _room(request, layout))
-
-
 def memory_problems(request: PlanRequest, fitted: PlannedRun) -> list[str]:
     """Whether even a micro-batch of one sequence is too large. A GPU counts as a whole here: the rehearsal decides about the rest."""
     layout, machine = fitted.plan.layout, request.this_machine
@@ -269,8 +273,5 @@ def _another_layout_fits(request: PlanRequest) -> bool:
 
 def _without_auto(memory: Memory) -> Memory:
     """[memory] with "auto" as "none": nothing is saved that was not asked for."""
-    return replace(
-        memory,
-        recompute="none" if memory.recompute == "auto" else memory.recompute,
-        offload="none" if memory.offload == "auto" else memory.offload,
-    )
+    recompute = "none" if memory.recompute == "auto" else memory.recompute
+    return replace(memory, recompute=recompute, offload="none" if memory.offload == "auto" else memory.offload)

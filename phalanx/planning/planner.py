@@ -17,9 +17,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from phalanx.planning.machine_fit import CLEARLY, PlannedRun, fit, judge_plan, memory_problems, promise_of, replicas
+from phalanx.planning.machine_fit import CLEARLY, PlannedRun, as_process, fit, judge_plan, memory_problems, promise_of, replicas
 from phalanx.planning.machines.cluster import Hardware
-from phalanx.planning.machines.cpu import resident
 from phalanx.planning.placement import placement
 from phalanx.planning.report import PlanReport, largest_loss, report_of
 from phalanx.planning.request import PlanRequest, devices_of, free_run, machine_name
@@ -281,10 +280,10 @@ def _trained_here(request: PlanRequest, machine: Machine, planned: PlannedRun, r
         return report_of(run, devices, result or _alone(judge(exact, devices), run, devices))
     if result is None:
         return report_of(run, devices, _alone(best, run, devices))
-    as_process = partial(_process_memory, run, machine, made)
-    fastest, curve = as_process(result.best), tuple(map(as_process, result.curve))
-    runners_up = tuple(map(as_process, result.runners_up))
-    alternatives = _alternatives(run, devices, best, as_process)
+    process = partial(as_process, run=run, machine=machine, plan=made)
+    fastest, curve = process(result.best), tuple(map(process, result.curve))
+    runners_up = tuple(map(process, result.runners_up))
+    alternatives = _alternatives(run, devices, best, process)
     if _choices(best) == _choices(fastest):
         best = fastest
     elif best.layout == fastest.layout:
@@ -314,13 +313,6 @@ def _not_taken(best: Candidate, fastest: Candidate) -> str:
         kept = "replicas are kept unless something else is clearly better, as they compute the same bits however many there are"
     speed = f"{gain:.1%} quicker by the equations" if gain > 0 else "no quicker"
     return f"{how}{' ' if how else ''}{speed}: {kept}"
-
-
-def _process_memory(run: Run, machine: Machine, made: Plan, candidate: Candidate) -> Candidate:
-    """A candidate on CPUs with the memory of a whole process; on GPUs the candidate itself."""
-    if made.device != "cpu":
-        return candidate
-    return replace(candidate, memory=resident(run, replace(made, layout=candidate.layout), candidate.memory, machine))
 
 
 def _alone(candidate: Candidate, run: Run, hardware: Hardware) -> SearchResult:

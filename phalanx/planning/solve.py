@@ -5,7 +5,7 @@ network would change; and, for a run that fits nowhere, the smallest changes tha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, islice
@@ -212,23 +212,12 @@ def _batch(run: Run, hardware: Hardware, limits: Limits) -> SolveReport:
 def remedies(run: Run, hardware: Hardware, fits_in: float | None = None) -> list[str]:
     """For a run of which no layout fits, or none is legal: a sentence on what is missing, and one on each of the smallest changes that make
     it fit by themselves."""
-    fits = partial(possible, fits_in=fits_in)
-    changes = (
-        _settings,
-        _more_devices,
-        _larger_device,
-        _shorter,
-        _smaller_model,
-        _other_batch,
-        _larger_and_more,
-        _shorter_and_more,
-    )
-    every = chain(
+    changes = chain(
         _allowed(run, hardware, fits_in),
-        chain.from_iterable(change(run, hardware, fits) for change in changes),
+        _changes(run, hardware, partial(possible, fits_in=fits_in)),
         _allowed_and_more(run, hardware, fits_in),
     )
-    return [_missing(run, hardware, fits_in), *islice(every, _MOST)]
+    return [_missing(run, hardware, fits_in), *islice(changes, _MOST)]
 
 
 def _missing(run: Run, hardware: Hardware, fits_in: float | None) -> str:
@@ -249,10 +238,45 @@ def _missing(run: Run, hardware: Hardware, fits_in: float | None) -> str:
     )
 
 
-def _settings(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
+def _changes(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
+    """Changes that make the run fit, those of the run file's settings first and combined ones last."""
+    gpus, length, larger = hardware.gpus, run.train.sequence_length, _larger(hardware)
+
+    def first(changes: Iterable[tuple[str, Run, Hardware]]) -> Iterator[str]:
+        return islice((sentence for sentence, changed, devices in changes if fits(changed, devices)), 1)
+
+    def more_devices(sentence: str, changed: Run, devices: Hardware) -> Iterator[str]:
+        if (count := _fewest(changed, devices, fits, gpus + 1)) is not None:
+            yield sentence.format(f"{count:,}")
+
+    yield from (sentence for sentence, changed in _settings(run).items() if changed != run and fits(changed, hardware))
+    yield from more_devices(f"Take {{}} devices of this kind instead of {gpus:,}.", run, hardware)
+    yield from first(
+        (f"Use devices with more memory: {gpus:,} × {_device_name(gpu)}.", run, _cluster_with(run, gpu, gpus)) for gpu in larger
+    )
+    yield from first(
+        (f"Set train.sequence_length = {part} instead of {length}.", with_sequence(run, part), hardware)
+        for part in _halves(length)
+    )
+    yield from _smaller_model(run, hardware, fits)
+    batches = (1 << (run.batch.bit_length() - 1), 1 << run.batch.bit_length(), gpus)
+    yield from first(
+        (f"Set train.batch = {batch} instead of {run.batch}.", with_batch(run, batch), hardware)
+        for batch in batches
+        if batch != run.batch
+    )
+    for gpu in larger[-1:]:
+        yield from more_devices(f"Take {{}} × {_device_name(gpu)} instead.", run, _cluster_with(run, gpu, gpus))
+    if (part := length // 4) >= 64:
+        yield from more_devices(
+            f"Take {{}} devices and set train.sequence_length = {part}.", with_sequence(run, part), hardware
+        )
+
+
+def _settings(run: Run) -> dict[str, Run]:
     """Changes to the run file that do not change what is trained."""
     memory = run.memory
-    changes = {
+    return {
         "Remove memory.recompute and memory.offload: the plan then recomputes and offloads as much as it must.": replace(
             run, memory=memory if run.optimizer.traits.no_offload else free_run(run).memory
         ),
@@ -271,13 +295,12 @@ def _settings(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
             run, precision=replace(run.precision, optimizer="bf16")
         ),
     }
-    return (sentence for sentence, changed in changes.items() if changed != run and fits(changed, hardware))
 
 
-def _more_devices(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
-    count = _fewest(run, hardware, fits, hardware.gpus + 1)
-    if count is not None:
-        yield f"Take {count:,} devices of this kind instead of {hardware.gpus:,}."
+def _halves(length: int) -> Iterator[int]:
+    while length >= 256 and length % 2 == 0:
+        length //= 2
+        yield length
 
 
 def _fewest(run: Run, hardware: Hardware, fits: _Fits, least: int = 1) -> int | None:
@@ -296,21 +319,6 @@ def _fewest(run: Run, hardware: Hardware, fits: _Fits, least: int = 1) -> int | 
     return next((number for number in between if number % step == 0 and on(number)), size)
 
 
-def _larger_device(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
-    for gpu in _larger(hardware):
-        if fits(run, _cluster_with(run, gpu, hardware.gpus)):
-            yield f"Use devices with more memory: {hardware.gpus:,} × {_device_name(gpu)}."
-            return
-
-
-def _larger_and_more(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
-    """The largest device of the catalogue, and as many as the run needs."""
-    for gpu in _larger(hardware)[-1:]:
-        count = _fewest(run, _cluster_with(run, gpu, hardware.gpus), fits, hardware.gpus + 1)
-        if count is not None:
-            yield f"Take {count:,} × {_device_name(gpu)} instead."
-
-
 def _larger(hardware: Hardware) -> list[GpuEntry]:
     """Devices with noticeably more memory, the smallest of them first."""
     larger = [gpu for gpu in catalogue() if gpu.memory > hardware.gpu.memory * 1.05 and gpu.device == hardware.device]
@@ -327,26 +335,14 @@ def _device_name(gpu: GpuEntry) -> str:
     return f'{gpu.name} ({_gib(gpu.memory)}), cluster.gpu = "{gpu.key}"'
 
 
-def _shorter_and_more(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
-    length = run.train.sequence_length // 4
-    count = _fewest(with_sequence(run, length), hardware, fits, hardware.gpus + 1) if length >= 64 else None
-    if count is not None:
-        yield f"Take {count:,} devices and set train.sequence_length = {length}."
-
-
-def _shorter(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
-    length = run.train.sequence_length
-    while length >= 256 and length % 2 == 0:
-        length //= 2
-        if fits(with_sequence(run, length), hardware):
-            yield f"Set train.sequence_length = {length} instead of {run.train.sequence_length}."
-            return
-
-
 def with_sequence(run: Run, length: int) -> Run:
     """The same number of sequences with another length."""
     tokens = None if run.train.batch_tokens is None else run.batch * length
     return replace(run, train=replace(run.train, sequence_length=length, batch_tokens=tokens))
+
+
+def with_batch(run: Run, batch: int) -> Run:
+    return replace(run, train=replace(run.train, batch=batch, batch_tokens=None))
 
 
 def _smaller_model(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
@@ -371,14 +367,6 @@ def _smaller_model(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
         smaller = scaled(model, scale)
     sizes = f"{smaller.parameters() / 1e9:,.2f} B parameters instead of {model.parameters() / 1e9:,.2f}"
     yield f"Use a smaller model: {_changed_keys(model, smaller)}, {sizes}."
-
-
-def _other_batch(run: Run, hardware: Hardware, fits: _Fits) -> Iterator[str]:
-    for batch in (1 << (run.batch.bit_length() - 1), 1 << run.batch.bit_length(), hardware.gpus):
-        train = replace(run.train, batch=batch, batch_tokens=None)
-        if batch != run.batch and fits(replace(run, train=train), hardware):
-            yield f"Set train.batch = {batch} instead of {run.batch}."
-            return
 
 
 def _allowed(run: Run, hardware: Hardware, fits_in: float | None) -> Iterator[str]:

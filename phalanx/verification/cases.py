@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 from phalanx.data.dataset import open_dataset
 from phalanx.launch.model_check import measure
 from phalanx.planning.planner import choose
+from phalanx.recovery.relayout import with_valid_settings
 from phalanx.spec.check import check
 from phalanx.spec.errors import RunError
 from phalanx.spec.layout import Layout, Schedule
@@ -99,23 +100,14 @@ def _experts(moe: Moe, layout: Layout) -> Moe:
 def fit_layout(layout: Layout, most: int) -> tuple[Layout, list[str]]:
     """The layout reduced to at most `most` ranks, and notes on the reduced degrees. Degrees stay above 1 as long as possible."""
     degrees: dict[str, Any] = {name: getattr(layout, name) or 1 for name in ("data", "shard", "context", "tensor", "pipeline")}
-    given = dict(degrees)
     for least in (2, 1):
         for name in degrees:
             while math.prod(degrees.values()) > most and degrees[name] > least:
                 degrees[name] = max(least, degrees[name] // _smallest_factor(degrees[name]))
-    fitted = replace(layout, **degrees)
-    if fitted.shard == 1:
-        fitted = replace(fitted, zero=3)
-    if fitted.tensor == 1:
-        fitted = replace(fitted, sequence=False)
-    if fitted.pipeline == 1:
-        fitted = replace(fitted, schedule="1f1b", schedule_file=None, stages=None)
-    fitted = _fit_experts(fitted)
-    given |= {"expert": layout.expert, "expert_tensor": layout.expert_tensor}
-    shrunk = [
-        f"layout.{name} {before} → {getattr(fitted, name)}" for name, before in given.items() if getattr(fitted, name) != before
-    ]
+    fitted = _fit_experts(with_valid_settings(layout, replace(layout, **degrees)))
+    before, after = asdict(replace(layout, data=layout.data or 1)), asdict(fitted)
+    names = (*degrees, "expert", "expert_tensor", "schedule_file")
+    shrunk = [f"layout.{name} {before[name]} → {after[name]}" for name in names if after[name] != before[name]]
     if not shrunk:
         return fitted, []
     return fitted, [f"The layout has {layout.ranks} ranks and this case {fitted.ranks}, at most {most}: {', '.join(shrunk)}."]
@@ -330,10 +322,7 @@ def _draw(base: Run, kind: str, ranks: int, dice: random.Random, pipelines: int)
         schedule=get_args(Schedule)[pipelines % len(get_args(Schedule))] if degrees["pipeline"] > 1 else "1f1b",
         **(_expert_degrees(ranks // degrees["pipeline"], dice) if model.moe else {}),
     )
-    memory = Memory(
-        recompute=dice.choice(["none", "none", "full", "selective"]),
-        loss_chunk=dice.choice([None, None, 7, 64]),
-    )
+    memory = Memory(recompute=dice.choice(["none", "none", "full", "selective"]), loss_chunk=dice.choice([None, None, 7, 64]))
     if memory.recompute != "none":
         memory = replace(memory, recompute_every=dice.choice([1, 2]))
     micro_batch = dice.choice([1, 2])

@@ -170,15 +170,12 @@ def resident(run: Run, plan: Plan, memory: dict[str, float], machine: Machine) -
     in-memory checkpoints that the launcher makes where no other rank has the state."""
     own = dict(measured_constants(machine, "cpu"))
     moving = sum(memory.get(name, 0.0) for name in ("activations", "logits", "gathered", "buffers"))
-    copies = 2 * 12 * plan.parameters * _held(plan) if _copied(run, plan, machine) else 0.0
+    layout = plan.layout
+    part = 1 / (layout.pipeline * layout.shard * layout.tensor)  # of the model, that one rank saves
+    copies = 2 * 12 * plan.parameters * part if _copied(run, plan, machine) else 0.0
     states = sum(memory.get(name, 0.0) for name in ("parameters", "gradients", "optimizer"))
     fixed = own.get("fixed_memory", FIXED) + _LOOSE * moving + min(_LOOSE * states, _MOST_LOOSE)
     return memory | {"buffers": memory.get("buffers", 0.0) + copies, "fixed": fixed}
-
-
-def _held(plan: Plan) -> float:
-    """Fraction of the model that one rank saves."""
-    return 1 / (plan.layout.pipeline * plan.layout.shard * plan.layout.tensor)
 
 
 def _copied(run: Run, plan: Plan, machine: Machine) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from phalanx.planning.machines.catalogue import FORMATS, GpuEntry, entry, find_gpu, gpu_entry, named_gpu, own_file
@@ -68,34 +68,19 @@ def mismatch(run: Run, machine: Machine) -> list[str]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """The parts of a cluster by catalogue name, and where each name comes from."""
-
-    base: Mapping[str, Any]
-    run: Run
-
-    def pick(self, key: str, default: Any) -> Any:
-        """The run file's key, else the named cluster's, else the default."""
-        own = getattr(self.run.cluster, key)
-        return own if own is not None else self.base.get(key, default)
-
-    def blame(self, key: str) -> str:
-        """The key that the user has to change."""
-        return f"cluster.{key}" if getattr(self.run.cluster, key) is not None else key
-
-
 def _named(run: Run) -> Hardware:
     name = run.cluster.name
     base: Mapping[str, Any] = {}
     if name is not None:
         base = own_cluster(name) if name.endswith(".toml") else entry("clusters", name, "cluster.name")
-    parts = _Parts(base, run)
-    if (chosen := parts.pick("gpu", None)) is None:
+    given = {key: value for key, value in asdict(run.cluster).items() if value is not None}
+    chosen_by = {key: f"cluster.{key}" if key in given else key for key in ("gpu", "node", "network")}
+    parts = {**base, **given}
+    if (chosen := parts.get("gpu")) is None:
         raise RunError(
             '[cluster] names no GPU to plan for: set cluster.gpu, such as cluster.gpu = "h100-sxm", or cluster.name.'
         )
-    gpu = chosen if isinstance(chosen, GpuEntry) else named_gpu(chosen, parts.blame("gpu"))
+    gpu = chosen if isinstance(chosen, GpuEntry) else named_gpu(chosen, chosen_by["gpu"])
     if run.cluster.device not in (None, gpu.device):
         raise RunError(
             f'cluster.device = "{run.cluster.device}" but {gpu.name} is a "{gpu.device}" device: remove cluster.device.'
@@ -103,11 +88,10 @@ def _named(run: Run) -> Hardware:
     if run.precision.compute == "fp8" and gpu.device != "cpu" and gpu.peak("fp8") is None:
         raise RunError(f'precision.compute = "fp8" but {gpu.name} does not multiply in it: set precision.compute = "bf16".')
     # Another GPU than the named cluster's comes in its own usual node.
-    other_gpu = run.cluster.gpu is not None and run.cluster.gpu != base.get("gpu")
-    usual = gpu.node if other_gpu else base.get("node", gpu.node)
-    node = entry("nodes", run.cluster.node or usual, parts.blame("node"))
-    gpus = parts.pick("gpus", node["gpus"])
-    built = _build(gpu, gpus, node, parts.pick("network", node["network"]), parts.blame("network"))
+    usual = gpu.node if parts["gpu"] != base.get("gpu") else base.get("node", gpu.node)
+    node = entry("nodes", run.cluster.node or usual, chosen_by["node"])
+    gpus = parts.get("gpus", node["gpus"])
+    built = _build(gpu, gpus, node, parts.get("network", node["network"]), chosen_by["network"])
     own_name = f"{gpus:,} × {gpu.key}" if name is None else base["name"]
     return replace(
         built,

@@ -4,20 +4,22 @@ number formats, each with the reason that its numbers give. `planning/planner` a
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any, Literal, cast
 
 import numpy as np
 
-from phalanx.planning.cost.job_table import METHODS, OFFLOAD, RECOMPUTE, SCHEDULES
+from phalanx.planning.cost.job_table import OFFLOAD, RECOMPUTE, SCHEDULES
 from phalanx.planning.machines.cluster import Hardware
 from phalanx.planning.machines.rates import Rates
 from phalanx.planning.report import PART_LABELS
 from phalanx.planning.search.bounds import bytes_of, seconds_of
 from phalanx.planning.search.candidate import Alternative, Candidate, candidates_of
 from phalanx.planning.search.search import SAFE, judge
-from phalanx.planning.search.space import DEGREES, Columns, Space, compute_of, largest_divisor
+from phalanx.planning.search.space import Space, columns_of, compute_of, largest_divisor, layout_columns, pick
+from phalanx.recovery.relayout import with_valid_settings
 from phalanx.spec.check_layout import layout_findings
 from phalanx.spec.errors import RunError, toml
 from phalanx.spec.layout import Layout, Schedule
@@ -43,9 +45,10 @@ class _Variant:
     """recompute_every; None: any."""
     offload: str | None = None
 
-    def asks(self, recompute: str, every: int, offload: str) -> bool:
-        """Whether the variant allows these savings."""
-        return self.recompute in (None, recompute) and self.every in (None, every) and self.offload in (None, offload)
+    def asks(self, saving: tuple[int, int, int]) -> bool:
+        """Whether the variant allows these savings, which are codes."""
+        wanted, (mode, every, place) = (self.recompute, self.every, self.offload), saving
+        return all(want in (None, has) for want, has in zip(wanted, (RECOMPUTE[mode], every, OFFLOAD[place]), strict=True))
 
 
 def neighbours(
@@ -54,13 +57,8 @@ def neighbours(
     """Neighbors of the best candidate, each once: faster ones that the search was not free to take, slower ones, those that
     do not fit, those that are not legal. `as_process`: adds to a candidate's memory what a CPU process holds in addition,
     as in the best."""
-    illegal: list[Alternative] = []
-    legal: list[_Variant] = []
-    for variant in _variants(space, best):
-        if (problem := _problem(space, variant)) is not None:
-            illegal.append(Alternative(candidate=None, name=variant.name, reason=f"not legal: {problem}"))
-        else:
-            legal.append(variant)
+    problems = {variant: _problem(space, variant) for variant in _variants(space, best)}
+    legal = [variant for variant, problem in problems.items() if problem is None]
     # The same limit as in the search, which does not fill the whole device.
     limit = max(min(best.capacity, SAFE * space.hardware.gpu.memory), best.bytes)
     quicker: list[Alternative] = []
@@ -72,6 +70,11 @@ def neighbours(
         reason = _reason(space, variant, candidate, best, tight) if fits else _too_large(candidate, limit)
         kind = large if not fits else quicker if candidate.seconds < (1 - _EQUAL) * best.seconds else slower
         kind.append(Alternative(candidate=candidate, name=variant.name, reason=reason))
+    illegal = [
+        Alternative(candidate=None, name=variant.name, reason=f"not legal: {problem}")
+        for variant, problem in problems.items()
+        if problem is not None
+    ]
     return (*quicker, *slower, *large, *illegal)
 
 
@@ -118,17 +121,12 @@ def _resized(space: Space, layout: Layout, key: str, degree: int, micro: int) ->
         return []
     replicas //= degree
     shard = largest_divisor(replicas, layout.shard) if layout.shard < layout.replicas else replicas
-    changed: dict[str, Any] = {key: degree, "shard": shard, "data": replicas // shard}
-    if shard == 1:
-        changed["zero"] = 3
-    if key == "pipeline" and degree == 1:
-        changed |= {"schedule": "1f1b", "stages": None}
-    if key == "tensor" and degree == 1:
-        changed["sequence"] = False
+    degrees: dict[str, Any] = {key: degree, "shard": shard, "data": replicas // shard}
+    changed = with_valid_settings(layout, replace(layout, **degrees))
     if key == "context" and degree == 1:
-        changed["context_method"] = space.run.layout.context_method
+        changed = replace(changed, context_method=space.run.layout.context_method)
     share = space.run.batch // replicas if space.run.batch % replicas == 0 else micro
-    return [_Variant(name, replace(layout, **changed), micro if share % micro == 0 else 1)]
+    return [_Variant(name, changed, micro if share % micro == 0 else 1)]
 
 
 def _shardings(layout: Layout, micro: int) -> list[_Variant]:
@@ -168,46 +166,23 @@ def _problem(space: Space, variant: _Variant) -> str | None:
 def _judge(space: Space, rates: Rates, variants: list[_Variant], best: Candidate, limit: float) -> list[tuple[Candidate, bool]]:
     """The fastest of each variant that fits, or the variant with the best candidate's savings; and whether it would not fit
     with those."""
-    if not variants:
-        return []
-    wanted = (RECOMPUTE.index(best.recompute), best.recompute_every, OFFLOAD.index(best.offload))
-    rows = []
-    for place, variant in enumerate(variants):
-        for saving in {*_savings(space), wanted}:
-            asked = variant.asks(RECOMPUTE[saving[0]], saving[1], OFFLOAD[saving[2]])
-            if asked or saving == wanted:
-                rows.append((place, asked, *saving))
-    columns = _columns([variants[place] for place, *_ in rows], rows)
-    total, seconds = bytes_of(space, columns), seconds_of(space, rates, columns)
-    chosen, tight = [], []
-    for place in range(len(variants)):
-        mine = [i for i, row in enumerate(rows) if row[0] == place and row[1]]
-        fitting = [i for i in mine if total[i] <= limit]
-        tight.append(any(total[i] > limit for i, row in enumerate(rows) if row[0] == place and row[2:] == wanted))
-        fallback = [i for i in mine if rows[i][2:] == wanted] or mine
-        chosen.append(min(fitting, key=lambda i: seconds[i]) if fitting else fallback[0])
-    made = candidates_of(space, rates, {name: column[chosen] for name, column in columns.items()}, best.capacity)
-    return list(zip(made, tight, strict=True))
+    used = (RECOMPUTE.index(best.recompute), best.recompute_every, OFFLOAD.index(best.offload))
+    savings = list({*_savings(space), used})
+    shape, at = (len(variants), len(savings)), savings.index(used)
+    rows = [variant for variant in variants for _ in savings]
+    columns = layout_columns([row.layout for row in rows], micro_batch=[row.micro_batch for row in rows])
+    columns |= columns_of(_SAVINGS, savings * len(variants))
+    total, seconds = bytes_of(space, columns).reshape(shape), seconds_of(space, rates, columns).reshape(shape)
+    asked = np.array([[variant.asks(saving) for saving in savings] for variant in variants], dtype=bool).reshape(shape)
+    fitting = asked & (total <= limit)
+    fastest = np.where(fitting, seconds, np.inf).argmin(axis=1)
+    chosen = np.where(fitting.any(axis=1), fastest, np.where(asked[:, at], at, asked.argmax(axis=1)))
+    made = candidates_of(space, rates, pick(columns, np.arange(len(variants)) * len(savings) + chosen), best.capacity)
+    return list(zip(made, (total[:, at] > limit).tolist(), strict=True))
 
 
 def _savings(space: Space) -> list[tuple[int, int, int]]:
     return list(zip(*(space.savings[name].tolist() for name in _SAVINGS), strict=True))
-
-
-def _columns(variants: list[_Variant], rows: list[tuple[int, bool, int, int, int]]) -> Columns:
-    def column(values: list[int]) -> Any:
-        return np.array(values, dtype=np.int64)
-
-    layouts = [variant.layout for variant in variants]
-    columns = {name: column([getattr(layout, name) for layout in layouts]) for name in DEGREES}
-    return columns | {
-        "sequence_parallel": column([int(layout.sequence) for layout in layouts]),
-        "method": column([METHODS.index(layout.context_method) for layout in layouts]),
-        "schedule": column([SCHEDULES.index(layout.schedule) for layout in layouts]),
-        "stages": column([layout.stages_per_rank if layout.pipeline > 1 else 1 for layout in layouts]),
-        "micro_batch": column([variant.micro_batch for variant in variants]),
-        **{name: column([row[place] for row in rows]) for place, name in enumerate(_SAVINGS, start=2)},
-    }
 
 
 def _too_large(candidate: Candidate, limit: float) -> str:
@@ -302,7 +277,7 @@ def other_formats(run: Run, hardware: Hardware, best: Candidate) -> tuple[Altern
     mine = compute_of(run, hardware), run.memory.compile
     if hardware.device != "cuda" or mine[0] not in _FORMATS or run.model.module is not None:
         return ()
-    judged: list[tuple[Candidate, str]] = []
+    judged: list[Candidate] = []
     for compute, compiled in product(_FORMATS, (False, True)):
         if (compute, compiled) == mine or hardware.gpu.peak(compute) is None:
             continue
@@ -315,15 +290,15 @@ def other_formats(run: Run, hardware: Hardware, best: Candidate) -> tuple[Altern
         )
         if any(True for _ in layout_findings(other)):
             continue
-        try:
-            candidate = judge(other, hardware, best.capacity)
-        except RunError:
-            continue
-        name = f"{compute}, compiled blocks" if compiled else f"{compute}, blocks not compiled"
-        judged.append((candidate, name))
+        with suppress(RunError):
+            judged.append(judge(other, hardware, best.capacity))
     return tuple(
-        Alternative(candidate=candidate, name=name, reason=_format_reason(candidate, best))
-        for candidate, name in sorted(judged, key=lambda pair: pair[0].seconds)
+        Alternative(
+            candidate=candidate,
+            name=f"{candidate.compute}, {'compiled blocks' if candidate.compiled else 'blocks not compiled'}",
+            reason=_format_reason(candidate, best),
+        )
+        for candidate in sorted(judged, key=lambda candidate: candidate.seconds)
     )
 
 

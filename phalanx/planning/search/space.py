@@ -303,6 +303,18 @@ def at(column: Any, row: int) -> Any:
     return column[row] if np.ndim(column) else column
 
 
+def layout_columns(layouts: Sequence[Layout], **others: Sequence[int]) -> Columns:
+    """The columns of these layouts, and further columns."""
+    values: dict[str, Sequence[int]] = {name: [getattr(layout, name) or 1 for layout in layouts] for name in DEGREES}
+    values |= {
+        "sequence_parallel": [int(layout.sequence) for layout in layouts],
+        "method": [METHODS.index(layout.context_method) for layout in layouts],
+        "schedule": [SCHEDULES.index(layout.schedule) for layout in layouts],
+        "stages": [layout.stages_per_rank if layout.pipeline > 1 else 1 for layout in layouts],
+    }
+    return {name: np.array(column, dtype=np.int64) for name, column in (values | others).items()}
+
+
 def layout_of(run: Run, jobs: JobTable, row: int) -> Layout:
     """The layout of one job as the run file would write it, without defaults."""
 
