@@ -1,10 +1,8 @@
-"""The measurements that need processes of their own, in the environment of a rank: training steps of small models, because the program that
-will run on a machine measures it best, and collectives between ranks. `calibration/measure_machine` starts them. Not for users.
+"""The measurements that need processes of their own, in the environment of a rank: training steps of small models, because the
+program that will run on a machine measures it best, and collectives between ranks. The last line of its output is JSON.
 
     python -P -m phalanx.calibration.bench_process steps DEVICE COMPUTE SECONDS
     python -P -m phalanx.calibration.bench_process links DEVICE RANK RANKS PORT SECONDS
-
-The last line of its output is JSON.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Measures this machine in a few minutes and derives the constants that plans use. `phalanx bench` calls it.
-
-Single operations are measured for the reader and for a few constants. The other constants of `planning/machines/rates` are fitted to
-real training steps of small models.
-"""
+"""Measures this machine in a few minutes and derives the constants that plans use: a few from single operations, the others of
+`planning/machines/rates` fitted to real training steps of small models. `phalanx bench` calls it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Measures operations on one device of this machine: matrix products, attention, memory, launches, host copies, the disk.
-
-`calibration/measure_machine` calls it. `phalanx bench` shows the rows; some constants come from them directly.
-"""
+"""Measures operations on one device of this machine: matrix products, attention, memory, launches, host copies, the disk."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Fits a given layout to the memory of this machine: the number of replicas, the micro-batch, and what is recomputed or offloaded.
-
-`planning/planner` calls it for runs that train here. On GPUs the micro-batch is the cost model's: the fastest that fits, and of those
-about as fast, the smallest. On CPUs, and for a custom module, it starts from a rule of thumb and shrinks until it fits.
-"""
+"""Fits a given layout to the memory of this machine: the number of replicas, the micro-batch, and what is recomputed or
+offloaded. On GPUs the micro-batch is the cost model's; on CPUs, and for a custom module, it starts from a rule of thumb and
+shrinks until it fits."""
 
 from __future__ import annotations
 

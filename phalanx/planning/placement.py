@@ -1,8 +1,8 @@
-"""Placement of ranks on nodes: which groups share a node, an island of fast links, or a rail. It is written into the plan
-and shown; launchers start ranks node by node in this order.
+"""Placement of ranks on nodes: which groups share a node, an island of fast links, or a rail. It is written into the plan and
+shown.
 
-Ranks are numbered by the layout's degrees, `tensor` fastest and `pipeline` slowest, so a group is a first rank, a size and
-a stride. A rank is on node rank // node. Its rail, the network card and switch of its position in the node, is rank % node.
+Ranks are numbered by the layout's degrees, `tensor` fastest and `pipeline` slowest, so a group is a first rank, a size and a
+stride. A rank is on node rank // node. Its rail, the network card and switch of its position in the node, is rank % node.
 """
 
 from __future__ import annotations

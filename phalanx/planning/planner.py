@@ -1,12 +1,6 @@
-"""The one entry of planning: a PlanRequest in, a PlanReport out; and the plan alone, for training.
-
-A request goes the same way for a named cluster and for this machine, which is one more cluster: `search` finds the fastest layouts, the
-alternatives get their reasons, the report is filled in. On this machine one rule is added: what trains here is the layout that the run file
-gives, and replicas where it gives none, unless another layout is clearly faster or replicas do not fit. Replicas compute the same bits
-however many there are.
-
-The API, the CLI, the launcher, recovery, rehearsals and verification call it. Importing it imports numpy.
-"""
+"""The one entry of planning: a PlanRequest in, a PlanReport out; and the plan alone, for training. This machine is one more
+cluster, with one more rule: the layout that the run file gives trains here, and replicas where it gives none, unless another
+layout is clearly faster or replicas do not fit. Replicas compute the same bits however many there are."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""The planner's answer as a frozen value: a search's result with the run, the cluster, and sentences on why the best candidate is the best and
-where its ranks run. The dashboard's text, picture and page, and `--json`, render it.
-
-What a person reads of a candidate (its name, the tables to paste, the keys that lead to it, where it loses time) is computed here, so that
-every rendering says the same.
-"""
+"""The planner's answer: a search's result with the run, the cluster, and sentences on why the best candidate is the best. What
+a person reads of a candidate is computed here, so that the dashboard's text, picture and page, and `--json`, say the same."""
 
 from __future__ import annotations
 

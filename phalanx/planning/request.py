@@ -1,7 +1,5 @@
-"""A request to the planner: a run, the machines it is planned for, and what the answer is to minimize. `planning/planner` answers it.
-
-The request also checks what does not depend on the cost model (ranks, batch, schedule) and says in sentences what cannot work.
-"""
+"""A request to the planner: a run, the machines it is planned for, and what the answer is to minimize. It also checks what does
+not depend on the cost model (ranks, batch, schedule) and says in sentences what cannot work."""
 
 from __future__ import annotations
 

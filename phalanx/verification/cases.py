@@ -1,9 +1,6 @@
-"""The cases that are verified: a run made small enough for CPU ranks, and the same run for one process. `verification/parity` and
-`verification/chaos_campaign` make them; `generate_layouts` draws layouts for `phalanx verify --layouts all`.
-
-A small model keeps the parts of its family: grouped queries, normalized queries and keys, latent attention, experts and their
-router, tied embeddings, biases, positions. Its sizes are as odd as the layout allows, because odd sizes reveal sharding errors.
-"""
+"""The cases that are verified: a run made small enough for CPU ranks, and the same run for one process. A small model keeps the
+parts of its family (grouped queries, latent attention, experts, …). Its sizes are as odd as the layout allows, because odd
+sizes reveal sharding errors."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""Proves that parallel training equals training on one device: a case is trained in one process and on its ranks, and compared by
-name. `phalanx verify` and `phalanx.verify` call `verify`, and `sweep` for many layouts.
-
-Both sides are the trainer itself. The reference process runs first and saves its steps to a file. Every rank then compares its own
-slices with that file, replicas included, so that a replica that drifts is found too.
-"""
+"""Proves that parallel training equals training on one device: a case is trained in one process and on its ranks, and compared
+by name. Both sides are the trainer itself. The reference process saves its steps to a file; every rank then compares its own
+slices with that file, replicas included, so that a replica that drifts is found too."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""A pool of CPU ranks: forked once with torch loaded, then used for one case after the other. `verification/parity` runs its cases
-here.
-
-Each case connects under a new generation of the same store and disconnects at its end. If a rank raises, dies or hangs, the others
-wait for it forever: all ranks are killed, the failure is raised, and the next case gets new ranks.
-"""
+"""A pool of CPU ranks: forked once with torch loaded, then used for one case after the other. Each case connects under a new
+generation of the same store. If a rank raises, dies or hangs, the others wait for it forever: all are killed, and the next case
+gets new ranks."""
 
 from __future__ import annotations
 

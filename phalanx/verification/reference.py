@@ -1,9 +1,8 @@
-"""The steps that ranks are compared with: the same run in one process, recorded step by step into a file. `verification/parity` records its
-ranks in the same way.
+"""The steps that ranks are compared with: the same run in one process, recorded step by step into a file.
 
-The reference of local SGD (DiLoCo) is one process with replicas that train separately and synchronize every few steps. It shares the
-trainer's steps with the ranks, but none of their synchronization. Each replica has a thread, because all replicas skip a step that overflows
-in one, which none knows before the others get there.
+The reference of local SGD (DiLoCo) is one process with replicas that train separately and synchronize every few steps. It
+shares the trainer's steps with the ranks, but none of their synchronization. Each replica has a thread, because all replicas
+skip a step that overflows in one, which none knows before the others get there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Differences between two computations of the same values, and their tolerances. `verification/parity` uses it.
-
-Every difference is relative: the largest difference of two elements divided by the largest element of the whole tensor.
-"""
+"""Differences between two computations of the same values, and their tolerances. Every difference is relative: the largest
+difference of two elements divided by the largest element of the whole tensor."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The catalogue of GPUs, TPUs, nodes, links, clusters and failure tables: one TOML file per entry, in a folder per kind,
-named by the file. Adding an entry is adding a file. `phalanx clusters` lists it.
-"""
+"""The catalogue of GPUs, TPUs, nodes, links, clusters and failure tables: one TOML file per entry, in a folder per kind."""
 
 from __future__ import annotations
 

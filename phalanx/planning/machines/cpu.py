@@ -1,9 +1,7 @@
-"""This machine's cores as a cluster: a rank is a device with its share of cores and memory. `machines/hardware`,
-`planning/request` and `planning/machine_fit` call it.
+"""This machine's cores as a cluster: a rank is a device with its share of cores and memory.
 
-Unlike a GPU, a core is its own host: the time to start an operation adds to the time to compute it, and the cores that
-compute also copy messages. The constants below hold for PyTorch's eager operations and gloo on one machine; `phalanx bench`
-replaces them with measured ones.
+Unlike a GPU, a core is its own host: the time to start an operation adds to the time to compute it, and the cores that compute
+also copy messages. The constants hold for PyTorch's eager operations and gloo; `phalanx bench` measures them.
 """
 
 from __future__ import annotations

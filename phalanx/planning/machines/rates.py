@@ -1,9 +1,6 @@
 """The constants of the time model: what fraction of a vendor's figures programs reach, what a kernel launch costs, how much
-communication is hidden.
-
-They are fitted to published steps by device family and number format (`make planner-fit` writes catalogue/constants.toml);
-values measured on a machine override them. `cost/step_time` reads them, `rates_for` selects them.
-"""
+communication is hidden. They are fitted to published steps by device family and number format (`make planner-fit` writes
+catalogue/constants.toml); values measured on a machine override them."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""Branch and bound: the fastest layouts of a space that fit into memory, with every layout considered. `search/search`
-makes candidates of them.
+"""Branch and bound: the fastest layouts of a space that fit into memory, with every layout considered.
 
-A space has millions to billions of layouts, so it is opened level by level: degrees, micro-batches and experts; then
-schedules; then shards; then recomputation and offload. At each level a row is judged as if everything still open cost
-nothing. No layout below it is faster, so a row that is slower than the best layouts so far is not opened. A test compares
-the result with judging every layout.
+A space has millions to billions of layouts, so it is opened level by level: degrees, micro-batches and experts; then schedules;
+then shards; then recomputation and offload. At each level a row is judged as if everything still open cost nothing: where that
+is slower than the best layouts so far, the row is not opened.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""The search space: every legal layout of a run on a cluster, as columns of `cost/job_table`. `search/bounds` opens it
-level by level, because bounds rule out most of it before it is enumerated; `all_columns` enumerates all of it.
-
-Keys that the run file gives are fixed, the others are enumerated. A layout is legal if `spec/check_layout` and
-`planning/planner` accept it: a test compares them.
-"""
+"""The search space: every legal layout of a run on a cluster, as columns of `cost/job_table`. Keys that the run file gives are
+fixed, the others are enumerated. A layout is legal if `spec/check_layout` and `planning/planner` accept it: a test compares
+them."""
 
 from __future__ import annotations
 
