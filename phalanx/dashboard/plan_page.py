@@ -17,9 +17,11 @@ from phalanx.dashboard.plan_picture import (
     MEMORY,
     OTHER_COLOR,
     STEP,
+    candidates_by_role,
     compared,
-    cost_axis,
+    cost_chart,
     long_unit,
+    memory_chart,
     memory_unit,
     step_unit,
 )
@@ -89,31 +91,23 @@ def _file(name: str) -> str:
 
 def page_data(report: PlanReport) -> dict[str, Any]:
     """The JSON that plan.js reads: every candidate once, under the first of its roles."""
-    roles = [("winner" if report.considered > 1 else "the run file's", report.best)]
-    roles += [("runner-up", candidate) for candidate in report.runners_up]
-    roles += [(f"why not {other.name}", other.candidate) for other in report.alternatives if other.candidate is not None]
-    roles += [("trade-off", candidate) for candidate in report.curve]
-    roles += [(f"{candidate.layout.ranks:,} devices", candidate) for candidate in report.scaling]
-    distinct: dict[str, tuple[str, Candidate]] = {}
-    for role, candidate in roles:
-        distinct.setdefault(run_file_tables(candidate), (role, candidate))
-    drawn = {run_file_tables(candidate) for candidate in compared(report)}
-    indexes = {tables: index for index, tables in enumerate(distinct)}
-    candidates = [candidate for _, candidate in distinct.values()]
+    roles, drawn = candidates_by_role(report), [run_file_tables(candidate) for candidate in compared(report)]
+    candidates = [candidate for _, candidate in roles]
+    tables = [run_file_tables(candidate) for candidate in candidates]
     best = report.best
     return {
         "candidates": [
-            _candidate(candidate, role) | {"shown": tables in drawn} for tables, (role, candidate) in distinct.items()
+            _candidate(candidate, role) | {"shown": key in drawn} for key, (role, candidate) in zip(tables, roles, strict=True)
         ],
         "columns": [{"name": name, "help": text} for name, text in _COLUMNS],
         "capacity": best.capacity,
         "capacity_text": size(best.capacity),
         "units": {"memory": memory_unit(best.bytes)[1], "step": step_unit(best.seconds)[1]},
         "why_not": [
-            None if other.candidate is None else indexes[run_file_tables(other.candidate)] for other in report.alternatives
+            None if other.candidate is None else tables.index(run_file_tables(other.candidate)) for other in report.alternatives
         ],
-        "trade": _trade_off(report, candidates),
-        "cost": _cost(report, candidates),
+        "trade": memory_chart(report, candidates),
+        "cost": cost_chart(report, candidates),
     }
 
 
@@ -167,50 +161,6 @@ def _cells(candidate: Candidate) -> list[dict[str, Any]]:
         (percent(exposed), exposed),
     ]
     return [{"text": text, "sort": sort} for text, sort in values]
-
-
-def _trade_off(report: PlanReport, candidates: Sequence[Candidate]) -> dict[str, Any]:
-    """The points of memory against time."""
-    best, curve = report.best, {run_file_tables(candidate) for candidate in report.curve}
-    (memory, byte_unit), (step, time_unit) = memory_unit(best.bytes), step_unit(best.seconds)
-    points = [
-        {
-            "x": candidate.bytes / byte_unit,
-            "y": candidate.seconds / time_unit,
-            "text": f"{candidate.name}\n{size(candidate.bytes)}, {short_duration(candidate.seconds)} "
-            f"({interval((candidate.low, candidate.high), short_duration)})",
-            "candidate": index,
-            "line": run_file_tables(candidate) in curve,
-            "label": "",
-        }
-        for index, candidate in enumerate(candidates)
-        if candidate.layout.ranks == best.layout.ranks
-    ]
-    axes = {"x": f"memory of the fullest rank, {memory}", "y": f"step, {step}", "line": "fastest at this memory"}
-    return {"points": points, **axes, "prefix": "", "limit": best.capacity / byte_unit}
-
-
-def _cost(report: PlanReport, candidates: Sequence[Candidate]) -> dict[str, Any]:
-    """The points of duration against cost."""
-    best, sizes = report.best, {run_file_tables(candidate) for candidate in report.scaling}
-    _, format_cost, cost_of = cost_axis(best)
-    scale, unit = long_unit(best.expected_days)
-    points = []
-    for index, candidate in enumerate(candidates):
-        cost, ranks, is_size = cost_of(candidate), candidate.layout.ranks, run_file_tables(candidate) in sizes
-        if cost is not None:
-            text = f"{candidate.name} on {ranks:,} devices\n{days(candidate.expected_days)}, {format_cost(cost)}"
-            point = {"x": scale * candidate.expected_days, "y": cost, "text": text}
-            points.append(point | {"candidate": index, "line": is_size, "label": f"{ranks:,}" if is_size else ""})
-    return {
-        "points": points,
-        "x": f"{unit} of the run, with failures",
-        "y": "device-hours" if best.price is None else "price, $",
-        "line": "fastest on this many devices",
-        "prefix": "" if best.price is None else "$",
-        "limit": None,
-        "own": f"{best.layout.ranks:,}",
-    }
 
 
 def _why_not(report: PlanReport) -> str:

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.dashboard.numbers import count, dollars, percent, short_duration, size
+from phalanx.dashboard.numbers import count, percent, short_duration, size
 from phalanx.dashboard.pictures import INK, MUTED, new_figure, plain_axes, printable
-from phalanx.dashboard.plan_text import recompute_label
+from phalanx.dashboard.plan_text import days, interval, recompute_label
 from phalanx.planning.report import MEMORY_LABELS, PART_LABELS, PlanReport, run_file_tables
 from phalanx.planning.search.candidate import Candidate
 
@@ -38,15 +38,24 @@ _FAR = 8.0
 """A device with more than this many times the used memory is not drawn to scale: the bars would be too short."""
 
 
+def candidates_by_role(report: PlanReport) -> list[tuple[str, Candidate]]:
+    """Every candidate of a report once, the best first, each with the first of its roles."""
+    roles = [("winner" if report.considered > 1 else "the run file's", report.best)]
+    roles += [("runner-up", candidate) for candidate in report.runners_up]
+    roles += [(f"why not {other.name}", other.candidate) for other in report.alternatives if other.candidate is not None]
+    roles += [("trade-off", candidate) for candidate in report.curve]
+    roles += [(f"{candidate.layout.ranks:,} devices", candidate) for candidate in report.scaling]
+    distinct: dict[str, tuple[str, Candidate]] = {}
+    for role, candidate in roles:
+        distinct.setdefault(run_file_tables(candidate), (role, candidate))
+    return list(distinct.values())
+
+
 def compared(report: PlanReport) -> list[Candidate]:
     """The candidates whose bars are drawn: the best, the runners-up, and then alternatives that fit."""
-    fitting = [
-        alternative.candidate
-        for alternative in report.alternatives
-        if alternative.candidate is not None and alternative.candidate.fits
-    ]
+    others = [other.candidate for other in report.alternatives if other.candidate is not None and other.candidate.fits]
     distinct: dict[str, Candidate] = {}
-    for candidate in (report.best, *report.runners_up, *fitting):
+    for candidate in (report.best, *report.runners_up, *others):
         distinct.setdefault(run_file_tables(candidate), candidate)
     return list(distinct.values())[:_ROWS]
 
@@ -58,8 +67,9 @@ def draw_plan(report: PlanReport, path: Path) -> None:
     (memory, step), (curve, money) = figure.subplots(2, 2, height_ratios=(1.2 + 0.55 * len(candidates), 4.2))
     _memory(memory, candidates)
     _steps(step, candidates)
-    _trade_off(curve, report)
-    _cost(money, report)
+    fitting = [candidate for _, candidate in candidates_by_role(report) if candidate.fits or candidate is report.best]
+    _trade_off(curve, report, fitting)
+    _cost(money, report, fitting)
     title = printable(_title(report))
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=13, fontweight="bold", parse_math=False)
     figure.savefig(path, format="png", metadata={"Title": title, "Description": printable(_description(report.best))})
@@ -163,79 +173,94 @@ def _labels(candidates: Sequence[Candidate]) -> list[str]:
     ]
 
 
-def _trade_off(axes: Axes, report: PlanReport) -> None:
-    """Draws memory against time: the fastest candidate at each memory, and the others."""
-    best, curve = report.best, report.curve
+def memory_chart(report: PlanReport, candidates: Sequence[Candidate]) -> dict[str, Any]:
+    """The candidates by memory and time, and those on the trade-off's line. plan.js reads it; so do `cost_chart` and its points."""
+    best, curve = report.best, {run_file_tables(candidate) for candidate in report.curve}
     (memory, byte_unit), (step, time_unit) = memory_unit(best.bytes), step_unit(best.seconds)
+    points = [
+        {
+            "x": candidate.bytes / byte_unit,
+            "y": candidate.seconds / time_unit,
+            "text": f"{candidate.name}\n{size(candidate.bytes)}, {short_duration(candidate.seconds)} "
+            f"({interval((candidate.low, candidate.high), short_duration)})",
+            "candidate": index,
+            "line": run_file_tables(candidate) in curve,
+            "label": "",
+        }
+        for index, candidate in enumerate(candidates)
+        if candidate.layout.ranks == best.layout.ranks
+    ]
+    axes = {"x": f"memory of the fullest rank, {memory}", "y": f"step, {step}", "line": "fastest at this memory"}
+    return {"points": points, **axes, "prefix": "", "limit": best.capacity / byte_unit}
 
-    def points(candidates: Sequence[Candidate]) -> tuple[list[float], list[float]]:
-        return [c.bytes / byte_unit for c in candidates], [c.seconds / time_unit for c in candidates]
 
-    rest = [c for c in (*report.runners_up, *compared(report)) if run_file_tables(c) != run_file_tables(best)]
-    if len(curve) > 1:
-        line: dict[str, Any] = {"linewidth": 1.2, "marker": "o", "markersize": 4, "drawstyle": "steps-post"}
-        axes.plot(*points(curve), color=INK, label="fastest at this memory", **line)
-    if rest:
-        axes.scatter(*points(rest), s=26, color=MUTED, label="others that fit", zorder=3)
-    error = [[(best.seconds - best.low) / time_unit], [(best.high - best.seconds) / time_unit]]
-    marks: dict[str, Any] = {"fmt": "o", "markersize": 8, "capsize": 3, "zorder": 4}
-    axes.errorbar(*points([best]), yerr=error, color=_BEST, label=f"{_winner(report)}, P10–P90", **marks)
-    widest = max(c.bytes for c in (best, *rest, *curve))
-    if best.capacity < _FAR * widest:
-        axes.axvline(best.capacity / byte_unit, color=_LIMIT, linewidth=1.4, linestyle="--", label="the device's memory")
-        widest = max(widest, best.capacity)
-    # A margin: the frame would cut points on it in half.
-    axes.set_xlim(0, 1.06 * widest / byte_unit)
-    axes.set_ylim(0, 1.06 * max(best.high, *(c.seconds for c in (best, *rest, *curve))) / time_unit)
-    axes.set_xlabel(f"memory of the fullest rank, {memory}", color=INK, fontsize=9)
-    axes.set_ylabel(f"step, {step}", color=INK, fontsize=9)
-    axes.legend(frameon=False, fontsize=8.5, labelcolor=INK, loc="lower left")
+def cost_chart(report: PlanReport, candidates: Sequence[Candidate]) -> dict[str, Any]:
+    """The candidates by the duration of the run and its cost: in device-hours if no price is known."""
+    best, sizes = report.best, {run_file_tables(candidate) for candidate in report.scaling}
+    scale, unit = long_unit(best.expected_days)
+    prefix, quantity = ("", "gpu_hours") if best.price is None else ("$", "price")
+    points = []
+    for index, candidate in enumerate(candidates):
+        cost, ranks, is_size = getattr(candidate, quantity), candidate.layout.ranks, run_file_tables(candidate) in sizes
+        text = f"{candidate.name} on {ranks:,} devices\n{days(candidate.expected_days)}, {prefix}{count(cost)}"
+        point = {"x": scale * candidate.expected_days, "y": cost, "text": text}
+        points.append(point | {"candidate": index, "line": is_size, "label": f"{ranks:,}" if is_size else ""})
+    axes = {"x": f"{unit} of the run, with failures", "y": "device-hours" if best.price is None else "price, $"}
+    line = {"line": "fastest on this many devices", "own": f"{best.layout.ranks:,}"}
+    return {"points": points, **axes, **line, "prefix": prefix, "limit": None}
+
+
+def _trade_off(axes: Axes, report: PlanReport, candidates: Sequence[Candidate]) -> None:
+    best, chart = report.best, memory_chart(report, candidates)
+    unit = step_unit(best.seconds)[1]
+    _scatter(axes, report, chart, ([chart["points"][0]["x"]] * 2, [best.low / unit, best.high / unit]))
     _style(axes, "memory against time")
 
 
-def _winner(report: PlanReport) -> str:
-    return "winner" if report.considered > 1 else "the run file's layout"
-
-
-def _cost(axes: Axes, report: PlanReport) -> None:
-    """Draws the duration of the run against its cost: in device-hours if no price is known; with other cluster sizes if the report has them."""
+def _cost(axes: Axes, report: PlanReport, candidates: Sequence[Candidate]) -> None:
     from matplotlib.ticker import FuncFormatter
 
-    best = report.best
-    name, format_cost, cost_of = cost_axis(best)
+    best, chart = report.best, cost_chart(report, candidates)
     scale, unit = long_unit(best.expected_days)
-
-    def points(candidates: Sequence[Candidate]) -> tuple[list[float], list[float]]:
-        return [scale * c.expected_days for c in candidates], [cost_of(c) or 0.0 for c in candidates]
-
-    rest = [c for c in compared(report) if cost_of(c) is not None and run_file_tables(c) != run_file_tables(best)]
-    if rest:
-        axes.scatter(*points(rest), s=26, color=MUTED, label="others that fit", zorder=3)
-    sizes = [c for c in report.scaling if cost_of(c) is not None]
-    if sizes:
-        axes.plot(*points(sizes), color=INK, linewidth=1.2, marker="s", markersize=4, label="fastest on this many devices")
-        for candidate, day, cost in zip(sizes, *points(sizes), strict=True):
-            # The line falls and bends up, so labels fit above it on the right, except where the winner's interval rises.
-            offset = (7, -15) if candidate.layout.ranks == best.layout.ranks else (5, 5)
-            style: dict[str, Any] = {"xytext": offset, "textcoords": "offset points", "fontsize": 8.5, "color": INK}
-            axes.annotate(f"{candidate.layout.ranks:,}", (day, cost), **style)
-    (early, late), (less, more) = best.ranges["expected_days"], best.ranges["gpu_hours" if best.price is None else "price"]
-    axes.plot([scale * early, scale * late], [less, more], color=_BEST, linewidth=1.2, marker="|", markersize=7, zorder=4)
-    axes.scatter(*points([best]), s=60, color=_BEST, label=f"{_winner(report)}, P10–P90", zorder=5)
-    axes.set_xlabel(f"{unit} of the run, with failures", color=INK, fontsize=9)
-    axes.set_ylabel(name, color=INK, fontsize=9)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_cost(value)))
-    axes.set_xlim(0, 1.1 * max(scale * late, *points([best, *rest, *sizes])[0]))
-    axes.set_ylim(0, 1.1 * max(more, *points([best, *rest, *sizes])[1]))
-    axes.legend(frameon=False, fontsize=8.5, labelcolor=INK, loc="lower right")
+    late = [scale * value for value in best.ranges["expected_days"]]
+    _scatter(axes, report, chart, (late, list(best.ranges["gpu_hours" if best.price is None else "price"])))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{chart['prefix']}{count(value)}"))
     _style(axes, f"{unit} against cost")
 
 
-def cost_axis(best: Candidate) -> tuple[str, Callable[[float | None], str], Callable[[Candidate], float | None]]:
-    """The label, the format and the value of costs: prices, or device-hours if no price is known."""
-    if best.price is not None:
-        return "price, US dollars", dollars, lambda candidate: candidate.price
-    return "device-hours", count, lambda candidate: candidate.gpu_hours
+def _scatter(axes: Axes, report: PlanReport, chart: dict[str, Any], span: tuple[list[float], list[float]]) -> None:
+    """Draws the points of a chart, the best with its `span` from P10 to P90. As on the page, points far slower are omitted."""
+
+    def columns(points: Sequence[dict[str, Any]]) -> tuple[list[float], list[float]]:
+        return [point["x"] for point in points], [point["y"] for point in points]
+
+    best, *others = chart["points"]
+    others = [point for point in others if point["line"] or point["y"] < 2 * best["y"]]
+    line = sorted((point for point in (best, *others) if point["line"]), key=lambda point: point["x"])
+    if rest := [point for point in others if not point["line"]]:
+        axes.scatter(*columns(rest), s=26, color=MUTED, label="others that fit", zorder=3)
+    if len(line) > 1:
+        steps: dict[str, Any] = {} if chart["limit"] is None else {"drawstyle": "steps-post"}
+        axes.plot(*columns(line), color=INK, linewidth=1.2, marker="o", markersize=4, label=chart["line"], **steps)
+    for point in line:
+        # The line falls and bends up, so labels fit above it on the right, except where the winner's interval rises.
+        offset = (7, -15) if point is best else (5, 5)
+        style: dict[str, Any] = {"xytext": offset, "textcoords": "offset points", "fontsize": 8.5, "color": INK}
+        axes.annotate(point["label"], (point["x"], point["y"]), **style)
+    winner = "winner" if report.considered > 1 else "the run file's layout"
+    axes.plot(*span, color=_BEST, linewidth=1.2, marker="o", markersize=3, zorder=4)
+    axes.scatter(*columns([best]), s=60, color=_BEST, label=f"{winner}, P10–P90", zorder=5)
+    (xs, ys), limit = columns([best, *others]), chart["limit"]
+    widest = max(*xs, *span[0])
+    if limit is not None and limit < _FAR * widest:
+        axes.axvline(limit, color=_LIMIT, linewidth=1.4, linestyle="--", label="the device's memory")
+        widest = max(widest, limit)
+    # A margin: the frame would cut points on it in half.
+    axes.set_xlim(0, 1.08 * widest)
+    axes.set_ylim(0, 1.08 * max(*ys, *span[1]))
+    axes.set_xlabel(chart["x"], color=INK, fontsize=9)
+    axes.set_ylabel(chart["y"], color=INK, fontsize=9)
+    axes.legend(frameon=False, fontsize=8.5, labelcolor=INK)
 
 
 def long_unit(days: float) -> tuple[float, str]:
